@@ -1,0 +1,1 @@
+"""Model and inputs -> Graph, state and recorded values."""

@@ -1,0 +1,303 @@
+"""The one mutable object of a capture: what happened, in order, and what came out.
+
+In: calls with their arguments as trees of Handles. Out, when the forward is over: a frozen Graph and the recorded value
+of each Ref. A Handle numbers a tensor value; two values of one tensor object, before and after a write, have two Handles.
+Nothing is named or frozen while the model runs: the forward pays for one tuple a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+from attrs import define, field, frozen
+
+from .._core.graph import Graph
+from .._core.laws import require_lawful
+from .._core.node import Call, Const, Context, Guard, Input, Node, Ref, Scope, Source, State, TensorMeaning
+from .._core.target import Target
+from .._core.trees import leaves, remake
+from .._lens.structure import Draft, labels
+
+
+class Handle(int):
+    """The number of a recorded value."""
+
+    __slots__ = ()
+
+
+Site = tuple[CodeType, int]  # a line of Python: code object and instruction
+
+
+class CallRecord(NamedTuple):
+    """A call as it happened. Trees hold Handles where the program will have Refs."""
+
+    function: Callable[..., Any]
+    kind: str
+    args: Any
+    kwargs: Any
+    returns: Any
+    context: tuple[Any, ...]
+    scope: int
+    site: Site | None
+    draws: str | None = None
+    is_dynamic: bool = False
+    result: Any = None
+
+
+class SourceRecord(NamedTuple):
+    """A tensor that no call made: an input, a piece of state, a constant."""
+
+    kind: str  # "input" | "parameter" | "buffer" | "attribute" | "constant"
+    returns: Handle
+    where: Any  # path of an input, (module, key) of state, the origin of a constant
+    site: Site | None = None
+
+
+class GuardRecord(NamedTuple):
+    """Content that left torch."""
+
+    function: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    result: Any
+    has_result: bool
+    position: int
+    scope: int
+    site: Site | None
+
+
+class ScopeRecord(NamedTuple):
+    """A module call: the module, which call of it, inside which other call, from which line."""
+
+    module: torch.nn.Module
+    call: int
+    parent: int
+    site: Site | None
+
+
+@define(eq=False)
+class Recording:
+    """All that a capture wrote down. `freeze` turns it into a Graph; until then it only grows."""
+
+    model_name: str
+    records: list[CallRecord | SourceRecord] = field(factory=list)
+    guards: list[GuardRecord] = field(factory=list)
+    values: list[torch.Tensor] = field(factory=list)  # by Handle
+    versions: list[int] = field(factory=list)  # of each value's tensor when it was recorded; -1: it has none
+    scopes: list[ScopeRecord] = field(factory=list)
+    scope_outputs: list[tuple[int, Any]] = field(factory=list)
+    draws: dict[str, torch.Tensor] = field(factory=dict)
+    one_way: list[str] = field(factory=list)
+    output: Any = None
+    inputs: Any = ()
+    changes: list[tuple[Handle, Handle]] = field(factory=list)  # a source's first value and its last
+    ambient: tuple[Any, ...] = ()
+    default_dtype: torch.dtype = torch.float32
+    addresses: Addresses | None = None
+
+    def keep(self, tensor: torch.Tensor) -> Handle:
+        """A Handle for a value that this tensor holds now."""
+        handle = Handle(len(self.values))
+        self.values.append(tensor)
+        self.versions.append(version_of(tensor))
+        return handle
+
+
+@frozen
+class Addresses:
+    """How the model calls its modules and tensors: found once, when the program is frozen."""
+
+    modules: dict[int, str]  # id of a module -> dotted address
+    aliases: Callable[[Any, str], tuple[str, ...]]  # (module, key) -> further addresses of the same tensor
+
+
+@frozen
+class Frozen:
+    """A Graph and, for each of its values, the Ref and the Handle."""
+
+    graph: Graph
+    handles: dict[Ref, Handle]
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """The tensor's write counter; -1 for inference tensors, which have none."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1
+
+
+def freeze(recording: Recording) -> Frozen:
+    """The Graph that a recording stands for: nodes named, Handles turned into Refs, scopes and lines resolved."""
+    scopes = _scopes(recording)
+    names, orphans = labels([_draft(recording, record) for record in recording.records], _ends(recording))
+    refs: dict[Handle, Ref] = {}
+    for record, name in zip(recording.records, names, strict=True):
+        for path, handle in _parts(record.returns):
+            refs.setdefault(handle, Ref(name, path))
+    to_ref = _reader(refs)
+    made: list[Node] = []
+    for record, name in zip(recording.records, names, strict=True):
+        made.append(_node(recording, record, name, to_ref, scopes))
+    graph = Graph(
+        nodes=tuple(made),
+        output=remake(recording.output, to_ref),
+        inputs=remake(recording.inputs, to_ref),
+        guards=tuple([_guard(guard, to_ref, scopes) for guard in recording.guards]),
+        module_outputs=tuple([(scope, remake(t, to_ref)) for n, t in recording.scope_outputs if (scope := scopes[n])]),
+        changes=tuple(_changes(recording, refs, {name: node for name, node in zip(names, made, strict=True)})),
+        orphans=frozenset(name for name, orphan in zip(names, orphans, strict=True) if orphan),
+        one_way=tuple(recording.one_way),
+        ambient=_context(recording.ambient),
+        default_dtype=recording.default_dtype,
+        model_name=recording.model_name,
+    )
+    return Frozen(require_lawful(graph), {ref: handle for handle, ref in refs.items()})
+
+
+def _reader(refs: dict[Handle, Ref]) -> Callable[[Any], Any]:
+    def to_ref(leaf: Any) -> Any:
+        if type(leaf) is Handle:
+            return refs[leaf]
+        return Target.of(leaf.function) if type(leaf) is Target else leaf
+
+    return to_ref
+
+
+def _parts(returns: Any) -> Iterator[tuple[tuple[int, ...], Handle]]:
+    """Every Handle in what a call gave, with the way to it."""
+    if type(returns) is Handle:
+        yield (), returns
+    elif type(returns) is tuple or hasattr(returns, "items"):
+        for number, item in enumerate(returns if type(returns) is tuple else returns.items):
+            for path, handle in _parts(item):
+                yield (number, *path), handle
+
+
+def _draft(recording: Recording, record: CallRecord | SourceRecord) -> Draft:
+    """What the naming of layers needs to know of a record."""
+    if isinstance(record, SourceRecord):
+        given = () if record.kind != "parameter" else None
+        address = None if given is not None else _address(recording, record.where)
+        return Draft(record.kind, (), (record.returns,), address=address)
+    trees = (*record.args, *(record.kwargs or {}).values())
+    reads = tuple([leaf for leaf in leaves(trees) if type(leaf) is Handle])
+    gives = tuple([handle for _, handle in _parts(record.returns)])
+    return Draft(record.kind, reads, gives, function=record.function)
+
+
+def _ends(recording: Recording) -> set[int]:
+    """The Handles that a whole run is for."""
+    ends = {int(leaf) for leaf in leaves(recording.output) if type(leaf) is Handle}
+    return ends | {int(last) for _, last in recording.changes}
+
+
+def _node(recording: Recording, record: CallRecord | SourceRecord, name: str, to_ref: Any, scopes: list[Any]) -> Node:
+    if isinstance(record, SourceRecord):
+        return _source_node(recording, record, name)
+    meaning = tuple([TensorMeaning.of(recording.values[handle]) for _, handle in _parts(record.returns)])
+    kwargs = record.kwargs or {}
+    return Call(
+        name=name,
+        kind=record.kind,
+        target=Target.of(record.function),
+        args=tuple([remake(arg, to_ref) for arg in record.args]),
+        kwargs=tuple([(key, remake(value, to_ref)) for key, value in kwargs.items()]),
+        returns=remake(record.returns, to_ref),
+        result=remake(record.result, to_ref),
+        meaning=meaning,
+        draws=record.draws,
+        context=_context(record.context),
+        is_dynamic=record.is_dynamic,
+        scope=scopes[record.scope] if record.scope >= 0 else None,
+        source=_source(recording, record.site, record.scope),
+    )
+
+
+def _source_node(recording: Recording, record: SourceRecord, name: str) -> Node:
+    meaning = TensorMeaning.of(recording.values[record.returns])
+    if record.kind == "input":
+        return Input(name, record.where, meaning)
+    if record.kind == "constant":
+        return Const(name, record.where, meaning, _source(recording, record.site, -1))
+    address, addresses = _address(recording, record.where), recording.addresses
+    aliases = addresses.aliases(*record.where) if addresses else ()
+    return State(name, address, record.kind, meaning, tuple(a for a in aliases if a != address))
+
+
+def _address(recording: Recording, where: tuple[Any, str]) -> str:
+    module, key = where
+    prefix = recording.addresses.modules.get(id(module), "") if recording.addresses else ""
+    return f"{prefix}.{key}" if prefix else key
+
+
+def _changes(recording: Recording, refs: dict[Handle, Ref], nodes: dict[str, Node]) -> Iterator[tuple[str, Ref]]:
+    for first, last in recording.changes:
+        source = nodes[refs[first].node]
+        if isinstance(source, State):
+            yield source.address, refs[last]
+
+
+def _context(context: tuple[Any, ...]) -> Context:
+    return _contexts.setdefault(context, Context(*context))
+
+
+_contexts: dict[tuple[Any, ...], Context] = {}
+
+
+def _guard(guard: GuardRecord, to_ref: Any, scopes: list[Any]) -> Guard:
+    return Guard(
+        Target.of(guard.function),
+        tuple([remake(arg, to_ref) for arg in guard.args]),
+        tuple([(key, remake(value, to_ref)) for key, value in (guard.kwargs or {}).items()]),
+        guard.result,
+        has_result=guard.has_result,
+        position=guard.position,
+        scope=scopes[guard.scope] if guard.scope >= 0 else None,
+        source=_line(guard.site),
+    )
+
+
+def _scopes(recording: Recording) -> list[Scope | None]:
+    """A frozen Scope for each module call; None for the call of the model itself."""
+    found: list[Scope | None] = []
+    for number, record in enumerate(recording.scopes):
+        address = recording.addresses.modules.get(id(record.module)) if recording.addresses else None
+        if address == "":
+            found.append(None)
+            continue
+        kind = type(record.module).__name__
+        parent = found[record.parent] if record.parent >= 0 else None
+        source = _source(recording, record.site, record.parent)
+        found.append(Scope(address or f"<{kind}>", record.call, kind, parent, source))
+    return found
+
+
+def _source(recording: Recording, site: Site | None, scope: int) -> Source | None:
+    """The user's line: the call's own, or the one from which the torch module around it was called."""
+    while (site is None or is_torch_code(site[0])) and scope >= 0:
+        site, scope = recording.scopes[scope].site, recording.scopes[scope].parent
+    return _line(site)
+
+
+def _line(site: Site | None) -> Source | None:
+    if site is None:
+        return None
+    code, instruction = site
+    line = next((n for start, end, n in code.co_lines() if n and start <= instruction < end), code.co_firstlineno)
+    return Source(code.co_filename, line, getattr(code, "co_qualname", code.co_name))
+
+
+def is_torch_code(code: CodeType) -> bool:
+    """Is this code of torch or of replaylens, and not of the user?"""
+    known = _torch_code.get(code)
+    if known is None:
+        known = _torch_code[code] = code.co_filename.startswith(_HOMES)
+    return known
+
+
+_torch_code: dict[CodeType, bool] = {}
+_HOMES = tuple(home.rsplit("/", 1)[0] + "/" for home in (torch.__file__, __file__.rsplit("/", 1)[0]) if home)

@@ -1,0 +1,200 @@
+"""capture(model, *inputs): run the model once, and give back the pure program that it was.
+
+In: any model or function and its inputs. Out: a Capture: the recording, and what the model returned. The model, its
+buffers, its hooks, the generators and torch itself are left as a plain forward leaves them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from threading import Lock
+from types import GeneratorType
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import nn
+
+from .._core.trees import freeze_deep
+from ..errors import CaptureError, ReplaylensError, UnannouncedWrite, UnsupportedModel
+from .builder import Handle, Recording, SourceRecord, version_of
+from .origins import Origins, dated
+from .scopes import listening
+from .storage import Entry
+from .tracer import NeedsDeepLook, Tracer
+
+
+@frozen(eq=False)
+class Captured:
+    """What one look at a forward gave."""
+
+    recording: Recording
+    output: Any
+
+
+def record(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unknown: str = "raise") -> Captured:
+    """Run the model under the tracer. Looks a second time, at every ATen call, if the first was blind to something."""
+    _require_supported(model)
+    before = torch.default_generator.get_state()
+    compiler_at_start = "torch._dynamo" in sys.modules
+    first = Recording(_name_of(model))
+    try:
+        return _look(model, args, kwargs, first, deep=False, unknown=unknown)
+    except NeedsDeepLook:
+        pass
+    except ReplaylensError:
+        raise
+    except Exception:
+        if compiler_at_start or "torch._dynamo" not in sys.modules:
+            raise  # else: the compiler was loaded in the middle, and did not know of the capture
+        _put_back(first, before)
+        return _look(model, args, kwargs, Recording(_name_of(model)), deep=False, unknown=unknown)
+    _put_back(first, before)
+    return _look(model, args, kwargs, Recording(_name_of(model)), deep=True, unknown=unknown)
+
+
+def _look(model: Any, args: Any, kwargs: Any, recording: Recording, deep: bool, unknown: str) -> Captured:
+    origins = Origins(model)
+    with ExitStack() as stack:
+        date = stack.enter_context(dated())
+        tracer = Tracer(recording, origins, date, deep, unknown)
+        recording.ambient = tracer._context()
+        recording.default_dtype = torch.get_default_dtype()
+        recording.inputs = _take_inputs(tracer, args, kwargs)
+        stack.enter_context(_eager_compiler())
+        stack.enter_context(listening(tracer))
+        stack.enter_context(tracer)
+        if tracer.deep and tracer.watch is not None:
+            stack.enter_context(tracer.watch)
+        try:
+            output = model(*args, **kwargs)
+        except (NeedsDeepLook, ReplaylensError):
+            raise
+        except Exception as error:
+            _add_note(error, tracer)
+            raise
+        finally:
+            if tracer.functorch:
+                tracer._leave_functorch()
+    if isinstance(output, GeneratorType):
+        raise CaptureError("the model returned a generator, which computes after the forward is over. Capture a function that returns list(...) of it.")
+    with torch._C.DisableTorchFunction():
+        recording.output = freeze_deep(output, tracer.read)
+        _take_changes(tracer)
+        _require_announced(tracer)
+    recording.addresses = origins.addresses()
+    return Captured(recording, output)
+
+
+def _require_supported(model: Any) -> None:
+    parallel = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    if isinstance(model, parallel):
+        kind = type(model).__name__
+        raise UnsupportedModel(f"the model is wrapped in {kind}, whose replicas run in threads. Capture `model.module` instead.")
+    if isinstance(model, nn.Module) and any(isinstance(m, nn.DataParallel) for m in model.modules()):
+        raise UnsupportedModel("a submodule is wrapped in DataParallel, whose replicas run in threads. Use its `.module` instead.")
+    if not callable(model):
+        raise UnsupportedModel(f"{type(model).__name__} cannot be called. Give a module or a function, then its inputs.")
+
+
+def _name_of(model: Any) -> str:
+    if isinstance(model, nn.Module):
+        return type(getattr(model, "_orig_mod", model)).__name__
+    inner = getattr(model, "func", model)
+    return str(getattr(inner, "__name__", type(inner).__name__)).strip("<>")
+
+
+def _take_inputs(tracer: Tracer, args: Any, kwargs: Any) -> Any:
+    """A node for each tensor among the inputs; one that is given twice is one node."""
+    counter: list[Any] = []
+
+    def leaf(tensor: torch.Tensor) -> Handle:
+        known = tracer.memory.read(tensor)
+        if known is not None:
+            return known
+        base = tracer.memory.base_anywhere(tensor)
+        if base is not None and tensor.dtype == base.root.dtype:
+            return tracer._alias_without_call(tensor, base)
+        counter.append(tensor)
+        handle = tracer.recording.keep(tensor)
+        tracer.recording.records.append(SourceRecord("input", handle, (len(counter) - 1,)))
+        tracer.memory.know(tensor, handle)
+        return handle
+
+    return freeze_deep((tuple(args), dict(kwargs)), leaf)
+
+
+def _take_changes(tracer: Tracer) -> None:
+    """Which parameters, buffers and inputs hold another value than at the start."""
+    recording, memory = tracer.recording, tracer.memory
+    for source in [record for record in recording.records if isinstance(record, SourceRecord)]:
+        if source.kind not in ("parameter", "buffer", "attribute"):
+            continue
+        module, key = source.where
+        held = module._parameters.get(key, module._buffers.get(key)) if source.kind != "attribute" else None
+        if held is None:
+            continue
+        last = memory.read(held)
+        if last is not None and last != source.returns:
+            recording.changes.append((source.returns, last))
+
+
+def _require_announced(tracer: Tracer) -> None:
+    for tensor, _ in tracer.memory.unannounced():
+        raise UnannouncedWrite(
+            f"a tensor {tuple(tensor.shape)} was written during the forward by something that was not seen: another thread, an "
+            "extension, or a call that hides from torch. Nothing recorded after the write can be trusted, so there is no program."
+        )
+
+
+def _add_note(error: Exception, tracer: Tracer) -> None:
+    """Say where in the model its own exception came from."""
+    scopes, scope = tracer.recording.scopes, len(tracer.recording.scopes) - 1
+    done = sum(1 for entry in tracer.recording.records if not isinstance(entry, SourceRecord))
+    where = tracer._where()
+    module = f" inside {type(scopes[scope].module).__name__}" if scope >= 0 else ""
+    text = f"replaylens: the model raised this after {done} recorded calls{module}.{where}"
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+
+
+def _put_back(recording: Recording, generator: torch.Tensor) -> None:
+    """Undo what a first look wrote to parameters, buffers and inputs, before the second."""
+    torch.default_generator.set_state(generator)
+    with torch.no_grad():
+        for record in recording.records:
+            if isinstance(record, SourceRecord) and record.kind in ("parameter", "buffer"):
+                module, key = record.where
+                now = module._parameters.get(key, module._buffers.get(key))
+                first = recording.values[record.returns]
+                if now is not None and now is not first and version_of(now) != -1:
+                    now.copy_(first)
+
+
+_compiler_lock, _compiler_count, _compiler_stance = Lock(), 0, None
+
+
+@contextmanager
+def _eager_compiler() -> Iterator[None]:
+    """Compiled modules run eagerly meanwhile. The stance is process-wide: counted, and put back by the last capture."""
+    global _compiler_count, _compiler_stance
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is None:
+        yield
+        return
+    with _compiler_lock:
+        if _compiler_count == 0:
+            _compiler_stance = dynamo._set_stance(dynamo.DynamoStance("force_eager"))
+        _compiler_count += 1
+    try:
+        yield
+    finally:
+        with _compiler_lock:
+            _compiler_count -= 1
+            if _compiler_count == 0:
+                dynamo._set_stance(_compiler_stance)
+
+
+__all__ = ["Captured", "Entry", "record"]

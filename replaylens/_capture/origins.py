@@ -1,0 +1,193 @@
+"""Where a tensor comes from that no recorded call made.
+
+In: a tensor of unknown origin, and the module call that is running. Out: what it is: a parameter or buffer, another
+tensor that hangs on the model, a constant that is older than the capture or was made outside torch. Anything else is
+an error: a value that might depend on the input must never pass for a constant.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from .builder import Addresses
+from .scopes import addresses, module_table
+
+_lock = threading.Lock()
+_running = 0
+_epoch = 0
+
+
+@contextmanager
+def dated() -> Iterator[int]:
+    """Within, it can be told which objects are older. Gives the date, to be handed to `is_older`.
+
+    What exists now is moved to the collector's permanent generation: a list splice. What it lists afterwards is newer.
+    """
+    global _running, _epoch
+    with _lock:
+        usable = gc.get_freeze_count() == 0 if _running == 0 else True
+        _epoch += 1
+        _running += 1
+        date = _epoch if usable else -1
+        if usable:
+            gc.freeze()
+    try:
+        yield date
+    finally:
+        with _lock:
+            _running -= 1
+            if _running == 0 and usable:
+                gc.unfreeze()
+
+
+def is_older(thing: Any, date: int) -> bool:
+    """Did this object exist at the date? False also where that cannot be told, as when another capture began since."""
+    if date != _epoch:
+        return False
+    return not any(other is thing for other in gc.get_objects())
+
+
+class Origins:
+    """The model's tensors, by identity. The whole model is only walked when the running module does not have the tensor."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.root = model if isinstance(model, nn.Module) else None
+        self.extra = [] if self.root is not None else list(_modules_of(model))
+        self.table = module_table(self.root)
+        for number, module in enumerate(self.extra):
+            inner = module_table(module)
+            shift = len(self.table)
+            name = "" if len(self.extra) == 1 else f"model{number + 1}"
+            self.table.extend((m, p + shift if p >= 0 else -1, n or name) for m, p, n in inner)
+
+    def state(self, tensor: torch.Tensor, running: nn.Module | None) -> tuple[str, tuple[Any, str]] | None:
+        """What kind of state the tensor is, and (module, key), if it is a parameter or a buffer."""
+        if running is not None:
+            for kind, tensors in (("parameter", running._parameters), ("buffer", running._buffers)):
+                for key, value in tensors.items():
+                    if value is tensor and id(running) in self.known_modules:
+                        return kind, (running, key)
+        return self.whole.get(id(tensor))
+
+    @cached_property
+    def known_modules(self) -> frozenset[int]:
+        return frozenset(id(module) for module, _, _ in self.table)
+
+    @property
+    def whole(self) -> dict[int, tuple[str, tuple[Any, str]]]:
+        """Every parameter and buffer of the model as it is now."""
+        found: dict[int, tuple[str, tuple[Any, str]]] = {}
+        for module, _, _ in self.table:
+            for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
+                for key, value in tensors.items():
+                    if value is not None:
+                        found.setdefault(id(value), (kind, (module, key)))
+        return found
+
+    def attribute(self, tensor: torch.Tensor) -> tuple[Any, str] | None:
+        """(module, path) of a tensor that hangs on the model without being a parameter or buffer."""
+        for module, _, _ in self.table:
+            if path := _path_to(tensor, {k: v for k, v in vars(module).items() if not k.startswith("_")}, set(), 0):
+                return module, path.lstrip(".")
+        return None
+
+    def addresses(self) -> Addresses:
+        modules = addresses(self.table)
+        return Addresses(modules, self._aliases(modules))
+
+    def _aliases(self, modules: dict[int, str]) -> Any:
+        holders: dict[int, list[str]] = {}
+        for module, parent, name in self.table:
+            del parent, name
+            prefix = modules[id(module)]
+            for tensors in (module._parameters, module._buffers):
+                for key, value in tensors.items():
+                    if value is not None:
+                        holders.setdefault(id(value), []).append(f"{prefix}.{key}" if prefix else key)
+
+        def aliases(module: Any, key: str) -> tuple[str, ...]:
+            value = module._parameters.get(key) if isinstance(module, nn.Module) else None
+            return tuple(holders.get(id(value), ())) if value is not None else ()
+
+        return aliases
+
+
+def _modules_of(model: Any) -> Iterator[nn.Module]:
+    """The modules that a plain function computes with: bound to it, in its closure, or handed to `functools.partial`."""
+    found: dict[int, nn.Module] = {}
+    stack, seen = [model], set()
+    while stack:
+        thing = stack.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, nn.Module):
+            found[id(thing)] = thing
+        elif isinstance(thing, MethodType):
+            stack.extend((thing.__self__, thing.__func__))
+        elif isinstance(thing, FunctionType):
+            stack.extend(cell.cell_contents for cell in thing.__closure__ or () if _is_set(cell))
+            stack.extend(thing.__globals__[n] for n in thing.__code__.co_names if isinstance(thing.__globals__.get(n), nn.Module))
+        elif hasattr(thing, "func") and hasattr(thing, "keywords"):
+            stack.extend((thing.func, *thing.args, *thing.keywords.values()))
+        elif isinstance(thing, (list, tuple)):
+            stack.extend(thing)
+        elif isinstance(thing, dict):
+            stack.extend(thing.values())
+        elif not isinstance(thing, (type, torch.Tensor, str)) and hasattr(thing, "__dict__"):
+            stack.extend(value for value in vars(thing).values() if isinstance(value, nn.Module))
+    inner = {id(m) for module in found.values() for m in module.modules() if m is not module}
+    return (module for key, module in found.items() if key not in inner)
+
+
+def _is_set(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _path_to(tensor: torch.Tensor, thing: Any, seen: set[int], depth: int) -> str | None:
+    """The way from an object to a tensor that hangs on it: `.anchors[2]`."""
+    if thing is tensor:
+        return ""
+    if depth > 8 or id(thing) in seen or isinstance(thing, (nn.Module, torch.Tensor, type, str, int, float, type(None))):
+        return None
+    seen.add(id(thing))
+    for name, value in _members(thing, top=depth == 0):
+        if (path := _path_to(tensor, value, seen, depth + 1)) is not None:
+            return name + path
+    return None
+
+
+def _members(thing: Any, top: bool) -> Iterator[tuple[str, Any]]:
+    if isinstance(thing, dict):
+        yield from ((f".{key}" if top else f"[{key!r}]", value) for key, value in list(dict.items(thing)))
+    elif isinstance(thing, (list, tuple, set, frozenset)):
+        try:
+            yield from ((f"[{number}]", value) for number, value in enumerate(thing))
+        except NotImplementedError:
+            return
+    elif isinstance(thing, FunctionType):
+        names = zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=False)
+        yield from ((f".{name}", cell.cell_contents) for name, cell in names if _is_set(cell))
+    elif hasattr(thing, "func") and hasattr(thing, "keywords"):
+        yield from ((".func", thing.func), (".args", thing.args), (".keywords", thing.keywords))
+    else:
+        yield from ((f".{name}", value) for name, value in list(getattr(thing, "__dict__", {}).items()))
+        for kind in type(thing).__mro__:
+            slots = kind.__dict__.get("__slots__", ())
+            for slot in (slots,) if isinstance(slots, str) else slots:
+                if hasattr(thing, slot):
+                    yield f".{slot}", getattr(thing, slot)

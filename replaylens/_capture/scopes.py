@@ -1,0 +1,118 @@
+"""Where we are: which module call, which line of the user's code.
+
+In: module calls as they happen. Out: for each the module, which call of it, from where, and what it gave. While captures
+run, `nn.Module.__call__` is one function of ours, which looks for a capture of its own thread and else passes on; it is
+counted, and put back when the last capture ends. (Global forward hooks cost six times as much and see a module's output
+before the user's own hooks have changed it.)
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import get_ident
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from .builder import Site, is_torch_code
+
+
+class Listener(Protocol):
+    """A capture, as the shared entries below know it."""
+
+    def module_call(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
+
+    def function_apply(self, kind: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
+
+
+_listeners: dict[int, list[Listener]] = {}  # of each thread, the innermost last
+_lock = threading.Lock()
+_module_call = nn.Module.__call__
+_function_apply = torch.autograd.Function.__dict__["apply"]
+
+
+def _traced_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    stack = _listeners.get(get_ident())
+    if not stack:
+        return _originals["call"](self, *args, **kwargs)
+    return stack[-1].module_call(self, _originals["call"], args, kwargs)
+
+
+def _traced_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+    stack = _listeners.get(get_ident())
+    call = _originals["apply"].__get__(None, cls)
+    return stack[-1].function_apply(cls, call, args, kwargs) if stack else call(*args, **kwargs)
+
+
+_originals: dict[str, Any] = {}
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Module calls and custom functions of this thread are told to the listener."""
+    with _lock:
+        if not any(_listeners.values()):
+            _originals.update(call=nn.Module.__call__, apply=torch.autograd.Function.__dict__["apply"])
+            nn.Module.__call__ = _traced_call  # type: ignore[method-assign, assignment]
+            torch.autograd.Function.apply = classmethod(_traced_apply)  # type: ignore[assignment, method-assign]
+        _listeners.setdefault(get_ident(), []).append(listener)
+    try:
+        yield
+    finally:
+        with _lock:
+            stack = _listeners[get_ident()]
+            stack.pop()
+            if not stack:
+                del _listeners[get_ident()]
+            if not _listeners:
+                nn.Module.__call__ = _originals["call"]  # type: ignore[method-assign]
+                torch.autograd.Function.apply = _originals["apply"]  # type: ignore[method-assign]
+
+
+def module_table(model: nn.Module | None) -> list[tuple[nn.Module, int, str]]:
+    """Every module of the model with its parent's number and its name there. Walked before the forward, named later."""
+    if model is None:
+        return []
+    table, seen, at = [(model, -1, "")], {id(model)}, 0
+    while at < len(table):
+        for name, child in table[at][0]._modules.items():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                table.append((child, at, name))
+        at += 1
+    return table
+
+
+def addresses(table: list[tuple[nn.Module, int, str]]) -> dict[int, str]:
+    """The dotted address of each module: that of its first place in the tree."""
+    found: list[str] = []
+    for module, parent, name in table:
+        prefix = found[parent] if parent >= 0 else ""
+        if isinstance(module, getattr(torch._dynamo, "OptimizedModule", ())) if "torch._dynamo" in sys.modules else False:
+            found.append(f"{prefix}.{name}" if prefix else name)
+        elif name == "_orig_mod":
+            found.append(prefix)  # the compiler's wrapper is no level of the user's
+        else:
+            found.append(f"{prefix}.{name}" if prefix else name)
+    return {id(module): address for (module, _, _), address in zip(table, found, strict=True)}
+
+
+def user_site(frame: FrameType | None, depth: int = 6) -> Site | None:
+    """The nearest line that is not torch's, within a few frames; else the nearest line of all."""
+    first: Site | None = (frame.f_code, frame.f_lasti) if frame else None
+    for _ in range(depth):
+        if frame is None:
+            break
+        if not is_torch_code(frame.f_code):
+            return frame.f_code, frame.f_lasti
+        frame = frame.f_back
+    return first
+
+
+CallCounter = Counter

@@ -1,0 +1,292 @@
+"""In-place writes and views as pure calls: which memory a tensor looks at, and which value is in it now.
+
+In: tensors as the model holds them. Out: the Handle of the value that each has at this moment. A storage is one Base with
+a version; a tensor that shares it is an Entry with the chain of view steps that leads from the base. A write makes the
+next version of the base; a view that is read later is derived again from it, by the same steps.
+
+A tensor that shares memory with nothing (most do) is no more than its Handle: its Base is made when somebody asks.
+Keyed by storage, not by id alone: an id is used again once its tensor dies, so everything known here is kept alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from attrs import define, field
+
+from .._core.pure import Hole, Step, take_step
+from .._core.target import Target
+from .._core.trees import Branch, freeze, remake, thaw
+from .builder import CallRecord, Handle, Recording, SourceRecord, version_of
+
+
+@define(eq=False)
+class Base:
+    """One storage, and the value that it holds now."""
+
+    root: torch.Tensor  # looks at all of it that the program knows
+    handle: Handle
+    version: int = 0
+    counter: int = 0  # torch's own write counter after the last write that was announced
+    held: list[Handle] = field(factory=list)  # recorded values that live in this memory
+    derived: dict[Any, Handle] = field(factory=dict)  # views of this version
+    exposed: torch.Tensor | None = None  # the content when somebody outside torch got hold of the memory
+
+
+@define(eq=False)
+class Entry:
+    """One tensor object: the base it looks at, the view steps between, the value last read and when."""
+
+    tensor: torch.Tensor
+    base: Base
+    steps: tuple[Any, ...]
+    handle: Handle
+    version: int
+
+
+def storage_key(tensor: torch.Tensor) -> int | None:
+    """What names the tensor's storage; None where it has none of its own (sparse and nested ones)."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def same_content(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit for bit the same, NaN included."""
+    if one.layout is not torch.strided or one.is_quantized or one.is_nested:
+        return bool(torch.equal(one.to_dense() if one.is_sparse else one, other.to_dense() if other.is_sparse else other))
+    one, other = one.detach().resolve_conj().resolve_neg(), other.detach().resolve_conj().resolve_neg()
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    same = one == other
+    return bool((same | ((one != one) & (other != other))).all())
+
+
+@define(eq=False)
+class Memory:
+    """Every tensor that the program knows, by identity and by storage."""
+
+    recording: Recording
+    live: dict[int, Handle | Entry] = field(factory=dict)
+    bases: dict[int, Base] = field(factory=dict)
+    keep_alive: list[Any] = field(factory=list)
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def know(self, tensor: torch.Tensor, handle: Handle) -> None:
+        """This object holds this value, in memory that nothing else looks at as far as anybody knows."""
+        self.live[id(tensor)] = handle
+
+    def read(self, tensor: torch.Tensor) -> Handle | None:
+        """The value that the tensor has now, or None for a tensor that was never seen."""
+        known = self.live.get(id(tensor))
+        if known is None or type(known) is Handle:
+            return known
+        assert isinstance(known, Entry)
+        base = known.base
+        if base.exposed is not None:
+            self._look_at_exposed(base)
+        if known.version != base.version:
+            known.handle = self._derive(known) if known.steps else base.handle
+            known.version = base.version
+        return known.handle
+
+    def entry(self, tensor: torch.Tensor) -> Entry:
+        """The Entry of a known tensor, with its base."""
+        known = self.live[id(tensor)]
+        if isinstance(known, Entry):
+            return known
+        base = Base(tensor, known, counter=version_of(tensor), held=[known])
+        if (key := storage_key(tensor)) is not None:
+            self.bases[key] = base
+        made = self.live[id(tensor)] = Entry(tensor, base, (), known, 0)
+        return made
+
+    def base_at(self, key: int | None, among: Iterable[torch.Tensor] = ()) -> Base | None:
+        """The base with this storage; tensors that may look at it are asked first."""
+        if key is None:
+            return None
+        if key not in self.bases:
+            for tensor in among:
+                if type(self.live.get(id(tensor))) is Handle and storage_key(tensor) == key:
+                    return self.entry(tensor).base
+        return self.bases.get(key)
+
+    def base_anywhere(self, tensor: torch.Tensor) -> Base | None:
+        """The base with this tensor's storage, whoever may hold it."""
+        key = storage_key(tensor)
+        if key is None or key in self.bases:
+            return self.bases.get(key) if key is not None else None
+        values = self.recording.values
+        plain = (values[known] for known in list(self.live.values()) if type(known) is Handle)
+        return self.base_at(key, plain)
+
+    # -- views ---------------------------------------------------------------------------------------------------
+
+    def look(self, tensor: torch.Tensor, base: Base, steps: tuple[Any, ...], handle: Handle) -> None:
+        """This object is a view of a base: it was made by these steps and has this value."""
+        self.live[id(tensor)] = Entry(tensor, base, steps, handle, base.version)
+        base.held.append(handle)
+
+    def step(
+        self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], source: torch.Tensor, part: tuple[int, ...]
+    ) -> Any:
+        """The view step that a call is, as a tree: its arguments with a hole where the viewed tensor stands."""
+
+        def leaf(tensor: torch.Tensor) -> Any:
+            return Hole.HERE if tensor is source else self.read(tensor)
+
+        named = Branch(dict, tuple([freeze(value, leaf) for value in kwargs.values()]), tuple(kwargs))
+        return step_tree(function, freeze(tuple(args), leaf), named, part, torch.is_grad_enabled())
+
+    def part_step(self, source: torch.Tensor, part: torch.Tensor, name: str, args: Any, kwargs: Any, index: int) -> Any:
+        """One output of `unbind`, `split` and their kin, as `select` or `narrow`: those may be written through."""
+        if name == "unbind":
+            dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+            return step_tree(torch.Tensor.select, (Hole.HERE, dim, index), None, (), torch.is_grad_enabled())
+        differing = [d for d in range(source.dim()) if source.shape[d] != part.shape[d]]
+        dim = differing[0] if differing else 0
+        stride = source.stride(dim) if source.dim() else 1
+        start = (part.storage_offset() - source.storage_offset()) // stride if stride and differing else 0
+        return step_tree(torch.Tensor.narrow, (Hole.HERE, dim, start, part.shape[dim]), None, (), torch.is_grad_enabled())
+
+    def _derive(self, entry: Entry) -> Handle:
+        """A view read after its base was written: its steps again, on the base's present value."""
+        base, handle, tensor = entry.base, entry.base.handle, entry.base.root
+        for number, step in enumerate(entry.steps):
+            key = entry.steps[: number + 1]
+            last = number + 1 == len(entry.steps)
+            try:
+                known = base.derived.get(key)
+            except TypeError:  # an argument without a hash: derive it each time
+                key, known = (object(),), None
+            if known is None:
+                with torch.no_grad():
+                    tensor = entry.tensor if last else take_step(tensor, thaw(step, self._value))
+                known = base.derived[key] = self._emit_step(step, handle, tensor)
+                base.held.append(known)
+            handle, tensor = known, self.recording.values[known]
+        return handle
+
+    def _emit_step(self, step: Any, source: Handle, made: torch.Tensor) -> Handle:
+        function, args, kwargs, part, grad = step.items
+        fill: Callable[[Any], Any] = lambda leaf: source if leaf is Hole.HERE else leaf  # noqa: E731
+        handle = self.recording.keep(made)
+        returns: Any = handle
+        for index in reversed(part):
+            returns = (*([None] * index), returns)
+        record = CallRecord(
+            function.function,
+            function.short.replace("_", "").lower(),
+            tuple([remake(arg, fill) for arg in args]),
+            {key: remake(value, fill) for key, value in zip(kwargs.keys, kwargs.items, strict=True)},
+            returns,
+            (grad,),
+            -1,
+            None,
+        )
+        self.recording.records.append(record)
+        return handle
+
+    def _value(self, leaf: Any) -> Any:
+        return self.recording.values[leaf] if type(leaf) is Handle else leaf
+
+    # -- writes --------------------------------------------------------------------------------------------------
+
+    def preserve(self, base: Base, content: torch.Tensor | None = None) -> None:
+        """Copy what is recorded of this memory, just before it is overwritten. Only then: a value is kept by reference."""
+        values, old = self.recording.values, (base.root if content is None else content)
+        held = [handle for handle in base.held if storage_key(values[handle]) == storage_key(base.root)]
+        base.held = []
+        if not held:
+            return
+        with torch.no_grad():
+            if storage_key(old) is None:
+                for handle in held:
+                    values[handle] = values[handle].clone()
+                return
+            copied = old.untyped_storage().clone()
+            for handle in held:
+                values[handle] = self._same_view(values[handle], copied)
+                self.recording.versions[handle] = version_of(values[handle])
+
+    @staticmethod
+    def _same_view(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The same geometry over a copied storage."""
+        if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+            return tensor.detach().clone()
+        view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return view
+
+    def wrote(self, base: Base, handle: Handle) -> None:
+        """The base holds a new value."""
+        base.version += 1
+        base.handle = handle
+        base.counter = version_of(base.root)
+        base.derived.clear()
+        base.held.append(handle)
+        if base.exposed is not None:
+            base.exposed = base.root.detach().clone()
+
+    def part_from(self, tensor: torch.Tensor) -> None:
+        """Before a tensor object gets another geometry or storage: its recorded values go on in an alias."""
+        known = self.live.get(id(tensor))
+        held = known.base.held if isinstance(known, Entry) else []
+        plain = [known] if type(known) is Handle else []
+        for handle in (*held, *plain):
+            if self.recording.values[handle] is tensor:
+                self.recording.values[handle] = tensor.detach()
+        if isinstance(known, Entry) and known.base.root is tensor:
+            known.base.root = tensor.detach()
+        self.keep_alive.append(tensor)
+
+    # -- memory that left torch ------------------------------------------------------------------------------------
+
+    def expose(self, tensor: torch.Tensor) -> None:
+        """Somebody outside torch can write this memory from now on: its content is compared at each read."""
+        base = self.entry(tensor).base
+        if base.exposed is None:
+            base.exposed = base.root.detach().clone()
+
+    def _look_at_exposed(self, base: Base) -> None:
+        assert base.exposed is not None
+        if same_content(base.root, base.exposed):
+            return
+        now = base.root.detach().clone()
+        self._restore_held(base)
+        handle = self.recording.keep(now)
+        self.recording.records.append(SourceRecord("constant", handle, "written from outside torch, through numpy"))
+        self.wrote(base, handle)
+
+    def _restore_held(self, base: Base) -> None:
+        """The recorded values of memory that numpy has overwritten, from the copy that was taken of it."""
+        assert base.exposed is not None
+        values, held = self.recording.values, base.held
+        base.held = []
+        offset, root = base.root.storage_offset(), base.root
+        if root.is_contiguous():
+            flat = base.exposed.contiguous().view(-1)
+            for handle in held:
+                tensor = values[handle]
+                if tensor.dtype == root.dtype:
+                    values[handle] = flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - offset)
+
+    def unannounced(self) -> list[tuple[torch.Tensor, Handle]]:
+        """Tensors whose write counter moved without a call that says so."""
+        found = []
+        values, versions = self.recording.values, self.recording.versions
+        for known in self.live.values():
+            if type(known) is Handle:
+                if version_of(values[known]) != versions[known]:
+                    found.append((values[known], known))
+            elif isinstance(known, Entry) and known.tensor is known.base.root and version_of(known.tensor) != known.base.counter:
+                found.append((known.tensor, known.base.handle))
+        return found
+
+
+def step_tree(function: Callable[..., Any], args: Any, kwargs: Branch | None, part: tuple[int, ...], grad: bool) -> Branch:
+    return Branch(Step, (Target.of(function), args, kwargs or Branch(dict, (), ()), part, grad))

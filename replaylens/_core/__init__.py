@@ -1,0 +1,1 @@
+"""What a program is: pure data. No mode, no hook, no execution."""

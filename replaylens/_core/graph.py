@@ -1,0 +1,118 @@
+"""A Graph: nodes in execution order and the tree of outputs. Structure only: comparable, printable, hashable.
+
+In: nodes and trees of Refs. Out: lookups that any pass needs (positions, users, cones), computed once. What the values
+are, and how people call the nodes, is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from typing import Any
+
+import torch
+from attrs import field, frozen
+
+from .node import Call, Const, Context, Guard, Input, Node, Ref, Scope, State
+from .trees import leaves
+
+
+@frozen
+class Graph:
+    """A pure program. Every node reads only nodes before it; the output is a tree of Refs and plain values."""
+
+    nodes: tuple[Node, ...]
+    output: Any
+    inputs: Any = ()  # (args, kwargs) as a tree of Refs to Input nodes
+    guards: tuple[Guard, ...] = ()
+    module_outputs: tuple[tuple[Scope, Any], ...] = ()
+    changes: tuple[tuple[str, Ref], ...] = ()  # what the model wrote: address of a parameter or buffer -> its new value
+    orphans: frozenset[str] = frozenset()  # neither come from an input nor reach an output
+    one_way: tuple[str, ...] = ()  # custom functions whose backward could not be kept
+    ambient: Context = Context()  # the modes around the whole model
+    default_dtype: torch.dtype = torch.float32
+    model_name: str = field(default="", eq=False)
+
+    def __getitem__(self, name: str) -> Node:
+        return self.nodes[self.positions[name]]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.positions
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self.nodes)
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    @cached_property
+    def positions(self) -> dict[str, int]:
+        return {node.name: position for position, node in enumerate(self.nodes)}
+
+    @cached_property
+    def refs(self) -> tuple[tuple[Ref, ...], ...]:
+        """What each node reads."""
+        return tuple([node.refs if isinstance(node, Call) else () for node in self.nodes])
+
+    @cached_property
+    def parents(self) -> tuple[tuple[int, ...], ...]:
+        """The positions of the nodes that each node reads, each once, in the order of its arguments."""
+        where = self.positions
+        return tuple([tuple(dict.fromkeys([where[ref.node] for ref in refs])) for refs in self.refs])
+
+    @cached_property
+    def users(self) -> tuple[tuple[int, ...], ...]:
+        """The positions of the nodes that read each node."""
+        found: list[list[int]] = [[] for _ in self.nodes]
+        for position, parents in enumerate(self.parents):
+            for parent in parents:
+                found[parent].append(position)
+        return tuple([tuple(users) for users in found])
+
+    @cached_property
+    def output_refs(self) -> tuple[Ref, ...]:
+        return tuple([leaf for leaf in leaves(self.output) if type(leaf) is Ref])
+
+    @cached_property
+    def wanted_refs(self) -> tuple[Ref, ...]:
+        """All that a whole run is for: the outputs and the new values of what the model wrote."""
+        return (*self.output_refs, *(ref for _, ref in self.changes))
+
+    @cached_property
+    def calls(self) -> tuple[Call, ...]:
+        return tuple([node for node in self.nodes if isinstance(node, Call)])
+
+    @cached_property
+    def input_nodes(self) -> tuple[Input, ...]:
+        return tuple([node for node in self.nodes if isinstance(node, Input)])
+
+    @cached_property
+    def state_nodes(self) -> tuple[State, ...]:
+        return tuple([node for node in self.nodes if isinstance(node, State)])
+
+    @cached_property
+    def const_nodes(self) -> tuple[Const, ...]:
+        return tuple([node for node in self.nodes if isinstance(node, Const)])
+
+    def descendants(self, names: Iterable[str]) -> frozenset[str]:
+        """Every node that one of these can reach, themselves included."""
+        marks = self._spread([self.positions[name] for name in names], self.users)
+        return frozenset([node.name for node, mark in zip(self.nodes, marks, strict=True) if mark])
+
+    def ancestors(self, names: Iterable[str]) -> frozenset[str]:
+        """Every node that reaches one of these, themselves included."""
+        marks = self._spread([self.positions[name] for name in names], self.parents)
+        return frozenset([node.name for node, mark in zip(self.nodes, marks, strict=True) if mark])
+
+    def _spread(self, start: list[int], along: tuple[tuple[int, ...], ...]) -> bytearray:
+        marks, stack = bytearray(len(self.nodes)), list(start)
+        while stack:
+            position = stack.pop()
+            if not marks[position]:
+                marks[position] = 1
+                stack.extend(along[position])
+        return marks
+
+    def __repr__(self) -> str:
+        calls, inputs, state = len(self.calls), len(self.input_nodes), len(self.state_nodes)
+        return f"<Graph of {self.model_name or 'a model'}: {calls} calls, {inputs} inputs, {state} state tensors>"

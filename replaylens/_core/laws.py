@@ -1,0 +1,67 @@
+"""What a well-formed Graph obeys.
+
+In: a Graph. Out: every breach, in program order, as data. A builder asks before it gives a graph away, an edit after
+every move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attrs import frozen
+
+from ..errors import UnlawfulGraph
+from .graph import Graph
+from .node import Call, Generator, Ref
+from .trees import leaves
+
+
+@frozen
+class Problem:
+    """One breach: the node at which it shows, and what is wrong there."""
+
+    node: str
+    law: str
+    fact: str
+
+    def __str__(self) -> str:
+        return f"{self.node}: {self.fact}"
+
+
+def problems(graph: Graph) -> tuple[Problem, ...]:
+    """All breaches of all laws, in program order."""
+    return (*_single_assignment(graph), *_reads_what_is_there(graph), *_draws_are_named(graph))
+
+
+def require_lawful(graph: Graph) -> Graph:
+    """The graph itself, or `UnlawfulGraph` with the list of what is wrong."""
+    if found := problems(graph):
+        listing = "\n".join(f"  {problem}" for problem in found[:20])
+        raise UnlawfulGraph(f"the graph breaks {len(found)} laws:\n{listing}")
+    return graph
+
+
+def _single_assignment(graph: Graph) -> Iterator[Problem]:
+    seen: set[str] = set()
+    for node in graph.nodes:
+        if node.name in seen:
+            yield Problem(node.name, "single assignment", "the name is given twice")
+        seen.add(node.name)
+
+
+def _reads_what_is_there(graph: Graph) -> Iterator[Problem]:
+    parts: set[Ref] = set()
+    for node in graph.nodes:
+        if isinstance(node, Call):
+            yield from (Problem(node.name, "order", f"reads {ref}, which no earlier node gives") for ref in node.refs if ref not in parts)
+            parts.update(leaf for leaf in leaves(node.returns) if type(leaf) is Ref)
+        parts.add(Ref(node.name))
+    ends = [ref for ref in graph.wanted_refs if ref not in parts]
+    yield from (Problem("output", "order", f"gives {ref}, which no node gives") for ref in ends)
+
+
+def _draws_are_named(graph: Graph) -> Iterator[Problem]:
+    for call in graph.calls:
+        keys = {leaf.key for leaf in leaves(call.args) if isinstance(leaf, Generator)}
+        if keys and call.draws is None:
+            yield Problem(call.name, "draws", "has a generator but no recorded state")

@@ -1,0 +1,194 @@
+"""The four kinds of node, and the facts that a node carries. Frozen, comparable, hashable; no tensor inside.
+
+`Node` is closed: a new kind is a decision, and every match must learn it.
+"""
+
+from __future__ import annotations
+
+import linecache
+from typing import Any
+
+import torch
+from attrs import field, frozen
+
+from .target import Target
+from .trees import leaves
+
+Arg = Any  # a tree (see trees.py) whose leaves are Refs and literals
+
+
+@frozen
+class Ref:
+    """The value of a node, or one part of it: `Ref("split_1_5", (1,))` is the second output of a split."""
+
+    node: str
+    path: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return identifier(self.node) + "".join(f"[{step}]" for step in self.path)
+
+
+@frozen
+class Generator:
+    """In a call's arguments: a random generator in the state that the call's `draws` names."""
+
+    key: str
+
+
+@frozen
+class TensorMeaning:
+    """What is known of a tensor without looking at its content."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    strides: tuple[int, ...] | None
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> TensorMeaning:
+        strided = tensor.layout is torch.strided and not tensor.is_nested
+        shape = tuple(tensor.shape) if not tensor.is_nested else ()
+        return TensorMeaning(shape, tensor.dtype, str(tensor.device), tensor.stride() if strided else None)
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
+
+
+@frozen
+class Source:
+    """A line of the user's code."""
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def text(self) -> str:
+        """The line itself, without indentation; empty where the file cannot be read."""
+        return linecache.getline(self.file, self.line).strip()
+
+    def context(self, around: int = 3) -> str:
+        """The lines around it, with a mark at the line itself."""
+        numbers = range(max(1, self.line - around), self.line + around + 1)
+        lines = [(number, linecache.getline(self.file, number).rstrip()) for number in numbers]
+        return "\n".join(f"{'>' if n == self.line else ' '} {n:5d} {text}" for n, text in lines if text or n == self.line)
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@frozen
+class Scope:
+    """One call of a module: `features.6:2` is the second call of the module at `features.6`."""
+
+    address: str
+    call: int
+    kind: str
+    parent: Scope | None = None
+    source: Source | None = None
+
+    @property
+    def stack(self) -> tuple[Scope, ...]:
+        """The module calls that it lies in, outermost first, itself last."""
+        return (*self.parent.stack, self) if self.parent else (self,)
+
+    def __str__(self) -> str:
+        return f"{self.address}:{self.call}"
+
+
+@frozen
+class Context:
+    """The modes under which a call ran and must run again."""
+
+    grad: bool = False
+    inference: bool = False
+    autocast: tuple[tuple[str, torch.dtype, bool], ...] = ()  # device type, dtype, weight cache on
+
+
+@frozen
+class Input:
+    """A tensor that the model was given. `path` leads to it in `(args, kwargs)`."""
+
+    name: str
+    path: tuple[Any, ...]
+    meaning: TensorMeaning
+
+
+@frozen
+class State:
+    """A parameter, a buffer or another tensor that hangs on the model. Tied ones are one node with several addresses."""
+
+    name: str
+    address: str
+    kind: str  # "parameter" | "buffer" | "attribute"
+    meaning: TensorMeaning
+    aliases: tuple[str, ...] = ()
+
+
+@frozen
+class Const:
+    """A tensor from outside the model and its inputs: `origin` says how it is known to be one."""
+
+    name: str
+    origin: str
+    meaning: TensorMeaning
+    source: Source | None = None
+
+
+@frozen
+class Call:
+    """A torch function applied to arguments: trees whose leaves are Refs or literals.
+
+    `returns` is what the function gives, as a tree of this node's own Refs; `result` what the model saw of it, where
+    that is another thing (a call that wrote in place also gives the new value of what it wrote).
+    """
+
+    name: str
+    kind: str
+    target: Target
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...] = ()
+    returns: Arg = None
+    result: Arg = None
+    meaning: tuple[TensorMeaning, ...] = ()  # of each tensor in `returns`, in order
+    draws: str | None = None
+    context: Context = Context()
+    is_dynamic: bool = False  # its output's shape depends on content
+    scope: Scope | None = None
+    source: Source | None = None
+
+    @property
+    def refs(self) -> tuple[Ref, ...]:
+        """What it reads, in the order of its arguments."""
+        trees = (self.args, tuple(value for _, value in self.kwargs))
+        return tuple([leaf for leaf in leaves(trees) if type(leaf) is Ref])
+
+
+Node = Input | State | Const | Call
+
+
+@frozen
+class Guard:
+    """Content that left torch: `bool(t)`, `.item()`, `.numpy()`. The recorded path holds while it stays the same.
+
+    `result` is what the model read, where that is a plain number, a bool or a string; else the content is compared.
+    """
+
+    target: Target
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...] = ()
+    result: Any = None
+    has_result: bool = field(default=False, kw_only=True)
+    position: int = field(default=0, kw_only=True)  # how many nodes came before it
+    scope: Scope | None = field(default=None, kw_only=True)
+    source: Source | None = field(default=None, kw_only=True)
+
+    @property
+    def refs(self) -> tuple[Ref, ...]:
+        trees = (self.args, tuple(value for _, value in self.kwargs))
+        return tuple([leaf for leaf in leaves(trees) if type(leaf) is Ref])
+
+
+def identifier(name: str) -> str:
+    """A node's name as it is written in code: the second pass `linear_1_1:2` is `linear_1_1_p2`."""
+    return name.replace(":", "_p")

@@ -1,0 +1,156 @@
+"""The calls that purity adds: what a write in place becomes in a program that never writes.
+
+`mutate` copies what is written, derives the views that the call was given from the copy, and lets the call write there.
+It gives what the call gave and the new values. Gradients pass as they do through the write itself, and it works under
+`torch.func.vmap` where the written value is shared by all variants and what is written into it is not.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from .target import Target
+
+differentiate_name = "replaylens._replay.differentiate.differentiate"
+
+
+class Hole(enum.Enum):
+    """Where the viewed tensor stands among the arguments of a view step."""
+
+    HERE = "tensor"
+
+
+class Step(NamedTuple):
+    """One view call: `function(*args, **kwargs)` with the tensor in the hole; `part` of its result where it has several."""
+
+    function: Target
+    args: Any
+    kwargs: Any
+    part: tuple[int, ...]
+    grad: bool
+
+
+class Derived(NamedTuple):
+    """A tensor that shares memory with what is written: the base's number, and the views that lead from it."""
+
+    base: int
+    steps: tuple[Step, ...]
+
+
+class Nth(NamedTuple):
+    """Among the arguments of a call that writes: its n-th target, the very object that is written."""
+
+    number: int
+
+
+class Written(NamedTuple):
+    """What `mutate` gives."""
+
+    result: Any
+    targets: tuple[torch.Tensor, ...]
+    bases: tuple[torch.Tensor, ...]
+
+
+def mutate(
+    function: Target,
+    bases: tuple[torch.Tensor, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    targets: tuple[Derived, ...],
+) -> Written:
+    """Call a function that writes, on copies of what it writes. Nothing that came in is changed."""
+    batched = _batched_among((bases, args, kwargs))
+    with torch.enable_grad():  # the old value's gradient passes through, also where the write itself has none
+        copies = tuple([writable_copy(base, batched) for base in bases])
+    written: tuple[torch.Tensor, ...] = ()
+
+    def concrete(value: Any) -> Any:
+        if isinstance(value, Nth):
+            return written[value.number]
+        if isinstance(value, Derived):
+            return _derive(copies, value)
+        if type(value) in (tuple, list):
+            return type(value)([concrete(item) for item in value])
+        if type(value) is dict:
+            return {key: concrete(item) for key, item in value.items()}
+        if type(value) is slice:
+            return slice(*map(concrete, (value.start, value.stop, value.step)))
+        return value
+
+    written = tuple([concrete(target) for target in targets])
+    given, named = concrete(args), concrete(kwargs)
+    result = _into(named.pop("out"), function, given, named) if "out" in named else function.function(*given, **named)
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        for target, where in zip(written, targets, strict=True):
+            copy = copies[where.base]
+            if target.untyped_storage().data_ptr() != copy.untyped_storage().data_ptr():
+                raise RuntimeError(f"{function.short} wrote into a copy: a view of what is written is none on these values")
+    return Written(result, written, copies)
+
+
+def _into(out: Any, function: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`function(..., out=out)`, without `out`: torch forbids `out=` on tensors that need gradients."""
+    result = function.function(*args, **kwargs)
+    pairs = zip(out, result, strict=True) if isinstance(out, (tuple, list)) else ((out, result),)
+    with torch.no_grad():
+        for target, value in pairs:
+            target.copy_(value)
+    return out
+
+
+def _derive(copies: tuple[torch.Tensor, ...], view: Derived) -> torch.Tensor:
+    tensor = copies[view.base]
+    for step in view.steps:
+        with torch.set_grad_enabled(step.grad):
+            tensor = take_step(tensor, step)
+    return tensor
+
+
+def take_step(tensor: torch.Tensor, step: Step) -> torch.Tensor:
+    """The view that a step makes of a tensor."""
+    fill: Callable[[Any], Any] = lambda value: tensor if value is Hole.HERE else value  # noqa: E731
+    args = [fill(value) for value in step.args]
+    kwargs = {key: fill(value) for key, value in step.kwargs.items()}
+    made = step.function.function(*args, **kwargs)
+    for index in step.part:
+        made = made[index]
+    return made  # type: ignore[no-any-return]
+
+
+def writable_copy(tensor: torch.Tensor, batched: torch.Tensor | None = None) -> torch.Tensor:
+    """A copy with the same strides, the bytes in its gaps included."""
+    if batched is not None and not torch._C._functorch.is_batchedtensor(tensor):
+        one = batched.detach().reshape(-1)[:1].sum().to(tensor.dtype)
+        never = torch.zeros((), dtype=torch.bool, device=tensor.device)
+        return torch.where(never, one, tensor)
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return tensor.clone()
+    copy = tensor.clone()
+    if copy.stride() == tensor.stride() or tensor.is_conj() or tensor.is_neg():
+        return copy
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    flat = tensor.as_strided((span,), (1,), tensor.storage_offset()).clone()
+    return flat.as_strided(tensor.shape, tensor.stride(), 0)
+
+
+def _batched_among(value: Any) -> torch.Tensor | None:
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return None
+    if isinstance(value, torch.Tensor):
+        return value if torch._C._functorch.is_batchedtensor(value) else None
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return next((found for item in items if (found := _batched_among(item)) is not None), None)
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself: what a module that hands its input on computes."""
+    return tensor
+
+
+def zeros_for_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    """Where no gradient was, before the first is added."""
+    return torch.zeros_like(tensor)

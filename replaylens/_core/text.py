@@ -1,0 +1,136 @@
+"""A Graph as readable Python: one line a node, the user's source line above each block.
+
+In: a Graph. Out: text. The same lines serve `print(prog.code)` and the listings inside error messages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .graph import Graph
+from .node import Call, Generator, Node, Ref, Source, TensorMeaning, identifier
+from .pure import Derived, differentiate_name, mutate
+from .target import Target
+from .trees import Branch
+
+
+def code(graph: Graph) -> str:
+    """The whole program as a Python function. Parameters are written by their dotted names."""
+    arguments = ", ".join(identifier(node.name) for node in graph.input_nodes)
+    lines, last = [f"def {graph.model_name or 'program'}({arguments}):"], None
+    for node in graph.nodes:
+        if not isinstance(node, Call):
+            continue
+        if node.source is not None and node.source != last:
+            where = f"{node.source.file.rsplit('/', 1)[-1]}:{node.source.line}"
+            lines.append(f"    # {where}  {node.source.text}")
+        last = node.source
+        lines.append(f"    {line(node)}")
+    for address, ref in graph.changes:
+        lines.append(f"    # the model writes {address} <- {ref}")
+    lines.append(f"    return {expression(graph.output)}")
+    return "\n".join(lines)
+
+
+def line(node: Node) -> str:
+    """One node as an assignment, with the shape of what it gives."""
+    shapes = ", ".join(map(str, node.meaning)) if isinstance(node, Call) else str(node.meaning)
+    if not isinstance(node, Call):
+        return f"{identifier(node.name)}  # {type(node).__name__.lower()}, {shapes}"
+    left = f"{identifier(node.name)} = {call_expression(node)}"
+    notes = [note for note in (shapes, "draws" if node.draws else "") if note]
+    return f"{left}  # {'; '.join(notes)}" if notes else left
+
+
+def call_expression(node: Call) -> str:
+    if node.target.function is mutate:
+        function, bases, args, kwargs = node.args[:4]
+        written = ", ".join(expression(base) for base in bases)
+        inner = _call(function, args, tuple(zip(kwargs.keys or (), kwargs.items, strict=True)), bases)
+        return f"written({written}, by={inner})"
+    if node.target.name == differentiate_name:
+        return f"gradient({', '.join(map(str, dict.fromkeys(node.refs)))})"
+    return _call(node.target, node.args, node.kwargs)
+
+
+def _call(target: Target, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], bases: tuple[Any, ...] = ()) -> str:
+    words = [expression(arg, bases) for arg in args]
+    short = target.short
+    if target.is_property and words:
+        return f"{words[0]}.{short}"
+    if short == "__getitem__" and len(args) == 2:
+        return f"{words[0]}[{_index(args[1])}]"
+    if short == "__setitem__" and len(args) == 3:
+        return f"{words[0]}[{_index(args[1])}] = {words[2]}"
+    words.extend(f"{key}={expression(value, bases)}" for key, value in kwargs)
+    return f"{short.strip('_') if short.startswith('__') else short}({', '.join(words)})"
+
+
+def expression(tree: Any, bases: tuple[Any, ...] = ()) -> str:
+    """A tree of Refs and literals as Python."""
+    if isinstance(tree, Ref):
+        return str(tree)
+    if type(tree) is tuple:
+        inner = ", ".join(expression(item, bases) for item in tree)
+        return f"({inner},)" if len(tree) == 1 else f"({inner})"
+    if isinstance(tree, Branch):
+        return _branch(tree, bases)
+    if isinstance(tree, Generator):
+        return "generator"
+    if isinstance(tree, torch.Size):
+        return str(tuple(tree))
+    if isinstance(tree, Target):
+        return tree.short
+    if isinstance(tree, Graph):
+        return "<program>"
+    text = repr(tree)
+    return text if len(text) <= 60 else f"<{type(tree).__name__}>"
+
+
+def _branch(tree: Branch, bases: tuple[Any, ...]) -> str:
+    words = [expression(item, bases) for item in tree.items]
+    if tree.kind is list:
+        return f"[{', '.join(words)}]"
+    if tree.kind is slice:
+        return f"slice({', '.join(words)})"
+    if tree.kind is dict:
+        return "{" + ", ".join(f"{key!r}: {word}" for key, word in zip(tree.keys or (), words, strict=True)) + "}"
+    if tree.kind is Derived:
+        base = expression(bases[tree.items[0]]) if bases else f"base{tree.items[0]}"
+        return base + "".join(f".{step.items[0].short}" for step in tree.items[1])
+    keys = tree.keys or (None,) * len(words)
+    return f"{tree.kind.__name__}({', '.join(f'{k}={w}' if k else w for k, w in zip(keys, words, strict=True))})"
+
+
+def _index(tree: Any) -> str:
+    if type(tree) is tuple and tree:
+        return ", ".join(_index(item) for item in tree)
+    if isinstance(tree, Branch) and tree.kind is slice:
+        start, stop, step = ("" if item is None else expression(item) for item in tree.items)
+        return f"{start}:{stop}" + (f":{step}" if step else "")
+    return "..." if tree is ... else expression(tree)
+
+
+def listing(graph: Graph, name: str, note: str = "", around: int = 1) -> str:
+    """The lines next to a node, with an arrow at it: what an error message shows."""
+    position = graph.positions[name]
+    node = graph.nodes[position]
+    source = node.source if isinstance(node, Call) else None
+    calls = [p for p, other in enumerate(graph.nodes) if isinstance(other, Call) or p == position]
+    at = calls.index(position)
+    rows = []
+    for p in calls[max(0, at - around) : at + around + 1]:
+        other = graph.nodes[p]
+        mark, end = (">", f"   <- {note}" if note else "") if p == position else (" ", "")
+        rows.append(f"  {mark} {line(other)}{end}")
+    return "\n".join([*([where(source)] if source else []), *rows])
+
+
+def where(source: Source) -> str:
+    return f"    {source.file.rsplit('/', 1)[-1]}:{source.line}    {source.text}"
+
+
+def shape_of(meaning: tuple[TensorMeaning, ...]) -> str:
+    return ", ".join(map(str, meaning))

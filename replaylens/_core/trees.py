@@ -1,0 +1,182 @@
+"""Nested arguments and results: walk, map, freeze and rebuild.
+
+In: whatever a model passes around: tensors in lists, tuples, dicts, slices, named tuples, dataclasses, attrs classes,
+`ModelOutput`s, caches, plain objects with attributes. Out: a frozen tree of the same shape, whose leaves are what a
+function made of the tensors, and from which an equal object can be built again. What the leaves mean is not known here.
+"""
+
+from __future__ import annotations
+
+import enum
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from attrs import evolve, field, frozen
+from torch.utils import _pytree as pytree
+
+Leaf = Callable[[Any], Any]
+
+ATOMS = frozenset(
+    (int, float, bool, type(None), str, complex, bytes, type(...), torch.dtype, torch.device, torch.layout)
+    + (torch.memory_format, torch.Size, torch.Generator, type, range)
+)
+_OPAQUE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, enum.Enum)
+
+
+@frozen
+class Branch:
+    """A container in a frozen tree. `kind` is its class, `keys` the names of its items where they have names.
+
+    `like` is an object of the same class to copy what is not in the tree from; it takes no part in comparisons.
+    """
+
+    kind: type
+    items: tuple[Any, ...]
+    keys: tuple[Any, ...] | None = None
+    like: Any = field(default=None, eq=False, repr=False)
+
+    def build(self, items: list[Any]) -> Any:
+        """The container again, around other items."""
+        kind = self.kind
+        if kind is list:
+            return items
+        if kind is dict:
+            return dict(zip(self.keys or (), items, strict=True))
+        if kind is slice:
+            return slice(*items)
+        if isinstance(self.like, pytree.TreeSpec):
+            return pytree.tree_unflatten(items, self.like)
+        if issubclass(kind, tuple):
+            return kind(*items) if hasattr(kind, "_fields") else kind(items)  # type: ignore[call-arg]
+        copied = kind.__new__(kind)
+        if issubclass(kind, dict):
+            dict.update(copied, self.like)
+        elif issubclass(kind, list):
+            list.extend(copied, self.like)
+        for key, value in (*_attributes(self.like), *zip(self.keys or (), items, strict=True)):
+            object.__setattr__(copied, key, value)
+        return copied
+
+
+def freeze(value: Any, leaf: Leaf) -> Any:
+    """A call's arguments as a frozen tree: every tensor becomes `leaf(tensor)`, the rest stays as it is.
+
+    Only what torch functions accept is opened: lists, tuples, dicts and slices.
+    """
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        return leaf(value)
+    if kind in ATOMS:
+        return value
+    if kind is tuple:
+        return tuple([freeze(item, leaf) for item in value])
+    if kind is list:
+        return Branch(list, tuple([freeze(item, leaf) for item in value]))
+    if kind is slice:
+        return Branch(slice, tuple([freeze(item, leaf) for item in (value.start, value.stop, value.step)]))
+    if isinstance(value, dict):
+        return Branch(dict, tuple([freeze(item, leaf) for item in value.values()]), tuple(value))
+    if isinstance(value, tuple) and not isinstance(value, torch.Size):
+        return Branch(kind, tuple([freeze(item, leaf) for item in value]))
+    return value
+
+
+def freeze_deep(value: Any, leaf: Leaf) -> Any:
+    """A model's inputs or output as a frozen tree, through any container or object that holds tensors."""
+    return _freeze_deep(value, leaf, {})
+
+
+def _freeze_deep(value: Any, leaf: Leaf, seen: dict[int, Any]) -> Any:
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        return leaf(value)
+    if kind in ATOMS or isinstance(value, (*_OPAQUE, torch.nn.Module)):
+        return value
+    if id(value) in seen:
+        return seen[id(value)]
+    seen[id(value)] = value  # an object that holds itself stays as it is where it comes back
+    if kind is tuple:
+        frozen_value: Any = tuple([_freeze_deep(item, leaf, seen) for item in value])
+    elif kind is list:
+        frozen_value = Branch(list, tuple([_freeze_deep(item, leaf, seen) for item in value]))
+    elif kind is dict:
+        frozen_value = Branch(dict, tuple([_freeze_deep(item, leaf, seen) for item in value.values()]), tuple(value))
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        frozen_value = Branch(kind, tuple([_freeze_deep(item, leaf, seen) for item in value]))
+    elif kind in pytree.SUPPORTED_NODES and kind is not slice:
+        items, spec = pytree.tree_flatten(value, is_leaf=lambda other: other is not value)
+        frozen_value = Branch(kind, tuple([_freeze_deep(item, leaf, seen) for item in items]), like=spec)
+    else:
+        frozen_value = _freeze_object(value, leaf, seen)
+    seen[id(value)] = frozen_value
+    return frozen_value
+
+
+def _freeze_object(value: Any, leaf: Leaf, seen: dict[int, Any]) -> Any:
+    """An object with attributes: a branch if a tensor hangs somewhere below it, else the object itself."""
+    attributes = _attributes(value)
+    if not attributes:
+        return value
+    items = tuple([_freeze_deep(item, leaf, seen) for _, item in attributes])
+    if all(item is other for item, (_, other) in zip(items, attributes, strict=True)):
+        return value
+    return Branch(type(value), items, tuple([key for key, _ in attributes]), like=value)
+
+
+def _attributes(value: Any) -> list[tuple[str, Any]]:
+    if type(value).__module__ in ("builtins", "numpy", "torch"):
+        return []
+    found = list(getattr(value, "__dict__", {}).items())
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            if slot not in ("__dict__", "__weakref__") and hasattr(value, slot):
+                found.append((slot, getattr(value, slot)))
+    return found
+
+
+def thaw(tree: Any, leaf: Leaf) -> Any:
+    """The nested value that a frozen tree stands for: `leaf` gives the value of every leaf and literal."""
+    kind = type(tree)
+    if kind is tuple:
+        return tuple([thaw(item, leaf) for item in tree])
+    if kind is Branch:
+        return tree.build([thaw(item, leaf) for item in tree.items])
+    return leaf(tree)
+
+
+def remake(tree: Any, leaf: Leaf) -> Any:
+    """The same frozen tree with `leaf(x)` in place of every leaf x. Shared parts need not stay shared."""
+    kind = type(tree)
+    if kind is tuple:
+        return tuple([remake(item, leaf) for item in tree])
+    if kind is Branch:
+        return evolve(tree, items=tuple([remake(item, leaf) for item in tree.items]))
+    return leaf(tree)
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """Every leaf and literal of a frozen tree, from left to right."""
+    kind = type(tree)
+    if kind is tuple:
+        for item in tree:
+            yield from leaves(item)
+    elif kind is Branch:
+        for item in tree.items:
+            yield from leaves(item)
+    else:
+        yield tree
+
+
+def paths(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Every leaf of a frozen tree with the way to it, in a user's words: `(0, "mask")`."""
+    if type(tree) is tuple:
+        for number, item in enumerate(tree):
+            yield from paths(item, (*at, number))
+    elif type(tree) is Branch:
+        for key, item in zip(tree.keys or range(len(tree.items)), tree.items, strict=True):
+            yield from paths(item, (*at, key))
+    else:
+        yield at, tree

@@ -1,0 +1,1 @@
+"""Graph + Run -> what a person wants to know about it."""

@@ -1,0 +1,85 @@
+"""How the nodes of a program are called, which are passes of one layer, and which are set aside.
+
+In: drafts of nodes in execution order, knowing only what each reads and gives. Out: a label for each. No tensor is
+touched here.
+
+A label is `{type}_{n-th layer of its type}_{n-th layer}`, with `:pass` where a layer runs more than once. Calls of one
+function on the same parameters are passes of one layer. Numbers count layers in execution order, after orphans (what
+neither comes from an input nor reaches an output) are set aside. Inputs count from zero.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from attrs import frozen
+
+
+@frozen
+class Draft:
+    """What naming needs to know of a node: its type, the numbers of the values that it reads and gives."""
+
+    kind: str
+    reads: tuple[int, ...]
+    gives: tuple[int, ...]
+    function: Callable[..., Any] | None = None
+    address: str | None = None  # of a parameter: it is called by it and counts as no layer
+
+
+def labels(drafts: Sequence[Draft], ends: set[int]) -> tuple[list[str], list[bool]]:
+    """A name for each draft, and which of them are orphans."""
+    orphans = _orphans(drafts, ends)
+    layers = _layers(drafts)
+    passes = Counter(layer for layer, draft, orphan in zip(layers, drafts, orphans, strict=True) if not orphan)
+    names: list[str] = []
+    names_taken: set[str] = set()
+    base: dict[int, str] = {}
+    seen: Counter[int] = Counter()
+    of_kind: Counter[str] = Counter()
+    total = -1 if any(draft.kind == "input" for draft in drafts) else 0
+    for draft, layer, orphan in zip(drafts, layers, orphans, strict=True):
+        if draft.address is not None:
+            name = draft.address
+        elif orphan:
+            of_kind["orphan"] += 1
+            name = f"{draft.kind}_orphan_{of_kind['orphan']}"
+        else:
+            if layer not in base:
+                of_kind[draft.kind] += 1
+                total += 1
+                base[layer] = f"{draft.kind}_{of_kind[draft.kind]}_{total}"
+            seen[layer] += 1
+            name = base[layer] if passes[layer] == 1 else f"{base[layer]}:{seen[layer]}"
+        while name in names_taken:
+            name += "'"
+        names_taken.add(name)
+        names.append(name)
+    return names, orphans
+
+
+def _orphans(drafts: Sequence[Draft], ends: set[int]) -> list[bool]:
+    """What neither comes from an input nor reaches an output."""
+    from_input: set[int] = set()
+    for draft in drafts:
+        if draft.kind == "input" or any(value in from_input for value in draft.reads):
+            from_input.update(draft.gives)
+    to_output = set(ends)
+    for draft in reversed(drafts):
+        if any(value in to_output for value in draft.gives):
+            to_output.update(draft.reads)
+    known = from_input | to_output
+    return [not any(value in known for value in draft.gives) for draft in drafts]
+
+
+def _layers(drafts: Sequence[Draft]) -> list[int]:
+    """For each draft the position of the first one that is the same layer: same function on the same parameters."""
+    parameters = {value for draft in drafts if draft.address is not None for value in draft.gives}
+    first: dict[tuple[Any, ...], int] = defaultdict(int)
+    found = []
+    for position, draft in enumerate(drafts):
+        own = tuple(sorted(set(draft.reads) & parameters))
+        key = (draft.function, draft.kind, own)
+        found.append(first.setdefault(key, position) if own and draft.function is not None else position)
+    return found

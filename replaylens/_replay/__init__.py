@@ -1,0 +1,1 @@
+"""Graph + state + known values -> Run."""

@@ -1,0 +1,66 @@
+"""The same program on other tensors: refreshed after training, moved to another device, in another dtype.
+
+In: a Record. Out: another Record whose values are those of a new run, and its output.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from attrs import evolve
+
+from .._core.graph import Graph
+from .._core.node import Call, Ref
+from .._core.trees import remake, thaw
+from .interpreter import Mode, compile_plan, interpret, preserved_generators
+from .plan import plan
+from .replay import Record, detached, version
+
+
+def rerun(record: Record, sources: dict[Ref, torch.Tensor] | None = None, graph: Graph | None = None) -> tuple[Record, Any]:
+    """A Record of the whole program run on these sources (as they are now, if none are given), and its output."""
+    graph = graph or record.graph
+    if sources is None:
+        sources = {}
+        for node in graph.nodes:
+            if not isinstance(node, Call):
+                ref = Ref(node.name)
+                sources[ref] = record.live.get(node.name, record.values[ref])
+    made = plan(graph, range(len(graph)), bytearray(len(graph)), (), rerun_all=True, keep=range(len(graph)))
+    made = evolve(made, guards=())
+    code = compile_plan(graph, made, record.draws, Mode(), {}, record.value)
+    env = list(code.template)
+    for ref, tensor in sources.items():
+        env[code.slots[ref]] = detached(tensor)
+    with preserved_generators(code.draws, graph.default_dtype):
+        interpret(code, env)
+    values = {ref: env[slot] for ref, slot in code.slots.items() if isinstance(env[slot], torch.Tensor)}
+    live = {name: tensor for name, tensor in record.live.items() if sources.get(Ref(name)) is tensor}
+    fresh = Record(graph, values, {ref: version(tensor) for ref, tensor in values.items()}, record.draws, live)
+    return fresh, thaw(graph.output, lambda leaf: values[leaf] if type(leaf) is Ref else leaf)
+
+
+def move(record: Record, *args: Any, **kwargs: Any) -> tuple[Record, Any]:
+    """A Record on another device or in another dtype: floating sources are cast, devices in arguments rewritten."""
+    probe = torch.empty(0).to(*args, **kwargs)
+    sources = {}
+    for node in record.graph.nodes:
+        if not isinstance(node, Call):
+            tensor = record.value(Ref(node.name))
+            cast = tensor.to(*args, **kwargs) if tensor.is_floating_point() else tensor.to(probe.device)
+            sources[Ref(node.name)] = cast
+    return rerun(record, sources, _on_device(record.graph, probe.device))
+
+
+def _on_device(graph: Graph, device: torch.device) -> Graph:
+    def leaf(value: Any) -> Any:
+        return device if isinstance(value, torch.device) else value
+
+    nodes = []
+    for node in graph.nodes:
+        if isinstance(node, Call):
+            kwargs = tuple([(key, remake(value, leaf)) for key, value in node.kwargs])
+            node = evolve(node, args=tuple([remake(arg, leaf) for arg in node.args]), kwargs=kwargs)
+        nodes.append(node)
+    return evolve(graph, nodes=tuple(nodes))

@@ -1,0 +1,340 @@
+"""The interpreter: an env, a read, a write and a loop. It knows nothing of patches.
+
+In: a Plan of a Graph, compiled here into steps over numbered slots. Out: the env after the last step. All decisions were
+taken before: what to run, what to supply, what to forget. A step reads its arguments from slots by one `itemgetter`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+import torch
+from attrs import define, frozen
+
+from .._core.graph import Graph
+from .._core.node import Call, Context, Generator, Ref
+from .._core.trees import leaves, thaw
+from .guards import Departure, content_departure, guard_departure, shape_departure
+from .plan import Plan
+
+Env = list[Any]
+
+
+@frozen(eq=False)
+class Step:
+    """One call: where its arguments stand, what is called, where its value goes, what dies after it."""
+
+    name: str
+    read: Callable[[Env], Any]
+    call: Callable[..., Any]
+    slot: int
+    parts: tuple[tuple[tuple[int, ...], int], ...]
+    dead: tuple[int, ...]
+
+
+@frozen(eq=False)
+class Stretch:
+    """Steps that run under the same modes."""
+
+    context: Context
+    steps: tuple[Step, ...]
+
+
+@frozen(eq=False)
+class Code:
+    """A compiled plan: the slots to begin with, and the stretches to run."""
+
+    template: tuple[Any, ...]
+    stretches: tuple[Stretch, ...]
+    slots: dict[Ref, int]
+    executed: tuple[str, ...]
+    draws: bool
+
+
+@define
+class Mode:
+    """How a graph is compiled: what of the recorded contexts and draws holds in this replay."""
+
+    grad: bool = False
+    fresh: bool = False
+    on_departure: Callable[[Departure], None] | None = None
+
+
+def interpret(code: Code, env: Env) -> Env:
+    """Run the steps. Values that nothing needs any more are forgotten at once: that is speed, not only memory."""
+    step = None
+    try:
+        for stretch in code.stretches:
+            with modes(stretch.context):
+                for step in stretch.steps:
+                    env[step.slot] = step.call(*step.read(env))
+                    for path, slot in step.parts:
+                        env[slot] = _part(env[step.slot], path)
+                    for slot in step.dead:
+                        env[slot] = None
+    except Exception as error:
+        if step is not None and hasattr(error, "add_note"):
+            error.add_note(f"replaylens: raised by node {step.name} of the program")
+        raise
+    return env
+
+
+def _part(value: Any, path: tuple[int, ...]) -> Any:
+    for index in path:
+        value = value[index]
+    return value
+
+
+def compile_plan(graph: Graph, plan: Plan, states: dict[str, torch.Tensor], mode: Mode, patches: dict[int, Callable[..., Any]],
+                 recorded: Callable[[Ref], torch.Tensor]) -> Code:
+    """Steps for a plan. Patches are steps like others: they read a slot and write it."""
+    layout = _Layout(graph)
+    run, guards = set(plan.run), {}
+    for number in plan.guards:
+        guards.setdefault(graph.guards[number].position, []).append(graph.guards[number])
+    made: list[tuple[Context, Step]] = []
+    dying = _deaths(plan, layout)
+    for position in range(len(graph) + 1):
+        for guard in guards.get(position, ()):
+            made.append((NO_MODES, _guard_step(guard, layout, mode, recorded)))
+        if position == len(graph):
+            break
+        node = graph.nodes[position]
+        dead = dying.get(position, ())
+        patch = patches.get(position) if position in plan.patch else None
+        if position in run:
+            assert isinstance(node, Call)
+            here = () if patch is not None else dead
+            made.append((_context(node.context, graph.ambient, mode), _call_step(node, layout, states, mode, here)))
+        if patch is not None:
+            context = _context(graph.ambient, graph.ambient, mode)
+            made.append((context, _patch_step(node, position, layout, patch, dead)))
+    draws = not mode.fresh and any(graph.nodes[p].draws is not None for p in plan.run)  # type: ignore[union-attr]
+    executed = tuple([graph.nodes[p].name for p in plan.run])
+    return Code(tuple(layout.template), _stretches(made), layout.slots, executed, draws)
+
+
+NO_MODES = Context()
+
+
+def _stretches(made: Sequence[tuple[Context, Step]]) -> tuple[Stretch, ...]:
+    found: list[Stretch] = []
+    group: list[Step] = []
+    last: Context | None = None
+    for context, step in made:
+        if context != last and group:
+            found.append(Stretch(last or NO_MODES, tuple(group)))
+            group = []
+        last = context
+        group.append(step)
+    if group:
+        found.append(Stretch(last or NO_MODES, tuple(group)))
+    return tuple(found)
+
+
+class _Layout:
+    """Which slot each value, part of a value and literal has."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.slots: dict[Ref, int] = {}
+        self.parts: dict[str, tuple[tuple[tuple[int, ...], int], ...]] = {}
+        self.of_position: list[tuple[int, ...]] = []
+        self.template: list[Any] = [None] * len(graph)
+        for position, node in enumerate(graph.nodes):
+            self.slots[Ref(node.name)] = position
+            parts = []
+            if isinstance(node, Call) and type(node.returns) is not Ref:
+                for ref in dict.fromkeys(leaf for leaf in leaves(node.returns) if type(leaf) is Ref):
+                    self.slots[ref] = len(self.template)
+                    parts.append((ref.path, len(self.template)))
+                    self.template.append(None)
+            self.parts[node.name] = tuple(parts)
+            self.of_position.append((position, *(slot for _, slot in parts)))
+
+    def literal(self, value: Any) -> int:
+        self.template.append(value)
+        return len(self.template) - 1
+
+
+def _deaths(plan: Plan, layout: _Layout) -> dict[int, tuple[int, ...]]:
+    dying: dict[int, list[int]] = {}
+    for position, last in plan.last_use.items():
+        if position not in plan.kept:
+            dying.setdefault(last, []).extend(layout.of_position[position])
+    return {last: tuple(slots) for last, slots in dying.items()}
+
+
+def _call_step(node: Call, layout: _Layout, states: dict[str, torch.Tensor], mode: Mode, dead: tuple[int, ...]) -> Step:
+    read, call = reader(node, layout.slots, layout.literal, states, mode)
+    if node.draws is not None and not mode.fresh and not any(isinstance(leaf, Generator) for leaf in leaves(node.args) if leaf):
+        if not any(isinstance(leaf, Generator) for _, value in node.kwargs for leaf in leaves(value)):
+            call = _drawing(call, states[node.draws], node)
+    if node.is_dynamic:
+        call = _of_recorded_shape(call, node, mode)
+    return Step(node.name, read, call, layout.slots[Ref(node.name)], layout.parts[node.name], dead)
+
+
+def reader(node: Call, slots: dict[Ref, int], literal: Callable[[Any], int], states: dict[str, torch.Tensor], mode: Mode) -> Any:
+    """How a call gets its arguments from the env: (read, call)."""
+    function = node.target.function
+    flat = [_slot(arg, slots, literal) for arg in node.args]
+    plain = all(not _has_leaf(value) for _, value in node.kwargs)
+    if node.kwargs and plain:
+        function = partial(function, **{key: thaw(value, _same) for key, value in node.kwargs})
+    if plain and all(slot is not None for slot in flat):
+        if not flat:
+            return (lambda env: ()), function
+        if len(flat) == 1:
+            only = flat[0]
+            return (lambda env: (env[only],)), function
+        return itemgetter(*flat), function
+
+    def read(env: Env) -> Any:
+        def leaf(value: Any) -> Any:
+            if type(value) is Ref:
+                return env[slots[value]]
+            return _generator(states[value.key], mode.fresh) if type(value) is Generator else value
+
+        args = [thaw(arg, leaf) for arg in node.args]
+        return args, {} if plain else {key: thaw(value, leaf) for key, value in node.kwargs}
+
+    def call(args: Any, kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return read, call
+
+
+def _same(leaf: Any) -> Any:
+    return leaf
+
+
+def _has_leaf(tree: Any) -> bool:
+    return any(type(leaf) in (Ref, Generator) for leaf in leaves(tree))
+
+
+def _slot(arg: Any, slots: dict[Ref, int], literal: Callable[[Any], int]) -> int | None:
+    if type(arg) is Ref:
+        return slots[arg]
+    return None if _has_leaf(arg) else literal(thaw(arg, _same))
+
+
+def _generator(state: torch.Tensor, fresh: bool) -> torch.Generator:
+    generator = torch.Generator()
+    if fresh:
+        return generator.manual_seed(int(torch.randint(2**62, ())))
+    generator.set_state(state)
+    return generator
+
+
+def _drawing(call: Callable[..., Any], state: torch.Tensor, node: Call) -> Callable[..., Any]:
+    def draw(*args: Any) -> Any:
+        torch.default_generator.set_state(state)
+        return call(*args)
+
+    return draw
+
+
+def _of_recorded_shape(call: Callable[..., Any], node: Call, mode: Mode) -> Callable[..., Any]:
+    paths = [ref.path for ref in leaves(node.returns) if type(ref) is Ref]
+    shapes = [meaning.shape for meaning in node.meaning]
+
+    def checked(*args: Any) -> Any:
+        value = call(*args)
+        for path, shape in zip(paths, shapes, strict=True):
+            new = _part(value, path)
+            if isinstance(new, torch.Tensor) and not new.is_nested and tuple(new.shape) != shape and mode.on_departure is not None:
+                mode.on_departure(shape_departure(node, shape, tuple(new.shape)))
+        return value
+
+    return checked
+
+
+def _guard_step(guard: Any, layout: _Layout, mode: Mode, recorded: Callable[[Ref], torch.Tensor]) -> Step:
+    scratch = layout.literal(None)
+    slots = layout.slots
+
+    def read(env: Env) -> Any:
+        leaf = lambda value: env[slots[value]] if type(value) is Ref else value  # noqa: E731
+        return [thaw(arg, leaf) for arg in guard.args], {key: thaw(value, leaf) for key, value in guard.kwargs}
+
+    def ask(args: Any, kwargs: Any) -> None:
+        if guard.has_result:
+            departure = guard_departure(guard, guard.target.function(*args, **kwargs))
+        else:
+            news = [arg for arg in args if isinstance(arg, torch.Tensor)]
+            found = (content_departure(guard, recorded(ref), new) for ref, new in zip(guard.refs, news, strict=False))
+            departure = next((one for one in found if one is not None), None)
+        if departure is not None and mode.on_departure is not None:
+            mode.on_departure(departure)
+
+    return Step("a guard", read, ask, scratch, (), ())
+
+
+def _patch_step(node: Any, position: int, layout: _Layout, patch: Callable[..., Any], dead: tuple[int, ...]) -> Step:
+    """A patch reads the value of a node as the model saw it, and puts another in its place."""
+    tree = (node.result if node.result is not None else node.returns) if isinstance(node, Call) else Ref(node.name)
+    refs = list(dict.fromkeys(leaf for leaf in leaves(tree) if type(leaf) is Ref))
+    if tree == Ref(node.name):
+        return Step(node.name, lambda env: (env[position],), patch, position, (), dead)
+    scratch = layout.literal(None)
+
+    def read(env: Env) -> Any:
+        return (thaw(tree, lambda leaf: env[layout.slots[leaf]] if type(leaf) is Ref else leaf),)
+
+    if len(refs) == 1 and tree == refs[0]:
+        return Step(node.name, read, patch, layout.slots[refs[0]], (), dead)
+    parts = tuple([(path, layout.slots[ref]) for path, ref in _paths(tree)])
+    return Step(node.name, read, patch, scratch, parts, dead)
+
+
+def _paths(tree: Any, at: tuple[int, ...] = ()) -> Any:
+    if type(tree) is Ref:
+        yield at, tree
+    elif type(tree) is tuple or hasattr(tree, "items"):
+        for number, item in enumerate(tree if type(tree) is tuple else tree.items):
+            yield from _paths(item, (*at, number))
+
+
+def _context(context: Context, ambient: Context, mode: Mode) -> Context:
+    """The modes of a call in this replay: those recorded, but for what lay around the whole model."""
+    if mode.grad:
+        return Context(context.grad or not ambient.grad, context.inference and not ambient.inference, context.autocast)
+    return Context(False, context.inference, context.autocast)
+
+
+@contextmanager
+def modes(context: Context) -> Any:
+    """The grad, inference and autocast modes that a stretch runs under."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(context.inference) if context.inference else nullcontext())
+        stack.enter_context(torch.set_grad_enabled(context.grad))
+        for device in ("cpu", "cuda"):
+            wanted = next((mode for mode in context.autocast if mode[0] == device), None)
+            if wanted is not None:
+                stack.enter_context(torch.autocast(device, dtype=wanted[1], cache_enabled=wanted[2]))
+            elif torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+@contextmanager
+def preserved_generators(needed: bool, dtype: torch.dtype) -> Any:
+    """Within, draws may set the global generator; afterwards it is as before. The recorded default dtype holds."""
+    before = torch.default_generator.get_state() if needed else None
+    outer = torch.get_default_dtype()
+    try:
+        if outer != dtype:
+            torch.set_default_dtype(dtype)
+        yield
+    finally:
+        if before is not None:
+            torch.default_generator.set_state(before)
+        if outer != dtype:
+            torch.set_default_dtype(outer)
+
+
+_Managers = AbstractContextManager

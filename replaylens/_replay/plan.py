@@ -1,0 +1,119 @@
+"""Which nodes must run, and when each value may be forgotten.
+
+In: a Graph, the nodes wanted, the nodes whose values are known, the nodes that are changed. Out: a Plan. No tensor is
+touched here, so plans are tested on graphs written by hand, and the interpreter has no decision left to take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from attrs import frozen
+
+from .._core.graph import Graph
+from .._core.node import Call
+
+
+@frozen
+class Plan:
+    """What to run. All numbers are positions of nodes in the graph."""
+
+    run: tuple[int, ...]  # calls to execute, in order
+    supply: tuple[int, ...]  # nodes whose known values are needed
+    patch: tuple[int, ...]  # changed nodes that are needed, to be changed when their value is there
+    guards: tuple[int, ...]  # guards to ask again, by their number
+    last_use: dict[int, int]  # position -> position of the last node, patch or guard that reads it
+    kept: frozenset[int]
+
+
+def plan(
+    graph: Graph,
+    wanted: Iterable[int],
+    known: frozenset[int] | bytearray,
+    changed: Iterable[int],
+    replaced: frozenset[int] = frozenset(),
+    rerun_all: bool = False,
+    keep: Iterable[int] = (),
+    until: int | None = None,
+) -> Plan:
+    """The causal cone: what a change can reach and the wanted nodes need, and what must be computed again for it.
+
+    `known` marks nodes with a usable value; `changed` ones get another value than the recorded one; those `replaced`
+    do not even need it. With `rerun_all` every call is wanted, and nothing but sources is taken as known.
+    """
+    known_marks = bytearray(len(graph)) if not isinstance(known, bytearray) else known
+    if known_marks is not known:
+        for position in known:
+            known_marks[position] = 1
+    changed = tuple(sorted(set(changed)))
+    dirty = _below(graph, changed)
+    guards = _guards(graph, dirty, rerun_all, until)
+    ends = set(wanted) | {graph.positions[ref.node] for number in guards for ref in graph.guards[number].refs}
+    if rerun_all:
+        ends.update(p for p, node in enumerate(graph.nodes) if isinstance(node, Call))
+    run, supply = _needed(graph, ends, known_marks, dirty, frozenset(changed), replaced, rerun_all)
+    patch = tuple(p for p in changed if run[p] or supply[p] or p in replaced)
+    kept = frozenset(keep) | frozenset(wanted)
+    return Plan(
+        run=tuple([p for p, mark in enumerate(run) if mark]),
+        supply=tuple([p for p, mark in enumerate(supply) if mark]),
+        patch=patch,
+        guards=guards,
+        last_use=_last_uses(graph, run, guards),
+        kept=kept,
+    )
+
+
+def _below(graph: Graph, changed: tuple[int, ...]) -> bytearray:
+    """Marks of every node whose value a change can alter: the changed ones themselves are not, unless one reaches another."""
+    marks = bytearray(len(graph))
+    stack = [user for position in changed for user in graph.users[position]]
+    while stack:
+        position = stack.pop()
+        if not marks[position]:
+            marks[position] = 1
+            stack.extend(graph.users[position])
+    return marks
+
+
+def _guards(graph: Graph, dirty: bytearray, rerun_all: bool, until: int | None) -> tuple[int, ...]:
+    found = []
+    for number, guard in enumerate(graph.guards):
+        reached = rerun_all or any(dirty[graph.positions[ref.node]] for ref in guard.refs)
+        if reached and (until is None or guard.position <= until):
+            found.append(number)
+    return tuple(found)
+
+
+def _needed(
+    graph: Graph, ends: set[int], known: bytearray, dirty: bytearray, changed: frozenset[int], replaced: frozenset[int], rerun_all: bool
+) -> tuple[bytearray, bytearray]:
+    """Marks of what must run and of what must be supplied, walking back from the ends."""
+    run, supply = bytearray(len(graph)), bytearray(len(graph))
+    stack = list(ends)
+    while stack:
+        position = stack.pop()
+        if run[position] or supply[position] or position in replaced:
+            continue
+        is_call = isinstance(graph.nodes[position], Call)
+        usable = known[position] and not dirty[position] and (not rerun_all or not is_call)
+        if usable or not is_call:
+            supply[position] = 1
+        else:
+            run[position] = 1
+            stack.extend(graph.parents[position])
+    return run, supply
+
+
+def _last_uses(graph: Graph, run: bytearray, guards: tuple[int, ...]) -> dict[int, int]:
+    last: dict[int, int] = {}
+    for position, mark in enumerate(run):
+        if mark:
+            last[position] = max(last.get(position, position), position)
+            for parent in graph.parents[position]:
+                last[parent] = position
+    for number in guards:
+        for ref in graph.guards[number].refs:
+            position = graph.positions[ref.node]
+            last[position] = max(last.get(position, -1), graph.guards[number].position)
+    return last

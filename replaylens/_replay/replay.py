@@ -1,0 +1,452 @@
+"""replay: run a program again, whole or in part, with changes.
+
+In: the record of a forward pass and a Request. Out: a Run. What must run is decided in plan.py, how in interpreter.py;
+here the request is translated into positions and values, and the result read back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from attrs import define, field, frozen
+
+from .._core.graph import Graph
+from .._core.node import Call, Ref, State, TensorMeaning
+from .._core.text import listing
+from .._core.trees import freeze_deep, leaves, paths, thaw
+from ..errors import InputMismatch, NotDifferentiable, ReplaylensError, ShapeMismatch, StaleValue
+from .function import as_function
+from .guards import Departure, diverged
+from .interpreter import Code, Mode, compile_plan, interpret, preserved_generators
+from .plan import plan
+from .run import Run
+
+
+@define(eq=False)
+class Record:
+    """A Graph with what is known of one run of it. Values are kept by reference, with torch's write counter beside them."""
+
+    graph: Graph
+    values: dict[Ref, torch.Tensor]
+    versions: dict[Ref, int]
+    draws: dict[str, torch.Tensor]
+    live: dict[str, torch.Tensor] = field(factory=dict)  # the model's own parameters, by node name
+    plans: dict[Any, Any] = field(factory=dict)
+
+    def value(self, ref: Ref) -> torch.Tensor:
+        """A recorded value, if nobody overwrote it since."""
+        tensor = self.values[ref]
+        if self.versions[ref] != version(tensor):
+            raise StaleValue(_stale_text(self.graph, ref))
+        return tensor
+
+
+@frozen(eq=False)
+class Request:
+    """What a replay is asked for, in positions and tensors."""
+
+    changed: dict[int, Callable[..., Any]] = field(factory=dict)  # node -> its new value from its old
+    given: dict[int, torch.Tensor] = field(factory=dict)  # inputs and state with another value
+    start: tuple[int, ...] = ()
+    to: int | None = None
+    keep: frozenset[int] = frozenset()
+    grad: bool = False
+    fresh: bool = False
+    on_divergence: str = "raise"
+    whole: bool = False
+
+
+def version(tensor: torch.Tensor) -> int:
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1
+
+
+def replay(record: Record, request: Request, resolve: Callable[[Any], Any]) -> Run:
+    """Run what the request needs. `resolve` turns a user's name into a node's position, for the Run's own lookups."""
+    departures: list[Departure] = []
+
+    def departed(departure: Departure) -> None:
+        if request.on_divergence == "raise":
+            raise diverged(departure)
+        departures.append(departure)
+
+    graph = record.graph
+    mode = Mode(request.grad, request.fresh, departed)
+    wanted = _wanted(graph, request)
+    code, needed = _compiled(record, request, wanted, mode)
+    _require_differentiable(record, request)
+    env = list(code.template)
+    for ref, slot in needed:
+        env[slot] = _supply(record, request, ref)
+    with preserved_generators(code.draws, graph.default_dtype):
+        interpret(code, env)
+    kept = wanted | request.keep
+
+    def lookup(position: int) -> Any:
+        node = graph.nodes[position]
+        tree = _result(node)
+        refs = [leaf for leaf in leaves(tree) if type(leaf) is Ref]
+        if position in kept or position in request.given:
+            return thaw(tree, lambda leaf: env[code.slots[leaf]] if type(leaf) is Ref else leaf)
+        ran = node.name in code.executed or position in request.changed
+        if not ran and all(ref in record.values for ref in refs) and not request.grad:
+            return thaw(tree, lambda leaf: detached(record.value(leaf)) if type(leaf) is Ref else leaf)
+        if request.fresh:
+            raise ReplaylensError(f"{node.name} was not kept, and fresh draws cannot be repeated. Pass keep=[{node.name!r}].")
+        again = replay(record, _only(request, position), resolve)
+        return again[position]
+
+    def by_name(name: Any) -> Any:
+        return lookup(name if type(name) is int and name in wanted | request.keep else resolve(name))
+
+    has_output = request.to is None
+    get = lambda leaf: env[code.slots[leaf]] if type(leaf) is Ref else leaf  # noqa: E731
+    output = thaw(graph.output, get) if has_output else None
+    changes = {address: env[code.slots[ref]] for address, ref in graph.changes} if has_output else {}
+    return Run(code.executed, changes, tuple(departures), output, has_output, _Lookup(lookup, by_name))
+
+
+@frozen(eq=False)
+class _Lookup:
+    """Positions come from replaylens itself, names from the user."""
+
+    at: Callable[[int], Any]
+    named: Callable[[Any], Any]
+
+    def __call__(self, name: Any) -> Any:
+        return self.at(name.position) if isinstance(name, At) else self.named(name)
+
+
+@frozen
+class At:
+    """A node by its position in the graph."""
+
+    position: int
+
+
+def _only(request: Request, position: int) -> Request:
+    from attrs import evolve
+
+    return evolve(request, to=position, keep=frozenset(), whole=False, on_divergence="ignore")
+
+
+def _wanted(graph: Graph, request: Request) -> frozenset[int]:
+    if request.to is not None:
+        return frozenset((request.to,))
+    return frozenset([graph.positions[ref.node] for ref in graph.wanted_refs])
+
+
+def _compiled(record: Record, request: Request, wanted: frozenset[int], mode: Mode) -> tuple[Code, list[tuple[Ref, int]]]:
+    """The compiled plan for this kind of request. Patches and `departed` are looked up when it runs, so that it is cached."""
+    graph = record.graph
+    changed = frozenset((*request.changed, *request.given, *request.start))
+    key = (changed, frozenset(request.given), frozenset(request.changed), wanted, request.keep, request.grad, request.fresh, request.whole, request.to)
+    entry = record.plans.get(key)
+    if entry is None:
+        known = _known(record, request)
+        fresh = [p for p, node in enumerate(graph.nodes) if isinstance(node, Call) and node.draws] if request.fresh else []
+        made = plan(
+            graph,
+            wanted,
+            known,
+            (*changed, *fresh),
+            rerun_all=request.whole,
+            keep=request.keep,
+            until=request.to,
+        )
+        if request.fresh:
+            made = _with_draws(graph, made)
+        box: dict[str, Any] = {}
+        patches = {position: _boxed(box, position) for position in request.changed}
+        boxed_mode = Mode(mode.grad, mode.fresh, lambda departure: box["departed"](departure))
+        code = compile_plan(graph, made, record.draws, boxed_mode, patches, lambda ref: record.value(ref))
+        needed = [(ref, code.slots[ref]) for position in made.supply for ref in _refs_of(graph.nodes[position])]
+        if len(record.plans) >= 64:
+            record.plans.pop(next(iter(record.plans)))
+        entry = record.plans[key] = (code, needed, box)
+    code, needed, box = entry
+    box["departed"] = mode.on_departure
+    box["patches"] = request.changed
+    return code, needed
+
+
+def _with_draws(graph: Graph, made: Any) -> Any:
+    return made
+
+
+def _boxed(box: dict[str, Any], position: int) -> Callable[..., Any]:
+    return lambda value: box["patches"][position](value)
+
+
+def _known(record: Record, request: Request) -> bytearray:
+    """Marks of the nodes with usable values. With gradients only sources and the start are: all else must have a history."""
+    graph = record.graph
+    marks = bytearray(len(graph))
+    for position, node in enumerate(graph.nodes):
+        if not isinstance(node, Call):
+            marks[position] = 1
+        elif request.fresh and node.draws:
+            continue
+        elif not request.grad or position in request.start:
+            marks[position] = all(ref in record.values for ref in _refs_of(node))
+    return marks
+
+
+def _refs_of(node: Any) -> list[Ref]:
+    if not isinstance(node, Call):
+        return [Ref(node.name)]
+    return list(dict.fromkeys(leaf for leaf in leaves(node.returns) if type(leaf) is Ref))
+
+
+def _result(node: Any) -> Any:
+    if not isinstance(node, Call):
+        return Ref(node.name)
+    return node.result if node.result is not None else node.returns
+
+
+def _supply(record: Record, request: Request, ref: Ref) -> Any:
+    position = record.graph.positions[ref.node]
+    given = request.given.get(position)
+    if given is not None:
+        return given if request.grad else detached(given)
+    if request.grad and (live := record.live.get(ref.node)) is not None:
+        recorded = record.value(ref)
+        if live.data_ptr() == recorded.data_ptr():
+            return live
+        if not any(address == record.graph.nodes[position].name for address, _ in record.graph.changes):
+            raise StaleValue(_stale_text(record.graph, ref))
+    value = record.value(ref)
+    if request.grad:
+        return torch.clone(value) if value.is_inference() else value.detach() if value.requires_grad and not value.is_leaf else value
+    return detached(value)
+
+
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """The same value without a history."""
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def _require_differentiable(record: Record, request: Request) -> None:
+    if request.grad and record.graph.one_way:
+        names = ", ".join(sorted(set(record.graph.one_way)))
+        raise NotDifferentiable(
+            f"gradients through {names} cannot be replayed: only the forward of this custom function could be recorded, because it "
+            "reads tensors that are not its arguments, or the model was captured without gradients and has no_grad blocks of its own."
+        )
+
+
+# -- requests in a user's words --------------------------------------------------------------------------------------
+
+
+def new_inputs(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, torch.Tensor]:
+    """The tensors of new inputs, by the position of the Input that each stands for."""
+    tensors: list[torch.Tensor] = []
+
+    def leaf(tensor: torch.Tensor) -> _Given:
+        tensors.append(tensor)
+        return _Given(len(tensors) - 1)
+
+    tree = freeze_deep((tuple(args), dict(kwargs)), leaf)
+    recorded, new = dict(paths(graph.inputs)), dict(paths(tree))
+    found: dict[int, torch.Tensor] = {}
+    for path in sorted({*recorded, *new}, key=str):
+        one, other = recorded.get(path, _MISSING), new.get(path, _MISSING)
+        if isinstance(one, Ref) and isinstance(other, _Given):
+            node = graph[one.node]
+            tensor = tensors[other.number]
+            _require_same(path, node.meaning, tensor)  # type: ignore[arg-type, union-attr]
+            found[graph.positions[one.node]] = _with_strides(tensor, node.meaning)  # type: ignore[arg-type, union-attr]
+        elif isinstance(one, Ref) or isinstance(other, _Given) or not _same_literal(one, other):
+            raise InputMismatch(
+                f"the input at {_path(path)} is {_describe(other)}; the program was recorded with {_describe(one)}.\n"
+                "A program holds for one structure of inputs. Give the same structure, or capture again."
+            )
+    return found
+
+
+_MISSING = object()
+
+
+@frozen
+class _Given:
+    number: int
+
+
+def _same_literal(one: Any, other: Any) -> bool:
+    if one is _MISSING or other is _MISSING:
+        return False
+    if one is other:
+        return True
+    try:
+        return bool(type(one) is type(other) and one == other)
+    except Exception:  # a user's class whose comparison fails is another value
+        return False
+
+
+def _describe(value: Any) -> str:
+    if value is _MISSING:
+        return "missing"
+    if isinstance(value, (_Given, Ref)):
+        return "a tensor"
+    return repr(value) if len(repr(value)) < 60 else f"a {type(value).__name__}"
+
+
+def _path(path: tuple[Any, ...]) -> str:
+    if not path:
+        return "the top"
+    word = "args" if path[0] == 0 else "kwargs"
+    return word + "".join(f"[{step!r}]" for step in path[1:])
+
+
+def _require_same(path: tuple[Any, ...], meaning: TensorMeaning, tensor: torch.Tensor) -> None:
+    new = TensorMeaning.of(tensor)
+    if (new.shape, new.dtype, new.device) != (meaning.shape, meaning.dtype, meaning.device):
+        raise InputMismatch(
+            f"the input at {_path(path)} is {new} on {new.device}; the program was recorded with {meaning} on {meaning.device}.\n"
+            "A program has the shapes of one forward pass. Give the recorded shape and dtype, or capture again."
+        )
+
+
+def _with_strides(tensor: torch.Tensor, meaning: TensorMeaning) -> torch.Tensor:
+    """The tensor in the recorded memory layout: views that the model took need it."""
+    if meaning.strides is None or tensor.layout is not torch.strided or tensor.stride() == meaning.strides:
+        return tensor
+    if any(stride == 0 for stride in meaning.strides) or tensor.requires_grad:
+        return tensor.contiguous() if meaning.strides == _contiguous(meaning.shape) else tensor
+    made = tensor.new_empty_strided(meaning.shape, meaning.strides)
+    made.copy_(tensor)
+    return made
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def new_state(graph: Graph, state: dict[str, torch.Tensor], nearest: Callable[[str], str]) -> dict[int, torch.Tensor]:
+    """Other parameters and buffers, by the position of their State node. Any of a tied tensor's addresses will do."""
+    by_address = {address: node for node in graph.state_nodes for address in (node.address, *node.aliases, node.name)}
+    found: dict[int, torch.Tensor] = {}
+    for address, tensor in state.items():
+        node = by_address.get(address)
+        if node is None:
+            raise InputMismatch(f"no parameter or buffer that the forward read is called {address!r}. {nearest(address)}".rstrip())
+        meaning = TensorMeaning.of(tensor)
+        if (meaning.shape, meaning.dtype) != (node.meaning.shape, node.meaning.dtype):
+            raise InputMismatch(f"the state at {address!r} is {meaning}; the program was recorded with {node.meaning}.")
+        found[graph.positions[node.name]] = _with_strides(tensor, node.meaning)
+    return found
+
+
+def as_patch(graph: Graph, position: int, patch: Any) -> Callable[..., Any]:
+    """A tensor or a callable as a function from a node's value to its new value, with the result's meaning required."""
+    node = graph.nodes[position]
+    tree = _result(node)
+    meanings = _meanings(node)
+
+    def change(value: Any) -> Any:
+        if callable(patch) and not isinstance(patch, torch.Tensor):
+            safe = freeze_deep(value, lambda tensor: tensor.clone())
+            new = patch(thaw(safe, lambda leaf: leaf))
+        else:
+            new = patch
+        return _checked(graph, node, tree, meanings, value, new)
+
+    return change
+
+
+def _meanings(node: Any) -> dict[Ref, TensorMeaning]:
+    if not isinstance(node, Call):
+        return {Ref(node.name): node.meaning}
+    refs = [leaf for leaf in leaves(node.returns) if type(leaf) is Ref]
+    return dict(zip(refs, node.meaning, strict=True))
+
+
+def _checked(graph: Graph, node: Any, tree: Any, meanings: dict[Ref, TensorMeaning], old: Any, new: Any) -> Any:
+    if isinstance(new, torch.Tensor):
+        if type(tree) is not Ref:
+            raise ShapeMismatch(f"{node.name} gives several tensors; a patch for it must give as many.")
+        return _fitting(graph, node, meanings[tree], new)
+    if isinstance(new, (tuple, list)) and isinstance(old, (tuple, list)) and len(new) == len(old):
+        flat = [leaf for leaf in leaves(tree) if type(leaf) is Ref]
+        if len(flat) == len(new):
+            return tuple([_fitting(graph, node, meanings[ref], value) for ref, value in zip(flat, new, strict=True)])
+        return new
+    raise ShapeMismatch(f"the patch at {node.name} gives {type(new).__name__}, not a tensor.\n{listing(graph, node.name)}")
+
+
+def _fitting(graph: Graph, node: Any, meaning: TensorMeaning, new: Any) -> torch.Tensor:
+    shape = tuple(new.shape) if isinstance(new, torch.Tensor) else None
+    if shape != meaning.shape or new.dtype != meaning.dtype:
+        what = TensorMeaning.of(new) if isinstance(new, torch.Tensor) else type(new).__name__
+        raise ShapeMismatch(
+            f"the patch at `{node.name}` gives {what}; what uses it was recorded with {meaning}.\n"
+            f"{listing(graph, node.name, f'patched with {what}')}\nGive a tensor of shape {meaning.shape} and dtype {meaning.dtype}."
+        )
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return new  # type: ignore[no-any-return]
+    return _with_strides(new, meaning)
+
+
+def function_of(record: Record, inputs: list[int], outputs: list[int] | None, grad: bool = True) -> Callable[..., Any]:
+    """The pure function from some nodes' values to the output, or to some nodes' values."""
+    graph = record.graph
+    _require_differentiable(record, Request(grad=True))
+    wanted = outputs if outputs is not None else [graph.positions[ref.node] for ref in graph.output_refs]
+
+    def departed(departure: Departure) -> None:
+        raise diverged(departure)
+
+    mode = Mode(grad, False, departed)
+    known = bytearray([1 if not isinstance(node, Call) or _saved(record, node) else 0 for node in graph.nodes])
+    for position in inputs:
+        known[position] = 1
+    made = plan(graph, wanted, known, inputs)
+    code = compile_plan(graph, made, record.draws, mode, {}, record.value)
+    slots = [code.slots[_only_ref(graph, position)] for position in inputs]
+    supplied = {
+        code.slots[ref]: detached(record.value(ref))
+        for position in made.supply
+        if position not in inputs
+        for ref in _refs_of(graph.nodes[position])
+    }
+
+    def finish(env: list[Any]) -> Any:
+        get = lambda leaf: env[code.slots[leaf]] if type(leaf) is Ref else leaf  # noqa: E731
+        if outputs is None:
+            return thaw(graph.output, get)
+        values = [thaw(_result(graph.nodes[position]), get) for position in outputs]
+        return values[0] if len(values) == 1 else tuple(values)
+
+    return as_function(code, supplied, slots, finish, graph.default_dtype)
+
+
+def _saved(record: Record, node: Any) -> bool:
+    return all(ref in record.values for ref in _refs_of(node))
+
+
+def _only_ref(graph: Graph, position: int) -> Ref:
+    tree = _result(graph.nodes[position])
+    if type(tree) is not Ref:
+        raise ReplaylensError(f"{graph.nodes[position].name} gives several tensors; a function's input must be one tensor.")
+    return tree
+
+
+def _stale_text(graph: Graph, ref: Ref) -> str:
+    node = graph[ref.node]
+    what = f"the {node.kind} `{node.address}`" if isinstance(node, State) else f"the recorded value of `{ref.node}`"
+    return (
+        f"{what} was overwritten since the capture, by an optimizer's step or an operation in place.\n"
+        "`prog = prog.refresh()` runs the program again on what is there now; `state={...}` gives other parameters to one replay."
+    )
+
+
+def positions_of(graph: Graph, names: Iterable[str]) -> list[int]:
+    return [graph.positions[name] for name in names]

@@ -1,0 +1,48 @@
+"""Run: the values of one replay.
+
+In: what the interpreter left in its env, and how the replay was asked for. Out: the output in the model's own structure,
+any value by name. What was not kept is computed again when it is asked for: a program is pure, so it is the same value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from attrs import field, frozen
+
+from ..errors import NotSaved
+from .guards import Departure
+
+
+@frozen(eq=False, repr=False)
+class Run:
+    """What one replay gave. `run.output` is what the model would have returned; `run["relu_3"]` any value on the way."""
+
+    executed: tuple[str, ...]
+    state_changes: dict[str, torch.Tensor]
+    departures: tuple[Departure, ...]
+    _output: Any
+    _has_output: bool
+    _lookup: Callable[[Any], Any] = field()
+
+    @property
+    def output(self) -> Any:
+        """The output of the replay, in the structure that the model returns."""
+        if not self._has_output:
+            raise NotSaved("the replay stopped before the output, as `to=` asked. Read the value that it stopped at: run[name].")
+        return self._output
+
+    @property
+    def diverged(self) -> bool:
+        """Would the model have taken another path? `departures` says where."""
+        return bool(self.departures)
+
+    def __getitem__(self, name: Any) -> Any:
+        return self._lookup(name)
+
+    def __repr__(self) -> str:
+        more = f", diverged at {len(self.departures)} places" if self.departures else ""
+        shown = ", ".join(self.executed[:3]) + (", ..." if len(self.executed) > 3 else "")
+        return f"<Run: {len(self.executed)} nodes executed ({shown}){more}>"

@@ -1,0 +1,86 @@
+"""Every exception of replaylens: the fact, the place, the cure.
+
+All descend from `ReplaylensError`; each also inherits the builtin that a user would catch. A model's own exception stays
+the model's own: capture and replay only add a note that names the node and the line.
+"""
+
+from __future__ import annotations
+
+
+class ReplaylensError(Exception):
+    """The base of everything that replaylens raises on its own account."""
+
+
+class CaptureError(ReplaylensError, RuntimeError):
+    """The model did something that cannot be turned into a pure program.
+
+    Example: the forward resizes a storage of which views are alive. The message says which call, where, and what to do.
+    """
+
+
+class UnknownOrigin(CaptureError):
+    """A tensor reached an operation, and nothing that was seen made it.
+
+    Example: the forward computes in another thread and uses the result. Compute it in the forward's own thread, or pass
+    the tensor in as an input; `capture(..., unknown="constant")` keeps such tensors as constants that no patch reaches.
+    """
+
+
+class UnannouncedWrite(CaptureError):
+    """A tensor changed under a call that did not say that it would.
+
+    Example: a custom operator that declares `mutates_args=()` and writes its argument. Declare what it mutates.
+    """
+
+
+class UnsupportedModel(CaptureError, TypeError):
+    """The object cannot be captured as it is.
+
+    Example: a model wrapped in `DataParallel`, whose replicas run in threads. Capture `model.module`.
+    """
+
+
+class UnlawfulGraph(ReplaylensError, ValueError):
+    """A graph breaks a law, such as a node that reads what comes after it. It lists every breach."""
+
+
+class UnresolvedTarget(ReplaylensError, LookupError):
+    """A stored function name no longer leads to a function. Import the module that defines it first."""
+
+
+class NoSuchLayer(ReplaylensError, LookupError):
+    """No layer, module, parameter or ordinal has this name. The message offers the nearest ones."""
+
+
+class NotSaved(ReplaylensError, LookupError):
+    """The layer exists, but no value of it was kept, and none can be recomputed from what was."""
+
+
+class InputMismatch(ReplaylensError, TypeError):
+    """The inputs given to a replay differ from the recorded ones in structure, shape, dtype or device.
+
+    A program has the shapes of one forward pass. Capture again for other shapes.
+    """
+
+
+class ShapeMismatch(ReplaylensError, ValueError):
+    """A patch gives a value that what follows was not recorded with. Give one of the recorded shape and dtype."""
+
+
+class StaleValue(ReplaylensError, RuntimeError):
+    """A parameter or a recorded value was overwritten after the capture, for example by an optimizer's step.
+
+    `prog = prog.refresh()` runs the program again on the present parameters; or pass `state={...}` to the replay.
+    """
+
+
+class DivergedReplay(ReplaylensError, RuntimeError):
+    """The model would have taken another path than the recorded one.
+
+    A value that the model had read in Python (`if x.sum() > 0`, `.item()`, an index of data-dependent size) came out
+    differently under the change. `on_divergence="ignore"` goes on along the recorded path and says so in the run.
+    """
+
+
+class NotDifferentiable(ReplaylensError, RuntimeError):
+    """Gradients were asked for through a call of which only the forward could be recorded."""

@@ -1,0 +1,297 @@
+"""Program = Graph + state + recorded run. Each method is one line into a stage below.
+
+A Program never changes: what changes something gives another Program, or a Run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ._capture.builder import Frozen, Handle, freeze
+from ._capture.capture import Captured, record
+from ._core.graph import Graph
+from ._core.node import Guard, Ref
+from ._core.text import code
+from ._core.trees import leaves, thaw
+from ._lens.layers import Atlas, Layer, Place
+from ._lens.summary import as_html, summary
+from ._replay.convert import move, rerun
+from ._replay.replay import At, Record, Request, as_patch, detached, function_of, new_inputs, new_state, replay, version
+from ._replay.run import Run
+from .errors import NoSuchLayer, NotSaved, ReplaylensError
+
+
+def capture(model: Any, *args: Any, unknown: str = "raise", **kwargs: Any) -> Program:
+    """Run the model once on these inputs, and give back the pure program that it was.
+
+    The model can be any module or function. It is left as a plain forward leaves it. `unknown="constant"` keeps tensors
+    whose origin cannot be known (such as another thread's) as constants, which no patch reaches.
+
+    >>> prog = capture(torch.nn.Linear(2, 3), torch.ones(1, 2))
+    >>> prog.replay().output.shape
+    torch.Size([1, 3])
+    """
+    if unknown not in ("raise", "constant"):
+        raise ValueError(f"unknown must be 'raise' or 'constant', not {unknown!r}.")
+    return Program(_captured=record(model, args, kwargs, unknown))
+
+
+class Program:
+    """One forward pass of a model as an immutable program of pure operations."""
+
+    def __init__(
+        self, _captured: Captured | None = None, _record: Record | None = None, _output: Any = None, _history: tuple[str, ...] = ()
+    ) -> None:
+        self._captured = _captured
+        self._given = _record
+        self._returned = _captured.output if _captured is not None else _output
+        self.history: tuple[str, ...] = _history or ("captured",)
+
+    # -- what it is ---------------------------------------------------------------------------------------------------
+
+    @property
+    def graph(self) -> Graph:
+        """The program's structure: nodes in order, no tensors."""
+        return self._record.graph
+
+    @property
+    def output(self) -> Any:
+        """What the model returned when it was captured."""
+        return self._returned
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        """The input tensors, in the order of their nodes, as they were when the model was called."""
+        return [self._record.values[Ref(node.name)] for node in self.graph.input_nodes]
+
+    @property
+    def state(self) -> Mapping[str, torch.Tensor]:
+        """The parameters, buffers and other tensors of the model that the forward read, by address, as they were then."""
+        return MappingProxyType({node.address: self._record.value(Ref(node.name)) for node in self.graph.state_nodes})
+
+    @property
+    def state_changes(self) -> dict[str, torch.Tensor]:
+        """What the forward wrote to buffers and parameters: address -> new value."""
+        return {address: detached(self._record.value(ref)) for address, ref in self.graph.changes}
+
+    @property
+    def guards(self) -> tuple[Guard, ...]:
+        """Where the model read content in Python; on these values the recorded path depends."""
+        return self.graph.guards
+
+    @property
+    def layers(self) -> list[Layer]:
+        """Every layer in execution order, inputs and outputs included."""
+        return [self._layer(place) for place in self._atlas.places]
+
+    @property
+    def layer_labels(self) -> list[str]:
+        return list(self._atlas.order)
+
+    @property
+    def model_name(self) -> str:
+        return self.graph.model_name
+
+    @property
+    def code(self) -> str:
+        """The program as readable Python, one line a node, the user's source line above each block."""
+        return code(self.graph)
+
+    def __getitem__(self, name: Any) -> Layer:
+        return self._layer(self._atlas.find(name))
+
+    def __contains__(self, name: Any) -> bool:
+        try:
+            self._atlas.find(name)
+        except NoSuchLayer:
+            return False
+        return True
+
+    def __len__(self) -> int:
+        return len(self._atlas.order)
+
+    def __repr__(self) -> str:
+        return f"<Program of {self.model_name}: {len(self.graph.calls)} calls, {len(self._atlas.order)} layers>"
+
+    def __str__(self) -> str:
+        return summary(self.graph, self._atlas)
+
+    def _repr_html_(self) -> str:
+        return as_html(self.graph, self._atlas)
+
+    # -- running it again ----------------------------------------------------------------------------------------------
+
+    def replay(
+        self,
+        *inputs: Any,
+        from_: Any = None,
+        to: Any = None,
+        patch: Mapping[Any, Any] | Any = None,
+        state: Mapping[str, torch.Tensor] | None = None,
+        keep: Any = "output",
+        grad: bool = False,
+        rng: str = "replay",
+        on_divergence: str = "raise",
+        **named_inputs: Any,
+    ) -> Run:
+        """Run the program again. Only what a change can reach, and the output needs, is executed.
+
+        Without arguments everything runs. `from_` names a layer: what follows it runs, on its recorded value. `patch`
+        gives other values on the way: `{"relu_3": tensor or function}`; with `from_`, a bare tensor or function is for
+        that layer. New inputs of the recorded shapes, or other parameters (`state={"fc.weight": w}`), may be given. `to`
+        stops early. `keep="all"` holds every value; else what `run[name]` asks for is computed again. With `grad=True`
+        gradients flow to inputs, to patches and to the model's own parameters, as through the model. A replay whose
+        change makes the model read another value in Python (`if x.sum() > 0`) raises `DivergedReplay`;
+        `on_divergence="ignore"` goes on along the recorded path and says so in `run.diverged`.
+        """
+        _require_choice("rng", rng, ("replay", "fresh"))
+        _require_choice("on_divergence", on_divergence, ("raise", "ignore"))
+        record = self._record
+        given = dict(new_state(self.graph, dict(state), self._atlas.nearest)) if state else {}
+        if inputs or named_inputs:
+            given.update(new_inputs(self.graph, inputs, named_inputs))
+        start = (self._position(from_),) if from_ is not None else ()
+        changed = self._patches(patch, start)
+        request = Request(
+            changed=changed,
+            given=given,
+            start=start,
+            to=self._position(to) if to is not None else None,
+            keep=self._keep(keep),
+            grad=grad,
+            fresh=rng == "fresh",
+            on_divergence=on_divergence,
+            whole=not (start or changed or given or to is not None or rng == "fresh"),
+        )
+        return replay(record, request, lambda name: self._position(name))
+
+    def __call__(self, *inputs: Any, **named_inputs: Any) -> Run:
+        """Replay on new inputs of the recorded shapes."""
+        return self.replay(*inputs, **named_inputs)
+
+    def function(self, inputs: Any = None, outputs: Any = None) -> Callable[..., Any]:
+        """A pure function of tensors, fit for `torch.func.grad`, `vmap`, `jvp`, `jacrev` and `torch.compile`.
+
+        `inputs` names the layers, inputs, parameters that its arguments stand for (the model's inputs, if not given),
+        `outputs` the layers that it returns (the model's output, if not given).
+        """
+        names = [node.name for node in self.graph.input_nodes] if inputs is None else _as_list(inputs)
+        ends = None if outputs is None else [self._position(name) for name in _as_list(outputs)]
+        return function_of(self._record, [self._position(name) for name in names], ends)
+
+    def refresh(self) -> Program:
+        """The same program run again on the parameters and inputs as they are now."""
+        record, output = rerun(self._record)
+        return Program(_record=record, _output=output, _history=(*self.history, "refreshed"))
+
+    def to(self, *args: Any, **kwargs: Any) -> Program:
+        """The program on another device or in another dtype, run again there."""
+        record, output = move(self._record, *args, **kwargs)
+        words = ", ".join([*map(str, args), *(f"{key}={value}" for key, value in kwargs.items())])
+        return Program(_record=record, _output=output, _history=(*self.history, f"to({words})"))
+
+    # -- below -----------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _record(self) -> Record:
+        if self._given is not None:
+            return self._given
+        assert self._captured is not None
+        made = freeze(self._captured.recording)
+        record = record_of(self._captured, made)
+        self._captured = None
+        return record
+
+    @cached_property
+    def _atlas(self) -> Atlas:
+        return Atlas(self.graph)
+
+    def _layer(self, place: Place) -> Layer:
+        return Layer(self._atlas, place, self._read)
+
+    def _read(self, output: Ref | None, name: str) -> Any:
+        record = self._record
+        node = self.graph[name]
+        tree = output if output is not None else (getattr(node, "result", None) or getattr(node, "returns", Ref(name)))
+        missing = [leaf for leaf in leaves(tree) if type(leaf) is Ref and leaf not in record.values]
+        if missing:
+            raise NotSaved(f"the value of {name} was not kept. `prog.replay(to={name!r})[{name!r}]` computes it again.")
+        return thaw(tree, lambda leaf: detached(record.value(leaf)) if type(leaf) is Ref else leaf)
+
+    def _position(self, name: Any) -> int:
+        return name.position if isinstance(name, At) else self.graph.positions[self._atlas.find(name).node]
+
+    def _patches(self, patch: Any, start: tuple[int, ...]) -> dict[int, Callable[..., Any]]:
+        if patch is None:
+            return {}
+        if not isinstance(patch, Mapping):
+            if not start:
+                raise ReplaylensError("a bare patch needs from_= to say where. Or give a mapping: patch={'relu_3': tensor}.")
+            return {start[0]: as_patch(self.graph, start[0], patch)}
+        found = {}
+        for name, what in patch.items():
+            position = self._position(name)
+            if position in found:
+                raise ReplaylensError(f"two patches for {self.graph.nodes[position].name}. Give one.")
+            found[position] = as_patch(self.graph, position, what)
+        return found
+
+    def _keep(self, keep: Any) -> frozenset[int]:
+        if keep in ("all", "everything"):
+            return frozenset(range(len(self.graph)))
+        if keep is None or keep == "output":
+            return frozenset()
+        if callable(keep):
+            return frozenset(self._position(layer.label) for layer in self.layers if keep(layer))
+        return frozenset(self._position(name) for name in _as_list(keep))
+
+
+def record_of(captured: Captured, made: Frozen) -> Record:
+    """What a capture knows, by Ref: values, write counters, generator states, the model's own parameters."""
+    recording, graph = captured.recording, made.graph
+    values: dict[Ref, torch.Tensor] = {}
+    live: dict[str, torch.Tensor] = {}
+    for ref, handle in made.handles.items():
+        values[ref] = recording.values[handle]
+    for node in graph.state_nodes:
+        tensor = values[Ref(node.name)]
+        live[node.name] = tensor
+        values[Ref(node.name)] = tensor.detach()
+    versions = {ref: version(tensor) for ref, tensor in values.items()}
+    for ref, handle in made.handles.items():
+        if ref.node not in live:
+            versions[ref] = recording.versions[handle]
+    return Record(graph, values, versions, recording.draws, live)
+
+
+def _require_choice(word: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{word} must be one of {', '.join(map(repr, choices))}, not {value!r}.")
+
+
+def _as_list(names: Any) -> list[Any]:
+    return [names] if isinstance(names, (str, int)) else list(names)
+
+
+def _flatten(program: Program) -> tuple[list[Any], Any]:
+    record = program._record
+    return list(record.values.values()), (record, tuple(record.values), program._returned, program.history)
+
+
+def _unflatten(tensors: Iterable[Any], context: Any) -> Program:
+    record, refs, output, history = context
+    values = dict(zip(refs, tensors, strict=True))
+    versions = {ref: version(tensor) if isinstance(tensor, torch.Tensor) else -1 for ref, tensor in values.items()}
+    get = lambda leaf: values[leaf] if type(leaf) is Ref else leaf  # noqa: E731
+    return Program(_record=Record(record.graph, values, versions, record.draws), _output=thaw(record.graph.output, get), _history=history)
+
+
+pytree.register_pytree_node(Program, _flatten, _unflatten, serialized_type_name="replaylens.Program")
+
+__all__ = ["Handle", "Program", "capture"]
