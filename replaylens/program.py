@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ._capture.builder import Frozen, Handle, freeze
+from ._capture.builder import Frozen, SourceRecord, freeze
 from ._capture.capture import Captured, record
 from ._core.graph import Graph
-from ._core.node import Guard, Ref
+from ._core.node import Guard, Ref, State
 from ._core.text import code
 from ._core.trees import leaves, thaw
 from ._lens.layers import Atlas, Layer, Place
@@ -259,10 +259,11 @@ def record_of(captured: Captured, made: Frozen) -> Record:
     live: dict[str, torch.Tensor] = {}
     for ref, handle in made.handles.items():
         values[ref] = recording.values[handle]
-    for node in graph.state_nodes:
-        tensor = values[Ref(node.name)]
-        live[node.name] = tensor
-        values[Ref(node.name)] = tensor.detach()
+    for source, node in zip(recording.records, graph.nodes, strict=True):
+        if isinstance(node, State) and isinstance(source, SourceRecord):
+            value = values[Ref(node.name)]
+            live[node.name] = source.tensor
+            values[Ref(node.name)] = value.detach().requires_grad_(value.requires_grad)
     versions = {ref: version(tensor) for ref, tensor in values.items()}
     for ref, handle in made.handles.items():
         if ref.node not in live:
@@ -293,5 +294,3 @@ def _unflatten(tensors: Iterable[Any], context: Any) -> Program:
 
 
 pytree.register_pytree_node(Program, _flatten, _unflatten, serialized_type_name="replaylens.Program")
-
-__all__ = ["Handle", "Program", "capture"]

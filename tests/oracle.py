@@ -59,7 +59,7 @@ def tensors(tree: Any) -> list[Tensor]:
 
 def plain_bits(tensor: Tensor) -> Tensor:
     """A tensor as a dense one that can be compared."""
-    tensor = tensor.detach().as_subclass(Tensor)
+    tensor = tensor.detach() if type(tensor) in (Tensor, Parameter) else tensor.detach().as_subclass(Tensor)
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
     if tensor.is_quantized:
@@ -559,6 +559,18 @@ def under_no_grad(ask: Law) -> Law:
     return answer
 
 
+def in_inference_mode(ask: Law) -> Law:
+    """The same law, twins and all, in inference mode."""
+
+    @functools.wraps(ask)
+    def answer(build: Build) -> str:
+        with torch.inference_mode():
+            return ask(build)
+
+    answer.__name__ += "_in_inference_mode"
+    return answer
+
+
 FORWARD_LAWS: tuple[Law, ...] = (
     capture_is_a_plain_forward,
     replay_is_the_recorded_run,
@@ -569,7 +581,12 @@ FORWARD_LAWS: tuple[Law, ...] = (
     replay_on_other_inputs,
 )
 GRADIENT_LAWS: tuple[Law, ...] = (gradients_are_the_models_own, gradients_reach_the_captured_inputs)
-LAWS = FORWARD_LAWS + GRADIENT_LAWS + tuple(map(under_no_grad, FORWARD_LAWS))
+LAWS = (
+    FORWARD_LAWS
+    + GRADIENT_LAWS
+    + tuple(map(under_no_grad, FORWARD_LAWS))
+    + tuple(map(in_inference_mode, FORWARD_LAWS[:2]))
+)
 
 
 def broken_laws(build: Build, laws: tuple[Law, ...] = LAWS) -> tuple[dict[str, Exception], dict[str, str]]:

@@ -181,6 +181,9 @@ class Program:
         inputs = [f"# {name}: {given.shape} {given.layout}" for name, given in zip(NAMES, self.given, strict=False)]
         return "\n".join(["", *inputs, "# inputs require gradients" * self.differentiable, self.source])
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))  # as Hypothesis prints it
+
 
 # ---- making programs -----------------------------------------------------------------------------------------------
 

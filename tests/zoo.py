@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import io
 import random
 import threading
 import warnings
@@ -26,9 +27,11 @@ from attrs import field, frozen
 from torch import Tensor, nn, randn, tanh as tanh_by_another_name
 from torch.autograd import Function, forward_ad
 from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
-from torch.nn.utils import parametrizations
+from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 
@@ -362,6 +365,16 @@ def write_to_an_input_given_twice(m, a, b):
     return m.fc(b)
 
 
+@whole
+def write_to_an_input_that_is_a_buffer():
+    def forward(m, x):
+        x += 1.0
+        return m.fc(m.scale)
+
+    model = Net(forward, fc=nn.Linear(4, 4), scale=nn.Buffer(randn(3, 4)))
+    return Case(model, (model.scale,), stateful=True, escapes=True)
+
+
 # ---- kinds of write ------------------------------------------------------------------------------------------------
 
 
@@ -687,6 +700,15 @@ def gradient_enters_by_a_write(m, x):
     return canvas.logsumexp(0)
 
 
+@small
+def write_to_temporaries_that_die(m, x):
+    y = m.fc(x)
+    for k in range(4):
+        (x * k).t().add_(1.0)
+        y = y + (y * k).mul_(0.1)
+    return y
+
+
 # ---- state: parameters, buffers, attributes ------------------------------------------------------------------------
 
 
@@ -957,6 +979,66 @@ def state_dict_loaded_in_the_forward(m, x):
     return m.fc(x)
 
 
+@small(parts=lambda: {"flat": nn.Parameter(randn(20))})
+def parameter_in_one_piece(m, x):
+    weight, bias = m.flat[:16].view(4, 4), m.flat[16:]
+    return F.linear(m.fc(x), weight, bias)
+
+
+def overlapping_buffers() -> dict[str, Tensor]:
+    base = randn(6)
+    return {"low": nn.Buffer(base[:4]), "high": nn.Buffer(base[2:])}
+
+
+@small(parts=overlapping_buffers, stateful=True)
+def buffers_that_overlap(m, x):
+    m.low.mul_(2.0)
+    m.high += 1.0
+    return m.fc(x) + m.low * m.high
+
+
+@whole
+def input_that_is_a_parameter():
+    model = nn.Linear(4, 4)
+    return Case(Net(lambda m, x: m.fc(x * 2), fc=model), (model.weight,))
+
+
+@small(parts=lambda: {"hidden": [nn.Linear(4, 4), nn.Linear(4, 4)]})
+def modules_in_a_plain_list(m, x):
+    for layer in m.hidden:
+        x = layer(m.fc(x)).tanh()
+    return x
+
+
+@small(parts=lambda: {"layers": nn.ModuleList(nn.Linear(4, 4) for _ in range(4))})
+def slice_of_a_module_list(m, x):
+    for layer in m.layers[1:3]:
+        x = layer(x)
+    return m.layers[-1](x)
+
+
+@small
+def parametrisation_cached(m, x):
+    fc = m.fc if parametrize.is_parametrized(m.fc) else parametrizations.weight_norm(m.fc)
+    with parametrize.cached():
+        return fc(x) + fc(x * 2)
+
+
+@whole
+def forward_replaced_on_the_instance():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    inner = model[0].forward
+    model[0].forward = lambda x: inner(x) * 2
+    return Case(model, batch())
+
+
+@small(train=True, parts=lambda: {"norm": nn.BatchNorm1d(4)}, stateful=True)
+def functional_call_with_buffers(m, x):
+    state = {name: t.detach().clone() for name, t in m.norm.named_buffers()}
+    y = functional_call(m.norm, state, (m.fc(x),))
+    return y + state["running_mean"]
+
+
 # ---- randomness ----------------------------------------------------------------------------------------------------
 
 
@@ -1123,6 +1205,39 @@ def frozen_step(m, x):
 @small
 def grad_mode_by_decorator(m, x):
     return frozen_step(m, x) + m.fc(x)
+
+
+@small
+def grad_mode_switched_by_calls(m, x):
+    before = torch.is_grad_enabled()
+    torch.set_grad_enabled(False)
+    y = m.fc(x)
+    torch.set_grad_enabled(before)
+    return y * m.fc(x)
+
+
+@small
+def inference_tensor_returned(m, x):
+    with torch.inference_mode():
+        y = m.fc(x)
+        y.add_(1.0)
+    return y, m.fc(x)
+
+
+@small
+def default_dtype_changed(m, x):
+    torch.set_default_dtype(torch.float64)
+    wide = torch.ones(4) / 3
+    torch.set_default_dtype(torch.float32)
+    return m.fc(x) * wide
+
+
+@small
+def gradient_retained(m, x):
+    y = m.fc(x)
+    if y.requires_grad:
+        y.retain_grad()
+    return y.sigmoid()
 
 
 @small
@@ -1311,6 +1426,35 @@ def function_under_no_grad(m, x):
     with torch.no_grad():
         y = Cube.apply(m.fc(x), 2.0)
     return y + Reverse.apply(m.fc(x))
+
+
+class Twice(Function):
+    """Fit for vmap, and careful about what it is asked."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, y):
+        return x * 2 + y, 3
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, g, _):
+        return (g * 2 if ctx.needs_input_grad[0] else None), g
+
+
+@small
+def function_that_gives_a_number(m, x):
+    y, k = Twice.apply(m.fc(x), x.detach())
+    return y * k
+
+
+@small
+def function_under_vmap(m, x):
+    return vmap(lambda row: Twice.apply(m.fc(row), row)[0] + 1)(x)
 
 
 @small
@@ -1623,6 +1767,13 @@ def branch_by_cond(m, x):
     return torch.cond(x.sum() > 0, lambda t: m.fc(t).relu(), lambda t: m.fc(t).tanh(), (x,))
 
 
+@small(inputs=lambda: (randn(1, 2, 8, 4),))
+def flexible_attention(m, x):
+    with silence():  # it warns that it is slow when it is not compiled
+        q, k = m.fc(x).detach(), x.detach()  # on this device it has no backward
+        return flex_attention(q, k, k, score_mod=lambda score, b, h, i, j: score + (i - j))
+
+
 @torch.library.custom_op("zoo::shifted", mutates_args=())
 def shifted(x: Tensor, by: float) -> Tensor:
     return x * 2 + by
@@ -1709,6 +1860,43 @@ def tensor_subclass_with_a_protocol(m, x):
 def tensor_subclass_inside(m, x):
     y = m.fc(x).as_subclass(Tagged)
     return (y * 2).as_subclass(Tensor) + 1
+
+
+class Wrapped(Tensor):
+    """A subclass that holds another tensor and sees every ATen call."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        args = torch.utils._pytree.tree_map_only(Wrapped, lambda t: t.inner, args)
+        return torch.utils._pytree.tree_map_only(Tensor, Wrapped, func(*args, **(kwargs or {})))
+
+
+@small(refusal="what a wrapper subclass does lies beneath torch functions")
+def tensor_subclass_that_dispatches(m, x):
+    y = Wrapped(m.fc(x).detach()) * 2
+    return (y + 1).inner + m.fc(x)
+
+
+class Halve(TorchDispatchMode):
+    """A dispatch mode of the user's: every exponential is halved."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return out / 2 if func is torch.ops.aten.exp.default else out
+
+
+@small(refusal="what a dispatch mode does lies beneath torch functions")
+def dispatch_mode_of_the_users(m, x):
+    with Halve():
+        y = m.fc(x).exp()
+    return y + x.exp()
 
 
 class Negate(TorchFunctionMode):
@@ -1838,7 +2026,7 @@ def no_inputs(m):
 
 
 @small
-def ten_thousandth_layer(m, x):
+def three_hundred_layers(m, x):
     for _ in range(300):
         x = m.fc(x).tanh()
     return x
@@ -1943,6 +2131,16 @@ def same_tensor_returned_twice(m, x):
 @small(inputs=lambda: [randn(3, 4)] * 2)
 def same_tensor_given_twice(m, a, b):
     return m.fc(a) * b
+
+
+@small(inputs=lambda: (randn(3, 4), randn(4), randn(4)))
+def inputs_by_star(m, x, *shifts):
+    return m.fc(x) + sum(shifts)
+
+
+@small
+def default_argument_that_is_a_tensor(m, x, shift=torch.ones(4)):  # noqa: B008
+    return m.fc(x) + shift
 
 
 @small
@@ -2074,6 +2272,41 @@ def generator_of_layers(m, x):
 def numpy_round_trip(m, x):
     a = np.tanh(m.fc(x).detach().numpy())
     return torch.from_numpy(a) + x
+
+
+@small(escapes=True)
+def numpy_functions_on_tensors(m, x):
+    return np.sin(m.fc(x).detach()) + x * np.float32(2) + np.float64(0.5) * x
+
+
+@small(refusal="what is loaded comes from nowhere", escapes=True)
+def saved_and_loaded(m, x):
+    file = io.BytesIO()
+    torch.save(m.fc(x).detach(), file)
+    file.seek(0)
+    return torch.load(file) + x
+
+
+@small
+def identity_is_asked(m, x):
+    y = m.fc(x)
+    same = y.contiguous() is y and y.to(torch.float32) is y and y.t()._base is y and y[0].data_ptr() == y.data_ptr()
+    return y * 2 if same else y * 3
+
+
+@small
+def copied_tensors(m, x):
+    y = m.fc(x).detach()
+    deep, flat = copy.deepcopy(y), copy.copy(y)
+    y.zero_()
+    return deep * 2 + flat + m.fc(x)
+
+
+@small
+def meta_tensors_inside(m, x):
+    with torch.device("meta"):
+        shape = (torch.ones(3, 4) @ torch.ones(4, 4)).shape
+    return m.fc(x).reshape(shape)
 
 
 @small(escapes=True)
@@ -2244,6 +2477,13 @@ def sparse_matrix(m, x):
 @small
 def sparse_output(m, x):
     return m.fc(x).relu().to_sparse(), m.fc(x)
+
+
+@small(refusal="nested tensors")
+def nested_tensor(m, x):
+    with silence():
+        ragged = torch.nested.nested_tensor([x[:2], x], layout=torch.jagged)
+    return m.fc(ragged).values()
 
 
 @small
@@ -2446,6 +2686,12 @@ def convolutions():
         ),
         images(),
     )
+
+
+@whole
+def channels_last():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 2, 1)).eval()
+    return Case(model.to(memory_format=torch.channels_last), (randn(2, 3, 6, 6).to(memory_format=torch.channels_last),))
 
 
 @small(inputs=images)

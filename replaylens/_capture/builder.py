@@ -45,6 +45,8 @@ class CallRecord(NamedTuple):
     draws: str | None = None
     is_dynamic: bool = False
     result: Any = None
+    through: tuple[int, ...] = ()  # records that it runs again
+    is_differentiated: bool = False
 
 
 class SourceRecord(NamedTuple):
@@ -53,7 +55,8 @@ class SourceRecord(NamedTuple):
     kind: str  # "input" | "parameter" | "buffer" | "attribute" | "constant"
     returns: Handle
     where: Any  # path of an input, (module, key) of state, the origin of a constant
-    site: Site | None = None
+    site: Site | None
+    tensor: torch.Tensor  # the object itself
 
 
 class GuardRecord(NamedTuple):
@@ -136,12 +139,12 @@ def freeze(recording: Recording) -> Frozen:
     names, orphans = labels([_draft(recording, record) for record in recording.records], _ends(recording))
     refs: dict[Handle, Ref] = {}
     for record, name in zip(recording.records, names, strict=True):
-        for path, handle in _parts(record.returns):
+        for path, handle in parts_of(record.returns):
             refs.setdefault(handle, Ref(name, path))
     to_ref = _reader(refs)
     made: list[Node] = []
     for record, name in zip(recording.records, names, strict=True):
-        made.append(_node(recording, record, name, to_ref, scopes))
+        made.append(_node(recording, record, name, to_ref, scopes, names))
     graph = Graph(
         nodes=tuple(made),
         output=remake(recording.output, to_ref),
@@ -151,7 +154,7 @@ def freeze(recording: Recording) -> Frozen:
         changes=tuple(_changes(recording, refs, {name: node for name, node in zip(names, made, strict=True)})),
         orphans=frozenset(name for name, orphan in zip(names, orphans, strict=True) if orphan),
         one_way=tuple(recording.one_way),
-        ambient=_context(recording.ambient),
+        ambient=frozen_context(recording.ambient),
         default_dtype=recording.default_dtype,
         model_name=recording.model_name,
     )
@@ -167,13 +170,13 @@ def _reader(refs: dict[Handle, Ref]) -> Callable[[Any], Any]:
     return to_ref
 
 
-def _parts(returns: Any) -> Iterator[tuple[tuple[int, ...], Handle]]:
+def parts_of(returns: Any) -> Iterator[tuple[tuple[int, ...], Handle]]:
     """Every Handle in what a call gave, with the way to it."""
     if type(returns) is Handle:
         yield (), returns
     elif type(returns) is tuple or hasattr(returns, "items"):
         for number, item in enumerate(returns if type(returns) is tuple else returns.items):
-            for path, handle in _parts(item):
+            for path, handle in parts_of(item):
                 yield (number, *path), handle
 
 
@@ -185,7 +188,7 @@ def _draft(recording: Recording, record: CallRecord | SourceRecord) -> Draft:
         return Draft(record.kind, (), (record.returns,), address=address)
     trees = (*record.args, *(record.kwargs or {}).values())
     reads = tuple([leaf for leaf in leaves(trees) if type(leaf) is Handle])
-    gives = tuple([handle for _, handle in _parts(record.returns)])
+    gives = tuple([handle for _, handle in parts_of(record.returns)])
     return Draft(record.kind, reads, gives, function=record.function)
 
 
@@ -195,10 +198,12 @@ def _ends(recording: Recording) -> set[int]:
     return ends | {int(last) for _, last in recording.changes}
 
 
-def _node(recording: Recording, record: CallRecord | SourceRecord, name: str, to_ref: Any, scopes: list[Any]) -> Node:
+def _node(
+    recording: Recording, record: CallRecord | SourceRecord, name: str, to_ref: Any, scopes: list[Any], names: list[str]
+) -> Node:
     if isinstance(record, SourceRecord):
         return _source_node(recording, record, name)
-    meaning = tuple([TensorMeaning.of(recording.values[handle]) for _, handle in _parts(record.returns)])
+    meaning = tuple([TensorMeaning.of(recording.values[handle]) for _, handle in parts_of(record.returns)])
     kwargs = record.kwargs or {}
     return Call(
         name=name,
@@ -210,10 +215,12 @@ def _node(recording: Recording, record: CallRecord | SourceRecord, name: str, to
         result=remake(record.result, to_ref),
         meaning=meaning,
         draws=record.draws,
-        context=_context(record.context),
+        context=frozen_context(record.context),
         is_dynamic=record.is_dynamic,
+        through=tuple([names[number] for number in record.through]),
+        is_differentiated=record.is_differentiated,
         scope=scopes[record.scope] if record.scope >= 0 else None,
-        source=_source(recording, record.site, record.scope),
+        source=user_line(recording, record.site, record.scope),
     )
 
 
@@ -222,7 +229,7 @@ def _source_node(recording: Recording, record: SourceRecord, name: str) -> Node:
     if record.kind == "input":
         return Input(name, record.where, meaning)
     if record.kind == "constant":
-        return Const(name, record.where, meaning, _source(recording, record.site, -1))
+        return Const(name, record.where, meaning, user_line(recording, record.site, -1))
     address, addresses = _address(recording, record.where), recording.addresses
     aliases = addresses.aliases(*record.where) if addresses else ()
     return State(name, address, record.kind, meaning, tuple(a for a in aliases if a != address))
@@ -241,7 +248,7 @@ def _changes(recording: Recording, refs: dict[Handle, Ref], nodes: dict[str, Nod
             yield source.address, refs[last]
 
 
-def _context(context: tuple[Any, ...]) -> Context:
+def frozen_context(context: tuple[Any, ...]) -> Context:
     return _contexts.setdefault(context, Context(*context))
 
 
@@ -271,16 +278,17 @@ def _scopes(recording: Recording) -> list[Scope | None]:
             continue
         kind = type(record.module).__name__
         parent = found[record.parent] if record.parent >= 0 else None
-        source = _source(recording, record.site, record.parent)
+        source = user_line(recording, record.site, record.parent)
         found.append(Scope(address or f"<{kind}>", record.call, kind, parent, source))
     return found
 
 
-def _source(recording: Recording, site: Site | None, scope: int) -> Source | None:
+def user_line(recording: Recording, site: Site | None, scope: int) -> Source | None:
     """The user's line: the call's own, or the one from which the torch module around it was called."""
+    own = site
     while (site is None or is_torch_code(site[0])) and scope >= 0:
         site, scope = recording.scopes[scope].site, recording.scopes[scope].parent
-    return _line(site)
+    return _line(own if site is None or is_torch_code(site[0]) else site)
 
 
 def _line(site: Site | None) -> Source | None:

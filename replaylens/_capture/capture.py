@@ -84,6 +84,7 @@ def _look(model: Any, args: Any, kwargs: Any, recording: Recording, deep: bool, 
         recording.output = freeze_deep(output, tracer.read)
         _take_changes(tracer)
         _require_announced(tracer)
+        recording.versions = [version_of(value) for value in recording.values]
     recording.addresses = origins.addresses()
     return Captured(recording, output)
 
@@ -119,7 +120,7 @@ def _take_inputs(tracer: Tracer, args: Any, kwargs: Any) -> Any:
             return tracer._alias_without_call(tensor, base)
         counter.append(tensor)
         handle = tracer.recording.keep(tensor)
-        tracer.recording.records.append(SourceRecord("input", handle, (len(counter) - 1,)))
+        tracer.recording.records.append(SourceRecord("input", handle, (len(counter) - 1,), None, tensor))
         tracer.memory.know(tensor, handle)
         return handle
 

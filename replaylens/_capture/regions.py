@@ -12,6 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .._core.graph import Graph
+from .._core.node import Call, Input, Ref, TensorMeaning
+from .._core.target import Target
+from .._core.trees import Branch, leaves, remake
+from .._replay.differentiate import differentiate
+from ..errors import CaptureError
+from .builder import CallRecord, Handle, Recording, SourceRecord, frozen_context, parts_of
+from .rules import How, Rule
+
 if TYPE_CHECKING:
     from .tracer import Tracer
 
@@ -30,13 +39,268 @@ class AtenWatch(TorchDispatchMode):
         return self.tracer.aten(func, args, kwargs)
 
 
-def differentiate_call(tracer: Tracer, rule: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    raise NotImplementedError
+def watched(tracer: Tracer, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run a call that the mode is blind to, and see the ATen calls beneath it."""
+    if tracer.watch is not None:
+        return function(*args, **kwargs)
+    tracer.watch = AtenWatch(tracer)
+    try:
+        with tracer.watch:
+            return function(*args, **kwargs)
+    finally:
+        tracer.watch = None
 
 
-def backward_call(tracer: Tracer, rule: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    raise NotImplementedError
+# -- gradients inside the forward --------------------------------------------------------------------------------------
+
+
+def differentiate_call(tracer: Tracer, func: Any, args: Any, kwargs: Any) -> Any:
+    """`torch.autograd.grad` in the forward: one node that differentiates the stretch of the program in between."""
+    names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused", "is_grads_batched")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    outputs, inputs = _as_tuple(given["outputs"]), _as_tuple(given["inputs"])
+    known = [isinstance(t, torch.Tensor) and tracer.memory.read(t) is not None for t in (*outputs, *inputs)]
+    if not all(known) or given.get("is_grads_batched") or tracer.functorch:
+        return watched(tracer, func, args, kwargs)
+    cotangents = _as_tuple(given.get("grad_outputs")) if given.get("grad_outputs") is not None else (None,) * len(outputs)
+    keep_graph = bool(given.get("create_graph", False))
+    stretch = _stretch(tracer, outputs, inputs, cotangents, keep_graph)
+    if stretch is None:
+        return watched(tracer, func, args, kwargs)
+    record, expected = stretch
+    results = tracer._run(func, args, kwargs)
+    _require_equal(tracer, results, expected)
+    returns = tracer._outputs(tuple(results))
+    tracer.recording.records.append(record._replace(returns=returns))
+    return results
+
+
+def backward_call(tracer: Tracer, func: Any, args: Any, kwargs: Any) -> Any:
+    """`.backward()` in the forward: the gradients of the leaves, and their addition to what was there."""
+    names = ("tensors", "gradient", "retain_graph", "create_graph", "inputs")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    outputs = _as_tuple(given.get("tensors", given.get("self")))
+    cotangents = given.get("gradient", given.get("grad_tensors"))
+    cotangents = _as_tuple(cotangents) if cotangents is not None else (None,) * len(outputs)
+    inputs = _as_tuple(given["inputs"]) if given.get("inputs") is not None else _leaves_above(tracer, outputs)
+    if not inputs or tracer.functorch:
+        return watched(tracer, func, args, kwargs)
+    stretch = _stretch(tracer, outputs, inputs, cotangents, bool(given.get("create_graph", False)))
+    if stretch is None:
+        return watched(tracer, func, args, kwargs)
+    record, expected = stretch
+    before = [tensor.grad for tensor in inputs]
+    for old in before:
+        if old is not None:
+            tracer.read(old)
+            tracer.memory.preserve(tracer.memory.entry(old).base)
+    result = tracer._run(func, args, kwargs)
+    returns = tracer._outputs(tuple(expected))
+    tracer.recording.records.append(record._replace(returns=returns))
+    for tensor, old, new in zip(inputs, before, returns, strict=True):
+        if new is not None:
+            _accumulate(tracer, tensor, old, new)
+    return result
+
+
+def _accumulate(tracer: Tracer, tensor: torch.Tensor, old: torch.Tensor | None, new: Handle) -> None:
+    grad = tensor.grad
+    if grad is None:
+        return
+    recording, memory = tracer.recording, tracer.memory
+    if old is None:
+        recording.values[new] = grad
+        memory.know(grad, new)
+        return
+    handle = recording.keep(grad)
+    reads = [memory.read(old), new]
+    tracer._append(torch.Tensor.add, Rule(How.LEAF, "add"), reads, {}, handle, tracer._site(), None, False)
+    if grad is old:
+        memory.wrote(memory.entry(old).base, handle)
+    else:
+        memory.know(grad, handle)
+
+
+def _leaves_above(tracer: Tracer, outputs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    """The leaf tensors that these were computed from and that collect gradients."""
+    producers = _producers(tracer.recording)
+    above = _ancestors(tracer.recording, producers, [tracer.read(output) for output in outputs])
+    found = {}
+    for known in list(tracer.memory.live):
+        tensor = tracer.memory.object_of(known)
+        if tensor is not None and tensor.requires_grad and tensor.is_leaf and int(tracer.read(tensor)) in above:
+            found[id(tensor)] = tensor
+    return tuple(found.values())
+
+
+def _stretch(
+    tracer: Tracer, outputs: tuple[Any, ...], inputs: tuple[Any, ...], cotangents: tuple[Any, ...], keep_graph: bool
+) -> tuple[CallRecord, Any] | None:
+    """The record of a gradient call, and the gradients that it gives; None if the program has no way from one to the other."""
+    recording = tracer.recording
+    ends, starts = [tracer.read(t) for t in outputs], [tracer.read(t) for t in inputs]
+    producers = _producers(recording)
+    above = _ancestors(recording, producers, ends)
+    between = _between(recording, above, starts)
+    if not between:
+        return None
+    inside = {int(h) for n in between for _, h in parts_of(recording.records[n].returns)}
+    roots = list(dict.fromkeys(start for start in starts if int(start) not in inside))
+    reads = [h for n in between for h in _reads(recording.records[n])]
+    others = list(dict.fromkeys(h for h in reads if int(h) not in inside and h not in roots))
+    graph = _graph_of(recording, between, [*roots, *others], ends, starts)
+    drawn = dict.fromkeys(d for n in between if (d := getattr(recording.records[n], "draws", None)) is not None)
+    states = {key: tracer.source("constant", recording.draws[key].clone(), "a generator's state") for key in drawn}
+    pulled = tuple([tracer.read(c) if isinstance(c, torch.Tensor) else None for c in cotangents])
+    values = recording.values
+    expected = differentiate(
+        graph,
+        tuple([values[h] for h in roots]),
+        tuple([values[h] for h in others]),
+        cotangents,
+        {key: values[h] for key, h in states.items()},
+        False,
+    )
+    tree = Branch(dict, tuple(states.values()), tuple(states))
+    args = [graph, tuple(roots), tuple(others), pulled, tree, keep_graph]
+    context, site = tracer._context(), tracer._site()
+    record = CallRecord(differentiate, "grad", args, None, None, context, tracer.scope, site, through=tuple(between))
+    return record, expected
+
+
+def _producers(recording: Recording) -> dict[int, int]:
+    return {int(handle): n for n, record in enumerate(recording.records) for _, handle in parts_of(record.returns)}
+
+
+def _reads(record: CallRecord | SourceRecord) -> list[Handle]:
+    if isinstance(record, SourceRecord):
+        return []
+    trees = (*record.args, *(record.kwargs or {}).values())
+    return [leaf for leaf in leaves(trees) if type(leaf) is Handle]
+
+
+def _ancestors(recording: Recording, producers: dict[int, int], ends: list[Handle]) -> set[int]:
+    """Every Handle that these depend on, themselves included."""
+    found: set[int] = set()
+    stack = [int(end) for end in ends]
+    while stack:
+        handle = stack.pop()
+        if handle in found:
+            continue
+        found.add(handle)
+        if (number := producers.get(handle)) is not None:
+            stack.extend(int(h) for h in _reads(recording.records[number]))
+    return found
+
+
+def _between(recording: Recording, above: set[int], starts: list[Handle]) -> list[int]:
+    """The records on a way from the starts to the ends."""
+    reached, found = {int(start) for start in starts}, []
+    for number, record in enumerate(recording.records):
+        gives = [int(h) for _, h in parts_of(record.returns)]
+        if any(int(h) in reached for h in _reads(record)) and any(h in above for h in gives):
+            reached.update(gives)
+            found.append(number)
+    return found
+
+
+def _graph_of(recording: Recording, between: list[int], reads: list[Handle], ends: list[Handle], starts: list[Handle]) -> Graph:
+    refs: dict[Handle, Ref] = {handle: Ref(f"value_{int(handle)}") for handle in reads}
+    nodes: list[Any] = [Input(refs[h].node, (n,), TensorMeaning.of(recording.values[h])) for n, h in enumerate(reads)]
+    for number in between:
+        record = recording.records[number]
+        assert isinstance(record, CallRecord)
+        for path, handle in parts_of(record.returns):
+            refs.setdefault(handle, Ref(f"call_{number}", path))
+
+    def to_ref(leaf: Any) -> Any:
+        return refs[leaf] if type(leaf) is Handle else leaf
+
+    for number in between:
+        record = recording.records[number]
+        assert isinstance(record, CallRecord)
+        meaning = tuple([TensorMeaning.of(recording.values[h]) for _, h in parts_of(record.returns)])
+        nodes.append(
+            Call(
+                f"call_{number}",
+                record.kind,
+                Target.of(record.function),
+                tuple([remake(arg, to_ref) for arg in record.args]),
+                tuple([(key, remake(value, to_ref)) for key, value in (record.kwargs or {}).items()]),
+                remake(record.returns, to_ref),
+                meaning=meaning,
+                draws=record.draws,
+                context=frozen_context(record.context),
+            )
+        )
+    output = (tuple([refs[end] for end in ends]), tuple([refs[start] for start in starts]))
+    ambient = frozen_context(recording.ambient)
+    return Graph(tuple(nodes), output, ambient=ambient, default_dtype=recording.default_dtype)
+
+
+def _require_equal(tracer: Tracer, results: Any, expected: Any) -> None:
+    for one, other in zip(results, expected, strict=True):
+        if (one is None) != (other is None) or (one is not None and not torch.allclose(one, other, rtol=1e-5, atol=1e-7, equal_nan=True)):
+            raise CaptureError(
+                f"a gradient taken inside the forward came out differently when it was taken again.{tracer._where()}\n"
+                "A hook, or state that the program does not see, takes part in it; so it cannot be replayed."
+            )
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+# -- custom autograd functions -----------------------------------------------------------------------------------------
 
 
 def apply_call(tracer: Tracer, kind: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    return call(*args, **kwargs)
+    """A custom `autograd.Function`: one node that keeps its own backward, if it reads nothing but its arguments.
+
+    Its body runs under the mode, so that what it reads and writes is known. If it is closed, the body's records are
+    taken back and one call stands for them; else they stay, and gradients through them are refused.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None or tracer.in_leaf:
+        return call(*args, **kwargs)
+    if tracer.functorch:
+        tracer._leave_functorch()
+    if kind.__name__ == "CheckpointFunction" and kind.__module__ == "torch.utils.checkpoint":
+        return args[0](*args[2:])  # its body is the model's own: recorded openly, under the present grad mode
+    with torch._C.DisableTorchFunction():
+        reads, named = tracer._read_all(args, kwargs)
+        draws = tracer.draws.before((), {})
+    recording, memory, site = tracer.recording, tracer.memory, tracer._site()
+    mark = (len(recording.records), len(recording.guards), len(recording.values))
+    versions = [(base, base.version) for base in memory.bases.values()]
+    out = call(*args, **kwargs)
+    own = {int(h) for h in leaves((*reads, *named.values())) if type(h) is Handle}
+    wrote = any(base.version != version for base, version in versions)
+    if wrote or not _is_closed(recording, mark[0], mark[2], own) or not _is_plain(args, kwargs):
+        if any(isinstance(t, torch.Tensor) and t.is_floating_point() for t in args):
+            recording.one_way.append(kind.__name__)
+        return out
+    memory.take_back(mark[2])
+    del recording.records[mark[0] :], recording.guards[mark[1] :], recording.values[mark[2] :], recording.versions[mark[2] :]
+    with torch._C.DisableTorchFunction():
+        key = tracer.draws.after(*draws)
+        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
+        rule = Rule(How.LEAF, kind.__name__.lower().replace("_", "") or "function", is_dynamic=True)
+        returns = tracer._results(out, call, args, kwargs, tensors)
+        if returns is not None:
+            tracer._append(call, rule, reads, named, returns, site, key, True)
+    return out
+
+
+def _is_closed(recording: Recording, first: int, values: int, own: set[int]) -> bool:
+    for record in recording.records[first:]:
+        if isinstance(record, SourceRecord) and record.kind != "constant":
+            return False
+        if any(int(h) < values and int(h) not in own for h in _reads(record)):
+            return False
+    return True
+
+
+def _is_plain(args: Any, kwargs: Any) -> bool:
+    """Can these arguments be given again? Modules and functions among them may read anything."""
+    values = (*args, *kwargs.values())
+    return not any(isinstance(value, torch.nn.Module) or hasattr(value, "__code__") for value in values)

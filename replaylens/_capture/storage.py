@@ -94,6 +94,24 @@ class Memory:
             known.version = base.version
         return known.handle
 
+    def object_of(self, key: int) -> torch.Tensor | None:
+        """The tensor object with this id."""
+        known = self.live.get(key)
+        if isinstance(known, Entry):
+            return known.tensor
+        tensor = self.recording.values[known] if known is not None else None
+        return tensor if id(tensor) == key else None
+
+    def take_back(self, first: int) -> None:
+        """Forget every tensor first seen since a value of this number."""
+        for key, known in list(self.live.items()):
+            if (known if type(known) is Handle else known.handle) >= first:
+                del self.live[key]
+        self.bases = {key: base for key, base in self.bases.items() if base.handle < first}
+        for base in self.bases.values():
+            base.held = [handle for handle in base.held if handle < first]
+            base.derived = {key: handle for key, handle in base.derived.items() if handle < first}
+
     def entry(self, tensor: torch.Tensor) -> Entry:
         """The Entry of a known tensor, with its base."""
         known = self.live[id(tensor)]
@@ -155,6 +173,10 @@ class Memory:
 
     def _derive(self, entry: Entry) -> Handle:
         """A view read after its base was written: its steps again, on the base's present value."""
+        with torch._C.DisableTorchFunction():
+            return self._derive_unseen(entry)
+
+    def _derive_unseen(self, entry: Entry) -> Handle:
         base, handle, tensor = entry.base, entry.base.handle, entry.base.root
         for number, step in enumerate(entry.steps):
             key = entry.steps[: number + 1]
@@ -220,7 +242,7 @@ class Memory:
             return tensor.detach().clone()
         view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-        return view
+        return view.requires_grad_() if tensor.requires_grad else view  # the flag chooses kernels in a replay
 
     def wrote(self, base: Base, handle: Handle) -> None:
         """The base holds a new value."""
@@ -254,12 +276,13 @@ class Memory:
 
     def _look_at_exposed(self, base: Base) -> None:
         assert base.exposed is not None
-        if same_content(base.root, base.exposed):
-            return
-        now = base.root.detach().clone()
+        with torch._C.DisableTorchFunction():
+            if same_content(base.root, base.exposed):
+                return
+            now = base.root.detach().clone()
         self._restore_held(base)
         handle = self.recording.keep(now)
-        self.recording.records.append(SourceRecord("constant", handle, "written from outside torch, through numpy"))
+        self.recording.records.append(SourceRecord("constant", handle, "written from outside torch, through numpy", None, now))
         self.wrote(base, handle)
 
     def _restore_held(self, base: Base) -> None:

@@ -18,14 +18,15 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from .._core.node import Generator
 from .._core.pure import Derived, Hole, Nth, alias, mutate
 from .._core.target import Target
 from .._core.trees import ATOMS, Branch, freeze, freeze_deep
 from ..errors import CaptureError, UnannouncedWrite, UnknownOrigin
-from .builder import CallRecord, GuardRecord, Handle, Recording, ScopeRecord, Site, SourceRecord, is_torch_code, version_of
+from .builder import CallRecord, GuardRecord, Handle, Recording, ScopeRecord, Site, SourceRecord, is_torch_code, user_line, version_of
 from .origins import Origins, is_older
 from .randomness import Draws, is_idle
-from .regions import AtenWatch, differentiate_call
+from .regions import AtenWatch, apply_call, backward_call, differentiate_call, watched
 from .rules import How, Rule, rule_of
 from .scopes import user_site
 from .storage import Base, Entry, Memory, step_tree, storage_key
@@ -65,6 +66,7 @@ class Tracer(TorchFunctionMode):
         self.deep = deep
         self.in_leaf = 0
         self.functorch = False
+        self.differentiating = False  # inside torch.func.grad and its kin
         self.exposed = False
         self.contexts: dict[Any, Any] = {}
 
@@ -187,10 +189,10 @@ class Tracer(TorchFunctionMode):
 
     def _append(self, func: Any, rule: Rule, args: Any, kwargs: Any, returns: Any, site: Any, draws: Any, dynamic: bool) -> None:
         if draws is not None and "generator" in kwargs:
-            from .._core.node import Generator
-
             kwargs = {**kwargs, "generator": Generator(draws)}
-        record = CallRecord(func, rule.kind, args, kwargs, returns, self._context(), self.scope, site, draws, dynamic)
+        record = CallRecord(
+            func, rule.kind, args, kwargs, returns, self._context(), self.scope, site, draws, dynamic, None, (), self.differentiating
+        )
         self.recording.records.append(record)
 
     def _results(self, out: Any, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
@@ -277,7 +279,7 @@ class Tracer(TorchFunctionMode):
     def source(self, kind: str, tensor: torch.Tensor, where: Any) -> Handle:
         """A tensor that no call made begins here."""
         handle = self.recording.keep(tensor)
-        self.recording.records.append(SourceRecord(kind, handle, where, self._site()))
+        self.recording.records.append(SourceRecord(kind, handle, where, self._site(), tensor))
         self.memory.know(tensor, handle)
         return handle
 
@@ -332,9 +334,7 @@ class Tracer(TorchFunctionMode):
         site = self._site()
         if site is None:
             return ""
-        from .builder import _source
-
-        source = _source(self.recording, site, self.scope)
+        source = user_line(self.recording, site, self.scope)
         return f"\n    {source.file.rsplit('/', 1)[-1]}:{source.line}    {source.text}" if source else ""
 
     def _site(self) -> Site | None:
@@ -496,8 +496,6 @@ class Tracer(TorchFunctionMode):
 
         result = freeze(out, seen) if _tensors_in((out,), {}) else (views[0] if len(views) == 1 else tuple(views))
         if key is not None and "generator" in dict(zip(reads[3].keys or (), reads[3].items, strict=True)):
-            from .._core.node import Generator
-
             items = [Generator(key) if k == "generator" else v for k, v in zip(reads[3].keys, reads[3].items, strict=True)]
             reads[3] = Branch(dict, tuple(items), reads[3].keys)
         returns = (results, tuple(views), whole)
@@ -657,12 +655,10 @@ class Tracer(TorchFunctionMode):
         return self._opaque(Rule(How.OPAQUE, rule.kind, may_draw=True, is_dynamic=True), func, args, kwargs)
 
     def _special_differentiate(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        return differentiate_call(self, rule, func, args, kwargs)
+        return differentiate_call(self, func, args, kwargs)
 
     def _special_backward(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        from .regions import backward_call
-
-        return backward_call(self, rule, func, args, kwargs)
+        return backward_call(self, func, args, kwargs)
 
     # -- regions: functorch, scripts, everything ------------------------------------------------------------------------
 
@@ -673,10 +669,12 @@ class Tracer(TorchFunctionMode):
             if self.watch is None:
                 self.watch = AtenWatch(self)
                 self.watch.__enter__()
+        keys = {level.key() for level in torch._C._functorch.get_interpreter_stack() or ()}
+        self.differentiating = bool(keys & {torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp})
         return func(*args, **kwargs)
 
     def _leave_functorch(self) -> None:
-        self.functorch = False
+        self.functorch = self.differentiating = False
         if self.watch is not None and not self.deep:
             watch, self.watch = self.watch, None
             watch.__exit__(None, None, None)
@@ -702,7 +700,7 @@ class Tracer(TorchFunctionMode):
         records = len(recording.records)
         try:
             if isinstance(module, torch.jit.ScriptModule):
-                out = self._script_call(module, call, args, kwargs)
+                out = watched(self, call, (module, *args), kwargs)
             else:
                 out = call(module, *args, **kwargs)
             if type(out) is _Tensor:
@@ -727,20 +725,8 @@ class Tracer(TorchFunctionMode):
         with _unseen(self):
             return self._leaf(_IDENTITY, alias, (tensor,), {})  # type: ignore[no-any-return]
 
-    def _script_call(self, module: Any, call: Any, args: Any, kwargs: Any) -> Any:
-        if self.watch is not None:
-            return call(module, *args, **kwargs)
-        self.watch = AtenWatch(self)
-        try:
-            with self.watch:
-                return call(module, *args, **kwargs)
-        finally:
-            self.watch = None
-
     def function_apply(self, kind: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A custom `autograd.Function`: one node with its own backward, if all that it reads are its arguments."""
-        from .regions import apply_call
-
         return apply_call(self, kind, call, args, kwargs)
 
 

@@ -64,8 +64,9 @@ class Graph:
     def users(self) -> tuple[tuple[int, ...], ...]:
         """The positions of the nodes that read each node."""
         found: list[list[int]] = [[] for _ in self.nodes]
-        for position, parents in enumerate(self.parents):
-            for parent in parents:
+        for position, (node, parents) in enumerate(zip(self.nodes, self.parents, strict=True)):
+            again = [self.positions[name] for name in node.through] if isinstance(node, Call) else []
+            for parent in dict.fromkeys((*parents, *again)):
                 found[parent].append(position)
         return tuple([tuple(users) for users in found])
 

@@ -154,6 +154,8 @@ class Call:
     draws: str | None = None
     context: Context = Context()
     is_dynamic: bool = False  # its output's shape depends on content
+    through: tuple[str, ...] = ()  # nodes that it runs again itself, to take a gradient through them
+    is_differentiated: bool = False  # the model takes gradients through it in a way that a patch here would miss
     scope: Scope | None = None
     source: Source | None = None
 

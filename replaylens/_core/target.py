@@ -85,7 +85,7 @@ def _target_of(function: Callable[..., Any]) -> Target:
             found = resolve(name)
         except (UnresolvedTarget, AttributeError):
             continue
-        if found is function or (name.endswith("__get__") and found == function):
+        if found is function or (name.endswith(("__get__", ".apply")) and found == function):
             return Target(name, function)
     module, qualified = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     name = f"{module}.{qualified}" if module and qualified else repr(function)

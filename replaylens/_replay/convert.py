@@ -15,7 +15,7 @@ from .._core.node import Call, Ref
 from .._core.trees import remake, thaw
 from .interpreter import Mode, compile_plan, interpret, preserved_generators
 from .plan import plan
-from .replay import Record, detached, version
+from .replay import Record, as_leaf, version
 
 
 def rerun(record: Record, sources: dict[Ref, torch.Tensor] | None = None, graph: Graph | None = None) -> tuple[Record, Any]:
@@ -32,7 +32,7 @@ def rerun(record: Record, sources: dict[Ref, torch.Tensor] | None = None, graph:
     code = compile_plan(graph, made, record.draws, Mode(), {}, record.value)
     env = list(code.template)
     for ref, tensor in sources.items():
-        env[code.slots[ref]] = detached(tensor)
+        env[code.slots[ref]] = as_leaf(tensor)
     with preserved_generators(code.draws, graph.default_dtype):
         interpret(code, env)
     values = {ref: env[slot] for ref, slot in code.slots.items() if isinstance(env[slot], torch.Tensor)}

@@ -13,7 +13,7 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from attrs import define, frozen
+from attrs import define, evolve, frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Context, Generator, Ref
@@ -109,9 +109,12 @@ def compile_plan(graph: Graph, plan: Plan, states: dict[str, torch.Tensor], mode
         if position in run:
             assert isinstance(node, Call)
             here = () if patch is not None else dead
-            made.append((_context(node.context, graph.ambient, mode), _call_step(node, layout, states, mode, here)))
+            step = _call_step(node, layout, states, mode, here)
+            if inside := _patches_inside(graph, node, patches):
+                step = evolve(step, call=partial(step.call, patches=inside))
+            made.append((_context(node.context, graph.ambient, mode), step))
         if patch is not None:
-            context = _context(graph.ambient, graph.ambient, mode)
+            context = _context(node.context if isinstance(node, Call) else graph.ambient, graph.ambient, mode)
             made.append((context, _patch_step(node, position, layout, patch, dead)))
     draws = not mode.fresh and any(graph.nodes[p].draws is not None for p in plan.run)  # type: ignore[union-attr]
     executed = tuple([graph.nodes[p].name for p in plan.run])
@@ -119,6 +122,12 @@ def compile_plan(graph: Graph, plan: Plan, states: dict[str, torch.Tensor], mode
 
 
 NO_MODES = Context()
+
+
+def _patches_inside(graph: Graph, node: Call, patches: dict[int, Callable[..., Any]]) -> dict[int, Callable[..., Any]]:
+    """Patches at nodes that a call runs again itself, by their number among them."""
+    positions = [graph.positions[name] for name in node.through]
+    return {number: patches[position] for number, position in enumerate(positions) if position in patches}
 
 
 def _stretches(made: Sequence[tuple[Context, Step]]) -> tuple[Stretch, ...]:
@@ -202,8 +211,8 @@ def reader(node: Call, slots: dict[Ref, int], literal: Callable[[Any], int], sta
         args = [thaw(arg, leaf) for arg in node.args]
         return args, {} if plain else {key: thaw(value, leaf) for key, value in node.kwargs}
 
-    def call(args: Any, kwargs: Any) -> Any:
-        return function(*args, **kwargs)
+    def call(args: Any, kwargs: Any, **more: Any) -> Any:
+        return function(*args, **kwargs, **more)
 
     return read, call
 
@@ -300,10 +309,10 @@ def _paths(tree: Any, at: tuple[int, ...] = ()) -> Any:
 
 
 def _context(context: Context, ambient: Context, mode: Mode) -> Context:
-    """The modes of a call in this replay: those recorded, but for what lay around the whole model."""
+    """The modes of a call in this replay: those recorded; for gradients without what lay around the whole model."""
     if mode.grad:
         return Context(context.grad or not ambient.grad, context.inference and not ambient.inference, context.autocast)
-    return Context(False, context.inference, context.autocast)
+    return context
 
 
 @contextmanager

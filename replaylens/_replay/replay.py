@@ -79,6 +79,10 @@ def replay(record: Record, request: Request, resolve: Callable[[Any], Any]) -> R
     wanted = _wanted(graph, request)
     code, needed = _compiled(record, request, wanted, mode)
     _require_differentiable(record, request)
+    for position in request.changed:
+        node = graph.nodes[position]
+        if isinstance(node, Call) and node.is_differentiated:
+            departed(Departure(f"the gradient that the model takes through {node.name}", "of the recorded value", "of a patch", node.source))
     env = list(code.template)
     for ref, slot in needed:
         env[slot] = _supply(record, request, ref)
@@ -86,12 +90,14 @@ def replay(record: Record, request: Request, resolve: Callable[[Any], Any]) -> R
         interpret(code, env)
     kept = wanted | request.keep
 
+    finish = _same if request.grad else _detached_leaf
+
     def lookup(position: int) -> Any:
         node = graph.nodes[position]
         tree = _result(node)
         refs = [leaf for leaf in leaves(tree) if type(leaf) is Ref]
         if position in kept or position in request.given:
-            return thaw(tree, lambda leaf: env[code.slots[leaf]] if type(leaf) is Ref else leaf)
+            return thaw(tree, get)
         ran = node.name in code.executed or position in request.changed
         if not ran and all(ref in record.values for ref in refs) and not request.grad:
             return thaw(tree, lambda leaf: detached(record.value(leaf)) if type(leaf) is Ref else leaf)
@@ -103,10 +109,12 @@ def replay(record: Record, request: Request, resolve: Callable[[Any], Any]) -> R
     def by_name(name: Any) -> Any:
         return lookup(name if type(name) is int and name in wanted | request.keep else resolve(name))
 
+    def get(leaf: Any) -> Any:
+        return finish(env[code.slots[leaf]]) if type(leaf) is Ref else leaf
+
     has_output = request.to is None
-    get = lambda leaf: env[code.slots[leaf]] if type(leaf) is Ref else leaf  # noqa: E731
     output = thaw(graph.output, get) if has_output else None
-    changes = {address: env[code.slots[ref]] for address, ref in graph.changes} if has_output else {}
+    changes = {address: get(ref) for address, ref in graph.changes} if has_output else {}
     return Run(code.executed, changes, tuple(departures), output, has_output, _Lookup(lookup, by_name))
 
 
@@ -126,6 +134,14 @@ class At:
     """A node by its position in the graph."""
 
     position: int
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _detached_leaf(value: Any) -> Any:
+    return detached(value) if isinstance(value, torch.Tensor) else value
 
 
 def _only(request: Request, position: int) -> Request:
@@ -212,17 +228,42 @@ def _supply(record: Record, request: Request, ref: Ref) -> Any:
     position = record.graph.positions[ref.node]
     given = request.given.get(position)
     if given is not None:
-        return given if request.grad else detached(given)
+        return given if request.grad else given.detach().requires_grad_(record.value(ref).requires_grad)
     if request.grad and (live := record.live.get(ref.node)) is not None:
         recorded = record.value(ref)
         if live.data_ptr() == recorded.data_ptr():
             return live
-        if not any(address == record.graph.nodes[position].name for address, _ in record.graph.changes):
+        if not any(ref.node == address for address, _ in _changed_nodes(record.graph)):
             raise StaleValue(_stale_text(record.graph, ref))
+        return Standing.apply(live, recorded)
     value = record.value(ref)
-    if request.grad:
-        return torch.clone(value) if value.is_inference() else value.detach() if value.requires_grad and not value.is_leaf else value
-    return detached(value)
+    if request.grad and value.is_inference():
+        return value.clone()
+    return value if ref.node in record.live or (request.grad and value.is_leaf) else as_leaf(value)
+
+
+class Standing(torch.autograd.Function):
+    """A parameter as it was before the forward wrote it: the old value, the gradient goes to the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, live: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
+        """The recorded value."""
+        return recorded.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """To the parameter, unchanged."""
+        return grads[0], None
+
+
+def _changed_nodes(graph: Graph) -> list[tuple[str, Ref]]:
+    by_address = {node.address: node.name for node in graph.state_nodes}
+    return [(by_address[address], ref) for address, ref in graph.changes]
+
+
+def as_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """The same value without a history, and with its flag: torch chooses kernels by whether a tensor needs gradients."""
+    return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
 
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:
@@ -412,7 +453,7 @@ def function_of(record: Record, inputs: list[int], outputs: list[int] | None, gr
     code = compile_plan(graph, made, record.draws, mode, {}, record.value)
     slots = [code.slots[_only_ref(graph, position)] for position in inputs]
     supplied = {
-        code.slots[ref]: detached(record.value(ref))
+        code.slots[ref]: record.value(ref) if ref.node in record.live else as_leaf(record.value(ref))
         for position in made.supply
         if position not in inputs
         for ref in _refs_of(graph.nodes[position])

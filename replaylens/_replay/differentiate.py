@@ -1,0 +1,68 @@
+"""A gradient taken inside a forward, as one pure call.
+
+In: the stretch of the program between what is differentiated and by what, as a Graph, and the values that it reads. Out:
+the gradients. The stretch is run again to give them, so that they depend on nothing but what comes in, and can be
+differentiated again, vmapped and patched like any other value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from .._core.graph import Graph
+from .._core.node import Ref
+from .._core.trees import leaves
+from .interpreter import Mode, compile_plan, interpret, preserved_generators
+from .plan import plan
+
+Tensors = tuple[torch.Tensor, ...]
+Patches = Mapping[int, Callable[..., Any]]
+
+
+def differentiate(
+    graph: Graph,
+    starts: Tensors,
+    others: Tensors,
+    cotangents: tuple[Any, ...],
+    states: dict[str, torch.Tensor],
+    keep_graph: bool,
+    patches: Patches = MappingProxyType({}),
+) -> tuple[Any, ...]:
+    """The gradients of the graph's first output group with respect to its second.
+
+    The graph's inputs are the starts, then the others. Its output is (outputs, with respect to what). Patches at nodes
+    of the stretch, by their number among its calls, take part: gradients go through them.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return _by_transform(graph, starts, others, cotangents, states, patches)
+    with torch.enable_grad():
+        begun = tuple([start if start.requires_grad else start.detach().requires_grad_() for start in starts])
+        outputs, targets = _run(graph, begun, others, states, patches)
+        return torch.autograd.grad(outputs, targets, list(cotangents), create_graph=keep_graph, allow_unused=True)
+
+
+def _run(graph: Graph, starts: Tensors, others: Tensors, states: dict[str, torch.Tensor], patches: Patches) -> tuple[Any, Any]:
+    given = len(starts) + len(others)
+    wanted = [graph.positions[ref.node] for ref in graph.output_refs]
+    changes = {given + number: patch for number, patch in patches.items()}
+    made = plan(graph, wanted, frozenset(range(given)), tuple(changes), keep=wanted)
+    code = compile_plan(graph, made, states, Mode(), changes, lambda ref: starts[0])
+    env = list(code.template)
+    env[:given] = [*starts, *others]
+    with preserved_generators(code.draws, graph.default_dtype):
+        interpret(code, env)
+    read = [env[code.slots[leaf]] for leaf in leaves(graph.output[0]) if type(leaf) is Ref]
+    return read, [env[code.slots[leaf]] for leaf in leaves(graph.output[1]) if type(leaf) is Ref]
+
+
+def _by_transform(graph: Graph, starts: Tensors, others: Tensors, cotangents: Any, states: dict[str, torch.Tensor], patches: Patches) -> Any:
+    """The same under `torch.func` transforms, which do not let `torch.autograd.grad` through."""
+    inner = [leaf for leaf in leaves(graph.output[1]) if type(leaf) is Ref and graph.positions[leaf.node] >= len(starts)]
+    if inner:
+        raise NotImplementedError("a gradient with respect to a value inside the differentiated stretch, under torch.func")
+    outputs, pull = torch.func.vjp(lambda *begun: tuple(_run(graph, begun, others, states, patches)[0]), *starts)
+    return pull(tuple([torch.ones_like(o) if c is None else c for o, c in zip(outputs, cotangents, strict=True)]))  # type: ignore[no-any-return]
