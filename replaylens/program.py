@@ -157,9 +157,10 @@ class Program:
         if inputs or named_inputs:
             given.update(new_inputs(self.graph, inputs, named_inputs))
         start = (self._position(from_),) if from_ is not None else ()
-        changed = self._patches(patch, start)
+        changed, ends = self._patches(patch, self._at(from_) if from_ is not None else None)
         request = Request(
             changed=changed,
+            ends=ends,
             given=given,
             start=start,
             to=self._position(to) if to is not None else None,
@@ -167,9 +168,9 @@ class Program:
             grad=grad,
             fresh=rng == "fresh",
             on_divergence=on_divergence,
-            whole=not (start or changed or given or to is not None or rng == "fresh"),
+            whole=not (start or changed or ends or given or to is not None or rng == "fresh"),
         )
-        return replay(record, request, lambda name: self._position(name))
+        return replay(record, request, self._at)
 
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Run:
         """Replay on new inputs of the recorded shapes."""
@@ -224,23 +225,33 @@ class Program:
             raise NotSaved(f"the value of {name} was not kept. `prog.replay(to={name!r})[{name!r}]` computes it again.")
         return thaw(tree, lambda leaf: detached(record.value(leaf)) if type(leaf) is Ref else leaf)
 
-    def _position(self, name: Any) -> int:
-        return name.position if isinstance(name, At) else self.graph.positions[self._atlas.find(name).node]
+    def _at(self, name: Any) -> At:
+        place = self._atlas.find(name)
+        return At(self.graph.positions[place.node], place.output)
 
-    def _patches(self, patch: Any, start: tuple[int, ...]) -> dict[int, Callable[..., Any]]:
-        if patch is None:
-            return {}
-        if not isinstance(patch, Mapping):
-            if not start:
+    def _position(self, name: Any) -> int:
+        return self._at(name).position
+
+    def _patches(self, patch: Any, start: At | None) -> tuple[dict[int, Callable[..., Any]], dict[Ref, Callable[..., Any]]]:
+        """Patches at nodes, by position, and at outputs of the program."""
+        changed: dict[int, Callable[..., Any]] = {}
+        ends: dict[Ref, Callable[..., Any]] = {}
+        if patch is not None and not isinstance(patch, Mapping):
+            if start is None:
                 raise ReplaylensError("a bare patch needs from_= to say where. Or give a mapping: patch={'relu_3': tensor}.")
-            return {start[0]: as_patch(self.graph, start[0], patch)}
-        found = {}
-        for name, what in patch.items():
-            position = self._position(name)
-            if position in found:
-                raise ReplaylensError(f"two patches for {self.graph.nodes[position].name}. Give one.")
-            found[position] = as_patch(self.graph, position, what)
-        return found
+            pairs = [(start, patch)]
+        else:
+            pairs = [(self._at(name), what) for name, what in (patch or {}).items()]
+        for at, what in pairs:
+            taken = at.output in ends if at.output is not None else at.position in changed
+            if taken:
+                raise ReplaylensError(f"two patches for {self.graph.nodes[at.position].name}. Give one.")
+            made = as_patch(self.graph, at, what)
+            if at.output is not None:
+                ends[at.output] = made
+            else:
+                changed[at.position] = made
+        return changed, ends
 
     def _keep(self, keep: Any) -> frozenset[int]:
         if keep in ("all", "everything"):

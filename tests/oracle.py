@@ -91,7 +91,10 @@ def assert_same(got: Any, wanted: Any, where: str = "output", *, loose: bool = F
     if isinstance(wanted, Tensor):
         assert isinstance(got, Tensor), f"{where}: {type(got).__name__}, not a tensor"
         return assert_same_tensor(got, wanted, where, loose=loose)
-    assert type(got) is type(wanted), f"{where}: {type(got).__name__}, not {type(wanted).__name__}"
+    kinds = [
+        (type(tree).__module__, type(tree).__qualname__) for tree in (got, wanted)
+    ]  # a builder may make its classes
+    assert kinds[0] == kinds[1], f"{where}: {type(got).__name__}, not {type(wanted).__name__}"
     mine, theirs = parts(got), parts(wanted)
     if theirs is None or mine is None:
         same = got == wanted or (got != got and wanted != wanted)
@@ -310,6 +313,9 @@ def capture_is_a_plain_forward(build: Build) -> None:
     assert_same(belongings(case.model), plain.belongings, "model", loose=plain.case.loose)
 
 
+UNINITIALISED = ("empty", "newempty")  # what memory they find is no law's business
+
+
 @law
 def replay_is_the_recorded_run(build: Build) -> None:
     """A replay gives the recorded output and every recorded value, twice, and changes nothing at all."""
@@ -323,7 +329,8 @@ def replay_is_the_recorded_run(build: Build) -> None:
         run = prog.replay(keep=keep)
         assert_same(run.output, recorded, f"replay(keep={keep!r}).output")
     for layer in prog.layers:
-        assert_same(run[layer.label], layer.value, layer.label)
+        if not layer.layer_type.startswith(UNINITIALISED):
+            assert_same(run[layer.label], layer.value, layer.label)
     assert_same(prog.output, recorded, "prog.output after a replay")
     assert_same(belongings(case.model), model, "model after a replay")
     assert_same(case.args, inputs, "inputs after a replay")
@@ -346,7 +353,7 @@ def assert_state_changes(run: Any, plain: Outcome) -> None:
     changes = run.state_changes
     for name, after in plain.after.items():
         aliases = [other for other in plain.after if other in changes and plain.after[other].shape == after.shape]
-        moved = name not in plain.before or not torch.equal(plain_bits(after), plain_bits(plain.before[name]))
+        moved = name in plain.before and not torch.equal(plain_bits(after), plain_bits(plain.before[name]))
         if name in changes:
             assert_same_tensor(changes[name], after, f"state_changes[{name!r}]", loose=plain.case.loose)
         else:
@@ -366,9 +373,9 @@ def layers_agree(build: Build) -> None:
     for label, layer in layers.items():
         assert prog[label].label == label, f"prog[{label!r}] is {prog[label].label}"
         for other in layer.children:
-            assert label in layers[other].parents, f"{other} is a child of {label}, which is not its parent"
+            assert label in prog[other].parents, f"{other} is a child of {label}, which is not its parent"
         for other in layer.parents:
-            assert label in layers[other].children, f"{other} is a parent of {label}, which is not its child"
+            assert label in prog[other].children, f"{other} is a parent of {label}, which is not its child"
 
 
 def halve_and_shift(value: Tensor) -> Tensor:
@@ -409,9 +416,9 @@ def patch_is_a_forward_hook(build: Build) -> None:
     if not path:
         raise CannotAsk("the model itself is the only module that owns parameters")
     case, prog = capture(build)
-    layer = prog[f"{path}:1"]
-    run = or_diverged(case, lambda: prog.replay(patch={layer.label: halve_and_shift}, on_divergence="raise"))
-    assert_same(run.output, plain.output, f"output with {layer.label} ({path}) patched", loose=case.loose)
+    site = f"{path}:1"
+    run = or_diverged(case, lambda: prog.replay(patch={site: halve_and_shift}, on_divergence="raise"))
+    assert_same(run.output, plain.output, f"output with {site} ({prog[site].label}) patched", loose=case.loose)
     assert_state_changes(run, plain)
 
 
@@ -504,12 +511,13 @@ def gradients_survive_a_capture_under_no_grad(build: Build) -> None:
 def replay_from_the_middle(build: Build) -> None:
     """From any layer, unchanged or set to its own value, the recorded output comes out."""
     run_plainly(build)
-    _, prog = capture(build)
+    case, prog = capture(build)
     layers = prog.layers
+    loose = case.loose or torch.is_grad_enabled()  # some kernels take another way when a value requires no gradients
     for layer in layers[:: max(1, len(layers) // 8)]:
         assert_same(prog.replay(from_=layer.label).output, prog.output, f"output from {layer.label}")
         run = prog.replay(patch={layer.label: layer.value})
-        assert_same(run.output, prog.output, f"output with {layer.label} set to its own value")
+        assert_same(run.output, prog.output, f"output with {layer.label} set to itself", loose=loose)
         order = [other.label for other in layers if other.label in set(run.executed)]
         assert [name for name in run.executed if name in set(order)] == order, "executed out of order"
 

@@ -5,7 +5,7 @@ The oracle is the model itself, run plainly or with a forward hook. All comparis
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import count
 from typing import NamedTuple
@@ -39,6 +39,15 @@ WITH_GRADIENTS = (
     "timm/levit_128s",
     "timm/eva02_tiny_patch14_224",
 )
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models as small as these spend their time waiting for threads: ten times as long when workers share the cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("name", library_models.NAMES)

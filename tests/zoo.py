@@ -1017,11 +1017,10 @@ def slice_of_a_module_list(m, x):
     return m.layers[-1](x)
 
 
-@small
+@small(parts=lambda: {"cached": parametrizations.weight_norm(nn.Linear(4, 4))})
 def parametrisation_cached(m, x):
-    fc = m.fc if parametrize.is_parametrized(m.fc) else parametrizations.weight_norm(m.fc)
     with parametrize.cached():
-        return fc(x) + fc(x * 2)
+        return m.cached(m.fc(x)) + m.cached(x * 2)
 
 
 @whole
@@ -1486,7 +1485,7 @@ def gradient_inside_kept_differentiable(m, x):
 def gradient_penalty(m, x):
     with torch.enable_grad():
         x = x if x.requires_grad else x.clone().requires_grad_()
-        y = F.layer_norm(m.fc(x), (4,)).square().sum(1)
+        y = F.layer_norm(m.fc(x), (4,)).sin().sum(1)
         (g,) = torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)
     return y + (g.norm(dim=1) - 1) ** 2
 
@@ -2378,7 +2377,7 @@ def assertions_on_contents(m, x):
     return m.fc(x)
 
 
-@small
+@small(escapes=True)
 def printing_in_the_forward(m, x):
     y = m.fc(x)
     f"{y} {y.shape} {y[0, 0]:.3f}"
@@ -2669,7 +2668,9 @@ def transformer_in_training():
     return Case(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(), words(), seeded=True)
 
 
-@small(parts=lambda: {"dec": nn.TransformerDecoderLayer(4, 2, 8, dropout=0.0, batch_first=True)}, inputs=words)
+@small(
+    parts=lambda: {"dec": nn.TransformerDecoderLayer(4, 2, 8, dropout=0.0, batch_first=True)}, inputs=words, loose=True
+)
 def transformer_decoder(m, x):
     return m.dec(m.fc(x), x)
 

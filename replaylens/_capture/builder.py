@@ -94,9 +94,10 @@ class Recording:
     scope_outputs: list[tuple[int, Any]] = field(factory=list)
     draws: dict[str, torch.Tensor] = field(factory=dict)
     one_way: list[str] = field(factory=list)
+    hidden_no_grad: bool = False  # a no_grad block was entered where the whole model ran without gradients
     output: Any = None
     inputs: Any = ()
-    changes: list[tuple[Handle, Handle]] = field(factory=list)  # a source's first value and its last
+    changes: list[tuple[tuple[Any, str], Handle]] = field(factory=list)  # (module, key) and its value at the end
     ambient: tuple[Any, ...] = ()
     default_dtype: torch.dtype = torch.float32
     addresses: Addresses | None = None
@@ -151,9 +152,9 @@ def freeze(recording: Recording) -> Frozen:
         inputs=remake(recording.inputs, to_ref),
         guards=tuple([_guard(guard, to_ref, scopes) for guard in recording.guards]),
         module_outputs=tuple([(scope, remake(t, to_ref)) for n, t in recording.scope_outputs if (scope := scopes[n])]),
-        changes=tuple(_changes(recording, refs, {name: node for name, node in zip(names, made, strict=True)})),
+        changes=tuple([(_address(recording, where), refs[last]) for where, last in recording.changes]),
         orphans=frozenset(name for name, orphan in zip(names, orphans, strict=True) if orphan),
-        one_way=tuple(recording.one_way),
+        one_way=tuple(_one_way(recording)),
         ambient=frozen_context(recording.ambient),
         default_dtype=recording.default_dtype,
         model_name=recording.model_name,
@@ -241,11 +242,9 @@ def _address(recording: Recording, where: tuple[Any, str]) -> str:
     return f"{prefix}.{key}" if prefix else key
 
 
-def _changes(recording: Recording, refs: dict[Handle, Ref], nodes: dict[str, Node]) -> Iterator[tuple[str, Ref]]:
-    for first, last in recording.changes:
-        source = nodes[refs[first].node]
-        if isinstance(source, State):
-            yield source.address, refs[last]
+def _one_way(recording: Recording) -> list[str]:
+    hidden = recording.hidden_no_grad and not recording.ambient[0]
+    return [*recording.one_way, *(["the model's own no_grad blocks, captured where nothing had gradients,"] if hidden else [])]
 
 
 def frozen_context(context: tuple[Any, ...]) -> Context:

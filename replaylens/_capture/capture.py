@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from attrs import frozen
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
-from .._core.trees import freeze_deep
+from .._core.trees import freeze_deep, thaw
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite, UnsupportedModel
 from .builder import Handle, Recording, SourceRecord, version_of
 from .origins import Origins, dated
@@ -40,8 +41,9 @@ def record(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unknown: s
     before = torch.default_generator.get_state()
     compiler_at_start = "torch._dynamo" in sys.modules
     first = Recording(_name_of(model))
+    deep = torch.is_inference_mode_enabled()  # its tensors have no write counters: every write must be seen
     try:
-        return _look(model, args, kwargs, first, deep=False, unknown=unknown)
+        return _look(model, args, kwargs, first, deep=deep, unknown=unknown)
     except NeedsDeepLook:
         pass
     except ReplaylensError:
@@ -52,17 +54,21 @@ def record(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unknown: s
         _put_back(first, before)
         return _look(model, args, kwargs, Recording(_name_of(model)), deep=False, unknown=unknown)
     _put_back(first, before)
-    return _look(model, args, kwargs, Recording(_name_of(model)), deep=True, unknown=unknown)
+    try:
+        return _look(model, args, kwargs, Recording(_name_of(model)), deep=True, unknown=unknown)
+    except NeedsDeepLook:
+        raise CaptureError("a tensor reached an operation whose origin was not seen, not even among the ATen calls.") from None
 
 
 def _look(model: Any, args: Any, kwargs: Any, recording: Recording, deep: bool, unknown: str) -> Captured:
     origins = Origins(model)
+    _require_ready(origins)
     with ExitStack() as stack:
         date = stack.enter_context(dated())
         tracer = Tracer(recording, origins, date, deep, unknown)
         recording.ambient = tracer._context()
         recording.default_dtype = torch.get_default_dtype()
-        recording.inputs = _take_inputs(tracer, args, kwargs)
+        recording.inputs, args, kwargs = _take_inputs(tracer, args, kwargs)
         stack.enter_context(_eager_compiler())
         stack.enter_context(listening(tracer))
         stack.enter_context(tracer)
@@ -80,7 +86,7 @@ def _look(model: Any, args: Any, kwargs: Any, recording: Recording, deep: bool, 
                 tracer._leave_functorch()
     if isinstance(output, GeneratorType):
         raise CaptureError("the model returned a generator, which computes after the forward is over. Capture a function that returns list(...) of it.")
-    with torch._C.DisableTorchFunction():
+    with torch._C.DisableTorchFunction(), tracer.at_work():
         recording.output = freeze_deep(output, tracer.read)
         _take_changes(tracer)
         _require_announced(tracer)
@@ -94,10 +100,17 @@ def _require_supported(model: Any) -> None:
     if isinstance(model, parallel):
         kind = type(model).__name__
         raise UnsupportedModel(f"the model is wrapped in {kind}, whose replicas run in threads. Capture `model.module` instead.")
-    if isinstance(model, nn.Module) and any(isinstance(m, nn.DataParallel) for m in model.modules()):
-        raise UnsupportedModel("a submodule is wrapped in DataParallel, whose replicas run in threads. Use its `.module` instead.")
     if not callable(model):
         raise UnsupportedModel(f"{type(model).__name__} cannot be called. Give a module or a function, then its inputs.")
+
+
+def _require_ready(origins: Origins) -> None:
+    for module, _, _ in origins.table:
+        if isinstance(module, nn.DataParallel):
+            raise UnsupportedModel("a submodule is wrapped in DataParallel, whose replicas run in threads. Use its `.module` instead.")
+        if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+            kind = type(module).__name__
+            raise UnsupportedModel(f"a {kind} has no parameters yet: they are born in the first forward. Run the model once, then capture it.")
 
 
 def _name_of(model: Any) -> str:
@@ -107,43 +120,67 @@ def _name_of(model: Any) -> str:
     return str(getattr(inner, "__name__", type(inner).__name__)).strip("<>")
 
 
-def _take_inputs(tracer: Tracer, args: Any, kwargs: Any) -> Any:
-    """A node for each tensor among the inputs; one that is given twice is one node."""
+def _take_inputs(tracer: Tracer, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """A node for each tensor among the inputs; one that is given twice is one node.
+
+    An input that is also a parameter or buffer of the model is handed on as an alias: what the model reads of its own
+    and what it was given are two things.
+    """
     counter: list[Any] = []
+    own = tracer.origins.own_among
+    swapped: dict[int, torch.Tensor] = {}
 
     def leaf(tensor: torch.Tensor) -> Handle:
+        if id(tensor) in swapped:
+            tensor = swapped[id(tensor)]
+        elif own(tensor):
+            tensor = swapped[id(tensor)] = tensor.view_as(tensor)
+            tracer.memory.keep_alive.append(tensor)
         known = tracer.memory.read(tensor)
         if known is not None:
             return known
-        base = tracer.memory.base_anywhere(tensor)
-        if base is not None and tensor.dtype == base.root.dtype:
-            return tracer._alias_without_call(tensor, base)
         counter.append(tensor)
         handle = tracer.recording.keep(tensor)
         tracer.recording.records.append(SourceRecord("input", handle, (len(counter) - 1,), None, tensor))
         tracer.memory.know(tensor, handle)
         return handle
 
-    return freeze_deep((tuple(args), dict(kwargs)), leaf)
+    tree = freeze_deep((tuple(args), dict(kwargs)), leaf)
+    if swapped:
+        args, kwargs = thaw(tree, lambda leaf: tracer.recording.values[leaf] if type(leaf) is Handle else leaf)
+    return tree, args, kwargs
 
 
 def _take_changes(tracer: Tracer) -> None:
-    """Which parameters, buffers and inputs hold another value than at the start."""
+    """Which parameters, buffers and other tensors of the model hold another value than at the start."""
     recording, memory = tracer.recording, tracer.memory
+    addresses = set()
     for source in [record for record in recording.records if isinstance(record, SourceRecord)]:
         if source.kind not in ("parameter", "buffer", "attribute"):
             continue
-        module, key = source.where
-        held = module._parameters.get(key, module._buffers.get(key)) if source.kind != "attribute" else None
-        if held is None:
-            continue
-        last = memory.read(held)
+        addresses.add((id(source.where[0]), source.where[1]))
+        held = source.tensor if source.kind == "attribute" else _held(*source.where)
+        last = memory.read(held) if held is not None else None
         if last is not None and last != source.returns:
-            recording.changes.append((source.returns, last))
+            recording.changes.append((source.where, last))
+    for module, key, tensor in tracer.origins.buffers():
+        if (id(module), key) not in addresses and (last := memory.read(tensor)) is not None:
+            recording.changes.append(((module, key), last))
+
+
+def _held(module: Any, key: str) -> torch.Tensor | None:
+    """The parameter or buffer that a module has under this name now."""
+    for tensors in (module._parameters, module._buffers):
+        found = dict(tensors.items()).get(key)
+        if found is not None:
+            return found
+    return None
 
 
 def _require_announced(tracer: Tracer) -> None:
     for tensor, _ in tracer.memory.unannounced():
+        if not tracer.deep:
+            raise NeedsDeepLook
         raise UnannouncedWrite(
             f"a tensor {tuple(tensor.shape)} was written during the forward by something that was not seen: another thread, an "
             "extension, or a call that hides from torch. Nothing recorded after the write can be trusted, so there is no program."
@@ -167,8 +204,7 @@ def _put_back(recording: Recording, generator: torch.Tensor) -> None:
     with torch.no_grad():
         for record in recording.records:
             if isinstance(record, SourceRecord) and record.kind in ("parameter", "buffer"):
-                module, key = record.where
-                now = module._parameters.get(key, module._buffers.get(key))
+                now = _held(*record.where)
                 first = recording.values[record.returns]
                 if now is not None and now is not first and version_of(now) != -1:
                     now.copy_(first)

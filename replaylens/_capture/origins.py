@@ -74,10 +74,22 @@ class Origins:
         """What kind of state the tensor is, and (module, key), if it is a parameter or a buffer."""
         if running is not None:
             for kind, tensors in (("parameter", running._parameters), ("buffer", running._buffers)):
-                for key, value in tensors.items():
+                for key, value in list(tensors.items()):
                     if value is tensor and id(running) in self.known_modules:
                         return kind, (running, key)
         return self.whole.get(id(tensor))
+
+    def own_among(self, tensor: torch.Tensor) -> bool:
+        """Is this object itself a parameter or buffer of the model?"""
+        if isinstance(tensor, nn.Parameter):
+            return id(tensor) in self.whole
+        return any(value is tensor for _, _, value in self.buffers())
+
+    def buffers(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+        """Every buffer of the model as it is now."""
+        for module, _, _ in self.table:
+            if buffers := module._buffers:
+                yield from ((module, key, value) for key, value in list(buffers.items()) if value is not None)
 
     @cached_property
     def known_modules(self) -> frozenset[int]:
@@ -116,7 +128,7 @@ class Origins:
                         holders.setdefault(id(value), []).append(f"{prefix}.{key}" if prefix else key)
 
         def aliases(module: Any, key: str) -> tuple[str, ...]:
-            value = module._parameters.get(key) if isinstance(module, nn.Module) else None
+            value = getattr(module, key, None) if isinstance(module, nn.Module) and "." not in key else None
             return tuple(holders.get(id(value), ())) if value is not None else ()
 
         return aliases

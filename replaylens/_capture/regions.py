@@ -42,13 +42,18 @@ class AtenWatch(TorchDispatchMode):
 def watched(tracer: Tracer, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run a call that the mode is blind to, and see the ATen calls beneath it."""
     if tracer.watch is not None:
-        return function(*args, **kwargs)
+        work, tracer.in_leaf = tracer.in_leaf, 0
+        try:
+            return function(*args, **kwargs)
+        finally:
+            tracer.in_leaf = work
     tracer.watch = AtenWatch(tracer)
+    work, tracer.in_leaf = tracer.in_leaf, 0
     try:
         with tracer.watch:
             return function(*args, **kwargs)
     finally:
-        tracer.watch = None
+        tracer.watch, tracer.in_leaf = None, work
 
 
 # -- gradients inside the forward --------------------------------------------------------------------------------------
@@ -266,7 +271,7 @@ def apply_call(tracer: Tracer, kind: type, call: Callable[..., Any], args: Any, 
         tracer._leave_functorch()
     if kind.__name__ == "CheckpointFunction" and kind.__module__ == "torch.utils.checkpoint":
         return args[0](*args[2:])  # its body is the model's own: recorded openly, under the present grad mode
-    with torch._C.DisableTorchFunction():
+    with torch._C.DisableTorchFunction(), tracer.at_work():
         reads, named = tracer._read_all(args, kwargs)
         draws = tracer.draws.before((), {})
     recording, memory, site = tracer.recording, tracer.memory, tracer._site()
@@ -281,7 +286,7 @@ def apply_call(tracer: Tracer, kind: type, call: Callable[..., Any], args: Any, 
         return out
     memory.take_back(mark[2])
     del recording.records[mark[0] :], recording.guards[mark[1] :], recording.values[mark[2] :], recording.versions[mark[2] :]
-    with torch._C.DisableTorchFunction():
+    with torch._C.DisableTorchFunction(), tracer.at_work():
         key = tracer.draws.after(*draws)
         tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
         rule = Rule(How.LEAF, kind.__name__.lower().replace("_", "") or "function", is_dynamic=True)

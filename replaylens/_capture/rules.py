@@ -39,7 +39,7 @@ class Rule:
     reshapes: bool = False  # changes its first argument's geometry, not its content
     may_draw: bool = False
     is_dynamic: bool = False
-    is_identity: bool = False  # may give its argument back: the value gets a name of its own
+    is_undefined: bool = False  # gives memory with undefined content
     special: str = ""
 
 
@@ -51,9 +51,9 @@ METADATA = frozenset(
     retains_grad _backward_hooks _post_accumulate_grad_hooks name names result_type promote_types can_cast q_scale
     q_zero_point qscheme q_per_channel_axis int_repr_dtype _parse_to
     _has_compatible_shallow_copy_type _sym_int sym_int sym_float sym_max sym_min sym_not sym_sum sym_ite sym_sqrt _assert
-    _set_grad_enabled is_grad_enabled is_inference_mode_enabled retain_grad register_hook is_same_size is_signed
+    is_grad_enabled is_inference_mode_enabled retain_grad is_same_size is_signed
     register_post_accumulate_grad_hook _is_view is_shared is_coalesced is_distributed dense_dim sparse_dim
-    __hash__ share_memory_ rename_ requires_grad_ _nnz get_default_dtype is_storage is_tensor set_grad_enabled
+    __hash__ share_memory_ rename_ requires_grad_ _nnz get_default_dtype is_storage is_tensor
     dim_order get_rng_state set_rng_state manual_seed initial_seed is_deterministic_algorithms_warn_only_enabled
     are_deterministic_algorithms_enabled is_autocast_enabled is_autocast_cpu_enabled get_autocast_dtype is_warn_always_enabled
     broadcast_shapes _has_internal_overlap cudnn_is_acceptable _use_cudnn_ctc_loss _is_all_true_meta""".split()
@@ -71,6 +71,8 @@ SPECIALS = {
     "backward": "backward",
     "__deepcopy__": "deepcopy",
     "__reduce_ex__": "expose",
+    "_set_grad_enabled": "grad_mode",
+    "register_hook": "hook",
     "set_": "assign",
     "resize_": "resize",
     "resize_as_": "resize",
@@ -78,7 +80,7 @@ SPECIALS = {
 RESHAPES = frozenset(
     "t_ transpose_ squeeze_ unsqueeze_ swapaxes_ swapdims_ as_strided_ detach_".split()
 )
-IDENTITIES = frozenset("dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout".split())
+UNDEFINED = frozenset("empty empty_like new_empty empty_strided new_empty_strided empty_permuted".split())
 NEVER_OPEN = frozenset(
     """__deepcopy__ __reduce_ex__ __repr__ __format__ __array__ __array_wrap__ __dlpack__ __dlpack_device__ storage
     share_memory_ register_hook backward grad _unique_impl unflatten _typed_storage __setstate__ __dir__ module_load
@@ -113,6 +115,8 @@ def rule_of(function: Callable[..., Any]) -> Rule:
     name = str(getattr(function, "__name__", ""))
     if name in ("__get__", "__set__", "__delete__"):
         return _property_rule(function, name)
+    if name == "_set_grad_enabled":
+        return Rule(How.SPECIAL, name, special="grad_mode")
     if isinstance(function, type) or name in METADATA:
         return Rule(How.PASS)
     if function is torch.autograd.grad:
@@ -143,8 +147,8 @@ def _named_rule(function: Callable[..., Any], name: str) -> Rule:
         return Rule(How.LEAF, kind, writes=writes, reshapes=True)
     if name in FRESH and not draws:
         return Rule(How.FRESH, kind)
-    identity = name in IDENTITIES
-    return Rule(How.LEAF, kind, writes, may_draw=draws, is_dynamic=name in DYNAMIC, is_identity=identity)
+    undefined = name in UNDEFINED
+    return Rule(How.LEAF, kind, writes, may_draw=draws, is_dynamic=name in DYNAMIC, is_undefined=undefined)
 
 
 def _is_builtin(function: Callable[..., Any]) -> bool:
@@ -164,8 +168,6 @@ def _property_rule(function: Any, word: str) -> Rule:
         return Rule(How.LEAF, name) if word == "__get__" and name != "grad" else Rule(How.PASS)
     if word == "__get__" and name in ("T", "mT", "H", "mH"):
         return Rule(How.LEAF, name.lower())
-    if name == "_base":
-        return Rule(How.PASS)
     return Rule(How.PASS)
 
 
@@ -185,6 +187,8 @@ def _operator_rule(function: Any) -> Rule:
         return Rule(How.LEAF, kind_of(name), writes=_first_tensors, reshapes=True)
     seeded = torch.Tag.nondeterministic_seeded in tags
     dynamic = torch.Tag.dynamic_output_shape in tags
+    if name in UNDEFINED and namespace == "aten":
+        return Rule(How.LEAF, kind_of(name), is_undefined=True)
     known = namespace in ("aten", "prim", "prims")
     return Rule(How.LEAF if known else How.OPAQUE, kind_of(name), writes, may_draw=seeded or not known, is_dynamic=dynamic or not known)
 

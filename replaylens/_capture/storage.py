@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from attrs import define, field
 
-from .._core.pure import Hole, Step, take_step
+from .._core.pure import Hole, Step, as_strided_from, take_step
 from .._core.target import Target
 from .._core.trees import Branch, freeze, remake, thaw
+from ..errors import CaptureError
 from .builder import CallRecord, Handle, Recording, SourceRecord, version_of
 
 
@@ -122,6 +123,16 @@ class Memory:
             self.bases[key] = base
         made = self.live[id(tensor)] = Entry(tensor, base, (), known, 0)
         return made
+
+    def share(self, base: Base) -> None:
+        """Before a first write: inputs and state that look at the same memory become views of the base."""
+        if base.version or (key := storage_key(base.root)) is None:
+            return
+        for source in self.recording.records:
+            if isinstance(source, SourceRecord) and type(known := self.live.get(id(source.tensor))) is Handle:
+                tensor = source.tensor
+                if tensor is not base.root and storage_key(tensor) == key:
+                    self.look(tensor, base, (geometry_step(tensor, base),), known)
 
     def base_at(self, key: int | None, among: Iterable[torch.Tensor] = ()) -> Base | None:
         """The base with this storage; tensors that may look at it are asked first."""
@@ -309,6 +320,25 @@ class Memory:
             elif isinstance(known, Entry) and known.tensor is known.base.root and version_of(known.tensor) != known.base.counter:
                 found.append((known.tensor, known.base.handle))
         return found
+
+
+def geometry_step(tensor: torch.Tensor, base: Base) -> Any:
+    """A view by its geometry alone, relative to the base."""
+    root = base.root
+    if tensor.dtype != root.dtype:
+        raise CaptureError(f"a tensor of {tensor.dtype} shares memory with one of {root.dtype} in a way that was not seen.")
+    shift = tensor.storage_offset() - root.storage_offset()
+    if shift < 0 or shift + _span(tensor) > _span(root):
+        raise CaptureError(
+            f"tensors of shapes {tuple(tensor.shape)} and {tuple(root.shape)} share a part of their memory, and one of them was "
+            "written. Give the model inputs and buffers that do not overlap, or overlap wholly."
+        )
+    args = (Hole.HERE, tuple(tensor.shape), tensor.stride(), shift)
+    return step_tree(as_strided_from, args, None, (), torch.is_grad_enabled())
+
+
+def _span(tensor: torch.Tensor) -> int:
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
 
 
 def step_tree(function: Callable[..., Any], args: Any, kwargs: Branch | None, part: tuple[int, ...], grad: bool) -> Branch:

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from .._core.node import Generator
-from .._core.pure import Derived, Hole, Nth, alias, mutate
+from .._core.pure import Derived, Hole, Nth, alias, blank, clear, copied, hooked, mutate, resized
 from .._core.target import Target
 from .._core.trees import ATOMS, Branch, freeze, freeze_deep
 from ..errors import CaptureError, UnannouncedWrite, UnknownOrigin
@@ -29,7 +30,7 @@ from .randomness import Draws, is_idle
 from .regions import AtenWatch, apply_call, backward_call, differentiate_call, watched
 from .rules import How, Rule, rule_of
 from .scopes import user_site
-from .storage import Base, Entry, Memory, step_tree, storage_key
+from .storage import Base, Entry, Memory, geometry_step, step_tree, storage_key
 from .twins import twin_of
 
 _peek = torch._C._functorch.peek_interpreter_stack
@@ -69,6 +70,8 @@ class Tracer(TorchFunctionMode):
         self.differentiating = False  # inside torch.func.grad and its kin
         self.exposed = False
         self.contexts: dict[Any, Any] = {}
+        self.grad_mode = _grad_enabled()  # as the model set it; beneath a script it is another
+        self.in_aten = False
 
     # -- the door ----------------------------------------------------------------------------------------------------
 
@@ -79,15 +82,30 @@ class Tracer(TorchFunctionMode):
         how = rule.how
         if how is How.PASS:
             return func(*args, **kwargs) if kwargs else func(*args)
-        if _peek() is not None:
+        if _peek() is not None or forward_ad._current_level >= 0:
             return self._in_functorch(func, args, kwargs or {})
         if self.functorch:
             self._leave_functorch()
-        if how is How.FRESH and not kwargs and self.watch is None:
+        if self.watch is not None:
+            with self.at_work():
+                return self._open_or_call(rule, func, args, kwargs or {})
+        if how is How.FRESH and not kwargs:
             return self._fresh(rule, func, args)
-        if how is How.OPEN and func not in self.opened:
-            return self._open(func, args, kwargs or {})
-        return self._call(rule, func, args, kwargs or {})
+        return self._open_or_call(rule, func, args, kwargs or {})
+
+    def _open_or_call(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
+        if rule.how is How.OPEN and func not in self.opened:
+            return self._open(func, args, kwargs)
+        return self._call(rule, func, args, kwargs)
+
+    @contextmanager
+    def at_work(self) -> Any:
+        """Within, ATen calls are the tracer's own or lie beneath a call that it records: a dispatch mode looks away."""
+        self.in_leaf += 1
+        try:
+            yield
+        finally:
+            self.in_leaf -= 1
 
     def _learn(self, func: Any) -> Rule:
         try:
@@ -155,24 +173,24 @@ class Tracer(TorchFunctionMode):
         out = self._run(func, args, kwargs)
         key = self.draws.after(*draws) if draws is not None else None
         tensors = _tensors_in(args, kwargs)
+        if rule.is_undefined:
+            self._run(clear, (out,), {})
+            reads = [Target.of(func), *reads]
         out = self._own_name(rule, out, tensors)
         if out is None:
             return tensors[0]
         returns = self._results(out, func, args, kwargs, tensors)
         if returns is None:
             return out
+        func = blank if rule.is_undefined else func
+        if not tensors and torch.get_default_dtype() != self.recording.default_dtype and isinstance(out, torch.Tensor):
+            named = {**named, "dtype": out.dtype}
         self._append(func, rule, reads, named, returns, site, key, rule.is_dynamic or self._depends_on_content(func, args))
         return out
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The call itself. What a dispatch mode sees beneath it is not news."""
-        if self.watch is None:
-            return func(*args, **kwargs)
-        self.in_leaf += 1
-        try:
-            return func(*args, **kwargs)
-        finally:
-            self.in_leaf -= 1
+        """The call itself."""
+        return func(*args, **kwargs)
 
     def _own_name(self, rule: Rule, out: Any, tensors: list[torch.Tensor]) -> Any:
         """A call that gave its argument back gives an alias of it. None: it stays the argument, and is no node."""
@@ -230,25 +248,17 @@ class Tracer(TorchFunctionMode):
     ) -> None:
         source = next((t for t in tensors if self._base_of(t) is base), None)
         if source is None:  # it shares memory with something that is no argument
-            self.memory.look(tensor, base, (self._geometry_step(tensor, base),), handle)
+            self.memory.look(tensor, base, (geometry_step(tensor, base),), handle)
             return
         entry = self.memory.entry(source)
         name = getattr(func, "__name__", "")
         if name in ("as_strided", "as_strided_") or (isinstance(func, torch._ops.OpOverload) and "as_strided" in name):
-            steps: tuple[Any, ...] = (self._geometry_step(tensor, base),)
+            steps: tuple[Any, ...] = (geometry_step(tensor, base),)
         elif part and tensor.layout is torch.strided and tensor.dtype == source.dtype and len(part) == 1:
             steps = (*entry.steps, self.memory.part_step(source, tensor, name, args, kwargs, part[0]))
         else:
             steps = (*entry.steps, self.memory.step(func, args, kwargs, source, part))
         self.memory.look(tensor, base, steps, handle)
-
-    def _geometry_step(self, tensor: torch.Tensor, base: Base) -> Any:
-        """A view by its geometry alone, relative to the base."""
-        if tensor.dtype != base.root.dtype:
-            raise CaptureError(f"a tensor of {tensor.dtype} shares memory with one of {base.root.dtype} in a way that was not seen.")
-        shift = tensor.storage_offset() - base.root.storage_offset()
-        args = (Hole.HERE, tuple(tensor.shape), tensor.stride(), shift)
-        return step_tree(_as_strided_from, args, None, (), _grad_enabled())
 
     def _base_of(self, tensor: torch.Tensor) -> Base | None:
         known = self.memory.live.get(id(tensor))
@@ -313,7 +323,7 @@ class Tracer(TorchFunctionMode):
         step = step_tree(torch.Tensor.detach, (Hole.HERE,), None, (), _grad_enabled())
         root = base.root
         same = (tensor.shape, tensor.stride(), tensor.storage_offset()) == (root.shape, root.stride(), root.storage_offset())
-        steps = () if same and tensor.grad_fn is not None else (step,) if same else (self._geometry_step(tensor, base), step)
+        steps = () if same and tensor.grad_fn is not None else (step,) if same else (geometry_step(tensor, base), step)
         handle = base.handle
         self.memory.look(tensor, base, steps, handle)
         if steps:
@@ -347,7 +357,7 @@ class Tracer(TorchFunctionMode):
         return user_site(frame)
 
     def _context(self) -> Any:
-        key = (_grad_enabled(), _inference(), _autocast())
+        key = (self.grad_mode if self.in_aten and not self.functorch else _grad_enabled(), _inference(), _autocast())
         if not key[2]:
             return self.contexts.setdefault(key, (key[0], key[1], ()))
         modes = []
@@ -377,22 +387,26 @@ class Tracer(TorchFunctionMode):
             site = user_site(_frame(2))
             self.opened_site = site if site is not None and not is_torch_code(site[0]) else None
         self.opened.add(func)
+        work, self.in_leaf = self.in_leaf, 0
         _push(self)
         try:
             return opened(func)(*args, **kwargs)
         finally:
             _pop()
+            self.in_leaf = work
             self.opened.discard(func)
             self.opened_site = outer
 
     @contextmanager
     def seeing(self) -> Any:
         """Within, the mode sees calls again although one of its own is being handled."""
+        work, self.in_leaf = self.in_leaf, 0
         _push(self)
         try:
             yield
         finally:
             _pop()
+            self.in_leaf = work
 
     # -- writes ------------------------------------------------------------------------------------------------------
 
@@ -409,6 +423,8 @@ class Tracer(TorchFunctionMode):
         for tensor in tensors:  # any argument may share memory with a target
             if self._base_of(tensor) is None and any(storage_key(tensor) == storage_key(b.root) for b in bases):
                 self.memory.entry(tensor)
+        for base in bases:
+            self.memory.share(base)
         record = self._write_record(func, args, kwargs, targets, entries, bases, draws is not None)
         geometry = [_geometry(target) for target in targets]
         counters = [version_of(base.root) for base in bases]
@@ -417,7 +433,7 @@ class Tracer(TorchFunctionMode):
         try:
             out = self._run(func, args, kwargs)
         except Exception as error:
-            if any(version_of(base.root) != counter for base, counter in zip(bases, counters, strict=True)):
+            if any(counter == -1 or version_of(base.root) != counter for base, counter in zip(bases, counters, strict=True)):
                 raise CaptureError(f"`{rule.kind}` wrote a part and then raised {error!r}; what it left cannot be known.") from error
             for base in bases:
                 base.held.append(base.handle)
@@ -486,7 +502,7 @@ class Tracer(TorchFunctionMode):
             if base is None:
                 memory.know(tensor, handle)
             else:
-                memory.look(tensor, base, (self._geometry_step(tensor, base),), handle)
+                memory.look(tensor, base, (geometry_step(tensor, base),), handle)
             return handle
 
         results = _number(out, leaf, ())
@@ -540,7 +556,7 @@ class Tracer(TorchFunctionMode):
         self.memory.part_from(tensor)
         out = self._run(func, args, kwargs)
         if func.__name__ == "as_strided_":
-            steps, step = (), self._geometry_step(tensor, base)
+            steps, step = (), geometry_step(tensor, base)
         handle = self.recording.keep(tensor)
         del is_root
         self.memory.look(tensor, base, (*steps, step), handle)
@@ -627,10 +643,11 @@ class Tracer(TorchFunctionMode):
             raise CaptureError(f"`{rule.kind}` changed the size of memory that other tensors look at.{self._where()}")
         source = self.memory.entry(tensor).handle
         self._forget(tensor)
+        clear(tensor.view(-1)[self.recording.values[source].numel() :])
         handle = self.recording.keep(tensor)
         self.memory.know(tensor, handle)
         reads = [source, tuple(tensor.shape)]
-        self._append(_resized, rule, reads, {}, handle, self._site(), None, False)
+        self._append(resized, rule, reads, {}, handle, self._site(), None, False)
         return result
 
     def _special_deepcopy(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
@@ -640,7 +657,7 @@ class Tracer(TorchFunctionMode):
             return result
         handle = self.recording.keep(result)
         self.memory.know(result, handle)
-        self._append(_copied, Rule(How.LEAF, "clone"), [source], {}, handle, self._site(), None, False)
+        self._append(copied, Rule(How.LEAF, "clone"), [source], {}, handle, self._site(), None, False)
         return result
 
     def _special_expose(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
@@ -653,6 +670,25 @@ class Tracer(TorchFunctionMode):
                 taken = args[1] if bool(args[0]) else args[2]
                 return taken(*(args[3] if len(args) > 3 else ()))
         return self._opaque(Rule(How.OPAQUE, rule.kind, may_draw=True, is_dynamic=True), func, args, kwargs)
+
+    def _special_grad_mode(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
+        if not self.recording.ambient[0] and not args[0] and not _grad_enabled() and not self.in_leaf:
+            self.recording.hidden_no_grad = True  # a no_grad block where nothing had a gradient anyway
+        self.grad_mode = args[0]
+        return func(*args, **kwargs)
+
+    def _special_hook(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
+        """A hook on a tensor's gradient: a value of its own from here on."""
+        tensor = args[0]
+        result = func(*args, **kwargs)
+        if tensor.is_leaf or self.functorch:
+            return result
+        source = self.read(tensor)
+        hook = args[1] if len(args) > 1 else kwargs["hook"]
+        site = self._site()
+        handle = self._know_again(tensor)
+        self._append(hooked, Rule(How.LEAF, "hook"), [source, hook], {}, handle, site, None, False)
+        return result
 
     def _special_differentiate(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         return differentiate_call(self, func, args, kwargs)
@@ -670,7 +706,8 @@ class Tracer(TorchFunctionMode):
                 self.watch = AtenWatch(self)
                 self.watch.__enter__()
         keys = {level.key() for level in torch._C._functorch.get_interpreter_stack() or ()}
-        self.differentiating = bool(keys & {torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp})
+        gradients = {torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp}
+        self.differentiating = bool(keys & gradients) or forward_ad._current_level >= 0
         return func(*args, **kwargs)
 
     def _leave_functorch(self) -> None:
@@ -684,7 +721,12 @@ class Tracer(TorchFunctionMode):
         rule = _rules.get(func) or self._learn(func)
         if rule.how is How.PASS:
             return func(*args, **kwargs)
-        return self._call(rule, func, args, kwargs)
+        self.in_aten = True
+        try:
+            with self.at_work():
+                return self._call(rule, func, args, kwargs)
+        finally:
+            self.in_aten = False
 
     # -- modules and custom functions -------------------------------------------------------------------------------------
 
@@ -703,26 +745,40 @@ class Tracer(TorchFunctionMode):
                 out = watched(self, call, (module, *args), kwargs)
             else:
                 out = call(module, *args, **kwargs)
-            if type(out) is _Tensor:
+            did_nothing = len(recording.records) == records
+            if self.watch is None and type(out) is _Tensor and not did_nothing:
                 handle = self.memory.live.get(id(out))
-                if len(recording.records) == records and args and out is args[0] and _peek() is None:
-                    out, handle = self._identity(out), None
                 tree = handle if type(handle) is Handle else self.memory.read(out)
-            elif _peek() is None:
-                tree = freeze_deep(out, self.memory.read)
             else:
-                tree = None
+                with self.at_work():
+                    out, tree = self._module_output(module, args, out, did_nothing)
             recording.scope_outputs.append((index, tree))
             return out
         finally:
             self.scope = outer
             self.opened_site = outer_site
 
+    def _module_output(self, module: nn.Module, args: Any, out: Any, did_nothing: bool) -> tuple[Any, Any]:
+        """What a module gave, and which values that is."""
+        if _peek() is not None:
+            return out, freeze_deep(out, self._read_wrapped)
+        if type(out) is not _Tensor:
+            return out, freeze_deep(out, self.memory.read)
+        if did_nothing and args and out is args[0]:
+            out = self._identity(out)
+        return out, self.memory.read(out)
+
+    def _read_wrapped(self, tensor: torch.Tensor) -> Handle | None:
+        """The plain tensor beneath functorch's wrappers."""
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = torch._C._functorch.get_unwrapped(tensor)
+        return self.memory.read(tensor)
+
     def _identity(self, tensor: torch.Tensor) -> torch.Tensor:
         """A module that hands its input on: its output gets a name of its own."""
         if self.functorch or (tensor.requires_grad and not _grad_enabled() and self.recording.ambient[0]):
             return tensor
-        with _unseen(self):
+        with torch._C.DisableTorchFunction(), self.at_work():
             return self._leaf(_IDENTITY, alias, (tensor,), {})  # type: ignore[no-any-return]
 
     def function_apply(self, kind: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -730,7 +786,7 @@ class Tracer(TorchFunctionMode):
         return apply_call(self, kind, call, args, kwargs)
 
 
-_IDENTITY = Rule(How.LEAF, "identity", is_identity=True)
+_IDENTITY = Rule(How.LEAF, "identity")
 _opened: dict[Any, Callable[..., Any]] = {}
 _globals: dict[int, dict[str, Any]] = {}
 
@@ -752,13 +808,6 @@ def opened(function: FunctionType) -> Callable[..., Any]:
 
 def _never(*values: Any) -> bool:
     return False
-
-
-@contextmanager
-def _unseen(tracer: Tracer) -> Any:
-    """Within, the tracer's own calls are not seen by it."""
-    with torch._C.DisableTorchFunction():
-        yield
 
 
 def _number(value: Any, leaf: Callable[[torch.Tensor, tuple[int, ...]], Any], part: tuple[int, ...]) -> Any:
@@ -794,22 +843,3 @@ def _owns_memory(tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().resizable()
     except (RuntimeError, NotImplementedError):
         return True
-
-
-def _as_strided_from(tensor: torch.Tensor, shape: Any, strides: Any, shift: int) -> torch.Tensor:
-    """A view of a tensor's memory by geometry, its place relative to the tensor's own."""
-    return tensor.as_strided(shape, strides, tensor.storage_offset() + shift)
-
-
-def _resized(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """The tensor with another number of elements: the first ones stay, new ones are undefined."""
-    made = tensor.new_empty(shape)
-    count = min(made.numel(), tensor.numel())
-    made.view(-1)[:count] = tensor.detach().reshape(-1)[:count]
-    return made
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """What `copy.deepcopy` makes of a tensor."""
-    return tensor.detach().clone()
-

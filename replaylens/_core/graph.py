@@ -64,11 +64,19 @@ class Graph:
     def users(self) -> tuple[tuple[int, ...], ...]:
         """The positions of the nodes that read each node."""
         found: list[list[int]] = [[] for _ in self.nodes]
-        for position, (node, parents) in enumerate(zip(self.nodes, self.parents, strict=True)):
-            again = [self.positions[name] for name in node.through] if isinstance(node, Call) else []
-            for parent in dict.fromkeys((*parents, *again)):
+        for position, parents in enumerate(self.parents):
+            for parent in parents:
                 found[parent].append(position)
         return tuple([tuple(users) for users in found])
+
+    @cached_property
+    def reached(self) -> tuple[tuple[int, ...], ...]:
+        """The positions of the nodes whose values depend on each: its users, and calls that run it again themselves."""
+        again: dict[int, list[int]] = {}
+        for position, node in enumerate(self.nodes):
+            for name in node.through if isinstance(node, Call) else ():
+                again.setdefault(self.positions[name], []).append(position)
+        return tuple([(*users, *again[p]) if p in again else users for p, users in enumerate(self.users)]) if again else self.users
 
     @cached_property
     def output_refs(self) -> tuple[Ref, ...]:
@@ -97,7 +105,7 @@ class Graph:
 
     def descendants(self, names: Iterable[str]) -> frozenset[str]:
         """Every node that one of these can reach, themselves included."""
-        marks = self._spread([self.positions[name] for name in names], self.users)
+        marks = self._spread([self.positions[name] for name in names], self.reached)
         return frozenset([node.name for node, mark in zip(self.nodes, marks, strict=True) if mark])
 
     def ancestors(self, names: Iterable[str]) -> frozenset[str]:

@@ -146,11 +146,45 @@ def _batched_among(value: Any) -> torch.Tensor | None:
     return next((found for item in items if (found := _batched_among(item)) is not None), None)
 
 
+def as_strided_from(tensor: torch.Tensor, shape: Any, strides: Any, shift: int) -> torch.Tensor:
+    """A view of a tensor's memory by geometry, its place relative to the tensor's own."""
+    return tensor.as_strided(shape, strides, tensor.storage_offset() + shift)
+
+
+def resized(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """The tensor with another number of elements: the first ones stay, new ones are undefined."""
+    made = tensor.new_zeros(shape)
+    count = min(made.numel(), tensor.numel())
+    made.view(-1)[:count] = tensor.detach().reshape(-1)[:count]
+    return made
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """What `copy.deepcopy` makes of a tensor."""
+    return tensor.detach().clone()
+
+
+def blank(function: Target, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """What `torch.empty` and its kin give, filled with zeros: undefined memory is no value that could be given again."""
+    made = function.function(*args, **kwargs)
+    return clear(made)
+
+
+def clear(made: Any) -> Any:
+    """Zeros in a tensor that was just allocated."""
+    with torch.no_grad():
+        return made.zero_() if made.numel() and made.layout is torch.strided and not made.is_quantized else made
+
+
+def hooked(tensor: torch.Tensor, hook: Callable[..., Any]) -> torch.Tensor:
+    """The tensor, with a hook on the gradient that comes back to it."""
+    if not tensor.requires_grad:
+        return tensor
+    same = tensor.view_as(tensor)
+    same.register_hook(hook)
+    return same
+
+
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself: what a module that hands its input on computes."""
     return tensor
-
-
-def zeros_for_gradient(tensor: torch.Tensor) -> torch.Tensor:
-    """Where no gradient was, before the first is added."""
-    return torch.zeros_like(tensor)

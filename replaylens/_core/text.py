@@ -11,7 +11,7 @@ import torch
 
 from .graph import Graph
 from .node import Call, Generator, Node, Ref, Source, TensorMeaning, identifier
-from .pure import Derived, differentiate_name, mutate
+from .pure import Derived, blank, differentiate_name, mutate
 from .target import Target
 from .trees import Branch
 
@@ -50,6 +50,8 @@ def call_expression(node: Call) -> str:
         written = ", ".join(expression(base) for base in bases)
         inner = _call(function, args, tuple(zip(kwargs.keys or (), kwargs.items, strict=True)), bases)
         return f"written({written}, by={inner})"
+    if node.target.function is blank:
+        return _call(node.args[0], node.args[1:], node.kwargs)
     if node.target.name == differentiate_name:
         return f"gradient({', '.join(map(str, dict.fromkeys(node.refs)))})"
     return _call(node.target, node.args, node.kwargs)

@@ -156,7 +156,7 @@ class Atlas:
         found = [
             Place(node.name, node.name)
             for node in graph.nodes
-            if node.name not in graph.orphans and getattr(node, "kind", "") != "parameter"
+            if self._is_layer(node.name)
         ]
         number = max((_total(place.label) for place in found), default=-1)
         refs = list(dict.fromkeys(graph.output_refs))
@@ -241,13 +241,16 @@ class Atlas:
             return (place.node,)
         graph = self.graph
         names = [graph.nodes[p].name for p in graph.parents[graph.positions[place.node]]]
-        return tuple([name for name in names if getattr(graph[name], "kind", "") != "parameter"])
+        return tuple([name for name in names if self._is_layer(name)])
+
+    def _is_layer(self, name: str) -> bool:
+        return name not in self.graph.orphans and getattr(self.graph[name], "kind", "") != "parameter"
 
     def children(self, place: Place) -> tuple[str, ...]:
         if place.output is not None:
             return ()
         graph = self.graph
-        users = [graph.nodes[p].name for p in graph.users[graph.positions[place.node]]]
+        users = [name for p in graph.users[graph.positions[place.node]] if self._is_layer(name := graph.nodes[p].name)]
         return (*users, *(end.label for end in self.places if end.output is not None and end.node == place.node))
 
     def keys_of(self, place: Place) -> tuple[Any, ...]:

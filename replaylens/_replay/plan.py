@@ -67,12 +67,12 @@ def plan(
 def _below(graph: Graph, changed: tuple[int, ...]) -> bytearray:
     """Marks of every node whose value a change can alter: the changed ones themselves are not, unless one reaches another."""
     marks = bytearray(len(graph))
-    stack = [user for position in changed for user in graph.users[position]]
+    stack = [user for position in changed for user in graph.reached[position]]
     while stack:
         position = stack.pop()
         if not marks[position]:
             marks[position] = 1
-            stack.extend(graph.users[position])
+            stack.extend(graph.reached[position])
     return marks
 
 

@@ -51,6 +51,7 @@ class Request:
     given: dict[int, torch.Tensor] = field(factory=dict)  # inputs and state with another value
     start: tuple[int, ...] = ()
     to: int | None = None
+    ends: dict[Ref, Callable[..., Any]] = field(factory=dict)  # outputs with another value
     keep: frozenset[int] = frozenset()
     grad: bool = False
     fresh: bool = False
@@ -65,8 +66,8 @@ def version(tensor: torch.Tensor) -> int:
         return -1
 
 
-def replay(record: Record, request: Request, resolve: Callable[[Any], Any]) -> Run:
-    """Run what the request needs. `resolve` turns a user's name into a node's position, for the Run's own lookups."""
+def replay(record: Record, request: Request, resolve: Callable[[Any], At]) -> Run:
+    """Run what the request needs. `resolve` finds what a user's name means, for the Run's own lookups."""
     departures: list[Departure] = []
 
     def departed(departure: Departure) -> None:
@@ -92,9 +93,11 @@ def replay(record: Record, request: Request, resolve: Callable[[Any], Any]) -> R
 
     finish = _same if request.grad else _detached_leaf
 
-    def lookup(position: int) -> Any:
+    def lookup(position: int, output: Ref | None = None) -> Any:
         node = graph.nodes[position]
-        tree = _result(node)
+        if output is not None and output in ended:
+            return ended[output]
+        tree = output if output is not None else _result(node)
         refs = [leaf for leaf in leaves(tree) if type(leaf) is Ref]
         if position in kept or position in request.given:
             return thaw(tree, get)
@@ -104,36 +107,31 @@ def replay(record: Record, request: Request, resolve: Callable[[Any], Any]) -> R
         if request.fresh:
             raise ReplaylensError(f"{node.name} was not kept, and fresh draws cannot be repeated. Pass keep=[{node.name!r}].")
         again = replay(record, _only(request, position), resolve)
-        return again[position]
+        return again[At(position, output)]
 
     def by_name(name: Any) -> Any:
-        return lookup(name if type(name) is int and name in wanted | request.keep else resolve(name))
+        at = name if isinstance(name, At) else resolve(name)
+        return lookup(at.position, at.output)
 
     def get(leaf: Any) -> Any:
         return finish(env[code.slots[leaf]]) if type(leaf) is Ref else leaf
 
+    def end(leaf: Any) -> Any:
+        return ended[leaf] if type(leaf) is Ref and leaf in ended else get(leaf)
+
     has_output = request.to is None
-    output = thaw(graph.output, get) if has_output else None
+    ended = {ref: finish(change(env[code.slots[ref]])) for ref, change in request.ends.items()} if has_output else {}
+    output = thaw(graph.output, end) if has_output else None
     changes = {address: get(ref) for address, ref in graph.changes} if has_output else {}
-    return Run(code.executed, changes, tuple(departures), output, has_output, _Lookup(lookup, by_name))
-
-
-@frozen(eq=False)
-class _Lookup:
-    """Positions come from replaylens itself, names from the user."""
-
-    at: Callable[[int], Any]
-    named: Callable[[Any], Any]
-
-    def __call__(self, name: Any) -> Any:
-        return self.at(name.position) if isinstance(name, At) else self.named(name)
+    return Run(code.executed, changes, tuple(departures), output, has_output, by_name)
 
 
 @frozen
 class At:
-    """A node by its position in the graph."""
+    """A node by its position in the graph, or one output of the program that this node gives."""
 
     position: int
+    output: Ref | None = None
 
 
 def _same(value: Any) -> Any:
@@ -147,7 +145,7 @@ def _detached_leaf(value: Any) -> Any:
 def _only(request: Request, position: int) -> Request:
     from attrs import evolve
 
-    return evolve(request, to=position, keep=frozenset(), whole=False, on_divergence="ignore")
+    return evolve(request, to=position, ends={}, keep=frozenset(), whole=False, on_divergence="ignore")
 
 
 def _wanted(graph: Graph, request: Request) -> frozenset[int]:
@@ -386,10 +384,10 @@ def new_state(graph: Graph, state: dict[str, torch.Tensor], nearest: Callable[[s
     return found
 
 
-def as_patch(graph: Graph, position: int, patch: Any) -> Callable[..., Any]:
+def as_patch(graph: Graph, at: At, patch: Any) -> Callable[..., Any]:
     """A tensor or a callable as a function from a node's value to its new value, with the result's meaning required."""
-    node = graph.nodes[position]
-    tree = _result(node)
+    node = graph.nodes[at.position]
+    tree = at.output if at.output is not None else _result(node)
     meanings = _meanings(node)
 
     def change(value: Any) -> Any:
