@@ -28,17 +28,16 @@ from torch.utils._pytree import tree_leaves
 Call = Callable[[], object]
 Clock = Callable[[], float]  # does something, and gives the CPU seconds that it took
 Times = dict[str, list[float]]
-WARM_UPS, LEAST_ROUNDS = 2, 5
 
 
-def interleave(clocks: dict[str, Clock], seconds: float) -> Times:
-    """What each clock says, round by round, for about so many seconds in all."""
+def interleave(clocks: dict[str, Clock], seconds: float, least_rounds: int = 5) -> Times:
+    """What each clock says, round by round, for about so many seconds in all. One round before is for warming up."""
     names, times = list(clocks), {name: [] for name in clocks}
     shuffle = random.Random(0).shuffle
-    for clock in [*clocks.values()] * WARM_UPS:
-        clock()
+    for name in names:
+        clocks[name]()
     end = process_time() + seconds
-    while process_time() < end or len(times[names[0]]) < LEAST_ROUNDS:
+    while process_time() < end or len(times[names[0]]) < least_rounds:
         shuffle(names)
         for name in names:
             times[name].append(clocks[name]())
@@ -138,7 +137,7 @@ class Activations(TorchFunctionMode):
 
 
 def python_bytes(call: Call) -> int:
-    """What the Python objects weigh that are alive because of the call's result."""
+    """What the Python objects weigh that the call's result keeps alive; what C++ holds for them is not counted."""
     call()  # fills the caches that are kept anyway
     gc.collect()
     tracemalloc.start()
@@ -150,9 +149,12 @@ def python_bytes(call: Call) -> int:
     return kept
 
 
-def import_seconds(package: str, repeats: int = 7) -> float:
-    """CPU seconds of `import package` in a fresh process that has imported torch."""
-    code = f"import torch, time; start = time.process_time(); import {package}; print(time.process_time() - start)"
+def import_seconds(package: str, name: str, repeats: int = 7) -> float:
+    """CPU seconds of `from package import name` in a fresh process that has imported torch. The name is that of the
+    capture, because a package can put off its imports until it is used.
+    """
+    load = f"from {package} import {name}"
+    code = f"import torch, time; start = time.process_time(); {load}; print(time.process_time() - start)"
     run = [sys.executable, "-c", code]
     return median(float(subprocess.run(run, capture_output=True, check=True).stdout) for _ in range(repeats))
 

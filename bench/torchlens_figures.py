@@ -34,11 +34,11 @@ def cells(name: str, seconds: float) -> dict[str, str]:
         "replayable": measure.clock(lambda: tl.trace(model, args, capture=replayable)),
         "replay": measure.clock(lambda: trace.do(site, lambda out, *, hook: out * 0.5, intervention=in_place)),
     }
-    theirs = {key: median(times) for key, times in measure.interleave(clocks, seconds).items()}
+    theirs = {key: median(times) for key, times in measure.interleave(clocks, seconds, least_rounds=1).items()}
     kept = measure.python_bytes(lambda: tl.trace(model, args, capture=replayable)) / len(trace.layer_list)
     return {
-        "capture": f"{theirs['capture'] / plain['all']:.3g}, replayable {theirs['replayable'] / plain['all']:.3g}",
-        "middle": f"{theirs['replay'] / plain['rest']:.3g}",
+        "capture": f"{theirs['capture'] / plain['all']:.1f}, replayable {theirs['replayable'] / plain['all']:.1f}",
+        "middle": f"{theirs['replay'] / plain['rest']:.2f}",
         "bytes": f"{kept:.0f}",
     }
 

@@ -22,7 +22,7 @@ from ._core.trees import leaves, thaw
 from ._lens.layers import Atlas, Layer, Place
 from ._lens.summary import as_html, summary
 from ._replay.convert import move, rerun
-from ._replay.replay import At, Record, Request, as_patch, detached, function_of, new_inputs, new_state, replay, version
+from ._replay.replay import At, Change, Record, Request, as_patch, detached, function_of, new_inputs, new_state, replay, version
 from ._replay.run import Run
 from .errors import NoSuchLayer, NotSaved, ReplaylensError
 
@@ -216,10 +216,10 @@ class Program:
     def _layer(self, place: Place) -> Layer:
         return Layer(self._atlas, place, self._read)
 
-    def _read(self, output: Ref | None, name: str) -> Any:
+    def _read(self, part: Ref | None, name: str) -> Any:
         record = self._record
         node = self.graph[name]
-        tree = output if output is not None else (getattr(node, "result", None) or getattr(node, "returns", Ref(name)))
+        tree = part if part is not None else (getattr(node, "result", None) or getattr(node, "returns", Ref(name)))
         missing = [leaf for leaf in leaves(tree) if type(leaf) is Ref and leaf not in record.values]
         if missing:
             raise NotSaved(f"the value of {name} was not kept. `prog.replay(to={name!r})[{name!r}]` computes it again.")
@@ -227,15 +227,15 @@ class Program:
 
     def _at(self, name: Any) -> At:
         place = self._atlas.find(name)
-        return At(self.graph.positions[place.node], place.output)
+        return At(self.graph.positions[place.node], place.output, place.part)
 
     def _position(self, name: Any) -> int:
         return self._at(name).position
 
-    def _patches(self, patch: Any, start: At | None) -> tuple[dict[int, Callable[..., Any]], dict[Ref, Callable[..., Any]]]:
+    def _patches(self, patch: Any, start: At | None) -> tuple[dict[int, tuple[Change, ...]], dict[Ref, Change]]:
         """Patches at nodes, by position, and at outputs of the program."""
-        changed: dict[int, Callable[..., Any]] = {}
-        ends: dict[Ref, Callable[..., Any]] = {}
+        changed: dict[int, tuple[Change, ...]] = {}
+        ends: dict[Ref, Change] = {}
         if patch is not None and not isinstance(patch, Mapping):
             if start is None:
                 raise ReplaylensError("a bare patch needs from_= to say where. Or give a mapping: patch={'relu_3': tensor}.")
@@ -243,14 +243,14 @@ class Program:
         else:
             pairs = [(self._at(name), what) for name, what in (patch or {}).items()]
         for at, what in pairs:
-            taken = at.output in ends if at.output is not None else at.position in changed
-            if taken:
-                raise ReplaylensError(f"two patches for {self.graph.nodes[at.position].name}. Give one.")
             made = as_patch(self.graph, at, what)
+            before = changed.get(at.position, ())
+            if at.output in ends or (at.output is None and any(_overlap(made, other) for other in before)):
+                raise ReplaylensError(f"two patches for {self.graph.nodes[at.position].name}. Give one.")
             if at.output is not None:
                 ends[at.output] = made
             else:
-                changed[at.position] = made
+                changed[at.position] = (*before, made)
         return changed, ends
 
     def _keep(self, keep: Any) -> frozenset[int]:
@@ -280,6 +280,11 @@ def record_of(captured: Captured, made: Frozen) -> Record:
         if ref.node not in live:
             versions[ref] = recording.versions[handle]
     return Record(graph, values, versions, recording.draws, live)
+
+
+def _overlap(one: Change, other: Change) -> bool:
+    """Are these two patches for the same value?"""
+    return bool({leaf for leaf in leaves(one.tree) if type(leaf) is Ref} & {leaf for leaf in leaves(other.tree) if type(leaf) is Ref})
 
 
 def _require_choice(word: str, value: Any, choices: tuple[str, ...]) -> None:

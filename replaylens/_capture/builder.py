@@ -94,6 +94,7 @@ class Recording:
     scope_outputs: list[tuple[int, Any]] = field(factory=list)
     draws: dict[str, torch.Tensor] = field(factory=dict)
     one_way: list[str] = field(factory=list)
+    aliased: bool = False  # an input shares memory with another tensor of the model's, and one of them was written
     hidden_no_grad: bool = False  # a no_grad block was entered where the whole model ran without gradients
     output: Any = None
     inputs: Any = ()
@@ -154,6 +155,7 @@ def freeze(recording: Recording) -> Frozen:
         module_outputs=tuple([(scope, remake(t, to_ref)) for n, t in recording.scope_outputs if (scope := scopes[n])]),
         changes=tuple([(_address(recording, where), refs[last]) for where, last in recording.changes]),
         orphans=frozenset(name for name, orphan in zip(names, orphans, strict=True) if orphan),
+        shares_inputs=recording.aliased,
         one_way=tuple(_one_way(recording)),
         ambient=frozen_context(recording.ambient),
         default_dtype=recording.default_dtype,

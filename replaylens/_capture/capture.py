@@ -74,25 +74,38 @@ def _look(model: Any, args: Any, kwargs: Any, recording: Recording, deep: bool, 
         stack.enter_context(tracer)
         if tracer.deep and tracer.watch is not None:
             stack.enter_context(tracer.watch)
-        try:
-            output = model(*args, **kwargs)
-        except (NeedsDeepLook, ReplaylensError):
-            raise
-        except Exception as error:
-            _add_note(error, tracer)
-            raise
-        finally:
-            if tracer.functorch:
-                tracer._leave_functorch()
-    if isinstance(output, GeneratorType):
-        raise CaptureError("the model returned a generator, which computes after the forward is over. Capture a function that returns list(...) of it.")
-    with torch._C.DisableTorchFunction(), tracer.at_work():
-        recording.output = freeze_deep(output, tracer.read)
-        _take_changes(tracer)
-        _require_announced(tracer)
-        recording.versions = [version_of(value) for value in recording.values]
+        output = _run(model, args, kwargs, tracer)
+        with torch._C.DisableTorchFunction(), tracer.at_work():
+            recording.output = freeze_deep(output, tracer.read)
+            _take_changes(tracer)
+            _require_announced(tracer)
+            if any(value.is_nested for value in recording.values):
+                raise CaptureError("the forward computes with nested tensors, which have no one shape. Capture it on padded tensors.")
+            recording.versions = [version_of(value) for value in recording.values]
     recording.addresses = origins.addresses()
     return Captured(recording, output)
+
+
+def _run(model: Any, args: Any, kwargs: Any, tracer: Tracer) -> Any:
+    try:
+        output = model(*args, **kwargs)
+    except (NeedsDeepLook, ReplaylensError):
+        raise
+    except Exception as error:
+        if tracer.refused is not None:
+            raise tracer.refused from error
+        _add_note(error, tracer)
+        raise
+    finally:
+        if tracer.functorch:
+            tracer._leave_functorch()
+    if tracer.refused is not None:
+        raise tracer.refused
+    if isinstance(output, GeneratorType):
+        raise CaptureError(
+            "the model returned a generator, which computes after the forward is over. Capture a function that returns a list of it."
+        )
+    return output
 
 
 def _require_supported(model: Any) -> None:

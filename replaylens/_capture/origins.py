@@ -64,6 +64,7 @@ class Origins:
         self.root = model if isinstance(model, nn.Module) else None
         self.extra = [] if self.root is not None else list(_modules_of(model))
         self.table = module_table(self.root)
+        self.at_start = [tensor for module, _, _ in self.table for tensor in module._parameters.values()]
         for number, module in enumerate(self.extra):
             inner = module_table(module)
             shift = len(self.table)
@@ -78,6 +79,14 @@ class Origins:
                     if value is tensor and id(running) in self.known_modules:
                         return kind, (running, key)
         return self.whole.get(id(tensor))
+
+    @cached_property
+    def start_ids(self) -> frozenset[int]:
+        return frozenset(map(id, self.at_start))
+
+    def was_there(self, tensor: torch.Tensor) -> bool:
+        """Was this object a parameter when the capture began? Buffers are looked up by what was written."""
+        return not isinstance(tensor, nn.Parameter) or id(tensor) in self.start_ids or bool(self.extra)
 
     def own_among(self, tensor: torch.Tensor) -> bool:
         """Is this object itself a parameter or buffer of the model?"""

@@ -28,15 +28,27 @@ if TYPE_CHECKING:
 class AtenWatch(TorchDispatchMode):
     """Tells the tracer of each ATen call that lies under none of its own."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
         self.tracer = tracer
+        self.entered = False
+        self.handling = 0  # torch takes the mode off its stack meanwhile: it must not be left then
+
+    def __enter__(self) -> AtenWatch:
+        self.entered = True
+        return super().__enter__()  # type: ignore[no-any-return]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.tracer.in_leaf or torch._C._len_torch_function_stack():
-            return func(*args, **kwargs)  # beneath a recorded call, or about to be seen by the function mode
-        return self.tracer.aten(func, args, kwargs)
+        self.handling += 1
+        try:
+            if self.tracer.in_leaf or isinstance(func, torch._ops.HigherOrderOperator) or torch._C._len_torch_function_stack():
+                return func(*args, **kwargs)  # beneath a recorded call, or about to be seen by the function mode
+            return self.tracer.aten(func, args, kwargs)
+        finally:
+            self.handling -= 1
 
 
 def watched(tracer: Tracer, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -271,6 +283,9 @@ def apply_call(tracer: Tracer, kind: type, call: Callable[..., Any], args: Any, 
         tracer._leave_functorch()
     if kind.__name__ == "CheckpointFunction" and kind.__module__ == "torch.utils.checkpoint":
         return args[0](*args[2:])  # its body is the model's own: recorded openly, under the present grad mode
+    if kind.__name__ == "BackwardHookFunction":
+        tracer.recording.one_way.append("a module's backward hook")
+        return call(*args, **kwargs)
     with torch._C.DisableTorchFunction(), tracer.at_work():
         reads, named = tracer._read_all(args, kwargs)
         draws = tracer.draws.before((), {})

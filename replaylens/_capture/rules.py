@@ -39,6 +39,7 @@ class Rule:
     reshapes: bool = False  # changes its first argument's geometry, not its content
     may_draw: bool = False
     is_dynamic: bool = False
+    is_identity: bool = False  # may give its argument back: its value gets a name of its own
     is_undefined: bool = False  # gives memory with undefined content
     special: str = ""
 
@@ -95,12 +96,13 @@ DYNAMIC = frozenset(
     """nonzero argwhere masked_select unique unique_consecutive _unique2 unique_dim bincount repeat_interleave combinations
     one_hot nonzero_static _unique histogramdd tensor_split narrow_copy triu_indices""".split()
 )
+IDENTITIES = frozenset("dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout".split())
 # Whose output is new memory whatever the arguments are. Only a matter of speed: all others are looked at.
 FRESH = frozenset(
     """linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d relu gelu silu tanh sigmoid softmax log_softmax matmul
     mm bmm addmm baddbmm add sub mul div layer_norm group_norm max_pool2d avg_pool2d embedding cat stack exp log sqrt
     rsqrt neg abs sin cos mean sum eq ne lt gt le ge where cumsum scaled_dot_product_attention adaptive_avg_pool2d leaky_relu elu
-    hardtanh hardswish rms_norm argmax arange zeros ones rand randn zeros_like ones_like tril triu masked_fill einsum_
+    hardtanh hardswish rms_norm argmax zeros_like ones_like tril triu masked_fill einsum_
     adaptive_avg_pool1d adaptive_avg_pool3d max_pool1d max_pool3d mish selu celu softplus erf reciprocal""".split()
 )
 
@@ -147,8 +149,15 @@ def _named_rule(function: Callable[..., Any], name: str) -> Rule:
         return Rule(How.LEAF, kind, writes=writes, reshapes=True)
     if name in FRESH and not draws:
         return Rule(How.FRESH, kind)
-    undefined = name in UNDEFINED
-    return Rule(How.LEAF, kind, writes, may_draw=draws, is_dynamic=name in DYNAMIC, is_undefined=undefined)
+    return Rule(
+        How.LEAF,
+        kind,
+        writes,
+        may_draw=draws,
+        is_dynamic=name in DYNAMIC,
+        is_identity=name in IDENTITIES,
+        is_undefined=name in UNDEFINED,
+    )
 
 
 def _is_builtin(function: Callable[..., Any]) -> bool:
@@ -178,6 +187,8 @@ def _operator_rule(function: Any) -> Rule:
     name = function.__name__ if is_packet else function._schema.name.split("::")[-1]
     tags = {tag for overload in overloads for tag in overload.tags}
     namespace = function._qualified_op_name.split("::")[0] if is_packet else function.namespace
+    if name in ("lift_fresh", "lift"):
+        return Rule(How.SPECIAL, kind_of(name), special="lift")
     if name in METADATA or name in ("sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "profiler"):
         return Rule(How.PASS)
     if name in ("item", "_local_scalar_dense", "equal", "is_nonzero", "allclose"):

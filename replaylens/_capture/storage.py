@@ -19,6 +19,7 @@ from attrs import define, field
 from .._core.pure import Hole, Step, as_strided_from, take_step
 from .._core.target import Target
 from .._core.trees import Branch, freeze, remake, thaw
+from .._replay.guards import same_content
 from ..errors import CaptureError
 from .builder import CallRecord, Handle, Recording, SourceRecord, version_of
 
@@ -30,7 +31,7 @@ class Base:
     root: torch.Tensor  # looks at all of it that the program knows
     handle: Handle
     version: int = 0
-    counter: int = 0  # torch's own write counter after the last write that was announced
+    counter: int | None = 0  # torch's own write counter after the last write that was announced
     held: list[Handle] = field(factory=list)  # recorded values that live in this memory
     derived: dict[Any, Handle] = field(factory=dict)  # views of this version
     exposed: torch.Tensor | None = None  # the content when somebody outside torch got hold of the memory
@@ -53,17 +54,6 @@ def storage_key(tensor: torch.Tensor) -> int | None:
         return tensor.untyped_storage()._cdata
     except (RuntimeError, NotImplementedError):
         return None
-
-
-def same_content(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Bit for bit the same, NaN included."""
-    if one.layout is not torch.strided or one.is_quantized or one.is_nested:
-        return bool(torch.equal(one.to_dense() if one.is_sparse else one, other.to_dense() if other.is_sparse else other))
-    one, other = one.detach().resolve_conj().resolve_neg(), other.detach().resolve_conj().resolve_neg()
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    same = one == other
-    return bool((same | ((one != one) & (other != other))).all())
 
 
 @define(eq=False)
@@ -132,7 +122,13 @@ class Memory:
             if isinstance(source, SourceRecord) and type(known := self.live.get(id(source.tensor))) is Handle:
                 tensor = source.tensor
                 if tensor is not base.root and storage_key(tensor) == key:
+                    self.recording.aliased |= source.kind == "input" or self.is_input(base)
                     self.look(tensor, base, (geometry_step(tensor, base),), known)
+
+    def is_input(self, base: Base) -> bool:
+        """Is this the memory of an input?"""
+        sources = (source for source in self.recording.records if isinstance(source, SourceRecord))
+        return any(source.kind == "input" and source.tensor is base.root for source in sources)
 
     def base_at(self, key: int | None, among: Iterable[torch.Tensor] = ()) -> Base | None:
         """The base with this storage; tensors that may look at it are asked first."""
@@ -255,11 +251,11 @@ class Memory:
         view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
         return view.requires_grad_() if tensor.requires_grad else view  # the flag chooses kernels in a replay
 
-    def wrote(self, base: Base, handle: Handle) -> None:
-        """The base holds a new value."""
+    def wrote(self, base: Base, handle: Handle, counted: bool = True) -> None:
+        """The base holds a new value. Beneath autograd torch counts the write only later: then its counter tells nothing."""
         base.version += 1
         base.handle = handle
-        base.counter = version_of(base.root)
+        base.counter = version_of(base.root) if counted and base.counter is not None else None
         base.derived.clear()
         base.held.append(handle)
         if base.exposed is not None:
@@ -317,7 +313,9 @@ class Memory:
             if type(known) is Handle:
                 if version_of(values[known]) != versions[known]:
                     found.append((values[known], known))
-            elif isinstance(known, Entry) and known.tensor is known.base.root and version_of(known.tensor) != known.base.counter:
+            elif isinstance(known, Entry) and known.tensor is known.base.root and known.base.counter is not None:
+                if version_of(known.tensor) == known.base.counter:
+                    continue
                 found.append((known.tensor, known.base.handle))
         return found
 

@@ -23,7 +23,7 @@ from .._core.node import Generator
 from .._core.pure import Derived, Hole, Nth, alias, blank, clear, copied, hooked, mutate, resized
 from .._core.target import Target
 from .._core.trees import ATOMS, Branch, freeze, freeze_deep
-from ..errors import CaptureError, UnannouncedWrite, UnknownOrigin
+from ..errors import CaptureError, ReplaylensError, UnannouncedWrite, UnknownOrigin
 from .builder import CallRecord, GuardRecord, Handle, Recording, ScopeRecord, Site, SourceRecord, is_torch_code, user_line, version_of
 from .origins import Origins, is_older
 from .randomness import Draws, is_idle
@@ -37,6 +37,8 @@ _peek = torch._C._functorch.peek_interpreter_stack
 _grad_enabled = torch.is_grad_enabled
 _inference = torch.is_inference_mode_enabled
 _autocast = torch._C._is_any_autocast_enabled
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_saved_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _push = torch._C._push_on_torch_function_stack
 _pop = torch._C._pop_torch_function_stack
 _frame = sys._getframe
@@ -44,7 +46,7 @@ _rules: dict[Any, Rule] = {}
 _Tensor, _Parameter = torch.Tensor, nn.Parameter
 
 
-class NeedsDeepLook(Exception):
+class NeedsDeepLook(BaseException):
     """A tensor was born in the forward, and the function layer did not see how. Look again at every ATen call."""
 
 
@@ -66,9 +68,11 @@ class Tracer(TorchFunctionMode):
         self.watch: AtenWatch | None = AtenWatch(self) if deep else None
         self.deep = deep
         self.in_leaf = 0
+        self.refused: BaseException | None = None
         self.functorch = False
         self.differentiating = False  # inside torch.func.grad and its kin
         self.exposed = False
+        self.outer_modes = _dispatch_modes()
         self.contexts: dict[Any, Any] = {}
         self.grad_mode = _grad_enabled()  # as the model set it; beneath a script it is another
         self.in_aten = False
@@ -82,16 +86,28 @@ class Tracer(TorchFunctionMode):
         how = rule.how
         if how is How.PASS:
             return func(*args, **kwargs) if kwargs else func(*args)
-        if _peek() is not None or forward_ad._current_level >= 0:
-            return self._in_functorch(func, args, kwargs or {})
-        if self.functorch:
-            self._leave_functorch()
-        if self.watch is not None:
+        try:
+            if _peek() is not None or forward_ad._current_level >= 0:
+                return self._in_functorch(func, args, kwargs or {})
+            if self.functorch and (self.watch is None or not self.watch.handling):
+                self._leave_functorch()
+            if self.watch is not None:
+                return self._watched_call(rule, func, args, kwargs or {})
+            if how is How.FRESH and not kwargs:
+                return self._fresh(rule, func, args)
+            return self._open_or_call(rule, func, args, kwargs or {})
+        except (ReplaylensError, NeedsDeepLook) as refusal:
+            self.refused = self.refused or refusal  # the model may swallow it: capture raises it again
+            raise
+
+    def _watched_call(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call while a dispatch mode is on. An ATen call that is seen here comes from a script or a hidden stretch."""
+        outer, self.in_aten = self.in_aten, isinstance(func, torch._ops.OpOverload)
+        try:
             with self.at_work():
-                return self._open_or_call(rule, func, args, kwargs or {})
-        if how is How.FRESH and not kwargs:
-            return self._fresh(rule, func, args)
-        return self._open_or_call(rule, func, args, kwargs or {})
+                return self._open_or_call(rule, func, args, kwargs)
+        finally:
+            self.in_aten = outer
 
     def _open_or_call(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         if rule.how is How.OPEN and func not in self.opened:
@@ -176,9 +192,11 @@ class Tracer(TorchFunctionMode):
         if rule.is_undefined:
             self._run(clear, (out,), {})
             reads = [Target.of(func), *reads]
-        out = self._own_name(rule, out, tensors)
-        if out is None:
-            return tensors[0]
+        if isinstance(out, torch.Tensor) and any(out is tensor for tensor in tensors):
+            own = self._own_name(rule, out)
+            if own is None:
+                return out
+            out = own
         returns = self._results(out, func, args, kwargs, tensors)
         if returns is None:
             return out
@@ -192,16 +210,17 @@ class Tracer(TorchFunctionMode):
         """The call itself."""
         return func(*args, **kwargs)
 
-    def _own_name(self, rule: Rule, out: Any, tensors: list[torch.Tensor]) -> Any:
-        """A call that gave its argument back gives an alias of it. None: it stays the argument, and is no node."""
-        if not isinstance(out, torch.Tensor) or not any(out is tensor for tensor in tensors):
-            return out
-        if type(out) is not torch.Tensor or (out.requires_grad and not _grad_enabled() and self.recording.ambient[0]):
+    def _own_name(self, rule: Rule, out: torch.Tensor) -> torch.Tensor | None:
+        """Dropout in evaluation gives its argument back: an alias of it, so that its value has a name of its own.
+
+        None for calls like `contiguous`: they stay the argument, and are no node. A model may ask `x.to(...) is x`.
+        """
+        if not rule.is_identity or type(out) is not torch.Tensor:
             return None
-        if not out.requires_grad and out.is_leaf and id(out) not in self.memory.live:
-            return None
+        if out.requires_grad and not _grad_enabled() and self.recording.ambient[0]:
+            return None  # a view made here could not be written later, where gradients are on again
         try:
-            return torch.ops.aten.alias.default(out)
+            return torch.ops.aten.alias.default(out)  # type: ignore[no-any-return]
         except (RuntimeError, NotImplementedError):
             return None
 
@@ -297,6 +316,8 @@ class Tracer(TorchFunctionMode):
         """What a tensor is that no recorded call made; see origins.py."""
         running = self.recording.scopes[self.scope].module if self.scope >= 0 else None
         state = self.origins.state(tensor, running)
+        if state is not None and not self.origins.was_there(tensor):
+            state = None  # assigned in the forward: it is what it was made from
         base = self.memory.base_anywhere(tensor) if state is None or self._wrote_sources() else None
         if base is not None:
             return self._alias_without_call(tensor, base)
@@ -320,10 +341,15 @@ class Tracer(TorchFunctionMode):
 
     def _alias_without_call(self, tensor: torch.Tensor, base: Base) -> Handle:
         """`nn.Parameter(x)`, `x.as_subclass(...)`: a new object over known memory."""
-        step = step_tree(torch.Tensor.detach, (Hole.HERE,), None, (), _grad_enabled())
-        root = base.root
-        same = (tensor.shape, tensor.stride(), tensor.storage_offset()) == (root.shape, root.stride(), root.storage_offset())
-        steps = () if same and tensor.grad_fn is not None else (step,) if same else (geometry_step(tensor, base), step)
+        root, plain = base.root, (torch.Tensor, nn.Parameter)
+        self.recording.aliased |= base.version > 0 and self.memory.is_input(base)
+        steps: tuple[Any, ...] = ()
+        if (tensor.shape, tensor.stride(), tensor.storage_offset()) != (root.shape, root.stride(), root.storage_offset()):
+            steps = (geometry_step(tensor, base),)
+        if isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad) or root.requires_grad > tensor.requires_grad:
+            steps = (*steps, step_tree(torch.Tensor.detach, (Hole.HERE,), None, (), _grad_enabled()))
+        if type(tensor) is not type(root) and (type(tensor) not in plain or type(root) not in plain):
+            steps = (*steps, step_tree(torch.Tensor.as_subclass, (Hole.HERE, type(tensor)), None, (), _grad_enabled()))
         handle = base.handle
         self.memory.look(tensor, base, steps, handle)
         if steps:
@@ -358,6 +384,11 @@ class Tracer(TorchFunctionMode):
 
     def _context(self) -> Any:
         key = (self.grad_mode if self.in_aten and not self.functorch else _grad_enabled(), _inference(), _autocast())
+        watching = self.watch is not None and self.watch.entered and not self.watch.handling
+        if _dispatch_modes() != self.outer_modes + watching:
+            raise CaptureError(f"a dispatch mode of the model's own is on; what it does cannot be seen.{self._where()}")
+        if key[0] and (hooks := _saved_hooks(False)) is not None and not hooks[0].__module__.startswith("torch."):
+            self.recording.one_way.append("saved_tensors_hooks")
         if not key[2]:
             return self.contexts.setdefault(key, (key[0], key[1], ()))
         modes = []
@@ -479,7 +510,7 @@ class Tracer(TorchFunctionMode):
         function, reads, named = record
         keep, memory = self.recording.keep, self.memory
         for base in bases:
-            memory.wrote(base, keep(base.root))
+            memory.wrote(base, keep(base.root), not self.in_aten)
         whole = tuple([base.handle for base in bases])
         views = []
         for target, entry in zip(targets, entries, strict=True):
@@ -660,6 +691,13 @@ class Tracer(TorchFunctionMode):
         self._append(copied, Rule(How.LEAF, "clone"), [source], {}, handle, self._site(), None, False)
         return result
 
+    def _special_lift(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
+        """`torch.Tensor([1, 2])`: numbers of Python become a tensor. What they were read from is guarded."""
+        result = func(*args, **kwargs)
+        if self.memory.read(result) is None:
+            self.source("constant", result, "made from Python numbers")
+        return result
+
     def _special_expose(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         return self._expose(rule, func, args, kwargs)
 
@@ -786,7 +824,7 @@ class Tracer(TorchFunctionMode):
         return apply_call(self, kind, call, args, kwargs)
 
 
-_IDENTITY = Rule(How.LEAF, "identity")
+_IDENTITY = Rule(How.LEAF, "identity", is_identity=True)
 _opened: dict[Any, Callable[..., Any]] = {}
 _globals: dict[int, dict[str, Any]] = {}
 

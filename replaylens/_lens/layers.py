@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Node, Ref, Source
@@ -27,6 +27,7 @@ class Place:
     label: str
     node: str
     output: Ref | None = None
+    part: Ref | None = None  # of several values that the node gives, the one that a module's address means
 
 
 @frozen(eq=False, repr=False)
@@ -62,7 +63,7 @@ class Layer:
     @property
     def value(self) -> Any:
         """The tensor that it gave when the program was recorded (a tuple of tensors, where it gives several)."""
-        return self._read(self._place.output, self._place.node)
+        return self._read(self._place.output or self._place.part, self._place.node)
 
     @property
     def module(self) -> str | None:
@@ -102,7 +103,7 @@ class Layer:
         node = self.node
         if not isinstance(node, Call):
             return node.meaning.shape
-        wanted = self._place.output or node.result or node.returns
+        wanted = self._place.output or self._place.part or node.result or node.returns
         refs = [leaf for leaf in leaves(node.returns) if type(leaf) is Ref]
         return node.meaning[refs.index(wanted)].shape if wanted in refs else None
 
@@ -199,6 +200,8 @@ class Atlas:
             refs = [leaf for leaf in leaves(tree) if type(leaf) is Ref]
             if scope is not None and refs:
                 place = self.by_label[refs[0].node]
+                if type(tree) is Ref and tree.path and tree != getattr(self.graph[tree.node], "result", None):
+                    place = evolve(place, part=tree)
                 found[str(scope)] = place
                 found[scope.address] = place
         return found

@@ -7,20 +7,19 @@ differentiated again, vmapped and patched like any other value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from attrs import evolve
 
 from .._core.graph import Graph
 from .._core.node import Ref
-from .._core.trees import leaves
-from .interpreter import Mode, compile_plan, interpret, preserved_generators
+from .._core.trees import leaves, remake
+from .interpreter import Mode, Patches, compile_plan, interpret, preserved_generators
 from .plan import plan
 
 Tensors = tuple[torch.Tensor, ...]
-Patches = Mapping[int, Callable[..., Any]]
 
 
 def differentiate(
@@ -48,7 +47,7 @@ def differentiate(
 def _run(graph: Graph, starts: Tensors, others: Tensors, states: dict[str, torch.Tensor], patches: Patches) -> tuple[Any, Any]:
     given = len(starts) + len(others)
     wanted = [graph.positions[ref.node] for ref in graph.output_refs]
-    changes = {given + number: patch for number, patch in patches.items()}
+    changes = {given + number: _renamed(graph, given + number, patch) for number, patch in patches.items()}
     made = plan(graph, wanted, frozenset(range(given)), tuple(changes), keep=wanted)
     code = compile_plan(graph, made, states, Mode(), changes, lambda ref: starts[0])
     env = list(code.template)
@@ -57,6 +56,12 @@ def _run(graph: Graph, starts: Tensors, others: Tensors, states: dict[str, torch
         interpret(code, env)
     read = [env[code.slots[leaf]] for leaf in leaves(graph.output[0]) if type(leaf) is Ref]
     return read, [env[code.slots[leaf]] for leaf in leaves(graph.output[1]) if type(leaf) is Ref]
+
+
+def _renamed(graph: Graph, position: int, patch: Any) -> Any:
+    """The patch for the node of the stretch that stands for a node of the program."""
+    name = graph.nodes[position].name
+    return tuple([(remake(tree, lambda leaf: evolve(leaf, node=name) if type(leaf) is Ref else leaf), fn) for tree, fn in patch])
 
 
 def _by_transform(graph: Graph, starts: Tensors, others: Tensors, cotangents: Any, states: dict[str, torch.Tensor], patches: Patches) -> Any:

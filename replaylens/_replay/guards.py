@@ -36,6 +36,16 @@ def same_result(one: Any, other: Any) -> bool:
     return bool(repr(one) == repr(other)) if isinstance(one, (float, complex)) else bool(one == other)
 
 
+def same_content(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit for bit the same, NaN included."""
+    if one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:
+        return False
+    if one.layout is not torch.strided or one.is_quantized:
+        one, other = (one.dequantize(), other.dequantize()) if one.is_quantized else (one.to_dense(), other.to_dense())
+    one, other = one.detach(), other.detach()
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
 def guard_departure(guard: Guard, result: Any) -> Departure | None:
     """For a guard whose result is plain: does the model read something else now?"""
     if same_result(guard.result, result):
@@ -45,10 +55,8 @@ def guard_departure(guard: Guard, result: Any) -> Departure | None:
 
 def content_departure(guard: Guard, recorded: torch.Tensor, new: torch.Tensor) -> Departure | None:
     """For a guard on content that left torch as a whole."""
-    if recorded.shape == new.shape and recorded.dtype == new.dtype:
-        one, other = recorded.detach(), new.detach()
-        if bool(((one == other) | ((one != one) & (other != other))).all()):
-            return None
+    if same_content(recorded, new):
+        return None
     return Departure(f"the content that `{_words(guard)}` took out of torch", _brief(recorded), _brief(new), guard.source)
 
 

@@ -6,7 +6,7 @@ taken before: what to run, what to supply, what to forget. A step reads its argu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from operator import itemgetter
@@ -22,6 +22,7 @@ from .guards import Departure, content_departure, guard_departure, shape_departu
 from .plan import Plan
 
 Env = list[Any]
+Patches = Mapping[int, tuple[tuple[Any, Callable[..., Any]], ...]]  # position -> (which of its values, new from old)
 
 
 @frozen(eq=False)
@@ -89,7 +90,7 @@ def _part(value: Any, path: tuple[int, ...]) -> Any:
     return value
 
 
-def compile_plan(graph: Graph, plan: Plan, states: dict[str, torch.Tensor], mode: Mode, patches: dict[int, Callable[..., Any]],
+def compile_plan(graph: Graph, plan: Plan, states: dict[str, torch.Tensor], mode: Mode, patches: Patches,
                  recorded: Callable[[Ref], torch.Tensor]) -> Code:
     """Steps for a plan. Patches are steps like others: they read a slot and write it."""
     layout = _Layout(graph)
@@ -105,17 +106,17 @@ def compile_plan(graph: Graph, plan: Plan, states: dict[str, torch.Tensor], mode
             break
         node = graph.nodes[position]
         dead = dying.get(position, ())
-        patch = patches.get(position) if position in plan.patch else None
+        patch = patches.get(position, ()) if position in plan.patch else ()
         if position in run:
             assert isinstance(node, Call)
-            here = () if patch is not None else dead
+            here = () if patch else dead
             step = _call_step(node, layout, states, mode, here)
             if inside := _patches_inside(graph, node, patches):
                 step = evolve(step, call=partial(step.call, patches=inside))
             made.append((_context(node.context, graph.ambient, mode), step))
-        if patch is not None:
+        for number, (tree, change) in enumerate(patch):
             context = _context(node.context if isinstance(node, Call) else graph.ambient, graph.ambient, mode)
-            made.append((context, _patch_step(node, position, layout, patch, dead)))
+            made.append((context, _patch_step(node, layout, tree, change, dead if number + 1 == len(patch) else ())))
     draws = not mode.fresh and any(graph.nodes[p].draws is not None for p in plan.run)  # type: ignore[union-attr]
     executed = tuple([graph.nodes[p].name for p in plan.run])
     return Code(tuple(layout.template), _stretches(made), layout.slots, executed, draws)
@@ -124,7 +125,7 @@ def compile_plan(graph: Graph, plan: Plan, states: dict[str, torch.Tensor], mode
 NO_MODES = Context()
 
 
-def _patches_inside(graph: Graph, node: Call, patches: dict[int, Callable[..., Any]]) -> dict[int, Callable[..., Any]]:
+def _patches_inside(graph: Graph, node: Call, patches: Patches) -> Patches:
     """Patches at nodes that a call runs again itself, by their number among them."""
     positions = [graph.positions[name] for name in node.through]
     return {number: patches[position] for number, position in enumerate(positions) if position in patches}
@@ -283,19 +284,16 @@ def _guard_step(guard: Any, layout: _Layout, mode: Mode, recorded: Callable[[Ref
     return Step("a guard", read, ask, scratch, (), ())
 
 
-def _patch_step(node: Any, position: int, layout: _Layout, patch: Callable[..., Any], dead: tuple[int, ...]) -> Step:
-    """A patch reads the value of a node as the model saw it, and puts another in its place."""
-    tree = (node.result if node.result is not None else node.returns) if isinstance(node, Call) else Ref(node.name)
-    refs = list(dict.fromkeys(leaf for leaf in leaves(tree) if type(leaf) is Ref))
-    if tree == Ref(node.name):
-        return Step(node.name, lambda env: (env[position],), patch, position, (), dead)
+def _patch_step(node: Any, layout: _Layout, tree: Any, patch: Callable[..., Any], dead: tuple[int, ...]) -> Step:
+    """A patch reads values of a node as the model saw them, and puts others in their place."""
+    if type(tree) is Ref:
+        slot = layout.slots[tree]
+        return Step(node.name, lambda env: (env[slot],), patch, slot, (), dead)
     scratch = layout.literal(None)
 
     def read(env: Env) -> Any:
         return (thaw(tree, lambda leaf: env[layout.slots[leaf]] if type(leaf) is Ref else leaf),)
 
-    if len(refs) == 1 and tree == refs[0]:
-        return Step(node.name, read, patch, layout.slots[refs[0]], (), dead)
     parts = tuple([(path, layout.slots[ref]) for path, ref in _paths(tree)])
     return Step(node.name, read, patch, scratch, parts, dead)
 

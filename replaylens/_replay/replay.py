@@ -6,11 +6,11 @@ here the request is translated into positions and values, and the result read ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Ref, State, TensorMeaning
@@ -18,7 +18,7 @@ from .._core.text import listing
 from .._core.trees import freeze_deep, leaves, paths, thaw
 from ..errors import InputMismatch, NotDifferentiable, ReplaylensError, ShapeMismatch, StaleValue
 from .function import as_function
-from .guards import Departure, diverged
+from .guards import Departure, diverged, same_content
 from .interpreter import Code, Mode, compile_plan, interpret, preserved_generators
 from .plan import plan
 from .run import Run
@@ -44,14 +44,30 @@ class Record:
 
 
 @frozen(eq=False)
+class Change:
+    """A new value from the old one. `follows`: it depends on the old one, so that gradients go through it."""
+
+    make: Callable[[Any], Any]
+    follows: bool
+    tree: Any  # the Ref, or tree of Refs, that it is for
+
+    @property
+    def ref(self) -> Ref | None:
+        return self.tree if type(self.tree) is Ref else None
+
+    def __call__(self, value: Any) -> Any:
+        return self.make(value)
+
+
+@frozen(eq=False)
 class Request:
     """What a replay is asked for, in positions and tensors."""
 
-    changed: dict[int, Callable[..., Any]] = field(factory=dict)  # node -> its new value from its old
+    changed: dict[int, tuple[Change, ...]] = field(factory=dict)  # node -> its new value from its old
     given: dict[int, torch.Tensor] = field(factory=dict)  # inputs and state with another value
     start: tuple[int, ...] = ()
     to: int | None = None
-    ends: dict[Ref, Callable[..., Any]] = field(factory=dict)  # outputs with another value
+    ends: dict[Ref, Change] = field(factory=dict)  # outputs with another value
     keep: frozenset[int] = frozenset()
     grad: bool = False
     fresh: bool = False
@@ -76,14 +92,13 @@ def replay(record: Record, request: Request, resolve: Callable[[Any], At]) -> Ru
         departures.append(departure)
 
     graph = record.graph
+    request = _without_idle(record, request)
     mode = Mode(request.grad, request.fresh, departed)
     wanted = _wanted(graph, request)
     code, needed = _compiled(record, request, wanted, mode)
     _require_differentiable(record, request)
-    for position in request.changed:
-        node = graph.nodes[position]
-        if isinstance(node, Call) and node.is_differentiated:
-            departed(Departure(f"the gradient that the model takes through {node.name}", "of the recorded value", "of a patch", node.source))
+    for departure in _misdirected(graph, request):
+        departed(departure)
     env = list(code.template)
     for ref, slot in needed:
         env[slot] = _supply(record, request, ref)
@@ -93,25 +108,26 @@ def replay(record: Record, request: Request, resolve: Callable[[Any], At]) -> Ru
 
     finish = _same if request.grad else _detached_leaf
 
-    def lookup(position: int, output: Ref | None = None) -> Any:
-        node = graph.nodes[position]
-        if output is not None and output in ended:
-            return ended[output]
-        tree = output if output is not None else _result(node)
+    def lookup(at: At) -> Any:
+        position, node = at.position, graph.nodes[at.position]
+        if at.output is not None and at.output in ended:
+            return ended[at.output]
+        tree = at.output or at.part or _result(node)
         refs = [leaf for leaf in leaves(tree) if type(leaf) is Ref]
-        if position in kept or position in request.given:
+        if position in kept and all(env[code.slots[ref]] is not None for ref in refs):
             return thaw(tree, get)
+        if position in request.given and position not in request.changed:
+            return request.given[position]
         ran = node.name in code.executed or position in request.changed
         if not ran and all(ref in record.values for ref in refs) and not request.grad:
             return thaw(tree, lambda leaf: detached(record.value(leaf)) if type(leaf) is Ref else leaf)
         if request.fresh:
             raise ReplaylensError(f"{node.name} was not kept, and fresh draws cannot be repeated. Pass keep=[{node.name!r}].")
         again = replay(record, _only(request, position), resolve)
-        return again[At(position, output)]
+        return again[at]
 
     def by_name(name: Any) -> Any:
-        at = name if isinstance(name, At) else resolve(name)
-        return lookup(at.position, at.output)
+        return lookup(name if isinstance(name, At) else resolve(name))
 
     def get(leaf: Any) -> Any:
         return finish(env[code.slots[leaf]]) if type(leaf) is Ref else leaf
@@ -132,6 +148,36 @@ class At:
 
     position: int
     output: Ref | None = None
+    part: Ref | None = None  # one of several values that the node gives
+
+
+def _misdirected(graph: Graph, request: Request) -> Iterator[Departure]:
+    """Patches through which the model takes gradients in a way that they cannot take part in."""
+    for position, changes in request.changed.items():
+        node = graph.nodes[position]
+        constant = not all(change.follows for change in changes) and bool(_rerun_by(graph, node.name))
+        if isinstance(node, Call) and (node.is_differentiated or constant):
+            yield Departure(f"the gradient that the model takes through {node.name}", "of the recorded value", "of a patch", node.source)
+
+
+def _without_idle(record: Record, request: Request) -> Request:
+    """Without constants that are what was recorded anyway, where a gradient goes through the place that they would cut."""
+    graph, idle = record.graph, []
+    for position, changes in request.changed.items():
+        node = graph.nodes[position]
+        if all(not change.follows for change in changes) and _rerun_by(graph, node.name) and len(changes) == 1:
+            ref, value = changes[0].ref, changes[0].make(None)
+            if ref is not None and isinstance(value, torch.Tensor) and same_content(record.value(ref), value):
+                idle.append(position)
+    if not idle:
+        return request
+    changed = {position: changes for position, changes in request.changed.items() if position not in idle}
+    return evolve(request, changed=changed, start=(*request.start, *idle))
+
+
+def _rerun_by(graph: Graph, name: str) -> list[str]:
+    """The calls that take a gradient through a node by running it again."""
+    return [call.name for call in graph.calls if name in call.through]
 
 
 def _same(value: Any) -> Any:
@@ -143,8 +189,6 @@ def _detached_leaf(value: Any) -> Any:
 
 
 def _only(request: Request, position: int) -> Request:
-    from attrs import evolve
-
     return evolve(request, to=position, ends={}, keep=frozenset(), whole=False, on_divergence="ignore")
 
 
@@ -158,7 +202,8 @@ def _compiled(record: Record, request: Request, wanted: frozenset[int], mode: Mo
     """The compiled plan for this kind of request. Patches and `departed` are looked up when it runs, so that it is cached."""
     graph = record.graph
     changed = frozenset((*request.changed, *request.given, *request.start))
-    key = (changed, frozenset(request.given), frozenset(request.changed), wanted, request.keep, request.grad, request.fresh, request.whole, request.to)
+    trees = tuple([(p, tuple([change.tree for change in changes])) for p, changes in sorted(request.changed.items())])
+    key = (changed, frozenset(request.given), trees, wanted, request.keep, request.grad, request.fresh, request.whole, request.to)
     entry = record.plans.get(key)
     if entry is None:
         known = _known(record, request)
@@ -172,10 +217,8 @@ def _compiled(record: Record, request: Request, wanted: frozenset[int], mode: Mo
             keep=request.keep,
             until=request.to,
         )
-        if request.fresh:
-            made = _with_draws(graph, made)
         box: dict[str, Any] = {}
-        patches = {position: _boxed(box, position) for position in request.changed}
+        patches = {p: tuple([(c.tree, _boxed(box, p, n)) for n, c in enumerate(changes)]) for p, changes in request.changed.items()}
         boxed_mode = Mode(mode.grad, mode.fresh, lambda departure: box["departed"](departure))
         code = compile_plan(graph, made, record.draws, boxed_mode, patches, lambda ref: record.value(ref))
         needed = [(ref, code.slots[ref]) for position in made.supply for ref in _refs_of(graph.nodes[position])]
@@ -188,12 +231,8 @@ def _compiled(record: Record, request: Request, wanted: frozenset[int], mode: Mo
     return code, needed
 
 
-def _with_draws(graph: Graph, made: Any) -> Any:
-    return made
-
-
-def _boxed(box: dict[str, Any], position: int) -> Callable[..., Any]:
-    return lambda value: box["patches"][position](value)
+def _boxed(box: dict[str, Any], position: int, number: int) -> Callable[..., Any]:
+    return lambda value: box["patches"][position][number](value)
 
 
 def _known(record: Record, request: Request) -> bytearray:
@@ -283,6 +322,11 @@ def _require_differentiable(record: Record, request: Request) -> None:
 
 def new_inputs(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, torch.Tensor]:
     """The tensors of new inputs, by the position of the Input that each stands for."""
+    if graph.shares_inputs:
+        raise InputMismatch(
+            "when this program was recorded, an input shared its memory with another input or with a buffer, and was written. "
+            "Other inputs do not share it in this way: capture again with them."
+        )
     tensors: list[torch.Tensor] = []
 
     def leaf(tensor: torch.Tensor) -> _Given:
@@ -384,21 +428,23 @@ def new_state(graph: Graph, state: dict[str, torch.Tensor], nearest: Callable[[s
     return found
 
 
-def as_patch(graph: Graph, at: At, patch: Any) -> Callable[..., Any]:
+def as_patch(graph: Graph, at: At, patch: Any) -> Change:
     """A tensor or a callable as a function from a node's value to its new value, with the result's meaning required."""
     node = graph.nodes[at.position]
-    tree = at.output if at.output is not None else _result(node)
+    tree = at.output or at.part or _result(node)
     meanings = _meanings(node)
 
+    follows = callable(patch) and not isinstance(patch, torch.Tensor)
+
     def change(value: Any) -> Any:
-        if callable(patch) and not isinstance(patch, torch.Tensor):
+        if follows:
             safe = freeze_deep(value, lambda tensor: tensor.clone())
             new = patch(thaw(safe, lambda leaf: leaf))
         else:
             new = patch
         return _checked(graph, node, tree, meanings, value, new)
 
-    return change
+    return Change(change, follows, tree)
 
 
 def _meanings(node: Any) -> dict[Ref, TensorMeaning]:
@@ -485,7 +531,3 @@ def _stale_text(graph: Graph, ref: Ref) -> str:
         f"{what} was overwritten since the capture, by an optimizer's step or an operation in place.\n"
         "`prog = prog.refresh()` runs the program again on what is there now; `state={...}` gives other parameters to one replay."
     )
-
-
-def positions_of(graph: Graph, names: Iterable[str]) -> list[int]:
-    return [graph.positions[name] for name in names]
