@@ -291,10 +291,10 @@ def apply_call(tracer: Tracer, kind: type, call: Callable[..., Any], args: Any, 
         draws = tracer.draws.before((), {})
     recording, memory, site = tracer.recording, tracer.memory, tracer._site()
     mark = (len(recording.records), len(recording.guards), len(recording.values))
-    versions = [(base, base.version) for base in memory.bases.values()]
+    writes = len(memory.written)
     out = call(*args, **kwargs)
     own = {int(h) for h in leaves((*reads, *named.values())) if type(h) is Handle}
-    wrote = any(base.version != version for base, version in versions)
+    wrote = any(first < mark[2] for first in memory.written[writes:])
     if wrote or not _is_closed(recording, mark[0], mark[2], own) or not _is_plain(args, kwargs):
         if any(isinstance(t, torch.Tensor) and t.is_floating_point() for t in args):
             recording.one_way.append(kind.__name__)

@@ -92,6 +92,7 @@ INPLACE_OPERATORS = frozenset(
     """__iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__ __ilshift__
     __irshift__ __setitem__ __idiv__ __imatmul__""".split()
 )
+STATISTICS = frozenset("batch_norm native_batch_norm _native_batch_norm_legit _batch_norm_impl_index instance_norm".split())
 DYNAMIC = frozenset(
     """nonzero argwhere masked_select unique unique_consecutive _unique2 unique_dim bincount repeat_interleave combinations
     one_hot nonzero_static _unique histogramdd tensor_split narrow_copy triu_indices""".split()
@@ -193,7 +194,8 @@ def _operator_rule(function: Any) -> Rule:
         return Rule(How.PASS)
     if name in ("item", "_local_scalar_dense", "equal", "is_nonzero", "allclose"):
         return Rule(How.ESCAPE, kind_of(name))
-    writes = _writes_by_schema(overloads) if any(o._schema.is_mutable for o in overloads) else None
+    silent = _writes_by_name(name) if name in STATISTICS else None
+    writes = _writes_by_schema(overloads) if any(o._schema.is_mutable for o in overloads) else silent
     if torch.Tag.inplace_view in tags:
         return Rule(How.LEAF, kind_of(name), writes=_first_tensors, reshapes=True)
     seeded = torch.Tag.nondeterministic_seeded in tags
@@ -220,7 +222,7 @@ def _writes_by_schema(overloads: list[Any]) -> Callable[..., list[torch.Tensor]]
 
 
 def _writes_by_name(name: str) -> Callable[..., list[torch.Tensor]] | None:
-    if name in ("batch_norm", "native_batch_norm", "_native_batch_norm_legit", "_batch_norm_impl_index", "instance_norm"):
+    if name in STATISTICS:
         return _writes_statistics
     if name in ("rrelu_with_noise", "rrelu_with_noise_"):
         return lambda args, kwargs: [*(args[:1] if name.endswith("_") else ()), args[1]]

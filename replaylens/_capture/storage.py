@@ -30,6 +30,7 @@ class Base:
 
     root: torch.Tensor  # looks at all of it that the program knows
     handle: Handle
+    first: Handle
     version: int = 0
     counter: int | None = 0  # torch's own write counter after the last write that was announced
     held: list[Handle] = field(factory=list)  # recorded values that live in this memory
@@ -62,6 +63,7 @@ class Memory:
 
     recording: Recording
     live: dict[int, Handle | Entry] = field(factory=dict)
+    written: list[Handle] = field(factory=list)  # the first values of bases, once for each write
     bases: dict[int, Base] = field(factory=dict)
     keep_alive: list[Any] = field(factory=list)
 
@@ -108,7 +110,7 @@ class Memory:
         known = self.live[id(tensor)]
         if isinstance(known, Entry):
             return known
-        base = Base(tensor, known, counter=version_of(tensor), held=[known])
+        base = Base(tensor, known, known, counter=version_of(tensor), held=[known])
         if (key := storage_key(tensor)) is not None:
             self.bases[key] = base
         made = self.live[id(tensor)] = Entry(tensor, base, (), known, 0)
@@ -253,6 +255,7 @@ class Memory:
 
     def wrote(self, base: Base, handle: Handle, counted: bool = True) -> None:
         """The base holds a new value. Beneath autograd torch counts the write only later: then its counter tells nothing."""
+        self.written.append(base.first)
         base.version += 1
         base.handle = handle
         base.counter = version_of(base.root) if counted and base.counter is not None else None

@@ -39,6 +39,7 @@ _inference = torch.is_inference_mode_enabled
 _autocast = torch._C._is_any_autocast_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _saved_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_aten_detach = torch.ops.aten.detach.default
 _push = torch._C._push_on_torch_function_stack
 _pop = torch._C._pop_torch_function_stack
 _frame = sys._getframe
@@ -68,6 +69,7 @@ class Tracer(TorchFunctionMode):
         self.watch: AtenWatch | None = AtenWatch(self) if deep else None
         self.deep = deep
         self.in_leaf = 0
+        self.script_is_open = False  # inside a script that stops no gradients itself
         self.refused: BaseException | None = None
         self.functorch = False
         self.differentiating = False  # inside torch.func.grad and its kin
@@ -105,9 +107,19 @@ class Tracer(TorchFunctionMode):
         outer, self.in_aten = self.in_aten, isinstance(func, torch._ops.OpOverload)
         try:
             with self.at_work():
+                if func is _aten_detach and not self.functorch:
+                    return self._script_detach(rule, func, args)
                 return self._open_or_call(rule, func, args, kwargs)
         finally:
             self.in_aten = outer
+
+    def _script_detach(self, rule: Rule, func: Any, args: Any) -> Any:
+        """The executor of scripts detaches what goes into and out of its own gradients: that is no stop of the model's."""
+        if self.script_is_open:
+            return self._leaf(rule, func, args, {}, stands_for=alias)
+        if self.grad_mode and args[0].requires_grad:
+            self.recording.one_way.append("a scripted function")
+        return self._leaf(rule, func, args, {})
 
     def _open_or_call(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         if rule.how is How.OPEN and func not in self.opened:
@@ -181,7 +193,7 @@ class Tracer(TorchFunctionMode):
         )
         return out
 
-    def _leaf(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
+    def _leaf(self, rule: Rule, func: Any, args: Any, kwargs: Any, stands_for: Any = None) -> Any:
         """One operation that does not write: its output may be a view, it may draw, its shape may depend on content."""
         reads, named = self._read_all(args, kwargs)
         site = self._site()
@@ -197,6 +209,7 @@ class Tracer(TorchFunctionMode):
             if own is None:
                 return out
             out = own
+        func = stands_for or func
         returns = self._results(out, func, args, kwargs, tensors)
         if returns is None:
             return out
@@ -546,7 +559,8 @@ class Tracer(TorchFunctionMode):
             items = [Generator(key) if k == "generator" else v for k, v in zip(reads[3].keys, reads[3].items, strict=True)]
             reads[3] = Branch(dict, tuple(items), reads[3].keys)
         returns = (results, tuple(views), whole)
-        record = CallRecord(mutate, rule.kind, reads, {}, returns, self._context(), self.scope, site, key, False, result)
+        context, inside = self._context(), self.differentiating
+        record = CallRecord(mutate, rule.kind, reads, {}, returns, context, self.scope, site, key, False, result, (), inside)
         self.recording.records.append(record)
 
     def _resized(self, rule: Rule, func: Any, args: Any, kwargs: Any, targets: Any, out: Any, site: Any) -> Any:
@@ -780,7 +794,11 @@ class Tracer(TorchFunctionMode):
         records = len(recording.records)
         try:
             if isinstance(module, torch.jit.ScriptModule):
-                out = watched(self, call, (module, *args), kwargs)
+                outer_script, self.script_is_open = self.script_is_open, "aten::detach" not in str(module.inlined_graph)
+                try:
+                    out = watched(self, call, (module, *args), kwargs)
+                finally:
+                    self.script_is_open = outer_script
             else:
                 out = call(module, *args, **kwargs)
             did_nothing = len(recording.records) == records
