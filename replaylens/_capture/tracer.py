@@ -343,6 +343,8 @@ class Tracer(TorchFunctionMode):
             return self.source("constant", tensor, "older than the capture")
         if not _owns_memory(tensor) and tensor.grad_fn is None:
             return self.source("constant", tensor, "made outside torch")
+        if self.deep and self.in_aten and tensor.dim() == 0 and not tensor.requires_grad:
+            return self.source("constant", tensor, "a number that a script made a tensor")
         if self.unknown == "constant":
             return self.source("constant", tensor, "of unknown origin, taken for a constant")
         if not self.deep:
