@@ -518,10 +518,11 @@ def replay_from_the_middle(build: Build) -> None:
     loose = case.loose or torch.is_grad_enabled()  # some kernels take another way when a value requires no gradients
     for layer in layers[:: max(1, len(layers) // 8)]:
         assert_same(prog.replay(from_=layer.label).output, prog.output, f"output from {layer.label}")
-        run = prog.replay(patch={layer.label: layer.value})
-        assert_same(run.output, prog.output, f"output with {layer.label} set to itself", loose=loose)
-        order = [other.label for other in layers if other.label in set(run.executed)]
-        assert [name for name in run.executed if name in set(order)] == order, "executed out of order"
+        with contextlib.suppress(CannotAsk):  # it may refuse to take an inner gradient through a patched value
+            run = or_diverged(case, functools.partial(prog.replay, patch={layer.label: layer.value}))
+            assert_same(run.output, prog.output, f"output with {layer.label} set to itself", loose=loose)
+            places = [prog.layer_labels.index(name) for name in run.executed if name in prog.layer_labels]
+            assert places == sorted(places), f"executed out of order: {run.executed}"
 
 
 def moved(args: Any) -> Any:

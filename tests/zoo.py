@@ -44,7 +44,7 @@ class Case:
     kwargs: Mapping[str, Any] = field(factory=dict)
     seeded: bool = False  # draws random numbers
     stateful: bool = False  # its forward changes what it holds
-    escapes: bool = False  # contents leave torch, so other values may lead to another path
+    escapes: bool = False  # contents or inner gradients leave what is recorded: other values may need another path
     loose: bool = False  # equal but for the last bits: the fused transformer path, DESIGN 4.1
     refusal: str = ""  # why a capture may refuse it
 
@@ -347,7 +347,7 @@ def overlapping() -> tuple[Tensor, Tensor]:
     return base[:3], base[1:]
 
 
-@small(inputs=overlapping, stateful=True)
+@small(inputs=overlapping, stateful=True, refusal="inputs that overlap in part")
 def write_to_inputs_that_overlap(m, a, b):
     a.mul_(2.0)
     return m.fc(b)
@@ -804,7 +804,7 @@ def parameter_data_clamped(m, x):
 
 @small(stateful=True)
 def parameter_replaced(m, x):
-    m.fc.bias = nn.Parameter(m.fc.bias.detach() + 1)
+    m.fc.bias = nn.Parameter(m.fc.bias.detach() + 1, requires_grad=False)
     return m.fc(x)
 
 
@@ -990,7 +990,7 @@ def overlapping_buffers() -> dict[str, Tensor]:
     return {"low": nn.Buffer(base[:4]), "high": nn.Buffer(base[2:])}
 
 
-@small(parts=overlapping_buffers, stateful=True)
+@small(parts=overlapping_buffers, stateful=True, refusal="buffers that overlap in part")
 def buffers_that_overlap(m, x):
     m.low.mul_(2.0)
     m.high += 1.0
@@ -1456,7 +1456,7 @@ def function_under_vmap(m, x):
     return vmap(lambda row: Twice.apply(m.fc(row), row)[0] + 1)(x)
 
 
-@small
+@small(escapes=True)
 def function_differentiated_twice(m, x):
     y = m.fc(x)
     with torch.enable_grad():
@@ -1465,7 +1465,7 @@ def function_differentiated_twice(m, x):
     return g + y
 
 
-@small
+@small(escapes=True)
 def gradient_inside(m, x):
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()
@@ -1473,7 +1473,7 @@ def gradient_inside(m, x):
     return m.fc(x) - 0.1 * g
 
 
-@small
+@small(escapes=True)
 def gradient_inside_kept_differentiable(m, x):
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()
@@ -1481,7 +1481,7 @@ def gradient_inside_kept_differentiable(m, x):
     return x - 0.1 * g
 
 
-@small
+@small(escapes=True)
 def gradient_penalty(m, x):
     with torch.enable_grad():
         x = x if x.requires_grad else x.clone().requires_grad_()
@@ -1490,7 +1490,7 @@ def gradient_penalty(m, x):
     return y + (g.norm(dim=1) - 1) ** 2
 
 
-@small
+@small(escapes=True)
 def backward_inside(m, x):
     with torch.enable_grad():
         leaf = x.detach().clone().requires_grad_()
@@ -1498,7 +1498,7 @@ def backward_inside(m, x):
     return m.fc(x) + leaf.grad
 
 
-@small(stateful=True)
+@small(stateful=True, escapes=True)
 def backward_inside_fills_parameter_gradients(m, x):
     with torch.enable_grad():
         m.fc(x.detach()).square().sum().backward()
@@ -1507,7 +1507,7 @@ def backward_inside_fills_parameter_gradients(m, x):
     return y
 
 
-@small(stateful=True)
+@small(stateful=True, escapes=True)
 def optimiser_steps_inside(m, x):
     inner = torch.optim.SGD(m.fc.parameters(), lr=0.1, momentum=0.9)
     with torch.enable_grad():
@@ -1519,7 +1519,7 @@ def optimiser_steps_inside(m, x):
     return m.fc(x)
 
 
-@small
+@small(escapes=True)
 def langevin_steps(m, x):
     for _ in range(3):
         with torch.enable_grad():
@@ -1567,7 +1567,7 @@ def saved_tensor_hooks(m, x):
     return y.sum(1)
 
 
-@small
+@small(escapes=True)
 def forward_mode_dual(m, x):
     with forward_ad.dual_level():
         y = m.fc(forward_ad.make_dual(x, torch.ones_like(x))).tanh()
@@ -1575,7 +1575,7 @@ def forward_mode_dual(m, x):
     return value + tangent
 
 
-@small
+@small(escapes=True)
 def jacobian_of_autograd(m, x):
     with torch.enable_grad():
         return torch.autograd.functional.jacobian(lambda t: m.fc(t).tanh().sum(0), x, create_graph=True).sum(0)
@@ -1619,12 +1619,12 @@ def vmap_with_randomness(m, x):
     return vmap(lambda row: row + torch.randn(4), randomness="different")(m.fc(x))
 
 
-@small
+@small(escapes=True)
 def grad_of_a_function(m, x):
     return grad(lambda t: m.fc(t).sin().sum())(x) + m.fc(x)
 
 
-@small
+@small(escapes=True)
 def gradients_of_each_sample(m, x):
     weights = dict(m.fc.named_parameters())
 
@@ -1635,14 +1635,14 @@ def gradients_of_each_sample(m, x):
     return per_row["weight"].norm(dim=(1, 2)), per_row["bias"]
 
 
-@small
+@small(escapes=True)
 def jvp_and_vjp(m, x):
     out, tangent = jvp(lambda t: m.fc(t).exp(), (x,), (torch.ones_like(x),))
     back, pull = vjp(lambda t: m.fc(t).tanh(), x)
     return out + tangent + back * pull(torch.ones_like(back))[0]
 
 
-@small
+@small(escapes=True)
 def jacobians_of_both_modes(m, x):
     def f(row):
         return m.fc(row).sin()
@@ -1650,12 +1650,12 @@ def jacobians_of_both_modes(m, x):
     return jacrev(f)(x[0]) @ torch.func.jacfwd(f)(x[1])
 
 
-@small
+@small(escapes=True)
 def hessian_inside(m, x):
     return torch.func.hessian(lambda row: m.fc(row).pow(3).sum())(x[0]) + m.fc(x)[0]
 
 
-@small
+@small(escapes=True)
 def linearised(m, x):
     with silence():  # torch.fx warns of its own constants
         out, push = torch.func.linearize(lambda t: m.fc(t).tanh(), x)
@@ -2293,7 +2293,7 @@ def identity_is_asked(m, x):
     return y * 2 if same else y * 3
 
 
-@small
+@small(escapes=True)
 def copied_tensors(m, x):
     y = m.fc(x).detach()
     deep, flat = copy.deepcopy(y), copy.copy(y)

@@ -101,7 +101,7 @@ class Recording:
     changes: list[tuple[tuple[Any, str], Handle]] = field(factory=list)  # (module, key) and its value at the end
     ambient: tuple[Any, ...] = ()
     default_dtype: torch.dtype = torch.float32
-    addresses: Addresses | None = None
+    addresses: Callable[[], Addresses] | None = None
 
     def keep(self, tensor: torch.Tensor) -> Handle:
         """A Handle for a value that this tensor holds now."""
@@ -137,8 +137,9 @@ def version_of(tensor: torch.Tensor) -> int:
 
 def freeze(recording: Recording) -> Frozen:
     """The Graph that a recording stands for: nodes named, Handles turned into Refs, scopes and lines resolved."""
-    scopes = _scopes(recording)
-    names, orphans = labels([_draft(recording, record) for record in recording.records], _ends(recording))
+    addresses = recording.addresses() if recording.addresses else Addresses({}, lambda module, key: ())
+    scopes = _scopes(recording, addresses)
+    names, orphans = labels([_draft(addresses, record) for record in recording.records], _ends(recording))
     refs: dict[Handle, Ref] = {}
     for record, name in zip(recording.records, names, strict=True):
         for path, handle in parts_of(record.returns):
@@ -146,14 +147,14 @@ def freeze(recording: Recording) -> Frozen:
     to_ref = _reader(refs)
     made: list[Node] = []
     for record, name in zip(recording.records, names, strict=True):
-        made.append(_node(recording, record, name, to_ref, scopes, names))
+        made.append(_node(recording, addresses, record, name, to_ref, scopes, names))
     graph = Graph(
         nodes=tuple(made),
         output=remake(recording.output, to_ref),
         inputs=remake(recording.inputs, to_ref),
         guards=tuple([_guard(guard, to_ref, scopes) for guard in recording.guards]),
         module_outputs=tuple([(scope, remake(t, to_ref)) for n, t in recording.scope_outputs if (scope := scopes[n])]),
-        changes=tuple([(_address(recording, where), refs[last]) for where, last in recording.changes]),
+        changes=tuple([(_address(addresses, where), refs[last]) for where, last in recording.changes]),
         orphans=frozenset(name for name, orphan in zip(names, orphans, strict=True) if orphan),
         shares_inputs=recording.aliased,
         one_way=tuple(_one_way(recording)),
@@ -183,11 +184,11 @@ def parts_of(returns: Any) -> Iterator[tuple[tuple[int, ...], Handle]]:
                 yield (number, *path), handle
 
 
-def _draft(recording: Recording, record: CallRecord | SourceRecord) -> Draft:
+def _draft(addresses: Addresses, record: CallRecord | SourceRecord) -> Draft:
     """What the naming of layers needs to know of a record."""
     if isinstance(record, SourceRecord):
         given = () if record.kind != "parameter" else None
-        address = None if given is not None else _address(recording, record.where)
+        address = None if given is not None else _address(addresses, record.where)
         return Draft(record.kind, (), (record.returns,), address=address)
     trees = (*record.args, *(record.kwargs or {}).values())
     reads = tuple([leaf for leaf in leaves(trees) if type(leaf) is Handle])
@@ -202,10 +203,16 @@ def _ends(recording: Recording) -> set[int]:
 
 
 def _node(
-    recording: Recording, record: CallRecord | SourceRecord, name: str, to_ref: Any, scopes: list[Any], names: list[str]
+    recording: Recording,
+    addresses: Addresses,
+    record: CallRecord | SourceRecord,
+    name: str,
+    to_ref: Any,
+    scopes: list[Any],
+    names: list[str],
 ) -> Node:
     if isinstance(record, SourceRecord):
-        return _source_node(recording, record, name)
+        return _source_node(recording, addresses, record, name)
     meaning = tuple([TensorMeaning.of(recording.values[handle]) for _, handle in parts_of(record.returns)])
     kwargs = record.kwargs or {}
     return Call(
@@ -227,20 +234,19 @@ def _node(
     )
 
 
-def _source_node(recording: Recording, record: SourceRecord, name: str) -> Node:
+def _source_node(recording: Recording, addresses: Addresses, record: SourceRecord, name: str) -> Node:
     meaning = TensorMeaning.of(recording.values[record.returns])
     if record.kind == "input":
         return Input(name, record.where, meaning)
     if record.kind == "constant":
         return Const(name, record.where, meaning, user_line(recording, record.site, -1))
-    address, addresses = _address(recording, record.where), recording.addresses
-    aliases = addresses.aliases(*record.where) if addresses else ()
+    address, aliases = _address(addresses, record.where), addresses.aliases(*record.where)
     return State(name, address, record.kind, meaning, tuple(a for a in aliases if a != address))
 
 
-def _address(recording: Recording, where: tuple[Any, str]) -> str:
+def _address(addresses: Addresses, where: tuple[Any, str]) -> str:
     module, key = where
-    prefix = recording.addresses.modules.get(id(module), "") if recording.addresses else ""
+    prefix = addresses.modules.get(id(module), "")
     return f"{prefix}.{key}" if prefix else key
 
 
@@ -269,11 +275,11 @@ def _guard(guard: GuardRecord, to_ref: Any, scopes: list[Any]) -> Guard:
     )
 
 
-def _scopes(recording: Recording) -> list[Scope | None]:
+def _scopes(recording: Recording, addresses: Addresses) -> list[Scope | None]:
     """A frozen Scope for each module call; None for the call of the model itself."""
     found: list[Scope | None] = []
     for number, record in enumerate(recording.scopes):
-        address = recording.addresses.modules.get(id(record.module)) if recording.addresses else None
+        address = addresses.modules.get(id(record.module))
         if address == "":
             found.append(None)
             continue
@@ -302,11 +308,11 @@ def _line(site: Site | None) -> Source | None:
 
 def is_torch_code(code: CodeType) -> bool:
     """Is this code of torch or of replaylens, and not of the user?"""
-    known = _torch_code.get(code)
+    known = torch_code.get(code)
     if known is None:
-        known = _torch_code[code] = code.co_filename.startswith(_HOMES)
+        known = torch_code[code] = code.co_filename.startswith(_HOMES)
     return known
 
 
-_torch_code: dict[CodeType, bool] = {}
+torch_code: dict[CodeType, bool] = {}
 _HOMES = tuple(home.rsplit("/", 1)[0] + "/" for home in (torch.__file__, __file__.rsplit("/", 1)[0]) if home)

@@ -78,11 +78,8 @@ def _look(model: Any, args: Any, kwargs: Any, recording: Recording, deep: bool, 
         with torch._C.DisableTorchFunction(), tracer.at_work():
             recording.output = freeze_deep(output, tracer.read)
             _take_changes(tracer)
-            _require_announced(tracer)
-            if any(value.is_nested for value in recording.values):
-                raise CaptureError("the forward computes with nested tensors, which have no one shape. Capture it on padded tensors.")
-            recording.versions = [version_of(value) for value in recording.values]
-    recording.addresses = origins.addresses()
+            recording.versions = _require_announced(tracer)
+    recording.addresses = origins.addresses
     return Captured(recording, output)
 
 
@@ -118,6 +115,9 @@ def _require_supported(model: Any) -> None:
 
 
 def _require_ready(origins: Origins) -> None:
+    kinds = {type(module) for module, _, _ in origins.table}
+    if not any(issubclass(kind, (nn.DataParallel, LazyModuleMixin)) for kind in kinds):
+        return
     for module, _, _ in origins.table:
         if isinstance(module, nn.DataParallel):
             raise UnsupportedModel("a submodule is wrapped in DataParallel, whose replicas run in threads. Use its `.module` instead.")
@@ -168,11 +168,15 @@ def _take_changes(tracer: Tracer) -> None:
     """Which parameters, buffers and other tensors of the model hold another value than at the start."""
     recording, memory = tracer.recording, tracer.memory
     addresses = set()
+    live = memory.live
     for source in [record for record in recording.records if isinstance(record, SourceRecord)]:
         if source.kind not in ("parameter", "buffer", "attribute"):
             continue
-        addresses.add((id(source.where[0]), source.where[1]))
-        held = source.tensor if source.kind == "attribute" else _held(*source.where)
+        tensor, (module, key) = source.tensor, source.where
+        if source.kind == "parameter" and module._parameters.get(key) is tensor and type(live.get(id(tensor))) is Handle:
+            continue  # the common case: nobody touched it
+        addresses.add((id(module), key))
+        held = tensor if source.kind == "attribute" else _held(module, key)
         last = memory.read(held) if held is not None else None
         if last is not None and last != source.returns:
             recording.changes.append((source.where, last))
@@ -190,7 +194,15 @@ def _held(module: Any, key: str) -> torch.Tensor | None:
     return None
 
 
-def _require_announced(tracer: Tracer) -> None:
+def _require_announced(tracer: Tracer) -> list[int]:
+    """The write counters of all values at the end, if nothing was written that nobody announced."""
+    values = tracer.recording.values
+    try:
+        counters = [value._version for value in values]
+    except RuntimeError:  # inference tensors have none
+        counters = [version_of(value) for value in values]
+    if counters == tracer.recording.versions:
+        return counters
     for tensor, _ in tracer.memory.unannounced():
         if not tracer.deep:
             raise NeedsDeepLook
@@ -198,6 +210,7 @@ def _require_announced(tracer: Tracer) -> None:
             f"a tensor {tuple(tensor.shape)} was written during the forward by something that was not seen: another thread, an "
             "extension, or a call that hides from torch. Nothing recorded after the write can be trusted, so there is no program."
         )
+    return counters
 
 
 def _add_note(error: Exception, tracer: Tracer) -> None:

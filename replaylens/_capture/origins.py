@@ -64,7 +64,10 @@ class Origins:
         self.root = model if isinstance(model, nn.Module) else None
         self.extra = [] if self.root is not None else list(_modules_of(model))
         self.table = module_table(self.root)
-        self.at_start = [tensor for module, _, _ in self.table for tensor in module._parameters.values()]
+        self.at_start: list[Any] = []
+        for module, _, _ in self.table:
+            if parameters := module._parameters:
+                self.at_start.extend(parameters.values())
         for number, module in enumerate(self.extra):
             inner = module_table(module)
             shift = len(self.table)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
@@ -20,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .builder import Site, is_torch_code
+from .builder import Site, is_torch_code, torch_code
 
 
 class Listener(Protocol):
@@ -81,7 +80,8 @@ def module_table(model: nn.Module | None) -> list[tuple[nn.Module, int, str]]:
         return []
     table, seen, at = [(model, -1, "")], {id(model)}, 0
     while at < len(table):
-        for name, child in table[at][0]._modules.items():
+        children = table[at][0]._modules
+        for name, child in children.items() if children else ():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
                 table.append((child, at, name))
@@ -104,15 +104,13 @@ def addresses(table: list[tuple[nn.Module, int, str]]) -> dict[int, str]:
 
 
 def user_site(frame: FrameType | None, depth: int = 6) -> Site | None:
-    """The nearest line that is not torch's, within a few frames; else the nearest line of all."""
-    first: Site | None = (frame.f_code, frame.f_lasti) if frame else None
+    """The nearest line that is not torch's, within a few frames."""
     for _ in range(depth):
         if frame is None:
-            break
-        if not is_torch_code(frame.f_code):
-            return frame.f_code, frame.f_lasti
+            return None
+        code = frame.f_code
+        known = torch_code.get(code)
+        if known is False or (known is None and not is_torch_code(code)):
+            return code, frame.f_lasti
         frame = frame.f_back
-    return first
-
-
-CallCounter = Counter
+    return None

@@ -8,7 +8,6 @@ blind stretches are, the regions. A call is passed on exactly as it came; only a
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
 from types import FunctionType
@@ -43,6 +42,7 @@ _aten_detach = torch.ops.aten.detach.default
 _push = torch._C._push_on_torch_function_stack
 _pop = torch._C._pop_torch_function_stack
 _frame = sys._getframe
+_tuple = tuple.__new__
 _rules: dict[Any, Rule] = {}
 _Tensor, _Parameter = torch.Tensor, nn.Parameter
 
@@ -63,7 +63,7 @@ class Tracer(TorchFunctionMode):
         self.unknown = unknown
         self.draws = Draws(recording.draws)
         self.scope = -1
-        self.module_calls: Counter[int] = Counter()
+        self.module_calls: dict[int, int] = {}
         self.opened: set[Any] = set()
         self.opened_site: Site | None = None
         self.watch: AtenWatch | None = AtenWatch(self) if deep else None
@@ -164,7 +164,7 @@ class Tracer(TorchFunctionMode):
     # -- one operation ---------------------------------------------------------------------------------------------
 
     def _fresh(self, rule: Rule, func: Any, args: Any) -> Any:
-        """The commonest call: a builtin whose output is new memory."""
+        """The commonest call: a builtin whose output is new memory. Written for speed: nothing here is called twice."""
         live, refs = self.memory.live, []
         for value in args:
             kind = type(value)
@@ -182,14 +182,15 @@ class Tracer(TorchFunctionMode):
         out = func(*args)
         recording = self.recording
         if type(out) is _Tensor:
-            handle = Handle(len(recording.values))
-            recording.values.append(out)
-            recording.versions.append(out._version if not out.is_inference() else -1)
+            values = recording.values
+            handle = Handle(len(values))
+            values.append(out)
+            recording.versions.append(version_of(out))
             live[id(out)] = handle
         else:
             handle = self._outputs(out)
         recording.records.append(
-            CallRecord(func, rule.kind, refs, None, handle, self._context(), self.scope, site)
+            _tuple(CallRecord, (func, rule.kind, refs, None, handle, self._context(), self.scope, site, None, False, None, (), False))
         )
         return out
 
@@ -252,6 +253,8 @@ class Tracer(TorchFunctionMode):
         def leaf(tensor: torch.Tensor, part: tuple[int, ...]) -> Handle:
             nonlocal found
             found = True
+            if tensor.is_nested:
+                raise CaptureError(f"the forward makes nested tensors, which have no one shape. Capture it on padded ones.{self._where()}")
             known = self.memory.live.get(id(tensor))
             if known is not None and any(tensor is other for other in tensors):
                 return self._know_again(tensor)
@@ -311,7 +314,14 @@ class Tracer(TorchFunctionMode):
     def read(self, tensor: torch.Tensor) -> Handle:
         """The Handle of the value that a tensor holds now."""
         handle = self.memory.read(tensor)
-        return handle if handle is not None else self._origin(tensor)
+        if handle is not None:
+            return handle
+        if type(tensor) is _Parameter and self.scope >= 0 and not self.memory.written:
+            module = self.recording.scopes[self.scope].module
+            for key, value in module._parameters.items():
+                if value is tensor and id(tensor) in self.origins.start_ids:
+                    return self.source("parameter", tensor, (module, key))
+        return self._origin(tensor)
 
     def _read_all(self, args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
         read = self.read
@@ -320,9 +330,12 @@ class Tracer(TorchFunctionMode):
 
     def source(self, kind: str, tensor: torch.Tensor, where: Any) -> Handle:
         """A tensor that no call made begins here."""
+        if tensor.is_nested:
+            raise CaptureError(f"the forward computes with nested tensors, which have no one shape. Capture it on padded ones.{self._where()}")
         handle = self.recording.keep(tensor)
-        self.recording.records.append(SourceRecord(kind, handle, where, self._site(), tensor))
-        self.memory.know(tensor, handle)
+        site = self._site() if kind == "constant" else None
+        self.recording.records.append(_tuple(SourceRecord, (kind, handle, where, site, tensor)))
+        self.memory.live[id(tensor)] = handle
         return handle
 
     def _origin(self, tensor: torch.Tensor) -> Handle:
@@ -395,17 +408,24 @@ class Tracer(TorchFunctionMode):
         home = __file__
         while frame is not None and (frame.f_code.co_filename == home or frame.f_code.co_filename.endswith("_capture/regions.py")):
             frame = frame.f_back  # type: ignore[assignment]
-        return user_site(frame)
+        return user_site(frame) or ((frame.f_code, frame.f_lasti) if frame is not None else None)
 
     def _context(self) -> Any:
+        """The modes that a call runs under, one object for equal ones."""
         key = (self.grad_mode if self.in_aten and not self.functorch else _grad_enabled(), _inference(), _autocast())
-        watching = self.watch is not None and self.watch.entered and not self.watch.handling
-        if _dispatch_modes() != self.outer_modes + watching:
+        watch = self.watch
+        if _dispatch_modes() != self.outer_modes + (watch is not None and watch.entered and not watch.handling):
             raise CaptureError(f"a dispatch mode of the model's own is on; what it does cannot be seen.{self._where()}")
         if key[0] and (hooks := _saved_hooks(False)) is not None and not hooks[0].__module__.startswith("torch."):
             self.recording.one_way.append("saved_tensors_hooks")
-        if not key[2]:
-            return self.contexts.setdefault(key, (key[0], key[1], ()))
+        if key[2]:
+            return self._autocast_context(key)
+        known = self.contexts.get(key)
+        if known is None:
+            known = self.contexts[key] = (key[0], key[1], ())
+        return known
+
+    def _autocast_context(self, key: tuple[bool, bool, bool]) -> Any:
         modes = []
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
@@ -430,13 +450,12 @@ class Tracer(TorchFunctionMode):
         """Run the body of a torch function with the mode on, so that its builtins are the operations."""
         outer = self.opened_site
         if outer is None:
-            site = user_site(_frame(2))
-            self.opened_site = site if site is not None and not is_torch_code(site[0]) else None
+            self.opened_site = user_site(_frame(3), 4)
         self.opened.add(func)
         work, self.in_leaf = self.in_leaf, 0
         _push(self)
         try:
-            return opened(func)(*args, **kwargs)
+            return (_opened.get(func) or opened(func))(*args, **kwargs)
         finally:
             _pop()
             self.in_leaf = work
@@ -788,10 +807,10 @@ class Tracer(TorchFunctionMode):
         """A module runs: what happens until it returns lies in its scope."""
         recording, outer, outer_site = self.recording, self.scope, self.opened_site
         calls = self.module_calls
-        number = calls[id(module)] = calls[id(module)] + 1
+        number = calls[id(module)] = calls.get(id(module), 0) + 1
         frame = _frame(2)
         self.scope = index = len(recording.scopes)
-        recording.scopes.append(ScopeRecord(module, number, outer, (frame.f_code, frame.f_lasti)))
+        recording.scopes.append(_tuple(ScopeRecord, (module, number, outer, (frame.f_code, frame.f_lasti))))
         self.opened_site = None
         records = len(recording.records)
         try:

@@ -100,8 +100,7 @@ def replay(record: Record, request: Request, resolve: Callable[[Any], At]) -> Ru
     for departure in _misdirected(graph, request):
         departed(departure)
     env = list(code.template)
-    for ref, slot in needed:
-        env[slot] = _supply(record, request, ref)
+    needed.fill(record, request, env)
     with preserved_generators(code.draws, graph.default_dtype):
         interpret(code, env)
     kept = wanted | request.keep
@@ -198,7 +197,7 @@ def _wanted(graph: Graph, request: Request) -> frozenset[int]:
     return frozenset([graph.positions[ref.node] for ref in graph.wanted_refs])
 
 
-def _compiled(record: Record, request: Request, wanted: frozenset[int], mode: Mode) -> tuple[Code, list[tuple[Ref, int]]]:
+def _compiled(record: Record, request: Request, wanted: frozenset[int], mode: Mode) -> tuple[Code, _Supply]:
     """The compiled plan for this kind of request. Patches and `departed` are looked up when it runs, so that it is cached."""
     graph = record.graph
     changed = frozenset((*request.changed, *request.given, *request.start))
@@ -221,7 +220,8 @@ def _compiled(record: Record, request: Request, wanted: frozenset[int], mode: Mo
         patches = {p: tuple([(c.tree, _boxed(box, p, n)) for n, c in enumerate(changes)]) for p, changes in request.changed.items()}
         boxed_mode = Mode(mode.grad, mode.fresh, lambda departure: box["departed"](departure))
         code = compile_plan(graph, made, record.draws, boxed_mode, patches, lambda ref: record.value(ref))
-        needed = [(ref, code.slots[ref]) for position in made.supply for ref in _refs_of(graph.nodes[position])]
+        refs = [ref for position in made.supply for ref in _refs_of(graph.nodes[position])]
+        needed = _Supply(refs, [code.slots[ref] for ref in refs], request)
         if len(record.plans) >= 64:
             record.plans.pop(next(iter(record.plans)))
         entry = record.plans[key] = (code, needed, box)
@@ -229,6 +229,30 @@ def _compiled(record: Record, request: Request, wanted: frozenset[int], mode: Mo
     box["departed"] = mode.on_departure
     box["patches"] = request.changed
     return code, needed
+
+
+class _Supply:
+    """Which recorded values a plan begins with. Those that are the same in every replay are prepared once."""
+
+    def __init__(self, refs: list[Ref], slots: list[int], request: Request) -> None:
+        self.refs, self.slots = refs, slots
+        self.kept: tuple[list[torch.Tensor], list[int], list[Any]] | None = None
+        self.is_steady = not request.given and not request.grad
+
+    def fill(self, record: Record, request: Request, env: list[Any]) -> None:
+        if not self.is_steady:
+            for ref, slot in zip(self.refs, self.slots, strict=True):
+                env[slot] = _supply(record, request, ref)
+            return
+        if self.kept is None:
+            values = [_supply(record, request, ref) for ref in self.refs]
+            self.kept = ([record.values[ref] for ref in self.refs], [record.versions[ref] for ref in self.refs], values)
+        tensors, versions, values = self.kept
+        if -1 not in versions and [tensor._version for tensor in tensors] != versions:
+            for ref in self.refs:
+                record.value(ref)  # raises for the one that was overwritten
+        for slot, value in zip(self.slots, values, strict=True):
+            env[slot] = value
 
 
 def _boxed(box: dict[str, Any], position: int, number: int) -> Callable[..., Any]:
