@@ -287,13 +287,13 @@ def law(ask: Callable[[Build], str | None]) -> Law:
     return answer
 
 
-def or_diverged(case: Case, replay: Callable[[], Any]) -> Any:
-    """A replay, which may say that it left the recorded path only where contents leave torch."""
+def replayed(case: Case, replay: Callable[[], Any]) -> Any:
+    """A replay, which may say that it left the recorded path, or that it cannot know, only where the case allows it."""
     try:
         return replay()
-    except rl.DivergedReplay as error:
-        if case.escapes:
-            raise CannotAsk(f"diverged: {str(error).splitlines()[0]}") from error
+    except rl.ReplaylensError as error:
+        if case.refusal or (case.escapes and isinstance(error, rl.DivergedReplay)):
+            raise CannotAsk(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
         raise
 
 
@@ -419,7 +419,7 @@ def patch_is_a_forward_hook(build: Build) -> None:
         raise CannotAsk("the model itself is the only module that owns parameters")
     case, prog = capture(build)
     site = f"{path}:1"
-    run = or_diverged(case, lambda: prog.replay(patch={site: halve_and_shift}, on_divergence="raise"))
+    run = replayed(case, lambda: prog.replay(patch={site: halve_and_shift}, on_divergence="raise"))
     assert_same(run.output, plain.output, f"output with {site} ({prog[site].label}) patched", loose=case.loose)
     assert_state_changes(run, plain)
 
@@ -480,7 +480,7 @@ def gradients_are_the_models_own(build: Build) -> None:
     run_plainly(build)
     case, prog = capture(build)
     fresh = differentiable(build().args)
-    run = or_diverged(case, lambda: prog.replay(*fresh, grad=True, on_divergence="raise", **case.kwargs))
+    run = replayed(case, lambda: prog.replay(*fresh, grad=True, on_divergence="raise", **case.kwargs))
     assert_same_gradients(gradients(run.output, fresh, case.model), wanted)
 
 
@@ -490,7 +490,7 @@ def gradients_reach_the_captured_inputs(build: Build) -> None:
     wanted = own_gradients(build, differentiable(build().args))
     fresh = differentiable(build().args)
     case, prog = capture(build, fresh)
-    run = or_diverged(case, lambda: prog.replay(grad=True, on_divergence="raise"))
+    run = replayed(case, lambda: prog.replay(grad=True, on_divergence="raise"))
     assert_same_gradients(gradients(run.output, fresh, case.model), wanted)
 
 
@@ -503,7 +503,7 @@ def gradients_survive_a_capture_under_no_grad(build: Build) -> None:
         case, prog = capture(build)
     fresh = differentiable(build().args)
     try:
-        run = or_diverged(case, lambda: prog.replay(*fresh, grad=True, on_divergence="raise", **case.kwargs))
+        run = replayed(case, lambda: prog.replay(*fresh, grad=True, on_divergence="raise", **case.kwargs))
     except rl.ReplaylensError as error:
         raise CannotAsk(f"refused: {error}") from error
     assert_same_gradients(gradients(run.output, fresh, case.model), wanted)
@@ -519,7 +519,7 @@ def replay_from_the_middle(build: Build) -> None:
     for layer in layers[:: max(1, len(layers) // 8)]:
         assert_same(prog.replay(from_=layer.label).output, prog.output, f"output from {layer.label}")
         with contextlib.suppress(CannotAsk):  # it may refuse to take an inner gradient through a patched value
-            run = or_diverged(case, functools.partial(prog.replay, patch={layer.label: layer.value}))
+            run = replayed(case, functools.partial(prog.replay, patch={layer.label: layer.value}))
             assert_same(run.output, prog.output, f"output with {layer.label} set to itself", loose=loose)
             places = [prog.layer_labels.index(name) for name in run.executed if name in prog.layer_labels]
             assert places == sorted(places), f"executed out of order: {run.executed}"
@@ -546,7 +546,7 @@ def replay_on_other_inputs(build: Build) -> None:
     case, prog = capture(build)
     fresh = moved(build().args)
     given = copied_tree(fresh)
-    run = or_diverged(case, lambda: prog.replay(*fresh, on_divergence="raise", **case.kwargs))
+    run = replayed(case, lambda: prog.replay(*fresh, on_divergence="raise", **case.kwargs))
     assert_same(run.output, plain.output, "output on other inputs", loose=case.loose)
     assert_same(fresh, given, "the other inputs after the replay")
     assert_state_changes(run, plain)

@@ -63,15 +63,9 @@ def test_a_program_of_a_library_model_gives_what_the_model_gives(name: str) -> N
     assert_same(snapshot(model), state_after)
     assert_same(prog.replay().output, plain)
 
-    site, path = middle_site(model, *args, **kwargs)
-    assert_same(prog[site.label].value, site.value)
-    changed_path, changed = changed_at(site, model, *args, **kwargs)
-    try:
-        run = prog.replay(patch={site.label: change}, on_divergence="raise")
-    except rl.DivergedReplay:
-        assert changed_path != path, f"changing {site.label} leads the model nowhere else, and yet the replay diverged"
-    else:
-        assert_same(run.output, changed)
+    assert_changed_as_by_a_hook(prog, middle_site(model, has_weights, *args, **kwargs), model, *args, **kwargs)
+    if site := middle_site(model, has_no_weights, *args, **kwargs):
+        assert_changed_as_by_a_hook(prog, site, model, *args, **kwargs)
 
 
 @pytest.mark.parametrize("name", WITH_GRADIENTS)
@@ -87,6 +81,18 @@ def test_gradients_through_a_replay_are_those_of_the_library_model(name: str) ->
     run = prog.replay(state=weights, grad=True)
     assert_same(run.output, plain)
     assert_same(gradients(run.output, weights), gradients(plain, trained))
+
+
+def assert_changed_as_by_a_hook(prog: rl.Program, site: "Site | None", model: nn.Module, *args, **kwargs) -> None:
+    assert site is not None, "no module's output reaches the output of this model: nothing to test"
+    assert_same(prog[site.label].value, site.value)
+    path, changed = changed_at(site, model, *args, **kwargs)
+    try:
+        run = prog.replay(patch={site.label: change}, on_divergence="raise")
+    except rl.DivergedReplay:
+        assert path != site.path, f"changing {site.label} leads the model nowhere else, and yet the replay diverged"
+    else:
+        assert_same(run.output, changed, f"with {site.label} changed")
 
 
 def build(name: str) -> library_models.Built:
@@ -115,13 +121,13 @@ def change(value: Tensor) -> Tensor:
     return value * 0.5 + 0.01
 
 
-def assert_same(actual: object, expected: object) -> None:
+def assert_same(actual: object, expected: object, when: str = "") -> None:
     """Same type, same tensors at the same places, bit for bit."""
     assert type(actual) is type(expected)
     actual_tensors, expected_tensors = (dict(library_models.tensors_in(value)) for value in (actual, expected))
     assert list(actual_tensors) == list(expected_tensors)
     wrong = [f"{path}: {why}" for path, a in actual_tensors.items() if (why := difference(a, expected_tensors[path]))]
-    assert not wrong, "\n".join(wrong)
+    assert not wrong, "\n".join([when, *wrong])
 
 
 def difference(actual: Tensor, expected: Tensor) -> str:
@@ -138,16 +144,17 @@ def bits(value: Tensor) -> Tensor:
 
 
 class Site(NamedTuple):
-    """One call of a module: the module's path, the number of its call, the label in the program, the value it gave."""
+    """One call of a module: its path, the number of the call, the label in the program, the value it gave."""
 
     module: str
     call: int
     label: str
     value: Tensor
+    path: list  # of the plain forward pass
 
 
-def middle_site(model: nn.Module, *args, **kwargs) -> tuple[Site, list]:
-    """The call nearest to the middle of the forward pass that the output depends on; and the path of the plain pass."""
+def middle_site(model: nn.Module, is_wanted: Callable[[nn.Module], bool], *args, **kwargs) -> Site | None:
+    """The call nearest to the middle of the forward pass, of a module without children, that the output depends on."""
     calls: list[tuple[str, Tensor]] = []
 
     def listener(name: str) -> Callable:
@@ -157,29 +164,36 @@ def middle_site(model: nn.Module, *args, **kwargs) -> tuple[Site, list]:
 
         return hook
 
-    listeners = {name: listener(name) for name, module in model.named_modules() if name and has_weights_only(module)}
-    path, output = hooked(model, listeners, *args, **kwargs)
-    sites = sites_of(calls)
+    wanted = [name for name, module in model.named_modules() if name and is_childless(module) and is_wanted(module)]
+    path, output = hooked(model, {name: listener(name) for name in wanted}, *args, **kwargs)
+    sites = sites_of(calls, path)
     middle = len(sites) // 2
     for site in sites[middle:] + sites[:middle][::-1]:
         if not is_same(output, changed_at(site, model, *args, **kwargs)[1]):
-            return site, path
-    raise AssertionError("no module's output reaches the output of this model")
+            return site
+    return None
 
 
-def sites_of(calls: list[tuple[str, Tensor]]) -> list[Site]:
+def sites_of(calls: list[tuple[str, Tensor]], path: list) -> list[Site]:
     total, so_far, sites = Counter(name for name, _ in calls), Counter(), []
     for name, value in calls:
         so_far[name] += 1
         label = name if total[name] == 1 else f"{name}:{so_far[name]}"
-        sites.append(Site(name, so_far[name], label, value))
+        sites.append(Site(name, so_far[name], label, value, path))
     return sites
 
 
-def has_weights_only(module: nn.Module) -> bool:
-    """Weights, parametrized ones included, and no modules inside."""
-    inside = [name for name, _ in module.named_children() if name != "parametrizations"]
-    return not inside and (is_parametrized(module) or any(True for _ in module.parameters(recurse=False)))
+def is_childless(module: nn.Module) -> bool:
+    return all(name == "parametrizations" for name, _ in module.named_children())
+
+
+def has_weights(module: nn.Module) -> bool:
+    return is_parametrized(module) or any(True for _ in module.parameters(recurse=False))
+
+
+def has_no_weights(module: nn.Module) -> bool:
+    """Activations, reshapes, and those that hand their input on: the model may write into what it got through them."""
+    return not has_weights(module)
 
 
 def changed_at(site: Site, model: nn.Module, *args, **kwargs) -> tuple[list, object]:

@@ -46,7 +46,7 @@ class Case:
     stateful: bool = False  # its forward changes what it holds
     escapes: bool = False  # contents or inner gradients leave what is recorded: other values may need another path
     loose: bool = False  # equal but for the last bits: the fused transformer path, DESIGN 4.1
-    refusal: str = ""  # why a capture may refuse it
+    refusal: str = ""  # why a capture or a replay may refuse it
 
 
 MODELS: dict[str, Callable[[], Case]] = {}
@@ -372,7 +372,7 @@ def write_to_an_input_that_is_a_buffer():
         return m.fc(m.scale)
 
     model = Net(forward, fc=nn.Linear(4, 4), scale=nn.Buffer(randn(3, 4)))
-    return Case(model, (model.scale,), stateful=True, escapes=True)
+    return Case(model, (model.scale,), stateful=True, refusal="other inputs are not the buffer")
 
 
 # ---- kinds of write ------------------------------------------------------------------------------------------------
@@ -1541,7 +1541,7 @@ def hook_on_a_tensor(m, x):
 def hook_on_the_backward_of_a_module():
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     model[1].register_full_backward_hook(lambda mod, gi, go: tuple(g * 2 if g is not None else g for g in gi))
-    return Case(model, batch())
+    return Case(model, batch(), refusal="gradients through a hook on the backward")
 
 
 @whole
@@ -1560,7 +1560,7 @@ def hooks_that_take_keywords():
     return Case(model, batch(), {"scale": 2.0})
 
 
-@small
+@small(refusal="gradients through hooks on what was saved")
 def saved_tensor_hooks(m, x):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t * 2):
         y = m.fc(x).square()
@@ -1655,7 +1655,7 @@ def hessian_inside(m, x):
     return torch.func.hessian(lambda row: m.fc(row).pow(3).sum())(x[0]) + m.fc(x)[0]
 
 
-@small(escapes=True)
+@small(escapes=True, refusal="it traces with modes of its own")
 def linearised(m, x):
     with silence():  # torch.fx warns of its own constants
         out, push = torch.func.linearize(lambda t: m.fc(t).tanh(), x)
@@ -1683,7 +1683,7 @@ def double_and_shift(x: Tensor, k: float) -> Tensor:
     return x - k
 
 
-@small
+@small(refusal="gradients of what TorchScript computes")
 def scripted_function(m, x):
     return scripted()(m.fc(x), 2.0) * scripted()(x, 0.5)
 

@@ -167,19 +167,19 @@ def _take_inputs(tracer: Tracer, args: Any, kwargs: Any) -> tuple[Any, Any, Any]
 def _take_changes(tracer: Tracer) -> None:
     """Which parameters, buffers and other tensors of the model hold another value than at the start."""
     recording, memory = tracer.recording, tracer.memory
-    addresses = set()
-    live = memory.live
-    for source in [record for record in recording.records if isinstance(record, SourceRecord)]:
-        if source.kind not in ("parameter", "buffer", "attribute"):
+    addresses, live = set(), memory.live
+    for source in [record for record in recording.records if type(record) is SourceRecord]:
+        kind, first, where, _, tensor = source
+        if kind in ("input", "constant"):
             continue
-        tensor, (module, key) = source.tensor, source.where
-        if source.kind == "parameter" and module._parameters.get(key) is tensor and type(live.get(id(tensor))) is Handle:
+        module, key = where
+        if kind == "parameter" and type(live.get(id(tensor))) is Handle and module._parameters.get(key) is tensor:
             continue  # the common case: nobody touched it
         addresses.add((id(module), key))
-        held = tensor if source.kind == "attribute" else _held(module, key)
+        held = tensor if kind == "attribute" else _held(module, key)
         last = memory.read(held) if held is not None else None
-        if last is not None and last != source.returns:
-            recording.changes.append((source.where, last))
+        if last is not None and last != first:
+            recording.changes.append((where, last))
     for module, key, tensor in tracer.origins.buffers():
         if (id(module), key) not in addresses and (last := memory.read(tensor)) is not None:
             recording.changes.append(((module, key), last))

@@ -60,6 +60,7 @@ def watched(tracer: Tracer, function: Callable[..., Any], args: Any, kwargs: Any
         finally:
             tracer.in_leaf = work
     tracer.watch = AtenWatch(tracer)
+    tracer.is_special = True
     work, tracer.in_leaf = tracer.in_leaf, 0
     try:
         with tracer.watch:

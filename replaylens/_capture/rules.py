@@ -22,6 +22,7 @@ class How(enum.Enum):
     PASS = "pass it on, it is no operation"
     LEAF = "one operation"
     FRESH = "one operation, whose output never shares memory"
+    RELU = "F.relu, opened by hand"
     OPEN = "run its Python body under the mode"
     OPAQUE = "one operation of which nothing is known beforehand"
     ESCAPE = "content leaves torch"
@@ -73,6 +74,7 @@ SPECIALS = {
     "__deepcopy__": "deepcopy",
     "__reduce_ex__": "expose",
     "_set_grad_enabled": "grad_mode",
+    "_make_dual": "dual",
     "register_hook": "hook",
     "set_": "assign",
     "resize_": "resize",
@@ -139,6 +141,8 @@ def _named_rule(function: Callable[..., Any], name: str) -> Rule:
     kind, draws = kind_of(name), is_seeded(name)
     writes = _writes_by_name(name)
     if isinstance(function, FunctionType):
+        if function is torch.nn.functional.relu:
+            return Rule(How.RELU, kind)
         if may_open(function):
             return Rule(How.OPEN, kind)
         if (function.__module__ or "").startswith("torch.nn.init"):

@@ -38,9 +38,7 @@ _function_apply = torch.autograd.Function.__dict__["apply"]
 
 def _traced_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     stack = _listeners.get(get_ident())
-    if not stack:
-        return _originals["call"](self, *args, **kwargs)
-    return stack[-1].module_call(self, _originals["call"], args, kwargs)
+    return stack[-1].module_call(self, _originals["call"], args, kwargs) if stack else _originals["call"](self, *args, **kwargs)
 
 
 def _traced_apply(cls: type, *args: Any, **kwargs: Any) -> Any:

@@ -44,6 +44,7 @@ _pop = torch._C._pop_torch_function_stack
 _frame = sys._getframe
 _tuple = tuple.__new__
 _rules: dict[Any, Rule] = {}
+PASS, FRESH, RELU = How.PASS, How.FRESH, How.RELU
 _Tensor, _Parameter = torch.Tensor, nn.Parameter
 
 
@@ -59,6 +60,7 @@ class Tracer(TorchFunctionMode):
         self.recording = recording
         self.memory = Memory(recording)
         self.origins = origins
+        self.start_ids = origins.start_ids
         self.date = date
         self.unknown = unknown
         self.draws = Draws(recording.draws)
@@ -71,6 +73,7 @@ class Tracer(TorchFunctionMode):
         self.in_leaf = 0
         self.script_is_open = False  # inside a script that stops no gradients itself
         self.refused: BaseException | None = None
+        self.is_special = deep  # a region is open, or a dispatch mode is on
         self.functorch = False
         self.differentiating = False  # inside torch.func.grad and its kin
         self.exposed = False
@@ -86,21 +89,30 @@ class Tracer(TorchFunctionMode):
         if rule is None:
             rule = self._learn(func)
         how = rule.how
-        if how is How.PASS:
+        if how is PASS:
             return func(*args, **kwargs) if kwargs else func(*args)
         try:
-            if _peek() is not None or forward_ad._current_level >= 0:
-                return self._in_functorch(func, args, kwargs or {})
-            if self.functorch and (self.watch is None or not self.watch.handling):
-                self._leave_functorch()
-            if self.watch is not None:
-                return self._watched_call(rule, func, args, kwargs or {})
-            if how is How.FRESH and not kwargs:
-                return self._fresh(rule, func, args)
+            if self.is_special or _peek() is not None:
+                return self._special_door(rule, func, args, kwargs or {})
+            if how is FRESH and not kwargs:
+                return self._fresh(rule, func, args, 2)
+            if how is RELU and not kwargs["inplace"]:  # the commonest Python wrapper: its body is one of two builtins
+                return self._fresh(_RELU, torch.relu, args, 4)
             return self._open_or_call(rule, func, args, kwargs or {})
         except (ReplaylensError, NeedsDeepLook) as refusal:
             self.refused = self.refused or refusal  # the model may swallow it: capture raises it again
             raise
+
+    def _special_door(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
+        """The way in while a region is open: functorch, forward-mode gradients, or a dispatch mode that looks on."""
+        if _peek() is not None or forward_ad._current_level >= 0:
+            return self._in_functorch(func, args, kwargs)
+        if self.functorch and (self.watch is None or not self.watch.handling):
+            self._leave_functorch()
+        if self.watch is not None:
+            return self._watched_call(rule, func, args, kwargs)
+        self.is_special = self.functorch
+        return self._open_or_call(rule, func, args, kwargs)
 
     def _watched_call(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         """A call while a dispatch mode is on. An ATen call that is seen here comes from a script or a hidden stretch."""
@@ -122,7 +134,7 @@ class Tracer(TorchFunctionMode):
         return self._leaf(rule, func, args, {})
 
     def _open_or_call(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        if rule.how is How.OPEN and func not in self.opened:
+        if rule.how in (How.OPEN, How.RELU) and func not in self.opened:
             return self._open(func, args, kwargs)
         return self._call(rule, func, args, kwargs)
 
@@ -163,34 +175,36 @@ class Tracer(TorchFunctionMode):
 
     # -- one operation ---------------------------------------------------------------------------------------------
 
-    def _fresh(self, rule: Rule, func: Any, args: Any) -> Any:
+    def _fresh(self, rule: Rule, func: Any, args: Any, depth: int = 2) -> Any:
         """The commonest call: a builtin whose output is new memory. Written for speed: nothing here is called twice."""
         live, refs = self.memory.live, []
         for value in args:
             kind = type(value)
             if kind is _Tensor or kind is _Parameter:
                 handle = live.get(id(value))
-                refs.append(handle if type(handle) is Handle else self.read(value))
+                if type(handle) is not Handle:
+                    handle = self._parameter(value) if handle is None and kind is _Parameter else self.read(value)
+                refs.append(handle)
             elif kind in ATOMS:
                 refs.append(value)
             else:
                 refs.append(freeze(value, self.read))
         site = self.opened_site
         if site is None:
-            frame = _frame(2)
+            frame = _frame(depth)
             site = (frame.f_code, frame.f_lasti)
         out = func(*args)
-        recording = self.recording
+        context, recording = self._context(), self.recording
         if type(out) is _Tensor:
             values = recording.values
             handle = Handle(len(values))
             values.append(out)
-            recording.versions.append(version_of(out))
+            recording.versions.append(-1 if context[1] else out._version)
             live[id(out)] = handle
         else:
             handle = self._outputs(out)
         recording.records.append(
-            _tuple(CallRecord, (func, rule.kind, refs, None, handle, self._context(), self.scope, site, None, False, None, (), False))
+            _tuple(CallRecord, (func, rule.kind, refs, None, handle, context, self.scope, site, None, False, None, (), False))
         )
         return out
 
@@ -316,11 +330,21 @@ class Tracer(TorchFunctionMode):
         handle = self.memory.read(tensor)
         if handle is not None:
             return handle
-        if type(tensor) is _Parameter and self.scope >= 0 and not self.memory.written:
-            module = self.recording.scopes[self.scope].module
+        return self._parameter(tensor) if type(tensor) is _Parameter else self._origin(tensor)
+
+    def _parameter(self, tensor: torch.Tensor) -> Handle:
+        """A parameter that is read for the first time: most belong to the module that is running."""
+        number, recording, memory = id(tensor), self.recording, self.memory
+        if self.scope >= 0 and number in self.start_ids and not memory.written:
+            module = recording.scopes[self.scope][0]
             for key, value in module._parameters.items():
-                if value is tensor and id(tensor) in self.origins.start_ids:
-                    return self.source("parameter", tensor, (module, key))
+                if value is tensor:
+                    values = recording.values
+                    handle = memory.live[number] = Handle(len(values))
+                    values.append(tensor)
+                    recording.versions.append(version_of(tensor))
+                    recording.records.append(_tuple(SourceRecord, ("parameter", handle, (module, key), None, tensor)))
+                    return handle
         return self._origin(tensor)
 
     def _read_all(self, args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
@@ -726,6 +750,10 @@ class Tracer(TorchFunctionMode):
         self._append(copied, Rule(How.LEAF, "clone"), [source], {}, handle, self._site(), None, False)
         return result
 
+    def _special_dual(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
+        """Forward-mode gradients begin: until their level ends, what counts are the ATen calls beneath."""
+        return self._in_functorch(func, args, kwargs)
+
     def _special_lift(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         """`torch.Tensor([1, 2])`: numbers of Python become a tensor. What they were read from is guarded."""
         result = func(*args, **kwargs)
@@ -774,7 +802,7 @@ class Tracer(TorchFunctionMode):
     def _in_functorch(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Inside a functorch transform: what counts are the ATen calls that come out beneath it."""
         if not self.functorch:
-            self.functorch = True
+            self.functorch = self.is_special = True
             if self.watch is None:
                 self.watch = AtenWatch(self)
                 self.watch.__enter__()
@@ -806,34 +834,36 @@ class Tracer(TorchFunctionMode):
     def module_call(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A module runs: what happens until it returns lies in its scope."""
         recording, outer, outer_site = self.recording, self.scope, self.opened_site
-        calls = self.module_calls
-        number = calls[id(module)] = calls.get(id(module), 0) + 1
+        calls, scopes, key = self.module_calls, recording.scopes, id(module)
+        number = calls[key] = calls.get(key, 0) + 1
         frame = _frame(2)
-        self.scope = index = len(recording.scopes)
-        recording.scopes.append(_tuple(ScopeRecord, (module, number, outer, (frame.f_code, frame.f_lasti))))
+        self.scope = index = len(scopes)
+        scopes.append(_tuple(ScopeRecord, (module, number, outer, (frame.f_code, frame.f_lasti))))
         self.opened_site = None
         records = len(recording.records)
         try:
-            if isinstance(module, torch.jit.ScriptModule):
-                outer_script, self.script_is_open = self.script_is_open, "aten::detach" not in str(module.inlined_graph)
-                try:
-                    out = watched(self, call, (module, *args), kwargs)
-                finally:
-                    self.script_is_open = outer_script
+            if type(module) not in _plain_modules and is_script(module):
+                out = self._script_call(module, call, args, kwargs)
             else:
                 out = call(module, *args, **kwargs)
-            did_nothing = len(recording.records) == records
-            if self.watch is None and type(out) is _Tensor and not did_nothing:
-                handle = self.memory.live.get(id(out))
-                tree = handle if type(handle) is Handle else self.memory.read(out)
-            else:
-                with self.at_work():
-                    out, tree = self._module_output(module, args, out, did_nothing)
+            handle = self.memory.live.get(id(out)) if type(out) is _Tensor else None
+            if type(handle) is Handle and not self.is_special and len(recording.records) != records:
+                recording.scope_outputs.append((index, handle))
+                return out
+            with self.at_work():
+                out, tree = self._module_output(module, args, out, len(recording.records) == records)
             recording.scope_outputs.append((index, tree))
             return out
         finally:
             self.scope = outer
             self.opened_site = outer_site
+
+    def _script_call(self, module: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        outer, self.script_is_open = self.script_is_open, "aten::detach" not in str(module.inlined_graph)
+        try:
+            return watched(self, call, (module, *args), kwargs)
+        finally:
+            self.script_is_open = outer
 
     def _module_output(self, module: nn.Module, args: Any, out: Any, did_nothing: bool) -> tuple[Any, Any]:
         """What a module gave, and which values that is."""
@@ -863,6 +893,7 @@ class Tracer(TorchFunctionMode):
         return apply_call(self, kind, call, args, kwargs)
 
 
+_RELU = Rule(How.FRESH, "relu")
 _IDENTITY = Rule(How.LEAF, "identity", is_identity=True)
 _opened: dict[Any, Callable[..., Any]] = {}
 _globals: dict[int, dict[str, Any]] = {}
@@ -881,6 +912,17 @@ def opened(function: FunctionType) -> Callable[..., Any]:
         made.__kwdefaults__ = function.__kwdefaults__
         _opened[function] = made
     return made
+
+
+_plain_modules: set[type] = set()
+
+
+def is_script(module: nn.Module) -> bool:
+    """Is the module TorchScript, of which a function mode sees nothing?"""
+    if isinstance(module, torch.jit.ScriptModule):
+        return True
+    _plain_modules.add(type(module))
+    return False
 
 
 def _never(*values: Any) -> bool:
