@@ -1,7 +1,7 @@
 """Every exception of replaylens: the fact, the place, the cure.
 
-All descend from `ReplaylensError`; each also inherits the builtin that a user would catch. A model's own exception stays
-the model's own: capture and replay only add a note that names the node and the line.
+All descend from `ReplaylensError`; each also inherits the builtin that a user would catch. A model's own exception
+stays the model's own: capture and replay only add a note that names the node and the line.
 """
 
 from __future__ import annotations

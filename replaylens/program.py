@@ -22,7 +22,8 @@ from ._core.trees import leaves, thaw
 from ._lens.layers import Atlas, Layer, Place
 from ._lens.summary import as_html, summary
 from ._replay.convert import move, rerun
-from ._replay.replay import At, Change, Record, Request, as_patch, detached, function_of, new_inputs, new_state, replay, version
+from ._replay.replay import Record, detached, function_of, replay, version
+from ._replay.request import At, Change, Request, as_patch, new_inputs, new_state
 from ._replay.run import Run
 from .errors import NoSuchLayer, NotSaved, ReplaylensError
 
@@ -46,7 +47,11 @@ class Program:
     """One forward pass of a model as an immutable program of pure operations."""
 
     def __init__(
-        self, _captured: Captured | None = None, _record: Record | None = None, _output: Any = None, _history: tuple[str, ...] = ()
+        self,
+        _captured: Captured | None = None,
+        _record: Record | None = None,
+        _output: Any = None,
+        _history: tuple[str, ...] = (),
     ) -> None:
         self._captured = _captured
         self._given = _record
@@ -72,7 +77,9 @@ class Program:
 
     @property
     def state(self) -> Mapping[str, torch.Tensor]:
-        """The parameters, buffers and other tensors of the model that the forward read, by address, as they were then."""
+        """The parameters, buffers and other tensors of the model that the forward read, by address, as they were
+        then.
+        """
         return MappingProxyType({node.address: self._record.value(Ref(node.name)) for node in self.graph.state_nodes})
 
     @property
@@ -144,10 +151,10 @@ class Program:
 
         Without arguments everything runs. `from_` names a layer: what follows it runs, on its recorded value. `patch`
         gives other values on the way: `{"relu_3": tensor or function}`; with `from_`, a bare tensor or function is for
-        that layer. New inputs of the recorded shapes, or other parameters (`state={"fc.weight": w}`), may be given. `to`
-        stops early. `keep="all"` holds every value; else what `run[name]` asks for is computed again. With `grad=True`
-        gradients flow to inputs, to patches and to the model's own parameters, as through the model. A replay whose
-        change makes the model read another value in Python (`if x.sum() > 0`) raises `DivergedReplay`;
+        that layer. New inputs of the recorded shapes, or other parameters (`state={"fc.weight": w}`), may be given.
+        `to` stops early. `keep="all"` holds every value; else what `run[name]` asks for is computed again. With
+        `grad=True` gradients flow to inputs, to patches and to the model's own parameters, as through the model. A
+        replay whose change makes the model read another value in Python (`if x.sum() > 0`) raises `DivergedReplay`;
         `on_divergence="ignore"` goes on along the recorded path and says so in `run.diverged`.
         """
         _require_choice("rng", rng, ("replay", "fresh"))
@@ -197,7 +204,8 @@ class Program:
         words = ", ".join([*map(str, args), *(f"{key}={value}" for key, value in kwargs.items())])
         return Program(_record=record, _output=output, _history=(*self.history, f"to({words})"))
 
-    # -- below -----------------------------------------------------------------------------------------------------------
+    # -- below
+    # -----------------------------------------------------------------------------------------------------------
 
     @cached_property
     def _record(self) -> Record:
@@ -238,7 +246,9 @@ class Program:
         ends: dict[Ref, Change] = {}
         if patch is not None and not isinstance(patch, Mapping):
             if start is None:
-                raise ReplaylensError("a bare patch needs from_= to say where. Or give a mapping: patch={'relu_3': tensor}.")
+                raise ReplaylensError(
+                    "a bare patch needs from_= to say where. Or give a mapping: patch={'relu_3': tensor}."
+                )
             pairs = [(start, patch)]
         else:
             pairs = [(self._at(name), what) for name, what in (patch or {}).items()]
@@ -284,7 +294,10 @@ def record_of(captured: Captured, made: Frozen) -> Record:
 
 def _overlap(one: Change, other: Change) -> bool:
     """Are these two patches for the same value?"""
-    return bool({leaf for leaf in leaves(one.tree) if type(leaf) is Ref} & {leaf for leaf in leaves(other.tree) if type(leaf) is Ref})
+    return bool(
+        {leaf for leaf in leaves(one.tree) if type(leaf) is Ref}
+        & {leaf for leaf in leaves(other.tree) if type(leaf) is Ref}
+    )
 
 
 def _require_choice(word: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -302,11 +315,15 @@ def _flatten(program: Program) -> tuple[list[Any], Any]:
 
 
 def _unflatten(tensors: Iterable[Any], context: Any) -> Program:
-    record, refs, output, history = context
+    record, refs, _, history = context
     values = dict(zip(refs, tensors, strict=True))
     versions = {ref: version(tensor) if isinstance(tensor, torch.Tensor) else -1 for ref, tensor in values.items()}
     get = lambda leaf: values[leaf] if type(leaf) is Ref else leaf  # noqa: E731
-    return Program(_record=Record(record.graph, values, versions, record.draws), _output=thaw(record.graph.output, get), _history=history)
+    return Program(
+        _record=Record(record.graph, values, versions, record.draws),
+        _output=thaw(record.graph.output, get),
+        _history=history,
+    )
 
 
 pytree.register_pytree_node(Program, _flatten, _unflatten, serialized_type_name="replaylens.Program")

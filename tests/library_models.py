@@ -61,7 +61,7 @@ def is_installed(name: str) -> bool:
 @torch.no_grad()
 def add_noise(model: nn.Module) -> None:
     for parameter in model.parameters():
-        if parameter.is_floating_point() and (parameter == parameter.flatten()[:1]).all():
+        if parameter.is_floating_point() and parameter.numel() and parameter.min() == parameter.max():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
     for name, buffer in model.named_buffers():
         if name.endswith(("running_mean", "running_var")):

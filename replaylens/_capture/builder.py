@@ -1,8 +1,8 @@
 """The one mutable object of a capture: what happened, in order, and what came out.
 
 In: calls with their arguments as trees of Handles. Out, when the forward is over: a frozen Graph and the recorded value
-of each Ref. A Handle numbers a tensor value; two values of one tensor object, before and after a write, have two Handles.
-Nothing is named or frozen while the model runs: the forward pays for one tuple a call.
+of each Ref. A Handle numbers a tensor value; two values of one tensor object, before and after a write, have two
+Handles. Nothing is named or frozen while the model runs: the forward pays for one tuple a call.
 """
 
 from __future__ import annotations
@@ -252,7 +252,10 @@ def _address(addresses: Addresses, where: tuple[Any, str]) -> str:
 
 def _one_way(recording: Recording) -> list[str]:
     hidden = recording.hidden_no_grad and not recording.ambient[0]
-    return [*recording.one_way, *(["the model's own no_grad blocks, captured where nothing had gradients,"] if hidden else [])]
+    return [
+        *recording.one_way,
+        *(["the model's own no_grad blocks, captured where nothing had gradients,"] if hidden else []),
+    ]
 
 
 def frozen_context(context: tuple[Any, ...]) -> Context:
@@ -278,7 +281,7 @@ def _guard(guard: GuardRecord, to_ref: Any, scopes: list[Any]) -> Guard:
 def _scopes(recording: Recording, addresses: Addresses) -> list[Scope | None]:
     """A frozen Scope for each module call; None for the call of the model itself."""
     found: list[Scope | None] = []
-    for number, record in enumerate(recording.scopes):
+    for record in recording.scopes:
         address = addresses.modules.get(id(record.module))
         if address == "":
             found.append(None)

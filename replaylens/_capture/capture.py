@@ -22,9 +22,10 @@ from .._core.trees import freeze_deep, thaw
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite, UnsupportedModel
 from .builder import Handle, Recording, SourceRecord, version_of
 from .origins import Origins, dated
+from .recorder import NeedsDeepLook
 from .scopes import listening
 from .storage import Entry
-from .tracer import NeedsDeepLook, Tracer
+from .tracer import Tracer
 
 
 @frozen(eq=False)
@@ -57,7 +58,9 @@ def record(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unknown: s
     try:
         return _look(model, args, kwargs, Recording(_name_of(model)), deep=True, unknown=unknown)
     except NeedsDeepLook:
-        raise CaptureError("a tensor reached an operation whose origin was not seen, not even among the ATen calls.") from None
+        raise CaptureError(
+            "a tensor reached an operation whose origin was not seen, not even among the ATen calls."
+        ) from None
 
 
 def _look(model: Any, args: Any, kwargs: Any, recording: Recording, deep: bool, unknown: str) -> Captured:
@@ -66,7 +69,7 @@ def _look(model: Any, args: Any, kwargs: Any, recording: Recording, deep: bool, 
     with ExitStack() as stack:
         date = stack.enter_context(dated())
         tracer = Tracer(recording, origins, date, deep, unknown)
-        recording.ambient = tracer._context()
+        recording.ambient = tracer.context()
         recording.default_dtype = torch.get_default_dtype()
         recording.inputs, args, kwargs = _take_inputs(tracer, args, kwargs)
         stack.enter_context(_eager_compiler())
@@ -74,7 +77,7 @@ def _look(model: Any, args: Any, kwargs: Any, recording: Recording, deep: bool, 
         stack.enter_context(tracer)
         if tracer.deep and tracer.watch is not None:
             stack.enter_context(tracer.watch)
-        output = _run(model, args, kwargs, tracer)
+        output = _call(model, args, kwargs, tracer)
         with torch._C.DisableTorchFunction(), tracer.at_work():
             recording.output = freeze_deep(output, tracer.read)
             _take_changes(tracer)
@@ -83,7 +86,7 @@ def _look(model: Any, args: Any, kwargs: Any, recording: Recording, deep: bool, 
     return Captured(recording, output)
 
 
-def _run(model: Any, args: Any, kwargs: Any, tracer: Tracer) -> Any:
+def _call(model: Any, args: Any, kwargs: Any, tracer: Tracer) -> Any:
     try:
         output = model(*args, **kwargs)
     except (NeedsDeepLook, ReplaylensError):
@@ -95,12 +98,13 @@ def _run(model: Any, args: Any, kwargs: Any, tracer: Tracer) -> Any:
         raise
     finally:
         if tracer.functorch:
-            tracer._leave_functorch()
+            tracer.leave_functorch()
     if tracer.refused is not None:
         raise tracer.refused
     if isinstance(output, GeneratorType):
         raise CaptureError(
-            "the model returned a generator, which computes after the forward is over. Capture a function that returns a list of it."
+            "the model returned a generator, which computes after the forward is over. Capture a "
+            "function that returns a list of it."
         )
     return output
 
@@ -109,9 +113,13 @@ def _require_supported(model: Any) -> None:
     parallel = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     if isinstance(model, parallel):
         kind = type(model).__name__
-        raise UnsupportedModel(f"the model is wrapped in {kind}, whose replicas run in threads. Capture `model.module` instead.")
+        raise UnsupportedModel(
+            f"the model is wrapped in {kind}, whose replicas run in threads. Capture `model.module` instead."
+        )
     if not callable(model):
-        raise UnsupportedModel(f"{type(model).__name__} cannot be called. Give a module or a function, then its inputs.")
+        raise UnsupportedModel(
+            f"{type(model).__name__} cannot be called. Give a module or a function, then its inputs."
+        )
 
 
 def _require_ready(origins: Origins) -> None:
@@ -120,10 +128,15 @@ def _require_ready(origins: Origins) -> None:
         return
     for module, _, _ in origins.table:
         if isinstance(module, nn.DataParallel):
-            raise UnsupportedModel("a submodule is wrapped in DataParallel, whose replicas run in threads. Use its `.module` instead.")
+            raise UnsupportedModel(
+                "a submodule is wrapped in DataParallel, whose replicas run in threads. Use its `.module` instead."
+            )
         if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
             kind = type(module).__name__
-            raise UnsupportedModel(f"a {kind} has no parameters yet: they are born in the first forward. Run the model once, then capture it.")
+            raise UnsupportedModel(
+                f"a {kind} has no parameters yet: they are born in the first forward. Run the model "
+                "once, then capture it."
+            )
 
 
 def _name_of(model: Any) -> str:
@@ -173,7 +186,7 @@ def _take_changes(tracer: Tracer) -> None:
         if kind in ("input", "constant"):
             continue
         module, key = where
-        if kind == "parameter" and type(live.get(id(tensor))) is Handle and module._parameters.get(key) is tensor:
+        if kind == "parameter" and type(live.get(id(tensor))) is Handle and _held(module, key) is tensor:
             continue  # the common case: nobody touched it
         addresses.add((id(module), key))
         held = tensor if kind == "attribute" else _held(module, key)
@@ -188,9 +201,8 @@ def _take_changes(tracer: Tracer) -> None:
 def _held(module: Any, key: str) -> torch.Tensor | None:
     """The parameter or buffer that a module has under this name now."""
     for tensors in (module._parameters, module._buffers):
-        found = dict(tensors.items()).get(key)
-        if found is not None:
-            return found
+        if key in tensors:
+            return tensors[key]
     return None
 
 
@@ -207,8 +219,10 @@ def _require_announced(tracer: Tracer) -> list[int]:
         if not tracer.deep:
             raise NeedsDeepLook
         raise UnannouncedWrite(
-            f"a tensor {tuple(tensor.shape)} was written during the forward by something that was not seen: another thread, an "
-            "extension, or a call that hides from torch. Nothing recorded after the write can be trusted, so there is no program."
+            f"a tensor {tuple(tensor.shape)} was written during the forward by something that was not "
+            "seen: another thread, an "
+            "extension, or a call that hides from torch. Nothing recorded after the write can be "
+            "trusted, so there is no program."
         )
     return counters
 
@@ -217,7 +231,7 @@ def _add_note(error: Exception, tracer: Tracer) -> None:
     """Say where in the model its own exception came from."""
     scopes, scope = tracer.recording.scopes, len(tracer.recording.scopes) - 1
     done = sum(1 for entry in tracer.recording.records if not isinstance(entry, SourceRecord))
-    where = tracer._where()
+    where = tracer.where()
     module = f" inside {type(scopes[scope].module).__name__}" if scope >= 0 else ""
     text = f"replaylens: the model raised this after {done} recorded calls{module}.{where}"
     if hasattr(error, "add_note"):

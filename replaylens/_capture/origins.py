@@ -57,7 +57,9 @@ def is_older(thing: Any, date: int) -> bool:
 
 
 class Origins:
-    """The model's tensors, by identity. The whole model is only walked when the running module does not have the tensor."""
+    """The model's tensors, by identity. The whole model is only walked when the running module does not have the
+    tensor.
+    """
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -147,7 +149,9 @@ class Origins:
 
 
 def _modules_of(model: Any) -> Iterator[nn.Module]:
-    """The modules that a plain function computes with: bound to it, in its closure, or handed to `functools.partial`."""
+    """The modules that a plain function computes with: bound to it, in its closure, or handed to
+    `functools.partial`.
+    """
     found: dict[int, nn.Module] = {}
     stack, seen = [model], set()
     while stack:
@@ -161,7 +165,9 @@ def _modules_of(model: Any) -> Iterator[nn.Module]:
             stack.extend((thing.__self__, thing.__func__))
         elif isinstance(thing, FunctionType):
             stack.extend(cell.cell_contents for cell in thing.__closure__ or () if _is_set(cell))
-            stack.extend(thing.__globals__[n] for n in thing.__code__.co_names if isinstance(thing.__globals__.get(n), nn.Module))
+            stack.extend(
+                thing.__globals__[n] for n in thing.__code__.co_names if isinstance(thing.__globals__.get(n), nn.Module)
+            )
         elif hasattr(thing, "func") and hasattr(thing, "keywords"):
             stack.extend((thing.func, *thing.args, *thing.keywords.values()))
         elif isinstance(thing, (list, tuple)):
@@ -186,7 +192,11 @@ def _path_to(tensor: torch.Tensor, thing: Any, seen: set[int], depth: int) -> st
     """The way from an object to a tensor that hangs on it: `.anchors[2]`."""
     if thing is tensor:
         return ""
-    if depth > 8 or id(thing) in seen or isinstance(thing, (nn.Module, torch.Tensor, type, str, int, float, type(None))):
+    if (
+        depth > 8
+        or id(thing) in seen
+        or isinstance(thing, (nn.Module, torch.Tensor, type, str, int, float, type(None)))
+    ):
         return None
     seen.add(id(thing))
     for name, value in _members(thing, top=depth == 0):

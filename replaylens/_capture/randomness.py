@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-_DROPOUTS = frozenset("dropout dropout_ alpha_dropout alpha_dropout_ feature_dropout feature_dropout_ feature_alpha_dropout".split())
+_DROPOUTS = frozenset(
+    "dropout dropout_ alpha_dropout alpha_dropout_ feature_dropout feature_dropout_ feature_alpha_dropout".split()
+)
 _RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu".split())
 
 
@@ -38,8 +40,7 @@ def generator_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generat
 def default_generator(device: torch.device | None) -> torch.Generator:
     """The generator that a call without one draws from on this device."""
     if device is not None and device.type == "cuda" and torch.cuda.is_available():
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        return torch.cuda.default_generators[index]
+        return torch.cuda.default_generators[device.index or torch.cuda.current_device()]
     return torch.default_generator
 
 

@@ -1,13 +1,14 @@
 """What the function layer cannot see: functorch, gradients taken inside the forward, scripts, custom functions.
 
-In: a stretch of the forward that a torch function mode is blind to. Out: nodes for it all the same: the ATen calls of the
-stretch, seen by a dispatch mode that lives no longer than it; or one node for a whole (a custom function, a gradient).
+In: a stretch of the forward that a torch function mode is blind to. Out: nodes for it all the same: the ATen calls of
+the stretch, seen by a dispatch mode that lives no longer than it; or one node for a whole (a custom function, a
+gradient).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,10 +20,8 @@ from .._core.trees import Branch, leaves, remake
 from .._replay.differentiate import differentiate
 from ..errors import CaptureError
 from .builder import CallRecord, Handle, Recording, SourceRecord, frozen_context, parts_of
+from .recorder import Recorder
 from .rules import How, Rule
-
-if TYPE_CHECKING:
-    from .tracer import Tracer
 
 
 class AtenWatch(TorchDispatchMode):
@@ -30,28 +29,32 @@ class AtenWatch(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, tracer: Tracer) -> None:
-        super().__init__()
+    def __init__(self, tracer: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.tracer = tracer
         self.entered = False
         self.handling = 0  # torch takes the mode off its stack meanwhile: it must not be left then
 
     def __enter__(self) -> AtenWatch:
         self.entered = True
-        return super().__enter__()  # type: ignore[no-any-return]
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.handling += 1
         try:
-            if self.tracer.in_leaf or isinstance(func, torch._ops.HigherOrderOperator) or torch._C._len_torch_function_stack():
+            if (
+                self.tracer.in_leaf
+                or isinstance(func, torch._ops.HigherOrderOperator)
+                or torch._C._len_torch_function_stack()
+            ):
                 return func(*args, **kwargs)  # beneath a recorded call, or about to be seen by the function mode
             return self.tracer.aten(func, args, kwargs)
         finally:
             self.handling -= 1
 
 
-def watched(tracer: Tracer, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def watched(tracer: Recorder, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run a call that the mode is blind to, and see the ATen calls beneath it."""
     if tracer.watch is not None:
         work, tracer.in_leaf = tracer.in_leaf, 0
@@ -72,28 +75,39 @@ def watched(tracer: Tracer, function: Callable[..., Any], args: Any, kwargs: Any
 # -- gradients inside the forward --------------------------------------------------------------------------------------
 
 
-def differentiate_call(tracer: Tracer, func: Any, args: Any, kwargs: Any) -> Any:
+def differentiate_call(tracer: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
     """`torch.autograd.grad` in the forward: one node that differentiates the stretch of the program in between."""
-    names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused", "is_grads_batched")
+    names = (
+        "outputs",
+        "inputs",
+        "grad_outputs",
+        "retain_graph",
+        "create_graph",
+        "only_inputs",
+        "allow_unused",
+        "is_grads_batched",
+    )
     given = dict(zip(names, args, strict=False)) | kwargs
     outputs, inputs = _as_tuple(given["outputs"]), _as_tuple(given["inputs"])
     known = [isinstance(t, torch.Tensor) and tracer.memory.read(t) is not None for t in (*outputs, *inputs)]
     if not all(known) or given.get("is_grads_batched") or tracer.functorch:
         return watched(tracer, func, args, kwargs)
-    cotangents = _as_tuple(given.get("grad_outputs")) if given.get("grad_outputs") is not None else (None,) * len(outputs)
+    cotangents = (
+        _as_tuple(given.get("grad_outputs")) if given.get("grad_outputs") is not None else (None,) * len(outputs)
+    )
     keep_graph = bool(given.get("create_graph", False))
     stretch = _stretch(tracer, outputs, inputs, cotangents, keep_graph)
     if stretch is None:
         return watched(tracer, func, args, kwargs)
     record, expected = stretch
-    results = tracer._run(func, args, kwargs)
+    results = tracer.run(func, args, kwargs)
     _require_equal(tracer, results, expected)
-    returns = tracer._outputs(tuple(results))
+    returns = tracer.outputs(tuple(results))
     tracer.recording.records.append(record._replace(returns=returns))
     return results
 
 
-def backward_call(tracer: Tracer, func: Any, args: Any, kwargs: Any) -> Any:
+def backward_call(tracer: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
     """`.backward()` in the forward: the gradients of the leaves, and their addition to what was there."""
     names = ("tensors", "gradient", "retain_graph", "create_graph", "inputs")
     given = dict(zip(names, args, strict=False)) | kwargs
@@ -112,8 +126,8 @@ def backward_call(tracer: Tracer, func: Any, args: Any, kwargs: Any) -> Any:
         if old is not None:
             tracer.read(old)
             tracer.memory.preserve(tracer.memory.entry(old).base)
-    result = tracer._run(func, args, kwargs)
-    returns = tracer._outputs(tuple(expected))
+    result = tracer.run(func, args, kwargs)
+    returns = tracer.outputs(tuple(expected))
     tracer.recording.records.append(record._replace(returns=returns))
     for tensor, old, new in zip(inputs, before, returns, strict=True):
         if new is not None:
@@ -121,7 +135,7 @@ def backward_call(tracer: Tracer, func: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
-def _accumulate(tracer: Tracer, tensor: torch.Tensor, old: torch.Tensor | None, new: Handle) -> None:
+def _accumulate(tracer: Recorder, tensor: torch.Tensor, old: torch.Tensor | None, new: Handle) -> None:
     grad = tensor.grad
     if grad is None:
         return
@@ -132,14 +146,14 @@ def _accumulate(tracer: Tracer, tensor: torch.Tensor, old: torch.Tensor | None, 
         return
     handle = recording.keep(grad)
     reads = [memory.read(old), new]
-    tracer._append(torch.Tensor.add, Rule(How.LEAF, "add"), reads, {}, handle, tracer._site(), None, False)
+    tracer.append(torch.Tensor.add, Rule(How.LEAF, "add"), reads, {}, handle, tracer.site(), None, False)
     if grad is old:
         memory.wrote(memory.entry(old).base, handle)
     else:
         memory.know(grad, handle)
 
 
-def _leaves_above(tracer: Tracer, outputs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+def _leaves_above(tracer: Recorder, outputs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
     """The leaf tensors that these were computed from and that collect gradients."""
     producers = _producers(tracer.recording)
     above = _ancestors(tracer.recording, producers, [tracer.read(output) for output in outputs])
@@ -152,9 +166,11 @@ def _leaves_above(tracer: Tracer, outputs: tuple[Any, ...]) -> tuple[torch.Tenso
 
 
 def _stretch(
-    tracer: Tracer, outputs: tuple[Any, ...], inputs: tuple[Any, ...], cotangents: tuple[Any, ...], keep_graph: bool
+    tracer: Recorder, outputs: tuple[Any, ...], inputs: tuple[Any, ...], cotangents: tuple[Any, ...], keep_graph: bool
 ) -> tuple[CallRecord, Any] | None:
-    """The record of a gradient call, and the gradients that it gives; None if the program has no way from one to the other."""
+    """The record of a gradient call, and the gradients that it gives; None if the program has no way from one to
+    the other.
+    """
     recording = tracer.recording
     ends, starts = [tracer.read(t) for t in outputs], [tracer.read(t) for t in inputs]
     producers = _producers(recording)
@@ -181,7 +197,7 @@ def _stretch(
     )
     tree = Branch(dict, tuple(states.values()), tuple(states))
     args = [graph, tuple(roots), tuple(others), pulled, tree, keep_graph]
-    context, site = tracer._context(), tracer._site()
+    context, site = tracer.context(), tracer.site()
     record = CallRecord(differentiate, "grad", args, None, None, context, tracer.scope, site, through=tuple(between))
     return record, expected
 
@@ -222,7 +238,9 @@ def _between(recording: Recording, above: set[int], starts: list[Handle]) -> lis
     return found
 
 
-def _graph_of(recording: Recording, between: list[int], reads: list[Handle], ends: list[Handle], starts: list[Handle]) -> Graph:
+def _graph_of(
+    recording: Recording, between: list[int], reads: list[Handle], ends: list[Handle], starts: list[Handle]
+) -> Graph:
     refs: dict[Handle, Ref] = {handle: Ref(f"value_{int(handle)}") for handle in reads}
     nodes: list[Any] = [Input(refs[h].node, (n,), TensorMeaning.of(recording.values[h])) for n, h in enumerate(reads)]
     for number in between:
@@ -256,11 +274,13 @@ def _graph_of(recording: Recording, between: list[int], reads: list[Handle], end
     return Graph(tuple(nodes), output, ambient=ambient, default_dtype=recording.default_dtype)
 
 
-def _require_equal(tracer: Tracer, results: Any, expected: Any) -> None:
+def _require_equal(tracer: Recorder, results: Any, expected: Any) -> None:
     for one, other in zip(results, expected, strict=True):
-        if (one is None) != (other is None) or (one is not None and not torch.allclose(one, other, rtol=1e-5, atol=1e-7, equal_nan=True)):
+        if (one is None) != (other is None) or (
+            one is not None and not torch.allclose(one, other, rtol=1e-5, atol=1e-7, equal_nan=True)
+        ):
             raise CaptureError(
-                f"a gradient taken inside the forward came out differently when it was taken again.{tracer._where()}\n"
+                f"a gradient taken inside the forward came out differently when it was taken again.{tracer.where()}\n"
                 "A hook, or state that the program does not see, takes part in it; so it cannot be replayed."
             )
 
@@ -272,7 +292,7 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 # -- custom autograd functions -----------------------------------------------------------------------------------------
 
 
-def apply_call(tracer: Tracer, kind: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def apply_call(tracer: Recorder, kind: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """A custom `autograd.Function`: one node that keeps its own backward, if it reads nothing but its arguments.
 
     Its body runs under the mode, so that what it reads and writes is known. If it is closed, the body's records are
@@ -281,34 +301,41 @@ def apply_call(tracer: Tracer, kind: type, call: Callable[..., Any], args: Any, 
     if torch._C._functorch.peek_interpreter_stack() is not None or tracer.in_leaf:
         return call(*args, **kwargs)
     if tracer.functorch:
-        tracer._leave_functorch()
+        tracer.leave_functorch()
     if kind.__name__ == "CheckpointFunction" and kind.__module__ == "torch.utils.checkpoint":
         return args[0](*args[2:])  # its body is the model's own: recorded openly, under the present grad mode
     if kind.__name__ == "BackwardHookFunction":
         tracer.recording.one_way.append("a module's backward hook")
         return call(*args, **kwargs)
     with torch._C.DisableTorchFunction(), tracer.at_work():
-        reads, named = tracer._read_all(args, kwargs)
+        reads, named = tracer.read_all(args, kwargs)
         draws = tracer.draws.before((), {})
-    recording, memory, site = tracer.recording, tracer.memory, tracer._site()
+    recording, memory, site = tracer.recording, tracer.memory, tracer.site()
     mark = (len(recording.records), len(recording.guards), len(recording.values))
     writes = len(memory.written)
     out = call(*args, **kwargs)
     own = {int(h) for h in leaves((*reads, *named.values())) if type(h) is Handle}
     wrote = any(first < mark[2] for first in memory.written[writes:])
+    if wrote:
+        memory.uncount(memory.written[writes:])  # torch counts the write of a dirty argument once more
     if wrote or not _is_closed(recording, mark[0], mark[2], own) or not _is_plain(args, kwargs):
         if any(isinstance(t, torch.Tensor) and t.is_floating_point() for t in args):
             recording.one_way.append(kind.__name__)
         return out
     memory.take_back(mark[2])
-    del recording.records[mark[0] :], recording.guards[mark[1] :], recording.values[mark[2] :], recording.versions[mark[2] :]
+    del (
+        recording.records[mark[0] :],
+        recording.guards[mark[1] :],
+        recording.values[mark[2] :],
+        recording.versions[mark[2] :],
+    )
     with torch._C.DisableTorchFunction(), tracer.at_work():
         key = tracer.draws.after(*draws)
         tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
         rule = Rule(How.LEAF, kind.__name__.lower().replace("_", "") or "function", is_dynamic=True)
-        returns = tracer._results(out, call, args, kwargs, tensors)
+        returns = tracer.results(out, call, args, kwargs, tensors)
         if returns is not None:
-            tracer._append(call, rule, reads, named, returns, site, key, True)
+            tracer.append(call, rule, reads, named, returns, site, key, True)
     return out
 
 

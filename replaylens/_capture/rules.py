@@ -1,14 +1,14 @@
 """What kind of call is this? One Rule for each torch function, made once and kept.
 
-In: a callable as the function mode sees it. Out: a Rule: pass it on, open it, record it; does it write, draw, let content
-out of torch, depend on content for its shape. Names and schemas decide; the tables are data.
+In: a callable as the function mode sees it. Out: a Rule: pass it on, open it, record it; does it write, draw, let
+content out of torch, depend on content for its shape. Names and schemas decide; the tables are data.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -46,22 +46,25 @@ class Rule:
 
 
 METADATA = frozenset(
-    """dim size numel nelement stride storage_offset element_size is_contiguous is_floating_point is_complex is_conj is_neg
+    """dim size numel nelement stride storage_offset element_size is_contiguous is_floating_point is_complex is_conj
+    is_neg
     is_inference get_device is_pinned __len__ has_names shape ndim dtype device layout requires_grad is_leaf
-    grad_fn itemsize nbytes is_cuda is_cpu is_sparse is_nested is_quantized is_meta is_mps is_xpu is_mkldnn is_sparse_csr
-    is_ipu is_maia is_mtia is_vulkan is_xla _version output_nr
+    grad_fn itemsize nbytes is_cuda is_cpu is_sparse is_nested is_quantized is_meta is_mps is_xpu is_mkldnn
+    is_sparse_csr is_ipu is_maia is_mtia is_vulkan is_xla _version output_nr
     retains_grad _backward_hooks _post_accumulate_grad_hooks name names result_type promote_types can_cast q_scale
     q_zero_point qscheme q_per_channel_axis int_repr_dtype _parse_to
-    _has_compatible_shallow_copy_type _sym_int sym_int sym_float sym_max sym_min sym_not sym_sum sym_ite sym_sqrt _assert
-    is_grad_enabled is_inference_mode_enabled retain_grad is_same_size is_signed
+    _has_compatible_shallow_copy_type _sym_int sym_int sym_float sym_max sym_min sym_not sym_sum sym_ite sym_sqrt
+    _assert     is_grad_enabled is_inference_mode_enabled retain_grad is_same_size is_signed
     register_post_accumulate_grad_hook _is_view is_shared is_coalesced is_distributed dense_dim sparse_dim
     __hash__ share_memory_ rename_ requires_grad_ _nnz get_default_dtype is_storage is_tensor
     dim_order get_rng_state set_rng_state manual_seed initial_seed is_deterministic_algorithms_warn_only_enabled
-    are_deterministic_algorithms_enabled is_autocast_enabled is_autocast_cpu_enabled get_autocast_dtype is_warn_always_enabled
-    broadcast_shapes _has_internal_overlap cudnn_is_acceptable _use_cudnn_ctc_loss _is_all_true_meta""".split()
+    are_deterministic_algorithms_enabled is_autocast_enabled is_autocast_cpu_enabled get_autocast_dtype
+    is_warn_always_enabled broadcast_shapes _has_internal_overlap cudnn_is_acceptable _use_cudnn_ctc_loss
+    _is_all_true_meta""".split()
 )
 ESCAPES = frozenset(
-    """__bool__ __int__ __float__ __complex__ __index__ __format__ __repr__ __str__ item tolist is_nonzero equal allclose
+    """__bool__ __int__ __float__ __complex__ __index__ __format__ __repr__ __str__ item tolist is_nonzero equal
+    allclose
     is_set_to __contains__""".split()
 )
 EXPOSURES = frozenset(
@@ -80,37 +83,41 @@ SPECIALS = {
     "resize_": "resize",
     "resize_as_": "resize",
 }
-RESHAPES = frozenset(
-    "t_ transpose_ squeeze_ unsqueeze_ swapaxes_ swapdims_ as_strided_ detach_".split()
-)
+RESHAPES = frozenset("t_ transpose_ squeeze_ unsqueeze_ swapaxes_ swapdims_ as_strided_ detach_".split())
 UNDEFINED = frozenset("empty empty_like new_empty empty_strided new_empty_strided empty_permuted".split())
 NEVER_OPEN = frozenset(
     """__deepcopy__ __reduce_ex__ __repr__ __format__ __array__ __array_wrap__ __dlpack__ __dlpack_device__ storage
     share_memory_ register_hook backward grad _unique_impl unflatten _typed_storage __setstate__ __dir__ module_load
-    register_post_accumulate_grad_hook __cuda_array_interface__ __len__ __hash__ rename_ rename refine_names align_to names
-    is_shared __contains__ einsum_path""".split()
+    register_post_accumulate_grad_hook __cuda_array_interface__ __len__ __hash__ rename_ rename refine_names align_to
+    names is_shared __contains__ einsum_path""".split()
 )
 INPLACE_OPERATORS = frozenset(
     """__iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__ __ilshift__
     __irshift__ __setitem__ __idiv__ __imatmul__""".split()
 )
-STATISTICS = frozenset("batch_norm native_batch_norm _native_batch_norm_legit _batch_norm_impl_index instance_norm".split())
+STATISTICS = frozenset(
+    "batch_norm native_batch_norm _native_batch_norm_legit _batch_norm_impl_index instance_norm".split()
+)
 DYNAMIC = frozenset(
-    """nonzero argwhere masked_select unique unique_consecutive _unique2 unique_dim bincount repeat_interleave combinations
+    """nonzero argwhere masked_select unique unique_consecutive _unique2 unique_dim bincount repeat_interleave
+    combinations
     one_hot nonzero_static _unique histogramdd tensor_split narrow_copy triu_indices""".split()
 )
-IDENTITIES = frozenset("dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout".split())
+IDENTITIES = frozenset(
+    "dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout".split()
+)
 # Whose output is new memory whatever the arguments are. Only a matter of speed: all others are looked at.
 FRESH = frozenset(
-    """linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d relu gelu silu tanh sigmoid softmax log_softmax matmul
+    """linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d relu gelu silu tanh sigmoid softmax log_softmax
+    matmul
     mm bmm addmm baddbmm add sub mul div layer_norm group_norm max_pool2d avg_pool2d embedding cat stack exp log sqrt
-    rsqrt neg abs sin cos mean sum eq ne lt gt le ge where cumsum scaled_dot_product_attention adaptive_avg_pool2d leaky_relu elu
-    hardtanh hardswish rms_norm argmax zeros_like ones_like tril triu masked_fill einsum_
+    rsqrt neg abs sin cos mean sum eq ne lt gt le ge where cumsum scaled_dot_product_attention adaptive_avg_pool2d
+    leaky_relu elu hardtanh hardswish rms_norm argmax zeros_like ones_like tril triu masked_fill einsum_
     adaptive_avg_pool1d adaptive_avg_pool3d max_pool1d max_pool3d mish selu celu softplus erf reciprocal""".split()
 )
 
 
-@lru_cache(maxsize=None)
+@cache
 def rule_of(function: Callable[..., Any]) -> Rule:
     """The rule for a function, by its name, its schema and what it is written in."""
     if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
@@ -207,7 +214,13 @@ def _operator_rule(function: Any) -> Rule:
     if name in UNDEFINED and namespace == "aten":
         return Rule(How.LEAF, kind_of(name), is_undefined=True)
     known = namespace in ("aten", "prim", "prims")
-    return Rule(How.LEAF if known else How.OPAQUE, kind_of(name), writes, may_draw=seeded or not known, is_dynamic=dynamic or not known)
+    return Rule(
+        How.LEAF if known else How.OPAQUE,
+        kind_of(name),
+        writes,
+        may_draw=seeded or not known,
+        is_dynamic=dynamic or not known,
+    )
 
 
 def _writes_by_schema(overloads: list[Any]) -> Callable[..., list[torch.Tensor]]:
@@ -242,7 +255,9 @@ def _writes_by_name(name: str) -> Callable[..., list[torch.Tensor]] | None:
 
 
 def _writes_statistics(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    given = dict(zip(("input", "weight", "bias", "running_mean", "running_var", "training"), args, strict=False)) | kwargs
+    given = (
+        dict(zip(("input", "weight", "bias", "running_mean", "running_var", "training"), args, strict=False)) | kwargs
+    )
     training = given.get("training", given.get("use_input_stats", False))
     return [t for key in ("running_mean", "running_var") if training and isinstance(t := given.get(key), torch.Tensor)]
 
@@ -271,7 +286,7 @@ def kind_of(name: str) -> str:
     return name.replace("_", "").lower() or "call"
 
 
-@lru_cache(maxsize=None)
+@cache
 def is_seeded(name: str) -> bool:
     """Is an ATen operator of this name tagged as drawing random numbers?"""
     for spelling in {name, name.rstrip("_")}:

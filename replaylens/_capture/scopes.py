@@ -1,9 +1,9 @@
 """Where we are: which module call, which line of the user's code.
 
-In: module calls as they happen. Out: for each the module, which call of it, from where, and what it gave. While captures
-run, `nn.Module.__call__` is one function of ours, which looks for a capture of its own thread and else passes on; it is
-counted, and put back when the last capture ends. (Global forward hooks cost six times as much and see a module's output
-before the user's own hooks have changed it.)
+In: module calls as they happen. Out: for each the module, which call of it, from where, and what it gave. While
+captures run, `nn.Module.__call__` is one function of ours, which looks for a capture of its own thread and else
+passes on; it is counted, and put back when the last capture ends. (Global forward hooks cost six times as much and
+see a module's output before the user's own hooks have changed it.)
 """
 
 from __future__ import annotations
@@ -38,7 +38,11 @@ _function_apply = torch.autograd.Function.__dict__["apply"]
 
 def _traced_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     stack = _listeners.get(get_ident())
-    return stack[-1].module_call(self, _originals["call"], args, kwargs) if stack else _originals["call"](self, *args, **kwargs)
+    return (
+        stack[-1].module_call(self, _originals["call"], args, kwargs)
+        if stack
+        else _originals["call"](self, *args, **kwargs)
+    )
 
 
 def _traced_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -56,7 +60,7 @@ def listening(listener: Listener) -> Iterator[None]:
     with _lock:
         if not any(_listeners.values()):
             _originals.update(call=nn.Module.__call__, apply=torch.autograd.Function.__dict__["apply"])
-            nn.Module.__call__ = _traced_call  # type: ignore[method-assign, assignment]
+            nn.Module.__call__ = _traced_call  # type: ignore[method-assign]
             torch.autograd.Function.apply = classmethod(_traced_apply)  # type: ignore[assignment, method-assign]
         _listeners.setdefault(get_ident(), []).append(listener)
     try:
@@ -92,7 +96,11 @@ def addresses(table: list[tuple[nn.Module, int, str]]) -> dict[int, str]:
     found: list[str] = []
     for module, parent, name in table:
         prefix = found[parent] if parent >= 0 else ""
-        if isinstance(module, getattr(torch._dynamo, "OptimizedModule", ())) if "torch._dynamo" in sys.modules else False:
+        if (
+            isinstance(module, getattr(torch._dynamo, "OptimizedModule", ()))
+            if "torch._dynamo" in sys.modules
+            else False
+        ):
             found.append(f"{prefix}.{name}" if prefix else name)
         elif name == "_orig_mod":
             found.append(prefix)  # the compiler's wrapper is no level of the user's

@@ -1,8 +1,8 @@
 """In-place writes and views as pure calls: which memory a tensor looks at, and which value is in it now.
 
-In: tensors as the model holds them. Out: the Handle of the value that each has at this moment. A storage is one Base with
-a version; a tensor that shares it is an Entry with the chain of view steps that leads from the base. A write makes the
-next version of the base; a view that is read later is derived again from it, by the same steps.
+In: tensors as the model holds them. Out: the Handle of the value that each has at this moment. A storage is one Base
+with a version; a tensor that shares it is an Entry with the chain of view steps that leads from the base. A write
+makes the next version of the base; a view that is read later is derived again from it, by the same steps.
 
 A tensor that shares memory with nothing (most do) is no more than its Handle: its Base is made when somebody asks.
 Keyed by storage, not by id alone: an id is used again once its tensor dies, so everything known here is kept alive.
@@ -98,7 +98,7 @@ class Memory:
     def take_back(self, first: int) -> None:
         """Forget every tensor first seen since a value of this number."""
         for key, known in list(self.live.items()):
-            if (known if type(known) is Handle else known.handle) >= first:
+            if (known.handle if isinstance(known, Entry) else known) >= first:
                 del self.live[key]
         self.bases = {key: base for key, base in self.bases.items() if base.handle < first}
         for base in self.bases.values():
@@ -159,7 +159,12 @@ class Memory:
         base.held.append(handle)
 
     def step(
-        self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], source: torch.Tensor, part: tuple[int, ...]
+        self,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: dict[str, Any],
+        source: torch.Tensor,
+        part: tuple[int, ...],
     ) -> Any:
         """The view step that a call is, as a tree: its arguments with a hole where the viewed tensor stands."""
 
@@ -178,7 +183,9 @@ class Memory:
         dim = differing[0] if differing else 0
         stride = source.stride(dim) if source.dim() else 1
         start = (part.storage_offset() - source.storage_offset()) // stride if stride and differing else 0
-        return step_tree(torch.Tensor.narrow, (Hole.HERE, dim, start, part.shape[dim]), None, (), torch.is_grad_enabled())
+        return step_tree(
+            torch.Tensor.narrow, (Hole.HERE, dim, start, part.shape[dim]), None, (), torch.is_grad_enabled()
+        )
 
     def _derive(self, entry: Entry) -> Handle:
         """A view read after its base was written: its steps again, on the base's present value."""
@@ -228,7 +235,9 @@ class Memory:
     # -- writes --------------------------------------------------------------------------------------------------
 
     def preserve(self, base: Base, content: torch.Tensor | None = None) -> None:
-        """Copy what is recorded of this memory, just before it is overwritten. Only then: a value is kept by reference."""
+        """Copy what is recorded of this memory, just before it is overwritten. Only then: a value is kept by
+        reference.
+        """
         values, old = self.recording.values, (base.root if content is None else content)
         held = [handle for handle in base.held if storage_key(values[handle]) == storage_key(base.root)]
         base.held = []
@@ -254,7 +263,9 @@ class Memory:
         return view.requires_grad_() if tensor.requires_grad else view  # the flag chooses kernels in a replay
 
     def wrote(self, base: Base, handle: Handle, counted: bool = True) -> None:
-        """The base holds a new value. Beneath autograd torch counts the write only later: then its counter tells nothing."""
+        """The base holds a new value. Beneath autograd torch counts the write only later: then its counter tells
+        nothing.
+        """
         self.written.append(base.first)
         base.version += 1
         base.handle = handle
@@ -263,6 +274,12 @@ class Memory:
         base.held.append(handle)
         if base.exposed is not None:
             base.exposed = base.root.detach().clone()
+
+    def uncount(self, firsts: list[Handle]) -> None:
+        """Torch's write counter of these bases tells nothing any more."""
+        for base in self.bases.values():
+            if base.first in firsts:
+                base.counter = None
 
     def part_from(self, tensor: torch.Tensor) -> None:
         """Before a tensor object gets another geometry or storage: its recorded values go on in an alias."""
@@ -292,7 +309,9 @@ class Memory:
             now = base.root.detach().clone()
         self._restore_held(base)
         handle = self.recording.keep(now)
-        self.recording.records.append(SourceRecord("constant", handle, "written from outside torch, through numpy", None, now))
+        self.recording.records.append(
+            SourceRecord("constant", handle, "written from outside torch, through numpy", None, now)
+        )
         self.wrote(base, handle)
 
     def _restore_held(self, base: Base) -> None:
@@ -327,11 +346,14 @@ def geometry_step(tensor: torch.Tensor, base: Base) -> Any:
     """A view by its geometry alone, relative to the base."""
     root = base.root
     if tensor.dtype != root.dtype:
-        raise CaptureError(f"a tensor of {tensor.dtype} shares memory with one of {root.dtype} in a way that was not seen.")
+        raise CaptureError(
+            f"a tensor of {tensor.dtype} shares memory with one of {root.dtype} in a way that was not seen."
+        )
     shift = tensor.storage_offset() - root.storage_offset()
     if shift < 0 or shift + _span(tensor) > _span(root):
         raise CaptureError(
-            f"tensors of shapes {tuple(tensor.shape)} and {tuple(root.shape)} share a part of their memory, and one of them was "
+            f"tensors of shapes {tuple(tensor.shape)} and {tuple(root.shape)} share a part of their "
+            "memory, and one of them was "
             "written. Give the model inputs and buffers that do not overlap, or overlap wholly."
         )
     args = (Hole.HERE, tuple(tensor.shape), tensor.stride(), shift)
@@ -339,8 +361,14 @@ def geometry_step(tensor: torch.Tensor, base: Base) -> Any:
 
 
 def _span(tensor: torch.Tensor) -> int:
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
+    return (
+        1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        if tensor.numel()
+        else 0
+    )
 
 
-def step_tree(function: Callable[..., Any], args: Any, kwargs: Branch | None, part: tuple[int, ...], grad: bool) -> Branch:
+def step_tree(
+    function: Callable[..., Any], args: Any, kwargs: Branch | None, part: tuple[int, ...], grad: bool
+) -> Branch:
     return Branch(Step, (Target.of(function), args, kwargs or Branch(dict, (), ()), part, grad))

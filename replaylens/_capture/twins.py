@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 _UNARY = frozenset(
-    """relu_ sigmoid_ tanh_ silu_ hardtanh_ hardswish_ leaky_relu_ elu_ selu_ celu_ mish_ threshold_ hardsigmoid_ exp_ sqrt_
-    rsqrt_ neg_ abs_ sin_ cos_ square_ reciprocal_ log_ floor_ ceil_ round_ erf_ clamp_ clamp_min_ clamp_max_ relu6_""".split()
+    """relu_ sigmoid_ tanh_ silu_ hardtanh_ hardswish_ leaky_relu_ elu_ selu_ celu_ mish_ threshold_ hardsigmoid_ exp_
+    sqrt_
+    rsqrt_ neg_ abs_ sin_ cos_ square_ reciprocal_ log_ floor_ ceil_ round_ erf_ clamp_ clamp_min_ clamp_max_
+    relu6_""".split()
 )
 _BINARY = frozenset("add_ sub_ mul_ div_ pow_ maximum_ __iadd__ __isub__ __imul__ __itruediv__ true_divide_".split())
 _OPERATORS = {"__iadd__": "add", "__isub__": "sub", "__imul__": "mul", "__itruediv__": "div"}
@@ -26,7 +28,12 @@ def twin_of(func: Any, args: Any, kwargs: Any, target: torch.Tensor, others: lis
     name = getattr(func, "__name__", "")
     if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) or kwargs.get("out") is not None:
         return None
-    if type(target) not in (torch.Tensor, torch.nn.Parameter) or args[:1] != args[:1][:1] or not args or args[0] is not target:
+    if (
+        type(target) not in (torch.Tensor, torch.nn.Parameter)
+        or args[:1] != args[:1][:1]
+        or not args
+        or args[0] is not target
+    ):
         return None
     if target.layout is not torch.strided or not target.is_contiguous() or target.is_quantized:
         return None
@@ -55,8 +62,10 @@ def _pure_function(func: Any, name: str) -> Any:
 
 def _fits(other: torch.Tensor, target: torch.Tensor) -> bool:
     """Neither promotes the target's dtype nor broadens its shape."""
-    return other.dtype == target.dtype and (other.dim() == 0 or other.shape == target.shape[target.dim() - other.dim() :]) and (
-        other.is_contiguous() and other.dim() <= target.dim()
+    return (
+        other.dtype == target.dtype
+        and (other.dim() == 0 or other.shape == target.shape[target.dim() - other.dim() :])
+        and (other.is_contiguous() and other.dim() <= target.dim())
     )
 
 

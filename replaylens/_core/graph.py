@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from attrs import field, frozen
 
-from .node import Call, Const, Context, Guard, Input, Node, Ref, Scope, State
+from .node import NO_MODES, Call, Const, Context, Guard, Input, Node, Ref, Scope, State
 from .trees import leaves
 
 
@@ -30,7 +30,7 @@ class Graph:
     orphans: frozenset[str] = frozenset()  # neither come from an input nor reach an output
     shares_inputs: bool = False  # an input shares memory with other input or state that was written: no others will do
     one_way: tuple[str, ...] = ()  # custom functions whose backward could not be kept
-    ambient: Context = Context()  # the modes around the whole model
+    ambient: Context = NO_MODES  # the modes around the whole model
     default_dtype: torch.dtype = torch.float32
     model_name: str = field(default="", eq=False)
 
@@ -77,7 +77,11 @@ class Graph:
         for position, node in enumerate(self.nodes):
             for name in node.through if isinstance(node, Call) else ():
                 again.setdefault(self.positions[name], []).append(position)
-        return tuple([(*users, *again[p]) if p in again else users for p, users in enumerate(self.users)]) if again else self.users
+        return (
+            tuple([(*users, *again[p]) if p in again else users for p, users in enumerate(self.users)])
+            if again
+            else self.users
+        )
 
     @cached_property
     def output_refs(self) -> tuple[Ref, ...]:

@@ -53,7 +53,11 @@ def _reads_what_is_there(graph: Graph) -> Iterator[Problem]:
     parts: set[Ref] = set()
     for node in graph.nodes:
         if isinstance(node, Call):
-            yield from (Problem(node.name, "order", f"reads {ref}, which no earlier node gives") for ref in node.refs if ref not in parts)
+            yield from (
+                Problem(node.name, "order", f"reads {ref}, which no earlier node gives")
+                for ref in node.refs
+                if ref not in parts
+            )
             parts.update(leaf for leaf in leaves(node.returns) if type(leaf) is Ref)
         parts.add(Ref(node.name))
     ends = [ref for ref in graph.wanted_refs if ref not in parts]

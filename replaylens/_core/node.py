@@ -71,7 +71,9 @@ class Source:
         """The lines around it, with a mark at the line itself."""
         numbers = range(max(1, self.line - around), self.line + around + 1)
         lines = [(number, linecache.getline(self.file, number).rstrip()) for number in numbers]
-        return "\n".join(f"{'>' if n == self.line else ' '} {n:5d} {text}" for n, text in lines if text or n == self.line)
+        return "\n".join(
+            f"{'>' if n == self.line else ' '} {n:5d} {text}" for n, text in lines if text or n == self.line
+        )
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
@@ -105,6 +107,9 @@ class Context:
     autocast: tuple[tuple[str, torch.dtype, bool], ...] = ()  # device type, dtype, weight cache on
 
 
+NO_MODES = Context()
+
+
 @frozen
 class Input:
     """A tensor that the model was given. `path` leads to it in `(args, kwargs)`."""
@@ -116,7 +121,9 @@ class Input:
 
 @frozen
 class State:
-    """A parameter, a buffer or another tensor that hangs on the model. Tied ones are one node with several addresses."""
+    """A parameter, a buffer or another tensor that hangs on the model. Tied ones are one node with several
+    addresses.
+    """
 
     name: str
     address: str
@@ -152,7 +159,7 @@ class Call:
     result: Arg = None
     meaning: tuple[TensorMeaning, ...] = ()  # of each tensor in `returns`, in order
     draws: str | None = None
-    context: Context = Context()
+    context: Context = NO_MODES
     is_dynamic: bool = False  # its output's shape depends on content
     through: tuple[str, ...] = ()  # nodes that it runs again itself, to take a gradient through them
     is_differentiated: bool = False  # the model takes gradients through it in a way that a patch here would miss

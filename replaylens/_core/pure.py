@@ -25,7 +25,9 @@ class Hole(enum.Enum):
 
 
 class Step(NamedTuple):
-    """One view call: `function(*args, **kwargs)` with the tensor in the hole; `part` of its result where it has several."""
+    """One view call: `function(*args, **kwargs)` with the tensor in the hole; `part` of its result where it has
+    several.
+    """
 
     function: Target
     args: Any
@@ -88,7 +90,9 @@ def mutate(
         for target, where in zip(written, targets, strict=True):
             copy = copies[where.base]
             if target.untyped_storage().data_ptr() != copy.untyped_storage().data_ptr():
-                raise RuntimeError(f"{function.short} wrote into a copy: a view of what is written is none on these values")
+                raise RuntimeError(
+                    f"{function.short} wrote into a copy: a view of what is written is none on these values"
+                )
     return Written(result, written, copies)
 
 
@@ -118,7 +122,7 @@ def take_step(tensor: torch.Tensor, step: Step) -> torch.Tensor:
     made = step.function.function(*args, **kwargs)
     for index in step.part:
         made = made[index]
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def writable_copy(tensor: torch.Tensor, batched: torch.Tensor | None = None) -> torch.Tensor:
@@ -165,7 +169,9 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def blank(function: Target, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """What `torch.empty` and its kin give, filled with zeros: undefined memory is no value that could be given again."""
+    """What `torch.empty` and its kin give, filled with zeros: undefined memory is no value that could be given
+    again.
+    """
     made = function.function(*args, **kwargs)
     return clear(made)
 

@@ -1,7 +1,7 @@
 """A callable and the stable dotted name by which it is found again.
 
-In: any callable that a model called. Out: a Target, equal to every other Target of the same name. What a Target means to
-the program (is it pure, does it draw) is not known here.
+In: any callable that a model called. Out: a Target, equal to every other Target of the same name. What a Target means
+to the program (is it pure, does it draw) is not known here.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def resolve(name: str) -> Callable[..., Any]:
                 found = getattr(found, part)
         except AttributeError:
             continue
-        return found  # type: ignore[no-any-return]
+        return found
     raise UnresolvedTarget(f"no function is found under the name {name!r}. Import the module that defines it first.")
 
 

@@ -57,7 +57,9 @@ def call_expression(node: Call) -> str:
     return _call(node.target, node.args, node.kwargs)
 
 
-def _call(target: Target, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], bases: tuple[Any, ...] = ()) -> str:
+def _call(
+    target: Target, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], bases: tuple[Any, ...] = ()
+) -> str:
     words = [expression(arg, bases) for arg in args]
     short = target.short
     if target.is_property and words:

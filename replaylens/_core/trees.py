@@ -49,11 +49,11 @@ class Branch:
         if isinstance(self.like, pytree.TreeSpec):
             return pytree.tree_unflatten(items, self.like)
         if issubclass(kind, tuple):
-            return kind(*items) if hasattr(kind, "_fields") else kind(items)  # type: ignore[call-arg]
-        copied = kind.__new__(kind)
-        if issubclass(kind, dict):
+            return kind(*items) if hasattr(kind, "_fields") else kind(items)
+        copied: Any = kind.__new__(kind)
+        if isinstance(copied, dict):
             dict.update(copied, self.like)
-        elif issubclass(kind, list):
+        elif isinstance(copied, list):
             list.extend(copied, self.like)
         for key, value in (*_attributes(self.like), *zip(self.keys or (), items, strict=True)):
             object.__setattr__(copied, key, value)

@@ -6,6 +6,7 @@ In: a Graph and a name in any of a user's spellings: `conv2d_3_7`, `conv2d_3`, `
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable
 from difflib import get_close_matches
 from functools import cached_property
@@ -113,7 +114,9 @@ class Layer:
         return self._atlas.keys_of(self._place)
 
     def __repr__(self) -> str:
-        return f"<Layer {self.label}: {self.layer_type}{self._shape_text()}{f' in {self.module}' if self.module else ''}>"
+        return (
+            f"<Layer {self.label}: {self.layer_type}{self._shape_text()}{f' in {self.module}' if self.module else ''}>"
+        )
 
     def __str__(self) -> str:
         atlas = self._atlas
@@ -126,7 +129,11 @@ class Layer:
         rows.append(f"    Output: {', '.join(map(str, node.meaning)) if isinstance(node, Call) else node.meaning}")
         if isinstance(node, Call):
             rows.append(f"    Function: {line(node)}")
-        for word, names in (("Parents", self.parents), ("Children", self.children), ("Output of modules", self.output_of)):
+        for word, names in (
+            ("Parents", self.parents),
+            ("Children", self.children),
+            ("Output of modules", self.output_of),
+        ):
             rows.append(f"    {word}: {', '.join(names) or 'none'}")
         if self.module:
             rows.append(f"    Computed inside module: {self.module}")
@@ -136,8 +143,6 @@ class Layer:
         return "\n".join(rows)
 
     def _repr_html_(self) -> str:
-        import html
-
         return f"<pre>{html.escape(str(self))}</pre>"
 
     def _shape_text(self) -> str:
@@ -154,11 +159,7 @@ class Atlas:
     def places(self) -> tuple[Place, ...]:
         """The layers in order: inputs, calls, buffers and constants where they were first read, then the outputs."""
         graph = self.graph
-        found = [
-            Place(node.name, node.name)
-            for node in graph.nodes
-            if self._is_layer(node.name)
-        ]
+        found = [Place(node.name, node.name) for node in graph.nodes if self._is_layer(node.name)]
         number = max((_total(place.label) for place in found), default=-1)
         refs = list(dict.fromkeys(graph.output_refs))
         ends = [Place(f"output_{n + 1}_{number + n + 1}", ref.node, ref) for n, ref in enumerate(refs)]
@@ -181,7 +182,9 @@ class Atlas:
         found: dict[str, list[Place]] = {}
         for place in self.places:
             label, _, call = place.label.partition(":")
-            names = {short(place.label), label} | ({f"{label}:1", f"{short(label)}:1"} if not call else {f"{short(label)}:{call}"})
+            names = {short(place.label), label} | (
+                {f"{label}:1", f"{short(label)}:1"} if not call else {f"{short(label)}:{call}"}
+            )
             for name in names - {place.label}:
                 found.setdefault(name, []).append(place)
         for node in self.graph.state_nodes:
@@ -198,7 +201,7 @@ class Atlas:
         found: dict[str, Place] = {}
         for scope, tree in self.graph.module_outputs:
             refs = [leaf for leaf in leaves(tree) if type(leaf) is Ref]
-            if scope is not None and refs:
+            if refs:
                 place = self.by_label[refs[0].node]
                 if type(tree) is Ref and tree.path and tree != getattr(self.graph[tree.node], "result", None):
                     place = evolve(place, part=tree)
@@ -221,15 +224,21 @@ class Atlas:
             return self.find(name.label)
         if type(name) is int:
             if not -len(self.order) <= name < len(self.order):
-                raise NoSuchLayer(f"no layer {name}: the program has {len(self.order)} layers, 0 to {len(self.order) - 1}.")
+                raise NoSuchLayer(
+                    f"no layer {name}: the program has {len(self.order)} layers, 0 to {len(self.order) - 1}."
+                )
             return self.places[name]
         if not isinstance(name, str):
-            raise NoSuchLayer(f"a layer is named by a label, a module address or an ordinal, not by {type(name).__name__} {name!r}.")
+            raise NoSuchLayer(
+                f"a layer is named by a label, a module address or an ordinal, not by {type(name).__name__} {name!r}."
+            )
         if place := self.by_label.get(name):
             return place
         if places := self.aliases.get(name):
             if len(places) > 1 and name not in self.module_places:
-                raise NoSuchLayer(f"{name!r} runs {len(places)} times: say which pass, {places[0].label!r} to {places[-1].label!r}.")
+                raise NoSuchLayer(
+                    f"{name!r} runs {len(places)} times: say which pass, {places[0].label!r} to {places[-1].label!r}."
+                )
             return places[0]
         raise NoSuchLayer(f"no layer is called {name!r}.{self.nearest(name)}")
 
@@ -257,8 +266,18 @@ class Atlas:
         return (*users, *(end.label for end in self.places if end.output is not None and end.node == place.node))
 
     def keys_of(self, place: Place) -> tuple[Any, ...]:
-        names = sorted({name for name, places in self.aliases.items() if places[0] is place and (len(places) == 1 or name in self.module_places)})
-        ordinals = [self.order.index(place.label) - len(self.order), self.order.index(place.label)] if place.label in self.order else []
+        names = sorted(
+            {
+                name
+                for name, places in self.aliases.items()
+                if places[0] is place and (len(places) == 1 or name in self.module_places)
+            }
+        )
+        ordinals = (
+            [self.order.index(place.label) - len(self.order), self.order.index(place.label)]
+            if place.label in self.order
+            else []
+        )
         return (*ordinals, place.label, *names)
 
 

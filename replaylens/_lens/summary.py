@@ -55,7 +55,9 @@ def as_html(graph: Graph, atlas: Atlas) -> str:
         meanings = ", ".join(map(str, node.meaning)) if isinstance(node, Call) else str(node.meaning)
         module = node.scope.address if isinstance(node, Call) and node.scope else ""
         cells = (str(number), place.label, meanings, module)
-        rows.append("<tr>" + "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
+        rows.append(
+            "<tr>" + "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
+        )
     table = "<table><tr><th>#</th><th>layer</th><th>value</th><th>module</th></tr>" + "".join(rows) + "</table>"
     return f"<pre>{html.escape(head.rstrip())}</pre><details><summary>{len(rows)} layers</summary>{table}</details>"
 

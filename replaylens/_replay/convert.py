@@ -18,7 +18,9 @@ from .plan import plan
 from .replay import Record, as_leaf, version
 
 
-def rerun(record: Record, sources: dict[Ref, torch.Tensor] | None = None, graph: Graph | None = None) -> tuple[Record, Any]:
+def rerun(
+    record: Record, sources: dict[Ref, torch.Tensor] | None = None, graph: Graph | None = None
+) -> tuple[Record, Any]:
     """A Record of the whole program run on these sources (as they are now, if none are given), and its output."""
     graph = graph or record.graph
     if sources is None:

@@ -1,7 +1,7 @@
 """A gradient taken inside a forward, as one pure call.
 
-In: the stretch of the program between what is differentiated and by what, as a Graph, and the values that it reads. Out:
-the gradients. The stretch is run again to give them, so that they depend on nothing but what comes in, and can be
+In: the stretch of the program between what is differentiated and by what, as a Graph, and the values that it reads.
+Out: the gradients. The stretch is run again to give them, so that they depend on nothing but what comes in, and can be
 differentiated again, vmapped and patched like any other value.
 """
 
@@ -44,7 +44,9 @@ def differentiate(
         return torch.autograd.grad(outputs, targets, list(cotangents), create_graph=keep_graph, allow_unused=True)
 
 
-def _run(graph: Graph, starts: Tensors, others: Tensors, states: dict[str, torch.Tensor], patches: Patches) -> tuple[Any, Any]:
+def _run(
+    graph: Graph, starts: Tensors, others: Tensors, states: dict[str, torch.Tensor], patches: Patches
+) -> tuple[Any, Any]:
     given = len(starts) + len(others)
     wanted = [graph.positions[ref.node] for ref in graph.output_refs]
     changes = {given + number: _renamed(graph, given + number, patch) for number, patch in patches.items()}
@@ -61,13 +63,23 @@ def _run(graph: Graph, starts: Tensors, others: Tensors, states: dict[str, torch
 def _renamed(graph: Graph, position: int, patch: Any) -> Any:
     """The patch for the node of the stretch that stands for a node of the program."""
     name = graph.nodes[position].name
-    return tuple([(remake(tree, lambda leaf: evolve(leaf, node=name) if type(leaf) is Ref else leaf), fn) for tree, fn in patch])
+    return tuple(
+        [(remake(tree, lambda leaf: evolve(leaf, node=name) if type(leaf) is Ref else leaf), fn) for tree, fn in patch]
+    )
 
 
-def _by_transform(graph: Graph, starts: Tensors, others: Tensors, cotangents: Any, states: dict[str, torch.Tensor], patches: Patches) -> Any:
+def _by_transform(
+    graph: Graph, starts: Tensors, others: Tensors, cotangents: Any, states: dict[str, torch.Tensor], patches: Patches
+) -> Any:
     """The same under `torch.func` transforms, which do not let `torch.autograd.grad` through."""
-    inner = [leaf for leaf in leaves(graph.output[1]) if type(leaf) is Ref and graph.positions[leaf.node] >= len(starts)]
+    inner = [
+        leaf for leaf in leaves(graph.output[1]) if type(leaf) is Ref and graph.positions[leaf.node] >= len(starts)
+    ]
     if inner:
-        raise NotImplementedError("a gradient with respect to a value inside the differentiated stretch, under torch.func")
-    outputs, pull = torch.func.vjp(lambda *begun: tuple(_run(graph, begun, others, states, patches)[0]), *starts)
-    return pull(tuple([torch.ones_like(o) if c is None else c for o, c in zip(outputs, cotangents, strict=True)]))  # type: ignore[no-any-return]
+        raise NotImplementedError(
+            "a gradient with respect to a value inside the differentiated stretch, under torch.func"
+        )
+    outputs, pull = torch.func.vjp(  # type: ignore[misc]
+        lambda *begun: tuple(_run(graph, begun, others, states, patches)[0]), *starts
+    )
+    return pull(tuple([torch.ones_like(o) if c is None else c for o, c in zip(outputs, cotangents, strict=True)]))

@@ -21,7 +21,9 @@ def as_function(
     finish: Callable[[list[Any]], Any],
     dtype: torch.dtype,
 ) -> Callable[..., Any]:
-    """`f(*tensors)`: the tensors go into the slots `inputs`, what is supplied into its own, and `finish` reads the env."""
+    """`f(*tensors)`: the tensors go into the slots `inputs`, what is supplied into its own, and `finish` reads
+    the env.
+    """
     beginning = list(code.template)
     for slot, value in supplied.items():
         beginning[slot] = value

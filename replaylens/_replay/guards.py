@@ -12,6 +12,7 @@ import torch
 from attrs import frozen
 
 from .._core.node import Call, Guard, Source
+from .._core.text import expression
 from ..errors import DivergedReplay
 
 
@@ -25,7 +26,11 @@ class Departure:
     source: Source | None = None
 
     def __str__(self) -> str:
-        where = f"\n    {self.source.file.rsplit('/', 1)[-1]}:{self.source.line}    {self.source.text}" if self.source else ""
+        where = (
+            f"\n    {self.source.file.rsplit('/', 1)[-1]}:{self.source.line}    {self.source.text}"
+            if self.source
+            else ""
+        )
         return f"{self.what} was {_short(self.recorded)} when recorded, and is {_short(self.new)} now.{where}"
 
 
@@ -57,7 +62,9 @@ def content_departure(guard: Guard, recorded: torch.Tensor, new: torch.Tensor) -
     """For a guard on content that left torch as a whole."""
     if same_content(recorded, new):
         return None
-    return Departure(f"the content that `{_words(guard)}` took out of torch", _brief(recorded), _brief(new), guard.source)
+    return Departure(
+        f"the content that `{_words(guard)}` took out of torch", _brief(recorded), _brief(new), guard.source
+    )
 
 
 def shape_departure(call: Call, shape: tuple[int, ...], new: tuple[int, ...]) -> Departure:
@@ -72,8 +79,6 @@ def diverged(departure: Departure) -> DivergedReplay:
 
 
 def _words(guard: Guard) -> str:
-    from .._core.text import expression
-
     inner = ", ".join(expression(arg) for arg in guard.args)
     return f"{guard.target.short.strip('_')}({inner})"
 

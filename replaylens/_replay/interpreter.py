@@ -1,13 +1,14 @@
 """The interpreter: an env, a read, a write and a loop. It knows nothing of patches.
 
-In: a Plan of a Graph, compiled here into steps over numbered slots. Out: the env after the last step. All decisions were
-taken before: what to run, what to supply, what to forget. A step reads its arguments from slots by one `itemgetter`.
+In: a Plan of a Graph, compiled here into steps over numbered slots. Out: the env after the last step. All decisions
+were taken before: what to run, what to supply, what to forget. A step reads its arguments from slots by one
+`itemgetter`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from attrs import define, evolve, frozen
 
 from .._core.graph import Graph
-from .._core.node import Call, Context, Generator, Ref
+from .._core.node import NO_MODES, Call, Context, Generator, Guard, Ref
 from .._core.trees import leaves, thaw
 from .guards import Departure, content_departure, guard_departure, shape_departure
 from .plan import Plan
@@ -35,7 +36,6 @@ class Step:
     slot: int
     parts: tuple[tuple[tuple[int, ...], int], ...]
     dead: tuple[int, ...]
-
 
     @property
     def row(self) -> Any:
@@ -98,11 +98,18 @@ def _part(value: Any, path: tuple[int, ...]) -> Any:
     return value
 
 
-def compile_plan(graph: Graph, plan: Plan, states: dict[str, torch.Tensor], mode: Mode, patches: Patches,
-                 recorded: Callable[[Ref], torch.Tensor]) -> Code:
+def compile_plan(
+    graph: Graph,
+    plan: Plan,
+    states: dict[str, torch.Tensor],
+    mode: Mode,
+    patches: Patches,
+    recorded: Callable[[Ref], torch.Tensor],
+) -> Code:
     """Steps for a plan. Patches are steps like others: they read a slot and write it."""
     layout = _Layout(graph)
-    run, guards = set(plan.run), {}
+    run = set(plan.run)
+    guards: dict[int, list[Guard]] = {}
     for number in plan.guards:
         guards.setdefault(graph.guards[number].position, []).append(graph.guards[number])
     made: list[tuple[Context, Step]] = []
@@ -128,9 +135,6 @@ def compile_plan(graph: Graph, plan: Plan, states: dict[str, torch.Tensor], mode
     draws = not mode.fresh and any(graph.nodes[p].draws is not None for p in plan.run)  # type: ignore[union-attr]
     executed = tuple([graph.nodes[p].name for p in plan.run])
     return Code(tuple(layout.template), _stretches(made), layout.slots, executed, draws)
-
-
-NO_MODES = Context()
 
 
 def _patches_inside(graph: Graph, node: Call, patches: Patches) -> Patches:
@@ -192,22 +196,25 @@ def _deaths(plan: Plan, layout: _Layout) -> dict[int, tuple[int, ...]]:
 
 def _call_step(node: Call, layout: _Layout, states: dict[str, torch.Tensor], mode: Mode, dead: tuple[int, ...]) -> Step:
     read, call = reader(node, layout.slots, layout.literal, states, mode)
-    if node.draws is not None and not mode.fresh and not any(isinstance(leaf, Generator) for leaf in leaves(node.args) if leaf):
-        if not any(isinstance(leaf, Generator) for _, value in node.kwargs for leaf in leaves(value)):
-            call = _drawing(call, states[node.draws], node)
+    own = any(isinstance(leaf, Generator) for leaf in leaves((node.args, tuple(value for _, value in node.kwargs))))
+    if node.draws is not None and not mode.fresh and not own:
+        call = _drawing(call, states[node.draws])
     if node.is_dynamic:
         call = _of_recorded_shape(call, node, mode)
     return Step(node.name, read, call, layout.slots[Ref(node.name)], layout.parts[node.name], dead)
 
 
-def reader(node: Call, slots: dict[Ref, int], literal: Callable[[Any], int], states: dict[str, torch.Tensor], mode: Mode) -> Any:
+def reader(
+    node: Call, slots: dict[Ref, int], literal: Callable[[Any], int], states: dict[str, torch.Tensor], mode: Mode
+) -> Any:
     """How a call gets its arguments from the env: (read, call)."""
     function = node.target.function
-    flat = [_slot(arg, slots, literal) for arg in node.args]
+    found = [_slot(arg, slots, literal) for arg in node.args]
+    flat = [slot for slot in found if slot is not None]
     plain = all(not _has_leaf(value) for _, value in node.kwargs)
     if node.kwargs and plain:
         function = partial(function, **{key: thaw(value, _same) for key, value in node.kwargs})
-    if plain and all(slot is not None for slot in flat):
+    if plain and len(flat) == len(found):
         if not flat:
             return (lambda env: ()), function
         if len(flat) == 1:
@@ -251,7 +258,7 @@ def _generator(state: torch.Tensor, fresh: bool) -> torch.Generator:
     return generator
 
 
-def _drawing(call: Callable[..., Any], state: torch.Tensor, node: Call) -> Callable[..., Any]:
+def _drawing(call: Callable[..., Any], state: torch.Tensor) -> Callable[..., Any]:
     def draw(*args: Any) -> Any:
         torch.default_generator.set_state(state)
         return call(*args)
@@ -267,7 +274,12 @@ def _of_recorded_shape(call: Callable[..., Any], node: Call, mode: Mode) -> Call
         value = call(*args)
         for path, shape in zip(paths, shapes, strict=True):
             new = _part(value, path)
-            if isinstance(new, torch.Tensor) and not new.is_nested and tuple(new.shape) != shape and mode.on_departure is not None:
+            if (
+                isinstance(new, torch.Tensor)
+                and not new.is_nested
+                and tuple(new.shape) != shape
+                and mode.on_departure is not None
+            ):
                 mode.on_departure(shape_departure(node, shape, tuple(new.shape)))
         return value
 
@@ -353,6 +365,3 @@ def preserved_generators(needed: bool, dtype: torch.dtype) -> Any:
             torch.default_generator.set_state(before)
         if outer != dtype:
             torch.set_default_dtype(outer)
-
-
-_Managers = AbstractContextManager

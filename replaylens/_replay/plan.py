@@ -65,7 +65,9 @@ def plan(
 
 
 def _below(graph: Graph, changed: tuple[int, ...]) -> bytearray:
-    """Marks of every node whose value a change can alter: the changed ones themselves are not, unless one reaches another."""
+    """Marks of every node whose value a change can alter: the changed ones themselves are not, unless one reaches
+    another.
+    """
     marks = bytearray(len(graph))
     stack = [user for position in changed for user in graph.reached[position]]
     while stack:
@@ -86,7 +88,13 @@ def _guards(graph: Graph, dirty: bytearray, rerun_all: bool, until: int | None) 
 
 
 def _needed(
-    graph: Graph, ends: set[int], known: bytearray, dirty: bytearray, changed: frozenset[int], replaced: frozenset[int], rerun_all: bool
+    graph: Graph,
+    ends: set[int],
+    known: bytearray,
+    dirty: bytearray,
+    changed: frozenset[int],
+    replaced: frozenset[int],
+    rerun_all: bool,
 ) -> tuple[bytearray, bytearray]:
     """Marks of what must run and of what must be supplied, walking back from the ends."""
     run, supply = bytearray(len(graph)), bytearray(len(graph))

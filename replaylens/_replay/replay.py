@@ -10,23 +10,25 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, field
 
 from .._core.graph import Graph
-from .._core.node import Call, Ref, State, TensorMeaning
-from .._core.text import listing
-from .._core.trees import freeze_deep, leaves, paths, thaw
-from ..errors import InputMismatch, NotDifferentiable, ReplaylensError, ShapeMismatch, StaleValue
+from .._core.node import Call, Ref, State
+from .._core.trees import leaves, thaw
+from ..errors import NotDifferentiable, ReplaylensError, StaleValue
 from .function import as_function
 from .guards import Departure, diverged, same_content
 from .interpreter import Code, Mode, compile_plan, interpret, preserved_generators
 from .plan import plan
+from .request import At, Request, result_of
 from .run import Run
 
 
 @define(eq=False)
 class Record:
-    """A Graph with what is known of one run of it. Values are kept by reference, with torch's write counter beside them."""
+    """A Graph with what is known of one run of it. Values are kept by reference, with torch's write counter
+    beside them.
+    """
 
     graph: Graph
     values: dict[Ref, torch.Tensor]
@@ -41,38 +43,6 @@ class Record:
         if self.versions[ref] != version(tensor):
             raise StaleValue(_stale_text(self.graph, ref))
         return tensor
-
-
-@frozen(eq=False)
-class Change:
-    """A new value from the old one. `follows`: it depends on the old one, so that gradients go through it."""
-
-    make: Callable[[Any], Any]
-    follows: bool
-    tree: Any  # the Ref, or tree of Refs, that it is for
-
-    @property
-    def ref(self) -> Ref | None:
-        return self.tree if type(self.tree) is Ref else None
-
-    def __call__(self, value: Any) -> Any:
-        return self.make(value)
-
-
-@frozen(eq=False)
-class Request:
-    """What a replay is asked for, in positions and tensors."""
-
-    changed: dict[int, tuple[Change, ...]] = field(factory=dict)  # node -> its new value from its old
-    given: dict[int, torch.Tensor] = field(factory=dict)  # inputs and state with another value
-    start: tuple[int, ...] = ()
-    to: int | None = None
-    ends: dict[Ref, Change] = field(factory=dict)  # outputs with another value
-    keep: frozenset[int] = frozenset()
-    grad: bool = False
-    fresh: bool = False
-    on_divergence: str = "raise"
-    whole: bool = False
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -111,7 +81,7 @@ def replay(record: Record, request: Request, resolve: Callable[[Any], At]) -> Ru
         position, node = at.position, graph.nodes[at.position]
         if at.output is not None and at.output in ended:
             return ended[at.output]
-        tree = at.output or at.part or _result(node)
+        tree = at.output or at.part or result_of(node)
         refs = [leaf for leaf in leaves(tree) if type(leaf) is Ref]
         if position in kept and all(env[code.slots[ref]] is not None for ref in refs):
             return thaw(tree, get)
@@ -121,7 +91,9 @@ def replay(record: Record, request: Request, resolve: Callable[[Any], At]) -> Ru
         if not ran and all(ref in record.values for ref in refs) and not request.grad:
             return thaw(tree, lambda leaf: detached(record.value(leaf)) if type(leaf) is Ref else leaf)
         if request.fresh:
-            raise ReplaylensError(f"{node.name} was not kept, and fresh draws cannot be repeated. Pass keep=[{node.name!r}].")
+            raise ReplaylensError(
+                f"{node.name} was not kept, and fresh draws cannot be repeated. Pass keep=[{node.name!r}]."
+            )
         again = replay(record, _only(request, position), resolve)
         return again[at]
 
@@ -141,26 +113,24 @@ def replay(record: Record, request: Request, resolve: Callable[[Any], At]) -> Ru
     return Run(code.executed, changes, tuple(departures), output, has_output, by_name)
 
 
-@frozen
-class At:
-    """A node by its position in the graph, or one output of the program that this node gives."""
-
-    position: int
-    output: Ref | None = None
-    part: Ref | None = None  # one of several values that the node gives
-
-
 def _misdirected(graph: Graph, request: Request) -> Iterator[Departure]:
     """Patches through which the model takes gradients in a way that they cannot take part in."""
     for position, changes in request.changed.items():
         node = graph.nodes[position]
         constant = not all(change.follows for change in changes) and bool(_rerun_by(graph, node.name))
         if isinstance(node, Call) and (node.is_differentiated or constant):
-            yield Departure(f"the gradient that the model takes through {node.name}", "of the recorded value", "of a patch", node.source)
+            yield Departure(
+                f"the gradient that the model takes through {node.name}",
+                "of the recorded value",
+                "of a patch",
+                node.source,
+            )
 
 
 def _without_idle(record: Record, request: Request) -> Request:
-    """Without constants that are what was recorded anyway, where a gradient goes through the place that they would cut."""
+    """Without constants that are what was recorded anyway, where a gradient goes through the place that they
+    would cut.
+    """
     graph, idle = record.graph, []
     for position, changes in request.changed.items():
         node = graph.nodes[position]
@@ -198,15 +168,29 @@ def _wanted(graph: Graph, request: Request) -> frozenset[int]:
 
 
 def _compiled(record: Record, request: Request, wanted: frozenset[int], mode: Mode) -> tuple[Code, _Supply]:
-    """The compiled plan for this kind of request. Patches and `departed` are looked up when it runs, so that it is cached."""
+    """The compiled plan for this kind of request. Patches and `departed` are looked up when it runs, so that it
+    is cached.
+    """
     graph = record.graph
     changed = frozenset((*request.changed, *request.given, *request.start))
     trees = tuple([(p, tuple([change.tree for change in changes])) for p, changes in sorted(request.changed.items())])
-    key = (changed, frozenset(request.given), trees, wanted, request.keep, request.grad, request.fresh, request.whole, request.to)
+    key = (
+        changed,
+        frozenset(request.given),
+        trees,
+        wanted,
+        request.keep,
+        request.grad,
+        request.fresh,
+        request.whole,
+        request.to,
+    )
     entry = record.plans.get(key)
     if entry is None:
         known = _known(record, request)
-        fresh = [p for p, node in enumerate(graph.nodes) if isinstance(node, Call) and node.draws] if request.fresh else []
+        fresh = (
+            [p for p, node in enumerate(graph.nodes) if isinstance(node, Call) and node.draws] if request.fresh else []
+        )
         made = plan(
             graph,
             wanted,
@@ -217,7 +201,10 @@ def _compiled(record: Record, request: Request, wanted: frozenset[int], mode: Mo
             until=request.to,
         )
         box: dict[str, Any] = {}
-        patches = {p: tuple([(c.tree, _boxed(box, p, n)) for n, c in enumerate(changes)]) for p, changes in request.changed.items()}
+        patches = {
+            p: tuple([(c.tree, _boxed(box, p, n)) for n, c in enumerate(changes)])
+            for p, changes in request.changed.items()
+        }
         boxed_mode = Mode(mode.grad, mode.fresh, lambda departure: box["departed"](departure))
         code = compile_plan(graph, made, record.draws, boxed_mode, patches, lambda ref: record.value(ref))
         refs = [ref for position in made.supply for ref in _refs_of(graph.nodes[position])]
@@ -260,7 +247,9 @@ def _boxed(box: dict[str, Any], position: int, number: int) -> Callable[..., Any
 
 
 def _known(record: Record, request: Request) -> bytearray:
-    """Marks of the nodes with usable values. With gradients only sources and the start are: all else must have a history."""
+    """Marks of the nodes with usable values. With gradients only sources and the start are: all else must have a
+    history.
+    """
     graph = record.graph
     marks = bytearray(len(graph))
     for position, node in enumerate(graph.nodes):
@@ -279,12 +268,6 @@ def _refs_of(node: Any) -> list[Ref]:
     return list(dict.fromkeys(leaf for leaf in leaves(node.returns) if type(leaf) is Ref))
 
 
-def _result(node: Any) -> Any:
-    if not isinstance(node, Call):
-        return Ref(node.name)
-    return node.result if node.result is not None else node.returns
-
-
 def _supply(record: Record, request: Request, ref: Ref) -> Any:
     position = record.graph.positions[ref.node]
     given = request.given.get(position)
@@ -296,7 +279,7 @@ def _supply(record: Record, request: Request, ref: Ref) -> Any:
             return live
         if not any(ref.node == address for address, _ in _changed_nodes(record.graph)):
             raise StaleValue(_stale_text(record.graph, ref))
-        return Standing.apply(live, recorded)
+        return Standing.apply(live, recorded)  # type: ignore[no-untyped-call]
     value = record.value(ref)
     if request.grad and value.is_inference():
         return value.clone()
@@ -323,7 +306,9 @@ def _changed_nodes(graph: Graph) -> list[tuple[str, Ref]]:
 
 
 def as_leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """The same value without a history, and with its flag: torch chooses kernels by whether a tensor needs gradients."""
+    """The same value without a history, and with its flag: torch chooses kernels by whether a tensor needs
+    gradients.
+    """
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
 
 
@@ -336,172 +321,11 @@ def _require_differentiable(record: Record, request: Request) -> None:
     if request.grad and record.graph.one_way:
         names = ", ".join(sorted(set(record.graph.one_way)))
         raise NotDifferentiable(
-            f"gradients through {names} cannot be replayed: only the forward of this custom function could be recorded, because it "
-            "reads tensors that are not its arguments, or the model was captured without gradients and has no_grad blocks of its own."
+            f"gradients through {names} cannot be replayed: only the forward of this custom function "
+            "could be recorded, because it "
+            "reads tensors that are not its arguments, or the model was captured without gradients "
+            "and has no_grad blocks of its own."
         )
-
-
-# -- requests in a user's words --------------------------------------------------------------------------------------
-
-
-def new_inputs(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, torch.Tensor]:
-    """The tensors of new inputs, by the position of the Input that each stands for."""
-    if graph.shares_inputs:
-        raise InputMismatch(
-            "when this program was recorded, an input shared its memory with another input or with a buffer, and was written. "
-            "Other inputs do not share it in this way: capture again with them."
-        )
-    tensors: list[torch.Tensor] = []
-
-    def leaf(tensor: torch.Tensor) -> _Given:
-        tensors.append(tensor)
-        return _Given(len(tensors) - 1)
-
-    tree = freeze_deep((tuple(args), dict(kwargs)), leaf)
-    recorded, new = dict(paths(graph.inputs)), dict(paths(tree))
-    found: dict[int, torch.Tensor] = {}
-    for path in sorted({*recorded, *new}, key=str):
-        one, other = recorded.get(path, _MISSING), new.get(path, _MISSING)
-        if isinstance(one, Ref) and isinstance(other, _Given):
-            node = graph[one.node]
-            tensor = tensors[other.number]
-            _require_same(path, node.meaning, tensor)  # type: ignore[arg-type, union-attr]
-            found[graph.positions[one.node]] = _with_strides(tensor, node.meaning)  # type: ignore[arg-type, union-attr]
-        elif isinstance(one, Ref) or isinstance(other, _Given) or not _same_literal(one, other):
-            raise InputMismatch(
-                f"the input at {_path(path)} is {_describe(other)}; the program was recorded with {_describe(one)}.\n"
-                "A program holds for one structure of inputs. Give the same structure, or capture again."
-            )
-    return found
-
-
-_MISSING = object()
-
-
-@frozen
-class _Given:
-    number: int
-
-
-def _same_literal(one: Any, other: Any) -> bool:
-    if one is _MISSING or other is _MISSING:
-        return False
-    if one is other:
-        return True
-    try:
-        return bool(type(one) is type(other) and one == other)
-    except Exception:  # a user's class whose comparison fails is another value
-        return False
-
-
-def _describe(value: Any) -> str:
-    if value is _MISSING:
-        return "missing"
-    if isinstance(value, (_Given, Ref)):
-        return "a tensor"
-    return repr(value) if len(repr(value)) < 60 else f"a {type(value).__name__}"
-
-
-def _path(path: tuple[Any, ...]) -> str:
-    if not path:
-        return "the top"
-    word = "args" if path[0] == 0 else "kwargs"
-    return word + "".join(f"[{step!r}]" for step in path[1:])
-
-
-def _require_same(path: tuple[Any, ...], meaning: TensorMeaning, tensor: torch.Tensor) -> None:
-    new = TensorMeaning.of(tensor)
-    if (new.shape, new.dtype, new.device) != (meaning.shape, meaning.dtype, meaning.device):
-        raise InputMismatch(
-            f"the input at {_path(path)} is {new} on {new.device}; the program was recorded with {meaning} on {meaning.device}.\n"
-            "A program has the shapes of one forward pass. Give the recorded shape and dtype, or capture again."
-        )
-
-
-def _with_strides(tensor: torch.Tensor, meaning: TensorMeaning) -> torch.Tensor:
-    """The tensor in the recorded memory layout: views that the model took need it."""
-    if meaning.strides is None or tensor.layout is not torch.strided or tensor.stride() == meaning.strides:
-        return tensor
-    if any(stride == 0 for stride in meaning.strides) or tensor.requires_grad:
-        return tensor.contiguous() if meaning.strides == _contiguous(meaning.shape) else tensor
-    made = tensor.new_empty_strided(meaning.shape, meaning.strides)
-    made.copy_(tensor)
-    return made
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
-
-
-def new_state(graph: Graph, state: dict[str, torch.Tensor], nearest: Callable[[str], str]) -> dict[int, torch.Tensor]:
-    """Other parameters and buffers, by the position of their State node. Any of a tied tensor's addresses will do."""
-    by_address = {address: node for node in graph.state_nodes for address in (node.address, *node.aliases, node.name)}
-    found: dict[int, torch.Tensor] = {}
-    for address, tensor in state.items():
-        node = by_address.get(address)
-        if node is None:
-            raise InputMismatch(f"no parameter or buffer that the forward read is called {address!r}. {nearest(address)}".rstrip())
-        meaning = TensorMeaning.of(tensor)
-        if (meaning.shape, meaning.dtype) != (node.meaning.shape, node.meaning.dtype):
-            raise InputMismatch(f"the state at {address!r} is {meaning}; the program was recorded with {node.meaning}.")
-        found[graph.positions[node.name]] = _with_strides(tensor, node.meaning)
-    return found
-
-
-def as_patch(graph: Graph, at: At, patch: Any) -> Change:
-    """A tensor or a callable as a function from a node's value to its new value, with the result's meaning required."""
-    node = graph.nodes[at.position]
-    tree = at.output or at.part or _result(node)
-    meanings = _meanings(node)
-
-    follows = callable(patch) and not isinstance(patch, torch.Tensor)
-
-    def change(value: Any) -> Any:
-        if follows:
-            safe = freeze_deep(value, lambda tensor: tensor.clone())
-            new = patch(thaw(safe, lambda leaf: leaf))
-        else:
-            new = patch
-        return _checked(graph, node, tree, meanings, value, new)
-
-    return Change(change, follows, tree)
-
-
-def _meanings(node: Any) -> dict[Ref, TensorMeaning]:
-    if not isinstance(node, Call):
-        return {Ref(node.name): node.meaning}
-    refs = [leaf for leaf in leaves(node.returns) if type(leaf) is Ref]
-    return dict(zip(refs, node.meaning, strict=True))
-
-
-def _checked(graph: Graph, node: Any, tree: Any, meanings: dict[Ref, TensorMeaning], old: Any, new: Any) -> Any:
-    if isinstance(new, torch.Tensor):
-        if type(tree) is not Ref:
-            raise ShapeMismatch(f"{node.name} gives several tensors; a patch for it must give as many.")
-        return _fitting(graph, node, meanings[tree], new)
-    if isinstance(new, (tuple, list)) and isinstance(old, (tuple, list)) and len(new) == len(old):
-        flat = [leaf for leaf in leaves(tree) if type(leaf) is Ref]
-        if len(flat) == len(new):
-            return tuple([_fitting(graph, node, meanings[ref], value) for ref, value in zip(flat, new, strict=True)])
-        return new
-    raise ShapeMismatch(f"the patch at {node.name} gives {type(new).__name__}, not a tensor.\n{listing(graph, node.name)}")
-
-
-def _fitting(graph: Graph, node: Any, meaning: TensorMeaning, new: Any) -> torch.Tensor:
-    shape = tuple(new.shape) if isinstance(new, torch.Tensor) else None
-    if shape != meaning.shape or new.dtype != meaning.dtype:
-        what = TensorMeaning.of(new) if isinstance(new, torch.Tensor) else type(new).__name__
-        raise ShapeMismatch(
-            f"the patch at `{node.name}` gives {what}; what uses it was recorded with {meaning}.\n"
-            f"{listing(graph, node.name, f'patched with {what}')}\nGive a tensor of shape {meaning.shape} and dtype {meaning.dtype}."
-        )
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return new  # type: ignore[no-any-return]
-    return _with_strides(new, meaning)
 
 
 def function_of(record: Record, inputs: list[int], outputs: list[int] | None, grad: bool = True) -> Callable[..., Any]:
@@ -531,7 +355,7 @@ def function_of(record: Record, inputs: list[int], outputs: list[int] | None, gr
         get = lambda leaf: env[code.slots[leaf]] if type(leaf) is Ref else leaf  # noqa: E731
         if outputs is None:
             return thaw(graph.output, get)
-        values = [thaw(_result(graph.nodes[position]), get) for position in outputs]
+        values = [thaw(result_of(graph.nodes[position]), get) for position in outputs]
         return values[0] if len(values) == 1 else tuple(values)
 
     return as_function(code, supplied, slots, finish, graph.default_dtype)
@@ -542,9 +366,11 @@ def _saved(record: Record, node: Any) -> bool:
 
 
 def _only_ref(graph: Graph, position: int) -> Ref:
-    tree = _result(graph.nodes[position])
+    tree = result_of(graph.nodes[position])
     if type(tree) is not Ref:
-        raise ReplaylensError(f"{graph.nodes[position].name} gives several tensors; a function's input must be one tensor.")
+        raise ReplaylensError(
+            f"{graph.nodes[position].name} gives several tensors; a function's input must be one tensor."
+        )
     return tree
 
 
@@ -553,5 +379,6 @@ def _stale_text(graph: Graph, ref: Ref) -> str:
     what = f"the {node.kind} `{node.address}`" if isinstance(node, State) else f"the recorded value of `{ref.node}`"
     return (
         f"{what} was overwritten since the capture, by an optimizer's step or an operation in place.\n"
-        "`prog = prog.refresh()` runs the program again on what is there now; `state={...}` gives other parameters to one replay."
+        "`prog = prog.refresh()` runs the program again on what is there now; `state={...}` gives "
+        "other parameters to one replay."
     )

@@ -1,7 +1,8 @@
 """Run: the values of one replay.
 
-In: what the interpreter left in its env, and how the replay was asked for. Out: the output in the model's own structure,
-any value by name. What was not kept is computed again when it is asked for: a program is pure, so it is the same value.
+In: what the interpreter left in its env, and how the replay was asked for. Out: the output in the model's own
+structure, any value by name. What was not kept is computed again when it is asked for: a program is pure, so it is
+the same value.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from .guards import Departure
 
 @frozen(eq=False, repr=False)
 class Run:
-    """What one replay gave. `run.output` is what the model would have returned; `run["relu_3"]` any value on the way."""
+    """What one replay gave. `run.output` is what the model would have returned; `run["relu_3"]` any value on the
+    way.
+    """
 
     executed: tuple[str, ...]
     state_changes: dict[str, torch.Tensor]
@@ -31,7 +34,9 @@ class Run:
     def output(self) -> Any:
         """The output of the replay, in the structure that the model returns."""
         if not self._has_output:
-            raise NotSaved("the replay stopped before the output, as `to=` asked. Read the value that it stopped at: run[name].")
+            raise NotSaved(
+                "the replay stopped before the output, as `to=` asked. Read the value that it stopped at: run[name]."
+            )
         return self._output
 
     @property

@@ -1,0 +1,434 @@
+"""What a capture does with one operation: read its arguments, run it, and write down what it was.
+
+In: a call and its rule. Out: records in the Recording, values in the Memory. Which calls are operations is decided in
+tracer.py; calls that write are in writes.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from .._core.node import Generator
+from .._core.pure import Hole, blank, clear
+from .._core.target import Target
+from .._core.trees import freeze
+from ..errors import CaptureError, UnknownOrigin
+from .builder import CallRecord, Handle, Recording, Site, SourceRecord, user_line, version_of
+from .origins import Origins, is_older
+from .randomness import Draws, is_idle
+from .rules import Rule
+from .scopes import user_site
+from .storage import Base, Entry, Memory, geometry_step, step_tree, storage_key
+
+_grad_enabled = torch.is_grad_enabled
+_inference = torch.is_inference_mode_enabled
+_autocast = torch._C._is_any_autocast_enabled
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_saved_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_push = torch._C._push_on_torch_function_stack
+_pop = torch._C._pop_torch_function_stack
+_tuple = tuple.__new__
+_Parameter = nn.Parameter
+_HOME = __file__.rsplit("/", 1)[0] + "/"
+
+
+class NeedsDeepLook(BaseException):
+    """A tensor was born in the forward, and the function layer did not see how. Look again at every ATen call."""
+
+
+class Recorder(TorchFunctionMode):
+    """What the parts of a capture share: the recording, the memory, and where the model is."""
+
+    def __init__(self, recording: Recording, origins: Origins, date: int, deep: bool, unknown: str) -> None:
+        super().__init__()
+        self.recording = recording
+        self.memory = Memory(recording)
+        self.origins = origins
+        self.start_ids = origins.start_ids
+        self.date = date
+        self.unknown = unknown
+        self.draws = Draws(recording.draws)
+        self.scope = -1
+        self.module_calls: dict[int, int] = {}
+        self.opened: set[Any] = set()
+        self.opened_site: Site | None = None
+        self.watch: Any = None
+        self.deep = deep
+        self.in_leaf = 0
+        self.script_is_open = False  # inside a script that stops no gradients itself
+        self.refused: BaseException | None = None
+        self.is_special = deep  # a region is open, or a dispatch mode is on
+        self.functorch = False
+        self.differentiating = False  # inside torch.func.grad and its kin
+        self.exposed = False
+        self.outer_modes = _dispatch_modes()
+        self.contexts: dict[Any, Any] = {}
+        self.grad_mode = _grad_enabled()  # as the model set it; beneath a script it is another
+        self.in_aten = False
+
+    def aten(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An ATen call that lies under no recorded call: see Tracer."""
+        raise NotImplementedError
+
+    def leave_functorch(self) -> None:
+        """The stretch inside functorch is over: see Tracer."""
+        raise NotImplementedError
+
+    @contextmanager
+    def at_work(self) -> Any:
+        """Within, ATen calls are the tracer's own or lie beneath a call that it records: a dispatch mode looks away."""
+        self.in_leaf += 1
+        try:
+            yield
+        finally:
+            self.in_leaf -= 1
+
+    @contextmanager
+    def seeing(self) -> Any:
+        """Within, the mode sees calls again although one of its own is being handled."""
+        work, self.in_leaf = self.in_leaf, 0
+        _push(self)
+        try:
+            yield
+        finally:
+            _pop()
+            self.in_leaf = work
+
+    def leaf(self, rule: Rule, func: Any, args: Any, kwargs: Any, stands_for: Any = None) -> Any:
+        """One operation that does not write: its output may be a view, it may draw, its shape may depend on content."""
+        reads, named = self.read_all(args, kwargs)
+        site = self.site()
+        draws = self.draws.before(args, kwargs) if rule.may_draw and not is_idle(func.__name__, args, kwargs) else None
+        out = self.run(func, args, kwargs)
+        key = self.draws.after(*draws) if draws is not None else None
+        tensors = tensors_in(args, kwargs)
+        if rule.is_undefined:
+            self.run(clear, (out,), {})
+            reads = [Target.of(func), *reads]
+        if isinstance(out, torch.Tensor) and any(out is tensor for tensor in tensors):
+            own = self.own_name(rule, out)
+            if own is None:
+                return out
+            out = own
+        func = stands_for or func
+        returns = self.results(out, func, args, kwargs, tensors)
+        if returns is None:
+            return out
+        func = blank if rule.is_undefined else func
+        if not tensors and torch.get_default_dtype() != self.recording.default_dtype and isinstance(out, torch.Tensor):
+            named = {**named, "dtype": out.dtype}
+        self.append(
+            func, rule, reads, named, returns, site, key, rule.is_dynamic or self.depends_on_content(func, args)
+        )
+        return out
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The call itself."""
+        return func(*args, **kwargs)
+
+    def own_name(self, rule: Rule, out: torch.Tensor) -> torch.Tensor | None:
+        """Dropout in evaluation gives its argument back: an alias of it, so that its value has a name of its own.
+
+        None for calls like `contiguous`: they stay the argument, and are no node. A model may ask `x.to(...) is x`.
+        """
+        if not rule.is_identity or type(out) is not torch.Tensor:
+            return None
+        if out.requires_grad and not _grad_enabled() and self.recording.ambient[0]:
+            return None  # a view made here could not be written later, where gradients are on again
+        try:
+            return torch.ops.aten.alias.default(out)
+        except (RuntimeError, NotImplementedError):
+            return None
+
+    def append(
+        self, func: Any, rule: Rule, args: Any, kwargs: Any, returns: Any, site: Any, draws: Any, dynamic: bool
+    ) -> None:
+        if draws is not None and "generator" in kwargs:
+            kwargs = {**kwargs, "generator": Generator(draws)}
+        record = CallRecord(
+            func,
+            rule.kind,
+            args,
+            kwargs,
+            returns,
+            self.context(),
+            self.scope,
+            site,
+            draws,
+            dynamic,
+            None,
+            (),
+            self.differentiating,
+        )
+        self.recording.records.append(record)
+
+    def results(self, out: Any, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
+        """Handles for all tensors in an output, as a tree of its shape; None where it has none."""
+        found = False
+
+        def leaf(tensor: torch.Tensor, part: tuple[int, ...]) -> Handle:
+            nonlocal found
+            found = True
+            if tensor.is_nested:
+                raise CaptureError(
+                    f"the forward makes nested tensors, which have no one shape. Capture it on padded "
+                    f"ones.{self.where()}"
+                )
+            known = self.memory.live.get(id(tensor))
+            if known is not None and any(tensor is other for other in tensors):
+                return self.know_again(tensor)
+            base = self.memory.base_at(storage_key(tensor), tensors)
+            handle = self.recording.keep(tensor)
+            if base is None:
+                self.memory.know(tensor, handle)
+            else:
+                self.know_view(tensor, handle, base, func, args, kwargs, tensors, part)
+            return handle
+
+        returns = number_parts(out, leaf, ())
+        return returns if found else None
+
+    def know_again(self, tensor: torch.Tensor) -> Handle:
+        """A call with several outputs gave an argument back among them: the same object, now that output's value."""
+        entry = self.memory.entry(tensor)
+        entry.handle = handle = self.recording.keep(tensor)
+        if not entry.steps:
+            entry.base.handle = handle
+        entry.base.held.append(handle)
+        return handle
+
+    def know_view(
+        self, tensor: Any, handle: Handle, base: Base, func: Any, args: Any, kwargs: Any, tensors: list[Any], part: Any
+    ) -> None:
+        source = next((t for t in tensors if self.base_of(t) is base), None)
+        if source is None:  # it shares memory with something that is no argument
+            self.memory.look(tensor, base, (geometry_step(tensor, base),), handle)
+            return
+        entry = self.memory.entry(source)
+        name = getattr(func, "__name__", "")
+        if name in ("as_strided", "as_strided_") or (isinstance(func, torch._ops.OpOverload) and "as_strided" in name):
+            steps: tuple[Any, ...] = (geometry_step(tensor, base),)
+        elif part and tensor.layout is torch.strided and tensor.dtype == source.dtype and len(part) == 1:
+            steps = (*entry.steps, self.memory.part_step(source, tensor, name, args, kwargs, part[0]))
+        else:
+            steps = (*entry.steps, self.memory.step(func, args, kwargs, source, part))
+        self.memory.look(tensor, base, steps, handle)
+
+    def base_of(self, tensor: torch.Tensor) -> Base | None:
+        known = self.memory.live.get(id(tensor))
+        return known.base if isinstance(known, Entry) else None
+
+    def outputs(self, out: Any) -> Any:
+        """Handles for the outputs of a call whose outputs are new memory."""
+
+        def leaf(tensor: torch.Tensor, part: tuple[int, ...]) -> Handle:
+            handle = self.recording.keep(tensor)
+            self.memory.know(tensor, handle)
+            return handle
+
+        return number_parts(out, leaf, ())
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def read(self, tensor: torch.Tensor) -> Handle:
+        """The Handle of the value that a tensor holds now."""
+        handle = self.memory.read(tensor)
+        if handle is not None:
+            return handle
+        return self.parameter(tensor) if type(tensor) is _Parameter else self._origin(tensor)
+
+    def parameter(self, tensor: torch.Tensor) -> Handle:
+        """A parameter that is read for the first time: most belong to the module that is running."""
+        number, recording, memory = id(tensor), self.recording, self.memory
+        if self.scope >= 0 and number in self.start_ids and not memory.written:
+            module = recording.scopes[self.scope][0]
+            for key, value in module._parameters.items():
+                if value is tensor:
+                    values = recording.values
+                    handle = memory.live[number] = Handle(len(values))
+                    values.append(tensor)
+                    recording.versions.append(version_of(tensor))
+                    recording.records.append(_tuple(SourceRecord, ("parameter", handle, (module, key), None, tensor)))
+                    return handle
+        return self._origin(tensor)
+
+    def read_all(self, args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
+        read = self.read
+        reads = [freeze(value, read) for value in args]
+        return reads, {key: freeze(value, read) for key, value in kwargs.items()} if kwargs else {}
+
+    def source(self, kind: str, tensor: torch.Tensor, where: Any) -> Handle:
+        """A tensor that no call made begins here."""
+        if tensor.is_nested:
+            raise CaptureError(
+                f"the forward computes with nested tensors, which have no one shape. Capture it on "
+                f"padded ones.{self.where()}"
+            )
+        handle = self.recording.keep(tensor)
+        site = self.site() if kind == "constant" else None
+        self.recording.records.append(_tuple(SourceRecord, (kind, handle, where, site, tensor)))
+        self.memory.live[id(tensor)] = handle
+        return handle
+
+    def _origin(self, tensor: torch.Tensor) -> Handle:
+        """What a tensor is that no recorded call made; see origins.py."""
+        running = self.recording.scopes[self.scope].module if self.scope >= 0 else None
+        state = self.origins.state(tensor, running)
+        if state is not None and not self.origins.was_there(tensor):
+            state = None  # assigned in the forward: it is what it was made from
+        base = self.memory.base_anywhere(tensor) if state is None or self._wrote_sources() else None
+        if base is not None:
+            return self.alias_without_call(tensor, base)
+        if state is not None:
+            return self.source(state[0], tensor, state[1])
+        older = is_older(tensor, self.date)
+        if older and (where := self.origins.attribute(tensor)) is not None:
+            return self.source("attribute", tensor, where)
+        if older:
+            return self.source("constant", tensor, "older than the capture")
+        if not _owns_memory(tensor) and tensor.grad_fn is None:
+            return self.source("constant", tensor, "made outside torch")
+        if self.deep and self.in_aten and tensor.dim() == 0 and not tensor.requires_grad:
+            return self.source("constant", tensor, "a number that a script made a tensor")
+        if self.unknown == "constant":
+            return self.source("constant", tensor, "of unknown origin, taken for a constant")
+        if not self.deep:
+            raise NeedsDeepLook
+        raise UnknownOrigin(self._unknown_text(tensor))
+
+    def _wrote_sources(self) -> bool:
+        return any(base.version for base in self.memory.bases.values())
+
+    def alias_without_call(self, tensor: torch.Tensor, base: Base) -> Handle:
+        """`nn.Parameter(x)`, `x.as_subclass(...)`: a new object over known memory."""
+        root, plain = base.root, (torch.Tensor, nn.Parameter)
+        self.recording.aliased |= base.version > 0 and self.memory.is_input(base)
+        steps: tuple[Any, ...] = ()
+        if (tensor.shape, tensor.stride(), tensor.storage_offset()) != (
+            root.shape,
+            root.stride(),
+            root.storage_offset(),
+        ):
+            steps = (geometry_step(tensor, base),)
+        if (
+            isinstance(tensor, nn.Parameter)
+            or (tensor.is_leaf and tensor.requires_grad)
+            or root.requires_grad > tensor.requires_grad
+        ):
+            steps = (*steps, step_tree(torch.Tensor.detach, (Hole.HERE,), None, (), _grad_enabled()))
+        if type(tensor) is not type(root) and (type(tensor) not in plain or type(root) not in plain):
+            steps = (*steps, step_tree(torch.Tensor.as_subclass, (Hole.HERE, type(tensor)), None, (), _grad_enabled()))
+        handle = base.handle
+        self.memory.look(tensor, base, steps, handle)
+        if steps:
+            entry = self.memory.entry(tensor)
+            entry.version = -1
+            return self.read(tensor)
+        return handle
+
+    def _unknown_text(self, tensor: torch.Tensor) -> str:
+        what = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        return (
+            f"a tensor {what} reached an operation, and nothing in this thread was seen to make it."
+            f"{self.where()}\nIt may be the result of another thread, or of code that hides its calls "
+            "from torch. Compute it in "
+            "the forward's own thread, or pass it in as an input; capture(..., unknown='constant') "
+            "keeps such tensors as constants."
+        )
+
+    def where(self) -> str:
+        site = self.site()
+        if site is None:
+            return ""
+        source = user_line(self.recording, site, self.scope)
+        return f"\n    {source.file.rsplit('/', 1)[-1]}:{source.line}    {source.text}" if source else ""
+
+    def site(self) -> Site | None:
+        if self.opened_site is not None:
+            return self.opened_site
+        frame: Any = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith(_HOME):
+            frame = frame.f_back
+        return user_site(frame) or ((frame.f_code, frame.f_lasti) if frame is not None else None)
+
+    def context(self) -> Any:
+        """The modes that a call runs under, one object for equal ones."""
+        key = (self.grad_mode if self.in_aten and not self.functorch else _grad_enabled(), _inference(), _autocast())
+        watch = self.watch
+        if _dispatch_modes() != self.outer_modes + (watch is not None and watch.entered and not watch.handling):
+            raise CaptureError(f"a dispatch mode of the model's own is on; what it does cannot be seen.{self.where()}")
+        if key[0] and (hooks := _saved_hooks(False)) is not None and not hooks[0].__module__.startswith("torch."):
+            self.recording.one_way.append("saved_tensors_hooks")
+        if key[2]:
+            return self._autocast_context(key)
+        known = self.contexts.get(key)
+        if known is None:
+            known = self.contexts[key] = (key[0], key[1], ())
+        return known
+
+    def _autocast_context(self, key: tuple[bool, bool, bool]) -> Any:
+        modes = []
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                modes.append((device, torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()))
+        return key[0], key[1], tuple(modes)
+
+    @staticmethod
+    def depends_on_content(func: Any, args: Any) -> bool:
+        """An index by a mask, or a whole number that is a tensor: the shape of the output is content."""
+        name = getattr(func, "__name__", "")
+        if name == "__getitem__":
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            flat = [
+                part
+                for item in index
+                for part in ((item.start, item.stop, item.step) if type(item) is slice else (item,))
+            ]
+            return any(isinstance(i, (torch.Tensor, list)) for i in flat)
+        if name == "where":
+            return len(args) == 1
+        return any(
+            isinstance(value, torch.Tensor) and not value.is_floating_point() and value.dim() == 0 for value in args[1:]
+        )
+
+
+def number_parts(value: Any, leaf: Callable[[torch.Tensor, tuple[int, ...]], Any], part: tuple[int, ...]) -> Any:
+    """A call's output as a tree: `leaf` of each tensor and the way to it."""
+    if isinstance(value, torch.Tensor):
+        return leaf(value, part)
+    if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
+        return tuple([number_parts(item, leaf, (*part, number)) for number, item in enumerate(value)])
+    return None
+
+
+def tensors_in(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def leaf(tensor: torch.Tensor) -> None:
+        found.append(tensor)
+
+    for value in args:
+        freeze(value, leaf)
+    for value in kwargs.values():
+        freeze(value, leaf)
+    return found
+
+
+def geometry_of(tensor: torch.Tensor) -> Any:
+    strided = tensor.layout is torch.strided and not tensor.is_nested
+    return tensor.dtype, tuple(tensor.shape), (tensor.stride(), tensor.storage_offset()) if strided else None
+
+
+def _owns_memory(tensor: torch.Tensor) -> bool:
+    """Did torch allocate this memory? False for arrays of numpy and the like."""
+    try:
+        return tensor.untyped_storage().resizable()
+    except (RuntimeError, NotImplementedError):
+        return True

@@ -1,0 +1,249 @@
+"""Calls that write in place, and calls that make a tensor object look at other memory.
+
+In: such a call, with what it will write. Out: one pure call in the recording (a functional twin, or `mutate`), and the
+new values of all memory that it wrote. Views that are read later are derived again by the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .._core.node import Generator
+from .._core.pure import Derived, Hole, Nth, clear, mutate, resized
+from .._core.target import Target
+from .._core.trees import Branch, freeze
+from ..errors import CaptureError
+from .builder import CallRecord, Handle, version_of
+from .randomness import is_idle
+from .recorder import Recorder, geometry_of, number_parts, tensors_in
+from .rules import How, Rule
+from .storage import Base, Entry, geometry_step, step_tree, storage_key
+from .twins import twin_of
+
+_grad_enabled = torch.is_grad_enabled
+
+
+def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, targets: list[torch.Tensor]) -> Any:
+    """A call that writes in place: its functional twin, or `mutate`; afterwards its bases have new values."""
+    targets = list({id(target): target for target in targets}.values())
+    tensors = tensors_in(args, kwargs)
+    for tensor in tensors:
+        recorder.read(tensor)
+    entries = [recorder.memory.entry(target) for target in targets]
+    bases = list({id(entry.base): entry.base for entry in entries}.values())
+    site = recorder.site()
+    draws = recorder.draws.before(args, kwargs) if rule.may_draw and not is_idle(func.__name__, args, kwargs) else None
+    for tensor in tensors:  # any argument may share memory with a target
+        if recorder.base_of(tensor) is None and any(storage_key(tensor) == storage_key(b.root) for b in bases):
+            recorder.memory.entry(tensor)
+    for base in bases:
+        recorder.memory.share(base)
+    record = _write_record(recorder, func, args, kwargs, targets, entries, bases, draws is not None)
+    geometry = [geometry_of(target) for target in targets]
+    counters = [version_of(base.root) for base in bases]
+    for base in bases:
+        recorder.memory.preserve(base)
+    try:
+        out = recorder.run(func, args, kwargs)
+    except Exception as error:
+        if any(
+            counter == -1 or version_of(base.root) != counter for base, counter in zip(bases, counters, strict=True)
+        ):
+            raise CaptureError(
+                f"`{rule.kind}` wrote a part and then raised {error!r}; what it left cannot be known."
+            ) from error
+        for base in bases:
+            base.held.append(base.handle)
+        raise
+    key = recorder.draws.after(*draws) if draws is not None else None
+    if [geometry_of(target) for target in targets] != geometry:
+        return _outgrown(recorder, rule, func, args, kwargs, targets, out, site)
+    _append_write(recorder, rule, record, targets, entries, bases, tensors, out, site, key)
+    return out
+
+
+def _write_record(
+    recorder: Recorder, func: Any, args: Any, kwargs: Any, targets: Any, entries: Any, bases: Any, may_draw: bool
+) -> tuple[Any, list[Any], dict[str, Any]]:
+    """The pure call for a write, its arguments read before it happens."""
+    shared = [t for t in tensors_in(args, kwargs) if recorder.base_of(t) in bases and not any(t is x for x in targets)]
+    if len(targets) == 1 and not entries[0].steps and not shared and not may_draw:
+        target = targets[0]
+        lost = target.requires_grad and not _grad_enabled()
+        others = [tensor for tensor in tensors_in(args, kwargs) if tensor is not target]
+        if not lost and (twin := twin_of(func, args, kwargs, target, others)) is not None:
+            function, arguments, named = twin
+            reads, read_named = recorder.read_all(arguments, named)
+            return function, reads, read_named
+    numbers = {id(base): number for number, base in enumerate(bases)}
+
+    def leaf(tensor: torch.Tensor) -> Any:
+        for number, target in enumerate(targets):
+            if tensor is target:
+                return Branch(Nth, (number,))
+        base = recorder.base_of(tensor)
+        if base is not None and id(base) in numbers:
+            return Branch(Derived, (numbers[id(base)], recorder.memory.entry(tensor).steps))
+        return recorder.read(tensor)
+
+    tree = Branch(dict, tuple([freeze(value, leaf) for value in kwargs.values()]), tuple(kwargs))
+    written = tuple([Branch(Derived, (numbers[id(e.base)], e.steps)) for e in entries])
+    given: list[Any] = [
+        Target.of(func),
+        tuple([base.handle for base in bases]),
+        tuple([freeze(value, leaf) for value in args]),
+        tree,
+    ]
+    return mutate, [*given, written], {}
+
+
+def _append_write(
+    recorder: Recorder,
+    rule: Rule,
+    record: Any,
+    targets: Any,
+    entries: Any,
+    bases: Any,
+    tensors: Any,
+    out: Any,
+    site: Any,
+    key: Any,
+) -> None:
+    function, reads, named = record
+    keep, memory = recorder.recording.keep, recorder.memory
+    for base in bases:
+        memory.wrote(base, keep(base.root), not recorder.in_aten)
+    whole = tuple([base.handle for base in bases])
+    views = []
+    for target, entry in zip(targets, entries, strict=True):
+        entry.handle = keep(target) if entry.steps else entry.base.handle
+        entry.version = entry.base.version
+        views.append(entry.handle)
+        if entry.steps:
+            entry.base.held.append(entry.handle)
+    if function is not mutate:
+        recorder.append(function, rule, reads, named, whole[0], site, key, False)
+        return
+    fresh: dict[int, Handle] = {}
+
+    def leaf(tensor: torch.Tensor, part: Any) -> Any:
+        known = recorder.memory.live.get(id(tensor))
+        if known is not None and any(tensor is other for other in tensors):
+            return None
+        base = memory.base_at(storage_key(tensor), tensors)
+        handle = fresh[id(tensor)] = keep(tensor)
+        if base is None:
+            memory.know(tensor, handle)
+        else:
+            memory.look(tensor, base, (geometry_step(tensor, base),), handle)
+        return handle
+
+    results = number_parts(out, leaf, ())
+
+    def seen(tensor: torch.Tensor) -> Any:
+        return fresh.get(id(tensor)) or recorder.read(tensor)
+
+    result = freeze(out, seen) if tensors_in((out,), {}) else (views[0] if len(views) == 1 else tuple(views))
+    if key is not None and "generator" in dict(zip(reads[3].keys or (), reads[3].items, strict=True)):
+        items = [Generator(key) if k == "generator" else v for k, v in zip(reads[3].keys, reads[3].items, strict=True)]
+        reads[3] = Branch(dict, tuple(items), reads[3].keys)
+    returns = (results, tuple(views), whole)
+    context, inside = recorder.context(), recorder.differentiating
+    record = CallRecord(
+        mutate, rule.kind, reads, {}, returns, context, recorder.scope, site, key, False, result, (), inside
+    )
+    recorder.recording.records.append(record)
+
+
+def _outgrown(
+    recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, targets: Any, out: Any, site: Any
+) -> Any:
+    """`out=` of another size: torch gave it new memory, so it is an output like any other."""
+    given = kwargs.get("out")
+    outs = list(given) if isinstance(given, (tuple, list)) else [given]
+    if given is None or any(len(_entries_on(recorder, recorder.memory.entry(t).base)) > 1 for t in targets):
+        raise CaptureError(f"`{rule.kind}` changed the size of memory that other tensors look at.{recorder.where()}")
+    named = {key: value for key, value in kwargs.items() if key != "out"}
+    reads, read_named = recorder.read_all(args, named)
+    for target in outs:
+        _forget(recorder, target)
+    returns = recorder.outputs(out)
+    recorder.append(func, rule, reads, read_named, returns, site, None, False)
+    return out
+
+
+def _entries_on(recorder: Recorder, base: Base) -> list[Entry]:
+    return [entry for entry in recorder.memory.live.values() if isinstance(entry, Entry) and entry.base is base]
+
+
+def _forget(recorder: Recorder, tensor: torch.Tensor) -> None:
+    known = recorder.memory.live.pop(id(tensor), None)
+    if isinstance(known, Entry):
+        recorder.memory.bases = {key: base for key, base in recorder.memory.bases.items() if base is not known.base}
+    recorder.memory.keep_alive.append(tensor)
+
+
+def reshape(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
+    """`t_()`, `unsqueeze_()`: the object looks at the same memory in another way from now on."""
+    tensor = args[0]
+    recorder.read(tensor)
+    entry = recorder.memory.entry(tensor)
+    pure = getattr(torch.Tensor, func.__name__[:-1]) if not isinstance(func, torch._ops.OpOverload) else None
+    if pure is None:
+        pure = getattr(torch.ops.aten, func._schema.name.split("::")[1][:-1])
+    with torch.enable_grad():
+        step = recorder.memory.step(pure, args, kwargs, tensor, ())
+    site, source = recorder.site(), entry.handle
+    base, steps, is_root = entry.base, entry.steps, entry.base.root is tensor
+    recorder.memory.part_from(tensor)
+    out = recorder.run(func, args, kwargs)
+    if func.__name__ == "as_strided_":
+        steps, step = (), geometry_step(tensor, base)
+    handle = recorder.recording.keep(tensor)
+    del is_root
+    recorder.memory.look(tensor, base, (*steps, step), handle)
+    base.counter = version_of(base.root)
+    fill: Callable[[Any], Any] = lambda leaf: source if leaf is Hole.HERE else leaf  # noqa: E731
+    reads = [fill(value) for value in step.items[1]]
+    recorder.append(step.items[0].function, rule, reads, {}, handle, site, None, False)
+    return out
+
+
+def assign(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
+    """`t.data = u`, `t.set_(u)`: the object looks at other memory from now on."""
+    tensor, value = args[0], args[1] if len(args) > 1 else kwargs.get("source")
+    if not isinstance(value, torch.Tensor) or len(args) > 2:
+        raise CaptureError(f"`{rule.kind}` gives a tensor raw memory, which a program cannot say.{recorder.where()}")
+    recorder.read(tensor)
+    source = recorder.read(value)
+    recorder.memory.part_from(tensor)
+    result = recorder.run(func, args, kwargs)
+    base, steps = recorder.memory.entry(value).base, recorder.memory.entry(value).steps
+    step = step_tree(torch.Tensor.detach, (Hole.HERE,), None, (), True)
+    handle = recorder.recording.keep(tensor)
+    recorder.memory.look(tensor, base, (*steps, step), handle)
+    recorder.append(torch.Tensor.detach, Rule(How.LEAF, "data"), [source], {}, handle, recorder.site(), None, False)
+    return result
+
+
+def resize(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
+    tensor = args[0]
+    recorder.read(tensor)
+    before = geometry_of(tensor)
+    recorder.memory.part_from(tensor)
+    result = recorder.run(func, args, kwargs)
+    if geometry_of(tensor) == before:
+        return result
+    if len(_entries_on(recorder, recorder.memory.entry(tensor).base)) > 1:
+        raise CaptureError(f"`{rule.kind}` changed the size of memory that other tensors look at.{recorder.where()}")
+    source = recorder.memory.entry(tensor).handle
+    _forget(recorder, tensor)
+    clear(tensor.view(-1)[recorder.recording.values[source].numel() :])
+    handle = recorder.recording.keep(tensor)
+    recorder.memory.know(tensor, handle)
+    reads = [source, tuple(tensor.shape)]
+    recorder.append(resized, rule, reads, {}, handle, recorder.site(), None, False)
+    return result

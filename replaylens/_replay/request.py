@@ -1,0 +1,233 @@
+"""What a replay is asked for, in a user's words: new inputs, other state, patches.
+
+In: what the user gave, and the graph. Out: positions, tensors and functions that a replay works with, all of them
+checked against what was recorded. Nothing runs here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from attrs import field, frozen
+
+from .._core.graph import Graph
+from .._core.node import Call, Ref, TensorMeaning
+from .._core.text import listing
+from .._core.trees import freeze_deep, leaves, paths, thaw
+from ..errors import InputMismatch, ShapeMismatch
+
+
+@frozen
+class At:
+    """A node by its position in the graph, or one output of the program that this node gives."""
+
+    position: int
+    output: Ref | None = None
+    part: Ref | None = None  # one of several values that the node gives
+
+
+@frozen(eq=False)
+class Change:
+    """A new value from the old one. `follows`: it depends on the old one, so that gradients go through it."""
+
+    make: Callable[[Any], Any]
+    follows: bool
+    tree: Any  # the Ref, or tree of Refs, that it is for
+
+    @property
+    def ref(self) -> Ref | None:
+        return self.tree if type(self.tree) is Ref else None
+
+    def __call__(self, value: Any) -> Any:
+        return self.make(value)
+
+
+@frozen(eq=False)
+class Request:
+    """What a replay is asked for, in positions and tensors."""
+
+    changed: dict[int, tuple[Change, ...]] = field(factory=dict)  # node -> its new value from its old
+    given: dict[int, torch.Tensor] = field(factory=dict)  # inputs and state with another value
+    start: tuple[int, ...] = ()
+    to: int | None = None
+    ends: dict[Ref, Change] = field(factory=dict)  # outputs with another value
+    keep: frozenset[int] = frozenset()
+    grad: bool = False
+    fresh: bool = False
+    on_divergence: str = "raise"
+    whole: bool = False
+
+
+def result_of(node: Any) -> Any:
+    if not isinstance(node, Call):
+        return Ref(node.name)
+    return node.result if node.result is not None else node.returns
+
+
+def new_inputs(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, torch.Tensor]:
+    """The tensors of new inputs, by the position of the Input that each stands for."""
+    if graph.shares_inputs:
+        raise InputMismatch(
+            "when this program was recorded, an input shared its memory with another input or with a "
+            "buffer, and was written. "
+            "Other inputs do not share it in this way: capture again with them."
+        )
+    tensors: list[torch.Tensor] = []
+
+    def leaf(tensor: torch.Tensor) -> _Given:
+        tensors.append(tensor)
+        return _Given(len(tensors) - 1)
+
+    tree = freeze_deep((tuple(args), dict(kwargs)), leaf)
+    recorded, new = dict(paths(graph.inputs)), dict(paths(tree))
+    by_name = {node.name: node.meaning for node in graph.input_nodes}
+    found: dict[int, torch.Tensor] = {}
+    for path in sorted({*recorded, *new}, key=str):
+        one, other = recorded.get(path, _MISSING), new.get(path, _MISSING)
+        if isinstance(one, Ref) and isinstance(other, _Given):
+            meaning, tensor = by_name[one.node], tensors[other.number]
+            _require_same(path, meaning, tensor)
+            found[graph.positions[one.node]] = _with_strides(tensor, meaning)
+        elif isinstance(one, Ref) or isinstance(other, _Given) or not _same_literal(one, other):
+            raise InputMismatch(
+                f"the input at {_path(path)} is {_describe(other)}; the program was recorded with {_describe(one)}.\n"
+                "A program holds for one structure of inputs. Give the same structure, or capture again."
+            )
+    return found
+
+
+_MISSING = object()
+
+
+@frozen
+class _Given:
+    number: int
+
+
+def _same_literal(one: Any, other: Any) -> bool:
+    if one is _MISSING or other is _MISSING:
+        return False
+    if one is other:
+        return True
+    try:
+        return bool(type(one) is type(other) and one == other)
+    except Exception:  # a user's class whose comparison fails is another value
+        return False
+
+
+def _describe(value: Any) -> str:
+    if value is _MISSING:
+        return "missing"
+    if isinstance(value, (_Given, Ref)):
+        return "a tensor"
+    return repr(value) if len(repr(value)) < 60 else f"a {type(value).__name__}"
+
+
+def _path(path: tuple[Any, ...]) -> str:
+    if not path:
+        return "the top"
+    word = "args" if path[0] == 0 else "kwargs"
+    return word + "".join(f"[{step!r}]" for step in path[1:])
+
+
+def _require_same(path: tuple[Any, ...], meaning: TensorMeaning, tensor: torch.Tensor) -> None:
+    new = TensorMeaning.of(tensor)
+    if (new.shape, new.dtype, new.device) != (meaning.shape, meaning.dtype, meaning.device):
+        raise InputMismatch(
+            f"the input at {_path(path)} is {new} on {new.device}; the program was recorded with "
+            f"{meaning} on {meaning.device}.\n"
+            "A program has the shapes of one forward pass. Give the recorded shape and dtype, or capture again."
+        )
+
+
+def _with_strides(tensor: torch.Tensor, meaning: TensorMeaning) -> torch.Tensor:
+    """The tensor in the recorded memory layout: views that the model took need it."""
+    if meaning.strides is None or tensor.layout is not torch.strided or tensor.stride() == meaning.strides:
+        return tensor
+    if any(stride == 0 for stride in meaning.strides) or tensor.requires_grad:
+        return tensor.contiguous() if meaning.strides == _contiguous(meaning.shape) else tensor
+    made = tensor.new_empty_strided(meaning.shape, meaning.strides)
+    made.copy_(tensor)
+    return made
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def new_state(graph: Graph, state: dict[str, torch.Tensor], nearest: Callable[[str], str]) -> dict[int, torch.Tensor]:
+    """Other parameters and buffers, by the position of their State node. Any of a tied tensor's addresses will do."""
+    by_address = {address: node for node in graph.state_nodes for address in (node.address, *node.aliases, node.name)}
+    found: dict[int, torch.Tensor] = {}
+    for address, tensor in state.items():
+        node = by_address.get(address)
+        if node is None:
+            raise InputMismatch(
+                f"no parameter or buffer that the forward read is called {address!r}. {nearest(address)}".rstrip()
+            )
+        meaning = TensorMeaning.of(tensor)
+        if (meaning.shape, meaning.dtype) != (node.meaning.shape, node.meaning.dtype):
+            raise InputMismatch(f"the state at {address!r} is {meaning}; the program was recorded with {node.meaning}.")
+        found[graph.positions[node.name]] = _with_strides(tensor, node.meaning)
+    return found
+
+
+def as_patch(graph: Graph, at: At, patch: Any) -> Change:
+    """A tensor or a callable as a function from a node's value to its new value, with the result's meaning required."""
+    node = graph.nodes[at.position]
+    tree = at.output or at.part or result_of(node)
+    meanings = _meanings(node)
+
+    follows = callable(patch) and not isinstance(patch, torch.Tensor)
+
+    def change(value: Any) -> Any:
+        if follows:
+            safe = freeze_deep(value, lambda tensor: tensor.clone())
+            new = patch(thaw(safe, lambda leaf: leaf))
+        else:
+            new = patch
+        return _checked(graph, node, tree, meanings, value, new)
+
+    return Change(change, follows, tree)
+
+
+def _meanings(node: Any) -> dict[Ref, TensorMeaning]:
+    if not isinstance(node, Call):
+        return {Ref(node.name): node.meaning}
+    refs = [leaf for leaf in leaves(node.returns) if type(leaf) is Ref]
+    return dict(zip(refs, node.meaning, strict=True))
+
+
+def _checked(graph: Graph, node: Any, tree: Any, meanings: dict[Ref, TensorMeaning], old: Any, new: Any) -> Any:
+    if isinstance(new, torch.Tensor):
+        if type(tree) is not Ref:
+            raise ShapeMismatch(f"{node.name} gives several tensors; a patch for it must give as many.")
+        return _fitting(graph, node, meanings[tree], new)
+    if isinstance(new, (tuple, list)) and isinstance(old, (tuple, list)) and len(new) == len(old):
+        flat = [leaf for leaf in leaves(tree) if type(leaf) is Ref]
+        if len(flat) == len(new):
+            return tuple([_fitting(graph, node, meanings[ref], value) for ref, value in zip(flat, new, strict=True)])
+        return new
+    raise ShapeMismatch(
+        f"the patch at {node.name} gives {type(new).__name__}, not a tensor.\n{listing(graph, node.name)}"
+    )
+
+
+def _fitting(graph: Graph, node: Any, meaning: TensorMeaning, new: Any) -> torch.Tensor:
+    shape = tuple(new.shape) if isinstance(new, torch.Tensor) else None
+    if shape != meaning.shape or new.dtype != meaning.dtype:
+        what = TensorMeaning.of(new) if isinstance(new, torch.Tensor) else type(new).__name__
+        raise ShapeMismatch(
+            f"the patch at `{node.name}` gives {what}; what uses it was recorded with {meaning}.\n"
+            f"{listing(graph, node.name, f'patched with {what}')}\nGive a tensor of shape "
+            f"{meaning.shape} and dtype {meaning.dtype}."
+        )
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return new
+    return _with_strides(new, meaning)
