@@ -94,6 +94,7 @@ class Recording:
     scope_outputs: list[tuple[int, Any]] = field(factory=list)
     draws: dict[str, torch.Tensor] = field(factory=dict)
     one_way: list[str] = field(factory=list)
+    overwritten: set[Handle] = field(factory=set)  # views that were read again after their memory was written
     aliased: bool = False  # an input shares memory with another tensor of the model's, and one of them was written
     hidden_no_grad: bool = False  # a no_grad block was entered where the whole model ran without gradients
     output: Any = None
@@ -229,6 +230,7 @@ def _node(
         is_dynamic=record.is_dynamic,
         through=tuple([names[number] for number in record.through]),
         is_differentiated=record.is_differentiated,
+        is_overwritten=any(handle in recording.overwritten for _, handle in parts_of(record.returns)),
         scope=scopes[record.scope] if record.scope >= 0 else None,
         source=user_line(recording, record.site, record.scope),
     )

@@ -8,6 +8,7 @@ an error: a value that might depend on the input must never pass for a constant.
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,6 +55,13 @@ def is_older(thing: Any, date: int) -> bool:
     if date != _epoch:
         return False
     return not any(other is thing for other in gc.get_objects())
+
+
+def thread_marks() -> tuple[Any, ...]:
+    """What changes when a thread is started, or when a pool's workers may have worked."""
+    pools = sys.modules.get("concurrent.futures.thread")
+    workers = len(getattr(pools, "_threads_queues", ())) if pools is not None else 0
+    return repr(getattr(threading, "_counter", None)), threading.active_count(), workers or None
 
 
 class Origins:

@@ -21,7 +21,7 @@ from .._core.target import Target
 from .._core.trees import freeze
 from ..errors import CaptureError, UnknownOrigin
 from .builder import CallRecord, Handle, Recording, Site, SourceRecord, user_line, version_of
-from .origins import Origins, is_older
+from .origins import Origins, is_older, thread_marks
 from .randomness import Draws, is_idle
 from .rules import Rule
 from .scopes import user_site
@@ -68,6 +68,7 @@ class Recorder(TorchFunctionMode):
         self.functorch = False
         self.differentiating = False  # inside torch.func.grad and its kin
         self.exposed = False
+        self.threads = thread_marks()
         self.outer_modes = _dispatch_modes()
         self.contexts: dict[Any, Any] = {}
         self.grad_mode = _grad_enabled()  # as the model set it; beneath a script it is another
@@ -283,7 +284,8 @@ class Recorder(TorchFunctionMode):
         state = self.origins.state(tensor, running)
         if state is not None and not self.origins.was_there(tensor):
             state = None  # assigned in the forward: it is what it was made from
-        base = self.memory.base_anywhere(tensor) if state is None or self._wrote_sources() else None
+        key = storage_key(tensor) if state is not None and self.memory.written else None
+        base = self.memory.base_anywhere(tensor) if state is None else self.memory.bases.get(key or 0)
         if base is not None:
             return self.alias_without_call(tensor, base)
         if state is not None:
@@ -295,16 +297,13 @@ class Recorder(TorchFunctionMode):
             return self.source("constant", tensor, "older than the capture")
         if not _owns_memory(tensor) and tensor.grad_fn is None:
             return self.source("constant", tensor, "made outside torch")
-        if self.deep and self.in_aten and tensor.dim() == 0 and not tensor.requires_grad:
+        if self.deep and tensor.dim() == 0 and not tensor.requires_grad and thread_marks() == self.threads:
             return self.source("constant", tensor, "a number that a script made a tensor")
         if self.unknown == "constant":
             return self.source("constant", tensor, "of unknown origin, taken for a constant")
         if not self.deep:
             raise NeedsDeepLook
         raise UnknownOrigin(self._unknown_text(tensor))
-
-    def _wrote_sources(self) -> bool:
-        return any(base.version for base in self.memory.bases.values())
 
     def alias_without_call(self, tensor: torch.Tensor, base: Base) -> Handle:
         """`nn.Parameter(x)`, `x.as_subclass(...)`: a new object over known memory."""

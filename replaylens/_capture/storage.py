@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from attrs import define, field
 
-from .._core.pure import Hole, Step, as_strided_from, take_step
+from .._core.pure import Hole, Step, as_strided_from, same_content, take_step
 from .._core.target import Target
 from .._core.trees import Branch, freeze, remake, thaw
-from .._replay.guards import same_content
 from ..errors import CaptureError
 from .builder import CallRecord, Handle, Recording, SourceRecord, version_of
 
@@ -63,6 +62,10 @@ class Memory:
 
     recording: Recording
     live: dict[int, Handle | Entry] = field(factory=dict)
+    by_storage: dict[int, torch.Tensor] = field(factory=dict)  # of the values looked at so far, by storage
+    looked_at: int = 0
+    sources: dict[int, list[SourceRecord]] = field(factory=dict)  # inputs, state and constants, by storage
+    shared_to: int = 0
     written: list[Handle] = field(factory=list)  # the first values of bases, once for each write
     bases: dict[int, Base] = field(factory=dict)
     keep_alive: list[Any] = field(factory=list)
@@ -83,6 +86,8 @@ class Memory:
         if base.exposed is not None:
             self._look_at_exposed(base)
         if known.version != base.version:
+            if known.steps and known.version >= 0:
+                self.recording.overwritten.add(known.handle)
             known.handle = self._derive(known) if known.steps else base.handle
             known.version = base.version
         return known.handle
@@ -120,12 +125,16 @@ class Memory:
         """Before a first write: inputs and state that look at the same memory become views of the base."""
         if base.version or (key := storage_key(base.root)) is None:
             return
-        for source in self.recording.records:
-            if isinstance(source, SourceRecord) and type(known := self.live.get(id(source.tensor))) is Handle:
-                tensor = source.tensor
-                if tensor is not base.root and storage_key(tensor) == key:
-                    self.recording.aliased |= source.kind == "input" or self.is_input(base)
-                    self.look(tensor, base, (geometry_step(tensor, base),), known)
+        records = self.recording.records
+        for source in records[self.shared_to :]:
+            if isinstance(source, SourceRecord) and (found := storage_key(source.tensor)) is not None:
+                self.sources.setdefault(found, []).append(source)
+        self.shared_to = len(records)
+        for source in self.sources.get(key, ()):
+            known = self.live.get(id(source.tensor))
+            if source.tensor is not base.root and isinstance(known, Handle):
+                self.recording.aliased |= source.kind == "input" or self.is_input(base)
+                self.look(source.tensor, base, (geometry_step(source.tensor, base),), known)
 
     def is_input(self, base: Base) -> bool:
         """Is this the memory of an input?"""
@@ -147,9 +156,13 @@ class Memory:
         key = storage_key(tensor)
         if key is None or key in self.bases:
             return self.bases.get(key) if key is not None else None
-        values = self.recording.values
-        plain = (values[known] for known in list(self.live.values()) if type(known) is Handle)
-        return self.base_at(key, plain)
+        values, live = self.recording.values, self.live
+        for handle in range(self.looked_at, len(values)):
+            if live.get(id(values[handle])) == handle and (found := storage_key(values[handle])) is not None:
+                self.by_storage[found] = values[handle]
+        self.looked_at = len(values)
+        other = self.by_storage.get(key)
+        return self.base_at(key, () if other is None else (other,))
 
     # -- views ---------------------------------------------------------------------------------------------------
 

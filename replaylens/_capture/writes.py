@@ -97,7 +97,15 @@ def _write_record(
         tuple([freeze(value, leaf) for value in args]),
         tree,
     ]
-    return mutate, [*given, written], {}
+    values = tuple([entry.handle if entry.steps and not _repeats(entry.tensor) else None for entry in entries])
+    return mutate, [*given, written, values], {}
+
+
+def _repeats(tensor: torch.Tensor) -> bool:
+    """Does one element stand in several places, as in an expanded tensor? No copy of it can be written as it is."""
+    return tensor.layout is torch.strided and any(
+        n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 def _append_write(

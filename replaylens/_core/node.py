@@ -162,6 +162,7 @@ class Call:
     context: Context = NO_MODES
     is_dynamic: bool = False  # its output's shape depends on content
     through: tuple[str, ...] = ()  # nodes that it runs again itself, to take a gradient through them
+    is_overwritten: bool = False  # a view whose memory the model writes later, and which it reads again then
     is_differentiated: bool = False  # the model takes gradients through it in a way that a patch here would miss
     scope: Scope | None = None
     source: Source | None = None

@@ -63,8 +63,13 @@ def mutate(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     targets: tuple[Derived, ...],
+    values: tuple[torch.Tensor | None, ...],
 ) -> Written:
-    """Call a function that writes, on copies of what it writes. Nothing that came in is changed."""
+    """Call a function that writes, on copies of what it writes. Nothing that came in is changed.
+
+    `values` are what the targets held before, where they are views. One that is not what its base holds there was
+    patched: it is a tensor of its own, as the one that a hook gives back, and the write goes there and not to the base.
+    """
     batched = _batched_among((bases, args, kwargs))
     with torch.enable_grad():  # the old value's gradient passes through, also where the write itself has none
         copies = tuple([writable_copy(base, batched) for base in bases])
@@ -83,17 +88,38 @@ def mutate(
             return slice(*map(concrete, (value.start, value.stop, value.step)))
         return value
 
-    written = tuple([concrete(target) for target in targets])
+    written = tuple([_apart(concrete(target), value) for target, value in zip(targets, values, strict=True)])
     given, named = concrete(args), concrete(kwargs)
     result = _into(named.pop("out"), function, given, named) if "out" in named else function.function(*given, **named)
     if torch._C._functorch.peek_interpreter_stack() is None:
-        for target, where in zip(written, targets, strict=True):
+        for target, where, value in zip(written, targets, values, strict=True):
             copy = copies[where.base]
-            if target.untyped_storage().data_ptr() != copy.untyped_storage().data_ptr():
+            if value is None and target.untyped_storage().data_ptr() != copy.untyped_storage().data_ptr():
                 raise RuntimeError(
                     f"{function.short} wrote into a copy: a view of what is written is none on these values"
                 )
     return Written(result, written, copies)
+
+
+def _apart(view: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor:
+    """The view that is to be written, or a copy of the value that a patch has put in its place."""
+    if value is None or value is view:
+        return view
+    if torch._C._functorch.peek_interpreter_stack() is None and same_content(view, value):
+        return view
+    return writable_copy(value)
+
+
+def same_content(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit for bit the same, NaN included."""
+    if one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:
+        return False
+    if one.is_meta:
+        return other.is_meta
+    one, other = one.detach(), other.detach()
+    if one.layout is not torch.strided or one.is_quantized:
+        one, other = (one.dequantize(), other.dequantize()) if one.is_quantized else (one.to_dense(), other.to_dense())
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _into(out: Any, function: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -12,6 +12,7 @@ import torch
 from attrs import frozen
 
 from .._core.node import Call, Guard, Source
+from .._core.pure import same_content
 from .._core.text import expression
 from ..errors import DivergedReplay
 
@@ -39,16 +40,6 @@ def same_result(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     return bool(repr(one) == repr(other)) if isinstance(one, (float, complex)) else bool(one == other)
-
-
-def same_content(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Bit for bit the same, NaN included."""
-    if one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:
-        return False
-    if one.layout is not torch.strided or one.is_quantized:
-        one, other = (one.dequantize(), other.dequantize()) if one.is_quantized else (one.to_dense(), other.to_dense())
-    one, other = one.detach(), other.detach()
-    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def guard_departure(guard: Guard, result: Any) -> Departure | None:

@@ -14,13 +14,14 @@ from attrs import define, evolve, field
 
 from .._core.graph import Graph
 from .._core.node import Call, Ref, State
+from .._core.pure import same_content
 from .._core.trees import leaves, thaw
 from ..errors import NotDifferentiable, ReplaylensError, StaleValue
 from .function import as_function
-from .guards import Departure, diverged, same_content
+from .guards import Departure, diverged
 from .interpreter import Code, Mode, compile_plan, interpret, preserved_generators
 from .plan import plan
-from .request import At, Request, result_of
+from .request import At, Change, Request, result_of
 from .run import Run
 
 
@@ -118,6 +119,8 @@ def _misdirected(graph: Graph, request: Request) -> Iterator[Departure]:
     for position, changes in request.changed.items():
         node = graph.nodes[position]
         constant = not all(change.follows for change in changes) and bool(_rerun_by(graph, node.name))
+        if isinstance(node, Call) and node.is_overwritten:
+            yield Departure(f"the memory of {node.name}, which the model writes later,", "one", "another", node.source)
         if isinstance(node, Call) and (node.is_differentiated or constant):
             yield Departure(
                 f"the gradient that the model takes through {node.name}",
@@ -128,20 +131,30 @@ def _misdirected(graph: Graph, request: Request) -> Iterator[Departure]:
 
 
 def _without_idle(record: Record, request: Request) -> Request:
-    """Without constants that are what was recorded anyway, where a gradient goes through the place that they
-    would cut.
-    """
+    """Without constants that are what was recorded anyway, at places where another value would lead away."""
     graph, idle = record.graph, []
     for position, changes in request.changed.items():
-        node = graph.nodes[position]
-        if all(not change.follows for change in changes) and _rerun_by(graph, node.name) and len(changes) == 1:
-            ref, value = changes[0].ref, changes[0].make(None)
-            if ref is not None and isinstance(value, torch.Tensor) and same_content(record.value(ref), value):
-                idle.append(position)
+        node, change = graph.nodes[position], changes[0]
+        delicate = isinstance(node, Call) and (
+            node.is_overwritten or node.is_differentiated or _rerun_by(graph, node.name)
+        )
+        if delicate and len(changes) == 1 and not change.follows and _is_recorded(record, change):
+            idle.append(position)
     if not idle:
         return request
     changed = {position: changes for position, changes in request.changed.items() if position not in idle}
     return evolve(request, changed=changed, start=(*request.start, *idle))
+
+
+def _is_recorded(record: Record, change: Change) -> bool:
+    """Does a constant patch give what was recorded anyway?"""
+    refs = [leaf for leaf in leaves(change.tree) if type(leaf) is Ref]
+    value = change.make(tuple(refs))
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return len(values) == len(refs) and all(
+        isinstance(new, torch.Tensor) and same_content(record.value(ref), new)
+        for ref, new in zip(refs, values, strict=True)
+    )
 
 
 def _rerun_by(graph: Graph, name: str) -> list[str]:

@@ -14,6 +14,7 @@ from attrs import field, frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Ref, TensorMeaning
+from .._core.pure import writable_copy
 from .._core.text import listing
 from .._core.trees import freeze_deep, leaves, paths, thaw
 from ..errors import InputMismatch, ShapeMismatch
@@ -188,7 +189,7 @@ def as_patch(graph: Graph, at: At, patch: Any) -> Change:
 
     def change(value: Any) -> Any:
         if follows:
-            safe = freeze_deep(value, lambda tensor: tensor.clone())
+            safe = freeze_deep(value, writable_copy)
             new = patch(thaw(safe, lambda leaf: leaf))
         else:
             new = patch
