@@ -95,6 +95,7 @@ class Recording:
     draws: dict[str, torch.Tensor] = field(factory=dict)
     one_way: list[str] = field(factory=list)
     overwritten: set[Handle] = field(factory=set)  # views that were read again after their memory was written
+    asks_gradient: bool = False  # the model asked whether some tensor needs gradients
     aliased: bool = False  # an input shares memory with another tensor of the model's, and one of them was written
     hidden_no_grad: bool = False  # a no_grad block was entered where the whole model ran without gradients
     output: Any = None
@@ -157,6 +158,7 @@ def freeze(recording: Recording) -> Frozen:
         module_outputs=tuple([(scope, remake(t, to_ref)) for n, t in recording.scope_outputs if (scope := scopes[n])]),
         changes=tuple([(_address(addresses, where), refs[last]) for where, last in recording.changes]),
         orphans=frozenset(name for name, orphan in zip(names, orphans, strict=True) if orphan),
+        asks_gradient=recording.asks_gradient,
         shares_inputs=recording.aliased,
         one_way=tuple(_one_way(recording)),
         ambient=frozen_context(recording.ambient),

@@ -363,7 +363,8 @@ class Recorder(TorchFunctionMode):
         watch = self.watch
         if _dispatch_modes() != self.outer_modes + (watch is not None and watch.entered and not watch.handling):
             raise CaptureError(f"a dispatch mode of the model's own is on; what it does cannot be seen.{self.where()}")
-        if key[0] and (hooks := _saved_hooks(False)) is not None and not hooks[0].__module__.startswith("torch."):
+        hooks = _saved_hooks(False) if key[0] else None
+        if hooks is not None and not hooks[0].__module__.startswith("torch."):
             self.recording.one_way.append("saved_tensors_hooks")
         if key[2]:
             return self._autocast_context(key)

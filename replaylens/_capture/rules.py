@@ -189,6 +189,8 @@ def _property_rule(function: Any, word: str) -> Rule:
         return Rule(How.LEAF, name) if word == "__get__" and name != "grad" else Rule(How.PASS)
     if word == "__get__" and name in ("T", "mT", "H", "mH"):
         return Rule(How.LEAF, name.lower())
+    if name == "requires_grad" and word == "__get__":
+        return Rule(How.SPECIAL, name, special="asks_gradient")
     return Rule(How.PASS)
 
 

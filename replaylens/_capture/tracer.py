@@ -261,6 +261,11 @@ class Tracer(Recorder):
         self.append(copied, Rule(How.LEAF, "clone"), [source], {}, handle, self.site(), None, False)
         return result
 
+    def _special_asks_gradient(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
+        """The model asks whether a tensor needs gradients: what it does then holds for inputs that answer the same."""
+        self.recording.asks_gradient = True
+        return func(*args, **kwargs)
+
     def _special_dual(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         """Forward-mode gradients begin: until their level ends, what counts are the ATen calls beneath."""
         return self._in_functorch(func, args, kwargs)

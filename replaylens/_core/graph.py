@@ -28,6 +28,7 @@ class Graph:
     module_outputs: tuple[tuple[Scope, Any], ...] = ()
     changes: tuple[tuple[str, Ref], ...] = ()  # what the model wrote: address of a parameter or buffer -> its new value
     orphans: frozenset[str] = frozenset()  # neither come from an input nor reach an output
+    asks_gradient: bool = False  # the model asked whether some tensor needs gradients, and may act on it
     shares_inputs: bool = False  # an input shares memory with other input or state that was written: no others will do
     one_way: tuple[str, ...] = ()  # custom functions whose backward could not be kept
     ambient: Context = NO_MODES  # the modes around the whole model

@@ -331,6 +331,14 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _require_differentiable(record: Record, request: Request) -> None:
+    if request.grad and record.graph.asks_gradient:
+        for position, tensor in request.given.items():
+            recorded = record.values[Ref(record.graph.nodes[position].name)]
+            if tensor.requires_grad != recorded.requires_grad:
+                raise NotDifferentiable(
+                    "the model asks whether tensors need gradients, and may do something else when they do. Capture it on "
+                    f"inputs with requires_grad={tensor.requires_grad} to replay it on such inputs."
+                )
     if request.grad and record.graph.one_way:
         names = ", ".join(sorted(set(record.graph.one_way)))
         raise NotDifferentiable(
