@@ -11,21 +11,24 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.overrides import _get_current_function_mode_stack as _function_modes
 from torch.utils import _pytree as pytree
+from torch.utils._device import DeviceContext
 
 from ._capture.builder import Frozen, SourceRecord, freeze
 from ._capture.capture import Captured, record
 from ._core.graph import Graph
 from ._core.node import Guard, Ref, State
+from ._core.pure import same_content
 from ._core.text import code
-from ._core.trees import leaves, thaw
+from ._core.trees import freeze_deep, leaves, thaw
 from ._lens.layers import Atlas, Layer, Place
 from ._lens.summary import as_html, summary
 from ._replay.convert import move, rerun
 from ._replay.replay import Record, detached, function_of, replay, version
 from ._replay.request import At, Change, Request, as_patch, new_inputs, new_state
 from ._replay.run import Run
-from .errors import NoSuchLayer, NotSaved, ReplaylensError
+from .errors import CaptureError, NoSuchLayer, NotSaved, ReplaylensError
 
 
 def capture(model: Any, *args: Any, unknown: str = "raise", **kwargs: Any) -> Program:
@@ -40,7 +43,25 @@ def capture(model: Any, *args: Any, unknown: str = "raise", **kwargs: Any) -> Pr
     """
     if unknown not in ("raise", "constant"):
         raise ValueError(f"unknown must be 'raise' or 'constant', not {unknown!r}.")
-    return Program(_captured=record(model, args, kwargs, unknown))
+    outer = [mode for mode in _function_modes() if not isinstance(mode, DeviceContext)]
+    prog = Program(_captured=record(model, args, kwargs, unknown))
+    if outer:
+        _require_unchanged(prog, outer)
+    return prog
+
+
+def _require_unchanged(prog: Program, modes: list[Any]) -> None:
+    """Do the torch function modes around a capture only look on? What they change would be missing in a replay."""
+    with torch._C.DisableTorchFunction():
+        again = prog.replay(on_divergence="ignore").output
+        found: list[list[torch.Tensor]] = [[], []]
+        for tensors, output in zip(found, (prog.output, again), strict=True):
+            freeze_deep(output, tensors.append)
+        if not all(same_content(one, other) for one, other in zip(*found, strict=True)):
+            names = ", ".join(type(mode).__name__ for mode in modes)
+            raise CaptureError(
+                f"the torch function mode around the capture, {names}, changes values. Capture outside of it."
+            )
 
 
 class Program:
@@ -159,17 +180,16 @@ class Program:
         """
         _require_choice("rng", rng, ("replay", "fresh"))
         _require_choice("on_divergence", on_divergence, ("raise", "ignore"))
-        record = self._record
-        given = dict(new_state(self.graph, dict(state), self._atlas.nearest)) if state else {}
-        if inputs or named_inputs:
-            given.update(new_inputs(self.graph, inputs, named_inputs))
-        start = (self._position(from_),) if from_ is not None else ()
-        changed, ends = self._patches(patch, self._at(from_) if from_ is not None else None)
+        given = self._inputs(inputs, named_inputs)
+        if state:
+            given.update(new_state(self.graph, dict(state), self._atlas.nearest))
+        start = self._at(from_) if from_ is not None else None
+        changed, ends = self._patches(patch, start)
         request = Request(
             changed=changed,
             ends=ends,
             given=given,
-            start=start,
+            start=(start.position,) if start else (),
             to=self._position(to) if to is not None else None,
             keep=self._keep(keep),
             grad=grad,
@@ -177,11 +197,12 @@ class Program:
             on_divergence=on_divergence,
             whole=not (start or changed or ends or given or to is not None or rng == "fresh"),
         )
-        return replay(record, request, self._at)
+        return replay(self._record, request, self._at)
 
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Run:
-        """Replay on new inputs of the recorded shapes."""
-        return self.replay(*inputs, **named_inputs)
+        """Replay on new inputs of the recorded shapes. All keywords are the model's own."""
+        given = self._inputs(inputs, named_inputs)
+        return replay(self._record, Request(given=given, whole=not given), self._at)
 
     def function(self, inputs: Any = None, outputs: Any = None) -> Callable[..., Any]:
         """A pure function of tensors, fit for `torch.func.grad`, `vmap`, `jvp`, `jacrev` and `torch.compile`.
@@ -240,6 +261,9 @@ class Program:
     def _position(self, name: Any) -> int:
         return self._at(name).position
 
+    def _inputs(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> dict[int, torch.Tensor]:
+        return new_inputs(self.graph, inputs, named) if inputs or named else {}
+
     def _patches(self, patch: Any, start: At | None) -> tuple[dict[int, tuple[Change, ...]], dict[Ref, Change]]:
         """Patches at nodes, by position, and at outputs of the program."""
         changed: dict[int, tuple[Change, ...]] = {}
@@ -284,11 +308,10 @@ def record_of(captured: Captured, made: Frozen) -> Record:
         if isinstance(node, State) and isinstance(source, SourceRecord):
             value = values[Ref(node.name)]
             live[node.name] = source.tensor
-            values[Ref(node.name)] = value.detach().requires_grad_(value.requires_grad)
-    versions = {ref: version(tensor) for ref, tensor in values.items()}
-    for ref, handle in made.handles.items():
-        if ref.node not in live:
-            versions[ref] = recording.versions[handle]
+            values[Ref(node.name)] = (
+                value if value.is_inference() else value.detach().requires_grad_(value.requires_grad)
+            )
+    versions = {ref: recording.versions[handle] for ref, handle in made.handles.items()}
     return Record(graph, values, versions, recording.draws, live)
 
 

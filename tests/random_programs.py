@@ -68,12 +68,13 @@ WRITES = """
 {w}.scatter_({d}, {b}.argsort({d}), {c}) | {w}.scatter_add_({d}, {w}.argsort({d}), {b}) | {w}.scatter_({d}, {b}.argsort({d}), {s})
 {w}.scatter_reduce_({d}, {b}.argsort({d}), {c}, "amax") | {w}.put_(torch.tensor([0, {i}]), {b}.flatten()[:2]) | {w}.fill_diagonal_({s})
 {w}.triu_() | {w}.tril_({k}) | {w}.cumsum_({d}) | {w}.t_() | {a}.transpose_({d}, {e}) | {a}.unsqueeze_({d}) | {a}.squeeze_() | {w}.gt_({s})
-torch._foreach_add_([{w}, {b}], {s}) | torch._foreach_mul_([{w}, {b}], [{c}, {c}]) | torch._foreach_neg_([{b}, {a}])
+torch._foreach_add_([{w}, {b}.clone()], {s}) | torch._foreach_mul_([{w}], [{c}])
 F.relu({w}, inplace=True) | F.leaky_relu_({w}) | F.silu({w}, inplace=True) | F.hardtanh({w}, inplace=True) | {w}.pow_(2) | {w}.div_(2)
 """
 DETACHED_WRITES = """
 {w}.detach().add_({s}) | {w}.data.mul_({s}) | {w}.data[{at}] = {s} | {a}.data = {b}.data | {a}.data = {a}.data * 2 | {a}.detach_()
 torch.add({b}, {c}, out={w}) | torch.mul({b}, {s}, out={w}) | torch.cumsum({b}, {d}, out={w}) | torch.sigmoid({a}, out={w})
+torch._foreach_add_([{w}, {b}], {s}) | torch._foreach_mul_([{w}, {b}], [{c}, {c}]) | torch._foreach_neg_([{b}, {a}])
 torch.sub({a}, {b}, out={a}) | {w}.apply_(abs) | {w}.map_({b}, min) | {w}.view(torch.int32).bitwise_and_(-65536) | {w}.renorm_(2, {d}, 0.5)
 """
 
@@ -305,9 +306,12 @@ def written(step: Step, env: dict[str, Any]) -> Line:
 
 
 def resizes(line: Line, env: dict[str, Any]) -> bool:
-    """Whether it writes to an empty `out=`, which torch then resizes in silence, whoever else looks at its memory."""
-    _, found, target = line.text.partition("out=")
-    return bool(found) and " = " not in line.text and not eval(target[:-1], SCOPE, env).numel()
+    """Whether it writes to an `out=` of another shape, which torch resizes, whoever else looks at its memory."""
+    call, found, target = line.text.partition(", out=")
+    if not found or " = " in line.text:
+        return False
+    result: Tensor = eval(call + ")", SCOPE, env)
+    return result.shape != eval(target[:-1], SCOPE, env).shape
 
 
 def is_sound(env: dict[str, Any]) -> bool:
@@ -337,7 +341,6 @@ def decided(given: list[Given], steps: list[Step], outputs: list[int], different
     env = start()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        warnings.filterwarnings("error", "An output with one or more elements was resized")
         for step in steps:
             for attempt in step.turned():
                 try:

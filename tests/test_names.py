@@ -42,7 +42,7 @@ class DemoNetwork(nn.Module):
         y = x**2
         x = x / y
         x = x * self.example_buffer
-        return x
+        return x  # noqa: RET504 - as the figure has it
 
 
 class RecurrentNetwork(nn.Module):
@@ -107,13 +107,23 @@ def test_every_lookup_key_of_a_layer_finds_it(alexnet, label):
     assert alexnet[alexnet[label].short_label].label == label
 
 
-@pytest.mark.parametrize(
-    ("module", "label"),
-    [("features", "maxpool2d_3_13"), ("classifier", "linear_3_22"), ("avgpool", "adaptiveavgpool2d_1_14"), ("classifier.0", "dropout_1_16")],
-)
-def test_a_module_is_its_last_operation(alexnet, module, label):
+LAST = {
+    "features": "maxpool2d_3_13",
+    "avgpool": "adaptiveavgpool2d_1_14",
+    "classifier": "linear_3_22",
+    "classifier.0": "dropout_1_16",
+}
+
+
+@pytest.mark.parametrize("module", LAST)
+def test_a_module_is_its_last_operation(alexnet, module):
+    label = LAST[module]
     assert alexnet[module].label == label
     assert f"{module}:1" in alexnet[label].output_of
+
+
+def test_a_program_can_be_walked_layer_by_layer(alexnet):
+    assert [layer.label for layer in alexnet] == ALEXNET.split() and len(alexnet) == 24
 
 
 def test_layer_types_are_the_words_of_the_labels(alexnet):
@@ -125,6 +135,7 @@ def test_a_layer_names_its_module_and_the_modules_around_it(alexnet):
     assert layer.module == "features.6" and layer.modules == ("features:1", "features.6:1")
     assert layer.parents == ("maxpool2d_2_6",) and layer.children == ("relu_3_8",)
     assert alexnet["flatten_1"].module is None  # it ran in the model itself
+    assert alexnet["output_1"].module is None and alexnet["output_1"].modules == ()
 
 
 def test_the_demo_network_has_the_twelve_nodes_of_the_figure():
@@ -217,7 +228,9 @@ def test_a_name_that_is_not_found_is_answered_with_the_three_nearest_layers(alex
 
 
 def test_a_module_that_is_not_found_is_answered_with_the_nearest_module(alexnet):
-    with pytest.raises(rl.NoSuchLayer, match="no layer is called 'feature.6'. The nearest names are 'features.6', "):
+    with pytest.raises(
+        rl.NoSuchLayer, match=r"no layer is called 'feature\.6'\. The nearest names are 'features\.6', "
+    ):
         alexnet["feature.6"]
 
 

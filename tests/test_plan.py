@@ -52,7 +52,9 @@ def test_where_nothing_is_changed_nothing_runs():
     assert run(graph(FORKS, "de")) == ""
 
 
-@pytest.mark.parametrize(("changed", "runs"), [("x", "abcde"), ("a", "cd"), ("b", "cde"), ("c", "d"), ("d", ""), ("ac", "cd"), ("ae", "cd")])
+@pytest.mark.parametrize(
+    ("changed", "runs"), [("x", "abcde"), ("a", "cd"), ("b", "cde"), ("c", "d"), ("d", ""), ("ac", "cd"), ("ae", "cd")]
+)
 def test_what_a_change_reaches_runs(changed, runs):
     assert run(graph(FORKS, "de"), changed=changed) == runs
 
@@ -128,6 +130,12 @@ def test_a_guard_below_a_change_is_asked_again_and_what_it_reads_runs():
     chain = graph("x a(x) b(a) c(x)", "c", guards="b")
     made = planned(chain, changed="x")
     assert letters(chain, made.run) == "abc" and made.guards == (0,)
+
+
+def test_a_guard_that_reads_what_is_changed_itself_is_asked_again():
+    chain = graph("x a(x) b(x)", "b", guards="xa")
+    assert planned(chain, changed="x").guards == (0, 1)
+    assert planned(chain, changed="a").guards == (1,)
 
 
 def test_a_guard_that_no_change_reaches_is_not_asked():

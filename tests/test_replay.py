@@ -2,7 +2,9 @@
 
 import gc
 import sys
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 import pytest
@@ -109,7 +111,7 @@ def test_a_whole_forward_of_a_hundred_layers_resumes_at_the_last():
     assert rl.capture(model, x()).replay(from_="linear_99").executed == ("linear_100_100",)
 
 
-def sensitive_to(function, action):
+def runs_of(function, action):
     """How often a Python function ran within an action."""
     count = 0
 
@@ -131,8 +133,22 @@ def test_a_replay_of_a_kind_is_planned_once():
     def once(factor):
         return lambda: prog.replay(patch={"add_1": lambda value: factor * value})
 
-    assert [sensitive_to(plan, once(factor)) for factor in (2, 3, 4)] == [1, 0, 0]
+    assert [runs_of(plan, once(factor)) for factor in (2, 3, 4)] == [1, 0, 0]
     assert_same(once(5)().output[0], (5 * (x().sin() + x().cos())).tanh())
+
+
+def test_a_value_is_forgotten_after_its_last_use():
+    alive, seen = [], []
+
+    def watch(value):
+        seen.append([ref() is not None for ref in alive])
+        alive.append(weakref.ref(value))
+        return value
+
+    prog = rl.capture(lambda x: x.sin().cos().exp().tanh(), x())
+    prog.replay(patch={"sin_1": watch, "exp_1": watch})
+    prog.replay(patch={"sin_1": watch, "exp_1": watch}, keep=["sin_1"])
+    assert seen == [[], [False], [False, False], [False, False, True]]
 
 
 # ---- patches -------------------------------------------------------------------------------------------------------
@@ -162,6 +178,14 @@ def test_a_patch_for_several_values_gives_as_many():
     prog = rl.capture(lambda x: torch.cat([part.exp() for part in x.chunk(2, 1)], 1), x())
     run = prog.replay(patch={"chunk_1": lambda parts: (parts[1], parts[0])})
     assert_same(run.output, x().roll(2, 1).exp())
+
+
+def test_a_patch_at_one_call_of_a_module_leaves_the_others_alone():
+    fc = nn.Linear(4, 4)
+    prog = rl.capture(nn.Sequential(fc, nn.Tanh(), fc), x())
+    run = prog.replay(patch={"0:2": torch.zeros_like})
+    assert run.executed == () and not run.output.any()
+    assert_same(prog.replay(patch={"0:1": torch.zeros_like}).output, fc(torch.zeros(3, 4)).detach())
 
 
 def test_a_start_and_a_patch_elsewhere_combine():
@@ -215,6 +239,31 @@ def test_a_patch_that_cannot_be_reached_is_no_silent_nothing():
     prog = rl.capture(forks, x())
     with pytest.raises(rl.ReplaylensError):
         prog.replay(to="sin_1", patch={"cos_1": double})
+
+
+def test_a_patch_may_itself_replay_the_program():
+    prog = rl.capture(forks, x())
+
+    def nested(value):
+        prog.replay(patch={"sin_1": torch.zeros_like, "add_1": torch.zeros_like})
+        return value
+
+    run = prog.replay(patch={"sin_1": nested, "add_1": double})
+    assert_same(run.output[0], (2 * (x().sin() + x().cos())).tanh())
+
+
+def test_replays_of_one_program_in_several_threads_do_not_meet():
+    prog, together = rl.capture(torch.sin, x()), threading.Barrier(3, timeout=10)
+
+    def work(number):
+        patch = {
+            "input_1": lambda value: together.wait() * value,
+            "sin_1": lambda value: torch.full_like(value, number),
+        }
+        return [prog.replay(patch=patch).output[0, 0].item() for _ in range(5)]
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(work, range(3))) == [[number] * 5 for number in range(3)]
 
 
 # ---- inputs, state, draws ------------------------------------------------------------------------------------------
@@ -423,7 +472,9 @@ def test_what_was_captured_without_gradients_gives_them(outer):
 
 def test_gradients_can_be_taken_twice():
     start = x().requires_grad_()
-    (slope,) = torch.autograd.grad(rl.capture(torch.sin, x()).replay(start, grad=True).output.sum(), start, create_graph=True)
+    (slope,) = torch.autograd.grad(
+        rl.capture(torch.sin, x()).replay(start, grad=True).output.sum(), start, create_graph=True
+    )
     (bend,) = torch.autograd.grad(slope.sum(), start)
     torch.testing.assert_close(bend, -x().sin())
 
@@ -495,7 +546,12 @@ def test_a_replay_remembers_the_mode_of_the_capture(mode):
 def test_nothing_is_alive_when_program_and_run_are_dropped(collect):
     prog = rl.capture(mlp(train=True), x())
     run = prog.replay(patch={"0": double}, keep="all")
-    values = [prog.output, run.output, *(prog[name].value for name in ("0", "1", "3")), *(run[name] for name in ("0", "3"))]
+    values = [
+        prog.output,
+        run.output,
+        *(prog[name].value for name in ("0", "1", "3")),
+        *(run[name] for name in ("0", "3")),
+    ]
     alive = [weakref.ref(thing) for value in values for thing in (value, value.untyped_storage())]
     alive += [weakref.ref(prog), weakref.ref(run)]
     gc.collect()

@@ -73,7 +73,7 @@ def test_a_program_is_a_function_for_torch_func():
 
 
 def test_a_mistake_is_answered_with_what_would_have_been_right():
-    with pytest.raises(rl.NoSuchLayer, match="'relu_1_2'"):
+    with pytest.raises(rl.NoSuchLayer, match="'relu_1"):
         prog["relu_3"]
     with pytest.raises(rl.InputMismatch, match="Give the recorded shape"):
         prog(torch.randn(5, 4))

@@ -1481,7 +1481,7 @@ def gradient_inside_kept_differentiable(m, x):
     return x - 0.1 * g
 
 
-@small(escapes=True)
+@small(escapes=True, refusal="it asks whether its input requires gradients")
 def gradient_penalty(m, x):
     with torch.enable_grad():
         x = x if x.requires_grad else x.clone().requires_grad_()
@@ -1575,7 +1575,7 @@ def forward_mode_dual(m, x):
     return value + tangent
 
 
-@small(escapes=True)
+@small(escapes=True, refusal="it asks whether its input requires gradients")
 def jacobian_of_autograd(m, x):
     with torch.enable_grad():
         return torch.autograd.functional.jacobian(lambda t: m.fc(t).tanh().sum(0), x, create_graph=True).sum(0)

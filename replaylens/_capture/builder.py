@@ -103,6 +103,7 @@ class Recording:
     changes: list[tuple[tuple[Any, str], Handle]] = field(factory=list)  # (module, key) and its value at the end
     ambient: tuple[Any, ...] = ()
     default_dtype: torch.dtype = torch.float32
+    default_device: str = "cpu"
     addresses: Callable[[], Addresses] | None = None
 
     def keep(self, tensor: torch.Tensor) -> Handle:
@@ -163,9 +164,20 @@ def freeze(recording: Recording) -> Frozen:
         one_way=tuple(_one_way(recording)),
         ambient=frozen_context(recording.ambient),
         default_dtype=recording.default_dtype,
+        default_device=recording.default_device,
         model_name=recording.model_name,
     )
     return Frozen(require_lawful(graph), {ref: handle for handle, ref in refs.items()})
+
+
+def last_name(recording: Recording) -> str:
+    """The name that the last call has, for a message about a forward that did not get to its end."""
+    addresses = recording.addresses() if recording.addresses else Addresses({}, lambda module, key: ())
+    calls = [number for number, record in enumerate(recording.records) if isinstance(record, CallRecord)]
+    drafts = [_draft(addresses, record) for record in recording.records]
+    return labels(drafts, {int(h) for number in calls for _, h in parts_of(recording.records[number].returns)})[0][
+        calls[-1]
+    ]
 
 
 def _reader(refs: dict[Handle, Ref]) -> Callable[[Any], Any]:
@@ -278,7 +290,7 @@ def _guard(guard: GuardRecord, to_ref: Any, scopes: list[Any]) -> Guard:
         has_result=guard.has_result,
         position=guard.position,
         scope=scopes[guard.scope] if guard.scope >= 0 else None,
-        source=_line(guard.site),
+        source=line_of(guard.site),
     )
 
 
@@ -302,10 +314,10 @@ def user_line(recording: Recording, site: Site | None, scope: int) -> Source | N
     own = site
     while (site is None or is_torch_code(site[0])) and scope >= 0:
         site, scope = recording.scopes[scope].site, recording.scopes[scope].parent
-    return _line(own if site is None or is_torch_code(site[0]) else site)
+    return line_of(own if site is None or is_torch_code(site[0]) else site)
 
 
-def _line(site: Site | None) -> Source | None:
+def line_of(site: Site | None) -> Source | None:
     if site is None:
         return None
     code, instruction = site

@@ -18,9 +18,10 @@ from attrs import frozen
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from .._core.trees import freeze_deep, thaw
+from .._core.text import where as text_of
+from .._core.trees import freeze_deep, leaves, thaw
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite, UnsupportedModel
-from .builder import Handle, Recording, SourceRecord, version_of
+from .builder import Handle, Recording, SourceRecord, is_torch_code, last_name, line_of, version_of
 from .origins import Origins, dated
 from .recorder import NeedsDeepLook
 from .scopes import listening
@@ -71,6 +72,7 @@ def _look(model: Any, args: Any, kwargs: Any, recording: Recording, deep: bool, 
         tracer = Tracer(recording, origins, date, deep, unknown)
         recording.ambient = tracer.context()
         recording.default_dtype = torch.get_default_dtype()
+        recording.default_device = str(torch.get_default_device())
         recording.inputs, args, kwargs = _take_inputs(tracer, args, kwargs)
         stack.enter_context(_eager_compiler())
         stack.enter_context(listening(tracer))
@@ -101,7 +103,7 @@ def _call(model: Any, args: Any, kwargs: Any, tracer: Tracer) -> Any:
             tracer.leave_functorch()
     if tracer.refused is not None:
         raise tracer.refused
-    if isinstance(output, GeneratorType):
+    if any(isinstance(leaf, GeneratorType) for leaf in leaves(freeze_deep(output, lambda tensor: None))):
         raise CaptureError(
             "the model returned a generator, which computes after the forward is over. Capture a "
             "function that returns a list of it."
@@ -229,13 +231,19 @@ def _require_announced(tracer: Tracer) -> list[int]:
 
 def _add_note(error: Exception, tracer: Tracer) -> None:
     """Say where in the model its own exception came from."""
-    scopes, scope = tracer.recording.scopes, len(tracer.recording.scopes) - 1
+    if not hasattr(error, "add_note"):
+        return
     done = sum(1 for entry in tracer.recording.records if not isinstance(entry, SourceRecord))
-    where = tracer.where()
-    module = f" inside {type(scopes[scope].module).__name__}" if scope >= 0 else ""
-    text = f"replaylens: the model raised this after {done} recorded calls{module}.{where}"
-    if hasattr(error, "add_note"):
-        error.add_note(text)
+    module = tracer.recording.scopes[tracer.failed_scope].module if tracer.failed_scope >= 0 else None
+    inside = f" inside {type(module).__name__}" if module is not None else ""
+    source, frame = None, error.__traceback__
+    while frame is not None:
+        if not is_torch_code(frame.tb_frame.f_code):
+            source = line_of((frame.tb_frame.f_code, frame.tb_lasti))
+        frame = frame.tb_next
+    where = f"\n{text_of(source)}" if source is not None else ""
+    last = f", the last of them {last_name(tracer.recording)}" if done else ""
+    error.add_note(f"replaylens: the model raised this after {done} recorded calls{last}{inside}.{where}")
 
 
 def _put_back(recording: Recording, generator: torch.Tensor) -> None:
@@ -243,11 +251,12 @@ def _put_back(recording: Recording, generator: torch.Tensor) -> None:
     torch.default_generator.set_state(generator)
     with torch.no_grad():
         for record in recording.records:
-            if isinstance(record, SourceRecord) and record.kind in ("parameter", "buffer"):
-                now = _held(*record.where)
-                first = recording.values[record.returns]
-                if now is not None and now is not first and version_of(now) != -1:
-                    now.copy_(first)
+            if not isinstance(record, SourceRecord) or record.kind == "constant":
+                continue
+            now = _held(*record.where) if record.kind in ("parameter", "buffer") else record.tensor
+            first = recording.values[record.returns]
+            if now is not None and now is not first and version_of(now) != -1:
+                now.copy_(first)
 
 
 _compiler_lock, _compiler_count, _compiler_stance = Lock(), 0, None

@@ -36,7 +36,7 @@ _push = torch._C._push_on_torch_function_stack
 _pop = torch._C._pop_torch_function_stack
 _tuple = tuple.__new__
 _Parameter = nn.Parameter
-_HOME = __file__.rsplit("/", 1)[0] + "/"
+_HOME = __file__.rsplit("/", 2)[0] + "/"
 
 
 class NeedsDeepLook(BaseException):
@@ -64,6 +64,7 @@ class Recorder(TorchFunctionMode):
         self.in_leaf = 0
         self.script_is_open = False  # inside a script that stops no gradients itself
         self.refused: BaseException | None = None
+        self.failed_scope = -1  # the innermost module call that the last exception left
         self.is_special = deep  # a region is open, or a dispatch mode is on
         self.functorch = False
         self.differentiating = False  # inside torch.func.grad and its kin

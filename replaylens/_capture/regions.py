@@ -271,7 +271,13 @@ def _graph_of(
         )
     output = (tuple([refs[end] for end in ends]), tuple([refs[start] for start in starts]))
     ambient = frozen_context(recording.ambient)
-    return Graph(tuple(nodes), output, ambient=ambient, default_dtype=recording.default_dtype)
+    return Graph(
+        tuple(nodes),
+        output,
+        ambient=ambient,
+        default_dtype=recording.default_dtype,
+        default_device=recording.default_device,
+    )
 
 
 def _require_equal(tracer: Recorder, results: Any, expected: Any) -> None:

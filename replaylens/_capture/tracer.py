@@ -263,8 +263,12 @@ class Tracer(Recorder):
 
     def _special_asks_gradient(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         """The model asks whether a tensor needs gradients: what it does then holds for inputs that answer the same."""
-        self.recording.asks_gradient = True
-        return func(*args, **kwargs)
+        code, answer = _frame(4).f_code, func(*args, **kwargs)
+        if answer or not _grad_enabled() or not args[0].is_floating_point():
+            return answer
+        if not is_torch_code(code) or code.co_filename.endswith("autograd/functional.py"):
+            self.recording.asks_gradient = True
+        return answer
 
     def _special_dual(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         """Forward-mode gradients begin: until their level ends, what counts are the ATen calls beneath."""
@@ -289,7 +293,7 @@ class Tracer(Recorder):
         return self._opaque(Rule(How.OPAQUE, rule.kind, may_draw=True, is_dynamic=True), func, args, kwargs)
 
     def _special_grad_mode(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        if not self.recording.ambient[0] and not args[0] and not _grad_enabled() and not self.in_leaf:
+        if not self.recording.ambient[0] and not args[0] and not _grad_enabled():
             self.recording.hidden_no_grad = True  # a no_grad block where nothing had a gradient anyway
         self.grad_mode = args[0]
         return func(*args, **kwargs)
@@ -372,6 +376,9 @@ class Tracer(Recorder):
                 out, tree = self._module_output(module, args, out, len(recording.records) == records)
             recording.scope_outputs.append((index, tree))
             return out
+        except BaseException:
+            self.failed_scope = max(self.failed_scope, index)
+            raise
         finally:
             self.scope = outer
             self.opened_site = outer_site

@@ -33,6 +33,7 @@ class Graph:
     one_way: tuple[str, ...] = ()  # custom functions whose backward could not be kept
     ambient: Context = NO_MODES  # the modes around the whole model
     default_dtype: torch.dtype = torch.float32
+    default_device: str = "cpu"
     model_name: str = field(default="", eq=False)
 
     def __getitem__(self, name: str) -> Node:

@@ -30,7 +30,8 @@ class Problem:
 
 def problems(graph: Graph) -> tuple[Problem, ...]:
     """All breaches of all laws, in program order."""
-    return (*_single_assignment(graph), *_reads_what_is_there(graph), *_draws_are_named(graph))
+    found = (*_single_assignment(graph), *_reads_what_is_there(graph), *_draws_are_named(graph))
+    return tuple(sorted(found, key=lambda problem: graph.positions.get(problem.node, len(graph))))
 
 
 def require_lawful(graph: Graph) -> Graph:

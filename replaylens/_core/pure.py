@@ -67,8 +67,8 @@ def mutate(
 ) -> Written:
     """Call a function that writes, on copies of what it writes. Nothing that came in is changed.
 
-    `values` are what the targets held before, where they are views. One that is not what its base holds there was
-    patched: it is a tensor of its own, as the one that a hook gives back, and the write goes there and not to the base.
+    `values` are what targets that are views held before, if a patch may have come between them and their base: such a
+    value is a tensor of its own, as the one that a hook gives back, and the write goes there and not to the base.
     """
     batched = _batched_among((bases, args, kwargs))
     with torch.enable_grad():  # the old value's gradient passes through, also where the write itself has none
@@ -103,11 +103,10 @@ def mutate(
 
 def _apart(view: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor:
     """The view that is to be written, or a copy of the value that a patch has put in its place."""
-    if value is None or value is view:
+    if value is None:
         return view
-    if torch._C._functorch.peek_interpreter_stack() is None and same_content(view, value):
-        return view
-    return writable_copy(value)
+    hidden = torch._C._functorch.peek_interpreter_stack() is not None  # contents cannot be compared there
+    return view if not hidden and same_content(view, value) else writable_copy(value)
 
 
 def same_content(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -182,9 +182,8 @@ class Atlas:
         found: dict[str, list[Place]] = {}
         for place in self.places:
             label, _, call = place.label.partition(":")
-            names = {short(place.label), label} | (
-                {f"{label}:1", f"{short(label)}:1"} if not call else {f"{short(label)}:{call}"}
-            )
+            bare = {short(label), label} if call else {short(place.label), label}
+            names = bare | ({f"{label}:1", f"{short(label)}:1"} if not call else {f"{short(label)}:{call}"})
             for name in names - {place.label}:
                 found.setdefault(name, []).append(place)
         for node in self.graph.state_nodes:
@@ -199,6 +198,7 @@ class Atlas:
     def module_places(self) -> dict[str, Place]:
         """`features.6`, and `features.6:2` for its second call: the layer of the module's output."""
         found: dict[str, Place] = {}
+        calls: dict[str, list[Place]] = {}
         for scope, tree in self.graph.module_outputs:
             refs = [leaf for leaf in leaves(tree) if type(leaf) is Ref]
             if refs:
@@ -206,7 +206,17 @@ class Atlas:
                 if type(tree) is Ref and tree.path and tree != getattr(self.graph[tree.node], "result", None):
                     place = evolve(place, part=tree)
                 found[str(scope)] = place
-                found[scope.address] = place
+                calls.setdefault(scope.address, []).append(place)
+        found.update({address: places[0] for address, places in calls.items() if len(places) == 1})
+        return found
+
+    @cached_property
+    def module_calls(self) -> dict[str, int]:
+        """How often each module was called."""
+        found: dict[str, int] = {}
+        for scope, _ in self.graph.module_outputs:
+            if scope is not None:
+                found[scope.address] = found.get(scope.address, 0) + 1
         return found
 
     @cached_property
@@ -240,12 +250,20 @@ class Atlas:
                     f"{name!r} runs {len(places)} times: say which pass, {places[0].label!r} to {places[-1].label!r}."
                 )
             return places[0]
+        if (calls := self.module_calls.get(name, 0)) > 1:
+            raise NoSuchLayer(
+                f"the module {name!r} runs {calls} times: say which call, '{name}:1' to '{name}:{calls}'."
+            )
         raise NoSuchLayer(f"no layer is called {name!r}.{self.nearest(name)}")
 
     def nearest(self, name: str) -> str:
         """The three nearest names, as the end of an error's text."""
         names = [*self.by_label, *self.aliases]
-        close = get_close_matches(name, names, n=3, cutoff=0.4)
+        close: list[str] = []
+        for match in get_close_matches(name, names, n=12, cutoff=0.4):  # three layers, not three names of one
+            place = self.by_label.get(match) or self.aliases[match][0]
+            if len(close) < 3 and all(place is not (self.by_label.get(o) or self.aliases[o][0]) for o in close):
+                close.append(match)
         return f" The nearest names are {', '.join(map(repr, close))}." if close else " `prog.layers` lists them all."
 
     def parents(self, place: Place) -> tuple[str, ...]:

@@ -11,9 +11,10 @@ import torch
 from attrs import evolve
 
 from .._core.graph import Graph
-from .._core.node import Call, Ref
-from .._core.trees import remake, thaw
-from .interpreter import Mode, compile_plan, interpret, preserved_generators
+from .._core.node import Call, Node, Ref, TensorMeaning
+from .._core.trees import leaves, remake, thaw
+from .guards import Departure, diverged
+from .interpreter import Mode, compile_plan, interpret, recorded_world
 from .plan import plan
 from .replay import Record, as_leaf, version
 
@@ -30,17 +31,37 @@ def rerun(
                 ref = Ref(node.name)
                 sources[ref] = record.live.get(node.name, record.values[ref])
     made = plan(graph, range(len(graph)), bytearray(len(graph)), (), rerun_all=True, keep=range(len(graph)))
-    made = evolve(made, guards=())
-    code = compile_plan(graph, made, record.draws, Mode(), {}, record.value)
+
+    def departed(departure: Departure) -> None:
+        raise diverged(departure)
+
+    code = compile_plan(graph, made, record.draws, Mode(on_departure=departed), {}, record.values.__getitem__)
     env = list(code.template)
     for ref, tensor in sources.items():
         env[code.slots[ref]] = as_leaf(tensor)
-    with preserved_generators(code.draws, graph.default_dtype):
+    with recorded_world(code.draws, graph):
         interpret(code, env)
+    graph = _as_it_came_out(graph, env, code.slots)
     values = {ref: env[slot] for ref, slot in code.slots.items() if isinstance(env[slot], torch.Tensor)}
     live = {name: tensor for name, tensor in record.live.items() if sources.get(Ref(name)) is tensor}
     fresh = Record(graph, values, {ref: version(tensor) for ref, tensor in values.items()}, record.draws, live)
     return fresh, thaw(graph.output, lambda leaf: values[leaf] if type(leaf) is Ref else leaf)
+
+
+def _as_it_came_out(graph: Graph, env: list[Any], slots: dict[Ref, int]) -> Graph:
+    """The graph with the shapes and dtypes of this run."""
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        refs = (
+            [leaf for leaf in leaves(node.returns) if type(leaf) is Ref] if isinstance(node, Call) else [Ref(node.name)]
+        )
+        found = tuple([TensorMeaning.of(env[slots[ref]]) for ref in refs])
+        old = node.meaning if isinstance(node, Call) else (node.meaning,)
+        changed: Any = {"meaning": found if isinstance(node, Call) else found[0]}
+        nodes.append(evolve(node, **changed) if found != old else node)
+    return (
+        evolve(graph, nodes=tuple(nodes)) if any(a is not b for a, b in zip(nodes, graph.nodes, strict=True)) else graph
+    )
 
 
 def move(record: Record, *args: Any, **kwargs: Any) -> tuple[Record, Any]:

@@ -16,7 +16,7 @@ from attrs import evolve
 from .._core.graph import Graph
 from .._core.node import Ref
 from .._core.trees import leaves, remake
-from .interpreter import Mode, Patches, compile_plan, interpret, preserved_generators
+from .interpreter import Mode, Patches, compile_plan, interpret, recorded_world
 from .plan import plan
 
 Tensors = tuple[torch.Tensor, ...]
@@ -54,7 +54,7 @@ def _run(
     code = compile_plan(graph, made, states, Mode(), changes, lambda ref: starts[0])
     env = list(code.template)
     env[:given] = [*starts, *others]
-    with preserved_generators(code.draws, graph.default_dtype):
+    with recorded_world(code.draws, graph):
         interpret(code, env)
     read = [env[code.slots[leaf]] for leaf in leaves(graph.output[0]) if type(leaf) is Ref]
     return read, [env[code.slots[leaf]] for leaf in leaves(graph.output[1]) if type(leaf) is Ref]

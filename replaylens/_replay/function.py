@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from .interpreter import Code, interpret, preserved_generators
+from .._core.graph import Graph
+from .interpreter import Code, interpret, recorded_world
 
 
 def as_function(
@@ -19,7 +20,8 @@ def as_function(
     supplied: dict[int, torch.Tensor],
     inputs: Sequence[int],
     finish: Callable[[list[Any]], Any],
-    dtype: torch.dtype,
+    graph: Graph,
+    watch: Callable[[], None],
 ) -> Callable[..., Any]:
     """`f(*tensors)`: the tensors go into the slots `inputs`, what is supplied into its own, and `finish` reads
     the env.
@@ -31,10 +33,12 @@ def as_function(
     def function(*tensors: torch.Tensor) -> Any:
         if len(tensors) != len(inputs):
             raise TypeError(f"the function takes {len(inputs)} tensors, and was given {len(tensors)}.")
+        if not torch.compiler.is_compiling():
+            watch()
         env = list(beginning)
         for slot, tensor in zip(inputs, tensors, strict=True):
             env[slot] = tensor
-        with preserved_generators(code.draws, dtype):
+        with recorded_world(code.draws, graph):
             return finish(interpret(code, env))
 
     return function

@@ -17,7 +17,9 @@ import torch
 from attrs import define, evolve, frozen
 
 from .._core.graph import Graph
-from .._core.node import NO_MODES, Call, Context, Generator, Guard, Ref
+from .._core.node import NO_MODES, Call, Context, Generator, Guard, Ref, Source
+from .._core.pure import mutate
+from .._core.text import where as text_of
 from .._core.trees import leaves, thaw
 from .guards import Departure, content_departure, guard_departure, shape_departure
 from .plan import Plan
@@ -36,6 +38,13 @@ class Step:
     slot: int
     parts: tuple[tuple[tuple[int, ...], int], ...]
     dead: tuple[int, ...]
+    source: Source | None = None
+
+    @property
+    def note(self) -> str:
+        """What is added to an exception that the call raises."""
+        where = f"\n{text_of(self.source)}" if self.source is not None else ""
+        return f"replaylens: raised by node {self.name} of the program{where}"
 
     @property
     def row(self) -> Any:
@@ -48,7 +57,7 @@ class Stretch:
 
     context: Context
     rows: tuple[Any, ...]
-    names: tuple[str, ...]
+    notes: tuple[str, ...]  # for an exception, by row
 
 
 @frozen(eq=False)
@@ -86,8 +95,7 @@ def interpret(code: Code, env: Env) -> Env:
                         env[slot] = None
         except Exception as error:
             if row is not None and hasattr(error, "add_note"):
-                name = stretch.names[next(n for n, other in enumerate(stretch.rows) if other is row)]
-                error.add_note(f"replaylens: raised by node {name} of the program")
+                error.add_note(stretch.notes[next(n for n, other in enumerate(stretch.rows) if other is row)])
             raise
     return env
 
@@ -125,7 +133,7 @@ def compile_plan(
         if position in run:
             assert isinstance(node, Call)
             here = () if patch else dead
-            step = _call_step(node, layout, states, mode, here)
+            step = _call_step(_with_values_apart(graph, node, patches), layout, states, mode, here)
             if inside := _patches_inside(graph, node, patches):
                 step = evolve(step, call=partial(step.call, patches=inside))
             made.append((_context(node.context, graph.ambient, mode), step))
@@ -135,6 +143,20 @@ def compile_plan(
     draws = not mode.fresh and any(graph.nodes[p].draws is not None for p in plan.run)  # type: ignore[union-attr]
     executed = tuple([graph.nodes[p].name for p in plan.run])
     return Code(tuple(layout.template), _stretches(made), layout.slots, executed, draws)
+
+
+def _with_values_apart(graph: Graph, node: Call, patches: Mapping[int, Any]) -> Call:
+    """For a write through a view: which of the views a patch has parted from their base."""
+    if node.target.function is not mutate or not any(type(value) is Ref for value in node.args[-1]):
+        return node
+    changed = {graph.nodes[position].name for position in patches}
+    bases = graph.ancestors([ref.node for ref in node.args[1]]) & changed if changed else frozenset()
+    apart = [
+        type(v) is Ref and bool((graph.ancestors([v.node]) & changed) - bases) if changed else False
+        for v in node.args[-1]
+    ]
+    values = tuple([value if parted else None for value, parted in zip(node.args[-1], apart, strict=True)])
+    return evolve(node, args=(*node.args[:-1], values))
 
 
 def _patches_inside(graph: Graph, node: Call, patches: Patches) -> Patches:
@@ -159,7 +181,7 @@ def _stretches(made: Sequence[tuple[Context, Step]]) -> tuple[Stretch, ...]:
 
 
 def _stretch(context: Context | None, steps: list[Step]) -> Stretch:
-    return Stretch(context or NO_MODES, tuple([step.row for step in steps]), tuple([step.name for step in steps]))
+    return Stretch(context or NO_MODES, tuple([step.row for step in steps]), tuple([step.note for step in steps]))
 
 
 class _Layout:
@@ -201,7 +223,7 @@ def _call_step(node: Call, layout: _Layout, states: dict[str, torch.Tensor], mod
         call = _drawing(call, states[node.draws])
     if node.is_dynamic:
         call = _of_recorded_shape(call, node, mode)
-    return Step(node.name, read, call, layout.slots[Ref(node.name)], layout.parts[node.name], dead)
+    return Step(node.name, read, call, layout.slots[Ref(node.name)], layout.parts[node.name], dead, node.source)
 
 
 def reader(
@@ -336,11 +358,20 @@ def _context(context: Context, ambient: Context, mode: Mode) -> Context:
     return context
 
 
-@contextmanager
 def modes(context: Context) -> Any:
-    """The grad, inference and autocast modes that a stretch runs under."""
+    """The grad, inference and autocast modes that a stretch runs under; nothing at all where they are on already."""
+    autocast = torch._C._is_any_autocast_enabled()
+    if context.inference or torch.is_inference_mode_enabled() or context.autocast or autocast:
+        return _all_modes(context)
+    if torch.is_grad_enabled() != context.grad:
+        return torch.set_grad_enabled(context.grad)
+    return nullcontext()
+
+
+@contextmanager
+def _all_modes(context: Context) -> Any:
     with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(context.inference) if context.inference else nullcontext())
+        stack.enter_context(torch.inference_mode(context.inference))
         stack.enter_context(torch.set_grad_enabled(context.grad))
         for device in ("cpu", "cuda"):
             wanted = next((mode for mode in context.autocast if mode[0] == device), None)
@@ -351,17 +382,25 @@ def modes(context: Context) -> Any:
         yield
 
 
+def recorded_world(draws: bool, graph: Graph) -> Any:
+    """The generators are put back afterwards; the recorded default dtype and device hold meanwhile."""
+    same = torch.get_default_dtype() == graph.default_dtype and str(torch.get_default_device()) == graph.default_device
+    return nullcontext() if same and not draws else _recorded_world(draws, graph)
+
+
 @contextmanager
-def preserved_generators(needed: bool, dtype: torch.dtype) -> Any:
-    """Within, draws may set the global generator; afterwards it is as before. The recorded default dtype holds."""
-    before = torch.default_generator.get_state() if needed else None
-    outer = torch.get_default_dtype()
-    try:
-        if outer != dtype:
-            torch.set_default_dtype(dtype)
-        yield
-    finally:
-        if before is not None:
-            torch.default_generator.set_state(before)
-        if outer != dtype:
-            torch.set_default_dtype(outer)
+def _recorded_world(draws: bool, graph: Graph) -> Any:
+    before = torch.default_generator.get_state() if draws else None
+    outer, dtype = torch.get_default_dtype(), graph.default_dtype
+    with ExitStack() as stack:
+        if str(torch.get_default_device()) != graph.default_device:
+            stack.enter_context(torch.device(graph.default_device))
+        try:
+            if outer != dtype:
+                torch.set_default_dtype(dtype)
+            yield
+        finally:
+            if before is not None:
+                torch.default_generator.set_state(before)
+            if outer != dtype:
+                torch.set_default_dtype(outer)

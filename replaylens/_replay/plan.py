@@ -47,7 +47,7 @@ def plan(
             known_marks[position] = 1
     changed = tuple(sorted(set(changed)))
     dirty = _below(graph, changed)
-    guards = _guards(graph, dirty, rerun_all, until)
+    guards = _guards(graph, dirty, frozenset(changed), rerun_all, until)
     ends = set(wanted) | {graph.positions[ref.node] for number in guards for ref in graph.guards[number].refs}
     if rerun_all:
         ends.update(p for p, node in enumerate(graph.nodes) if isinstance(node, Call))
@@ -78,10 +78,13 @@ def _below(graph: Graph, changed: tuple[int, ...]) -> bytearray:
     return marks
 
 
-def _guards(graph: Graph, dirty: bytearray, rerun_all: bool, until: int | None) -> tuple[int, ...]:
+def _guards(
+    graph: Graph, dirty: bytearray, changed: frozenset[int], rerun_all: bool, until: int | None
+) -> tuple[int, ...]:
     found = []
     for number, guard in enumerate(graph.guards):
-        reached = rerun_all or any(dirty[graph.positions[ref.node]] for ref in guard.refs)
+        reads = [graph.positions[ref.node] for ref in guard.refs]
+        reached = rerun_all or any(dirty[position] or position in changed for position in reads)
         if reached and (until is None or guard.position <= until):
             found.append(number)
     return tuple(found)

@@ -19,7 +19,7 @@ from .._core.trees import leaves, thaw
 from ..errors import NotDifferentiable, ReplaylensError, StaleValue
 from .function import as_function
 from .guards import Departure, diverged
-from .interpreter import Code, Mode, compile_plan, interpret, preserved_generators
+from .interpreter import Code, Mode, Patches, compile_plan, interpret, recorded_world
 from .plan import plan
 from .request import At, Change, Request, result_of
 from .run import Run
@@ -72,7 +72,7 @@ def replay(record: Record, request: Request, resolve: Callable[[Any], At]) -> Ru
         departed(departure)
     env = list(code.template)
     needed.fill(record, request, env)
-    with preserved_generators(code.draws, graph.default_dtype):
+    with recorded_world(code.draws, graph):
         interpret(code, env)
     kept = wanted | request.keep
 
@@ -213,6 +213,12 @@ def _compiled(record: Record, request: Request, wanted: frozenset[int], mode: Mo
             keep=request.keep,
             until=request.to,
         )
+        unreached = [graph.nodes[position].name for position in request.changed if position not in made.patch]
+        if unreached and request.to is not None:
+            raise ReplaylensError(
+                f"the patch at {unreached[0]} would do nothing: {graph.nodes[request.to].name}, which is asked for, "
+                "does not need it."
+            )
         box: dict[str, Any] = {}
         patches = {
             p: tuple([(c.tree, _boxed(box, p, n)) for n, c in enumerate(changes)])
@@ -285,7 +291,7 @@ def _supply(record: Record, request: Request, ref: Ref) -> Any:
     position = record.graph.positions[ref.node]
     given = request.given.get(position)
     if given is not None:
-        return given if request.grad else given.detach().requires_grad_(record.value(ref).requires_grad)
+        return given if request.grad else _flagged(given, record.values[ref])
     if request.grad and (live := record.live.get(ref.node)) is not None:
         recorded = record.value(ref)
         if live.data_ptr() == recorded.data_ptr():
@@ -322,7 +328,12 @@ def as_leaf(tensor: torch.Tensor) -> torch.Tensor:
     """The same value without a history, and with its flag: torch chooses kernels by whether a tensor needs
     gradients.
     """
-    return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
+    return tensor.detach().requires_grad_() if tensor.requires_grad and not tensor.is_inference() else tensor
+
+
+def _flagged(given: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
+    """A given value without a history, and with the flag that the recorded one had."""
+    return given if given.is_inference() else given.detach().requires_grad_(recorded.requires_grad)
 
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:
@@ -336,8 +347,8 @@ def _require_differentiable(record: Record, request: Request) -> None:
             recorded = record.values[Ref(record.graph.nodes[position].name)]
             if tensor.requires_grad != recorded.requires_grad:
                 raise NotDifferentiable(
-                    "the model asks whether tensors need gradients, and may do something else when they do. Capture it on "
-                    f"inputs with requires_grad={tensor.requires_grad} to replay it on such inputs."
+                    "the model asks whether tensors need gradients, and may do something else when they do. Capture it "
+                    f"on inputs with requires_grad={tensor.requires_grad} to replay it on such inputs."
                 )
     if request.grad and record.graph.one_way:
         names = ", ".join(sorted(set(record.graph.one_way)))
@@ -363,7 +374,8 @@ def function_of(record: Record, inputs: list[int], outputs: list[int] | None, gr
     for position in inputs:
         known[position] = 1
     made = plan(graph, wanted, known, inputs)
-    code = compile_plan(graph, made, record.draws, mode, {}, record.value)
+    places: Patches = dict.fromkeys(inputs, ())
+    code = compile_plan(graph, made, record.draws, mode, places, record.value)
     slots = [code.slots[_only_ref(graph, position)] for position in inputs]
     supplied = {
         code.slots[ref]: record.value(ref) if ref.node in record.live else as_leaf(record.value(ref))
@@ -379,7 +391,20 @@ def function_of(record: Record, inputs: list[int], outputs: list[int] | None, gr
         values = [thaw(result_of(graph.nodes[position]), get) for position in outputs]
         return values[0] if len(values) == 1 else tuple(values)
 
-    return as_function(code, supplied, slots, finish, graph.default_dtype)
+    return as_function(code, supplied, slots, finish, graph, _watch(record, made.supply, inputs))
+
+
+def _watch(record: Record, supply: tuple[int, ...], inputs: list[int]) -> Callable[[], None]:
+    """Asks whether any value that a function holds was overwritten since."""
+    refs = [ref for position in supply if position not in inputs for ref in _refs_of(record.graph.nodes[position])]
+    tensors, versions = [record.values[ref] for ref in refs], [record.versions[ref] for ref in refs]
+
+    def watch() -> None:
+        if -1 not in versions and [tensor._version for tensor in tensors] != versions:
+            for ref in refs:
+                record.value(ref)  # raises for the one that was
+
+    return watch
 
 
 def _saved(record: Record, node: Any) -> bool:

@@ -16,7 +16,7 @@ from .._core.graph import Graph
 from .._core.node import Call, Ref, TensorMeaning
 from .._core.pure import writable_copy
 from .._core.text import listing
-from .._core.trees import freeze_deep, leaves, paths, thaw
+from .._core.trees import Branch, freeze_deep, leaves, paths, thaw
 from ..errors import InputMismatch, ShapeMismatch
 
 
@@ -85,6 +85,12 @@ def new_inputs(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
     recorded, new = dict(paths(graph.inputs)), dict(paths(tree))
     by_name = {node.name: node.meaning for node in graph.input_nodes}
     found: dict[int, torch.Tensor] = {}
+    if at := _other_container(graph.inputs, tree):
+        where, one, other = at
+        raise InputMismatch(
+            f"the input at {_path(where)} is {other}; the program was recorded with {one}.\n"
+            "A program holds for one structure of inputs. Give the same structure, or capture again."
+        )
     for path in sorted({*recorded, *new}, key=str):
         one, other = recorded.get(path, _MISSING), new.get(path, _MISSING)
         if isinstance(one, Ref) and isinstance(other, _Given):
@@ -93,13 +99,33 @@ def new_inputs(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
             found[graph.positions[one.node]] = _with_strides(tensor, meaning)
         elif isinstance(one, Ref) or isinstance(other, _Given) or not _same_literal(one, other):
             raise InputMismatch(
-                f"the input at {_path(path)} is {_describe(other)}; the program was recorded with {_describe(one)}.\n"
+                f"the input at {_path(path)} is {_describe(other)}; the program was recorded "
+                f"{'without it' if one is _MISSING else f'with {_describe(one)}'}.\n"
                 "A program holds for one structure of inputs. Give the same structure, or capture again."
             )
     return found
 
 
 _MISSING = object()
+
+
+def _other_container(one: Any, other: Any, at: tuple[Any, ...] = ()) -> tuple[tuple[Any, ...], str, str] | None:
+    """Where two trees of inputs first have containers of different kinds."""
+    kinds = [tree.kind if isinstance(tree, Branch) else tuple if type(tree) is tuple else None for tree in (one, other)]
+    if kinds[0] is None or kinds[1] is None:
+        return None
+    if kinds[0] is not kinds[1]:
+        return at, f"a {kinds[0].__name__}", f"a {kinds[1].__name__}"
+    if isinstance(one, Branch):
+        pairs = [(key, item, dict(_named(other)).get(key, None)) for key, item in _named(one)]
+    else:
+        pairs = [(number, a, b) for number, (a, b) in enumerate(zip(one, other, strict=False))]
+    found = (_other_container(a, b, (*at, key)) for key, a, b in pairs)
+    return next((place for place in found if place is not None), None)
+
+
+def _named(tree: Branch) -> list[tuple[Any, Any]]:
+    return list(zip(tree.keys or range(len(tree.items)), tree.items, strict=True))
 
 
 @frozen
@@ -170,7 +196,7 @@ def new_state(graph: Graph, state: dict[str, torch.Tensor], nearest: Callable[[s
         node = by_address.get(address)
         if node is None:
             raise InputMismatch(
-                f"no parameter or buffer that the forward read is called {address!r}. {nearest(address)}".rstrip()
+                f"no parameter or buffer that the forward read is called {address!r}.{nearest(address)}"
             )
         meaning = TensorMeaning.of(tensor)
         if (meaning.shape, meaning.dtype) != (node.meaning.shape, node.meaning.dtype):
@@ -216,7 +242,7 @@ def _checked(graph: Graph, node: Any, tree: Any, meanings: dict[Ref, TensorMeani
             return tuple([_fitting(graph, node, meanings[ref], value) for ref, value in zip(flat, new, strict=True)])
         return new
     raise ShapeMismatch(
-        f"the patch at {node.name} gives {type(new).__name__}, not a tensor.\n{listing(graph, node.name)}"
+        f"the patch at `{node.name}` gives {type(new).__name__}, not a tensor.\n{listing(graph, node.name)}"
     )
 
 

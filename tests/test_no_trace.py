@@ -1,0 +1,451 @@
+"""A capture leaves the world as a plain forward leaves it: when it succeeds, when the model raises, when it is refused."""
+
+import gc
+import random
+import sys
+import threading
+import warnings
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import pytest
+import torch
+from oracle import assert_same, belongings, generators, reseed, surroundings
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import replaylens as rl
+
+
+def x(seed=0):
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+
+
+class Fails(Exception):
+    pass
+
+
+class Net(nn.Module):
+    """Parameters, statistics, draws, a hook, a custom function, a transform; `end` says how its forward ends."""
+
+    def __init__(self, end="well"):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc, self.norm, self.end = nn.Linear(4, 4), nn.BatchNorm1d(4), end
+        self.fc.register_forward_hook(lambda module, args, output: output + 1)
+        self.fc.weight.grad = torch.ones(4, 4)
+
+    def forward(self, x):
+        y = F.dropout(self.norm(Twice.apply(self.fc(x))))
+        y = y + torch.func.vmap(torch.sin)(x)
+        return ENDS[self.end](y)
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, slope):
+        return 2 * slope
+
+
+def raises(y):
+    raise Fails
+
+
+def raises_in_a_transform(y):
+    return torch.func.vmap(raises)(y)
+
+
+def raises_under_a_mode(y):
+    with torch.no_grad(), torch.autocast("cpu"), torch.device("cpu"):
+        raises(y)
+
+
+def raises_in_a_custom_function(y):
+    class Breaks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            raises(x)
+
+    return Breaks.apply(y)
+
+
+def raises_in_a_gradient(y):
+    y.register_hook(raises)
+    return torch.autograd.grad(y.sum(), y)
+
+
+def is_interrupted(y):
+    raise KeyboardInterrupt
+
+
+def is_refused(y):
+    return (row for row in y)
+
+
+def is_refused_in_the_middle(y):
+    box = []
+    thread = threading.Thread(target=lambda: box.append(y.exp()))
+    thread.start()
+    thread.join()
+    return box[0] + 1
+
+
+ENDS = {
+    "well": torch.sigmoid,
+    "raises": raises,
+    "raises_in_a_transform": raises_in_a_transform,
+    "raises_under_a_mode": raises_under_a_mode,
+    "raises_in_a_custom_function": raises_in_a_custom_function,
+    "raises_in_a_gradient": raises_in_a_gradient,
+    "is_interrupted": is_interrupted,
+    "is_refused": is_refused,
+    "is_refused_in_the_middle": is_refused_in_the_middle,
+}
+REFUSED = ("is_refused", "is_refused_in_the_middle")
+
+
+def torchs_functions():
+    """What every function and class of torch's user modules is, by identity."""
+    modules = torch, torch.nn, F, torch.func, torch.autograd, torch._C._nn
+    classes = torch.Tensor, nn.Module, torch.autograd.Function
+    return {(place.__name__, name): id(value) for place in modules + classes for name, value in vars(place).items()}
+
+
+def world():
+    """All that a capture could leave behind, apart from model and generators."""
+    return surroundings() | {
+        "functions": torchs_functions(),
+        "autocast cache": torch.is_autocast_cache_enabled(),
+        "profile": (sys.getprofile(), sys.gettrace()),
+        "threads": threading.active_count(),
+        "warnings": len(warnings.filters),
+    }
+
+
+def attempt(run, end):
+    """Run something that ends as it ends; give how."""
+    try:
+        return run()
+    except (Fails, KeyboardInterrupt, rl.CaptureError) as error:
+        assert end != "well"
+        return type(error).__name__
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_capture_leaves_everything_as_a_plain_forward_leaves_it(end):
+    rl.capture(Net(), x())  # what is imported on the way is imported
+    plain, model = Net(end), Net(end)
+    reseed()
+    attempt(lambda: plain(x()), end)
+    state, before = generators(), world()
+    reseed()
+    how = attempt(lambda: rl.capture(model, x()), end)
+    assert_same(world(), before, "world")
+    assert_same(belongings(model), belongings(plain), "model")
+    assert_same(generators(), state, "generators")
+    assert (how in ("CaptureError", "UnknownOrigin")) == (end in REFUSED)
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_after_any_capture_the_next_one_is_right(end):
+    attempt(lambda: rl.capture(Net(end), x()), end)
+    reseed()
+    prog = rl.capture(Net(), x(1))
+    reseed()
+    assert_same(prog.output, Net()(x(1)))
+    assert_same(prog.replay().output, prog.output.detach())
+
+
+def test_a_capture_that_is_refused_leaves_the_inputs_as_a_plain_forward_does():
+    def model(x):
+        x.add_(1)
+        return is_refused_in_the_middle(x)
+
+    given = x()
+    with pytest.raises(rl.UnknownOrigin):
+        rl.capture(model, given)
+    assert_same(given, x() + 1)
+
+
+def test_nothing_but_the_program_holds_on_to_the_model():
+    model = nn.Linear(4, 4)
+    prog, held = rl.capture(model, x()), weakref.ref(model)
+    prog.replay()
+    del model, prog
+    gc.collect()
+    assert held() is None
+
+
+class Scripted(nn.Module):
+    """It calls a ScriptFunction, which a function mode does not see: a capture looks a second time, at ATen calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.cache, self.generator = 0, [], torch.Generator().manual_seed(0)
+
+    def forward(self, x):
+        self.calls += 1
+        self.cache.append(x.sum())
+        x.add_(1)
+        y = doubled(x) + torch.randn(4, generator=self.generator)
+        return y * random.random(), len(self.cache)
+
+
+@torch.jit.script
+def doubled(x: torch.Tensor):
+    return x * 2
+
+
+def test_a_model_that_needs_a_second_look_is_left_as_if_it_had_run_once():
+    plain, model, ours, theirs = Scripted(), Scripted(), x(), x()
+    reseed()
+    wanted, state = plain(theirs), generators()
+    reseed()
+    prog = rl.capture(model, ours)
+    assert_same(ours, theirs, "input")
+    assert_same(prog.output, wanted)
+    assert_same(generators(), state, "generators")
+    assert_same(belongings(model), belongings(plain), "model")
+
+
+# ---- the user's own surroundings -----------------------------------------------------------------------------------
+
+
+class Counts(TorchFunctionMode):
+    seen = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen += resolve_name(func) == "torch.Tensor.sin"
+        return func(*args, **(kwargs or {}))
+
+
+class Doubles(TorchFunctionMode):
+    """A mode that changes what the model computes."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.Tensor.sin else result
+
+
+def test_a_function_mode_of_the_users_sees_what_it_sees_without_a_capture():
+    with Counts() as mode:
+        prog = rl.capture(lambda x: x.sin().sin(), x())
+        assert mode.seen == 2
+        prog.replay()
+    assert_same(prog.output, x().sin().sin())
+
+
+def test_a_function_mode_of_the_users_that_changes_values_changes_the_program_or_is_refused():
+    with suppress(rl.CaptureError), Doubles():
+        prog = rl.capture(lambda x: x.sin() + 1, x())
+        assert_same(prog.output, 2 * x().sin() + 1)
+        assert_same(prog(x(1)).output, 2 * x(1).sin() + 1)
+
+
+def test_a_dispatch_mode_of_the_users_is_no_obstacle():
+    class Watches(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    with Watches() as mode:
+        prog = rl.capture(lambda x: x.sin().cos(), x())
+        assert mode.calls >= 2
+    assert_same(prog(x(1)).output, x(1).sin().cos())
+
+
+AMBIENTS = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "device": lambda: torch.device("cpu"),
+    "anomaly": lambda: torch.autograd.detect_anomaly(check_nan=False),
+    "saved_tensors": lambda: torch.autograd.graph.save_on_cpu(),
+}
+
+
+@pytest.mark.parametrize("ambient", AMBIENTS)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_a_capture_works_under_any_mode_of_the_users(ambient):
+    plain, model = Net(), Net()
+    with AMBIENTS[ambient]():
+        reseed()
+        wanted, state, before = plain(x()), generators(), world()
+        reseed()
+        prog = rl.capture(model, x())
+        assert_same(world(), before)
+        assert_same(generators(), state)
+    assert_same(prog.output, wanted)
+    assert_same(prog.replay().output, wanted.detach())
+
+
+def test_a_model_that_was_born_in_inference_mode_is_captured_and_replayed():
+    with torch.inference_mode():
+        model = nn.Linear(4, 4)
+        prog = rl.capture(model, x())
+    assert_same(prog.replay().output, prog.output)
+
+
+def test_a_default_device_holds_in_a_capture_and_after_it():
+    torch.set_default_device("meta")
+    try:
+        prog = rl.capture(lambda: torch.ones(2).sin())
+        assert prog.output.is_meta and torch.ones(1).is_meta
+    finally:
+        torch.set_default_device(None)
+    assert not torch.ones(1).is_meta
+    assert prog.replay().output.is_meta
+
+
+# ---- several captures at once ---------------------------------------------------------------------------------------
+
+
+def test_captures_in_several_threads_do_not_meet():
+    start = threading.Barrier(4)
+    before = world()
+
+    def work(number):
+        model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(number + 1)], nn.Dropout(), nn.ReLU())
+        wanted = ["input_1_0", *(f"linear_{n}_{n}" for n in range(1, number + 2))]
+        for _ in range(20):
+            start.wait()
+            prog = rl.capture(model.eval(), x(number))
+            assert prog.layer_labels[: len(wanted)] == wanted and len(prog) == len(wanted) + 3
+            assert_same(prog.output, model(x(number)))
+            assert_same(prog.replay().output, prog.output.detach())
+        return number
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, range(4))) == [0, 1, 2, 3]
+        before["threads"] = threading.active_count()
+        assert_same(world(), before)
+
+
+@pytest.fixture
+def often_switching():
+    """Threads take turns a thousand times as often as usual."""
+    outer = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(outer)
+
+
+def test_draws_in_several_threads_do_not_meet(often_switching):
+    model = nn.Sequential(nn.Dropout(), nn.Dropout(), nn.Dropout())
+
+    def work(_):
+        prog = rl.capture(model, torch.ones(50))
+        return all(torch.equal(prog.replay().output, prog.output) for _ in range(3))
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(work, range(60)))
+
+
+def test_a_plain_forward_in_another_thread_is_not_recorded():
+    stop, failures = threading.Event(), []
+
+    def run_plainly():
+        model = Net()
+        while not stop.is_set():
+            try:
+                model(x())
+            except Exception as error:
+                failures.append(error)
+
+    thread = threading.Thread(target=run_plainly)
+    thread.start()
+    try:
+        for _ in range(20):
+            prog = rl.capture(lambda x: Twice.apply(x.sin()), x())
+            assert prog.layer_labels == ["input_1_0", "sin_1_1", "twice_1_2", "output_1_3"]
+    finally:
+        stop.set()
+        thread.join()
+    assert failures == []
+
+
+def test_a_capture_inside_a_capture_is_seen_by_both():
+    inner = []
+
+    def model(x):
+        y = x.sin()
+        inner.append(rl.capture(torch.cos, y))
+        return inner[-1].output.exp()
+
+    before = world()
+    prog = rl.capture(model, x())
+    assert_same(world(), before)
+    assert inner[0].layer_labels == ["input_1_0", "cos_1_1", "output_1_2"]
+    assert prog.layer_labels == ["input_1_0", "sin_1_1", "cos_1_2", "exp_1_3", "output_1_4"]
+    assert_same(prog(x(1)).output, x(1).sin().cos().exp())
+    assert_same(inner[0].replay().output, x().sin().cos())
+
+
+def test_a_replay_inside_a_capture_is_part_of_the_model():
+    helper = rl.capture(torch.cos, x())
+    prog = rl.capture(lambda x: helper(x.sin()).output + 1, x())
+    assert_same(prog(x(1)).output, x(1).sin().cos() + 1)
+
+
+def test_a_capture_that_fails_inside_a_capture_leaves_the_outer_one_intact():
+    def model(x):
+        try:
+            rl.capture(raises, x)
+        except Fails:
+            return x.cos()
+
+    prog = rl.capture(model, x())
+    assert prog.layer_labels == ["input_1_0", "cos_1_1", "output_1_2"]
+    assert_same(prog(x(1)).output, x(1).cos())
+
+
+TABLE = torch.arange(4.0)
+
+
+def reads_a_table(x):
+    return x + TABLE
+
+
+def test_a_tensor_older_than_the_capture_is_a_constant_also_after_a_capture_inside():
+    def model(x):
+        rl.capture(torch.sin, x)
+        return reads_a_table(x)
+
+    assert_same(rl.capture(model, x())(x(1)).output, reads_a_table(x(1)))
+
+
+def test_a_tensor_older_than_the_capture_is_a_constant_also_while_other_threads_capture(often_switching):
+    def work(seed):
+        return torch.equal(rl.capture(reads_a_table, x())(x(seed)).output, reads_a_table(x(seed)))
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(work, range(150)))
+
+
+def test_a_tensor_older_than_the_capture_is_a_constant_also_where_the_user_froze_the_collector():
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    try:
+        assert_same(rl.capture(reads_a_table, x())(x(1)).output, reads_a_table(x(1)))
+        assert gc.get_freeze_count() == frozen
+    finally:
+        gc.unfreeze()
+
+
+def test_a_capture_under_a_transform_of_the_users_is_right_or_refused():
+    def slope(x):
+        return rl.capture(torch.sin, x).output.sum()
+
+    before = world()
+    with suppress(rl.CaptureError):
+        assert_same(torch.func.grad(slope)(x()), x().cos())
+    assert_same(world(), before)
