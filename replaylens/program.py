@@ -5,7 +5,7 @@ A Program never changes: what changes something gives another Program, or a Run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -141,8 +141,17 @@ class Program:
             return False
         return True
 
+    def __iter__(self) -> Iterator[Layer]:
+        return iter(self.layers)
+
     def __len__(self) -> int:
         return len(self._atlas.order)
+
+    def __copy__(self) -> Program:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Program:
+        return pytree.tree_map(lambda tensor: tensor.detach().clone(), self)  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
         return f"<Program of {self.model_name}: {len(self.graph.calls)} calls, {len(self._atlas.order)} layers>"
@@ -184,6 +193,10 @@ class Program:
         if state:
             given.update(new_state(self.graph, dict(state), self._atlas.nearest))
         start = self._at(from_) if from_ is not None else None
+        if start and (inputs or named_inputs):
+            raise ReplaylensError(
+                "from_= begins at a recorded value; new inputs change what comes before it. Give one of them."
+            )
         changed, ends = self._patches(patch, start)
         request = Request(
             changed=changed,

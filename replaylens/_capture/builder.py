@@ -98,6 +98,7 @@ class Recording:
     asks_gradient: bool = False  # the model asked whether some tensor needs gradients
     aliased: bool = False  # an input shares memory with another tensor of the model's, and one of them was written
     hidden_no_grad: bool = False  # a no_grad block was entered where the whole model ran without gradients
+    put_generators_back: Callable[[], None] = lambda: None
     output: Any = None
     inputs: Any = ()
     changes: list[tuple[tuple[Any, str], Handle]] = field(factory=list)  # (module, key) and its value at the end

@@ -84,6 +84,10 @@ def _look(model: Any, args: Any, kwargs: Any, recording: Recording, deep: bool, 
             recording.output = freeze_deep(output, tracer.read)
             _take_changes(tracer)
             recording.versions = _require_announced(tracer)
+            if not recording.ambient[0] and any(
+                s.module._backward_hooks or s.module._backward_pre_hooks for s in recording.scopes
+            ):
+                recording.one_way.append("a module's backward hook")
     recording.addresses = origins.addresses
     return Captured(recording, output)
 
@@ -248,6 +252,7 @@ def _add_note(error: Exception, tracer: Tracer) -> None:
 
 def _put_back(recording: Recording, generator: torch.Tensor) -> None:
     """Undo what a first look wrote to parameters, buffers and inputs, before the second."""
+    recording.put_generators_back()
     torch.default_generator.set_state(generator)
     with torch.no_grad():
         for record in recording.records:

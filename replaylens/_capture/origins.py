@@ -61,7 +61,8 @@ def thread_marks() -> tuple[Any, ...]:
     """What changes when a thread is started, or when a pool's workers may have worked."""
     pools = sys.modules.get("concurrent.futures.thread")
     workers = len(getattr(pools, "_threads_queues", ())) if pools is not None else 0
-    return repr(getattr(threading, "_counter", None)), threading.active_count(), workers or None
+    counter = getattr(threading, "_counter", None)  # of the names that threads are given
+    return repr(getattr(counter, "__self__", counter)), threading.active_count(), workers or None
 
 
 class Origins:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from .._replay.interpreter import one_draws
+
 _DROPOUTS = frozenset(
     "dropout dropout_ alpha_dropout alpha_dropout_ feature_dropout feature_dropout_ feature_alpha_dropout".split()
 )
@@ -45,19 +47,53 @@ def default_generator(device: torch.device | None) -> torch.Generator:
 
 
 class Draws:
-    """The states before each draw, by key: equal states are kept once."""
+    """The states before each draw, by key, and of each generator the state in which it was met first."""
 
     def __init__(self, kept: dict[str, torch.Tensor]) -> None:
         self.kept = kept
+        self.at_first: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
 
-    def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Generator, torch.Tensor]:
-        generator = generator_of(args, kwargs)
-        return generator, generator.get_state()
+    def around(self, may_draw: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
+        """To be entered around a call. Afterwards its `key` names the state that the call began with, if it drew."""
+        if not may_draw or is_idle(func.__name__, args, kwargs):
+            return _NO_DRAW
+        return Draw(self, generator_of(args, kwargs))
 
-    def after(self, generator: torch.Generator, state: torch.Tensor) -> str | None:
-        """The key of the state before the call, or None if the call drew nothing."""
+    def keep(self, generator: torch.Generator, state: torch.Tensor) -> str | None:
+        """The key of the state before a call, or None if the call drew nothing."""
         if torch.equal(state, generator.get_state()):
             return None
+        self.at_first.setdefault(id(generator), (generator, state))
         key = f"draw_{len(self.kept) + 1}"
         self.kept[key] = state
         return key
+
+    def put_back(self) -> None:
+        """Every generator as it was before the first draw."""
+        for generator, state in self.at_first.values():
+            generator.set_state(state)
+
+
+class Draw:
+    """One call that may draw. No other thread's capture or replay sets the generator between its state and its draw."""
+
+    def __init__(self, draws: Draws | None, generator: torch.Generator) -> None:
+        self.draws, self.generator = draws, generator
+        self.state: torch.Tensor | None = None
+        self.key: str | None = None
+
+    def __enter__(self) -> Draw:
+        if self.draws is not None:
+            one_draws.acquire()
+            self.state = self.generator.get_state()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self.draws is not None and self.state is not None:
+            try:
+                self.key = self.draws.keep(self.generator, self.state)
+            finally:
+                one_draws.release()
+
+
+_NO_DRAW = Draw(None, torch.default_generator)

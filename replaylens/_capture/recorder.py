@@ -22,7 +22,7 @@ from .._core.trees import freeze
 from ..errors import CaptureError, UnknownOrigin
 from .builder import CallRecord, Handle, Recording, Site, SourceRecord, user_line, version_of
 from .origins import Origins, is_older, thread_marks
-from .randomness import Draws, is_idle
+from .randomness import Draws
 from .rules import Rule
 from .scopes import user_site
 from .storage import Base, Entry, Memory, geometry_step, step_tree, storage_key
@@ -55,6 +55,7 @@ class Recorder(TorchFunctionMode):
         self.date = date
         self.unknown = unknown
         self.draws = Draws(recording.draws)
+        recording.put_generators_back = self.draws.put_back
         self.scope = -1
         self.module_calls: dict[int, int] = {}
         self.opened: set[Any] = set()
@@ -70,6 +71,7 @@ class Recorder(TorchFunctionMode):
         self.differentiating = False  # inside torch.func.grad and its kin
         self.exposed = False
         self.threads = thread_marks()
+        self.doubled: set[int] = set()  # objects that a call handed on, and the aliases that were given for them
         self.outer_modes = _dispatch_modes()
         self.contexts: dict[Any, Any] = {}
         self.grad_mode = _grad_enabled()  # as the model set it; beneath a script it is another
@@ -107,9 +109,8 @@ class Recorder(TorchFunctionMode):
         """One operation that does not write: its output may be a view, it may draw, its shape may depend on content."""
         reads, named = self.read_all(args, kwargs)
         site = self.site()
-        draws = self.draws.before(args, kwargs) if rule.may_draw and not is_idle(func.__name__, args, kwargs) else None
-        out = self.run(func, args, kwargs)
-        key = self.draws.after(*draws) if draws is not None else None
+        with self.draws.around(rule.may_draw, func, args, kwargs) as draw:
+            out = self.run(func, args, kwargs)
         tensors = tensors_in(args, kwargs)
         if rule.is_undefined:
             self.run(clear, (out,), {})
@@ -127,7 +128,7 @@ class Recorder(TorchFunctionMode):
         if not tensors and torch.get_default_dtype() != self.recording.default_dtype and isinstance(out, torch.Tensor):
             named = {**named, "dtype": out.dtype}
         self.append(
-            func, rule, reads, named, returns, site, key, rule.is_dynamic or self.depends_on_content(func, args)
+            func, rule, reads, named, returns, site, draw.key, rule.is_dynamic or self.depends_on_content(func, args)
         )
         return out
 
@@ -145,9 +146,19 @@ class Recorder(TorchFunctionMode):
         if out.requires_grad and not _grad_enabled() and self.recording.ambient[0]:
             return None  # a view made here could not be written later, where gradients are on again
         try:
-            return torch.ops.aten.alias.default(out)
+            made = torch.ops.aten.alias.default(out)
+            self.doubled.update((id(out), id(made)))
+            return made
         except (RuntimeError, NotImplementedError):
             return None
+
+    def require_single(self, tensor: torch.Tensor, rule: Rule) -> None:
+        """Refuse to reshape an object of which the model holds what it takes for the very same one."""
+        if id(tensor) in self.doubled:
+            raise CaptureError(
+                f"`{rule.kind}` gives another shape or memory to what dropout or nn.Identity handed on.{self.where()}\n"
+                "A capture gives such values a name of their own, so that the object is not the same. Reshape a copy."
+            )
 
     def append(
         self, func: Any, rule: Rule, args: Any, kwargs: Any, returns: Any, site: Any, draws: Any, dynamic: bool
@@ -298,13 +309,19 @@ class Recorder(TorchFunctionMode):
             return self.source("constant", tensor, "older than the capture")
         if not _owns_memory(tensor) and tensor.grad_fn is None:
             return self.source("constant", tensor, "made outside torch")
-        if self.deep and tensor.dim() == 0 and not tensor.requires_grad and thread_marks() == self.threads:
+        if self.deep and tensor.dim() == 0 and not tensor.requires_grad and self._is_alone():
             return self.source("constant", tensor, "a number that a script made a tensor")
+        if self.deep and tensor.grad_fn is None and tensor.is_leaf and self._is_alone():
+            return self.source("constant", tensor, "older than the capture, as far as can be seen")
         if self.unknown == "constant":
             return self.source("constant", tensor, "of unknown origin, taken for a constant")
         if not self.deep:
             raise NeedsDeepLook
         raise UnknownOrigin(self._unknown_text(tensor))
+
+    def _is_alone(self) -> bool:
+        """Did no other thread begin, and is there no pool whose workers may have worked?"""
+        return thread_marks() == self.threads and self.threads[-1] is None
 
     def alias_without_call(self, tensor: torch.Tensor, base: Base) -> Handle:
         """`nn.Parameter(x)`, `x.as_subclass(...)`: a new object over known memory."""
@@ -320,7 +337,7 @@ class Recorder(TorchFunctionMode):
         if (
             isinstance(tensor, nn.Parameter)
             or (tensor.is_leaf and tensor.requires_grad)
-            or root.requires_grad > tensor.requires_grad
+            or (_grad_enabled() and root.requires_grad > tensor.requires_grad)
         ):
             steps = (*steps, step_tree(torch.Tensor.detach, (Hole.HERE,), None, (), _grad_enabled()))
         if type(tensor) is not type(root) and (type(tensor) not in plain or type(root) not in plain):
@@ -364,7 +381,7 @@ class Recorder(TorchFunctionMode):
         watch = self.watch
         if _dispatch_modes() != self.outer_modes + (watch is not None and watch.entered and not watch.handling):
             raise CaptureError(f"a dispatch mode of the model's own is on; what it does cannot be seen.{self.where()}")
-        hooks = _saved_hooks(False) if key[0] else None
+        hooks = _saved_hooks(False)
         if hooks is not None and not hooks[0].__module__.startswith("torch."):
             self.recording.one_way.append("saved_tensors_hooks")
         if key[2]:

@@ -315,7 +315,7 @@ def apply_call(tracer: Recorder, kind: type, call: Callable[..., Any], args: Any
         return call(*args, **kwargs)
     with torch._C.DisableTorchFunction(), tracer.at_work():
         reads, named = tracer.read_all(args, kwargs)
-        draws = tracer.draws.before((), {})
+        state = torch.default_generator.get_state()
     recording, memory, site = tracer.recording, tracer.memory, tracer.site()
     mark = (len(recording.records), len(recording.guards), len(recording.values))
     writes = len(memory.written)
@@ -336,7 +336,7 @@ def apply_call(tracer: Recorder, kind: type, call: Callable[..., Any], args: Any
         recording.versions[mark[2] :],
     )
     with torch._C.DisableTorchFunction(), tracer.at_work():
-        key = tracer.draws.after(*draws)
+        key = tracer.draws.keep(torch.default_generator, state)
         tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
         rule = Rule(How.LEAF, kind.__name__.lower().replace("_", "") or "function", is_dynamic=True)
         returns = tracer.results(out, call, args, kwargs, tensors)

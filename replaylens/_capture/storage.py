@@ -273,7 +273,8 @@ class Memory:
             return tensor.detach().clone()
         view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-        return view.requires_grad_() if tensor.requires_grad else view  # the flag chooses kernels in a replay
+        flag = tensor.requires_grad and view.is_floating_point()
+        return view.requires_grad_() if flag else view  # the flag chooses kernels in a replay
 
     def wrote(self, base: Base, handle: Handle, counted: bool = True) -> None:
         """The base holds a new value. Beneath autograd torch counts the write only later: then its counter tells

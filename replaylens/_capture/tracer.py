@@ -200,7 +200,8 @@ class Tracer(Recorder):
     def _escape(self, func: Any, args: Any, kwargs: Any) -> Any:
         reads, named = self.read_all(args, kwargs)
         result = self.run(func, args, kwargs)
-        plain = type(result) in (bool, int, float, complex) or (type(result) is str and len(result) < 200)
+        number = type(result) is str and isinstance(args[0], torch.Tensor) and args[0].dim() == 0
+        plain = type(result) in (bool, int, float, complex) or number  # of larger tensors the content is compared
         self._guard(func, reads, named, result if plain else None, plain)
         return result
 
@@ -264,7 +265,7 @@ class Tracer(Recorder):
     def _special_asks_gradient(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         """The model asks whether a tensor needs gradients: what it does then holds for inputs that answer the same."""
         code, answer = _frame(4).f_code, func(*args, **kwargs)
-        if answer or not _grad_enabled() or not args[0].is_floating_point():
+        if answer or not args[0].is_floating_point() or (self.recording.ambient[0] and not _grad_enabled()):
             return answer
         if not is_torch_code(code) or code.co_filename.endswith("autograd/functional.py"):
             self.recording.asks_gradient = True

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 
 from .._core.node import Generator
-from .._core.pure import Derived, Hole, Nth, clear, mutate, resized
+from .._core.pure import Derived, Hole, Nth, clear, fill_new, mutate, resized, standing
 from .._core.target import Target
 from .._core.trees import Branch, freeze
 from ..errors import CaptureError
 from .builder import CallRecord, Handle, version_of
-from .randomness import is_idle
 from .recorder import Recorder, geometry_of, number_parts, tensors_in
 from .rules import How, Rule
 from .storage import Base, Entry, geometry_step, step_tree, storage_key
@@ -35,19 +34,20 @@ def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, tar
     entries = [recorder.memory.entry(target) for target in targets]
     bases = list({id(entry.base): entry.base for entry in entries}.values())
     site = recorder.site()
-    draws = recorder.draws.before(args, kwargs) if rule.may_draw and not is_idle(func.__name__, args, kwargs) else None
+    draw = recorder.draws.around(rule.may_draw, func, args, kwargs)
     for tensor in tensors:  # any argument may share memory with a target
         if recorder.base_of(tensor) is None and any(storage_key(tensor) == storage_key(b.root) for b in bases):
             recorder.memory.entry(tensor)
     for base in bases:
         recorder.memory.share(base)
-    record = _write_record(recorder, func, args, kwargs, targets, entries, bases, draws is not None)
+    record = _write_record(recorder, func, args, kwargs, targets, entries, bases, draw.draws is not None)
     geometry = [geometry_of(target) for target in targets]
     counters = [version_of(base.root) for base in bases]
     for base in bases:
         recorder.memory.preserve(base)
     try:
-        out = recorder.run(func, args, kwargs)
+        with draw:
+            out = recorder.run(func, args, kwargs)
     except Exception as error:
         if any(
             counter == -1 or version_of(base.root) != counter for base, counter in zip(bases, counters, strict=True)
@@ -58,10 +58,9 @@ def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, tar
         for base in bases:
             base.held.append(base.handle)
         raise
-    key = recorder.draws.after(*draws) if draws is not None else None
     if [geometry_of(target) for target in targets] != geometry:
         return _outgrown(recorder, rule, func, args, kwargs, targets, out, site)
-    _append_write(recorder, rule, record, targets, entries, bases, tensors, out, site, key)
+    _append_write(recorder, rule, record, targets, entries, bases, tensors, out, site, draw.key)
     return out
 
 
@@ -179,7 +178,9 @@ def _outgrown(
     for target in outs:
         _forget(recorder, target)
     returns = recorder.outputs(out)
-    recorder.append(func, rule, reads, read_named, returns, site, None, False)
+    tree = Branch(dict, tuple(read_named.values()), tuple(read_named))
+    dtypes = tuple([target.dtype for target in outs])
+    recorder.append(fill_new, rule, [Target.of(func), dtypes, tuple(reads), tree], {}, returns, site, None, False)
     return out
 
 
@@ -197,6 +198,7 @@ def _forget(recorder: Recorder, tensor: torch.Tensor) -> None:
 def reshape(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
     """`t_()`, `unsqueeze_()`: the object looks at the same memory in another way from now on."""
     tensor = args[0]
+    recorder.require_single(tensor, rule)
     recorder.read(tensor)
     entry = recorder.memory.entry(tensor)
     pure = getattr(torch.Tensor, func.__name__[:-1]) if not isinstance(func, torch._ops.OpOverload) else None
@@ -225,15 +227,19 @@ def assign(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) ->
     tensor, value = args[0], args[1] if len(args) > 1 else kwargs.get("source")
     if not isinstance(value, torch.Tensor) or len(args) > 2:
         raise CaptureError(f"`{rule.kind}` gives a tensor raw memory, which a program cannot say.{recorder.where()}")
-    recorder.read(tensor)
-    source = recorder.read(value)
+    recorder.require_single(tensor, rule)
+    old, source = recorder.read(tensor), recorder.read(value)
     recorder.memory.part_from(tensor)
     result = recorder.run(func, args, kwargs)
     base, steps = recorder.memory.entry(value).base, recorder.memory.entry(value).steps
+    straight = tensor.requires_grad  # the gradient goes where it went before
     step = step_tree(torch.Tensor.detach, (Hole.HERE,), None, (), True)
+    if straight:
+        step = step_tree(standing, (old, Hole.HERE), None, (), True)
     handle = recorder.recording.keep(tensor)
     recorder.memory.look(tensor, base, (*steps, step), handle)
-    recorder.append(torch.Tensor.detach, Rule(How.LEAF, "data"), [source], {}, handle, recorder.site(), None, False)
+    function, reads = (standing, [old, source]) if straight else (torch.Tensor.detach, [source])
+    recorder.append(function, Rule(How.LEAF, "data"), reads, {}, handle, recorder.site(), None, False)
     return result
 
 

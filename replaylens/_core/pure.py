@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..errors import ReplaylensError
 from .target import Target
 
 differentiate_name = "replaylens._replay.differentiate.differentiate"
@@ -95,7 +96,7 @@ def mutate(
         for target, where, value in zip(written, targets, values, strict=True):
             copy = copies[where.base]
             if value is None and target.untyped_storage().data_ptr() != copy.untyped_storage().data_ptr():
-                raise RuntimeError(
+                raise ReplaylensError(
                     f"{function.short} wrote into a copy: a view of what is written is none on these values"
                 )
     return Written(result, written, copies)
@@ -122,7 +123,11 @@ def same_content(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _into(out: Any, function: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`function(..., out=out)`, without `out`: torch forbids `out=` on tensors that need gradients."""
+    """`function(..., out=out)`. Torch forbids `out=` where gradients flow, and under vmap: then by copying."""
+    given = (*args, *kwargs.values())
+    flows = torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in (*given, out))
+    if not flows and torch._C._functorch.peek_interpreter_stack() is None:
+        return function.function(*args, **kwargs, out=out)
     result = function.function(*args, **kwargs)
     pairs = zip(out, result, strict=True) if isinstance(out, (tuple, list)) else ((out, result),)
     with torch.no_grad():
@@ -134,7 +139,7 @@ def _into(out: Any, function: Target, args: tuple[Any, ...], kwargs: dict[str, A
 def _derive(copies: tuple[torch.Tensor, ...], view: Derived) -> torch.Tensor:
     tensor = copies[view.base]
     for step in view.steps:
-        with torch.set_grad_enabled(step.grad):
+        with torch.set_grad_enabled(step.grad or torch.is_grad_enabled()):
             tensor = take_step(tensor, step)
     return tensor
 
@@ -191,6 +196,50 @@ def resized(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     """What `copy.deepcopy` makes of a tensor."""
     return tensor.detach().clone()
+
+
+class _Standing(torch.autograd.Function):
+    """One tensor's content, another one's place in the history."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(place: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
+        """The content."""
+        return content.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is needed for the way back."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """To the place, unchanged."""
+        return grads[0], None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        """The tangent of the place."""
+        return tangents[0].clone()
+
+
+def standing(place: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
+    """What `place.data = content` makes of a tensor: the new content, the gradient goes where it went."""
+    if not place.requires_grad or place.shape != content.shape:
+        return content.detach()
+    return _Standing.apply(place, content)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def fill_new(function: Target, dtypes: tuple[torch.dtype, ...], args: Any, kwargs: dict[str, Any]) -> Any:
+    """`function(..., out=t)` where torch gives `t` new memory: the result in the dtypes of the given tensors."""
+    if any(isinstance(value, torch.Tensor) and value.requires_grad for value in (*args, *kwargs.values())):
+        made = function.function(*args, **kwargs)
+        several = isinstance(made, (tuple, list))
+        cast = [one.to(dtype) for one, dtype in zip(made if several else (made,), dtypes, strict=True)]
+        return tuple(cast) if several else cast[0]
+    device = next((value.device for value in args if isinstance(value, torch.Tensor)), None)
+    fresh = tuple([torch.empty(0, dtype=dtype, device=device) for dtype in dtypes])
+    return function.function(*args, **kwargs, out=fresh if len(fresh) > 1 else fresh[0])
 
 
 def blank(function: Target, *args: Any, **kwargs: Any) -> torch.Tensor:

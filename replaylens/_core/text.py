@@ -5,13 +5,14 @@ In: a Graph. Out: text. The same lines serve `print(prog.code)` and the listings
 
 from __future__ import annotations
 
+from keyword import iskeyword
 from typing import Any
 
 import torch
 
 from .graph import Graph
 from .node import Call, Generator, Node, Ref, Source, TensorMeaning, identifier
-from .pure import Derived, blank, differentiate_name, mutate
+from .pure import Derived, Hole, Nth, blank, differentiate_name, mutate
 from .target import Target
 from .trees import Branch
 
@@ -19,7 +20,8 @@ from .trees import Branch
 def code(graph: Graph) -> str:
     """The whole program as a Python function. Parameters are written by their dotted names."""
     arguments = ", ".join(identifier(node.name) for node in graph.input_nodes)
-    lines, last = [f"def {graph.model_name or 'program'}({arguments}):"], None
+    name = graph.model_name if graph.model_name.isidentifier() and not iskeyword(graph.model_name) else "program"
+    lines, last = [f"def {name}({arguments}):"], None
     for node in graph.nodes:
         if not isinstance(node, Call):
             continue
@@ -46,10 +48,10 @@ def line(node: Node) -> str:
 
 def call_expression(node: Call) -> str:
     if node.target.function is mutate:
-        function, bases, args, kwargs = node.args[:4]
-        written = ", ".join(expression(base) for base in bases)
-        inner = _call(function, args, tuple(zip(kwargs.keys or (), kwargs.items, strict=True)), bases)
-        return f"written({written}, by={inner})"
+        function, bases, args, kwargs, targets = node.args[:5]
+        views = tuple([_view(target, bases) for target in targets])
+        named = tuple(zip(kwargs.keys or (), kwargs.items, strict=True))
+        return _call(function, args, named, (bases, views))
     if node.target.function is blank:
         return _call(node.args[0], node.args[1:], node.kwargs)
     if node.target.name == differentiate_name:
@@ -58,43 +60,45 @@ def call_expression(node: Call) -> str:
 
 
 def _call(
-    target: Target, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], bases: tuple[Any, ...] = ()
+    target: Target, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], written: tuple[Any, ...] = ()
 ) -> str:
-    words = [expression(arg, bases) for arg in args]
+    words = [expression(arg, written) for arg in args]
     short = target.short
     if target.is_property and words:
         return f"{words[0]}.{short}"
     if short == "__getitem__" and len(args) == 2:
         return f"{words[0]}[{_index(args[1])}]"
     if short == "__setitem__" and len(args) == 3:
-        return f"{words[0]}[{_index(args[1])}] = {words[2]}"
-    words.extend(f"{key}={expression(value, bases)}" for key, value in kwargs)
+        return f"setitem({words[0]}, ({_index(args[1], True)},), {words[2]})"
+    words.extend(f"{key}={expression(value, written)}" for key, value in kwargs)
     return f"{short.strip('_') if short.startswith('__') else short}({', '.join(words)})"
 
 
-def expression(tree: Any, bases: tuple[Any, ...] = ()) -> str:
+def expression(tree: Any, written: tuple[Any, ...] = ()) -> str:
     """A tree of Refs and literals as Python."""
     if isinstance(tree, Ref):
         return str(tree)
     if type(tree) is tuple:
-        inner = ", ".join(expression(item, bases) for item in tree)
+        inner = ", ".join(expression(item, written) for item in tree)
         return f"({inner},)" if len(tree) == 1 else f"({inner})"
     if isinstance(tree, Branch):
-        return _branch(tree, bases)
+        return _branch(tree, written)
     if isinstance(tree, Generator):
         return "generator"
+    if tree is ...:
+        return "..."
     if isinstance(tree, torch.Size):
         return str(tuple(tree))
     if isinstance(tree, Target):
         return tree.short
     if isinstance(tree, Graph):
-        return "<program>"
+        return "program"
     text = repr(tree)
-    return text if len(text) <= 60 else f"<{type(tree).__name__}>"
+    return text if len(text) <= 60 and not text.startswith("<") else f"{type(tree).__name__}(...)"
 
 
-def _branch(tree: Branch, bases: tuple[Any, ...]) -> str:
-    words = [expression(item, bases) for item in tree.items]
+def _branch(tree: Branch, written: tuple[Any, ...]) -> str:
+    words = [expression(item, written) for item in tree.items]
     if tree.kind is list:
         return f"[{', '.join(words)}]"
     if tree.kind is slice:
@@ -102,16 +106,34 @@ def _branch(tree: Branch, bases: tuple[Any, ...]) -> str:
     if tree.kind is dict:
         return "{" + ", ".join(f"{key!r}: {word}" for key, word in zip(tree.keys or (), words, strict=True)) + "}"
     if tree.kind is Derived:
-        base = expression(bases[tree.items[0]]) if bases else f"base{tree.items[0]}"
-        return base + "".join(f".{step.items[0].short}" for step in tree.items[1])
+        return _view(tree, written[0]) if written else "view"
+    if tree.kind is Nth:
+        return str(written[1][tree.items[0]]) if written else "target"
     keys = tree.keys or (None,) * len(words)
     return f"{tree.kind.__name__}({', '.join(f'{k}={w}' if k else w for k, w in zip(keys, words, strict=True))})"
 
 
-def _index(tree: Any) -> str:
+def _view(tree: Branch, bases: tuple[Any, ...]) -> str:
+    """A view of what is written: `linear_1_1.t()[0]`."""
+    text = expression(bases[tree.items[0]])
+    for step in tree.items[1]:
+        function, args, kwargs, part, _ = step.items
+        others = [expression(arg) for arg in args if arg is not Hole.HERE]
+        if function.short == "__getitem__":
+            text = f"{text}[{_index(args[1])}]"
+        elif function.is_property:
+            text = f"{text}.{function.short}"
+        else:
+            named = [f"{k}={expression(v)}" for k, v in zip(kwargs.keys or (), kwargs.items, strict=True)]
+            text = f"{text}.{function.short}({', '.join([*others, *named])})"
+        text += "".join(f"[{index}]" for index in part)
+    return text
+
+
+def _index(tree: Any, in_call: bool = False) -> str:
     if type(tree) is tuple and tree:
-        return ", ".join(_index(item) for item in tree)
-    if isinstance(tree, Branch) and tree.kind is slice:
+        return ", ".join(_index(item, in_call) for item in tree)
+    if isinstance(tree, Branch) and tree.kind is slice and not in_call:
         start, stop, step = ("" if item is None else expression(item) for item in tree.items)
         return f"{start}:{stop}" + (f":{step}" if step else "")
     return "..." if tree is ... else expression(tree)

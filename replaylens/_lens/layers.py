@@ -76,12 +76,13 @@ class Layer:
     def modules(self) -> tuple[str, ...]:
         """All module calls that it ran in, outermost first: `("layer1:1", "layer1.0:1")`."""
         node = self.node
-        return tuple(map(str, node.scope.stack)) if isinstance(node, Call) and node.scope else ()
+        inside = isinstance(node, Call) and node.scope is not None and self._place.output is None
+        return tuple(map(str, node.scope.stack)) if inside else ()  # type: ignore[union-attr]
 
     @property
     def output_of(self) -> tuple[str, ...]:
         """The module calls of which it is the output."""
-        return self._atlas.output_of.get(self._place.label, ())
+        return self._atlas.output_of.get(self._place.node, ()) if self._place.output is None else ()
 
     @property
     def source(self) -> Source | None:

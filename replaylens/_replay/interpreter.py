@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from operator import itemgetter
+from threading import RLock
 from typing import Any
 
 import torch
@@ -360,6 +361,8 @@ def _context(context: Context, ambient: Context, mode: Mode) -> Context:
 
 def modes(context: Context) -> Any:
     """The grad, inference and autocast modes that a stretch runs under; nothing at all where they are on already."""
+    if torch.compiler.is_compiling():
+        return torch.set_grad_enabled(context.grad)
     autocast = torch._C._is_any_autocast_enabled()
     if context.inference or torch.is_inference_mode_enabled() or context.autocast or autocast:
         return _all_modes(context)
@@ -382,17 +385,24 @@ def _all_modes(context: Context) -> Any:
         yield
 
 
+one_draws = RLock()  # the global generator is set before each draw: one replay at a time does that
+
+
 def recorded_world(draws: bool, graph: Graph) -> Any:
     """The generators are put back afterwards; the recorded default dtype and device hold meanwhile."""
+    if torch.compiler.is_compiling():
+        return nullcontext()
     same = torch.get_default_dtype() == graph.default_dtype and str(torch.get_default_device()) == graph.default_device
     return nullcontext() if same and not draws else _recorded_world(draws, graph)
 
 
 @contextmanager
 def _recorded_world(draws: bool, graph: Graph) -> Any:
-    before = torch.default_generator.get_state() if draws else None
     outer, dtype = torch.get_default_dtype(), graph.default_dtype
     with ExitStack() as stack:
+        if draws:
+            stack.enter_context(one_draws)
+        before = torch.default_generator.get_state() if draws else None
         if str(torch.get_default_device()) != graph.default_device:
             stack.enter_context(torch.device(graph.default_device))
         try:

@@ -6,7 +6,9 @@ here the request is translated into positions and values, and the result read ba
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from attrs import define, evolve, field
 
 from .._core.graph import Graph
 from .._core.node import Call, Ref, State
-from .._core.pure import same_content
+from .._core.pure import same_content, standing
 from .._core.trees import leaves, thaw
 from ..errors import NotDifferentiable, ReplaylensError, StaleValue
 from .function import as_function
@@ -72,7 +74,7 @@ def replay(record: Record, request: Request, resolve: Callable[[Any], At]) -> Ru
         departed(departure)
     env = list(code.template)
     needed.fill(record, request, env)
-    with recorded_world(code.draws, graph):
+    with recorded_world(code.draws, graph), _as_running(departed, request.changed):
         interpret(code, env)
     kept = wanted | request.keep
 
@@ -219,22 +221,18 @@ def _compiled(record: Record, request: Request, wanted: frozenset[int], mode: Mo
                 f"the patch at {unreached[0]} would do nothing: {graph.nodes[request.to].name}, which is asked for, "
                 "does not need it."
             )
-        box: dict[str, Any] = {}
         patches = {
-            p: tuple([(c.tree, _boxed(box, p, n)) for n, c in enumerate(changes)])
+            p: tuple([(c.tree, _patch_of_now(p, n)) for n, c in enumerate(changes)])
             for p, changes in request.changed.items()
         }
-        boxed_mode = Mode(mode.grad, mode.fresh, lambda departure: box["departed"](departure))
+        boxed_mode = Mode(mode.grad, mode.fresh, lambda departure: _running.stack[-1][0](departure))
         code = compile_plan(graph, made, record.draws, boxed_mode, patches, lambda ref: record.value(ref))
         refs = [ref for position in made.supply for ref in _refs_of(graph.nodes[position])]
         needed = _Supply(refs, [code.slots[ref] for ref in refs], request)
         if len(record.plans) >= 64:
             record.plans.pop(next(iter(record.plans)))
-        entry = record.plans[key] = (code, needed, box)
-    code, needed, box = entry
-    box["departed"] = mode.on_departure
-    box["patches"] = request.changed
-    return code, needed
+        entry = record.plans[key] = (code, needed)
+    return entry
 
 
 class _Supply:
@@ -261,8 +259,27 @@ class _Supply:
             env[slot] = value
 
 
-def _boxed(box: dict[str, Any], position: int, number: int) -> Callable[..., Any]:
-    return lambda value: box["patches"][position][number](value)
+class _Running(threading.local):
+    """What the replays that run in this thread are for, the innermost last: cached code looks its patches up here."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[Callable[[Departure], None], dict[int, tuple[Change, ...]]]] = []
+
+
+_running = _Running()
+
+
+@contextmanager
+def _as_running(departed: Callable[[Departure], None], changed: dict[int, tuple[Change, ...]]) -> Iterator[None]:
+    _running.stack.append((departed, changed))
+    try:
+        yield
+    finally:
+        _running.stack.pop()
+
+
+def _patch_of_now(position: int, number: int) -> Callable[..., Any]:
+    return lambda value: _running.stack[-1][1][position][number](value)
 
 
 def _known(record: Record, request: Request) -> bytearray:
@@ -298,25 +315,11 @@ def _supply(record: Record, request: Request, ref: Ref) -> Any:
             return live
         if not any(ref.node == address for address, _ in _changed_nodes(record.graph)):
             raise StaleValue(_stale_text(record.graph, ref))
-        return Standing.apply(live, recorded)  # type: ignore[no-untyped-call]
+        return standing(live, recorded)
     value = record.value(ref)
     if request.grad and value.is_inference():
         return value.clone()
     return value if ref.node in record.live or (request.grad and value.is_leaf) else as_leaf(value)
-
-
-class Standing(torch.autograd.Function):
-    """A parameter as it was before the forward wrote it: the old value, the gradient goes to the parameter."""
-
-    @staticmethod
-    def forward(ctx: Any, live: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
-        """The recorded value."""
-        return recorded.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        """To the parameter, unchanged."""
-        return grads[0], None
 
 
 def _changed_nodes(graph: Graph) -> list[tuple[str, Ref]]:
@@ -342,6 +345,11 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _require_differentiable(record: Record, request: Request) -> None:
+    if request.grad and record.graph.asks_gradient and not record.graph.ambient.grad:
+        raise NotDifferentiable(
+            "the model asks whether tensors need gradients, and was captured where none did. Capture it with gradients "
+            "on."
+        )
     if request.grad and record.graph.asks_gradient:
         for position, tensor in request.given.items():
             recorded = record.values[Ref(record.graph.nodes[position].name)]

@@ -85,6 +85,7 @@ def new_inputs(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
     recorded, new = dict(paths(graph.inputs)), dict(paths(tree))
     by_name = {node.name: node.meaning for node in graph.input_nodes}
     found: dict[int, torch.Tensor] = {}
+    given: dict[str, torch.Tensor] = {}
     if at := _other_container(graph.inputs, tree):
         where, one, other = at
         raise InputMismatch(
@@ -96,6 +97,12 @@ def new_inputs(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
         if isinstance(one, Ref) and isinstance(other, _Given):
             meaning, tensor = by_name[one.node], tensors[other.number]
             _require_same(path, meaning, tensor)
+            before = given.setdefault(one.node, tensor)
+            if before is not tensor and not _same_memory(before, tensor):
+                raise InputMismatch(
+                    f"the input at {_path(path)} was the very same tensor as another input when the program was recorded, "
+                    "and is another one now. Give one tensor twice, or capture again with two."
+                )
             found[graph.positions[one.node]] = _with_strides(tensor, meaning)
         elif isinstance(one, Ref) or isinstance(other, _Given) or not _same_literal(one, other):
             raise InputMismatch(
@@ -131,6 +138,10 @@ def _named(tree: Branch) -> list[tuple[Any, Any]]:
 @frozen
 class _Given:
     number: int
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
 
 
 def _same_literal(one: Any, other: Any) -> bool:
