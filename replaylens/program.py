@@ -151,7 +151,7 @@ class Program:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
-        return pytree.tree_map(lambda tensor: tensor.detach().clone(), self)  # type: ignore[no-any-return]
+        return pytree.tree_map(lambda tensor: tensor.detach().clone(), self)
 
     def __repr__(self) -> str:
         return f"<Program of {self.model_name}: {len(self.graph.calls)} calls, {len(self._atlas.order)} layers>"
@@ -195,7 +195,7 @@ class Program:
         start = self._at(from_) if from_ is not None else None
         if start and (inputs or named_inputs):
             raise ReplaylensError(
-                "from_= begins at a recorded value; new inputs change what comes before it. Give one of them."
+                "from_= begins at a recorded value, and new inputs change what comes before it. Give one."
             )
         changed, ends = self._patches(patch, start)
         request = Request(

@@ -22,7 +22,7 @@ from .._core.text import where as text_of
 from .._core.trees import freeze_deep, leaves, thaw
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite, UnsupportedModel
 from .builder import Handle, Recording, SourceRecord, is_torch_code, last_name, line_of, version_of
-from .origins import Origins, dated
+from .origins import Origins, dated, reaches_scripts
 from .recorder import NeedsDeepLook
 from .scopes import listening
 from .storage import Entry
@@ -67,6 +67,7 @@ def record(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unknown: s
 def _look(model: Any, args: Any, kwargs: Any, recording: Recording, deep: bool, unknown: str) -> Captured:
     origins = Origins(model)
     _require_ready(origins)
+    deep = deep or reaches_scripts(origins)
     with ExitStack() as stack:
         date = stack.enter_context(dated())
         tracer = Tracer(recording, origins, date, deep, unknown)

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -24,43 +24,51 @@ from .scopes import addresses, module_table
 
 _lock = threading.Lock()
 _running = 0
-_epoch = 0
+_froze = False
+
+
+class Date:
+    """A moment, to tell which objects are older: what the collector had set aside by then, or listed at it."""
+
+    def __init__(self, listed: list[Any] | None) -> None:
+        self.listed = listed  # held, so that no new object can take an old one's place in memory
+        self.ids = frozenset(map(id, listed)) if listed is not None else frozenset()
 
 
 @contextmanager
-def dated() -> Iterator[int]:
+def dated() -> Iterator[Date]:
     """Within, it can be told which objects are older. Gives the date, to be handed to `is_older`.
 
     What exists now is moved to the collector's permanent generation: a list splice. What it lists afterwards is newer.
+    Where something lies there already (another capture runs, or the user froze the collector) what is listed is noted.
     """
-    global _running, _epoch
+    global _running, _froze
     with _lock:
-        usable = gc.get_freeze_count() == 0 if _running == 0 else True
-        _epoch += 1
+        mine = _running == 0 and gc.get_freeze_count() == 0
         _running += 1
-        date = _epoch if usable else -1
-        if usable:
+        if mine:
             gc.freeze()
+            _froze = True
+        date = Date(None if mine else gc.get_objects())
     try:
         yield date
     finally:
         with _lock:
             _running -= 1
-            if _running == 0 and usable:
+            if _running == 0 and _froze:
                 gc.unfreeze()
+                _froze = False
 
 
-def is_older(thing: Any, date: int) -> bool:
-    """Did this object exist at the date? False also where that cannot be told, as when another capture began since."""
-    if date != _epoch:
-        return False
-    return not any(other is thing for other in gc.get_objects())
+def is_older(thing: Any, date: Date) -> bool:
+    """Did this object exist at the date?"""
+    return id(thing) in date.ids or not any(other is thing for other in gc.get_objects())
 
 
 def thread_marks() -> tuple[Any, ...]:
     """What changes when a thread is started, or when a pool's workers may have worked."""
     pools = sys.modules.get("concurrent.futures.thread")
-    workers = len(getattr(pools, "_threads_queues", ())) if pools is not None else 0
+    workers = sum(thread.is_alive() for thread in list(getattr(pools, "_threads_queues", ())))
     counter = getattr(threading, "_counter", None)  # of the names that threads are given
     return repr(getattr(counter, "__self__", counter)), threading.active_count(), workers or None
 
@@ -155,6 +163,38 @@ class Origins:
             return tuple(holders.get(id(value), ())) if value is not None else ()
 
         return aliases
+
+
+def reaches_scripts(origins: Origins) -> bool:
+    """Does the code of the model's modules name a TorchScript function? A function mode sees nothing of such a call."""
+    kinds: set[Any] = {type(module) for module, _, _ in origins.table}
+    return any(_names_scripts(kind) for kind in kinds)
+
+
+@lru_cache(maxsize=4096)
+def _names_scripts(kind: Any) -> bool:
+    for cls in kind.__mro__:
+        if cls.__module__.startswith("torch."):
+            break
+        functions = [value for value in vars(cls).values() if isinstance(value, FunctionType)]
+        if any(_calls_script(function, 3, set()) for function in functions):
+            return True
+    return False
+
+
+def _calls_script(function: Any, depth: int, seen: set[int]) -> bool:
+    """Is a ScriptFunction among the globals that a function names, or that those name in their turn?"""
+    if id(function) in seen:
+        return False
+    seen.add(id(function))
+    for name in function.__code__.co_names:
+        value = function.__globals__.get(name)
+        if isinstance(value, torch.jit.ScriptFunction):
+            return True
+        is_users = isinstance(value, FunctionType) and not (value.__module__ or "").startswith("torch")
+        if depth and is_users and _calls_script(value, depth - 1, seen):
+            return True
+    return False
 
 
 def _modules_of(model: Any) -> Iterator[nn.Module]:

@@ -21,7 +21,7 @@ from .._core.target import Target
 from .._core.trees import freeze
 from ..errors import CaptureError, UnknownOrigin
 from .builder import CallRecord, Handle, Recording, Site, SourceRecord, user_line, version_of
-from .origins import Origins, is_older, thread_marks
+from .origins import Date, Origins, is_older, thread_marks
 from .randomness import Draws
 from .rules import Rule
 from .scopes import user_site
@@ -46,7 +46,7 @@ class NeedsDeepLook(BaseException):
 class Recorder(TorchFunctionMode):
     """What the parts of a capture share: the recording, the memory, and where the model is."""
 
-    def __init__(self, recording: Recording, origins: Origins, date: int, deep: bool, unknown: str) -> None:
+    def __init__(self, recording: Recording, origins: Origins, date: Date, deep: bool, unknown: str) -> None:
         super().__init__()
         self.recording = recording
         self.memory = Memory(recording)
@@ -311,8 +311,6 @@ class Recorder(TorchFunctionMode):
             return self.source("constant", tensor, "made outside torch")
         if self.deep and tensor.dim() == 0 and not tensor.requires_grad and self._is_alone():
             return self.source("constant", tensor, "a number that a script made a tensor")
-        if self.deep and tensor.grad_fn is None and tensor.is_leaf and self._is_alone():
-            return self.source("constant", tensor, "older than the capture, as far as can be seen")
         if self.unknown == "constant":
             return self.source("constant", tensor, "of unknown origin, taken for a constant")
         if not self.deep:
@@ -328,7 +326,7 @@ class Recorder(TorchFunctionMode):
         root, plain = base.root, (torch.Tensor, nn.Parameter)
         self.recording.aliased |= base.version > 0 and self.memory.is_input(base)
         steps: tuple[Any, ...] = ()
-        if (tensor.shape, tensor.stride(), tensor.storage_offset()) != (
+        if tensor.dtype != root.dtype or (tensor.shape, tensor.stride(), tensor.storage_offset()) != (
             root.shape,
             root.stride(),
             root.storage_offset(),
@@ -336,7 +334,7 @@ class Recorder(TorchFunctionMode):
             steps = (geometry_step(tensor, base),)
         if (
             isinstance(tensor, nn.Parameter)
-            or (tensor.is_leaf and tensor.requires_grad)
+            or (_grad_enabled() and tensor.is_leaf and tensor.requires_grad)
             or (_grad_enabled() and root.requires_grad > tensor.requires_grad)
         ):
             steps = (*steps, step_tree(torch.Tensor.detach, (Hole.HERE,), None, (), _grad_enabled()))
@@ -381,7 +379,7 @@ class Recorder(TorchFunctionMode):
         watch = self.watch
         if _dispatch_modes() != self.outer_modes + (watch is not None and watch.entered and not watch.handling):
             raise CaptureError(f"a dispatch mode of the model's own is on; what it does cannot be seen.{self.where()}")
-        hooks = _saved_hooks(False)
+        hooks: Any = _saved_hooks(False)
         if hooks is not None and not hooks[0].__module__.startswith("torch."):
             self.recording.one_way.append("saved_tensors_hooks")
         if key[2]:

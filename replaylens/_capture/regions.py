@@ -43,15 +43,16 @@ class AtenWatch(TorchDispatchMode):
         kwargs = kwargs or {}
         self.handling += 1
         try:
-            if (
-                self.tracer.in_leaf
-                or isinstance(func, torch._ops.HigherOrderOperator)
-                or torch._C._len_torch_function_stack()
-            ):
+            if self.tracer.in_leaf or isinstance(func, torch._ops.HigherOrderOperator) or _function_mode_sees():
                 return func(*args, **kwargs)  # beneath a recorded call, or about to be seen by the function mode
             return self.tracer.aten(func, args, kwargs)
         finally:
             self.handling -= 1
+
+
+def _function_mode_sees() -> bool:
+    """Will the function mode see a call that is made now?"""
+    return bool(torch._C._len_torch_function_stack() and torch._C._is_torch_function_enabled())
 
 
 def watched(tracer: Recorder, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ from .._core.trees import ATOMS, freeze, freeze_deep
 from ..errors import ReplaylensError, UnannouncedWrite
 from .builder import CallRecord, GuardRecord, Handle, Recording, ScopeRecord, Site, is_torch_code, version_of
 from .opening import opened
-from .origins import Origins
+from .origins import Date, Origins
 from .recorder import NeedsDeepLook, Recorder, tensors_in
 from .regions import AtenWatch, apply_call, backward_call, differentiate_call, watched
 from .rules import How, Rule, rule_of
@@ -43,7 +43,7 @@ _Tensor, _Parameter = torch.Tensor, nn.Parameter
 class Tracer(Recorder):
     """One capture of one thread."""
 
-    def __init__(self, recording: Recording, origins: Origins, date: int, deep: bool, unknown: str) -> None:
+    def __init__(self, recording: Recording, origins: Origins, date: Date, deep: bool, unknown: str) -> None:
         super().__init__(recording, origins, date, deep, unknown)
         self.watch = AtenWatch(self) if deep else None
 

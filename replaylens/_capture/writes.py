@@ -40,6 +40,12 @@ def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, tar
             recorder.memory.entry(tensor)
     for base in bases:
         recorder.memory.share(base)
+    if any(step.items[0].function is standing for entry in entries for step in entry.steps):
+        raise CaptureError(
+            f"`{rule.kind}` writes a tensor that needs gradients and was given other memory by "
+            f"`.data =`.{recorder.where()}\n"
+            "Where its gradient goes cannot be said. Write before the assignment, or assign a copy."
+        )
     record = _write_record(recorder, func, args, kwargs, targets, entries, bases, draw.draws is not None)
     geometry = [geometry_of(target) for target in targets]
     counters = [version_of(base.root) for base in bases]

@@ -227,7 +227,7 @@ def standing(place: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
     """What `place.data = content` makes of a tensor: the new content, the gradient goes where it went."""
     if not place.requires_grad or place.shape != content.shape:
         return content.detach()
-    return _Standing.apply(place, content)  # type: ignore[no-any-return, no-untyped-call]
+    return _Standing.apply(place, content)  # type: ignore[no-untyped-call]
 
 
 def fill_new(function: Target, dtypes: tuple[torch.dtype, ...], args: Any, kwargs: dict[str, Any]) -> Any:

@@ -78,6 +78,7 @@ class Mode:
 
     grad: bool = False
     fresh: bool = False
+    is_traced: bool = False  # torch.compile may look at it
     on_departure: Callable[[Departure], None] | None = None
 
 
@@ -240,6 +241,8 @@ def reader(
     if plain and len(flat) == len(found):
         if not flat:
             return (lambda env: ()), function
+        if mode.is_traced:  # the compiler does not know itemgetters
+            return partial(_pick, tuple(flat)), function
         if len(flat) == 1:
             return itemgetter(slice(flat[0], flat[0] + 1)), function  # a list of one, to be starred like a tuple
         return itemgetter(*flat), function
@@ -257,6 +260,10 @@ def reader(
         return function(*args, **kwargs, **more)
 
     return read, call
+
+
+def _pick(slots: tuple[int, ...], env: Env) -> list[Any]:
+    return [env[slot] for slot in slots]
 
 
 def _same(leaf: Any) -> Any:

@@ -66,7 +66,7 @@ def replay(record: Record, request: Request, resolve: Callable[[Any], At]) -> Ru
 
     graph = record.graph
     request = _without_idle(record, request)
-    mode = Mode(request.grad, request.fresh, departed)
+    mode = Mode(request.grad, request.fresh, on_departure=departed)
     wanted = _wanted(graph, request)
     code, needed = _compiled(record, request, wanted, mode)
     _require_differentiable(record, request)
@@ -225,7 +225,7 @@ def _compiled(record: Record, request: Request, wanted: frozenset[int], mode: Mo
             p: tuple([(c.tree, _patch_of_now(p, n)) for n, c in enumerate(changes)])
             for p, changes in request.changed.items()
         }
-        boxed_mode = Mode(mode.grad, mode.fresh, lambda departure: _running.stack[-1][0](departure))
+        boxed_mode = Mode(mode.grad, mode.fresh, on_departure=lambda departure: _running.stack[-1][0](departure))
         code = compile_plan(graph, made, record.draws, boxed_mode, patches, lambda ref: record.value(ref))
         refs = [ref for position in made.supply for ref in _refs_of(graph.nodes[position])]
         needed = _Supply(refs, [code.slots[ref] for ref in refs], request)
@@ -377,7 +377,7 @@ def function_of(record: Record, inputs: list[int], outputs: list[int] | None, gr
     def departed(departure: Departure) -> None:
         raise diverged(departure)
 
-    mode = Mode(grad, False, departed)
+    mode = Mode(grad, is_traced=True, on_departure=departed)
     known = bytearray([1 if not isinstance(node, Call) or _saved(record, node) else 0 for node in graph.nodes])
     for position in inputs:
         known[position] = 1
@@ -392,14 +392,24 @@ def function_of(record: Record, inputs: list[int], outputs: list[int] | None, gr
         for ref in _refs_of(graph.nodes[position])
     }
 
+    trees = [graph.output] if outputs is None else [result_of(graph.nodes[position]) for position in outputs]
+    read = [_reader(tree, code.slots) for tree in trees]
+
     def finish(env: list[Any]) -> Any:
-        get = lambda leaf: env[code.slots[leaf]] if type(leaf) is Ref else leaf  # noqa: E731
-        if outputs is None:
-            return thaw(graph.output, get)
-        values = [thaw(result_of(graph.nodes[position]), get) for position in outputs]
-        return values[0] if len(values) == 1 else tuple(values)
+        return read[0](env) if len(read) == 1 else tuple([one(env) for one in read])
 
     return as_function(code, supplied, slots, finish, graph, _watch(record, made.supply, inputs))
+
+
+def _reader(tree: Any, slots: dict[Ref, int]) -> Callable[[list[Any]], Any]:
+    """How a tree of Refs is read from the env; plain ones in a way that the compiler can follow."""
+    if type(tree) is Ref:
+        slot = slots[tree]
+        return lambda env: env[slot]
+    if type(tree) is tuple and all(type(item) is Ref for item in tree):
+        several = [slots[item] for item in tree]
+        return lambda env: tuple([env[slot] for slot in several])
+    return lambda env: thaw(tree, lambda leaf: env[slots[leaf]] if type(leaf) is Ref else leaf)
 
 
 def _watch(record: Record, supply: tuple[int, ...], inputs: list[int]) -> Callable[[], None]:

@@ -100,8 +100,8 @@ def new_inputs(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
             before = given.setdefault(one.node, tensor)
             if before is not tensor and not _same_memory(before, tensor):
                 raise InputMismatch(
-                    f"the input at {_path(path)} was the very same tensor as another input when the program was recorded, "
-                    "and is another one now. Give one tensor twice, or capture again with two."
+                    f"the input at {_path(path)} was the very same tensor as another input when the program was "
+                    "recorded, and is another one now. Give one tensor twice, or capture again with two."
                 )
             found[graph.positions[one.node]] = _with_strides(tensor, meaning)
         elif isinstance(one, Ref) or isinstance(other, _Given) or not _same_literal(one, other):
@@ -121,7 +121,7 @@ def _other_container(one: Any, other: Any, at: tuple[Any, ...] = ()) -> tuple[tu
     kinds = [tree.kind if isinstance(tree, Branch) else tuple if type(tree) is tuple else None for tree in (one, other)]
     if kinds[0] is None or kinds[1] is None:
         return None
-    if kinds[0] is not kinds[1]:
+    if _class_name(kinds[0]) != _class_name(kinds[1]):
         return at, f"a {kinds[0].__name__}", f"a {kinds[1].__name__}"
     if isinstance(one, Branch):
         pairs = [(key, item, dict(_named(other)).get(key, None)) for key, item in _named(one)]
@@ -129,6 +129,10 @@ def _other_container(one: Any, other: Any, at: tuple[Any, ...] = ()) -> tuple[tu
         pairs = [(number, a, b) for number, (a, b) in enumerate(zip(one, other, strict=False))]
     found = (_other_container(a, b, (*at, key)) for key, a, b in pairs)
     return next((place for place in found if place is not None), None)
+
+
+def _class_name(kind: type) -> tuple[str, str]:
+    return kind.__module__, kind.__qualname__  # a class that was defined again is the same to a user
 
 
 def _named(tree: Branch) -> list[tuple[Any, Any]]:
