@@ -25,7 +25,7 @@ from ._core.trees import freeze_deep, leaves, thaw
 from ._lens.layers import Atlas, Layer, Place
 from ._lens.summary import as_html, summary
 from ._replay.convert import move, rerun
-from ._replay.replay import Record, detached, function_of, replay, version
+from ._replay.replay import Record, Versions, detached, function_of, replay, version
 from ._replay.request import At, Change, Request, as_patch, new_inputs, new_state
 from ._replay.run import Run
 from .errors import CaptureError, NoSuchLayer, NotSaved, ReplaylensError
@@ -324,7 +324,7 @@ def record_of(captured: Captured, made: Frozen) -> Record:
             values[Ref(node.name)] = (
                 value if value.is_inference() else value.detach().requires_grad_(value.requires_grad)
             )
-    versions = {ref: recording.versions[handle] for ref, handle in made.handles.items()}
+    versions = Versions((ref, recording.versions[handle]) for ref, handle in made.handles.items())
     return Record(graph, values, versions, recording.draws, live)
 
 
@@ -353,7 +353,7 @@ def _flatten(program: Program) -> tuple[list[Any], Any]:
 def _unflatten(tensors: Iterable[Any], context: Any) -> Program:
     record, refs, _, history = context
     values = dict(zip(refs, tensors, strict=True))
-    versions = {ref: version(tensor) if isinstance(tensor, torch.Tensor) else -1 for ref, tensor in values.items()}
+    versions = Versions((ref, version(t) if isinstance(t, torch.Tensor) else -1) for ref, t in values.items())
     get = lambda leaf: values[leaf] if type(leaf) is Ref else leaf  # noqa: E731
     return Program(
         _record=Record(record.graph, values, versions, record.draws),

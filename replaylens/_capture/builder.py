@@ -8,6 +8,7 @@ Handles. Nothing is named or frozen while the model runs: the forward pays for o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -229,7 +230,7 @@ def _node(
 ) -> Node:
     if isinstance(record, SourceRecord):
         return _source_node(recording, addresses, record, name)
-    meaning = tuple([TensorMeaning.of(recording.values[handle]) for _, handle in parts_of(record.returns)])
+    meaning = _meaning(tuple([recording.values[handle] for _, handle in parts_of(record.returns)]))
     kwargs = record.kwargs or {}
     return Call(
         name=name,
@@ -249,6 +250,17 @@ def _node(
         scope=scopes[record.scope] if record.scope >= 0 else None,
         source=user_line(recording, record.site, record.scope),
     )
+
+
+def _meaning(tensors: tuple[torch.Tensor, ...]) -> tuple[TensorMeaning, ...]:
+    """What is known of some tensors, one object for equal ones: a model has few shapes and many nodes."""
+    found = tuple([TensorMeaning.of(tensor) for tensor in tensors])
+    if len(_meanings) > 65536:
+        _meanings.clear()
+    return _meanings.setdefault(found, found)
+
+
+_meanings: dict[tuple[TensorMeaning, ...], tuple[TensorMeaning, ...]] = {}
 
 
 def _source_node(recording: Recording, addresses: Addresses, record: SourceRecord, name: str) -> Node:
@@ -318,6 +330,7 @@ def user_line(recording: Recording, site: Site | None, scope: int) -> Source | N
     return line_of(own if site is None or is_torch_code(site[0]) else site)
 
 
+@lru_cache(maxsize=65536)
 def line_of(site: Site | None) -> Source | None:
     if site is None:
         return None

@@ -213,18 +213,20 @@ def reshape(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) -
     with torch.enable_grad():
         step = recorder.memory.step(pure, args, kwargs, tensor, ())
     site, source = recorder.site(), entry.handle
-    base, steps, is_root = entry.base, entry.steps, entry.base.root is tensor
+    base, steps = entry.base, entry.steps
     recorder.memory.part_from(tensor)
     out = recorder.run(func, args, kwargs)
     if func.__name__ == "as_strided_":
         steps, step = (), geometry_step(tensor, base)
     handle = recorder.recording.keep(tensor)
-    del is_root
     recorder.memory.look(tensor, base, (*steps, step), handle)
     base.counter = version_of(base.root)
     fill: Callable[[Any], Any] = lambda leaf: source if leaf is Hole.HERE else leaf  # noqa: E731
     reads = [fill(value) for value in step.items[1]]
     recorder.append(step.items[0].function, rule, reads, {}, handle, site, None, False)
+    record = recorder.recording.records[-1]
+    if tensor.requires_grad and isinstance(record, CallRecord):  # it keeps its history, also where gradients are off
+        recorder.recording.records[-1] = record._replace(context=(True, *record.context[1:]))
     return out
 
 

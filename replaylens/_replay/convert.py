@@ -16,7 +16,7 @@ from .._core.trees import leaves, remake, thaw
 from .guards import Departure, diverged
 from .interpreter import Mode, compile_plan, interpret, recorded_world
 from .plan import plan
-from .replay import Record, as_leaf, version
+from .replay import Record, Versions, as_leaf, version
 
 
 def rerun(
@@ -44,7 +44,9 @@ def rerun(
     graph = _as_it_came_out(graph, env, code.slots)
     values = {ref: env[slot] for ref, slot in code.slots.items() if isinstance(env[slot], torch.Tensor)}
     live = {name: tensor for name, tensor in record.live.items() if sources.get(Ref(name)) is tensor}
-    fresh = Record(graph, values, {ref: version(tensor) for ref, tensor in values.items()}, record.draws, live)
+    fresh = Record(
+        graph, values, Versions((ref, version(tensor)) for ref, tensor in values.items()), record.draws, live
+    )
     return fresh, thaw(graph.output, lambda leaf: values[leaf] if type(leaf) is Ref else leaf)
 
 

@@ -7,7 +7,7 @@ here the request is translated into positions and values, and the result read ba
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,16 @@ from .request import At, Change, Request, result_of
 from .run import Run
 
 
+class Versions(dict[Ref, int]):
+    """Torch's write counters of the recorded values: most are zero, and are not kept."""
+
+    def __init__(self, pairs: Iterable[tuple[Ref, int]]) -> None:
+        super().__init__([(ref, count) for ref, count in pairs if count])
+
+    def __missing__(self, ref: Ref) -> int:
+        return 0
+
+
 @define(eq=False)
 class Record:
     """A Graph with what is known of one run of it. Values are kept by reference, with torch's write counter
@@ -35,7 +45,7 @@ class Record:
 
     graph: Graph
     values: dict[Ref, torch.Tensor]
-    versions: dict[Ref, int]
+    versions: Versions
     draws: dict[str, torch.Tensor]
     live: dict[str, torch.Tensor] = field(factory=dict)  # the model's own parameters, by node name
     plans: dict[Any, Any] = field(factory=dict)
