@@ -44,7 +44,7 @@ lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: $(DEV)
+bench: $(ZOO)
 	$(BIN)/python bench/run.py
 
 clean:
