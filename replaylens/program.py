@@ -180,12 +180,13 @@ class Program:
         """Run the program again. Only what a change can reach, and the output needs, is executed.
 
         Without arguments everything runs. `from_` names a layer: what follows it runs, on its recorded value. `patch`
-        gives other values on the way: `{"relu_3": tensor or function}`; with `from_`, a bare tensor or function is for
-        that layer. New inputs of the recorded shapes, or other parameters (`state={"fc.weight": w}`), may be given.
-        `to` stops early. `keep="all"` holds every value; else what `run[name]` asks for is computed again. With
-        `grad=True` gradients flow to inputs, to patches and to the model's own parameters, as through the model. A
-        replay whose change makes the model read another value in Python (`if x.sum() > 0`) raises `DivergedReplay`;
-        `on_divergence="ignore"` goes on along the recorded path and says so in `run.diverged`.
+        gives other values on the way: `{"relu_3": tensor}`, a function of the old value, or a layer of another program;
+        with `from_`, a bare one is for that layer. New inputs of the recorded shapes, or other parameters
+        (`state={"fc.weight": w}`), may be given. `to` stops early. `keep="all"` holds every value; else what
+        `run[name]` asks for is computed again. With `grad=True` gradients flow to inputs, to patches and to the model's
+        own parameters, as through the model. A replay whose change makes the model read another value in Python
+        (`if x.sum() > 0`) raises `DivergedReplay`; `on_divergence="ignore"` goes on along the recorded path and says so
+        in `run.diverged`.
         """
         _require_choice("rng", rng, ("replay", "fresh"))
         _require_choice("on_divergence", on_divergence, ("raise", "ignore"))
@@ -290,7 +291,7 @@ class Program:
         else:
             pairs = [(self._at(name), what) for name, what in (patch or {}).items()]
         for at, what in pairs:
-            made = as_patch(self.graph, at, what)
+            made = as_patch(self.graph, at, what.value if isinstance(what, Layer) else what)
             before = changed.get(at.position, ())
             if at.output in ends or (at.output is None and any(_overlap(made, other) for other in before)):
                 raise ReplaylensError(f"two patches for {self.graph.nodes[at.position].name}. Give one.")

@@ -33,7 +33,20 @@ def code(graph: Graph) -> str:
     for address, ref in graph.changes:
         lines.append(f"    # the model writes {address} <- {ref}")
     lines.append(f"    return {expression(graph.output)}")
-    return "\n".join(lines)
+    return _without_paths("\n".join(lines), graph)
+
+
+def _without_paths(text: str, graph: Graph) -> str:
+    """A call that wrote in place gives what it wrote and the memory that it wrote to: two names, not two paths."""
+    for call in graph.calls:
+        one_base = call.target.function is mutate and len(call.args[1]) == 1
+        if one_base and call.result in (None, Ref(call.name, (1, 0))):
+            name = identifier(call.name)
+            text = text.replace(f"{name}[1][0]", name)
+            if f"{name}[2][0]" in text:
+                text = text.replace(f"{name}[2][0]", f"{name}_base")
+                text = text.replace(f"    {name} = ", f"    {name}, {name}_base = ")
+    return text
 
 
 def line(node: Node) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from attrs import evolve, field, frozen
 
 from .._core.graph import Graph
-from .._core.node import Call, Node, Ref, Source
+from .._core.node import Call, Input, Node, Ref, Source, State
 from .._core.text import line
 from .._core.trees import leaves
 from ..errors import NoSuchLayer
@@ -59,7 +59,7 @@ class Layer:
         if self._place.output is not None:
             return "output"
         node = self.node
-        return node.kind if isinstance(node, Call) else self.label.split("_")[0] if "_" in self.label else "parameter"
+        return node.kind if isinstance(node, (Call, State)) else "input" if isinstance(node, Input) else "constant"
 
     @property
     def value(self) -> Any:
