@@ -245,3 +245,8 @@ def test_a_torch_function_written_in_python_is_opened_into_its_builtins():
     prog = rl.capture(lambda x: F.normalize(torch.relu_(x + 1)), torch.ones(2, 3))
     types = [layer.layer_type for layer in prog.layers]
     assert types == ["input", "add", "relu", "linalgvectornorm", "clampmin", "expandas", "div", "output"]
+
+
+def test_a_parameter_is_one_whatever_it_is_called():
+    prog = rl.capture(nn.MultiheadAttention(4, 2).eval(), *[torch.ones(2, 1, 4)] * 3)
+    assert prog["in_proj_weight"].layer_type == "parameter"

@@ -571,3 +571,9 @@ def test_a_replay_that_fails_leaves_nothing_alive():
         prog.replay(x(1), patch={"add_1": lambda value: held.append(weakref.ref(value)) or 1 / 0}, keep="all")
     gc.collect()
     assert held[0]() is None
+
+
+def test_a_layer_of_another_program_is_a_patch():
+    model = mlp()
+    clean, corrupt = rl.capture(model, x()), rl.capture(model, x(1))
+    assert_same(corrupt.replay(patch={"0": clean["0"]}).output, clean.output)

@@ -30,6 +30,10 @@ from .writes import assign, reshape, resize, write
 
 _peek = torch._C._functorch.peek_interpreter_stack
 _grad_enabled = torch.is_grad_enabled
+_inference = torch.is_inference_mode_enabled
+_autocast = torch._C._is_any_autocast_enabled
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_saved_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _aten_detach = torch.ops.aten.detach.default
 _push = torch._C._push_on_torch_function_stack
 _pop = torch._C._pop_torch_function_stack
@@ -158,7 +162,10 @@ class Tracer(Recorder):
             frame = _frame(depth)
             site = (frame.f_code, frame.f_lasti)
         out = func(*args)
-        context, recording = self.context(), self.recording
+        key = (_grad_enabled(), _inference(), _autocast())
+        plain = not key[2] and _saved_hooks(False) is None and _dispatch_modes() == self.outer_modes
+        context = (self.contexts.get(key) if plain else None) or self.context()
+        recording = self.recording
         if type(out) is _Tensor:
             values = recording.values
             handle = Handle(len(values))

@@ -95,6 +95,11 @@ class Graph:
         return (*self.output_refs, *(ref for _, ref in self.changes))
 
     @cached_property
+    def call_marks(self) -> bytearray:
+        """A one for each position that holds a call."""
+        return bytearray([isinstance(node, Call) for node in self.nodes])
+
+    @cached_property
     def calls(self) -> tuple[Call, ...]:
         return tuple([node for node in self.nodes if isinstance(node, Call)])
 

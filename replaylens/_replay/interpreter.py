@@ -91,8 +91,9 @@ def interpret(code: Code, env: Env) -> Env:
                 for row in stretch.rows:
                     read, call, slot, parts, dead = row
                     env[slot] = call(*read(env))
-                    for path, part in parts:
-                        env[part] = _part(env[slot], path)
+                    if parts:
+                        for path, part in parts:
+                            env[part] = _part(env[slot], path)
                     for slot in dead:
                         env[slot] = None
         except Exception as error:

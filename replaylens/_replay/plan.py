@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from attrs import frozen
 
 from .._core.graph import Graph
-from .._core.node import Call
 
 
 @frozen
@@ -49,9 +48,10 @@ def plan(
     dirty = _below(graph, changed)
     guards = _guards(graph, dirty, frozenset(changed), rerun_all, until)
     ends = set(wanted) | {graph.positions[ref.node] for number in guards for ref in graph.guards[number].refs}
-    if rerun_all:
-        ends.update(p for p, node in enumerate(graph.nodes) if isinstance(node, Call))
-    run, supply = _needed(graph, ends, known_marks, dirty, frozenset(changed), replaced, rerun_all)
+    if rerun_all and not replaced:
+        run, supply = bytearray(graph.call_marks), _sources(graph, ends)
+    else:
+        run, supply = _needed(graph, ends, known_marks, dirty, frozenset(changed), replaced, rerun_all)
     patch = tuple(p for p in changed if run[p] or supply[p] or p in replaced)
     kept = frozenset(keep) | frozenset(wanted)
     return Plan(
@@ -90,6 +90,12 @@ def _guards(
     return tuple(found)
 
 
+def _sources(graph: Graph, ends: set[int]) -> bytearray:
+    """Marks of everything that is no call and that something reads."""
+    calls, users = graph.call_marks, graph.users
+    return bytearray([not call and (bool(users[p]) or p in ends) for p, call in enumerate(calls)])
+
+
 def _needed(
     graph: Graph,
     ends: set[int],
@@ -106,7 +112,7 @@ def _needed(
         position = stack.pop()
         if run[position] or supply[position] or position in replaced:
             continue
-        is_call = isinstance(graph.nodes[position], Call)
+        is_call = graph.call_marks[position]
         usable = known[position] and not dirty[position] and (not rerun_all or not is_call)
         if usable or not is_call:
             supply[position] = 1

@@ -82,8 +82,7 @@ def replay(record: Record, request: Request, resolve: Callable[[Any], At]) -> Ru
     _require_differentiable(record, request)
     for departure in _misdirected(graph, request):
         departed(departure)
-    env = list(code.template)
-    needed.fill(record, request, env)
+    env = needed.begin(record, request, code)
     with recorded_world(code.draws, graph), _as_running(departed, request.changed):
         interpret(code, env)
     kept = wanted | request.keep
@@ -253,20 +252,24 @@ class _Supply:
         self.kept: tuple[list[torch.Tensor], list[int], list[Any]] | None = None
         self.is_steady = not request.given and not request.grad
 
-    def fill(self, record: Record, request: Request, env: list[Any]) -> None:
+    def begin(self, record: Record, request: Request, code: Code) -> list[Any]:
+        """The env to begin with."""
         if not self.is_steady:
-            for ref, slot in zip(self.refs, self.slots, strict=True):
-                env[slot] = _supply(record, request, ref)
-            return
+            return self._filled(record, request, code)
         if self.kept is None:
-            values = [_supply(record, request, ref) for ref in self.refs]
-            self.kept = ([record.values[ref] for ref in self.refs], [record.versions[ref] for ref in self.refs], values)
-        tensors, versions, values = self.kept
+            tensors, versions = [record.values[ref] for ref in self.refs], [record.versions[ref] for ref in self.refs]
+            self.kept = tensors, versions, self._filled(record, request, code)
+        tensors, versions, env = self.kept
         if -1 not in versions and [tensor._version for tensor in tensors] != versions:
             for ref in self.refs:
                 record.value(ref)  # raises for the one that was overwritten
-        for slot, value in zip(self.slots, values, strict=True):
-            env[slot] = value
+        return env.copy()
+
+    def _filled(self, record: Record, request: Request, code: Code) -> list[Any]:
+        env = list(code.template)
+        for ref, slot in zip(self.refs, self.slots, strict=True):
+            env[slot] = _supply(record, request, ref)
+        return env
 
 
 class _Running(threading.local):
