@@ -74,10 +74,9 @@ class GuardRecord(NamedTuple):
 
 
 class ScopeRecord(NamedTuple):
-    """A module call: the module, which call of it, inside which other call, from which line."""
+    """A module call: the module, inside which other call, from which line."""
 
     module: torch.nn.Module
-    call: int
     parent: int
     site: Site | None
 
@@ -310,7 +309,9 @@ def _guard(guard: GuardRecord, to_ref: Any, scopes: list[Any]) -> Guard:
 def _scopes(recording: Recording, addresses: Addresses) -> list[Scope | None]:
     """A frozen Scope for each module call; None for the call of the model itself."""
     found: list[Scope | None] = []
+    calls: dict[int, int] = {}
     for record in recording.scopes:
+        call = calls[id(record.module)] = calls.get(id(record.module), 0) + 1
         address = addresses.modules.get(id(record.module))
         if address == "":
             found.append(None)
@@ -318,7 +319,7 @@ def _scopes(recording: Recording, addresses: Addresses) -> list[Scope | None]:
         kind = type(record.module).__name__
         parent = found[record.parent] if record.parent >= 0 else None
         source = user_line(recording, record.site, record.parent)
-        found.append(Scope(address or f"<{kind}>", record.call, kind, parent, source))
+        found.append(Scope(address or f"<{kind}>", call, kind, parent, source))
     return found
 
 

@@ -187,14 +187,13 @@ def _take_inputs(tracer: Tracer, args: Any, kwargs: Any) -> tuple[Any, Any, Any]
 def _take_changes(tracer: Tracer) -> None:
     """Which parameters, buffers and other tensors of the model hold another value than at the start."""
     recording, memory = tracer.recording, tracer.memory
-    addresses, live = set(), memory.live
-    for source in [record for record in recording.records if type(record) is SourceRecord]:
-        kind, first, where, _, tensor = source
+    quiet = not memory.written and not memory.parted and tracer.origins.same_parameters()
+    sources = tracer.stateful if quiet else [r for r in recording.records if isinstance(r, SourceRecord)]
+    addresses = set()
+    for kind, first, where, _, tensor in sources:
         if kind in ("input", "constant"):
             continue
         module, key = where
-        if kind == "parameter" and type(live.get(id(tensor))) is Handle and _held(module, key) is tensor:
-            continue  # the common case: nobody touched it
         addresses.add((id(module), key))
         held = tensor if kind == "attribute" else _held(module, key)
         last = memory.read(held) if held is not None else None

@@ -8,11 +8,13 @@ an error: a value that might depend on the input must never pass for a constant.
 from __future__ import annotations
 
 import gc
+import operator
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
+from itertools import compress
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -28,11 +30,22 @@ _froze = False
 
 
 class Date:
-    """A moment, to tell which objects are older: what the collector had set aside by then, or listed at it."""
+    """A moment, to tell which tensors are older: those that the collector had set aside by then, or listed at it."""
 
-    def __init__(self, listed: list[Any] | None) -> None:
-        self.listed = listed  # held, so that no new object can take an old one's place in memory
-        self.ids = frozenset(map(id, listed)) if listed is not None else frozenset()
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors  # held, so that no new tensor can take an old one's place in memory
+        self.ids = frozenset(map(id, tensors))
+
+
+_KINDS = frozenset((torch.Tensor, nn.Parameter))
+
+
+def _listed_tensors() -> list[torch.Tensor]:
+    """The tensors that the collector lists. In C alone: another thread must not run on while everything is held here,
+    for a tuple that it is building would then be found shared.
+    """
+    things = gc.get_objects()
+    return list(compress(things, map(_KINDS.__contains__, map(type, things))))
 
 
 @contextmanager
@@ -49,7 +62,7 @@ def dated() -> Iterator[Date]:
         if mine:
             gc.freeze()
             _froze = True
-        date = Date(None if mine else gc.get_objects())
+        date = Date([] if mine else _listed_tensors())
     try:
         yield date
     finally:
@@ -60,9 +73,9 @@ def dated() -> Iterator[Date]:
                 _froze = False
 
 
-def is_older(thing: Any, date: Date) -> bool:
-    """Did this object exist at the date?"""
-    return id(thing) in date.ids or not any(other is thing for other in gc.get_objects())
+def is_older(tensor: torch.Tensor, date: Date) -> bool:
+    """Did this tensor exist at the date?"""
+    return id(tensor) in date.ids or not any(map(partial(operator.is_, tensor), gc.get_objects()))
 
 
 def thread_marks() -> tuple[Any, ...]:
@@ -101,6 +114,14 @@ class Origins:
                     if value is tensor and id(running) in self.known_modules:
                         return kind, (running, key)
         return self.whole.get(id(tensor))
+
+    def same_parameters(self) -> bool:
+        """Has every module the parameters that it had when the capture began?"""
+        now: list[Any] = []
+        for module, _, _ in self.table:
+            if parameters := module._parameters:
+                now.extend(parameters.values())
+        return len(now) == len(self.at_start) and all(map(operator.is_, now, self.at_start))
 
     @cached_property
     def start_ids(self) -> frozenset[int]:

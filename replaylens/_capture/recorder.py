@@ -57,7 +57,7 @@ class Recorder(TorchFunctionMode):
         self.draws = Draws(recording.draws)
         recording.put_generators_back = self.draws.put_back
         self.scope = -1
-        self.module_calls: dict[int, int] = {}
+        self.stateful: list[SourceRecord] = []  # buffers and attributes that were read
         self.opened: set[Any] = set()
         self.opened_site: Site | None = None
         self.watch: Any = None
@@ -286,7 +286,10 @@ class Recorder(TorchFunctionMode):
             )
         handle = self.recording.keep(tensor)
         site = self.site() if kind == "constant" else None
-        self.recording.records.append(_tuple(SourceRecord, (kind, handle, where, site, tensor)))
+        record = SourceRecord(kind, handle, where, site, tensor)
+        self.recording.records.append(record)
+        if kind in ("buffer", "attribute"):
+            self.stateful.append(record)
         self.memory.live[id(tensor)] = handle
         return handle
 

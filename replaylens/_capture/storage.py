@@ -66,6 +66,7 @@ class Memory:
     looked_at: int = 0
     sources: dict[int, list[SourceRecord]] = field(factory=dict)  # inputs, state and constants, by storage
     shared_to: int = 0
+    parted: bool = False  # a tensor object was given another geometry or other memory
     written: list[Handle] = field(factory=list)  # the first values of bases, once for each write
     bases: dict[int, Base] = field(factory=dict)
     keep_alive: list[Any] = field(factory=list)
@@ -297,6 +298,7 @@ class Memory:
 
     def part_from(self, tensor: torch.Tensor) -> None:
         """Before a tensor object gets another geometry or storage: its recorded values go on in an alias."""
+        self.parted = True
         known = self.live.get(id(tensor))
         held = known.base.held if isinstance(known, Entry) else []
         plain = [known] if type(known) is Handle else []

@@ -364,11 +364,9 @@ class Tracer(Recorder):
     def module_call(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A module runs: what happens until it returns lies in its scope."""
         recording, outer, outer_site = self.recording, self.scope, self.opened_site
-        calls, scopes, key = self.module_calls, recording.scopes, id(module)
-        number = calls[key] = calls.get(key, 0) + 1
-        frame = _frame(2)
+        scopes, frame = recording.scopes, _frame(2)
         self.scope = index = len(scopes)
-        scopes.append(_tuple(ScopeRecord, (module, number, outer, (frame.f_code, frame.f_lasti))))
+        scopes.append(_tuple(ScopeRecord, (module, outer, (frame.f_code, frame.f_lasti))))
         self.opened_site = None
         records = len(recording.records)
         try:
