@@ -25,6 +25,7 @@ from .builder import Handle, Recording, SourceRecord, is_torch_code, last_name, 
 from .origins import Origins, dated, reaches_scripts
 from .recorder import NeedsDeepLook
 from .scopes import listening
+from .snapshot import Dice, Snapshot
 from .storage import Entry
 from .tracer import Tracer
 
@@ -40,9 +41,9 @@ class Captured:
 def record(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unknown: str = "raise") -> Captured:
     """Run the model under the tracer. Looks a second time, at every ATen call, if the first was blind to something."""
     _require_supported(model)
-    before = torch.default_generator.get_state()
     compiler_at_start = "torch._dynamo" in sys.modules
     first = Recording(_name_of(model))
+    before = Before(Snapshot(_modules(model), (args, kwargs)), Dice(), torch.default_generator.get_state())
     deep = torch.is_inference_mode_enabled()  # its tensors have no write counters: every write must be seen
     try:
         return _look(model, args, kwargs, first, deep=deep, unknown=unknown)
@@ -250,13 +251,28 @@ def _add_note(error: Exception, tracer: Tracer) -> None:
     error.add_note(f"replaylens: the model raised this after {done} recorded calls{last}{inside}.{where}")
 
 
-def _put_back(recording: Recording, generator: torch.Tensor) -> None:
-    """Undo what a first look wrote to parameters, buffers and inputs, before the second."""
+@frozen(eq=False)
+class Before:
+    """What there was before a first look, besides tensors."""
+
+    snapshot: Snapshot
+    dice: Dice
+    generator: torch.Tensor
+
+
+def _modules(model: Any) -> Iterator[nn.Module]:
+    return model.modules() if isinstance(model, nn.Module) else iter(())
+
+
+def _put_back(recording: Recording, before: Before) -> None:
+    """Undo what a first look changed, before the second."""
+    before.snapshot.put_back()
+    before.dice.put_back()
     recording.put_generators_back()
-    torch.default_generator.set_state(generator)
+    torch.default_generator.set_state(before.generator)
     with torch.no_grad():
         for record in recording.records:
-            if not isinstance(record, SourceRecord) or record.kind == "constant":
+            if not isinstance(record, SourceRecord):
                 continue
             now = _held(*record.where) if record.kind in ("parameter", "buffer") else record.tensor
             first = recording.values[record.returns]

@@ -192,6 +192,13 @@ def reaches_scripts(origins: Origins) -> bool:
     return any(_names_scripts(kind) for kind in kinds)
 
 
+# Constructors and the like that torch functions do not show, as a model names them.
+_HIDDEN = frozenset(
+    """Tensor FloatTensor DoubleTensor HalfTensor BFloat16Tensor LongTensor IntTensor ShortTensor CharTensor ByteTensor
+    BoolTensor DisableTorchFunction DisableTorchFunctionSubclass""".split()
+)
+
+
 @lru_cache(maxsize=4096)
 def _names_scripts(kind: Any) -> bool:
     for cls in kind.__mro__:
@@ -210,7 +217,7 @@ def _calls_script(function: Any, depth: int, seen: set[int]) -> bool:
     seen.add(id(function))
     for name in function.__code__.co_names:
         value = function.__globals__.get(name)
-        if isinstance(value, torch.jit.ScriptFunction):
+        if name in _HIDDEN or isinstance(value, torch.jit.ScriptFunction):
             return True
         is_users = isinstance(value, FunctionType) and not (value.__module__ or "").startswith("torch")
         if depth and is_users and _calls_script(value, depth - 1, seen):

@@ -23,7 +23,7 @@ from ..errors import CaptureError, UnknownOrigin
 from .builder import CallRecord, Handle, Recording, Site, SourceRecord, user_line, version_of
 from .origins import Date, Origins, is_older, thread_marks
 from .randomness import Draws
-from .rules import Rule
+from .rules import PARTING, Rule
 from .scopes import user_site
 from .storage import Base, Entry, Memory, geometry_step, step_tree, storage_key
 
@@ -224,12 +224,13 @@ class Recorder(TorchFunctionMode):
         if source is None:  # it shares memory with something that is no argument
             self.memory.look(tensor, base, (geometry_step(tensor, base),), handle)
             return
-        entry = self.memory.entry(source)
-        name = getattr(func, "__name__", "")
-        if name in ("as_strided", "as_strided_") or (isinstance(func, torch._ops.OpOverload) and "as_strided" in name):
-            steps: tuple[Any, ...] = (geometry_step(tensor, base),)
-        elif part and tensor.layout is torch.strided and tensor.dtype == source.dtype and len(part) == 1:
-            steps = (*entry.steps, self.memory.part_step(source, tensor, name, args, kwargs, part[0]))
+        entry, name = self.memory.entry(source), getattr(func, "__name__", "")
+        plain = tensor.layout is torch.strided and tensor.dtype == source.dtype == base.root.dtype
+        of_several = sum(self.base_of(t) is base for t in tensors) > 1
+        if plain and len(part) == 1 and name in PARTING and not of_several:
+            steps: tuple[Any, ...] = (*entry.steps, self.memory.part_step(source, tensor, name, args, kwargs, part[0]))
+        elif plain and ("as_strided" in name or part or of_several or not any(source is value for value in args)):
+            steps = (geometry_step(tensor, base),)
         else:
             steps = (*entry.steps, self.memory.step(func, args, kwargs, source, part))
         self.memory.look(tensor, base, steps, handle)
@@ -311,7 +312,7 @@ class Recorder(TorchFunctionMode):
         if older:
             return self.source("constant", tensor, "older than the capture")
         if not _owns_memory(tensor) and tensor.grad_fn is None:
-            return self.source("constant", tensor, "made outside torch")
+            return self._from_outside(tensor)
         if self.deep and tensor.dim() == 0 and not tensor.requires_grad and self._is_alone():
             return self.source("constant", tensor, "a number that a script made a tensor")
         if self.unknown == "constant":
@@ -319,6 +320,21 @@ class Recorder(TorchFunctionMode):
         if not self.deep:
             raise NeedsDeepLook
         raise UnknownOrigin(self._unknown_text(tensor))
+
+    def _from_outside(self, tensor: torch.Tensor) -> Handle:
+        """An array of numpy's and its like. What is written to it can be read outside of torch at any time."""
+        twin = self.memory.overlapping(tensor)
+        if twin is not None and (twin.exposed is None or twin.version):
+            raise CaptureError(
+                f"a tensor shares its memory with another one through numpy, dlpack or the like.{self.where()}\n"
+                "Which value is in it when cannot be known. Use torch's own views, or copy."
+            )
+        handle = self.source("constant", tensor, "made outside torch")
+        self.memory.expose(tensor)
+        if twin is not None:
+            self.memory.entry(tensor).base.twin = twin
+            twin.twin = self.memory.entry(tensor).base
+        return handle
 
     def _is_alone(self) -> bool:
         """Did no other thread begin, and is there no pool whose workers may have worked?"""

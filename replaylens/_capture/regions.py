@@ -155,15 +155,18 @@ def _accumulate(tracer: Recorder, tensor: torch.Tensor, old: torch.Tensor | None
 
 
 def _leaves_above(tracer: Recorder, outputs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-    """The leaf tensors that these were computed from and that collect gradients."""
-    producers = _producers(tracer.recording)
-    above = _ancestors(tracer.recording, producers, [tracer.read(output) for output in outputs])
-    found = {}
-    for known in list(tracer.memory.live):
-        tensor = tracer.memory.object_of(known)
-        if tensor is not None and tensor.requires_grad and tensor.is_leaf and int(tracer.read(tensor)) in above:
-            found[id(tensor)] = tensor
-    return tuple(found.values())
+    """The leaf tensors that collect gradients when these are differentiated: autograd's own graph knows."""
+    found: dict[int, torch.Tensor] = {}
+    stack, seen = [output.grad_fn for output in outputs], set()
+    while stack:
+        function = stack.pop()
+        if function is None or function in seen:
+            continue
+        seen.add(function)
+        if hasattr(function, "variable"):
+            found[id(function.variable)] = function.variable
+        stack.extend(below for below, _ in function.next_functions)
+    return tuple([tensor for tensor in found.values() if tracer.memory.read(tensor) is not None])
 
 
 def _stretch(

@@ -95,6 +95,10 @@ INPLACE_OPERATORS = frozenset(
     """__iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__ __ilshift__
     __irshift__ __setitem__ __idiv__ __imatmul__""".split()
 )
+PARTING = frozenset(
+    """unbind split chunk tensor_split hsplit vsplit dsplit split_with_sizes unsafe_split unsafe_chunk
+    unsafe_split_with_sizes""".split()
+)
 STATISTICS = frozenset(
     "batch_norm native_batch_norm _native_batch_norm_legit _batch_norm_impl_index instance_norm".split()
 )

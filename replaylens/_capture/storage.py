@@ -20,7 +20,7 @@ from .._core.pure import Hole, Step, as_strided_from, same_content, take_step
 from .._core.target import Target
 from .._core.trees import Branch, freeze, remake, thaw
 from ..errors import CaptureError
-from .builder import CallRecord, Handle, Recording, SourceRecord, version_of
+from .builder import CallRecord, GuardRecord, Handle, Recording, SourceRecord, version_of
 
 
 @define(eq=False)
@@ -34,6 +34,7 @@ class Base:
     counter: int | None = 0  # torch's own write counter after the last write that was announced
     held: list[Handle] = field(factory=list)  # recorded values that live in this memory
     derived: dict[Any, Handle] = field(factory=dict)  # views of this version
+    twin: Base | None = None  # the same memory under another storage
     exposed: torch.Tensor | None = None  # the content when somebody outside torch got hold of the memory
 
 
@@ -288,7 +289,27 @@ class Memory:
         base.derived.clear()
         base.held.append(handle)
         if base.exposed is not None:
+            if base.twin is not None:
+                raise CaptureError(
+                    "memory that two tensors look at through numpy, dlpack or the like is written. "
+                    "Which of them has which "
+                    "value cannot be known. Use torch's own views, or copy."
+                )
             base.exposed = base.root.detach().clone()
+            position = len(self.recording.records) + 1  # when the call that wrote it is recorded
+            guard = GuardRecord(torch.Tensor.numpy, [handle], {}, None, False, position, -1, None)
+            self.recording.guards.append(guard)
+
+    def overlapping(self, tensor: torch.Tensor) -> Base | None:
+        """A base that looks at the same addresses under another storage."""
+        start, end = _addresses(tensor)
+        for known in list(self.live.values()):
+            other = known.tensor if isinstance(known, Entry) else self.recording.values[known]
+            if other.layout is torch.strided and storage_key(other) is not None:
+                first, last = _addresses(other)
+                if first < end and start < last:
+                    return self.entry(other).base if id(other) in self.live else None
+        return None
 
     def uncount(self, firsts: list[Handle]) -> None:
         """Torch's write counter of these bases tells nothing any more."""
@@ -374,6 +395,15 @@ def geometry_step(tensor: torch.Tensor, base: Base) -> Any:
         )
     args = (Hole.HERE, tuple(tensor.shape), tensor.stride(), shift)
     return step_tree(as_strided_from, args, None, (), torch.is_grad_enabled())
+
+
+def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses that a tensor's storage takes: first, and first after."""
+    try:
+        start = tensor.untyped_storage().data_ptr()
+        return start, start + tensor.untyped_storage().nbytes()
+    except (RuntimeError, NotImplementedError):
+        return 0, 0
 
 
 def _span(tensor: torch.Tensor) -> int:
