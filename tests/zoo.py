@@ -2767,3 +2767,97 @@ def activations(m, x):
 @small(parts=lambda: {"mix": nn.Bilinear(4, 4, 2)})
 def bilinear_and_distances(m, x):
     return m.mix(m.fc(x), x), F.cosine_similarity(m.fc(x), x), torch.cdist(m.fc(x), x), F.pairwise_distance(x, m.fc(x))
+
+
+# ---- views of several tensors, memory that others see, forwards that leave marks --------------------------------------
+
+
+@small
+def meshgrid_of_what_is_written_later(m, x):
+    y = m.fc(x) * 1
+    rows, _ = torch.meshgrid(y[0], y[1], indexing="ij")
+    y[0] = 1.0
+    return rows * 1
+
+
+@small
+def broadcast_of_what_is_written_later(m, x):
+    y = m.fc(x) * 1
+    whole_, row = torch.broadcast_tensors(y, y[:1])
+    y.mul_(2)
+    return whole_ * 1, row * 1
+
+
+@small
+def einsum_view_written(m, x):
+    y = m.fc(x) * 1
+    torch.einsum("ij->ji", y).add_(1)
+    return y
+
+
+@small(escapes=True)
+def numpy_sees_a_later_write(m, x):
+    room = torch.zeros(3, 4)
+    seen = room.numpy()
+    room.copy_(m.fc(x).detach())
+    return x * float(seen.max())
+
+
+@small(escapes=True, refusal="two tensors over one array of numpy's")
+def numpy_seen_through_two_tensors(m, x):
+    room = np.zeros((3, 4), dtype=np.float32)
+    first = torch.from_numpy(room)
+    first += m.fc(x).detach()
+    return m.fc(torch.from_numpy(room))
+
+
+@small(refusal="the old dlpack pair hides its calls")
+def dlpack_pair(m, x):
+    y = m.fc(x).detach()
+    return torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(y)) * 2
+
+
+@small
+def backward_on_a_detached_leaf(m, x):
+    with torch.enable_grad():
+        leaf = m.fc(x).detach().requires_grad_()
+        leaf.square().sum().backward()
+    return leaf.grad + leaf.detach()
+
+
+@small
+def backward_from_what_no_grad_made(m, x):
+    with torch.no_grad():
+        y = m.fc(x)
+    with torch.enable_grad():
+        y.requires_grad_()
+        m.fc(y).sum().backward()
+    m.fc.weight.grad = m.fc.bias.grad = None
+    return y.grad * 2
+
+
+def counted_model(steps):
+    """A model that counts its forwards in Python."""
+
+    def build() -> Case:
+        model = Net(steps, fc=nn.Linear(4, 4))
+        model.forwards, model.seen = 0, []
+        return Case(model, batch(), stateful=True)
+
+    build.__name__ = steps.__name__
+    whole(build)
+    return steps
+
+
+@counted_model
+def counter_and_a_legacy_constructor(m, x):
+    m.forwards += 1
+    m.seen.append(len(m.seen))
+    return m.fc(x) * m.forwards + torch.Tensor([1.0]) * len(m.seen)
+
+
+@counted_model
+def counter_and_a_constructor_that_is_not_named(m, x):
+    m.forwards += 1
+    make = getattr(torch, "Float" + "Tensor")
+    return m.fc(x) * m.forwards + make([1.0]) + random.random()

@@ -178,8 +178,9 @@ def _stretch(
     recording = tracer.recording
     ends, starts = [tracer.read(t) for t in outputs], [tracer.read(t) for t in inputs]
     producers = _producers(recording)
-    above = _ancestors(recording, producers, ends)
-    between = _between(recording, above, starts)
+    leaf_starts = {int(start) for start, tensor in zip(starts, inputs, strict=True) if tensor.is_leaf}
+    above = _ancestors(recording, producers, ends, leaf_starts)
+    between = _between(recording, above, starts, leaf_starts)
     if not between:
         return None
     inside = {int(h) for n in between for _, h in parts_of(recording.records[n].returns)}
@@ -217,8 +218,8 @@ def _reads(record: CallRecord | SourceRecord) -> list[Handle]:
     return [leaf for leaf in leaves(trees) if type(leaf) is Handle]
 
 
-def _ancestors(recording: Recording, producers: dict[int, int], ends: list[Handle]) -> set[int]:
-    """Every Handle that these depend on, themselves included."""
+def _ancestors(recording: Recording, producers: dict[int, int], ends: list[Handle], stops: set[int]) -> set[int]:
+    """Every Handle that these depend on, themselves included, down to the leaves of the differentiation."""
     found: set[int] = set()
     stack = [int(end) for end in ends]
     while stack:
@@ -226,17 +227,18 @@ def _ancestors(recording: Recording, producers: dict[int, int], ends: list[Handl
         if handle in found:
             continue
         found.add(handle)
-        if (number := producers.get(handle)) is not None:
+        if handle not in stops and (number := producers.get(handle)) is not None:
             stack.extend(int(h) for h in _reads(recording.records[number]))
     return found
 
 
-def _between(recording: Recording, above: set[int], starts: list[Handle]) -> list[int]:
+def _between(recording: Recording, above: set[int], starts: list[Handle], leaf_starts: set[int]) -> list[int]:
     """The records on a way from the starts to the ends."""
     reached, found = {int(start) for start in starts}, []
     for number, record in enumerate(recording.records):
         gives = [int(h) for _, h in parts_of(record.returns)]
-        if any(int(h) in reached for h in _reads(record)) and any(h in above for h in gives):
+        made = not any(handle in leaf_starts for handle in gives)  # else it was made before, without a history
+        if made and any(int(h) in reached for h in _reads(record)) and any(h in above for h in gives):
             reached.update(gives)
             found.append(number)
     return found

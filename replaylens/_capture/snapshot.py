@@ -1,8 +1,8 @@
 """What the forward may change besides tensors, so that a second look begins where the first did.
 
 In: the model's modules and the inputs, before the first look. Out: a Snapshot, which can be put back: attributes of
-modules that are not torch's own, the content of lists, dicts and sets among them and among the inputs, and the generators of Python
-and numpy.
+modules that are not torch's own, the content of lists, dicts and sets among them and among the inputs; and the states
+of the generators of Python and numpy.
 """
 
 from __future__ import annotations
