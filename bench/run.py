@@ -43,6 +43,7 @@ MEASURES = {
     "first": Measure("first full replay beyond a later one, us a node", {}),
     "peak": Measure("peak bytes of capture / (plain forward + activations)", dict.fromkeys(models.NAMES, 1.05)),
     "bytes": Measure("bytes kept an op besides activations", dict.fromkeys(models.NAMES, 2048)),
+    "bytes_used": Measure("the same, with all names and one compiled replay", {}),
     "import": Measure("import beyond torch, seconds", {PACKAGE: 0.15}),
 }
 
@@ -75,7 +76,8 @@ def figures(name: str, seconds: float) -> Iterator[tuple[str, float]]:
         yield from ratios(model, args, models.MIDDLE[name], seconds)
         yield from planning(rl.capture(model, *args))
         yield "peak", peak_ratio(model, args)
-        yield "bytes", bytes_an_op(model, args)
+        yield "bytes", bytes_an_op(model, args, used=False)
+        yield "bytes_used", bytes_an_op(model, args, used=True)
     with torch.enable_grad():
         clocks = {
             "plain": measure.clock(lambda: model(*args)),
@@ -139,16 +141,18 @@ def peak_ratio(model: torch.nn.Module, args: tuple) -> float:
     return measure.peak_bytes(lambda: rl.capture(model, *args)) / plain
 
 
-def bytes_an_op(model: torch.nn.Module, args: tuple) -> float:
-    """Of a program that has computed all that it computes when it is first asked, because it keeps that too."""
+def bytes_an_op(model: torch.nn.Module, args: tuple, *, used: bool) -> float:
+    """Of a program with its graph; and of one that has worked out its names and a replay, because it keeps those too."""
 
-    def used() -> rl.Program:
+    def program() -> rl.Program:
         prog = rl.capture(model, *args)
-        len(prog.layers)
-        prog.replay()
+        len(prog.graph)
+        if used:
+            len(prog.layers)
+            prog.replay()
         return prog
 
-    return measure.python_bytes(used) / len(used().graph.calls)
+    return measure.python_bytes(program) / len(program().graph.calls)
 
 
 def torchlens_cells(name: str, seconds: float) -> dict[str, str]:

@@ -8,7 +8,6 @@ Handles. Nothing is named or frozen while the model runs: the forward pays for o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -263,7 +262,7 @@ _meanings: dict[tuple[TensorMeaning, ...], tuple[TensorMeaning, ...]] = {}
 
 
 def _source_node(recording: Recording, addresses: Addresses, record: SourceRecord, name: str) -> Node:
-    meaning = TensorMeaning.of(recording.values[record.returns])
+    (meaning,) = _meaning((recording.values[record.returns],))
     if record.kind == "input":
         return Input(name, record.where, meaning)
     if record.kind == "constant":
@@ -331,22 +330,28 @@ def user_line(recording: Recording, site: Site | None, scope: int) -> Source | N
     return line_of(own if site is None or is_torch_code(site[0]) else site)
 
 
-@lru_cache(maxsize=65536)
 def line_of(site: Site | None) -> Source | None:
+    """The line of Python at a code object and instruction."""
     if site is None:
         return None
     code, instruction = site
-    line = next((n for start, end, n in code.co_lines() if n and start <= instruction < end), code.co_firstlineno)
-    return Source(code.co_filename, line, getattr(code, "co_qualname", code.co_name))
+    known = _lines.get((id(code), instruction))
+    if known is None or known[0] is not code:
+        line = next((n for start, end, n in code.co_lines() if n and start <= instruction < end), code.co_firstlineno)
+        known = code, Source(code.co_filename, line, getattr(code, "co_qualname", code.co_name))
+        _lines[id(code), instruction] = known
+    return known[1]
 
 
 def is_torch_code(code: CodeType) -> bool:
     """Is this code of torch or of replaylens, and not of the user?"""
-    known = torch_code.get(code)
-    if known is None:
-        known = torch_code[code] = code.co_filename.startswith(_HOMES)
-    return known
+    known = torch_code.get(id(code))
+    if known is None or known[0] is not code:
+        known = torch_code[id(code)] = (code, code.co_filename.startswith(_HOMES))
+    return known[1]
 
 
-torch_code: dict[CodeType, bool] = {}
+# By id, with the object beside it: a code object's own hash reads all of its constants, every time.
+_lines: dict[tuple[int, int], tuple[CodeType, Source]] = {}
+torch_code: dict[int, tuple[CodeType, bool]] = {}
 _HOMES = tuple(home.rsplit("/", 1)[0] + "/" for home in (torch.__file__, __file__.rsplit("/", 1)[0]) if home)

@@ -110,10 +110,10 @@ class Recorder(TorchFunctionMode):
         reads, named = self.read_all(args, kwargs)
         site = self.site()
         with self.draws.around(rule.may_draw, func, args, kwargs) as draw:
-            out = self.run(func, args, kwargs)
+            out = func(*args, **kwargs)
         tensors = tensors_in(args, kwargs)
         if rule.is_undefined:
-            self.run(clear, (out,), {})
+            clear(out)
             reads = [Target.of(func), *reads]
         if isinstance(out, torch.Tensor) and any(out is tensor for tensor in tensors):
             own = self.own_name(rule, out)
@@ -131,10 +131,6 @@ class Recorder(TorchFunctionMode):
             func, rule, reads, named, returns, site, draw.key, rule.is_dynamic or self.depends_on_content(func, args)
         )
         return out
-
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The call itself."""
-        return func(*args, **kwargs)
 
     def own_name(self, rule: Rule, out: torch.Tensor) -> torch.Tensor | None:
         """Dropout in evaluation gives its argument back: an alias of it, so that its value has a name of its own.
@@ -387,9 +383,7 @@ class Recorder(TorchFunctionMode):
     def site(self) -> Site | None:
         if self.opened_site is not None:
             return self.opened_site
-        frame: Any = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename.startswith(_HOME):
-            frame = frame.f_back
+        frame = outside(sys._getframe(1))
         return user_site(frame) or ((frame.f_code, frame.f_lasti) if frame is not None else None)
 
     def context(self) -> Any:
@@ -432,6 +426,13 @@ class Recorder(TorchFunctionMode):
         return any(
             isinstance(value, torch.Tensor) and not value.is_floating_point() and value.dim() == 0 for value in args[1:]
         )
+
+
+def outside(frame: Any) -> Any:
+    """The first frame from here upwards that is none of ours."""
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HOME):
+        frame = frame.f_back
+    return frame
 
 
 def number_parts(value: Any, leaf: Callable[[torch.Tensor, tuple[int, ...]], Any], part: tuple[int, ...]) -> Any:

@@ -115,8 +115,8 @@ def user_site(frame: FrameType | None, depth: int = 6) -> Site | None:
         if frame is None:
             return None
         code = frame.f_code
-        known = torch_code.get(code)
-        if known is False or (known is None and not is_torch_code(code)):
+        known = torch_code.get(id(code))
+        if not (known[1] if known is not None and known[0] is code else is_torch_code(code)):
             return code, frame.f_lasti
         frame = frame.f_back
     return None

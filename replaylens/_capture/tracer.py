@@ -1,8 +1,8 @@
 """The one TorchFunctionMode: sees each torch call of its thread, passes it on, and writes down what it was.
 
 In: calls. Out: a Recording. What kind of call it is, the rules say; which value a tensor holds, the memory; where the
-blind stretches are, the regions. A call is passed on exactly as it came; only a call that hands its own argument back
-(dropout in evaluation, `contiguous` of a contiguous tensor) gives an alias instead, so that its value has its own name.
+blind stretches are, the regions. A call is passed on exactly as it came; only dropout in evaluation and `nn.Identity`,
+which hand their argument on, give an alias instead, so that their value has a name of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..errors import ReplaylensError, UnannouncedWrite
 from .builder import CallRecord, GuardRecord, Handle, Recording, ScopeRecord, Site, is_torch_code, version_of
 from .opening import opened
 from .origins import Date, Origins
-from .recorder import NeedsDeepLook, Recorder, tensors_in
+from .recorder import NeedsDeepLook, Recorder, outside, tensors_in
 from .regions import AtenWatch, apply_call, backward_call, differentiate_call, watched
 from .rules import How, Rule, rule_of
 from .scopes import user_site
@@ -51,7 +51,7 @@ class Tracer(Recorder):
         super().__init__(recording, origins, date, deep, unknown)
         self.watch = AtenWatch(self) if deep else None
 
-    # -- the door ----------------------------------------------------------------------------------------------------
+    # -- the door ------------------------------------------------------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule = _rules.get(func)
@@ -141,7 +141,7 @@ class Tracer(Recorder):
             )
         return self.leaf(rule, func, args, kwargs)
 
-    # -- one operation ---------------------------------------------------------------------------------------------
+    # -- one operation -------------------------------------------------------------------------------------------------
 
     def _fresh(self, rule: Rule, func: Any, args: Any, depth: int = 2) -> Any:
         """The commonest call: a builtin whose output is new memory. Written for speed: nothing here is called twice."""
@@ -182,7 +182,7 @@ class Tracer(Recorder):
         )
         return out
 
-    # -- Python-written torch functions ----------------------------------------------------------------------------
+    # -- Python-written torch functions --------------------------------------------------------------------------------
 
     def _open(self, func: FunctionType, args: Any, kwargs: Any) -> Any:
         """Run the body of a torch function with the mode on, so that its builtins are the operations."""
@@ -200,13 +200,11 @@ class Tracer(Recorder):
             self.opened.discard(func)
             self.opened_site = outer
 
-    # -- writes ------------------------------------------------------------------------------------------------------
-
-    # -- content that leaves torch -----------------------------------------------------------------------------------
+    # -- content that leaves torch -------------------------------------------------------------------------------------
 
     def _escape(self, func: Any, args: Any, kwargs: Any) -> Any:
         reads, named = self.read_all(args, kwargs)
-        result = self.run(func, args, kwargs)
+        result = func(*args, **kwargs)
         number = type(result) is str and isinstance(args[0], torch.Tensor) and args[0].dim() == 0
         plain = type(result) in (bool, int, float, complex) or number  # of larger tensors the content is compared
         self._guard(func, reads, named, result if plain else None, plain)
@@ -216,13 +214,13 @@ class Tracer(Recorder):
         tensor = next((value for value in args if isinstance(value, torch.Tensor)), None)
         if tensor is not None:
             reads = [self.read(tensor)]
-            result = self.run(func, args, kwargs)
+            result = func(*args, **kwargs)
             if rule.kind not in ("dataptr", "dlpackdevice", "cudaarrayinterface"):
                 self._guard(torch.Tensor.numpy if rule.kind == "numpy" else func, reads, {}, None, False)
             self.memory.expose(tensor)
             self.exposed = True
             return result
-        return self.run(func, args, kwargs)
+        return func(*args, **kwargs)
 
     def _guard(self, func: Any, reads: Any, named: Any, result: Any, plain: bool) -> None:
         position = len(self.recording.records)
@@ -261,7 +259,7 @@ class Tracer(Recorder):
 
     def _special_deepcopy(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         source = self.read(args[0])
-        result = self.run(func, args, kwargs)
+        result = func(*args, **kwargs)
         if id(result) in self.memory.live:
             return result
         handle = self.recording.keep(result)
@@ -271,7 +269,7 @@ class Tracer(Recorder):
 
     def _special_asks_gradient(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         """The model asks whether a tensor needs gradients: what it does then holds for inputs that answer the same."""
-        code, answer = _frame(4).f_code, func(*args, **kwargs)
+        code, answer = outside(_frame(1)).f_code, func(*args, **kwargs)
         if answer or not args[0].is_floating_point() or (self.recording.ambient[0] and not _grad_enabled()):
             return answer
         if not is_torch_code(code) or code.co_filename.endswith("autograd/functional.py"):
@@ -325,8 +323,7 @@ class Tracer(Recorder):
     def _special_backward(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         return backward_call(self, func, args, kwargs)
 
-    # -- regions: functorch, scripts, everything
-    # ------------------------------------------------------------------------
+    # -- regions: functorch, scripts, everything -----------------------------------------------------------------------
 
     def _in_functorch(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Inside a functorch transform: what counts are the ATen calls that come out beneath it."""
@@ -358,8 +355,7 @@ class Tracer(Recorder):
         finally:
             self.in_aten = False
 
-    # -- modules and custom functions
-    # -------------------------------------------------------------------------------------
+    # -- modules and custom functions ----------------------------------------------------------------------------
 
     def module_call(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A module runs: what happens until it returns lies in its scope."""
@@ -414,10 +410,9 @@ class Tracer(Recorder):
 
     def _identity(self, tensor: torch.Tensor) -> torch.Tensor:
         """A module that hands its input on: its output gets a name of its own."""
-        if self.functorch or (tensor.requires_grad and not _grad_enabled() and self.recording.ambient[0]):
-            return tensor
         with torch._C.DisableTorchFunction(), self.at_work():
-            return self.leaf(_IDENTITY, alias, (tensor,), {})
+            hidden = tensor.requires_grad and not _grad_enabled() and self.recording.ambient[0]
+            return tensor if self.functorch or hidden else self.leaf(_IDENTITY, alias, (tensor,), {})
 
     def function_apply(self, kind: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A custom `autograd.Function`: one node with its own backward, if all that it reads are its arguments."""

@@ -53,7 +53,7 @@ def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, tar
         recorder.memory.preserve(base)
     try:
         with draw:
-            out = recorder.run(func, args, kwargs)
+            out = func(*args, **kwargs)
     except Exception as error:
         if any(
             counter == -1 or version_of(base.root) != counter for base, counter in zip(bases, counters, strict=True)
@@ -215,7 +215,7 @@ def reshape(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) -
     site, source = recorder.site(), entry.handle
     base, steps = entry.base, entry.steps
     recorder.memory.part_from(tensor)
-    out = recorder.run(func, args, kwargs)
+    out = func(*args, **kwargs)
     if func.__name__ == "as_strided_":
         steps, step = (), geometry_step(tensor, base)
     handle = recorder.recording.keep(tensor)
@@ -238,7 +238,7 @@ def assign(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) ->
     recorder.require_single(tensor, rule)
     old, source = recorder.read(tensor), recorder.read(value)
     recorder.memory.part_from(tensor)
-    result = recorder.run(func, args, kwargs)
+    result = func(*args, **kwargs)
     base, steps = recorder.memory.entry(value).base, recorder.memory.entry(value).steps
     straight = tensor.requires_grad  # the gradient goes where it went before
     step = step_tree(torch.Tensor.detach, (Hole.HERE,), None, (), True)
@@ -256,7 +256,7 @@ def resize(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) ->
     recorder.read(tensor)
     before = geometry_of(tensor)
     recorder.memory.part_from(tensor)
-    result = recorder.run(func, args, kwargs)
+    result = func(*args, **kwargs)
     if geometry_of(tensor) == before:
         return result
     if len(_entries_on(recorder, recorder.memory.entry(tensor).base)) > 1:
