@@ -184,9 +184,9 @@ class Program:
         with `from_`, a bare one is for that layer. New inputs of the recorded shapes, or other parameters
         (`state={"fc.weight": w}`), may be given. `to` stops early. `keep="all"` holds every value; else what
         `run[name]` asks for is computed again. With `grad=True` gradients flow to inputs, to patches and to the model's
-        own parameters, as through the model. A replay whose change makes the model read another value in Python
-        (`if x.sum() > 0`) raises `DivergedReplay`; `on_divergence="ignore"` goes on along the recorded path and says so
-        in `run.diverged`.
+        own parameters, as through the model, and every value is held. A replay whose change makes the model read
+        another value in Python (`if x.sum() > 0`) raises `DivergedReplay`; `on_divergence="ignore"` goes on along the
+        recorded path and says so in `run.diverged`.
         """
         _require_choice("rng", rng, ("replay", "fresh"))
         _require_choice("on_divergence", on_divergence, ("raise", "ignore"))
@@ -205,7 +205,7 @@ class Program:
             given=given,
             start=(start.position,) if start else (),
             to=self._position(to) if to is not None else None,
-            keep=self._keep(keep),
+            keep=self._keep("all" if grad and keep == "output" else keep),  # for gradients at any of them
             grad=grad,
             fresh=rng == "fresh",
             on_divergence=on_divergence,

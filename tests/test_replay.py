@@ -577,3 +577,11 @@ def test_a_layer_of_another_program_is_a_patch():
     model = mlp()
     clean, corrupt = rl.capture(model, x()), rl.capture(model, x(1))
     assert_same(corrupt.replay(patch={"0": clean["0"]}).output, clean.output)
+
+
+def test_gradients_can_be_taken_with_respect_to_any_value_of_a_run():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    run = rl.capture(model, x()).replay(grad=True)
+    (slope,) = torch.autograd.grad(run.output.sum(), run["linear_1"])
+    hidden = model[0](x())
+    assert_same(slope, torch.autograd.grad(model[1](hidden).sum(), hidden)[0])

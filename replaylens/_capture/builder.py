@@ -155,7 +155,7 @@ def freeze(recording: Recording) -> Frozen:
         nodes=tuple(made),
         output=remake(recording.output, to_ref),
         inputs=remake(recording.inputs, to_ref),
-        guards=tuple([_guard(guard, to_ref, scopes) for guard in recording.guards]),
+        guards=tuple([_guard(guard, len(made), to_ref, scopes) for guard in recording.guards]),
         module_outputs=tuple([(scope, remake(t, to_ref)) for n, t in recording.scope_outputs if (scope := scopes[n])]),
         changes=tuple([(_address(addresses, where), refs[last]) for where, last in recording.changes]),
         orphans=frozenset(name for name, orphan in zip(names, orphans, strict=True) if orphan),
@@ -292,14 +292,14 @@ def frozen_context(context: tuple[Any, ...]) -> Context:
 _contexts: dict[tuple[Any, ...], Context] = {}
 
 
-def _guard(guard: GuardRecord, to_ref: Any, scopes: list[Any]) -> Guard:
+def _guard(guard: GuardRecord, count: int, to_ref: Any, scopes: list[Any]) -> Guard:
     return Guard(
         Target.of(guard.function),
         tuple([remake(arg, to_ref) for arg in guard.args]),
         tuple([(key, remake(value, to_ref)) for key, value in (guard.kwargs or {}).items()]),
         guard.result,
         has_result=guard.has_result,
-        position=guard.position,
+        position=min(guard.position, count),
         scope=scopes[guard.scope] if guard.scope >= 0 else None,
         source=line_of(guard.site),
     )

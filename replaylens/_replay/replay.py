@@ -131,7 +131,8 @@ def _misdirected(graph: Graph, request: Request) -> Iterator[Departure]:
         node = graph.nodes[position]
         constant = not all(change.follows for change in changes) and bool(_rerun_by(graph, node.name))
         if isinstance(node, Call) and node.is_overwritten:
-            yield Departure(f"the memory of {node.name}, which the model writes later,", "one", "another", node.source)
+            what = f"the memory of {node.name}, which the model writes later and reads again,"
+            yield Departure(what, "shared with it", "apart from it, as that of a patch is", node.source)
         if isinstance(node, Call) and (node.is_differentiated or constant):
             yield Departure(
                 f"the gradient that the model takes through {node.name}",
