@@ -282,3 +282,9 @@ def test_a_notebook_is_safe_from_what_models_are_called():
 
 def test_a_layer_shows_in_a_notebook_too():
     assert "linear_1" in Tags(captured()["linear_1"]._repr_html_()).text
+
+
+def test_an_output_lies_in_no_module_of_the_table():
+    rows = rl.capture(nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2))._repr_html_().split("<tr>")
+    assert rows[-1].startswith("<td style='text-align:left'>2</td><td style='text-align:left'>output_1_2</td>")
+    assert rows[-1].split("</tr>")[0].endswith("<td style='text-align:left'></td>")

@@ -53,7 +53,8 @@ def as_html(graph: Graph, atlas: Atlas) -> str:
     for number, place in enumerate(atlas.places):
         node = graph[place.node]
         meanings = ", ".join(map(str, node.meaning)) if isinstance(node, Call) else str(node.meaning)
-        module = node.scope.address if isinstance(node, Call) and node.scope else ""
+        inside = isinstance(node, Call) and node.scope is not None and place.output is None
+        module = node.scope.address if inside else ""  # type: ignore[union-attr]
         cells = (str(number), place.label, meanings, module)
         rows.append(
             "<tr>" + "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
