@@ -152,14 +152,20 @@ def _with_values_apart(graph: Graph, node: Call, patches: Mapping[int, Any]) -> 
     """For a write through a view: which of the views a patch has parted from their base."""
     if node.target.function is not mutate or not any(type(value) is Ref for value in node.args[-1]):
         return node
-    changed = {graph.nodes[position].name for position in patches}
-    bases = graph.ancestors([ref.node for ref in node.args[1]]) & changed if changed else frozenset()
-    apart = [
-        type(v) is Ref and bool((graph.ancestors([v.node]) & changed) - bases) if changed else False
-        for v in node.args[-1]
-    ]
+    changed = {leaf for patch in patches.values() for tree, _ in patch for leaf in leaves(tree) if type(leaf) is Ref}
+    bases = _above(graph, [leaf for leaf in leaves(node.args[1]) if type(leaf) is Ref], changed)
+    apart = [type(v) is Ref and bool(_above(graph, [v], changed) - bases) for v in node.args[-1]]
     values = tuple([value if parted else None for value, parted in zip(node.args[-1], apart, strict=True)])
     return evolve(node, args=(*node.args[:-1], values))
+
+
+def _above(graph: Graph, refs: list[Ref], changed: set[Ref]) -> set[Ref]:
+    """The changed values that some values are made from, themselves included."""
+    if not changed:
+        return set()
+    parents = [graph.nodes[p].name for ref in refs for p in graph.parents[graph.positions[ref.node]]]
+    names = graph.ancestors(parents)
+    return {ref for ref in changed if ref in refs or ref.node in names}
 
 
 def _patches_inside(graph: Graph, node: Call, patches: Patches) -> Patches:
