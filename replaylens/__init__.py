@@ -6,10 +6,13 @@ prog.replay(from_="relu_3", patch=torch.zeros_like)  # only what the change can 
 print(prog.code)                                     # the program, as Python
 """
 
+from ._replay.gradients import Grads as Grads
 from .errors import (
+    BadMetric as BadMetric,
     CaptureError as CaptureError,
     DivergedReplay as DivergedReplay,
     InputMismatch as InputMismatch,
+    NoGradient as NoGradient,
     NoSuchLayer as NoSuchLayer,
     NotDifferentiable as NotDifferentiable,
     NotSaved as NotSaved,

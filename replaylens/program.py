@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from attrs import evolve
 from torch.overrides import _get_current_function_mode_stack as _function_modes
 from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
@@ -18,13 +19,14 @@ from torch.utils._device import DeviceContext
 from ._capture.builder import Frozen, SourceRecord, freeze
 from ._capture.capture import Captured, record
 from ._core.graph import Graph
-from ._core.node import Guard, Ref, State
+from ._core.node import Call, Guard, Input, Ref, State
 from ._core.pure import same_content
 from ._core.text import code
 from ._core.trees import freeze_deep, leaves, thaw
 from ._lens.layers import Atlas, Layer, Place
 from ._lens.summary import as_html, summary
 from ._replay.convert import move, rerun
+from ._replay.gradients import Asked, Grads, ask, gradients
 from ._replay.replay import Record, Versions, detached, function_of, replay, version
 from ._replay.request import At, Change, Request, as_patch, new_inputs, new_state
 from ._replay.run import Run
@@ -189,29 +191,48 @@ class Program:
         recorded path and says so in `run.diverged`.
         """
         _require_choice("rng", rng, ("replay", "fresh"))
-        _require_choice("on_divergence", on_divergence, ("raise", "ignore"))
-        given = self._inputs(inputs, named_inputs)
-        if state:
-            given.update(new_state(self.graph, dict(state), self._atlas.nearest))
         start = self._at(from_) if from_ is not None else None
-        if start and (inputs or named_inputs):
-            raise ReplaylensError(
-                "from_= begins at a recorded value, and new inputs change what comes before it. Give one."
-            )
-        changed, ends = self._patches(patch, start)
-        request = Request(
-            changed=changed,
-            ends=ends,
-            given=given,
-            start=(start.position,) if start else (),
+        request = self._request(
+            inputs,
+            named_inputs,
+            start,
+            patch,
+            state,
+            on_divergence,
             to=self._position(to) if to is not None else None,
             keep=self._keep("all" if grad and keep == "output" else keep),  # for gradients at any of them
             grad=grad,
             fresh=rng == "fresh",
-            on_divergence=on_divergence,
-            whole=not (start or changed or ends or given or to is not None or rng == "fresh"),
         )
         return replay(self._record, request, self._at)
+
+    def grads(
+        self,
+        *inputs: Any,
+        of: Callable[[Any], Any],
+        at: Any = None,
+        from_: Any = None,
+        patch: Mapping[Any, Any] | Any = None,
+        state: Mapping[str, torch.Tensor] | None = None,
+        on_divergence: str = "raise",
+        **named_inputs: Any,
+    ) -> Grads:
+        """Gradients of a number at any layers, in one backward pass.
+
+        `of` makes one number of the output: `of=lambda out: out.logits[0, -1, 11]`. `at` names layers (globs will do);
+        if not given, every input and every layer that the forward computed. A parameter takes part only by its name:
+        `at=["fc.weight"]`. The gradients are those of a replay with the same arguments: patches, new inputs and other
+        state take part. With `from_` only what follows that layer is run, and gradients are taken there.
+
+        >>> prog = capture(torch.nn.Linear(2, 1, bias=False), torch.ones(1, 2))
+        >>> grads = prog.grads(of=lambda out: 3 * out.sum(), at=["linear_1", "weight"])
+        >>> grads["linear_1"], grads["weight"]
+        (tensor([[3.]]), tensor([[3., 3.]]))
+        """
+        start = self._at(from_) if from_ is not None else None
+        asked = self._asked(at, start)
+        request = self._request(inputs, named_inputs, start, patch, state, on_divergence, grad=True)
+        return gradients(self._record, request, of, asked, self._named)
 
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Run:
         """Replay on new inputs of the recorded shapes. All keywords are the model's own."""
@@ -277,6 +298,65 @@ class Program:
 
     def _inputs(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> dict[int, torch.Tensor]:
         return new_inputs(self.graph, inputs, named) if inputs or named else {}
+
+    def _request(
+        self,
+        inputs: tuple[Any, ...],
+        named_inputs: dict[str, Any],
+        start: At | None,
+        patch: Any,
+        state: Mapping[str, torch.Tensor] | None,
+        on_divergence: str,
+        **more: Any,
+    ) -> Request:
+        """What a user asks for, in positions and tensors."""
+        _require_choice("on_divergence", on_divergence, ("raise", "ignore"))
+        given = self._inputs(inputs, named_inputs)
+        if state:
+            given.update(new_state(self.graph, dict(state), self._atlas.nearest))
+        if start and (inputs or named_inputs):
+            raise ReplaylensError(
+                "from_= begins at a recorded value, and new inputs change what comes before it. Give one."
+            )
+        changed, ends = self._patches(patch, start)
+        request = Request(
+            changed=changed,
+            ends=ends,
+            given=given,
+            start=(start.position,) if start else (),
+            on_divergence=on_divergence,
+            **more,
+        )
+        asks = start or changed or ends or given or request.to is not None or request.fresh
+        return request if asks else evolve(request, whole=True)
+
+    def _asked(self, at: Any, start: At | None) -> Asked:
+        """The layers at which gradients are asked for."""
+        if at is None and start is None:
+            return self._everywhere
+        named = None if at is None else dict([self._named(name) for name in _as_list(at)])
+        labels = self._everywhere.labels if named is None else named
+        if start is not None:
+            begin = self.graph.nodes[start.position].name
+            below = self.graph.descendants([begin])
+            beside = [label for label, one in labels.items() if self.graph.nodes[one.position].name not in below]
+            if named is not None and beside:
+                raise ReplaylensError(f"{beside[0]} does not follow {begin}, which is where from_= begins.")
+            labels = {label: one for label, one in labels.items() if label not in beside}
+        return ask(self._record, labels, named or ())
+
+    @cached_property
+    def _everywhere(self) -> Asked:
+        """The inputs, and every layer that the forward computed."""
+        graph = self.graph
+        pairs = [(place.label, At(graph.positions[place.node], place.output)) for place in self._atlas.places]
+        computed = [pair for pair in pairs if isinstance(graph.nodes[pair[1].position], (Call, Input))]
+        return ask(self._record, dict(computed), ())
+
+    def _named(self, name: Any) -> tuple[str, At]:
+        """The label of a layer, and where it lies, by any of its names."""
+        place = self._atlas.find(name)
+        return place.label, At(self.graph.positions[place.node], place.output, place.part)
 
     def _patches(self, patch: Any, start: At | None) -> tuple[dict[int, tuple[Change, ...]], dict[Ref, Change]]:
         """Patches at nodes, by position, and at outputs of the program."""

@@ -13,7 +13,7 @@ import torch
 from attrs import field, frozen
 
 from .._core.graph import Graph
-from .._core.node import Call, Ref, TensorMeaning
+from .._core.node import Call, Ref, TensorMeaning, meanings_of
 from .._core.pure import writable_copy
 from .._core.text import listing
 from .._core.trees import Branch, freeze_deep, leaves, paths, thaw
@@ -59,6 +59,7 @@ class Request:
     fresh: bool = False
     on_divergence: str = "raise"
     whole: bool = False
+    at: frozenset[Ref] = frozenset()  # where gradients are to be taken: nothing else begins a history
 
 
 def result_of(node: Any) -> Any:
@@ -224,7 +225,7 @@ def as_patch(graph: Graph, at: At, patch: Any) -> Change:
     """A tensor or a callable as a function from a node's value to its new value, with the result's meaning required."""
     node = graph.nodes[at.position]
     tree = at.output or at.part or result_of(node)
-    meanings = _meanings(node)
+    meanings = meanings_of(node)
 
     follows = callable(patch) and not isinstance(patch, torch.Tensor)
 
@@ -237,13 +238,6 @@ def as_patch(graph: Graph, at: At, patch: Any) -> Change:
         return _checked(graph, node, tree, meanings, value, new)
 
     return Change(change, follows, tree)
-
-
-def _meanings(node: Any) -> dict[Ref, TensorMeaning]:
-    if not isinstance(node, Call):
-        return {Ref(node.name): node.meaning}
-    refs = [leaf for leaf in leaves(node.returns) if type(leaf) is Ref]
-    return dict(zip(refs, node.meaning, strict=True))
 
 
 def _checked(graph: Graph, node: Any, tree: Any, meanings: dict[Ref, TensorMeaning], old: Any, new: Any) -> Any:
