@@ -443,12 +443,14 @@ def program_and_grads(build):
         return prog, prog.grads(of=scalar)
     except (rl.CaptureError, rl.NotDifferentiable, rl.BadMetric) as error:
         floats = [t for t in tensors(prog.output) if t.is_floating_point()] if isinstance(error, rl.BadMetric) else []
-        assert case.refusal or not floats or build is MODELS["flexible_attention"], error
-        pytest.skip(str(error))
+        if case.refusal or not floats or build is MODELS["flexible_attention"]:
+            pytest.skip(str(error))
+        raise
     except (RuntimeError, NotImplementedError) as error:
         known = ("not implemented", "no autograd formula", "don't support automatic differentiation")
-        assert any(text in str(error) for text in known)
-        pytest.skip("torch has no derivative of it")
+        if any(text in str(error) for text in known):
+            pytest.skip("torch has no derivative of it")
+        raise
 
 
 def plainly_hooked(build):
