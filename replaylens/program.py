@@ -20,15 +20,18 @@ from ._capture.builder import Frozen, SourceRecord, freeze
 from ._capture.capture import Captured, record
 from ._core.graph import Graph
 from ._core.node import Call, Guard, Input, Ref, State
-from ._core.pure import same_content
+from ._core.pure import same_content, untransformed
+from ._core.reference import Reference
 from ._core.text import code
 from ._core.trees import freeze_deep, leaves, thaw
+from ._edit.select import Selection, Site, Where, find, is_named, sites
 from ._lens.layers import Atlas, Layer, Place
 from ._lens.summary import as_html, summary
 from ._replay.convert import move, rerun
 from ._replay.gradients import Asked, Grads, ask, gradients
+from ._replay.patching import at_place, changes_of
 from ._replay.replay import Record, Versions, detached, function_of, replay, version
-from ._replay.request import At, Change, Request, as_patch, new_inputs, new_state
+from ._replay.request import At, Request, new_inputs, new_state
 from ._replay.run import Run
 from .errors import CaptureError, NoSuchLayer, NotSaved, ReplaylensError
 
@@ -66,7 +69,7 @@ def _require_unchanged(prog: Program, modes: list[Any]) -> None:
             )
 
 
-class Program:
+class Program(Reference):
     """One forward pass of a model as an immutable program of pure operations."""
 
     def __init__(
@@ -164,6 +167,20 @@ class Program:
     def _repr_html_(self) -> str:
         return as_html(self.graph, self._atlas)
 
+    def find(
+        self,
+        op: str | None = None,
+        module: str | None = None,
+        input_of: str | None = None,
+        where: Callable[[Layer], Any] | None = None,
+    ) -> Selection:
+        """The layers for which all of this holds, as a value: for patches, for iteration, for `assert_count`.
+
+        `op` is a type of operation, `module` the address of a module that they ran in, `input_of` a layer or module
+        that reads them; all three may be globs (`"layer4.*"`). `where` is a function of a layer.
+        """
+        return find(self._atlas, self.__getitem__, op, module, input_of, where)
+
     # -- running it again ----------------------------------------------------------------------------------------------
 
     def replay(
@@ -191,11 +208,10 @@ class Program:
         recorded path and says so in `run.diverged`.
         """
         _require_choice("rng", rng, ("replay", "fresh"))
-        start = self._at(from_) if from_ is not None else None
         request = self._request(
             inputs,
             named_inputs,
-            start,
+            from_,
             patch,
             state,
             on_divergence,
@@ -229,9 +245,8 @@ class Program:
         >>> grads["linear_1"], grads["weight"]
         (tensor([[3.]]), tensor([[3., 3.]]))
         """
-        start = self._at(from_) if from_ is not None else None
-        asked = self._asked(at, start)
-        request = self._request(inputs, named_inputs, start, patch, state, on_divergence, grad=True)
+        asked = self._asked(at, from_)
+        request = self._request(inputs, named_inputs, from_, patch, state, on_divergence, grad=True)
         return gradients(self._record, request, of, asked, self._named)
 
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Run:
@@ -268,8 +283,8 @@ class Program:
         if self._given is not None:
             return self._given
         assert self._captured is not None
-        made = freeze(self._captured.recording)
-        record = record_of(self._captured, made)
+        with untransformed():  # the program outlives the transform that asks for it first
+            record = record_of(self._captured, freeze(self._captured.recording))
         self._captured = None
         return record
 
@@ -290,8 +305,17 @@ class Program:
         return thaw(tree, lambda leaf: detached(record.value(leaf)) if type(leaf) is Ref else leaf)
 
     def _at(self, name: Any) -> At:
+        return at_place(self.graph, self._atlas.find(name))
+
+    def _site(self, name: Any) -> Site:
         place = self._atlas.find(name)
-        return At(self.graph.positions[place.node], place.output, place.part)
+        return Site(place, name if isinstance(name, str) else place.label)
+
+    def _sites(self, key: Any) -> tuple[Site, ...]:
+        return sites(self._atlas, self.__getitem__, key)
+
+    def _value_for(self, name: str) -> Any:
+        return self[name].value
 
     def _position(self, name: Any) -> int:
         return self._at(name).position
@@ -303,7 +327,7 @@ class Program:
         self,
         inputs: tuple[Any, ...],
         named_inputs: dict[str, Any],
-        start: At | None,
+        from_: Any,
         patch: Any,
         state: Mapping[str, torch.Tensor] | None,
         on_divergence: str,
@@ -314,36 +338,41 @@ class Program:
         given = self._inputs(inputs, named_inputs)
         if state:
             given.update(new_state(self.graph, dict(state), self._atlas.nearest))
+        start = self._site(from_) if from_ is not None else None
         if start and (inputs or named_inputs):
             raise ReplaylensError(
                 "from_= begins at a recorded value, and new inputs change what comes before it. Give one."
             )
-        changed, ends = self._patches(patch, start)
+        changed, ends = changes_of(self.graph, patch, start, self._sites)
         request = Request(
             changed=changed,
             ends=ends,
             given=given,
-            start=(start.position,) if start else (),
+            start=(at_place(self.graph, start.place).position,) if start else (),
             on_divergence=on_divergence,
             **more,
         )
         asks = start or changed or ends or given or request.to is not None or request.fresh
         return request if asks else evolve(request, whole=True)
 
-    def _asked(self, at: Any, start: At | None) -> Asked:
+    def _asked(self, at: Any, from_: Any) -> Asked:
         """The layers at which gradients are asked for."""
-        if at is None and start is None:
+        labels, named = self._everywhere.labels, ()
+        if at is not None:
+            one_key = isinstance(at, (str, int, Selection, Where, Layer))
+            sites = {key: self._sites(key) for key in ([at] if one_key else at)}
+            named = tuple([site.place.label for key, found in sites.items() for site in found if is_named(key, site)])
+            labels = {site.place.label: at_place(self.graph, site.place) for found in sites.values() for site in found}
+        elif from_ is None:
             return self._everywhere
-        named = None if at is None else dict([self._named(name) for name in _as_list(at)])
-        labels = self._everywhere.labels if named is None else named
-        if start is not None:
-            begin = self.graph.nodes[start.position].name
+        if from_ is not None:
+            begin = self.graph.nodes[self._position(from_)].name
             below = self.graph.descendants([begin])
             beside = [label for label, one in labels.items() if self.graph.nodes[one.position].name not in below]
-            if named is not None and beside:
+            if at is not None and beside:
                 raise ReplaylensError(f"{beside[0]} does not follow {begin}, which is where from_= begins.")
             labels = {label: one for label, one in labels.items() if label not in beside}
-        return ask(self._record, labels, named or ())
+        return ask(self._record, labels, named)
 
     @cached_property
     def _everywhere(self) -> Asked:
@@ -357,29 +386,6 @@ class Program:
         """The label of a layer, and where it lies, by any of its names."""
         place = self._atlas.find(name)
         return place.label, At(self.graph.positions[place.node], place.output, place.part)
-
-    def _patches(self, patch: Any, start: At | None) -> tuple[dict[int, tuple[Change, ...]], dict[Ref, Change]]:
-        """Patches at nodes, by position, and at outputs of the program."""
-        changed: dict[int, tuple[Change, ...]] = {}
-        ends: dict[Ref, Change] = {}
-        if patch is not None and not isinstance(patch, Mapping):
-            if start is None:
-                raise ReplaylensError(
-                    "a bare patch needs from_= to say where. Or give a mapping: patch={'relu_3': tensor}."
-                )
-            pairs = [(start, patch)]
-        else:
-            pairs = [(self._at(name), what) for name, what in (patch or {}).items()]
-        for at, what in pairs:
-            made = as_patch(self.graph, at, what.value if isinstance(what, Layer) else what)
-            before = changed.get(at.position, ())
-            if at.output in ends or (at.output is None and any(_overlap(made, other) for other in before)):
-                raise ReplaylensError(f"two patches for {self.graph.nodes[at.position].name}. Give one.")
-            if at.output is not None:
-                ends[at.output] = made
-            else:
-                changed[at.position] = (*before, made)
-        return changed, ends
 
     def _keep(self, keep: Any) -> frozenset[int]:
         if keep in ("all", "everything"):
@@ -407,14 +413,6 @@ def record_of(captured: Captured, made: Frozen) -> Record:
             )
     versions = Versions((ref, recording.versions[handle]) for ref, handle in made.handles.items())
     return Record(graph, values, versions, recording.draws, live)
-
-
-def _overlap(one: Change, other: Change) -> bool:
-    """Are these two patches for the same value?"""
-    return bool(
-        {leaf for leaf in leaves(one.tree) if type(leaf) is Ref}
-        & {leaf for leaf in leaves(other.tree) if type(leaf) is Ref}
-    )
 
 
 def _require_choice(word: str, value: Any, choices: tuple[str, ...]) -> None:

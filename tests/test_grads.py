@@ -1,5 +1,7 @@
 """Gradients of a number at any layers, in one backward pass."""
 
+import re
+
 import pytest
 import torch
 from oracle import CannotAsk, assert_same, differentiable, plain_bits, reseed, tensors, unasked
@@ -99,6 +101,25 @@ def test_a_restricted_question_has_the_same_answer():
         assert_same(prog.grads(of=total, at=name)[name], everywhere[name])
 
 
+def test_layers_are_chosen_by_any_key():
+    layer = nn.Linear(4, 4)
+    prog = rl.capture(lambda x: layer(layer(x).relu()).relu(), x())
+    choices = {
+        "linear_*": ["linear_1_1:1", "linear_1_1:2"],
+        "linear_1": ["linear_1_1:1", "linear_1_1:2"],
+        "relu": ["relu_1_2", "relu_2_3"],
+        -3: ["linear_1_1:2"],
+    }
+    for key, labels in choices.items():
+        assert list(prog.grads(of=total, at=key)) == labels
+        assert list(prog.grads(of=total, at=[key])) == labels
+    relus = prog.find(op="relu")
+    assert list(prog.grads(of=total, at=relus)) == list(prog.grads(of=total, at=list(relus))) == list(relus.labels)
+    assert list(prog.grads(of=total, at=rl.where(lambda layer: layer.layer_type == "relu"))) == list(relus.labels)
+    with pytest.raises(rl.NoSuchLayer, match="'relu_2_3'"):
+        prog.grads(of=total, at=["relu_3"])
+
+
 def test_a_second_question_is_answered_like_the_first():
     prog = rl.capture(Net(), x())
     for of in (total, torch.sum, total):
@@ -192,6 +213,13 @@ def test_gradients_go_through_patches():
     assert_same([grads["linear_1"], grads["relu_1"]], list(plain))
 
 
+def test_gradients_go_through_patches_of_parts():
+    prog = rl.capture(lambda x: x.sin() * 2, x())
+    grads = prog.grads(of=torch.sum, patch={"sin_1": rl.Scale(3, "b [c]", c=[0, 2]), "mul_1": rl.Zero("b [c]", c=1)})
+    assert_same(grads["sin_1"], torch.tensor([2.0, 0.0, 2.0, 2.0]).expand(3, 4))
+    assert_same(grads["input_1"], torch.tensor([6.0, 0.0, 6.0, 2.0]).expand(3, 4) * x().cos())
+
+
 def test_a_tensor_that_stands_at_two_places_has_the_gradient_of_each():
     given = x().requires_grad_()
     prog = rl.capture(lambda x: x.sin() * 2 + x.cos() * 5, x())
@@ -259,8 +287,6 @@ def test_a_model_of_tokens_has_gradients_from_its_embedding_on():
 
 def of_line(text):
     """The reason with the name of this file and the number of the line left out."""
-    import re
-
     return re.sub(r"test_grads\.py:\d+  ", "LINE ", str(text))
 
 

@@ -16,7 +16,7 @@ from attrs import define, evolve, field, frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Ref, State
-from .._core.pure import fresh_leaf, same_content, standing
+from .._core.pure import fresh_leaf, same_content, standing, untransformed
 from .._core.trees import leaves, thaw
 from ..errors import NotDifferentiable, ReplaylensError, StaleValue
 from .function import as_function
@@ -128,7 +128,7 @@ def replay(record: Record, request: Request, resolve: Callable[[Any], At]) -> Ru
             raise ReplaylensError(
                 f"{node.name} was not kept, and fresh draws cannot be repeated. Pass keep=[{node.name!r}]."
             )
-        again = replay(record, _only(request, position), resolve)
+        again = replay(record, _only(graph, request, position), resolve)
         return again[at]
 
     def by_name(name: Any) -> Any:
@@ -183,7 +183,7 @@ def _without_idle(record: Record, request: Request) -> Request:
 def _is_recorded(record: Record, change: Change) -> bool:
     """Does a constant patch give what was recorded anyway?"""
     refs = [leaf for leaf in leaves(change.tree) if type(leaf) is Ref]
-    value = change.make(tuple(refs))
+    value = change(thaw(change.tree, lambda leaf: record.value(leaf) if type(leaf) is Ref else leaf))
     values = value if isinstance(value, (tuple, list)) else (value,)
     return len(values) == len(refs) and all(
         isinstance(new, torch.Tensor) and same_content(record.value(ref), new)
@@ -204,8 +204,11 @@ def _detached_leaf(value: Any) -> Any:
     return detached(value) if isinstance(value, torch.Tensor) else value
 
 
-def _only(request: Request, position: int) -> Request:
-    return evolve(request, to=position, ends={}, keep=frozenset(), whole=False, on_divergence="ignore")
+def _only(graph: Graph, request: Request, position: int) -> Request:
+    """The same up to one node, without what cannot reach it."""
+    name, nodes = graph.nodes[position].name, graph.nodes
+    changed = {p: made for p, made in request.changed.items() if name in graph.descendants([nodes[p].name])}
+    return evolve(request, changed=changed, to=position, ends={}, keep=frozenset(), whole=False, on_divergence="ignore")
 
 
 def _wanted(graph: Graph, request: Request) -> frozenset[int]:
@@ -382,12 +385,18 @@ def as_leaf(tensor: torch.Tensor) -> torch.Tensor:
     """The same value without a history, and with its flag: torch chooses kernels by whether a tensor needs
     gradients.
     """
-    return tensor.detach().requires_grad_() if tensor.requires_grad and not tensor.is_inference() else tensor
+    if not tensor.requires_grad or tensor.is_inference():
+        return tensor
+    with untransformed():  # a recorded value stands outside of what runs now, and such a transform forbids the flag
+        return tensor.detach().requires_grad_()
 
 
 def _flagged(given: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
     """A given value without a history, and with the flag that the recorded one had."""
-    return given if given.is_inference() else given.detach().requires_grad_(recorded.requires_grad)
+    if given.is_inference():
+        return given
+    hidden = torch._C._functorch.peek_interpreter_stack() is not None  # a transform forbids the flag
+    return given.detach() if hidden else given.detach().requires_grad_(recorded.requires_grad)
 
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:
