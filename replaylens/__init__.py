@@ -24,6 +24,7 @@ from ._edit.patch import (
 )
 from ._edit.select import Selection as Selection, where as where
 from ._replay.gradients import Grads as Grads
+from ._study.attribution import Attribution as Attribution, attribution as attribution
 from .errors import (
     BadMetric as BadMetric,
     BadPart as BadPart,
