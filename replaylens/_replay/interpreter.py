@@ -220,13 +220,21 @@ def _deaths(plan: Plan, layout: _Layout) -> dict[int, tuple[int, ...]]:
 
 
 def _call_step(node: Call, layout: _Layout, states: dict[str, torch.Tensor], mode: Mode, dead: tuple[int, ...]) -> Step:
-    read, call = reader(node, layout.slots, layout.literal, states, mode)
-    own = any(isinstance(leaf, Generator) for leaf in leaves((node.args, tuple(value for _, value in node.kwargs))))
-    if node.draws is not None and not mode.fresh and not own:
-        call = _drawing(call, states[node.draws])
+    read, call = caller(node, layout.slots, layout.literal, states, mode)
     if node.is_dynamic:
         call = _of_recorded_shape(call, node, mode)
     return Step(node.name, read, call, layout.slots[Ref(node.name)], layout.parts[node.name], dead, node.source)
+
+
+def caller(
+    node: Call, slots: dict[Ref, int], literal: Callable[[Any], int], states: dict[str, torch.Tensor], mode: Mode
+) -> Any:
+    """How a call gets its arguments from the env, and how it is made, with its recorded draws: (read, call)."""
+    read, call = reader(node, slots, literal, states, mode)
+    own = any(isinstance(leaf, Generator) for leaf in leaves((node.args, tuple(value for _, value in node.kwargs))))
+    if node.draws is not None and not mode.fresh and not own:
+        call = _drawing(call, states[node.draws])
+    return read, call
 
 
 def reader(

@@ -57,6 +57,13 @@ class Record:
             raise StaleValue(_stale_text(self.graph, ref))
         return tensor
 
+    def steady_values(self) -> list[torch.Tensor]:
+        """All recorded values without their histories, if nobody overwrote one since."""
+        for ref, tensor in self.values.items():
+            if self.versions[ref] != version(tensor):
+                raise StaleValue(_stale_text(self.graph, ref))
+        return [tensor.detach() if tensor.requires_grad else tensor for tensor in self.values.values()]
+
 
 def version(tensor: torch.Tensor) -> int:
     try:
