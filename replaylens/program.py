@@ -24,6 +24,9 @@ from ._core.text import code
 from ._core.trees import freeze_deep, leaves, thaw
 from ._lens.layers import Atlas, Layer, Place
 from ._lens.summary import as_html, summary
+from ._many.chunks import Plan as Cost
+from ._many.many import Replays
+from ._many.together import Asked, Together
 from ._replay.convert import move, rerun
 from ._replay.replay import Record, Versions, detached, function_of, replay, version
 from ._replay.request import At, Change, Request, as_patch, new_inputs, new_state
@@ -212,6 +215,43 @@ class Program:
             whole=not (start or changed or ends or given or to is not None or rng == "fresh"),
         )
         return replay(self._record, request, self._at)
+
+    def replay_many(
+        self,
+        variants: Mapping[Any, Any],
+        metric: Callable[[Any], Any] | None = None,
+        *,
+        memory: float | None = None,
+        on_divergence: str = "raise",
+        progress: bool | None = None,
+        dry: bool = False,
+    ) -> Any:
+        """Many replays in few passes: `{key: patches}`, where patches are what `replay(patch=...)` takes.
+
+        Gives Replays: `.values` stacked in the order of `.keys`. `metric(output)` is computed for each; what it does not
+        read is not computed. `memory` bounds the bytes of one pass. With `dry=True` nothing runs: the answer has a
+        `.plan` (what it will cost) and `.run()`.
+        """
+        _require_choice("on_divergence", on_divergence, ("rerun", "raise", "ignore"))
+        asked = Asked(self._together(variants, metric, memory, on_divergence), on_divergence)
+        return asked if dry else asked.run(progress)
+
+    def _together(self, variants: Mapping[Any, Any], metric: Any, memory: float | None, on_divergence: str) -> Together:
+        patches = list(variants.values())
+        made = [self._patches(patch, None) for patch in patches]
+
+        def alone(number: int) -> Any:
+            return self.replay(patch=patches[number], on_divergence=on_divergence).output
+
+        def captured(metric: Any, output: Any) -> Record:
+            with torch.no_grad():
+                return capture(metric, output)._record
+
+        loners = frozenset([number for number, (_, ends) in enumerate(made) if ends])
+        changes = [changed for changed, _ in made]
+        return Together(
+            self._record, tuple(variants), changes, loners, metric, self.output, captured, alone, memory
+        )
 
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Run:
         """Replay on new inputs of the recorded shapes. All keywords are the model's own."""

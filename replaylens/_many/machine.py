@@ -90,18 +90,36 @@ class Machine:
 
     def prepare(self, positions: Iterable[int]) -> None:
         """Find what is read of each value, for all changes that there will be."""
+        self.alone.clear()
         cone = self.cone(positions)
         ends = [self.slot[ref] for ref in (*self.ends, *(ref for guard in self.graph.guards for ref in guard.refs))]
         self.wanted = demand(self.graph, reversed(cone), ends, self.step)
-        self.packs = any(self._is_costly(p) for p in cone if self.graph.call_marks[p])
+        changing = {slot for position in cone for slot in self.gives(position)}
+        self.packs = any(self._is_costly(p, changing) for p in cone if self.graph.call_marks[p])
+        self.axes.clear()
 
-    def _is_costly(self, position: int) -> bool:
+    def _is_costly(self, position: int, changing: set[int]) -> bool:
         """Is this a product of matrices that is worth computing on some of its rows?"""
         step = self.step(position)
         if step.work < WORTH_PACKING:
             return False
-        sizes = zip(step.recorded, zip(*[align.operands for align in step.alignments]))
-        return any(axis is not None and value.shape[axis] > 1 for value, axes in sizes for axis in axes)
+        sizes = zip(step.reads, step.recorded, zip(*[align.operands for align in step.alignments]))
+        return any(
+            axis is not None and value.shape[axis] > 1
+            for slot, value, axes in sizes
+            if slot in changing
+            for axis in axes
+        )
+
+    def gives(self, position: int) -> tuple[int, ...]:
+        """The slots of what a node gives."""
+        node = self.graph.nodes[position]
+        return self.step(position).gives if isinstance(node, Call) else (self.slot[Ref(node.name)],)
+
+    def is_fresh(self) -> bool:
+        """Are the recorded values still those that this was made for? A value that was overwritten raises."""
+        now = self.record.steady_values()
+        return len(now) == len(self.values)
 
     def demanded(self, step: Step) -> Rows | None:
         """The rows that are read of all that a step gives."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -79,8 +80,24 @@ class Step:
         name = self.node.target.short
         if name not in ("linear", "addmm", "matmul", "mm", "bmm", "baddbmm") or not self.results[0].dim():
             return 0.0
-        inner = self.recorded[1 if name in ("addmm", "baddbmm") and len(self.recorded) > 1 else 0]
-        return float(self.results[0].numel() * (inner.shape[-1] if inner.dim() else 1))
+        return self.multiplications
+
+    @property
+    def multiplications(self) -> float:
+        """Multiplications of products, convolutions and attention, roughly; zero for what only walks over numbers."""
+        name, out = self.node.target.short, self.results[0].numel()
+        shapes = [value.shape for value in self.recorded]
+        if name in ("linear", "matmul", "mm", "bmm") and shapes[0]:
+            return float(out * shapes[0][-1])
+        if name in ("addmm", "baddbmm") and len(shapes) > 1:
+            return float(out * shapes[-2][-1])
+        if name.startswith("conv") and len(shapes) > 1:
+            return float(out * prod(shapes[1][1:]))
+        if name == "scaled_dot_product_attention" and len(shapes) > 1:
+            return float(2 * out * shapes[1][-2])
+        if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+            return float(prod(shapes[0][:-1]) * sum(prod(shape) for shape in shapes[1:] if len(shape) == 2))
+        return 0.0
 
     def holds(self, align: Alignment) -> bool:
         """Is this alignment true here? Tried once on the recorded values for all calls alike."""

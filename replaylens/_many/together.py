@@ -1,0 +1,128 @@
+"""Variants of a program, each as a replay takes it, run together: with a metric as more program where it is one.
+
+In: a record, the changes of each variant, how to capture a metric, and how to replay one variant alone. Out: Replays.
+Whatever does not go at once goes one by one, and is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from attrs import define, field, frozen
+
+from .._core.trees import freeze_deep
+from .._replay.guards import diverged
+from .._replay.replay import Record
+from ..errors import CaptureError, ReplaylensError
+from .chunks import Plan
+from .progress import bar
+from .many import Changes, Many, Replays, stacked_results, variants_of
+from .metric import is_pure, with_metric
+
+Metric = Callable[[Any], Any]
+
+
+@define(eq=False)
+class Together:
+    """Variants to be run at once; those that change an output itself go alone."""
+
+    record: Record
+    keys: tuple[Any, ...]
+    changes: Sequence[Changes]
+    loners: frozenset[int]  # numbers of variants that only a replay of their own can do
+    metric: Metric | None
+    output: Any  # of the program, as it was recorded
+    capture: Callable[[Metric, Any], Record]
+    alone: Callable[[int], Any]  # a variant's output, from a replay of its own
+    memory: float | None = None
+    many: Many = field(init=False)
+    is_program: bool = field(init=False)
+    notes: list[str] = field(factory=list)
+
+    def __attrs_post_init__(self) -> None:
+        whole = self._with_metric() if self.metric is not None else self.record
+        self.is_program = whole is not None
+        grouped = [each for number, each in enumerate(variants_of(self.changes)) if number not in self.loners]
+        self.many = Many(whole or self.record, grouped, len(self.keys), self.memory)
+
+    def _with_metric(self) -> Record | None:
+        """The program with the metric, if that is nothing but tensor operations."""
+        assert self.metric is not None
+        cached = self.record.plans.get(("metric", self.metric))
+        if cached is not None:
+            return cached
+        try:
+            made = self.capture(self.metric, self.output)
+        except CaptureError:
+            made = None
+        if made is None or not is_pure(made.graph):
+            self.notes.append("the metric: it reads contents in Python")
+            return None
+        whole = self.record.plans["metric", self.metric] = with_metric(self.record, made)
+        return whole
+
+    @property
+    def plan(self) -> Plan:
+        return self.many.plan
+
+    def run(self, on_divergence: str, tick: Callable[[int], None]) -> Replays:
+        """All of them, in the order of their keys."""
+        baseline = self.output if self.metric is None else self._measured(self.output)
+        try:
+            values = self._at_once(tick)
+        except ReplaylensError:
+            raise
+        except Exception as error:  # whatever went wrong together goes right alone, or raises there
+            self.notes.append(f"everything: together it raised {type(error).__name__}: {error}")
+            values = stacked_results([self._measured(self.alone(number)) for number in range(len(self.keys))])
+            return self._done(values, baseline)
+        for number in sorted({*self.loners, *self.many.departures}):
+            if number in self.many.departures and on_divergence == "raise":
+                raise diverged(self.many.departures[number], f"in the variant {self.keys[number]!r}, ")
+            _put(values, number, self._measured(self.alone(number)))
+        return self._done(values, baseline)
+
+    def _at_once(self, tick: Callable[[int], None]) -> Any:
+        if self.metric is None or self.is_program:
+            return self.many.stacked(tick)
+        found = self.many.each(self.metric, tick)
+        blank = self._measured(self.output)
+        return stacked_results([blank if one is None else one for one in found])
+
+    def _measured(self, output: Any) -> Any:
+        with torch.no_grad():
+            return output if self.metric is None else self.metric(output)
+
+    def _done(self, values: Any, baseline: Any) -> Replays:
+        alone = [f"{name}: no rule to run it for all at once" for name in self.many.machine.alone]
+        departures = {self.keys[number]: departure for number, departure in self.many.departures.items()}
+        return Replays(self.keys, values, baseline, departures, (*self.notes, *alone))
+
+
+def _put(values: Any, number: int, result: Any) -> None:
+    """One variant's result in its place."""
+    found: list[list[torch.Tensor]] = [[], []]
+    for tensors, tree in zip(found, (values, result), strict=True):
+        freeze_deep(tree, tensors.append)
+    for stack, one in zip(*found, strict=True):
+        stack[number] = one
+
+
+@frozen(eq=False)
+class Asked:
+    """Many replays that were asked for, and not run yet."""
+
+    together: Together
+    on_divergence: str
+
+    @property
+    def plan(self) -> Plan:
+        """What it will cost."""
+        return self.together.plan
+
+    def run(self, progress: bool | None = None) -> Replays:
+        """Carry them out. A bar shows how far it is where it takes long, and tqdm is there."""
+        with bar(len(self.together.keys), progress) as tick:
+            return self.together.run(self.on_divergence, tick)
