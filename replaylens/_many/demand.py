@@ -40,7 +40,7 @@ def _read(step: Step, asked: list[Rows | None]) -> Sequence[Rows | None]:
         for align in step.alignments:
             if set(align.outputs) == {first[0]} and step.holds(align):
                 return [None if axis is None else (axis, first[1]) for axis in align.operands]
-    return [taken_rows(step), *[None] * (len(step.reads) - 1)]
+    return [taken_rows(step), *[None] * (len(step.reads) - 1)] if step.reads else []
 
 
 def taken_rows(step: Step) -> Rows | None:

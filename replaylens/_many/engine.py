@@ -246,7 +246,7 @@ class _Chunk:
     def _join(self, changes: list[tuple[int, Change]]) -> None:
         """Variants whose change is here: the value as it is for them so far, changed."""
         machine, news = self.machine, {}
-        for lane, change in changes:
+        for lane, change in sorted(changes, key=lambda pair: pair[0]) if len(changes) > 1 else changes:
             if lane not in self.gone:
                 for slot, new in self._changed(lane, change):
                     news.setdefault(slot, []).append((lane, new))

@@ -14,7 +14,7 @@ from attrs import define, field, frozen
 from torch.utils import _pytree as pytree
 
 from .._core.node import Ref
-from .._core.trees import thaw
+from .._core.trees import freeze_deep, thaw
 from .._replay.guards import Departure
 from .._replay.replay import Record
 from .._replay.request import Change
@@ -117,14 +117,23 @@ class Replays:
 
 
 def stacked_results(results: Sequence[Any]) -> Any:
-    """The results of a metric that is no program, as tensors with one more axis in front, where they are numbers."""
-    first = results[0]
-    if isinstance(first, (bool, int, float)):
+    """Results of the same structure as one, whose tensors have one more axis in front; numbers become tensors."""
+    if isinstance(results[0], (bool, int, float)):
         return torch.tensor(results)
-    if isinstance(first, torch.Tensor):
-        return torch.stack([one.detach() for one in results])
-    if isinstance(first, dict):
-        return {key: stacked_results([one[key] for one in results]) for key in first}
-    if isinstance(first, (tuple, list)):
-        return tuple([stacked_results(column) for column in zip(*results, strict=True)])
-    raise TypeError(f"a metric must give tensors or numbers, not {type(first).__name__}.")
+    columns: list[list[torch.Tensor]] = []
+    tree: Any = None
+    for result in reversed(results):
+        column: list[torch.Tensor] = []
+        tree = freeze_deep(result, lambda tensor: column.append(tensor.detach()) or Slot(len(column) - 1))  # noqa: B023
+        columns.insert(0, column)
+    if not columns[0]:
+        raise TypeError(f"a metric must give tensors or a number, not {type(results[0]).__name__}.")
+    stacks = [torch.stack(several) for several in zip(*columns, strict=True)]
+    return thaw(tree, lambda leaf: stacks[leaf.number] if type(leaf) is Slot else leaf)
+
+
+@frozen
+class Slot:
+    """Where a tensor stood."""
+
+    number: int

@@ -152,16 +152,22 @@ class Step:
         stacks = [None if delta is None else dense(delta, value) for delta, value in zip(deltas, self.recorded)]
         pairs, changed = together(stacks, self.recorded)
         lanes = pairs.lanes
-        if self.node.draws is None and not self.node.is_dynamic and self._vmaps(changed):
+        if self._may_vmap() and self._vmaps(changed):
             found = self._vmapped(changed, len(lanes))
             return [stacked(lanes, data) for data in found], True
         return self._looped(changed, lanes), False
 
+    def _may_vmap(self) -> bool:
+        """No draws, no shapes that contents decide, no gradient taken on the way."""
+        node = self.node
+        return node.draws is None and not node.is_dynamic and not node.through
+
     def _vmaps(self, changed: Sequence[Tensor | None]) -> bool:
-        """Does the call work under vmap? Tried once, on two copies of the recorded values."""
+        """Does the call work under vmap? Tried once: the recorded values beside others, which must not mix."""
         if not self.like.vmaps:
             copies = [
-                None if data is None else value.expand(2, *value.shape) for data, value in zip(changed, self.recorded)
+                None if data is None else torch.stack((value.flip(tuple(range(value.dim()))), value))
+                for data, value in zip(changed, self.recorded)
             ]
             try:
                 found = self._vmapped(copies, 2)

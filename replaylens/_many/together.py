@@ -12,8 +12,11 @@ from typing import Any
 import torch
 from attrs import define, field, frozen
 
-from .._core.trees import freeze_deep
+from .._core.graph import Graph
+from .._core.target import Target
+from .._core.trees import freeze_deep, leaves
 from .._replay.guards import diverged
+from .._replay.interpreter import parted_values
 from .._replay.replay import Record
 from ..errors import CaptureError, ReplaylensError
 from .chunks import Plan
@@ -42,6 +45,11 @@ class Together:
     notes: list[str] = field(factory=list)
 
     def __attrs_post_init__(self) -> None:
+        graph = self.record.graph
+        if why := shares_nothing(graph):
+            self.notes.append(f"everything: {why}")
+            self.loners = frozenset(range(len(self.keys)))
+        self.loners |= {number for number, each in enumerate(self.changes) if not can_share(graph, each)}
         whole = self._with_metric() if self.metric is not None else self.record
         self.is_program = whole is not None
         grouped = [each for number, each in enumerate(variants_of(self.changes)) if number not in self.loners]
@@ -70,19 +78,27 @@ class Together:
     def run(self, on_divergence: str, tick: Callable[[int], None]) -> Replays:
         """All of them, in the order of their keys."""
         baseline = self.output if self.metric is None else self._measured(self.output)
+        if len(self.loners) == len(self.keys):
+            return self._done(self._all_alone(tick), baseline)
         try:
             values = self._at_once(tick)
         except ReplaylensError:
             raise
         except Exception as error:  # whatever went wrong together goes right alone, or raises there
             self.notes.append(f"everything: together it raised {type(error).__name__}: {error}")
-            values = stacked_results([self._measured(self.alone(number)) for number in range(len(self.keys))])
-            return self._done(values, baseline)
+            return self._done(self._all_alone(tick), baseline)
         for number in sorted({*self.loners, *self.many.departures}):
             if number in self.many.departures and on_divergence == "raise":
                 raise diverged(self.many.departures[number], f"in the variant {self.keys[number]!r}, ")
             _put(values, number, self._measured(self.alone(number)))
         return self._done(values, baseline)
+
+    def _all_alone(self, tick: Callable[[int], None]) -> Any:
+        results = []
+        for number in range(len(self.keys)):
+            results.append(self._measured(self.alone(number)))
+            tick(1)
+        return stacked_results(results)
 
     def _at_once(self, tick: Callable[[int], None]) -> Any:
         if self.metric is None or self.is_program:
@@ -99,6 +115,28 @@ class Together:
         alone = [f"{name}: no rule to run it for all at once" for name in self.many.machine.alone]
         departures = {self.keys[number]: departure for number, departure in self.many.departures.items()}
         return Replays(self.keys, values, baseline, departures, (*self.notes, *alone))
+
+
+def shares_nothing(graph: Graph) -> str:
+    """Why nothing of this program can be run for several variants at once; empty where it can."""
+    for call in graph.calls:
+        functions = [call.target, *[leaf for leaf in leaves(call.args) if type(leaf) is Target]]
+        for function in functions:
+            if function.short.startswith("as_strided"):
+                return f"{call.name} looks at memory by its geometry"
+            if function.short in ("map_", "map2_", "apply_"):
+                return f"{call.name} calls Python for every number"
+        if any(meaning.strides is None for meaning in call.meaning):
+            return f"{call.name} gives a tensor that is not dense"
+    return ""
+
+
+def can_share(graph: Graph, changes: Changes) -> bool:
+    """Can a variant run with others? Not where a call must know of its patches: one that takes a gradient through what
+    is patched, or that writes through a view which a patch parts from its memory.
+    """
+    names = {graph.nodes[position].name for position in changes}
+    return not any(names.intersection(call.through) or parted_values(graph, call, names) for call in graph.calls)
 
 
 def _put(values: Any, number: int, result: Any) -> None:

@@ -7,7 +7,7 @@ were taken before: what to run, what to supply, what to forget. A step reads its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from operator import itemgetter
@@ -152,14 +152,19 @@ def _with_values_apart(graph: Graph, node: Call, patches: Mapping[int, Any]) -> 
     """For a write through a view: which of the views a patch has parted from their base."""
     if node.target.function is not mutate or not any(type(value) is Ref for value in node.args[-1]):
         return node
-    changed = {graph.nodes[position].name for position in patches}
-    bases = graph.ancestors([ref.node for ref in node.args[1]]) & changed if changed else frozenset()
-    apart = [
-        type(v) is Ref and bool((graph.ancestors([v.node]) & changed) - bases) if changed else False
-        for v in node.args[-1]
-    ]
-    values = tuple([value if parted else None for value, parted in zip(node.args[-1], apart, strict=True)])
-    return evolve(node, args=(*node.args[:-1], values))
+    apart = parted_values(graph, node, {graph.nodes[position].name for position in patches})
+    return evolve(node, args=(*node.args[:-1], tuple([v if v in apart else None for v in node.args[-1]])))
+
+
+def parted_values(graph: Graph, node: Call, changed: Set[str]) -> frozenset[Ref]:
+    """The views through which a call writes, and which patches at these nodes part from their base."""
+    if node.target.function is not mutate or not changed:
+        return frozenset()
+    views = [value for value in node.args[-1] if type(value) is Ref]
+    if not views:
+        return frozenset()
+    bases = graph.ancestors([ref.node for ref in node.args[1]]) & changed
+    return frozenset([view for view in views if (graph.ancestors([view.node]) & changed) - bases])
 
 
 def _patches_inside(graph: Graph, node: Call, patches: Patches) -> Patches:
