@@ -186,7 +186,10 @@ class Step:
     def _looped(self, changed: Sequence[Tensor | None], lanes: tuple[int, ...]) -> list[Delta]:
         rows = []
         for number in range(len(lanes)):
-            values = [value if data is None else data[number] for data, value in zip(changed, self.recorded)]
+            values = [
+                value if data is None else laid_like(data[number], value)
+                for data, value in zip(changed, self.recorded)
+            ]
             rows.append(self.parts(self.call(values)))
         return [_stacked_or_departed(self.node, lanes, column) for column in zip(*rows)]
 
@@ -201,6 +204,14 @@ class Step:
                 part = part[index]
             found.append(part)
         return found
+
+
+def laid_like(tensor: Tensor, recorded: Tensor) -> Tensor:
+    """The tensor in the recorded memory layout: the order of random draws, for one, follows it."""
+    if tensor.stride() == recorded.stride() or not recorded.numel() or 0 in recorded.stride():
+        return tensor
+    made = torch.empty_strided(recorded.shape, recorded.stride(), dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor)
 
 
 class NotAlike(Exception):
