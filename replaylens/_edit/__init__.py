@@ -1,0 +1,1 @@
+"""Graph -> Graph, and value -> value: interventions as data."""
