@@ -38,7 +38,7 @@ class Plan:
 
 def chunks(machine: Machine, variants: Sequence[Variant], memory: float | None) -> list[list[Variant]]:
     """The variants by their first change, in passes."""
-    largest, live = sizes(machine, variants)
+    largest, live = sizes(machine)
     found: list[list[Variant]] = []
     for variant in sorted(variants, key=lambda variant: variant.first):
         if found and len(found[-1]) < _room(largest, live, found[-1][0].first, memory):
@@ -52,9 +52,15 @@ def _room(largest: list[float], live: list[float], first: int, memory: float | N
     return max(1, min(VALUE_BYTES / max(largest[first], 1.0), (memory or PASS_BYTES) / max(live[first], 1.0)))
 
 
-def sizes(machine: Machine, variants: Sequence[Variant]) -> tuple[list[float], list[float]]:
+def sizes(machine: Machine) -> tuple[list[float], list[float]]:
     """For each position: the bytes of the largest value from there on, and of the most that live at once."""
-    cone = machine.cone([position for variant in variants for position, _ in variant.changes])
+    if machine.sizes is None:
+        machine.sizes = _sizes(machine)
+    return machine.sizes
+
+
+def _sizes(machine: Machine) -> tuple[list[float], list[float]]:
+    cone = machine.cone(machine.prepared)
     dying = machine.deaths(cone)
     graph = machine.graph
     gives: dict[int, float] = {}
@@ -87,7 +93,7 @@ def read_bytes(machine: Machine, slot: int) -> float:
 def plan(machine: Machine, variants: Sequence[Variant], memory: float | None) -> Plan:
     """What the variants will cost."""
     made = chunks(machine, variants, memory)
-    _, live = sizes(machine, variants)
+    _, live = sizes(machine)
     graph = machine.graph
     costs = [work(machine, position) if isinstance(node, Call) else 0.0 for position, node in enumerate(graph.nodes)]
     whole = max(sum(costs), 1e-12)

@@ -30,12 +30,15 @@ class Machine:
     record: Record
     ends: tuple[Ref, ...]
     slot: dict[Ref, int] = field(init=False)
+    refs: list[Ref] = field(init=False)  # by slot, as the next three
     values: list[torch.Tensor] = field(init=False)
     meanings: list[Any] = field(init=False)
     steps: list[Step | None] = field(init=False)
     needed: bytearray = field(init=False)
     draws: bool = field(init=False)
     wanted: Demand = field(factory=dict)
+    prepared: frozenset[int] = frozenset()  # the positions that all this is prepared for
+    sizes: tuple[list[float], list[float]] | None = None  # of values, by position: see chunks.py
     packs: bool = False  # looking for the rows that differ pays somewhere below the changes
     axes: dict[int, int | None] = field(factory=dict)  # of a slot: the axis along which its readers treat rows alike
     scratch: Scratch = field(factory=Scratch)
@@ -44,6 +47,7 @@ class Machine:
     def __attrs_post_init__(self) -> None:
         graph, record = self.graph, self.record
         self.slot = {ref: number for number, ref in enumerate(record.values)}
+        self.refs = list(record.values)
         self.values = record.steady_values()
         by_ref = _meanings(graph)
         self.meanings = [by_ref.get(ref) for ref in record.values]
@@ -91,12 +95,17 @@ class Machine:
     def prepare(self, positions: Iterable[int]) -> None:
         """Find what is read of each value, for all changes that there will be."""
         self.alone.clear()
-        cone = self.cone(positions)
+        places = frozenset(positions)
+        if places == self.prepared:
+            return
+        self.prepared = places
+        cone = self.cone(places)
         ends = [self.slot[ref] for ref in (*self.ends, *(ref for guard in self.graph.guards for ref in guard.refs))]
         self.wanted = demand(self.graph, reversed(cone), ends, self.step)
         changing = {slot for position in cone for slot in self.gives(position)}
         self.packs = any(self._is_costly(p, changing) for p in cone if self.graph.call_marks[p])
         self.axes.clear()
+        self.sizes = None
 
     def _is_costly(self, position: int, changing: set[int]) -> bool:
         """Is this a product of matrices that is worth computing on some of its rows?"""
@@ -149,9 +158,8 @@ class Machine:
         return self.axes[slot]
 
     def _row_axis(self, slot: int) -> int | None:
-        ref = next(ref for ref, number in self.slot.items() if number == slot)
         common: set[int] | None = None
-        for user in self.graph.users[self.graph.positions[ref.node]]:
+        for user in self.graph.users[self.graph.positions[self.refs[slot].node]]:
             step = self.step(user) if self.needed[user] else None
             if step is None or slot not in step.reads:
                 continue

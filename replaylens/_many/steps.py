@@ -12,9 +12,10 @@ from math import prod
 from typing import Any
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from .._core.node import Call, Ref, TensorMeaning
+from .._core.pure import mutate
 from .._core.trees import Branch, leaves, remake
 from .._replay.interpreter import Mode, caller
 from .delta import Delta, Pairs, dense, rows_of, stacked, together
@@ -290,6 +291,8 @@ def step_of(
     states: dict[str, Tensor],
 ) -> Step:
     """A node made ready. `values` and `meanings` are the recorded ones, by slot."""
+    if node.target.function is mutate:  # a patch that parts a view from its memory runs alone: see together.py
+        node = evolve(node, args=(*node.args[:-1], (None,) * len(node.args[-1])))
     every = [slot[ref] for ref in node.refs]
     reads = tuple(dict.fromkeys(every))
     place = {read: number for number, read in enumerate(reads)}

@@ -13,6 +13,8 @@ import torch
 from attrs import define, field, frozen
 
 from .._core.graph import Graph
+from .._core.node import Call
+from .._core.pure import mutate
 from .._core.target import Target
 from .._core.trees import freeze_deep, leaves
 from .._replay.guards import diverged
@@ -46,10 +48,14 @@ class Together:
 
     def __attrs_post_init__(self) -> None:
         graph = self.record.graph
-        if why := shares_nothing(graph):
+        why = self.record.plans.get("alone")
+        if why is None:
+            why = self.record.plans["alone"] = shares_nothing(graph)
+        if why:
             self.notes.append(f"everything: {why}")
             self.loners = frozenset(range(len(self.keys)))
-        self.loners |= {number for number, each in enumerate(self.changes) if not can_share(graph, each)}
+        if delicate := [call for call in graph.calls if call.through or call.target.function is mutate]:
+            self.loners |= {n for n, each in enumerate(self.changes) if not can_share(graph, delicate, each)}
         whole = self._with_metric() if self.metric is not None else self.record
         self.is_program = whole is not None
         grouped = [each for number, each in enumerate(variants_of(self.changes)) if number not in self.loners]
@@ -131,12 +137,12 @@ def shares_nothing(graph: Graph) -> str:
     return ""
 
 
-def can_share(graph: Graph, changes: Changes) -> bool:
+def can_share(graph: Graph, delicate: Sequence[Call], changes: Changes) -> bool:
     """Can a variant run with others? Not where a call must know of its patches: one that takes a gradient through what
     is patched, or that writes through a view which a patch parts from its memory.
     """
     names = {graph.nodes[position].name for position in changes}
-    return not any(names.intersection(call.through) or parted_values(graph, call, names) for call in graph.calls)
+    return not any(names.intersection(call.through) or parted_values(graph, call, names) for call in delicate)
 
 
 def _put(values: Any, number: int, result: Any) -> None:
