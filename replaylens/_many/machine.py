@@ -176,7 +176,8 @@ def _meanings(graph: Graph) -> dict[Ref, Any]:
     found: dict[Ref, Any] = {}
     for node in graph.nodes:
         if isinstance(node, Call):
-            refs = [leaf for leaf in leaves(node.returns) if type(leaf) is Ref]
+            given = (node.returns,) if type(node.returns) is Ref else leaves(node.returns)
+            refs = [leaf for leaf in given if type(leaf) is Ref]
             found.update(zip(refs, node.meaning, strict=True))
         else:
             found[Ref(node.name)] = node.meaning

@@ -154,8 +154,11 @@ class Step:
         pairs, changed = together(stacks, self.recorded)
         lanes = pairs.lanes
         if self._may_vmap() and self._vmaps(changed):
-            found = self._vmapped(changed, len(lanes))
-            return [stacked(lanes, data) for data in found], True
+            try:
+                found = self._vmapped(changed, len(lanes))
+                return [stacked(lanes, data) for data in found], True
+            except RuntimeError:  # such as a view that this memory layout does not have: each lies right by itself
+                pass
         return self._looped(changed, lanes), False
 
     def _may_vmap(self) -> bool:
@@ -293,10 +296,11 @@ def step_of(
     """A node made ready. `values` and `meanings` are the recorded ones, by slot."""
     if node.target.function is mutate:  # a patch that parts a view from its memory runs alone: see together.py
         node = evolve(node, args=(*node.args[:-1], (None,) * len(node.args[-1])))
-    every = [slot[ref] for ref in node.refs]
+    refs = node.refs
+    every = [slot[ref] for ref in refs]
     reads = tuple(dict.fromkeys(every))
     place = {read: number for number, read in enumerate(reads)}
-    slots = {ref: place[slot[ref]] for ref in node.refs}
+    slots = {ref: place[read] for ref, read in zip(refs, every)}
     template: list[Any] = [None] * len(reads)
 
     def literal(value: Any) -> int:
@@ -309,7 +313,8 @@ def step_of(
     def call(given: Sequence[Any]) -> Any:
         return function(*read([*given, *rest]))
 
-    outputs = tuple(dict.fromkeys([leaf for leaf in leaves(node.returns) if type(leaf) is Ref]))
+    given = (node.returns,) if type(node.returns) is Ref else leaves(node.returns)
+    outputs = tuple(dict.fromkeys([leaf for leaf in given if type(leaf) is Ref]))
     gives = tuple([slot[ref] for ref in outputs])
     return Step(
         node,

@@ -126,8 +126,8 @@ class Together:
 def shares_nothing(graph: Graph) -> str:
     """Why nothing of this program can be run for several variants at once; empty where it can."""
     for call in graph.calls:
-        functions = [call.target, *[leaf for leaf in leaves(call.args) if type(leaf) is Target]]
-        for function in functions:
+        inner = leaves(call.args) if call.target.function is mutate else ()
+        for function in (call.target, *[leaf for leaf in inner if type(leaf) is Target]):
             if function.short.startswith("as_strided"):
                 return f"{call.name} looks at memory by its geometry"
             if function.short in ("map_", "map2_", "apply_"):
