@@ -60,6 +60,8 @@ def alignments(facts: Facts) -> tuple[Alignment, ...]:
     rule = RULES.get(facts.name)
     if rule is None or not facts.outputs or not facts.operands:
         return ()
+    if any(0 in shape for shape in (*facts.outputs, *(operand.shape for operand in facts.operands))):
+        return ()
     try:
         return tuple(dict.fromkeys(rule(facts)))
     except (TypeError, ValueError, IndexError, AttributeError, KeyError):

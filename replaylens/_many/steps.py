@@ -162,9 +162,10 @@ class Step:
         return self._looped(changed, lanes), False
 
     def _may_vmap(self) -> bool:
-        """No draws, no shapes that contents decide, no gradient taken on the way."""
+        """No draws, no shapes that contents decide, no gradient taken on the way, none where torch's own rule is wrong."""
         node = self.node
-        return node.draws is None and not node.is_dynamic and not node.through
+        inner = node.args[0].short if node.target.function is mutate else node.target.short
+        return node.draws is None and not node.is_dynamic and not node.through and inner.strip("_") not in _WRONG
 
     def _vmaps(self, changed: Sequence[Tensor | None]) -> bool:
         """Does the call work under vmap? Tried once: the recorded values beside others, which must not mix."""
@@ -216,6 +217,9 @@ def laid_like(tensor: Tensor, recorded: Tensor) -> Tensor:
         return tensor
     made = torch.empty_strided(recorded.shape, recorded.stride(), dtype=tensor.dtype, device=tensor.device)
     return made.copy_(tensor)
+
+
+_WRONG = frozenset(("masked_scatter",))  # vmap of torch 2.13: one variant's source goes on where another's ended
 
 
 class NotAlike(Exception):
