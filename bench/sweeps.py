@@ -8,6 +8,7 @@ forward a variant. What a sweep gives is compared with hooks at some of its vari
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from time import process_time
 
@@ -171,12 +172,20 @@ def small_convolutions() -> tuple[object, ...]:
     """Must not lose against replaying one by one."""
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(2704, 10)
+        nn.Conv2d(3, 8, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 16, 3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(2704, 10),
     )
     x = torch.randn(1, 3, 32, 32)
     prog = rl.capture(model, x)
     one_by_one = looped(prog, {(s, c): {s: rl.Zero("b [c] h w", c=c)} for s in ("1", "4") for c in range(8)}, None)
-    return lesions("small convolutions: 16 lesions", model, x, ["1", "4"], 8, f"{one_by_one / forward(model, x):.3g} (loop)")
+    return lesions(
+        "small convolutions: 16 lesions", model, x, ["1", "4"], 8, f"{one_by_one / forward(model, x):.3g} (loop)"
+    )
 
 
 class SmallAttention(nn.Module):
@@ -242,9 +251,9 @@ def gradients(quick: bool) -> list[tuple[object, ...]]:
     for name in ("mlp200", "resnet18") if quick else ("mlp200", "resnet18", "gpt2"):
         model, args = models.build(name)
         prog = rl.capture(model, *args)
-        plain, all_grads = (lambda: model(*args)), (lambda: prog.grads(of=total))
-        clock(all_grads)
-        pairs = [(clock(all_grads), clock(plain)) for _ in range(3 if name == "gpt2" else 15)]
+        plain, every = partial(model, *args), partial(prog.grads, of=total)
+        clock(every)
+        pairs = [(clock(every), clock(plain)) for _ in range(3 if name == "gpt2" else 15)]
         ratio = median(mine / other for mine, other in pairs)
         rows.append((f"{name}: gradients at every node", "", "", f"{ratio:.3g}", "", 2.7, ""))
     return rows

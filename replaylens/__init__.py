@@ -23,6 +23,9 @@ from ._edit.patch import (
     Zero as Zero,
 )
 from ._edit.select import Selection as Selection, where as where
+from ._many.chunks import Plan as Plan
+from ._many.many import Replays as Replays
+from ._study.sweep import Sweep as Sweep, sweep as sweep
 from .errors import (
     BadPart as BadPart,
     BadPatch as BadPatch,

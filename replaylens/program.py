@@ -26,8 +26,6 @@ from ._core.trees import freeze_deep, leaves, thaw
 from ._edit.select import Selection, Site, find, sites
 from ._lens.layers import Atlas, Layer, Place
 from ._lens.summary import as_html, summary
-from ._many.chunks import Plan as Cost
-from ._many.many import Replays
 from ._many.together import Asked, Together
 from ._replay.convert import move, rerun
 from ._replay.patching import at_place, changes_of
@@ -182,6 +180,10 @@ class Program(Reference):
         """
         return find(self._atlas, self.__getitem__, op, module, input_of, where)
 
+    def names_of(self, key: Any) -> tuple[str, ...]:
+        """The names of the layers that a key of a mapping of patches means: of a glob, a type, a selection, a name."""
+        return tuple([site.name for site in self._sites(key)])
+
     # -- running it again ----------------------------------------------------------------------------------------------
 
     def replay(
@@ -245,8 +247,8 @@ class Program(Reference):
     ) -> Any:
         """Many replays in few passes: `{key: patches}`, where patches are what `replay(patch=...)` takes.
 
-        Gives Replays: `.values` stacked in the order of `.keys`. `metric(output)` is computed for each; what it does not
-        read is not computed. `memory` bounds the bytes of one pass. With `dry=True` nothing runs: the answer has a
+        Gives Replays: `.values` stacked in the order of `.keys`. `metric(output)` is computed for each; what it does
+        not read is not computed. `memory` bounds the bytes of one pass. With `dry=True` nothing runs: the answer has a
         `.plan` (what it will cost) and `.run()`.
         """
         _require_choice("on_divergence", on_divergence, ("rerun", "raise", "ignore"))
@@ -255,7 +257,7 @@ class Program(Reference):
 
     def _together(self, variants: Mapping[Any, Any], metric: Any, memory: float | None, on_divergence: str) -> Together:
         patches = list(variants.values())
-        made = [self._patches(patch, None) for patch in patches]
+        made = [changes_of(self.graph, patch, None, self._sites) for patch in patches]
 
         def alone(number: int) -> Any:
             return self.replay(patch=patches[number], on_divergence=on_divergence).output
@@ -266,9 +268,7 @@ class Program(Reference):
 
         loners = frozenset([number for number, (_, ends) in enumerate(made) if ends])
         changes = [changed for changed, _ in made]
-        return Together(
-            self._record, tuple(variants), changes, loners, metric, self.output, captured, alone, memory
-        )
+        return Together(self._record, tuple(variants), changes, loners, metric, self.output, captured, alone, memory)
 
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Run:
         """Replay on new inputs of the recorded shapes. All keywords are the model's own."""

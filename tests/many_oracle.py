@@ -95,7 +95,9 @@ def assert_at_once_is_one_by_one(prog: rl.Program, metric: Any = None, most: int
 
 
 def assert_close(got: Tensor, wanted: Tensor, where: str) -> None:
-    assert got.shape == wanted.shape and got.dtype == wanted.dtype, f"{where}: {got.shape} {got.dtype}, not {wanted.shape}"
+    assert got.shape == wanted.shape and got.dtype == wanted.dtype, (
+        f"{where}: {got.shape} {got.dtype}, not {wanted.shape}"
+    )
     if wanted.layout is not torch.strided or wanted.is_quantized:
         return
     if not (wanted.is_floating_point() or wanted.is_complex()):

@@ -92,7 +92,6 @@ def test_rows_before_a_causal_change_are_not_run(is_open):
     prog = rl.capture(Attention(is_open), torch.randint(0, 11, (1, 64)))
     seen = []
 
-
     def change(value):
         new = value.clone()
         new[:, 60] = 0
@@ -110,6 +109,8 @@ def test_rows_before_a_causal_change_are_not_run(is_open):
 
 def test_a_metric_that_reads_contents_in_python_runs_one_by_one_and_says_so():
     prog = rl.capture(nn.Linear(3, 3), torch.randn(2, 3))
-    found = prog.replay_many({1: {"linear_1": torch.zeros(2, 3)}, 2: {"linear_1": torch.ones(2, 3)}}, lambda y: y.sum().item())
+    found = prog.replay_many(
+        {1: {"linear_1": torch.zeros(2, 3)}, 2: {"linear_1": torch.ones(2, 3)}}, lambda y: y.sum().item()
+    )
     assert found.values.tolist() == [0.0, 6.0]
     assert found.one_by_one == ("the metric: it reads contents in Python",)

@@ -1,7 +1,7 @@
 """How many variants go into one pass, in which order, and what it will cost.
 
-In: a Machine and the variants' positions. Out: chunks, and a Plan in forwards and bytes. Large chunks are slow, not fast,
-once the values leave the processor's cache: the size follows the largest value on the way.
+In: a Machine and the variants' positions. Out: chunks, and a Plan in forwards and bytes. Large chunks are slow, not
+fast, once the values leave the processor's cache: the size follows the largest value on the way.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Plan:
     def __str__(self) -> str:
         return (
             f"{self.variants} variants in {self.passes} passes of up to {self.largest_pass}: at most "
-            f"{self.forwards:.3g} forwards ({self.loop_forwards:.3g} one by one), {self.peak_bytes / 1e6:.3g} MB at once"
+            f"{self.forwards:.3g} forwards ({self.loop_forwards:.3g} one by one), {self.peak_bytes / 1e6:.3g} MB at a time"
         )
 
 

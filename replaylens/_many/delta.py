@@ -30,7 +30,7 @@ class Pairs:
     count: int
     whole: tuple[int, ...] | None = None
     codes: Tensor | None = None  # variant * count + row
-    device: torch.device = torch.device("cpu")
+    device: torch.device | str = "cpu"
 
     def __len__(self) -> int:
         return len(self.whole or ()) * self.count if self.codes is None else self.codes.numel()
@@ -188,12 +188,13 @@ def without(delta: Delta, lanes: Iterable[int]) -> Delta | None:
         if not left:
             return None
         names = tuple([pairs.lanes[number] for number in left])
-        if delta.axis is None:
-            return stacked(names, delta.data.index_select(0, numbers(left, delta.data.device)))
-        data = _unfolded(delta.data, delta.axis, len(pairs.lanes), pairs.count).index_select(0, numbers(left, delta.data.device))
-        axis = delta.axis
+        where, axis = numbers(left, delta.data.device), delta.axis
+        if axis is None:
+            return stacked(names, delta.data.index_select(0, where))
+        rows = _unfolded(delta.data, axis, len(pairs.lanes), pairs.count).index_select(0, where)
         shape = (*delta.data.shape[:axis], len(left) * pairs.count, *delta.data.shape[axis + 1 :])
-        return Delta(axis, Pairs(pairs.count, names, device=data.device), (data if axis == 0 else data.movedim(0, axis)).reshape(shape))
+        data = (rows if axis == 0 else rows.movedim(0, axis)).reshape(shape)
+        return Delta(axis, Pairs(pairs.count, names, device=data.device), data)
     marks = ~torch.isin(pairs.variants, numbers(sorted(gone), delta.data.device))
     return kept(delta, marks) if bool(marks.any()) else None
 
@@ -297,9 +298,13 @@ def bits(tensor: Tensor) -> Tensor:
     """The same memory as whole numbers: minus zero differs from zero, and a NaN is equal to itself."""
     if tensor.is_floating_point() and (kind := _INTEGERS.get(tensor.itemsize)) is not None:
         return tensor.view(kind)
-    return torch.view_as_real(tensor.resolve_conj()).view(_INTEGERS[tensor.itemsize // 2]) if tensor.is_complex() else tensor
+    return (
+        torch.view_as_real(tensor.resolve_conj()).view(_INTEGERS[tensor.itemsize // 2])
+        if tensor.is_complex()
+        else tensor
+    )
 
 
-def numbers(values: Sequence[int], device: torch.device) -> Tensor:
+def numbers(values: Sequence[int], device: torch.device | str) -> Tensor:
     """Indices as a tensor."""
     return torch.tensor(values, dtype=torch.long, device=device)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from attrs import frozen
 
-from .._core.node import Call, Context, Guard, Ref
+from .._core.node import Context, Guard, Ref
 from .._core.trees import leaves, thaw
 from .._replay.guards import Departure, content_departure, guard_departure, shape_departure
 from .._replay.interpreter import modes, recorded_world
@@ -51,9 +51,7 @@ class Route:
     fits: bool
 
 
-def run(
-    machine: Machine, variants: Sequence[Variant], departed: Callable[[int, Departure], None]
-) -> dict[Ref, Delta]:
+def run(machine: Machine, variants: Sequence[Variant], departed: Callable[[int, Departure], None]) -> dict[Ref, Delta]:
     """The ends' values of these variants, where they differ from the recorded ones. Variants that leave the recorded
     path are reported, and dropped.
     """
@@ -126,7 +124,7 @@ class _Chunk:
             self._drop(shapes, lambda lane: shape_departure(step.node, wanted, shapes[lane]))
             self._execute(step)
             return
-        for slot, delta, result in zip(step.gives, found, step.results):
+        for slot, delta, result in zip(step.gives, found, step.results, strict=False):  # no rows, no values
             self._keep(slot, delta, result)
 
     def _keep(self, slot: int, delta: Delta, recorded: Tensor) -> None:
@@ -165,7 +163,7 @@ class _Chunk:
         if rows is not None and rows[0] == align.outputs[0]:
             ready = [
                 None if delta is None else self._cut(delta, (axis or 0, rows[1]), recorded)
-                for delta, axis, recorded in zip(ready, align.operands, step.recorded)
+                for delta, axis, recorded in zip(ready, align.operands, step.recorded, strict=True)
             ]
         try:
             found = step.by_rows(align, ready)
@@ -179,9 +177,7 @@ class _Chunk:
 
     def _route(self, step: Step, deltas: Deltas) -> Route | None:
         changed = [number for number, delta in enumerate(deltas) if delta is not None]
-        possible = [
-            align for align in step.alignments if all(align.operands[number] is not None for number in changed)
-        ]
+        possible = [align for align in step.alignments if all(align.operands[number] is not None for number in changed)]
         while possible:
             align, packs = self._best(step, possible, deltas, changed)
             if step.holds(align):
@@ -219,7 +215,7 @@ class _Chunk:
     def _laid(self, step: Step, deltas: Deltas, route: Route) -> list[Delta | None]:
         """The values as the route wants them: sparse along its axes, or all rows of each variant."""
         found: list[Delta | None] = []
-        for delta, axis, recorded in zip(deltas, route.align.operands, step.recorded):
+        for delta, axis, recorded in zip(deltas, route.align.operands, step.recorded, strict=True):
             if delta is None:
                 found.append(None)
                 continue
@@ -241,11 +237,12 @@ class _Chunk:
             return []
         return [stacked(some.pairs.lanes, some.data.movedim(some.axis or 0, 0)[rest])]
 
-    # -- variants that join, and those that leave ------------------------------------------------------------------------
+    # -- variants that join, and those that leave ---------------------------------------------------------------------
 
     def _join(self, changes: list[tuple[int, Change]]) -> None:
         """Variants whose change is here: the value as it is for them so far, changed."""
-        machine, news = self.machine, {}
+        machine = self.machine
+        news: dict[int, list[tuple[int, Tensor]]] = {}
         for lane, change in sorted(changes, key=lambda pair: pair[0]) if len(changes) > 1 else changes:
             if lane not in self.gone:
                 for slot, new in self._changed(lane, change):

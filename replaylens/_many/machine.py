@@ -1,7 +1,7 @@
 """A record made ready for many variants: slots, steps, what is read of each value.
 
-In: a Record, and the values asked for. Out: for positions that change, the cone that they reach, and each node of it ready
-to be run. Built once for a sweep; what is known of a node is found when it is first needed.
+In: a Record, and the values asked for. Out: for positions that change, the cone that they reach, and each node of it
+made ready to be run. Built once for a sweep; what is known of a node is found when it is first needed.
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ class Machine:
         step = self.step(position)
         if step.work < WORTH_PACKING:
             return False
-        sizes = zip(step.reads, step.recorded, zip(*[align.operands for align in step.alignments]))
+        sizes = zip(
+            step.reads, step.recorded, zip(*[align.operands for align in step.alignments], strict=True), strict=False
+        )
         return any(
             axis is not None and value.shape[axis] > 1
             for slot, value, axes in sizes

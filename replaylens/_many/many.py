@@ -1,12 +1,13 @@
 """Many replays at once: the variants in passes, and what came of each, in their own order.
 
-In: a record (with the metric, if there is one, as its last nodes), and for each variant its changes. Out: the values of the
-output for each, stacked. What a variant that left the recorded path gives is asked of `alone`, one by one.
+In: a record (with the metric, if there is one, as its last nodes), and for each variant its changes. Out: the values of
+the output for each, stacked. What a variant that left the recorded path gives is asked of `alone`, one by one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -124,12 +125,17 @@ def stacked_results(results: Sequence[Any]) -> Any:
     tree: Any = None
     for result in reversed(results):
         column: list[torch.Tensor] = []
-        tree = freeze_deep(result, lambda tensor: column.append(tensor.detach()) or Slot(len(column) - 1))  # noqa: B023
+        tree = freeze_deep(result, partial(_slot, column))
         columns.insert(0, column)
     if not columns[0]:
         raise TypeError(f"a metric must give tensors or a number, not {type(results[0]).__name__}.")
     stacks = [torch.stack(several) for several in zip(*columns, strict=True)]
     return thaw(tree, lambda leaf: stacks[leaf.number] if type(leaf) is Slot else leaf)
+
+
+def _slot(column: list[torch.Tensor], tensor: torch.Tensor) -> Slot:
+    column.append(tensor.detach())
+    return Slot(len(column) - 1)
 
 
 @frozen

@@ -1,7 +1,7 @@
 """A metric as more program: what it computes of the output becomes nodes after the model's own.
 
-In: the record of a program, and the record of the metric on that program's output. Out: one record of both, whose output
-is the metric's. So a sweep sees what the metric reads, and computes nothing else.
+In: the record of a program, and the record of the metric on that program's output. Out: one record of both, whose
+output is the metric's. So a sweep sees what the metric reads, and computes nothing else.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ def with_metric(record: Record, metric: Record) -> Record:
         return Generator(f"metric.{leaf.key}") if type(leaf) is Generator else leaf
 
     added = [_moved(node, names[node.name], moved) for node in more.nodes if not isinstance(node, Input)]
-    joined = require_lawful(
-        evolve(graph, nodes=(*graph.nodes, *added), output=remake(more.output, moved), changes=())
-    )
+    joined = require_lawful(evolve(graph, nodes=(*graph.nodes, *added), output=remake(more.output, moved), changes=()))
     values = dict(record.values)
     values.update({moved(ref): tensor for ref, tensor in metric.values.items() if ref.node in names})
     versions = Versions((ref, count) for ref, count in record.versions.items())

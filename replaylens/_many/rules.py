@@ -2,8 +2,8 @@
 
 In: what is called, with the shapes of its tensors. Out: Alignments. An operation is aligned when it gives the same row,
 whatever the other rows are: `op(x)[row r along b] == op(x[row r along a])`. Then it can be called on any number of rows
-from anywhere. A rule that is missing costs time, never truth; a rule that is there is proved on recorded values before it
-is trusted (see steps.py).
+from anywhere. A rule that is missing costs time, never truth; a rule that is there is proved on recorded values before
+it is trusted (see steps.py).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _axes(value: Any, rank: int) -> tuple[int, ...]:
     return tuple([positive(int(a), rank) for a in (value if isinstance(value, (tuple, list)) else (value,))])
 
 
-# ---- rules -------------------------------------------------------------------------------------------------------------
+# ---- rules --------------------------------------------------------------------------------------------------------
 
 
 def pointwise(facts: Facts) -> Iterator[Alignment]:
@@ -219,7 +219,7 @@ def flipped(facts: Facts) -> Iterator[Alignment]:
     for axis in range(rank):
         last = {rank - 1: rank - 2, rank - 2: rank - 1}
         moved = rank - 1 - axis if facts.name == "T" else last.get(axis, axis)
-        yield one(facts, axis if rank > 1 or facts.name == "T" else axis, moved if rank > 1 else axis)
+        yield one(facts, axis, moved if rank > 1 else axis)
 
 
 def permute(facts: Facts) -> Iterator[Alignment]:
@@ -230,7 +230,7 @@ def permute(facts: Facts) -> Iterator[Alignment]:
 
 
 def expand(facts: Facts) -> Iterator[Alignment]:
-    """Repeated along axes of size one: those that keep their size are rows, in a call with their number in its place."""
+    """Repeated along axes of size one: those that keep their size are rows."""
     shape, out = facts.operands[0].shape, facts.outputs[0]
     for axis in range(len(out)):
         mine = axis - (len(out) - len(shape))
@@ -441,7 +441,10 @@ RULES: dict[str, Callable[[Facts], Iterator[Alignment]]] = {
     "roll": along(2, "dims"),
     "flip": along(1, "dims"),
     **dict.fromkeys(
-        "mean sum nansum nanmean prod amax amin std var var_mean std_mean all any argmax argmin logsumexp max min median norm".split(),
+        (
+            "mean sum nansum nanmean prod amax amin std var var_mean std_mean all any argmax argmin logsumexp max min "
+            "median"
+        ).split(),
         reduction(),
     ),
     "norm": reduction(2),

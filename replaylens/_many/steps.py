@@ -39,7 +39,7 @@ class Like:
         found = []
         for align in self.alignments:
             axes: dict[int, int | None] = {}
-            if all(axes.setdefault(number, axis) == axis for number, axis in zip(where, align.operands)):
+            if all(axes.setdefault(number, axis) == axis for number, axis in zip(where, align.operands, strict=True)):
                 operands = tuple([axes[number] for number in range(len(axes))])
                 found.append(Alignment(operands, align.outputs, align.resizes))
         return tuple(found)
@@ -109,11 +109,13 @@ class Step:
 
     def _prove(self, align: Alignment) -> bool:
         """Run on the last row, the first one and the last one again, and compare with these rows of the result."""
-        count = next(value.shape[axis] for value, axis in zip(self.recorded, align.operands) if axis is not None)
+        count = next(
+            value.shape[axis] for value, axis in zip(self.recorded, align.operands, strict=True) if axis is not None
+        )
         pairs = Pairs(count, None, torch.tensor([count - 1, count, 3 * count - 1]), self.recorded[0].device)
         values = [
             value if axis is None else value.index_select(axis, pairs.rows)
-            for value, axis in zip(self.recorded, align.operands)
+            for value, axis in zip(self.recorded, align.operands, strict=True)
         ]
         try:
             found = self.parts(self._called(values, align, pairs))
@@ -121,7 +123,7 @@ class Step:
             return False
         return all(
             _close(new, result.index_select(axis, pairs.rows))
-            for new, result, axis in zip(found, self.results, align.outputs)
+            for new, result, axis in zip(found, self.results, align.outputs, strict=True)
         )
 
     def by_rows(self, align: Alignment, deltas: Sequence[Delta | None]) -> list[Delta]:
@@ -131,14 +133,14 @@ class Step:
             return []
         values = [
             data if data is not None else value if axis is None else rows_of(value, axis, pairs)
-            for data, value, axis in zip(changed, self.recorded, align.operands)
+            for data, value, axis in zip(changed, self.recorded, align.operands, strict=True)
         ]
         found = self.parts(self._called(values, align, pairs))
         count = len(pairs)
-        for new, result, axis in zip(found, self.results, align.outputs):
+        for new, result, axis in zip(found, self.results, align.outputs, strict=True):
             if new.dim() != result.dim() or new.shape[axis] != count:
                 raise NotAlike
-        return [Delta(axis, pairs, data) for data, axis in zip(found, align.outputs)]
+        return [Delta(axis, pairs, data) for data, axis in zip(found, align.outputs, strict=True)]
 
     def _called(self, values: Sequence[Tensor], align: Alignment, pairs: Pairs) -> Any:
         if not align.resizes:
@@ -150,7 +152,9 @@ class Step:
 
     def whole(self, deltas: Sequence[Delta | None]) -> tuple[list[Delta], bool]:
         """Every variant's whole value: under vmap where that is right, else one by one. And whether it was vmap."""
-        stacks = [None if delta is None else dense(delta, value) for delta, value in zip(deltas, self.recorded)]
+        stacks = [
+            None if delta is None else dense(delta, value) for delta, value in zip(deltas, self.recorded, strict=True)
+        ]
         pairs, changed = together(stacks, self.recorded)
         lanes = pairs.lanes
         if self._may_vmap() and self._vmaps(changed):
@@ -162,7 +166,7 @@ class Step:
         return self._looped(changed, lanes), False
 
     def _may_vmap(self) -> bool:
-        """No draws, no shapes that contents decide, no gradient taken on the way, none where torch's own rule is wrong."""
+        """No draws, no shapes that contents decide, no gradient on the way, and no rule of torch's that is wrong."""
         node = self.node
         inner = node.args[0].short if node.target.function is mutate else node.target.short
         return node.draws is None and not node.is_dynamic and not node.through and inner.strip("_") not in _WRONG
@@ -172,11 +176,11 @@ class Step:
         if not self.like.vmaps:
             copies = [
                 None if data is None else torch.stack((value.flip(tuple(range(value.dim()))), value))
-                for data, value in zip(changed, self.recorded)
+                for data, value in zip(changed, self.recorded, strict=True)
             ]
             try:
                 found = self._vmapped(copies, 2)
-                good = all(_close(new[1], result) for new, result in zip(found, self.results))
+                good = all(_close(new[1], result) for new, result in zip(found, self.results, strict=True))
             except Exception:  # no rule for it: the loop is always right
                 good = False
             self.like.vmaps.append(good)
@@ -193,10 +197,10 @@ class Step:
         for number in range(len(lanes)):
             values = [
                 value if data is None else laid_like(data[number], value)
-                for data, value in zip(changed, self.recorded)
+                for data, value in zip(changed, self.recorded, strict=True)
             ]
             rows.append(self.parts(self.call(values)))
-        return [_stacked_or_departed(self.node, lanes, column) for column in zip(*rows)]
+        return [_stacked_or_departed(self.node, lanes, column) for column in zip(*rows, strict=True)]
 
     def parts(self, result: Any) -> list[Tensor]:
         """The tensors in what the call gave, in the order of `outputs`."""
@@ -236,7 +240,9 @@ class Departed(Exception):
 
 def _stacked_or_departed(node: Call, lanes: tuple[int, ...], values: tuple[Tensor, ...]) -> Delta:
     wanted = node.meaning[0].shape if len(node.meaning) == 1 else tuple(values[0].shape)
-    others = {lane: tuple(value.shape) for lane, value in zip(lanes, values) if tuple(value.shape) != wanted}
+    others = {
+        lane: tuple(value.shape) for lane, value in zip(lanes, values, strict=True) if tuple(value.shape) != wanted
+    }
     if others:
         raise Departed(node, others)
     return stacked(lanes, torch.stack(values))
@@ -255,7 +261,8 @@ def _close(one: Tensor, other: Tensor) -> bool:
     return bool(torch.isclose(one, other, rtol=tolerance, atol=tolerance * float(scale), equal_nan=True).all())
 
 
-_functorch = torch._C._functorch
+_functorch: Any = torch._C._functorch
+_warn_of_fallbacks = getattr(_functorch, "_set_vmap_fallback_warning_enabled", lambda wanted: None)
 _IS_RAW = all(
     hasattr(_functorch, name)
     for name in ("_vmap_increment_nesting", "_vmap_decrement_nesting", "_add_batch_dim", "_remove_batch_dim")
@@ -271,17 +278,18 @@ def batched(
     """`function` under vmap: values that are None among `changed` are the same for all. The raw entry costs a tenth."""
     if not _IS_RAW:
         dims = (tuple([None if data is None else 0 for data in changed]),)
-        given = [value if data is None else data for data, value in zip(changed, others)]
+        given = [value if data is None else data for data, value in zip(changed, others, strict=True)]
         return list(torch.func.vmap(lambda values: tuple(function(values)), dims, randomness="same")(tuple(given)))
     level = _functorch._vmap_increment_nesting(count, "same")
-    _functorch._set_vmap_fallback_warning_enabled(False)  # slow, and right: `Sweep.alone` tells what ran one by one
+    _warn_of_fallbacks(False)  # slow, and right: `Sweep.alone` tells what ran one by one
     try:
         given = [
-            value if data is None else _functorch._add_batch_dim(data, 0, level) for data, value in zip(changed, others)
+            value if data is None else _functorch._add_batch_dim(data, 0, level)
+            for data, value in zip(changed, others, strict=True)
         ]
         return [_functorch._remove_batch_dim(part, level, count, 0) for part in function(given)]
     finally:
-        _functorch._set_vmap_fallback_warning_enabled(True)
+        _warn_of_fallbacks(True)
         _functorch._vmap_decrement_nesting()
 
 
@@ -304,7 +312,7 @@ def step_of(
     every = [slot[ref] for ref in refs]
     reads = tuple(dict.fromkeys(every))
     place = {read: number for number, read in enumerate(reads)}
-    slots = {ref: place[read] for ref, read in zip(refs, every)}
+    slots = {ref: place[read] for ref, read in zip(refs, every, strict=True)}
     template: list[Any] = [None] * len(reads)
 
     def literal(value: Any) -> int:

@@ -22,9 +22,9 @@ from .._replay.interpreter import parted_values
 from .._replay.replay import Record
 from ..errors import CaptureError, ReplaylensError
 from .chunks import Plan
-from .progress import bar
 from .many import Changes, Many, Replays, stacked_results, variants_of
 from .metric import is_pure, with_metric
+from .progress import bar
 
 Metric = Callable[[Any], Any]
 

@@ -21,9 +21,7 @@ def heatmap(
             figsize=(min(16, 3 + 0.32 * len(columns)), min(14, 1.6 + 0.28 * len(rows))), layout="constrained"
         )[1]
     limit = float(torch.nan_to_num(grid.abs(), nan=0.0).max()) or 1.0
-    shown = ax.imshow(
-        grid.numpy(), **{"cmap": "RdBu_r", "vmin": -limit, "vmax": limit, "aspect": "auto", **options}
-    )
+    shown = ax.imshow(grid.numpy(), **{"cmap": "RdBu_r", "vmin": -limit, "vmax": limit, "aspect": "auto", **options})
     for axis, names in ((ax.yaxis, rows), (ax.xaxis, columns)):
         step = max(1, len(names) // 40)
         axis.set_ticks(range(0, len(names), step), labels=[names[n] for n in range(0, len(names), step)])

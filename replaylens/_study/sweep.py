@@ -15,9 +15,12 @@ from attrs import field, frozen
 from torch.utils import _pytree as pytree
 
 from .._edit.locate import Part
-from .._edit.patch import Patch, patch_of
+from .._edit.patch import patch_of
+from .._edit.select import Selection
+from .._many.chunks import Plan
+from .._many.many import Replays
 from ..errors import BadPart, ReplaylensError
-from ..program import Cost, Program, Replays
+from ..program import Program
 from .plots import heatmap, optional
 
 
@@ -53,7 +56,7 @@ class Sweep:
         """What could not be run for all variants at once, and why."""
         return self._found.one_by_one
 
-    def plan(self) -> Cost:
+    def plan(self) -> Plan:
         """What it costs, in forwards and bytes; known before it runs."""
         return self._asked.plan
 
@@ -75,7 +78,7 @@ class Sweep:
     @property
     def names(self) -> tuple[tuple[Any, ...], ...]:
         """For each of `axes` what stands along it."""
-        columns = zip(*[_as_tuple(key) for key in self.keys])
+        columns = zip(*[_as_tuple(key) for key in self.keys], strict=True)
         return tuple([tuple(dict.fromkeys(column)) for column in columns])
 
     def __getitem__(self, key: Any) -> Any:
@@ -96,14 +99,14 @@ class Sweep:
     def top(self, count: int = 10) -> list[tuple[Any, float]]:
         """The variants that moved a single number farthest from the baseline, with their differences."""
         change = (_scalars(self.values) - _scalars(self.baseline)).tolist()
-        return sorted(zip(self.keys, change), key=lambda pair: -abs(pair[1]))[:count]
+        return sorted(zip(self.keys, change, strict=True), key=lambda pair: -abs(pair[1]))[:count]
 
     def to_pandas(self) -> Any:
         """A row per variant: its key's words, the metric, and its difference from the baseline."""
         rows = []
         values, base = _one_tensor(self.values), _one_tensor(self.baseline)
         for number, key in enumerate(self.keys):
-            row = dict(zip(self.axes, _as_tuple(key)))
+            row = dict(zip(self.axes, _as_tuple(key), strict=True))
             if base.numel() == 1:
                 row["value"] = float(values[number])
                 row["change"] = float(values[number]) - float(base)
@@ -119,7 +122,7 @@ class Sweep:
         return self._replays
 
     def __repr__(self) -> str:
-        words = " x ".join(f"{len(names)} {axis}" for axis, names in zip(self.axes, self.names))
+        words = " x ".join(f"{len(names)} {axis}" for axis, names in zip(self.axes, self.names, strict=True))
         if self._replays is None:
             return f"<Sweep of {len(self.keys)} variants ({words}), not run yet: {self.plan()}>"
         more = f", {len(self.departures)} left the recorded path" if self.departures else ""
@@ -185,9 +188,7 @@ def sweep(
         names, variants = _variants(prog, sites, part, patch, axes)
     if not variants:
         raise ReplaylensError("there is nothing to try: no variants.")
-    asked = prog.replay_many(
-        variants, metric, memory=memory, on_divergence=on_divergence, progress=progress, dry=True
-    )
+    asked = prog.replay_many(variants, metric, memory=memory, on_divergence=on_divergence, progress=progress, dry=True)
     found = Sweep(names, tuple(variants), asked)
     return found if dry else found.run(progress)
 
@@ -198,33 +199,31 @@ def _variants(prog: Program, sites: Any, part: Any, patch: Any, axes: dict[str, 
         raise BadPart(f"{', '.join(axes)}: these name axes of a pattern, and there is none. Give part=.")
     place = None if part is None else part.at(**axes) if isinstance(part, Part) else Part(part, **axes)
     made = patch_of(patch)
-    found: dict[Any, Any] = {}
     walked = place.open_axes if place is not None else ()
-    for name, layer in _layers(prog, sites):
+    found: dict[Any, Any] = {}
+    for name in _names(prog, sites):
         if place is None:
-            found[name] = {layer.label: made}
+            found[name] = {name: made}
             continue
-        if layer.shape is None:
-            raise BadPart(f"{layer.label} gives several tensors; a part needs one. Name a module or a part of it.")
-        sizes = place.sizes(layer.shape)
+        shape = prog[name].shape
+        if shape is None:
+            raise BadPart(
+                f"{name} gives several tensors, and {place} is for one. Name a module that gives one of them."
+            )
+        sizes = place.sizes(shape)
         for indices in product(*[range(sizes[axis]) for axis in walked]):
             key = (name, *indices) if walked else name
-            found[key] = {layer.label: made.within(place.at(**dict(zip(walked, indices))))}
+            found[key] = {name: made.within(place.at(**dict(zip(walked, indices, strict=True))))}
     return ("site", *walked), found
 
 
-def _layers(prog: Program, sites: Any) -> list[tuple[str, Any]]:
-    """The layers that the sites name, each under the name that the user gave, if it is the only one."""
-    found: dict[str, tuple[str, Any]] = {}
-    several = isinstance(sites, Iterable) and not isinstance(sites, (str, Program)) and not hasattr(sites, "labels")
-    for site in sites if several else [sites]:
-        layers = list(prog.sites(site))
-        for layer in layers:
-            word = site if isinstance(site, str) and len(layers) == 1 else layer.label
-            if layer.label in found:
-                raise ReplaylensError(f"{layer.label} is among the sites twice, as {found[layer.label][0]!r} and {word!r}.")
-            found[layer.label] = (word, layer)
-    return list(found.values())
+def _names(prog: Program, sites: Any) -> list[str]:
+    """The names of the layers that the sites mean, as the user called them where that is one layer."""
+    several = isinstance(sites, Iterable) and not isinstance(sites, (str, Selection))
+    found = [name for site in (sites if several else [sites]) for name in prog.names_of(site)]
+    if twice := next((name for name in found if found.count(name) > 1), None):
+        raise ReplaylensError(f"{twice} is among the sites twice.")
+    return found
 
 
 def _key_names(variants: Mapping[Any, Any]) -> tuple[str, ...]:
