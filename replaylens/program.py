@@ -333,7 +333,17 @@ class Program(Reference):
         return Site(place, name if isinstance(name, str) else place.label)
 
     def _sites(self, key: Any) -> tuple[Site, ...]:
-        return sites(self._atlas, self.__getitem__, key)
+        if type(key) is not str:
+            return sites(self._atlas, self.__getitem__, key)
+        known = self._named_sites.get(key)
+        if known is None:
+            known = self._named_sites[key] = sites(self._atlas, self.__getitem__, key)
+        return known
+
+    @cached_property
+    def _named_sites(self) -> dict[str, tuple[Site, ...]]:
+        """What names were found to mean: a sweep asks for the same ones again and again."""
+        return {}
 
     def _value_for(self, name: str) -> Any:
         return self[name].value

@@ -30,10 +30,9 @@ class Plan:
     loop_forwards: float  # what replaying one by one from each change would cost
 
     def __str__(self) -> str:
-        return (
-            f"{self.variants} variants in {self.passes} passes of up to {self.largest_pass}: at most "
-            f"{self.forwards:.3g} forwards ({self.loop_forwards:.3g} one by one), {self.peak_bytes / 1e6:.3g} MB at a time"
-        )
+        cost = f"at most {self.forwards:.3g} forwards ({self.loop_forwards:.3g} one by one)"
+        passes = f"{self.variants} variants in {self.passes} passes of up to {self.largest_pass}"
+        return f"{passes}: {cost}, {self.peak_bytes / 1e6:.3g} MB at a time"
 
 
 def chunks(machine: Machine, variants: Sequence[Variant], memory: float | None) -> list[list[Variant]]:

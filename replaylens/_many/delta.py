@@ -179,9 +179,8 @@ def kept(delta: Delta, marks: Tensor) -> Delta:
 
 def without(delta: Delta, lanes: Iterable[int]) -> Delta | None:
     """The same without some variants; None if nothing is left."""
-    gone = set(lanes)
-    pairs = delta.pairs
-    if not gone & set(pairs.lanes):
+    gone, pairs = set(lanes), delta.pairs
+    if min(gone) > pairs.lanes[-1] or not gone & set(pairs.lanes):
         return delta
     if pairs.is_whole:
         left = [number for number, lane in enumerate(pairs.lanes) if lane not in gone]
@@ -279,7 +278,7 @@ def rows_of(recorded: Tensor, axis: int, pairs: Pairs) -> Tensor:
 
 def lane_value(delta: Delta, lane: int, recorded: Tensor) -> Tensor:
     """One variant's whole value."""
-    if lane not in delta.pairs.lanes:
+    if lane > delta.pairs.lanes[-1] or lane not in delta.pairs.lanes:
         return recorded
     if delta.axis is None:
         return delta.data[delta.pairs.lanes.index(lane)]

@@ -18,7 +18,7 @@ from .._core.trees import leaves, thaw
 from .._replay.guards import Departure, content_departure, guard_departure, shape_departure
 from .._replay.interpreter import modes, recorded_world
 from .._replay.request import Change
-from .delta import Delta, chosen, folded, joined, kept, lane_value, packed, stacked, without
+from .delta import Delta, Pairs, chosen, folded, joined, kept, lane_value, packed, stacked, without
 from .demand import Rows, taking
 from .machine import WORTH_PACKING, Machine
 from .rules import Alignment
@@ -57,6 +57,9 @@ def run(machine: Machine, variants: Sequence[Variant], departed: Callable[[int, 
     """
     with torch.no_grad(), recorded_world(machine.draws, machine.graph):
         return _Chunk(machine, variants, departed).run()
+
+
+_UNKNOWN: Any = object()
 
 
 class _Chunk:
@@ -153,27 +156,32 @@ class _Chunk:
         rows = self.machine.demanded(step)
         forms = [None if delta is None else (delta.axis, delta.pairs.codes is None) for delta in deltas]
         key = (self.machine.packs, rows and rows[0], *forms)
-        if key not in step.routes:
-            step.routes[key] = self._route(step, deltas)
-        route: Route | None = step.routes[key]
+        route: Route | None = step.routes.get(key, _UNKNOWN)
+        if route is _UNKNOWN:
+            route = step.routes[key] = self._route(step, deltas)
         if route is None:
             return None
         align = route.align
+        if rows is None and route.fits:
+            return self._by_rows(step, align, deltas)
         ready = deltas if route.fits else self._laid(step, deltas, route)
         if rows is not None and rows[0] == align.outputs[0]:
             ready = [
                 None if delta is None else self._cut(delta, (axis or 0, rows[1]), recorded)
                 for delta, axis, recorded in zip(ready, align.operands, step.recorded, strict=True)
             ]
+        found = self._by_rows(step, align, ready)
+        if self.machine.scratch.lent:
+            self.machine.scratch.take_back(found or ())
+        return self._aligned(step, deltas) if found is None else found
+
+    def _by_rows(self, step: Step, align: Alignment, deltas: Deltas) -> list[Delta] | None:
         try:
-            found = step.by_rows(align, ready)
-            if self.machine.scratch.lent:
-                self.machine.scratch.take_back(found)
-            return found
+            return step.by_rows(align, deltas)
         except NotAlike:
             step.like.proved[align] = False
             step.routes.clear()
-            return self._aligned(step, deltas)
+            return None
 
     def _route(self, step: Step, deltas: Deltas) -> Route | None:
         changed = [number for number, delta in enumerate(deltas) if delta is not None]
@@ -251,9 +259,13 @@ class _Chunk:
             recorded = machine.values[slot]
             lanes = tuple([lane for lane, _ in pairs])
             values = [new for _, new in pairs]
-            fresh = stacked(lanes, torch.stack(values) if len(values) > 1 else values[0][None])
-            if (axis := machine.row_axis(slot)) is not None:
-                fresh = packed(fresh, axis, recorded) if machine.packs else folded(fresh, axis, recorded)
+            axis = machine.row_axis(slot)
+            if axis is not None and len(values) == 1 and not machine.packs:
+                fresh = Delta(axis, Pairs(recorded.shape[axis], lanes, device=recorded.device), values[0])
+            else:
+                fresh = stacked(lanes, torch.stack(values))
+                if axis is not None:
+                    fresh = packed(fresh, axis, recorded) if machine.packs else folded(fresh, axis, recorded)
             old, self.env[slot] = self.env[slot], None
             left = without(old, lanes) if old is not None else None
             self._keep(slot, fresh if left is None else joined(left, fresh, recorded), recorded)
@@ -261,7 +273,11 @@ class _Chunk:
     def _changed(self, lane: int, change: Change) -> list[tuple[int, Tensor]]:
         if type(change.tree) is Ref:
             slot = self.machine.slot[change.tree]
-            return [(slot, change.make(self._value(slot, lane)).detach())]
+            value = self._value(slot, lane)
+            new = change.free(value)
+            if type(new) is not Tensor or new.shape != value.shape or new.dtype != value.dtype:
+                new = change.make(value)  # raises, and says what is wrong
+            return [(slot, new.detach() if new.requires_grad else new)]
         slots = [self.machine.slot[leaf] for leaf in leaves(change.tree) if type(leaf) is Ref]
         now = thaw(change.tree, lambda leaf: self._value(self.machine.slot[leaf], lane) if type(leaf) is Ref else leaf)
         news = change.make(now)

@@ -66,6 +66,7 @@ class Step:
     alignments: tuple[Alignment, ...] = field(init=False)  # proved when they are first used
     unread: frozenset[int] = field(init=False)
     is_index: bool = field(init=False)
+    is_single: bool = field(init=False)  # it gives one tensor
     routes: dict[Any, Any] = field(init=False)  # how to run it, by the forms of what it reads; shared by all alike
 
     def __attrs_post_init__(self) -> None:
@@ -73,6 +74,7 @@ class Step:
         if known is None:
             known = self.like.shared[self.where] = (self.like.aligned(self.where), self.like.free(self.where), {})
         self.alignments, self.unread, self.routes = known
+        self.is_single = len(self.outputs) == 1 and not self.outputs[0].path
         self.is_index = self.node.target.short == "__getitem__"
 
     @cached_property
@@ -118,7 +120,7 @@ class Step:
             for value, axis in zip(self.recorded, align.operands, strict=True)
         ]
         try:
-            found = self.parts(self._called(values, align, pairs))
+            found = self.parts(self._resized(values, align, pairs) if align.resizes else self.call(values))
         except Exception:  # whatever it is, the call does not take rows in this way
             return False
         return all(
@@ -135,16 +137,20 @@ class Step:
             data if data is not None else value if axis is None else rows_of(value, axis, pairs)
             for data, value, axis in zip(changed, self.recorded, align.operands, strict=True)
         ]
-        found = self.parts(self._called(values, align, pairs))
+        result = self._resized(values, align, pairs) if align.resizes else self.call(values)
+        if self.is_single:
+            axis = align.outputs[0]
+            if result.dim() != self.results[0].dim() or result.shape[axis] != len(pairs):
+                raise NotAlike
+            return [Delta(axis, pairs, result)]
+        found = self.parts(result)
         count = len(pairs)
         for new, result, axis in zip(found, self.results, align.outputs, strict=True):
             if new.dim() != result.dim() or new.shape[axis] != count:
                 raise NotAlike
         return [Delta(axis, pairs, data) for data, axis in zip(found, align.outputs, strict=True)]
 
-    def _called(self, values: Sequence[Tensor], align: Alignment, pairs: Pairs) -> Any:
-        if not align.resizes:
-            return self.call(values)
+    def _resized(self, values: Sequence[Tensor], align: Alignment, pairs: Pairs) -> Any:
         number = next(n for n, axis in enumerate(align.operands) if axis is not None)
         shape, axis = self.results[0].shape, align.outputs[0]
         sizes = (*shape[:axis], len(pairs), *shape[axis + 1 :])
@@ -204,7 +210,7 @@ class Step:
 
     def parts(self, result: Any) -> list[Tensor]:
         """The tensors in what the call gave, in the order of `outputs`."""
-        if len(self.outputs) == 1 and not self.outputs[0].path:
+        if self.is_single:
             return [result]
         found = []
         for ref in self.outputs:
