@@ -47,8 +47,8 @@ def chunks(machine: Machine, variants: Sequence[Variant], memory: float | None) 
     return found
 
 
-def _room(largest: list[float], live: list[float], first: int, memory: float | None) -> float:
-    return max(1, min(VALUE_BYTES / max(largest[first], 1.0), (memory or PASS_BYTES) / max(live[first], 1.0)))
+def _room(largest: list[float], live: list[float], first: int, memory: float | None) -> int:
+    return max(1, int(min(VALUE_BYTES / max(largest[first], 1.0), (memory or PASS_BYTES) / max(live[first], 1.0))))
 
 
 def sizes(machine: Machine) -> tuple[list[float], list[float]]:
