@@ -19,7 +19,7 @@ from ._capture.builder import Frozen, SourceRecord, freeze
 from ._capture.capture import Captured, record
 from ._core.graph import Graph
 from ._core.node import Guard, Ref, State
-from ._core.pure import same_content
+from ._core.pure import same_content, untransformed
 from ._core.reference import Reference
 from ._core.text import code
 from ._core.trees import freeze_deep, leaves, thaw
@@ -304,8 +304,8 @@ class Program(Reference):
         if self._given is not None:
             return self._given
         assert self._captured is not None
-        made = freeze(self._captured.recording)
-        record = record_of(self._captured, made)
+        with untransformed():  # the program outlives the transform that asks for it first
+            record = record_of(self._captured, freeze(self._captured.recording))
         self._captured = None
         return record
 

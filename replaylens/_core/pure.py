@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from ..errors import ReplaylensError
 from .target import Target
@@ -108,6 +110,11 @@ def _apart(view: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor:
         return view
     hidden = torch._C._functorch.peek_interpreter_stack() is not None  # contents cannot be compared there
     return view if not hidden and same_content(view, value) else writable_copy(value)
+
+
+def untransformed() -> AbstractContextManager[Any]:
+    """Outside of every `torch.func` transform that runs: for what outlives it, and for draws, which it forbids."""
+    return temporarily_clear_interpreter_stack()
 
 
 def same_content(one: torch.Tensor, other: torch.Tensor) -> bool:

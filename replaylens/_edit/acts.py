@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from attrs import frozen
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from .._core.pure import writable_copy
+from .._core.pure import untransformed, writable_copy
 from .._core.target import Target
 from ..errors import BadPatch, ShapeMismatch
 from .access import broadcasts, require_number
@@ -109,7 +108,7 @@ def resample(
 @lru_cache(maxsize=256)
 def _order(rows: int, seed: int) -> tuple[int, ...]:
     """An order drawn from a generator of its own; never the one that changes nothing."""
-    with temporarily_clear_interpreter_stack():
+    with untransformed():
         generator = torch.Generator().manual_seed(seed)
         while True:
             order = tuple(torch.randperm(rows, generator=generator, device="cpu").tolist())
@@ -134,7 +133,7 @@ def noise(value: Tensor, std: Operand, seed: int = 0, part: Part | None = None) 
     _require_floating("Noise", value)
 
     def noisy(old: Tensor) -> Tensor:
-        with temporarily_clear_interpreter_stack():  # not one draw for each variant of a vmap, which it forbids
+        with untransformed():  # not one draw for each variant of a vmap, which it forbids
             generator = torch.Generator().manual_seed(seed)
             drawn = torch.randn(tuple(old.shape), generator=generator, dtype=old.dtype, device="cpu").to(old.device)
         return old + drawn * _operand("Noise", std, old, part)
@@ -231,7 +230,9 @@ def apply(value: Tensor, fn: Callable[[Tensor], Tensor], part: Part | None = Non
 
 def own_copy(tensor: Tensor) -> Tensor:
     """A copy that a user's function may write: laid out alike, but where elements share memory."""
-    return tensor.clone() if tensor.layout is torch.strided and 0 in tensor.stride() else writable_copy(tensor)
+    if torch.compiler.is_compiling() or (tensor.layout is torch.strided and 0 in tensor.stride()):
+        return tensor.clone()
+    return writable_copy(tensor)
 
 
 def chain(value: Tensor, *tensors: Tensor, steps: tuple[Step, ...]) -> Tensor:
@@ -285,7 +286,7 @@ def _axis(word: str, old: Tensor, value: Tensor, along: str | int | None, part: 
     """Which axis of what was read is meant."""
     if isinstance(along, str):
         assert part is not None
-        names = part.names(value.shape)
+        names = part.on(value).names
         if along not in names:
             raise BadPatch(f"{word} along {along!r}: the part {part} has the axes {', '.join(names) or 'none'}.")
         return names.index(along)

@@ -16,7 +16,7 @@ from attrs import define, evolve, field
 
 from .._core.graph import Graph
 from .._core.node import Call, Ref, State
-from .._core.pure import same_content, standing
+from .._core.pure import same_content, standing, untransformed
 from .._core.trees import leaves, thaw
 from ..errors import NotDifferentiable, ReplaylensError, StaleValue
 from .function import as_function
@@ -355,12 +355,18 @@ def as_leaf(tensor: torch.Tensor) -> torch.Tensor:
     """The same value without a history, and with its flag: torch chooses kernels by whether a tensor needs
     gradients.
     """
-    return tensor.detach().requires_grad_() if tensor.requires_grad and not tensor.is_inference() else tensor
+    if not tensor.requires_grad or tensor.is_inference():
+        return tensor
+    with untransformed():  # a recorded value stands outside of what runs now, and such a transform forbids the flag
+        return tensor.detach().requires_grad_()
 
 
 def _flagged(given: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
     """A given value without a history, and with the flag that the recorded one had."""
-    return given if given.is_inference() else given.detach().requires_grad_(recorded.requires_grad)
+    if given.is_inference():
+        return given
+    hidden = torch._C._functorch.peek_interpreter_stack() is not None  # a transform forbids the flag
+    return given.detach() if hidden else given.detach().requires_grad_(recorded.requires_grad)
 
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:
