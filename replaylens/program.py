@@ -202,8 +202,10 @@ class Program(Reference):
         """Run the program again. Only what a change can reach, and the output needs, is executed.
 
         Without arguments everything runs. `from_` names a layer: what follows it runs, on its recorded value. `patch`
-        gives other values on the way: `{"relu_3": tensor}`, a function of the old value, or a layer of another program;
-        with `from_`, a bare one is for that layer. New inputs of the recorded shapes, or other parameters
+        gives other values on the way: `{"relu_3": Zero("b [c] h w", c=3)}`. Its keys name layers, inputs, parameters;
+        all passes of a layer, all layers of a type (`"relu"`), of a glob (`"layer4.*"`), of `where(predicate)` or
+        `prog.find(...)`. Its values are patches, lists of them, tensors, functions of the old value, layers of another
+        program; with `from_`, a bare one is for that layer. New inputs of the recorded shapes, or other parameters
         (`state={"fc.weight": w}`), may be given. `to` stops early. `keep="all"` holds every value; else what
         `run[name]` asks for is computed again. With `grad=True` gradients flow to inputs, to patches and to the model's
         own parameters, as through the model, and every value is held. A replay whose change makes the model read
