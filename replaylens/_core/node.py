@@ -44,6 +44,11 @@ class TensorMeaning:
     device: str
     strides: tuple[int, ...] | None
 
+    @property
+    def is_differentiable(self) -> bool:
+        """Can it have a gradient? Integers and bools have none."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorMeaning:
         strided = tensor.layout is torch.strided and not tensor.is_nested
@@ -177,6 +182,13 @@ class Call:
 
 
 Node = Input | State | Const | Call
+
+
+def meanings_of(node: Node) -> dict[Ref, TensorMeaning]:
+    """What is known of each value that a node gives."""
+    if not isinstance(node, Call):
+        return {Ref(node.name): node.meaning}
+    return dict(zip([leaf for leaf in leaves(node.returns) if type(leaf) is Ref], node.meaning, strict=True))
 
 
 @frozen

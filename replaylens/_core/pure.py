@@ -275,3 +275,35 @@ def hooked(tensor: torch.Tensor, hook: Callable[..., Any]) -> torch.Tensor:
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself: what a module that hands its input on computes."""
     return tensor
+
+
+def fresh_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """The same value as a leaf of autograd's graph: gradients end here."""
+    if tensor.is_inference():
+        with torch.inference_mode(False):
+            return tensor.clone().requires_grad_()
+    return tensor.detach().requires_grad_()
+
+
+def placed(value: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    """The value at a place of its own in autograd's graph: the gradient there is that of what reads this node alone.
+
+    What has no history becomes a leaf. A call may give one of its arguments back, the very object (dropout in eval
+    mode does): `others` are those that it must be told from.
+    """
+    if not value.requires_grad:
+        return fresh_leaf(value)
+    for other in others:
+        if other is value:
+            with torch.enable_grad():
+                return value.view_as(value) if value.layout is torch.strided else value.clone()
+    return value
+
+
+def all_placed(count: int, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The first `count` values, each at a place of its own; one object that stands several times stays one."""
+    made: dict[int, torch.Tensor] = {}
+    for value in values[:count]:
+        if id(value) not in made:
+            made[id(value)] = placed(value, *values[count:])
+    return tuple([made[id(value)] for value in values[:count]])

@@ -13,7 +13,7 @@ import torch
 from attrs import define, field, frozen
 
 from .._core.graph import Graph
-from .._core.node import Call
+from .._core.node import Call, Ref
 from .._core.pure import mutate
 from .._core.target import Target
 from .._core.trees import freeze_deep, leaves
@@ -142,7 +142,8 @@ def can_share(graph: Graph, delicate: Sequence[Call], changes: Changes) -> bool:
     is patched, or that writes through a view which a patch parts from its memory.
     """
     names = {graph.nodes[position].name for position in changes}
-    return not any(names.intersection(call.through) or parted_values(graph, call, names) for call in delicate)
+    values = {leaf for several in changes.values() for one in several for leaf in leaves(one.tree) if type(leaf) is Ref}
+    return not any(names.intersection(call.through) or parted_values(graph, call, values) for call in delicate)
 
 
 def _put(values: Any, number: int, result: Any) -> None:
@@ -155,7 +156,7 @@ def _put(values: Any, number: int, result: Any) -> None:
 
 
 @frozen(eq=False)
-class Asked:
+class Planned:
     """Many replays that were asked for, and not run yet."""
 
     together: Together

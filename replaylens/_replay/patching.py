@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .._core.graph import Graph
-from .._core.node import Call, Ref, TensorMeaning
+from .._core.node import Ref, TensorMeaning, meanings_of
 from .._core.reference import Reference
 from .._core.text import listing
 from .._core.trees import freeze_deep, leaves, thaw
@@ -73,7 +73,7 @@ def change_at(graph: Graph, at: At, name: str, what: Any) -> Change:
     """
     node = graph.nodes[at.position]
     tree = at.output or at.part or result_of(node)
-    meanings = _meanings(node)
+    meanings = meanings_of(node)
 
     def change(value: Any) -> Any:
         try:
@@ -166,13 +166,6 @@ def _look(patch: Patch, name: str, number: int | None) -> Callable[[Reference], 
         return flat[number or 0]
 
     return look
-
-
-def _meanings(node: Any) -> dict[Ref, TensorMeaning]:
-    if not isinstance(node, Call):
-        return {Ref(node.name): node.meaning}
-    refs = [leaf for leaf in leaves(node.returns) if type(leaf) is Ref]
-    return dict(zip(refs, node.meaning, strict=True))
 
 
 def _checked(graph: Graph, node: Any, tree: Any, meanings: dict[Ref, TensorMeaning], old: Any, new: Any) -> Any:

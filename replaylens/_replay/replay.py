@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from attrs import define, evolve, field
+from attrs import define, evolve, field, frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Ref, State
-from .._core.pure import same_content, standing, untransformed
+from .._core.pure import fresh_leaf, same_content, standing, untransformed
 from .._core.trees import leaves, thaw
 from ..errors import NotDifferentiable, ReplaylensError, StaleValue
 from .function import as_function
@@ -49,6 +49,7 @@ class Record:
     draws: dict[str, torch.Tensor]
     live: dict[str, torch.Tensor] = field(factory=dict)  # the model's own parameters, by node name
     plans: dict[Any, Any] = field(factory=dict)
+    histories: frozenset[Ref] | None = None  # which values gradients flow through: see gradients.py
 
     def value(self, ref: Ref) -> torch.Tensor:
         """A recorded value, if nobody overwrote it since."""
@@ -72,8 +73,22 @@ def version(tensor: torch.Tensor) -> int:
         return -1
 
 
-def replay(record: Record, request: Request, resolve: Callable[[Any], At]) -> Run:
-    """Run what the request needs. `resolve` finds what a user's name means, for the Run's own lookups."""
+@frozen(eq=False)
+class Executed:
+    """What a request came to: the compiled plan, the env after its last step, where it left the recorded path."""
+
+    request: Request
+    wanted: frozenset[int]
+    code: Code
+    env: list[Any]
+    departures: list[Departure]
+
+    def __getitem__(self, ref: Ref) -> Any:
+        return self.env[self.code.slots[ref]]
+
+
+def execute(record: Record, request: Request) -> Executed:
+    """Run what the request needs."""
     departures: list[Departure] = []
 
     def departed(departure: Departure) -> None:
@@ -83,8 +98,8 @@ def replay(record: Record, request: Request, resolve: Callable[[Any], At]) -> Ru
 
     graph = record.graph
     request = _without_idle(record, request)
-    mode = Mode(request.grad, request.fresh, on_departure=departed)
     wanted = _wanted(graph, request)
+    mode = Mode(request.grad, request.fresh, on_departure=departed)
     code, needed = _compiled(record, request, wanted, mode)
     _require_differentiable(record, request)
     for departure in _misdirected(graph, request):
@@ -92,7 +107,14 @@ def replay(record: Record, request: Request, resolve: Callable[[Any], At]) -> Ru
     env = needed.begin(record, request, code)
     with recorded_world(code.draws, graph), _as_running(departed, request.changed):
         interpret(code, env)
-    kept = wanted | request.keep
+    return Executed(request, wanted, code, env, departures)
+
+
+def replay(record: Record, request: Request, resolve: Callable[[Any], At]) -> Run:
+    """Run what the request needs. `resolve` finds what a user's name means, for the Run's own lookups."""
+    ran = execute(record, request)
+    graph, request, code, env = record.graph, ran.request, ran.code, ran.env
+    kept = ran.wanted | request.keep
 
     finish = _same if request.grad else _detached_leaf
 
@@ -129,7 +151,7 @@ def replay(record: Record, request: Request, resolve: Callable[[Any], At]) -> Ru
     ended = {ref: finish(change(env[code.slots[ref]])) for ref, change in request.ends.items()} if has_output else {}
     output = thaw(graph.output, end) if has_output else None
     changes = {address: get(ref) for address, ref in graph.changes} if has_output else {}
-    return Run(code.executed, changes, tuple(departures), output, has_output, by_name)
+    return Run(code.executed, changes, tuple(ran.departures), output, has_output, by_name)
 
 
 def _misdirected(graph: Graph, request: Request) -> Iterator[Departure]:
@@ -201,7 +223,16 @@ def _only(graph: Graph, request: Request, position: int) -> Request:
 def _wanted(graph: Graph, request: Request) -> frozenset[int]:
     if request.to is not None:
         return frozenset((request.to,))
-    return frozenset([graph.positions[ref.node] for ref in graph.wanted_refs])
+    return frozenset([graph.positions[ref.node] for ref in (graph.output_refs if request.at else graph.wanted_refs)])
+
+
+def _places(graph: Graph, request: Request) -> dict[int, tuple[Ref, ...]]:
+    """The values at which a request asks for gradients, by position."""
+    places: dict[int, tuple[Ref, ...]] = {}
+    for ref in sorted(request.at, key=lambda ref: (graph.positions[ref.node], ref.path)):
+        position = graph.positions[ref.node]
+        places[position] = (*places.get(position, ()), ref)
+    return places
 
 
 def _compiled(record: Record, request: Request, wanted: frozenset[int], mode: Mode) -> tuple[Code, _Supply]:
@@ -221,6 +252,7 @@ def _compiled(record: Record, request: Request, wanted: frozenset[int], mode: Mo
         request.fresh,
         request.whole,
         request.to,
+        request.at,
     )
     entry = record.plans.get(key)
     if entry is None:
@@ -228,14 +260,16 @@ def _compiled(record: Record, request: Request, wanted: frozenset[int], mode: Mo
         fresh = (
             [p for p, node in enumerate(graph.nodes) if isinstance(node, Call) and node.draws] if request.fresh else []
         )
+        places = _places(graph, request)
         made = plan(
             graph,
             wanted,
             known,
             (*changed, *fresh),
             rerun_all=request.whole,
-            keep=request.keep,
+            keep=request.keep.union(places),
             until=request.to,
+            again=places,
         )
         unreached = [graph.nodes[position].name for position in request.changed if position not in made.patch]
         if unreached and request.to is not None:
@@ -247,9 +281,9 @@ def _compiled(record: Record, request: Request, wanted: frozenset[int], mode: Mo
             p: tuple([(c.tree, _patch_of_now(p, n)) for n, c in enumerate(changes)])
             for p, changes in request.changed.items()
         }
-        boxed_mode = Mode(mode.grad, mode.fresh, on_departure=lambda departure: _running.stack[-1][0](departure))
+        boxed_mode = evolve(mode, places=places, on_departure=lambda departure: _running.stack[-1][0](departure))
         code = compile_plan(graph, made, record.draws, boxed_mode, patches, lambda ref: record.value(ref))
-        refs = [ref for position in made.supply for ref in _refs_of(graph.nodes[position])]
+        refs = [ref for position in made.supply for ref in refs_of(graph.nodes[position])]
         needed = _Supply(refs, [code.slots[ref] for ref in refs], request)
         if len(record.plans) >= 64:
             record.plans.pop(next(iter(record.plans)))
@@ -263,7 +297,7 @@ class _Supply:
     def __init__(self, refs: list[Ref], slots: list[int], request: Request) -> None:
         self.refs, self.slots = refs, slots
         self.kept: tuple[list[torch.Tensor], list[int], list[Any]] | None = None
-        self.is_steady = not request.given and not request.grad
+        self.is_steady = not request.given and (not request.grad or bool(request.at))
 
     def begin(self, record: Record, request: Request, code: Code) -> list[Any]:
         """The env to begin with."""
@@ -319,12 +353,12 @@ def _known(record: Record, request: Request) -> bytearray:
             marks[position] = 1
         elif request.fresh and node.draws:
             continue
-        elif not request.grad or position in request.start:
-            marks[position] = all(ref in record.values for ref in _refs_of(node))
+        elif not request.grad or request.at or position in request.start:
+            marks[position] = all(ref in record.values for ref in refs_of(node))
     return marks
 
 
-def _refs_of(node: Any) -> list[Ref]:
+def refs_of(node: Any) -> list[Ref]:
     if not isinstance(node, Call):
         return [Ref(node.name)]
     return list(dict.fromkeys(leaf for leaf in leaves(node.returns) if type(leaf) is Ref))
@@ -333,6 +367,9 @@ def _refs_of(node: Any) -> list[Ref]:
 def _supply(record: Record, request: Request, ref: Ref) -> Any:
     position = record.graph.positions[ref.node]
     given = request.given.get(position)
+    if request.at:  # a history begins there, and nowhere else
+        value = record.value(ref) if given is None else given
+        return fresh_leaf(value) if ref in request.at else value.clone() if value.is_inference() else value.detach()
     if given is not None:
         return given if request.grad else _flagged(given, record.values[ref])
     if request.grad and (live := record.live.get(ref.node)) is not None:
@@ -421,7 +458,7 @@ def function_of(record: Record, inputs: list[int], outputs: list[int] | None, gr
         code.slots[ref]: record.value(ref) if ref.node in record.live else as_leaf(record.value(ref))
         for position in made.supply
         if position not in inputs
-        for ref in _refs_of(graph.nodes[position])
+        for ref in refs_of(graph.nodes[position])
     }
 
     trees = [graph.output] if outputs is None else [result_of(graph.nodes[position]) for position in outputs]
@@ -446,7 +483,7 @@ def _reader(tree: Any, slots: dict[Ref, int]) -> Callable[[list[Any]], Any]:
 
 def _watch(record: Record, supply: tuple[int, ...], inputs: list[int]) -> Callable[[], None]:
     """Asks whether any value that a function holds was overwritten since."""
-    refs = [ref for position in supply if position not in inputs for ref in _refs_of(record.graph.nodes[position])]
+    refs = [ref for position in supply if position not in inputs for ref in refs_of(record.graph.nodes[position])]
     tensors, versions = [record.values[ref] for ref in refs], [record.versions[ref] for ref in refs]
 
     def watch() -> None:
@@ -458,7 +495,7 @@ def _watch(record: Record, supply: tuple[int, ...], inputs: list[int]) -> Callab
 
 
 def _saved(record: Record, node: Any) -> bool:
-    return all(ref in record.values for ref in _refs_of(node))
+    return all(ref in record.values for ref in refs_of(node))
 
 
 def _only_ref(graph: Graph, position: int) -> Ref:

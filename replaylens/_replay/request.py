@@ -58,6 +58,7 @@ class Request:
     fresh: bool = False
     on_divergence: str = "raise"
     whole: bool = False
+    at: frozenset[Ref] = frozenset()  # where gradients are to be taken: nothing else begins a history
 
 
 def result_of(node: Any) -> Any:
