@@ -68,10 +68,8 @@ def clock(call: Callable) -> float:
 
 def gpt2(attention: str, budget: int) -> tuple[object, ...]:
     """Every layer and position of the residual stream; clean and corrupt differ everywhere."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(use_cache=False)).eval()
+    model = models.gpt2().eval()
     model.set_attn_implementation(attention)
     clean = torch.randint(0, 50257, (1, 32))
     corrupt = (clean + torch.randint(1, 50000, clean.shape)) % 50257
