@@ -27,6 +27,7 @@ from ._core.trees import freeze_deep, leaves, thaw
 from ._edit.select import Selection, Site, Where, find, is_named, sites
 from ._lens.layers import Atlas, Layer, Place
 from ._lens.summary import as_html, summary
+from ._many.together import Planned, Together
 from ._replay.convert import move, rerun
 from ._replay.gradients import Asked, Grads, ask, gradients
 from ._replay.patching import at_place, changes_of
@@ -181,6 +182,10 @@ class Program(Reference):
         """
         return find(self._atlas, self.__getitem__, op, module, input_of, where)
 
+    def names_of(self, key: Any) -> tuple[str, ...]:
+        """The names of the layers that a key of a mapping of patches means: of a glob, a type, a selection, a name."""
+        return tuple([site.name for site in self._sites(key)])
+
     # -- running it again ----------------------------------------------------------------------------------------------
 
     def replay(
@@ -199,8 +204,10 @@ class Program(Reference):
         """Run the program again. Only what a change can reach, and the output needs, is executed.
 
         Without arguments everything runs. `from_` names a layer: what follows it runs, on its recorded value. `patch`
-        gives other values on the way: `{"relu_3": tensor}`, a function of the old value, or a layer of another program;
-        with `from_`, a bare one is for that layer. New inputs of the recorded shapes, or other parameters
+        gives other values on the way: `{"relu_3": Zero("b [c] h w", c=3)}`. Its keys name layers, inputs, parameters;
+        all passes of a layer, all layers of a type (`"relu"`), of a glob (`"layer4.*"`), of `where(predicate)` or
+        `prog.find(...)`. Its values are patches, lists of them, tensors, functions of the old value, layers of another
+        program; with `from_`, a bare one is for that layer. New inputs of the recorded shapes, or other parameters
         (`state={"fc.weight": w}`), may be given. `to` stops early. `keep="all"` holds every value; else what
         `run[name]` asks for is computed again. With `grad=True` gradients flow to inputs, to patches and to the model's
         own parameters, as through the model, and every value is held. A replay whose change makes the model read
@@ -221,6 +228,41 @@ class Program(Reference):
             fresh=rng == "fresh",
         )
         return replay(self._record, request, self._at)
+
+    def replay_many(
+        self,
+        variants: Mapping[Any, Any],
+        metric: Callable[[Any], Any] | None = None,
+        *,
+        memory: float | None = None,
+        on_divergence: str = "raise",
+        progress: bool | None = None,
+        dry: bool = False,
+    ) -> Any:
+        """Many replays in few passes: `{key: patches}`, where patches are what `replay(patch=...)` takes.
+
+        Gives Replays: `.values` stacked in the order of `.keys`. `metric(output)` is computed for each; what it does
+        not read is not computed. `memory` bounds the bytes of one pass. With `dry=True` nothing runs: the answer has a
+        `.plan` (what it will cost) and `.run()`.
+        """
+        _require_choice("on_divergence", on_divergence, ("rerun", "raise", "ignore"))
+        asked = Planned(self._together(variants, metric, memory, on_divergence), on_divergence)
+        return asked if dry else asked.run(progress)
+
+    def _together(self, variants: Mapping[Any, Any], metric: Any, memory: float | None, on_divergence: str) -> Together:
+        patches = list(variants.values())
+        made = [changes_of(self.graph, patch, None, self._sites) for patch in patches]
+
+        def alone(number: int) -> Any:
+            return self.replay(patch=patches[number], on_divergence=on_divergence).output
+
+        def captured(metric: Any, output: Any) -> Record:
+            with torch.no_grad():
+                return capture(metric, output)._record
+
+        loners = frozenset([number for number, (_, ends) in enumerate(made) if ends])
+        changes = [changed for changed, _ in made]
+        return Together(self._record, tuple(variants), changes, loners, metric, self.output, captured, alone, memory)
 
     def grads(
         self,
@@ -312,7 +354,17 @@ class Program(Reference):
         return Site(place, name if isinstance(name, str) else place.label)
 
     def _sites(self, key: Any) -> tuple[Site, ...]:
-        return sites(self._atlas, self.__getitem__, key)
+        if type(key) is not str:
+            return sites(self._atlas, self.__getitem__, key)
+        known = self._named_sites.get(key)
+        if known is None:
+            known = self._named_sites[key] = sites(self._atlas, self.__getitem__, key)
+        return known
+
+    @cached_property
+    def _named_sites(self) -> dict[str, tuple[Site, ...]]:
+        """What names were found to mean: a sweep asks for the same ones again and again."""
+        return {}
 
     def _value_for(self, name: str) -> Any:
         return self[name].value

@@ -125,6 +125,10 @@ class Graph:
         marks = self._spread([self.positions[name] for name in names], self.parents)
         return frozenset([node.name for node, mark in zip(self.nodes, marks, strict=True) if mark])
 
+    def marked_ancestors(self, names: Iterable[str]) -> bytearray:
+        """A one for each position whose node reaches one of these, themselves included."""
+        return self._spread([self.positions[name] for name in names], self.parents)
+
     def _spread(self, start: list[int], along: tuple[tuple[int, ...], ...]) -> bytearray:
         marks, stack = bytearray(len(self.nodes)), list(start)
         while stack:

@@ -12,7 +12,7 @@ import torch
 from attrs import field, frozen
 
 from .target import Target
-from .trees import leaves
+from .trees import ATOMS, leaves
 
 Arg = Any  # a tree (see trees.py) whose leaves are Refs and literals
 
@@ -175,6 +175,8 @@ class Call:
     @property
     def refs(self) -> tuple[Ref, ...]:
         """What it reads, in the order of its arguments."""
+        if not self.kwargs and all(type(arg) is Ref or type(arg) in ATOMS for arg in self.args):
+            return tuple([arg for arg in self.args if type(arg) is Ref])
         trees = (self.args, tuple(value for _, value in self.kwargs))
         return tuple([leaf for leaf in leaves(trees) if type(leaf) is Ref])
 

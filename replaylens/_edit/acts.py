@@ -8,6 +8,7 @@ it may be batched by `torch.func.vmap`. Sites, programs and names are not known 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -163,9 +164,10 @@ def project(
 
     def projected(old: Tensor) -> Tensor:
         axis = _axis("Project", old, value, along, part)
-        rows = _orthonormal(_along_axis("Project", direction, old, axis, part))
         here = old.movedim(axis, -1)
-        found = (here @ rows.mH) @ rows
+        with _exactly(value):
+            rows = _orthonormal(_along_axis("Project", direction, old, axis, part))
+            found = (here @ rows.mH) @ rows
         return (here - found if off else found).movedim(-1, axis)
 
     return _changed(value, part, "Project", projected)
@@ -216,9 +218,12 @@ def rotate(
 
     def turned(old: Tensor) -> Tensor:
         rows = _along_axis("Rotate", basis, old, -1, part)
-        inner = [(t if part is None else part.read(t)) @ rows.mH if n in of_site else t for n, t in enumerate(tensors)]
-        coordinates = old @ rows.mH
-        return old + (then(coordinates, tuple(inner)) - coordinates) @ rows
+        with _exactly(value):
+            inner = [
+                (t if part is None else part.read(t)) @ rows.mH if n in of_site else t for n, t in enumerate(tensors)
+            ]
+            coordinates = old @ rows.mH
+            return old + (then(coordinates, tuple(inner)) - coordinates) @ rows
 
     return _changed(value, part, "Rotate", turned)
 
@@ -248,6 +253,13 @@ def _changed(value: Tensor, part: Part | None, word: str, change: Callable[[Tens
     here = part.on(value)
     old = here.read(value)
     return here.write(value, _require_alike(word, change(old), old, part))
+
+
+def _exactly(value: Tensor) -> Any:
+    """Without autocast: the model's own precision is no reason to round what a patch computes."""
+    if torch.compiler.is_compiling() or not torch._C._is_any_autocast_enabled():
+        return nullcontext()
+    return torch.autocast(value.device.type, enabled=False)
 
 
 def _require_alike(word: str, new: Any, old: Tensor, part: Part | None) -> Tensor:

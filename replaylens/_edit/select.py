@@ -223,6 +223,8 @@ def _by_labels(names: Names, pattern: str) -> list[Site]:
 
 def _each_once(names: Names, found: list[Site]) -> tuple[Site, ...]:
     """Without the second names of one value: a program's output is also a node, a part of a node lies in it."""
+    if len(found) == 1:
+        return tuple(found)
     whole = {site.place.node for site in found if site.place.output is None and site.place.part is None}
     kept: dict[Any, Site] = {}
     for site in found:

@@ -62,9 +62,9 @@ def shape_departure(call: Call, shape: tuple[int, ...], new: tuple[int, ...]) ->
     return Departure(f"the shape of {call.name}", shape, new, call.source)
 
 
-def diverged(departure: Departure) -> DivergedReplay:
+def diverged(departure: Departure, which: str = "") -> DivergedReplay:
     return DivergedReplay(
-        f"the change leads away from the recorded path: {departure}\n"
+        f"{which}the change leads away from the recorded path: {departure}\n"
         'Run the model itself with this change, or pass on_divergence="ignore" to go on along the recorded path.'
     )
 

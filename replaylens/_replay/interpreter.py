@@ -163,10 +163,17 @@ def _with_values_apart(graph: Graph, node: Call, patches: Mapping[int, Any]) -> 
     if node.target.function is not mutate or not any(type(value) is Ref for value in node.args[-1]):
         return node
     changed = {leaf for patch in patches.values() for tree, _ in patch for leaf in leaves(tree) if type(leaf) is Ref}
+    apart = parted_values(graph, node, changed)
+    return evolve(node, args=(*node.args[:-1], tuple([v if v in apart else None for v in node.args[-1]])))
+
+
+def parted_values(graph: Graph, node: Call, changed: set[Ref]) -> frozenset[Ref]:
+    """The views through which a call writes, and which patches of these values part from their base."""
+    if node.target.function is not mutate or not changed:
+        return frozenset()
     bases = _above(graph, [leaf for leaf in leaves(node.args[1]) if type(leaf) is Ref], changed)
-    apart = [type(v) is Ref and bool(_above(graph, [v], changed) - bases) for v in node.args[-1]]
-    values = tuple([value if parted else None for value, parted in zip(node.args[-1], apart, strict=True)])
-    return evolve(node, args=(*node.args[:-1], values))
+    views = [value for value in node.args[-1] if type(value) is Ref]
+    return frozenset([view for view in views if _above(graph, [view], changed) - bases])
 
 
 def _above(graph: Graph, refs: list[Ref], changed: set[Ref]) -> set[Ref]:
@@ -236,13 +243,21 @@ def _deaths(plan: Plan, layout: _Layout) -> dict[int, tuple[int, ...]]:
 
 
 def _call_step(node: Call, layout: _Layout, states: dict[str, torch.Tensor], mode: Mode, dead: tuple[int, ...]) -> Step:
-    read, call = reader(node, layout.slots, layout.literal, states, mode)
-    own = any(isinstance(leaf, Generator) for leaf in leaves((node.args, tuple(value for _, value in node.kwargs))))
-    if node.draws is not None and not mode.fresh and not own:
-        call = _drawing(call, states[node.draws])
+    read, call = caller(node, layout.slots, layout.literal, states, mode)
     if node.is_dynamic:
         call = _of_recorded_shape(call, node, mode)
     return Step(node.name, read, call, layout.slots[Ref(node.name)], layout.parts[node.name], dead, node.source)
+
+
+def caller(
+    node: Call, slots: dict[Ref, int], literal: Callable[[Any], int], states: dict[str, torch.Tensor], mode: Mode
+) -> Any:
+    """How a call gets its arguments from the env, and how it is made, with its recorded draws: (read, call)."""
+    read, call = reader(node, slots, literal, states, mode)
+    own = any(isinstance(leaf, Generator) for leaf in leaves((node.args, tuple(value for _, value in node.kwargs))))
+    if node.draws is not None and not mode.fresh and not own:
+        call = _drawing(call, states[node.draws])
+    return read, call
 
 
 def reader(

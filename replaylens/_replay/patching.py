@@ -43,7 +43,7 @@ def changes_of(
     for site, key, what in wanted:
         at = at_place(graph, site.place)
         made = change_at(graph, at, site.name, what)
-        for ref in _refs(made.tree):
+        for ref in dict.fromkeys(_refs(made.tree)):  # a call may be given one tensor twice
             ref = Ref("output", (ref.node, *ref.path)) if at.output is not None else ref  # type: ignore[arg-type]
             if ref in keys:
                 raise ReplaylensError(
