@@ -38,6 +38,7 @@ class Machine:
     draws: bool = field(init=False)
     wanted: Demand = field(factory=dict)
     prepared: frozenset[int] = frozenset()  # the positions that all this is prepared for
+    ways: dict[frozenset[int], Any] = field(factory=dict)
     sizes: tuple[list[float], list[float]] | None = None  # of values, by position: see chunks.py
     packs: bool = False  # looking for the rows that differ pays somewhere below the changes
     axes: dict[int, int | None] = field(factory=dict)  # of a slot: the axis along which its readers treat rows alike
@@ -138,6 +139,16 @@ class Machine:
             return self.wanted.get(step.gives[0])
         asked = [self.wanted[given] for given in step.gives if given in self.wanted]
         return asked[0] if asked and all(rows == asked[0] for rows in asked) else None
+
+    def way(self, positions: frozenset[int]) -> tuple[list[int], dict[int, list[int]]]:
+        """The cone of changes at these positions, and its deaths; kept, for sweeps come again."""
+        found = self.ways.get(positions)
+        if found is None:
+            cone = self.cone(positions)
+            if len(self.ways) >= 64:
+                self.ways.clear()
+            found = self.ways[positions] = cone, self.deaths(cone)
+        return found
 
     def deaths(self, cone: Sequence[int]) -> dict[int, list[int]]:
         """Which slots nobody reads any more after each position of a cone."""
