@@ -26,6 +26,7 @@ from ._edit.select import Selection as Selection, where as where
 from ._many.chunks import Plan as Plan
 from ._many.many import Replays as Replays
 from ._replay.gradients import Grads as Grads
+from ._study.attribution import Attribution as Attribution, attribution as attribution
 from ._study.sweep import Sweep as Sweep, sweep as sweep
 from .errors import (
     BadMetric as BadMetric,
