@@ -13,8 +13,7 @@ import torch
 from attrs import define, field
 
 from .._core.graph import Graph
-from .._core.node import Call, Ref
-from .._core.trees import leaves
+from .._core.node import Call, Ref, meanings_of
 from .._replay.replay import Record
 from .delta import Scratch
 from .demand import Demand, Rows, demand
@@ -50,7 +49,7 @@ class Machine:
         self.slot = {ref: number for number, ref in enumerate(record.values)}
         self.refs = list(record.values)
         self.values = record.steady_values()
-        by_ref = _meanings(graph)
+        by_ref = {ref: meaning for node in graph.nodes for ref, meaning in meanings_of(node).items()}
         self.meanings = [by_ref.get(ref) for ref in record.values]
         self.steps = [None] * len(graph)
         reads = {ref.node for ref in (*self.ends, *(ref for guard in graph.guards for ref in guard.refs))}
@@ -183,15 +182,3 @@ class Machine:
             return None
         shape = self.values[slot].shape
         return max(common, key=lambda axis: (shape[axis], -axis)) if self.packs else min(common)
-
-
-def _meanings(graph: Graph) -> dict[Ref, Any]:
-    found: dict[Ref, Any] = {}
-    for node in graph.nodes:
-        if isinstance(node, Call):
-            given = (node.returns,) if type(node.returns) is Ref else leaves(node.returns)
-            refs = [leaf for leaf in given if type(leaf) is Ref]
-            found.update(zip(refs, node.meaning, strict=True))
-        else:
-            found[Ref(node.name)] = node.meaning
-    return found

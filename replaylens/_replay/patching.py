@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .._core.graph import Graph
-from .._core.node import Call, Ref, TensorMeaning
+from .._core.node import Ref, TensorMeaning, meanings_of
 from .._core.reference import Reference
 from .._core.text import listing
 from .._core.trees import freeze_deep, leaves, thaw
@@ -72,7 +72,7 @@ def change_at(graph: Graph, at: At, name: str, what: Any) -> Change:
     """
     node = graph.nodes[at.position]
     tree = at.output or at.part or result_of(node)
-    meanings = _meanings(node)
+    meanings = meanings_of(node)
 
     def change(value: Any) -> Any:
         try:
@@ -141,13 +141,6 @@ def _for_each(node: str, tree: Any, meanings: dict[Ref, TensorMeaning], name: st
         return tuple([old if one is None else one(old) for one, old in zip(bound, flat, strict=True)])
 
     return each, any(one is None or one.follows for one in bound)
-
-
-def _meanings(node: Any) -> dict[Ref, TensorMeaning]:
-    if not isinstance(node, Call):
-        return {Ref(node.name): node.meaning}
-    refs = [leaf for leaf in leaves(node.returns) if type(leaf) is Ref]
-    return dict(zip(refs, node.meaning, strict=True))
 
 
 def _checked(graph: Graph, node: Any, tree: Any, meanings: dict[Ref, TensorMeaning], old: Any, new: Any) -> Any:
