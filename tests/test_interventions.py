@@ -327,6 +327,18 @@ def test_a_reference_without_the_site_says_so():
     )
 
 
+def test_a_reference_with_several_tensors_there_says_so():
+    one, several = (
+        rl.capture(nn.Sequential(nn.Linear(4, 4)), x(2, 3, 4)),
+        rl.capture(nn.Sequential(nn.LSTM(4, 4)), x(2, 3, 4)),
+    )
+    assert said(rl.BadPatch, lambda: one.replay(patch={"0": rl.From(several)})).startswith(
+        "the patch at `linear_1_1`: From(<Program of Sequential: 3 calls, 7 layers>) takes what <Program of Sequential: "
+        "3 calls, 7 layers> has at '0', and that is 3 tensors; one is needed here.\n"
+    )
+    assert_same(one.replay(patch={"0": several["0"].value[0]}).output, several["0"].value[0])
+
+
 def test_a_reference_of_another_shape_says_so():
     other = rl.capture(MODEL, x(4, 5, 8))
     text = said(rl.ShapeMismatch, lambda: PROG.replay(patch={SITE: rl.From(other, "b [t] d", t=-1)}))
@@ -654,6 +666,16 @@ def test_a_module_that_gives_one_of_several_tensors_names_it():
     left, right = x().chunk(2, 1)
     assert_same(prog.replay(patch={"pick": rl.Zero("b [c]", c=0)}).output, left * placed(right, (slice(None), 0), 0))
     assert_same(prog.replay(patch={prog["pick"]: rl.Scale(2.0)}).output, left * right * 2)
+
+
+def test_a_node_that_gives_one_tensor_twice_is_patched():
+    def model(a):
+        torch._foreach_add_([a, a], 0.5)
+        return a.relu()
+
+    prog = rl.capture(model, x())
+    assert_same(prog.replay(patch={"foreachadd_1": prog["foreachadd_1"].value}).output, prog.output)
+    assert_same(prog.replay(patch={"foreachadd_1": rl.Scale(2.0)}).output, (2 * (x() + 1)).relu())
 
 
 def test_several_integers_are_not_patched_in_silence():

@@ -79,9 +79,8 @@ class _Chunk:
 
     def run(self) -> dict[Ref, Delta]:
         machine = self.machine
-        cone = machine.cone(self.joins)
+        cone, dying = machine.way(frozenset(self.joins))
         guards = sorted(machine.graph.guards, key=lambda guard: guard.position, reverse=True)
-        dying = machine.deaths(cone)
         calls, nodes = machine.graph.call_marks, machine.graph.nodes
         context: Context | None = None
         with ExitStack() as stack:

@@ -13,8 +13,7 @@ import torch
 from attrs import define, field
 
 from .._core.graph import Graph
-from .._core.node import Call, Ref
-from .._core.trees import leaves
+from .._core.node import Call, Ref, meanings_of
 from .._replay.replay import Record
 from .delta import Scratch
 from .demand import Demand, Rows, demand
@@ -38,6 +37,7 @@ class Machine:
     draws: bool = field(init=False)
     wanted: Demand = field(factory=dict)
     prepared: frozenset[int] = frozenset()  # the positions that all this is prepared for
+    ways: dict[frozenset[int], Any] = field(factory=dict)
     sizes: tuple[list[float], list[float]] | None = None  # of values, by position: see chunks.py
     packs: bool = False  # looking for the rows that differ pays somewhere below the changes
     axes: dict[int, int | None] = field(factory=dict)  # of a slot: the axis along which its readers treat rows alike
@@ -49,7 +49,7 @@ class Machine:
         self.slot = {ref: number for number, ref in enumerate(record.values)}
         self.refs = list(record.values)
         self.values = record.steady_values()
-        by_ref = _meanings(graph)
+        by_ref = {ref: meaning for node in graph.nodes for ref, meaning in meanings_of(node).items()}
         self.meanings = [by_ref.get(ref) for ref in record.values]
         self.steps = [None] * len(graph)
         reads = {ref.node for ref in (*self.ends, *(ref for guard in graph.guards for ref in guard.refs))}
@@ -139,6 +139,16 @@ class Machine:
         asked = [self.wanted[given] for given in step.gives if given in self.wanted]
         return asked[0] if asked and all(rows == asked[0] for rows in asked) else None
 
+    def way(self, positions: frozenset[int]) -> tuple[list[int], dict[int, list[int]]]:
+        """The cone of changes at these positions, and its deaths; kept, for sweeps come again."""
+        found = self.ways.get(positions)
+        if found is None:
+            cone = self.cone(positions)
+            if len(self.ways) >= 64:
+                self.ways.clear()
+            found = self.ways[positions] = cone, self.deaths(cone)
+        return found
+
     def deaths(self, cone: Sequence[int]) -> dict[int, list[int]]:
         """Which slots nobody reads any more after each position of a cone."""
         last: dict[int, int] = {}
@@ -172,15 +182,3 @@ class Machine:
             return None
         shape = self.values[slot].shape
         return max(common, key=lambda axis: (shape[axis], -axis)) if self.packs else min(common)
-
-
-def _meanings(graph: Graph) -> dict[Ref, Any]:
-    found: dict[Ref, Any] = {}
-    for node in graph.nodes:
-        if isinstance(node, Call):
-            given = (node.returns,) if type(node.returns) is Ref else leaves(node.returns)
-            refs = [leaf for leaf in given if type(leaf) is Ref]
-            found.update(zip(refs, node.meaning, strict=True))
-        else:
-            found[Ref(node.name)] = node.meaning
-    return found

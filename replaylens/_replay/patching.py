@@ -1,7 +1,7 @@
 """A user's patches as changes of a program's values.
 
 In: what was given for which sites, and the graph. Out: functions from a node's value to its new value, which check that
-the new one is of the recorded shape and dtype. What a reference has at a site is looked up here; nothing runs yet.
+the new one is of the recorded shape and dtype. References are bound to what they have there; nothing runs yet.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from .._core.reference import Reference
 from .._core.text import listing
 from .._core.trees import freeze_deep, leaves, thaw
 from .._edit.acts import own_copy
+from .._edit.bind import bind
 from .._edit.patch import Apply, From, Patch, Set, patch_of
 from .._edit.select import Site
-from ..errors import BadPart, BadPatch, NoSuchLayer, ReplaylensError, ShapeMismatch
+from ..errors import BadPart, BadPatch, ReplaylensError, ShapeMismatch
 from .request import At, Change, result_of, with_strides
 
 Changes = dict[int, tuple[Change, ...]]
@@ -39,17 +40,15 @@ def changes_of(
         raise ReplaylensError("a bare patch needs from_= to say where. Or give a mapping: patch={'relu_3': tensor}.")
     changed: Changes = {}
     ends: dict[Ref, Change] = {}
-    keys: dict[Ref, Any] = {}
+    keys: dict[tuple[bool, Ref], Any] = {}  # an output of the program is another value than the node that gives it
     for site, key, what in wanted:
         at = at_place(graph, site.place)
         made = change_at(graph, at, site.name, what)
-        for ref in dict.fromkeys(_refs(made.tree)):  # a call may be given one tensor twice
-            ref = Ref("output", (ref.node, *ref.path)) if at.output is not None else ref  # type: ignore[arg-type]
-            if ref in keys:
-                raise ReplaylensError(
-                    f"two patches for {site.place.label}, under {keys[ref]!r} and {key!r}. Give one, or a list of both."
-                )
-            keys[ref] = key
+        for value in {(at.output is not None, ref) for ref in _refs(made.tree)}:
+            if value in keys:
+                both = f"under {keys[value]!r} and {key!r}"
+                raise ReplaylensError(f"two patches for {site.place.label}, {both}. Give one, or a list of both.")
+            keys[value] = key
         if at.output is not None:
             ends[at.output] = made
         else:
@@ -105,7 +104,7 @@ def _new_value(node: str, tree: Any, meanings: dict[Ref, TensorMeaning], name: s
         return _for_each(node, tree, meanings, name, patch)
     for part in patch.parts:
         part.shape(meanings[tree].shape)  # also where nothing needs the value: a part that does not fit is an error
-    bound = patch.bound(_look(patch, name, None))
+    bound = bind(patch, name)
     if bound.part is None and isinstance(bound, (Set, From)) and isinstance(new := bound.terms()[1][0], torch.Tensor):
         return (lambda value: new), False
     return bound, bound.follows
@@ -129,8 +128,7 @@ def _for_each(node: str, tree: Any, meanings: dict[Ref, TensorMeaning], name: st
             "module that gives it, or patch what reads it."
         )
     bound = [
-        patch.bound(_look(patch, name, number)) if meanings[ref].dtype.is_floating_point else None
-        for number, ref in enumerate(refs)
+        bind(patch, name, number) if meanings[ref].dtype.is_floating_point else None for number, ref in enumerate(refs)
     ]
     if not any(bound):
         raise BadPatch(
@@ -143,29 +141,6 @@ def _for_each(node: str, tree: Any, meanings: dict[Ref, TensorMeaning], name: st
         return tuple([old if one is None else one(old) for one, old in zip(bound, flat, strict=True)])
 
     return each, any(one is None or one.follows for one in bound)
-
-
-def _look(patch: Patch, name: str, number: int | None) -> Callable[[Reference], torch.Tensor]:
-    """What a reference has at the site of this name; of several tensors the one of this number."""
-
-    def look(source: Reference) -> torch.Tensor:
-        try:
-            found = source._value_for(name)
-        except NoSuchLayer as error:
-            raise NoSuchLayer(
-                f"{patch!r} takes what {source!r} has at {name!r}, and it has no such layer: {error}\n"
-                "Say which layer of it is meant: From(other['...'])."
-            ) from error
-        flat: list[torch.Tensor] = []
-        freeze_deep(found, flat.append)
-        if (number is None and len(flat) != 1) or (number is not None and number >= len(flat)):
-            raise BadPatch(
-                f"{patch!r} takes what {source!r} has at {name!r}, and that is {len(flat)} tensors; "
-                f"{'one is' if number is None else 'more are'} needed here."
-            )
-        return flat[number or 0]
-
-    return look
 
 
 def _checked(graph: Graph, node: Any, tree: Any, meanings: dict[Ref, TensorMeaning], old: Any, new: Any) -> Any:
