@@ -65,7 +65,7 @@ $(PACKAGE): $(TORCH) pyproject.toml
 	@touch $@
 
 $(DEV): $(PACKAGE)
-	$(PINNED) --editable '.[dev,pandas,safetensors]'
+	$(PINNED) --editable '.[dev,pandas,plot,progress,safetensors]'
 	@touch $@
 
 # torchvision and timm without their dependencies: those name a torch of another build.
