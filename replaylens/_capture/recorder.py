@@ -85,6 +85,10 @@ class Recorder(TorchFunctionMode):
         """The stretch inside functorch is over: see Tracer."""
         raise NotImplementedError
 
+    def given(self, tree: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """What the model is called with, when the inputs are known: see live.py for a look that changes it."""
+        return args, kwargs
+
     @contextmanager
     def at_work(self) -> Any:
         """Within, ATen calls are the tracer's own or lie beneath a call that it records: a dispatch mode looks away."""
