@@ -22,6 +22,6 @@ from .errors import (
     UnresolvedTarget as UnresolvedTarget,
     UnsupportedModel as UnsupportedModel,
 )
-from .program import Program as Program, capture as capture
+from .program import Program as Program, capture as capture, run as run
 
 __version__ = "0.1.0"

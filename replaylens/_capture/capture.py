@@ -18,15 +18,16 @@ from attrs import frozen
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from .._core.node import Ref, State
 from .._core.text import where as text_of
 from .._core.trees import freeze_deep, leaves, thaw
+from .._replay.replay import Record, Versions
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite, UnsupportedModel
-from .builder import Handle, Recording, SourceRecord, is_torch_code, last_name, line_of, version_of
+from .builder import Handle, Recording, SourceRecord, freeze, is_torch_code, last_name, line_of, version_of
 from .origins import Date, Origins, dated, reaches_scripts
 from .recorder import NeedsDeepLook
 from .scopes import listening
 from .snapshot import Beginning, Dice, Snapshot
-from .storage import Entry
 from .tracer import Tracer
 
 
@@ -47,7 +48,6 @@ class Forward:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     beginning: Beginning
-    unknown: str = "raise"
     tracer: Callable[[Recording, Origins, Date, bool, str], Tracer] = Tracer
 
 
@@ -55,8 +55,10 @@ def record(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unknown: s
     """Run the model under the tracer. Looks a second time, at every ATen call, if the first was blind to something."""
     require_supported(model)
     origins = Origins(model)
-    beginning = Beginning(model, Snapshot(origins.modules, (args, kwargs)), Dice())
-    return looked(Forward(model, args, kwargs, beginning, unknown), _put_back, origins)
+    beginning = Beginning(model, Snapshot(origins.modules, (args, kwargs)), Dice(), unknown)
+    captured = looked(Forward(model, args, kwargs, beginning), _put_back, origins)
+    beginning.generators = tuple(captured.recording.generators.values())
+    return captured
 
 
 def looked(forward: Forward, put_back: Callable[[Recording, Beginning], None], origins: Origins) -> Captured:
@@ -90,7 +92,7 @@ def _look(forward: Forward, recording: Recording, origins: Origins, deep: bool) 
     deep = deep or reaches_scripts(origins)
     with ExitStack() as stack:
         date = stack.enter_context(dated())
-        tracer = forward.tracer(recording, origins, date, deep, forward.unknown)
+        tracer = forward.tracer(recording, origins, date, deep, forward.beginning.unknown)
         recording.ambient = tracer.context()
         recording.default_dtype = torch.get_default_dtype()
         recording.default_device = str(torch.get_default_device())
@@ -119,7 +121,7 @@ def _call(model: Any, args: Any, kwargs: Any, tracer: Tracer) -> Any:
     except (NeedsDeepLook, ReplaylensError):
         raise
     except Exception as error:
-        if tracer.refused is not None:
+        if tracer.refused is not None and tracer.refused is not error:
             raise tracer.refused from error
         _add_note(error, tracer)
         raise
@@ -134,6 +136,25 @@ def _call(model: Any, args: Any, kwargs: Any, tracer: Tracer) -> Any:
             "function that returns a list of it."
         )
     return output
+
+
+def record_of(captured: Captured) -> Record:
+    """What a capture knows, by Ref: values, write counters, generator states, the model's own parameters."""
+    recording, made = captured.recording, freeze(captured.recording)
+    graph = made.graph
+    values: dict[Ref, torch.Tensor] = {}
+    live: dict[str, torch.Tensor] = {}
+    for ref, handle in made.handles.items():
+        values[ref] = recording.values[handle]
+    for source, node in zip(recording.records, graph.nodes, strict=True):
+        if isinstance(node, State) and isinstance(source, SourceRecord):
+            value = values[Ref(node.name)]
+            live[node.name] = source.tensor
+            values[Ref(node.name)] = (
+                value if value.is_inference() else value.detach().requires_grad_(value.requires_grad)
+            )
+    versions = Versions((ref, recording.versions[handle]) for ref, handle in made.handles.items())
+    return Record(graph, values, versions, recording.draws, live)
 
 
 def require_supported(model: Any) -> None:
@@ -215,8 +236,8 @@ def _take_changes(tracer: Tracer) -> None:
             continue
         module, key = where
         addresses.add((id(module), key))
-        held = tensor if kind == "attribute" else _held(module, key)
-        last = memory.read(held) if held is not None else None
+        now = tensor if kind == "attribute" else held(module, key)
+        last = memory.read(now) if now is not None else None
         if last is not None and last != first:
             recording.changes.append((where, last))
     for module, key, tensor in tracer.origins.buffers():
@@ -224,7 +245,7 @@ def _take_changes(tracer: Tracer) -> None:
             recording.changes.append(((module, key), last))
 
 
-def _held(module: Any, key: str) -> torch.Tensor | None:
+def held(module: Any, key: str) -> torch.Tensor | None:
     """The parameter or buffer that a module has under this name now."""
     for tensors in (module._parameters, module._buffers):
         if key in tensors:
@@ -272,16 +293,22 @@ def _add_note(error: Exception, tracer: Tracer) -> None:
 
 def _put_back(recording: Recording, beginning: Beginning) -> None:
     """Undo what a first look changed, before the second."""
-    recording.put_generators_back()
+    put_generators_back(recording)
     beginning.put_back()
     with torch.no_grad():
         for record in recording.records:
             if not isinstance(record, SourceRecord):
                 continue
-            now = _held(*record.where) if record.kind in ("parameter", "buffer") else record.tensor
+            now = held(*record.where) if record.kind in ("parameter", "buffer") else record.tensor
             first = recording.values[record.returns]
             if now is not None and now is not first and version_of(now) != -1:
                 now.copy_(first)
+
+
+def put_generators_back(recording: Recording) -> None:
+    """Every generator as it was before the first draw."""
+    for generator, state in recording.generators.values():
+        generator.set_state(state)
 
 
 _compiler_lock, _compiler_count, _compiler_stance = Lock(), 0, None
@@ -306,6 +333,3 @@ def _eager_compiler() -> Iterator[None]:
             _compiler_count -= 1
             if _compiler_count == 0:
                 dynamo._set_stance(_compiler_stance)
-
-
-__all__ = ["Captured", "Entry", "record"]

@@ -2,7 +2,7 @@
 
 In: the model's modules and the inputs. Out: a Snapshot, which can be put back: attributes of modules, and the content
 of containers and plain objects among them and among the inputs; Dice, the states of the generators; a Beginning, which
-is both and the model. Tensors are not looked into.
+is both and the model; Belongings, which are all that hangs on it. Tensors are not looked into.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import sys
 from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable
-from functools import cache
+from functools import lru_cache
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import define
 from torch import nn
 
 _REGISTERED = frozenset(("_modules", "_parameters", "_buffers"))
@@ -36,9 +36,10 @@ class Snapshot:
         self.apart = _REGISTERED if whole else _TORCHS
         self._seen: set[int] = set()
         for module in modules:
-            if module._buffers:
+            of_torch = type(module).__module__.startswith("torch.nn.")
+            if (module._buffers or whole or not of_torch) and type(module._buffers) in _DICTS:
                 self.containers.append((module._buffers, dict(module._buffers)))
-            if not whole and type(module).__module__.startswith("torch.nn."):
+            if of_torch and not whole:
                 self.training.append((module, module.training))
                 continue
             self.attributes.append((module, {k: v for k, v in vars(module).items() if k not in self.apart}))
@@ -53,13 +54,12 @@ class Snapshot:
     def _note(self, value: Any, depth: int) -> None:
         kind = type(value)
         if kind in _CONTAINERS:
-            content = dict(value) if kind in _DICTS else set(value) if kind is set else list(value)
+            content: Any = dict(value) if kind in _DICTS else set(value) if kind is set else list(value)
         elif kind is tuple:
             content = value
-        elif _is_plain(kind):
+        elif _is_plain(kind):  # type: ignore[arg-type]
             content = vars(value)
-            if id(content) not in self._seen:
-                self._note(content, depth)
+            self._note(content, depth)
             return
         else:
             return
@@ -87,8 +87,8 @@ class Snapshot:
                 (container.update if isinstance(container, (dict, set)) else container.extend)(content)
 
 
-@cache
-def _is_plain(kind: type) -> bool:
+@lru_cache(maxsize=4096)
+def _is_plain(kind: Any) -> bool:
     """Do objects of this class keep what they hold in attributes, as those of a user's class do?"""
     others = (nn.Module, torch.Tensor, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
     known = kind.__module__.partition(".")[0] in ("builtins", "torch", "numpy")
@@ -100,9 +100,7 @@ def _same(container: Any, content: Any) -> bool:
     if len(container) != len(content):
         return False
     if isinstance(container, dict):
-        return all(
-            a is b and container[a] is content[b] for a, b in zip(list(container), list(content), strict=False)
-        )
+        return all(a is b and container[a] is content[b] for a, b in zip(list(container), list(content), strict=False))
     if isinstance(container, set):
         return container == content
     return all(a is b for a, b in zip(container, content, strict=False))
@@ -128,15 +126,46 @@ class Dice:
             self.numpy.set_state(self.state)
 
 
-@frozen(eq=False)
+@define(eq=False)
 class Beginning:
     """A model, and all that its forward began with besides tensors."""
 
     model: Any
     snapshot: Snapshot
     dice: Dice
+    unknown: str = "raise"
+    generators: tuple[
+        tuple[torch.Generator, torch.Tensor], ...
+    ] = ()  # further ones that it drew from, and how they were
 
     def put_back(self) -> None:
         """The model as it was when the forward began. What its tensors hold is not looked after here."""
         self.snapshot.put_back()
+        for generator, state in self.generators:
+            generator.set_state(state)
+        self.dice.put_back()
+
+
+class Belongings:
+    """All that hangs on a model now, to be put back when it has run once more: everything but what tensors hold."""
+
+    def __init__(self, modules: list[nn.Module], inputs: Any, generators: Iterable[torch.Generator]) -> None:
+        self.snapshot, self.dice = Snapshot(modules, inputs, whole=True), Dice()
+        self.generators = [(generator, generator.get_state()) for generator in generators]
+        tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+        self.leaves = [(t, t.requires_grad, t.grad) for t in tensors if t.is_leaf]
+
+    def put_back(self) -> None:
+        """Everything as it was."""
+        self.snapshot.put_back()
+        for tensor, flag, grad in self.leaves:
+            if tensor.requires_grad != flag:
+                tensor.requires_grad_(flag)
+            if tensor.grad is not grad:
+                tensor.grad = grad
+
+    def put_generators_back(self) -> None:
+        """The generators as they were."""
+        for generator, state in self.generators:
+            generator.set_state(state)
         self.dice.put_back()

@@ -91,7 +91,10 @@ def _write_record(
                 return Branch(Nth, (number,))
         base = recorder.base_of(tensor)
         if base is not None and id(base) in numbers:
-            return Branch(Derived, (numbers[id(base)], recorder.memory.entry(tensor).steps))
+            entry = recorder.memory.entry(tensor)
+            if entry.steps:
+                recorder.recording.overwritten.add(entry.handle)
+            return Branch(Derived, (numbers[id(base)], entry.steps))
         return recorder.read(tensor)
 
     tree = Branch(dict, tuple([freeze(value, leaf) for value in kwargs.values()]), tuple(kwargs))
@@ -132,7 +135,10 @@ def _append_write(
     whole = tuple([base.handle for base in bases])
     views = []
     for target, entry in zip(targets, entries, strict=True):
+        before = entry.handle
         entry.handle = keep(target) if entry.steps else entry.base.handle
+        if entry.steps:
+            recorder.recording.view_of[entry.handle] = (before,)
         entry.version = entry.base.version
         views.append(entry.handle)
         if entry.steps:
@@ -256,6 +262,7 @@ def resize(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) ->
     recorder.read(tensor)
     before = geometry_of(tensor)
     recorder.memory.part_from(tensor)
+    recorder.memory.preserve(recorder.memory.entry(tensor).base)
     result = func(*args, **kwargs)
     if geometry_of(tensor) == before:
         return result

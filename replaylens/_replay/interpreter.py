@@ -152,14 +152,38 @@ def _with_values_apart(graph: Graph, node: Call, patches: Mapping[int, Any]) -> 
     """For a write through a view: which of the views a patch has parted from their base."""
     if node.target.function is not mutate or not any(type(value) is Ref for value in node.args[-1]):
         return node
+    new = {ref for position in patches for ref in _changed_refs(graph.nodes[position], patches[position])}
     changed = {graph.nodes[position].name for position in patches}
-    bases = graph.ancestors([ref.node for ref in node.args[1]]) & changed if changed else frozenset()
+    bases = {ref.node for ref in _memory_above(graph, node.args[1]) & new} if changed else set()
     apart = [
         type(v) is Ref and bool((graph.ancestors([v.node]) & changed) - bases) if changed else False
         for v in node.args[-1]
     ]
     values = tuple([value if parted else None for value, parted in zip(node.args[-1], apart, strict=True)])
     return evolve(node, args=(*node.args[:-1], values))
+
+
+def _changed_refs(node: Any, patches: Any) -> list[Ref]:
+    """The values that patches at a node change; all that it gives, where they do not say."""
+    trees = [tree for tree, _ in patches] or [node.returns if isinstance(node, Call) else Ref(node.name)]
+    return [leaf for leaf in leaves(tuple(trees)) if type(leaf) is Ref]
+
+
+def _memory_above(graph: Graph, refs: tuple[Ref, ...]) -> set[Ref]:
+    """The values that what is in some memory depends on. What a view held before a write through it is none: if a patch
+    has changed it, the write went elsewhere.
+    """
+    found: set[Ref] = set()
+    stack = list(refs)
+    while stack:
+        ref = stack.pop()
+        if ref not in found:
+            found.add(ref)
+            node = graph[ref.node]
+            if isinstance(node, Call):
+                writes = node.target.function is mutate
+                stack.extend([leaf for leaf in leaves(node.args[:-1]) if type(leaf) is Ref] if writes else node.refs)
+    return found
 
 
 def _patches_inside(graph: Graph, node: Call, patches: Patches) -> Patches:

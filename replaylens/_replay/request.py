@@ -36,6 +36,7 @@ class Change:
     make: Callable[[Any], Any]
     follows: bool
     tree: Any  # the Ref, or tree of Refs, that it is for
+    free: Callable[[Any], Any] | None = None  # the same for a value that is not of the recorded shape
 
     @property
     def ref(self) -> Ref | None:
@@ -59,6 +60,7 @@ class Request:
     fresh: bool = False
     on_divergence: str = "raise"
     whole: bool = False
+    every: frozenset[int] = frozenset()  # of the changed ones, those that are changed in passes beyond the recorded too
 
 
 def result_of(node: Any) -> Any:
@@ -228,15 +230,13 @@ def as_patch(graph: Graph, at: At, patch: Any) -> Change:
 
     follows = callable(patch) and not isinstance(patch, torch.Tensor)
 
-    def change(value: Any) -> Any:
-        if follows:
-            safe = freeze_deep(value, writable_copy)
-            new = patch(thaw(safe, lambda leaf: leaf))
-        else:
-            new = patch
-        return _checked(graph, node, tree, meanings, value, new)
+    def free(value: Any) -> Any:
+        return patch(thaw(freeze_deep(value, writable_copy), lambda leaf: leaf)) if follows else patch
 
-    return Change(change, follows, tree)
+    def change(value: Any) -> Any:
+        return _checked(graph, node, tree, meanings, value, free(value))
+
+    return Change(change, follows, tree, free)
 
 
 def _meanings(node: Any) -> dict[Ref, TensorMeaning]:
