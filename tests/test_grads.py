@@ -275,6 +275,18 @@ def test_frozen_models_have_gradients_too():
     assert_same(dict(rl.capture(net.requires_grad_(False), x()).grads(of=total)), wanted)
 
 
+def test_outputs_made_in_inference_mode_do_no_harm():
+    def model(x):
+        with torch.inference_mode():
+            best = x.argmax(1)
+            still = x.cos()
+        return x.sin(), best, still
+
+    grads = rl.capture(model, x()).grads(of=lambda out: (out[0] + out[2].clone()).sum())
+    assert_same(grads["sin_1"], torch.ones(3, 4))
+    assert_same(grads["input_1"], x().cos())
+
+
 def test_a_model_of_tokens_has_gradients_from_its_embedding_on():
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
     grads = rl.capture(model, torch.tensor([[0, 3, 3]])).grads(of=total)

@@ -21,7 +21,7 @@ from .._core.pure import mutate, placed
 from .._core.trees import leaves, thaw
 from ..errors import BadMetric, NoGradient
 from .cuts import Cuts, hidden
-from .replay import Executed, Record, execute
+from .replay import Executed, Record, execute, version
 from .request import At, Request, result_of
 
 Found = Mapping[Ref, torch.Tensor | None]
@@ -232,7 +232,7 @@ def _outputs(ran: Executed, graph: Graph) -> dict[Ref, torch.Tensor]:
 
 def _metric(of: Callable[[Any], Any], graph: Graph, outputs: dict[Ref, torch.Tensor]) -> torch.Tensor:
     """What `of` makes of the output, if it is one number that a gradient can start from."""
-    versions = [value._version for value in outputs.values()]
+    versions = [version(value) for value in outputs.values()]
     metric = of(thaw(graph.output, lambda leaf: outputs[leaf] if type(leaf) is Ref else leaf))
     if not isinstance(metric, torch.Tensor):
         raise BadMetric(
@@ -245,7 +245,7 @@ def _metric(of: Callable[[Any], Any], graph: Graph, outputs: dict[Ref, torch.Ten
             f"of= gives {meaning}; a gradient is that of one real number. Take a sum, a mean or one entry: "
             "of=lambda out: out[0, -1]."
         )
-    if [value._version for value in outputs.values()] != versions:
+    if [version(value) for value in outputs.values()] != versions:
         raise BadMetric(
             "of= writes into the output in place, which changes what is differentiated. Let it make a copy."
         )

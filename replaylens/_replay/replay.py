@@ -22,7 +22,7 @@ from ..errors import NotDifferentiable, ReplaylensError, StaleValue
 from .function import as_function
 from .guards import Departure, LeftPath, diverged
 from .interpreter import Code, Mode, Patches, compile_plan, interpret, recorded_world
-from .plan import plan
+from .plan import Plan, plan
 from .request import At, Change, Request, result_of
 from .run import Run
 
@@ -275,12 +275,7 @@ def _compiled(record: Record, request: Request, wanted: frozenset[int], mode: Mo
             until=request.to,
             again=places,
         )
-        unreached = [graph.nodes[position].name for position in request.changed if position not in made.patch]
-        if unreached and request.to is not None:
-            raise ReplaylensError(
-                f"the patch at {unreached[0]} would do nothing: {graph.nodes[request.to].name}, which is asked for, "
-                "does not need it."
-            )
+        _require_reached(graph, request, made)
         patches = {
             p: tuple([(c.tree, _patch_of_now(p, n)) for n, c in enumerate(changes)])
             for p, changes in request.changed.items()
@@ -293,6 +288,15 @@ def _compiled(record: Record, request: Request, wanted: frozenset[int], mode: Mo
             record.plans.pop(next(iter(record.plans)))
         entry = record.plans[key] = (code, needed)
     return entry
+
+
+def _require_reached(graph: Graph, request: Request, made: Plan) -> None:
+    unreached = [graph.nodes[position].name for position in request.changed if position not in made.patch]
+    if unreached and request.to is not None:
+        raise ReplaylensError(
+            f"the patch at {unreached[0]} would do nothing: {graph.nodes[request.to].name}, which is asked for, "
+            "does not need it."
+        )
 
 
 class _Supply:
