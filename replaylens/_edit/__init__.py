@@ -1,0 +1,1 @@
+"""Graph -> Graph: interventions as data, edits as other graphs."""
