@@ -104,6 +104,11 @@ class Graph:
         return tuple([node for node in self.nodes if isinstance(node, Call)])
 
     @cached_property
+    def edited(self) -> frozenset[str]:
+        """The calls that an edit put in the place of what was recorded."""
+        return frozenset([call.name for call in self.calls if call.edited])
+
+    @cached_property
     def input_nodes(self) -> tuple[Input, ...]:
         return tuple([node for node in self.nodes if isinstance(node, Input)])
 

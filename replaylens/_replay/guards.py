@@ -6,6 +6,7 @@ agree with the record; else a Departure: what diverged, where in the user's sour
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -60,6 +61,19 @@ def content_departure(guard: Guard, recorded: torch.Tensor, new: torch.Tensor) -
 
 def shape_departure(call: Call, shape: tuple[int, ...], new: tuple[int, ...]) -> Departure:
     return Departure(f"the shape of {call.name}", shape, new, call.source)
+
+
+def misdirected(call: Call, is_constant: bool) -> Iterator[Departure]:
+    """Where a new value of a call leads away from the path: its memory, or gradients that the model takes through it.
+
+    `is_constant`: the model takes a gradient through the call, and nothing of its old value is in the new one.
+    """
+    if call.is_overwritten:
+        what = f"the memory of {call.name}, which the model writes later and reads again,"
+        yield Departure(what, "shared with it", "apart from it, as that of a patch is", call.source)
+    if call.is_differentiated or is_constant:
+        what = f"the gradient that the model takes through {call.name}"
+        yield Departure(what, "of the recorded value", "of a patch", call.source)
 
 
 def diverged(departure: Departure) -> DivergedReplay:

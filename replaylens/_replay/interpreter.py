@@ -149,10 +149,10 @@ def compile_plan(
 
 
 def _with_values_apart(graph: Graph, node: Call, patches: Mapping[int, Any]) -> Call:
-    """For a write through a view: which of the views a patch has parted from their base."""
+    """For a write through a view: which of the views a patch or an edit has parted from their base."""
     if node.target.function is not mutate or not any(type(value) is Ref for value in node.args[-1]):
         return node
-    changed = {graph.nodes[position].name for position in patches}
+    changed = {graph.nodes[position].name for position in patches} | graph.edited
     bases = graph.ancestors([ref.node for ref in node.args[1]]) & changed if changed else frozenset()
     apart = [
         type(v) is Ref and bool((graph.ancestors([v.node]) & changed) - bases) if changed else False

@@ -20,7 +20,7 @@ from .._core.pure import same_content, standing
 from .._core.trees import leaves, thaw
 from ..errors import NotDifferentiable, ReplaylensError, StaleValue
 from .function import as_function
-from .guards import Departure, diverged
+from .guards import Departure, diverged, misdirected
 from .interpreter import Code, Mode, Patches, compile_plan, interpret, recorded_world
 from .plan import plan
 from .request import At, Change, Request, result_of
@@ -130,16 +130,8 @@ def _misdirected(graph: Graph, request: Request) -> Iterator[Departure]:
     for position, changes in request.changed.items():
         node = graph.nodes[position]
         constant = not all(change.follows for change in changes) and bool(_rerun_by(graph, node.name))
-        if isinstance(node, Call) and node.is_overwritten:
-            what = f"the memory of {node.name}, which the model writes later and reads again,"
-            yield Departure(what, "shared with it", "apart from it, as that of a patch is", node.source)
-        if isinstance(node, Call) and (node.is_differentiated or constant):
-            yield Departure(
-                f"the gradient that the model takes through {node.name}",
-                "of the recorded value",
-                "of a patch",
-                node.source,
-            )
+        if isinstance(node, Call):
+            yield from misdirected(node, constant)
 
 
 def _without_idle(record: Record, request: Request) -> Request:
