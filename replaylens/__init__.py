@@ -6,7 +6,25 @@ prog.replay(from_="relu_3", patch=torch.zeros_like)  # only what the change can 
 print(prog.code)                                     # the program, as Python
 """
 
+from ._edit.locate import Part as Part
+from ._edit.patch import (
+    Add as Add,
+    Apply as Apply,
+    Clamp as Clamp,
+    From as From,
+    Mean as Mean,
+    Noise as Noise,
+    Patch as Patch,
+    Project as Project,
+    Resample as Resample,
+    Rotate as Rotate,
+    Scale as Scale,
+    Set as Set,
+    Zero as Zero,
+)
 from .errors import (
+    BadPart as BadPart,
+    BadPatch as BadPatch,
     CaptureError as CaptureError,
     DivergedReplay as DivergedReplay,
     InputMismatch as InputMismatch,

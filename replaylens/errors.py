@@ -67,6 +67,21 @@ class ShapeMismatch(ReplaylensError, ValueError):
     """A patch gives a value that what follows was not recorded with. Give one of the recorded shape and dtype."""
 
 
+class BadPart(ReplaylensError, ValueError):
+    """A pattern for part of a tensor cannot be read, or does not fit the tensor.
+
+    Example: `Zero("b [c] h w", c=70)` at a value of 64 channels. Bracketed names take indices, other names take sizes,
+    as einops takes them. The message shows pattern and shape.
+    """
+
+
+class BadPatch(ReplaylensError, ValueError):
+    """A patch makes no sense at this value: the mean of integers, another order of a batch of one.
+
+    The message says what it needs.
+    """
+
+
 class StaleValue(ReplaylensError, RuntimeError):
     """A parameter or a recorded value was overwritten after the capture, for example by an optimizer's step.
 

@@ -1,1 +1,1 @@
-"""Graph -> Graph: interventions as data, edits as other graphs."""
+"""Interventions as data, and edits: Graph -> Graph."""
