@@ -55,7 +55,8 @@ def line(node: Node) -> str:
     if not isinstance(node, Call):
         return f"{identifier(node.name)}  # {type(node).__name__.lower()}, {shapes}"
     left = f"{identifier(node.name)} = {call_expression(node)}"
-    notes = [note for note in (shapes, "draws" if node.draws else "") if note]
+    was = node.edited if node.edits is None else ""  # a patch says it in its own words
+    notes = [note for note in (shapes, "draws" if node.draws else "", was) if note]
     return f"{left}  # {'; '.join(notes)}" if notes else left
 
 

@@ -172,12 +172,13 @@ def unread_sources(old: Graph, new: Graph) -> frozenset[str]:
 class Splice:
     """How a graph is put in the place of a node.
 
-    `given` is what its inputs stand for: the tensors that the node reads, each once, if not said otherwise. `names` are
-    names that some of its nodes are to have; one that is in the program already is shared. `draws` are other keys for
-    its generator states.
+    `given` is what its inputs stand for: the tensors that the node reads, each once, if not said otherwise. `shared`
+    are values that the program has already: the nodes that give them do not come along. `names` are names that some
+    nodes are to have, `draws` other keys for generator states.
     """
 
     given: tuple[Ref, ...] | None = None
+    shared: Mapping[Ref, Ref] = NOTHING
     names: Mapping[str, str] = NOTHING
     draws: Mapping[str, str] = NOTHING
     edited: str = ""
@@ -192,32 +193,37 @@ def splice(graph: Graph, name: str, sub: Graph, how: Splice = Splice()) -> Graph
     """
     node = graph[name]
     assert isinstance(node, Call)
-    called, swap = names_within(graph, name, sub, how), _inward(graph, node, sub, how)
-    moved = [_settled(inner, node, called, swap, how) for inner in sub.nodes if not isinstance(inner, Input)]
+    called, swap = names_within(graph, name, sub, how), inward(graph, name, sub, how)
+    nodes = [_settled(inner, node, called, swap, how) for inner in sub.nodes if inner.name in called]
     if name not in called.values():
-        moved.append(_gather(node, sub, swap, how.edited))
-    there = [new.name for new in moved if new.name != name and new.name in graph]
-    nodes = [new for new in moved if new.name not in there]
-    late: list[Node] = [graph[other] for other in there if graph.positions[other] > graph.positions[name]]
-    guards = [_placed(guard, sub, called, nodes, graph.positions[name], swap) for guard in sub.guards]
+        nodes.append(_gather(node, sub, swap, how.edited))
+    late = _late(graph, name, [ref for new in nodes if isinstance(new, Call) for ref in new.refs])
+    guards = [_placed(guard, sub, called, nodes, swap) for guard in sub.guards]
     made = replace(graph, {name: (*late, *nodes), **{source.name: () for source in late}})
-    shifted = [evolve(guard, position=guard.position + len(late)) for guard in guards]
+    start = made.positions[nodes[0].name]
+    placed = [evolve(guard, position=guard.position + start) for guard in guards]
     return require_lawful(
         evolve(
             made,
-            guards=tuple(sorted((*made.guards, *shifted), key=lambda guard: guard.position)),
+            guards=tuple(sorted((*made.guards, *placed), key=lambda guard: guard.position)),
             asks_gradient=made.asks_gradient or sub.asks_gradient,
             one_way=(*made.one_way, *sub.one_way),
         )
     )
 
 
+def _late(graph: Graph, name: str, reads: Iterable[Ref]) -> list[Node]:
+    """State and constants that stand behind a node, and that are read there now."""
+    behind = dict.fromkeys(ref.node for ref in reads if graph.positions.get(ref.node, -1) > graph.positions[name])
+    return [graph[other] for other in behind]
+
+
 def names_within(graph: Graph, name: str, sub: Graph, how: Splice = Splice()) -> dict[str, str]:
-    """What each node of `sub`, but for its inputs, is called when it is spliced in the place of a node."""
+    """What each node of `sub` that comes along is called when it is spliced in the place of a node."""
     taken, last = set(graph.positions), _last(graph[name], sub)
     found: dict[str, str] = {}
     for node in sub.nodes:
-        if isinstance(node, Input):
+        if isinstance(node, Input) or Ref(node.name) in how.shared:
             continue
         if node.name == last:
             found[node.name] = name
@@ -229,8 +235,10 @@ def names_within(graph: Graph, name: str, sub: Graph, how: Splice = Splice()) ->
     return found
 
 
-def _inward(graph: Graph, node: Call, sub: Graph, how: Splice) -> Callable[[Any], Any]:
+def inward(graph: Graph, name: str, sub: Graph, how: Splice = Splice()) -> Callable[[Any], Any]:
     """What a Ref or generator of `sub` is in the program."""
+    node = graph[name]
+    assert isinstance(node, Call)
     given = tuple(dict.fromkeys(node.refs)) if how.given is None else how.given
     if len(given) != len(sub.input_nodes):
         raise ValueError(f"{node.name} gives {len(given)} tensors to a graph of {len(sub.input_nodes)} inputs.")
@@ -239,7 +247,8 @@ def _inward(graph: Graph, node: Call, sub: Graph, how: Splice) -> Callable[[Any]
 
     def swap(leaf: Any) -> Any:
         if type(leaf) is Ref:
-            return starts[leaf.node] if leaf.node in starts else evolve(leaf, node=called[leaf.node])
+            known = starts.get(leaf.node) or how.shared.get(leaf)
+            return evolve(leaf, node=called[leaf.node]) if known is None else known
         return Generator(how.draws.get(leaf.key, leaf.key)) if type(leaf) is Generator else leaf
 
     return swap
@@ -296,11 +305,11 @@ def _last(node: Node, sub: Graph) -> str | None:
 
 
 def _placed(
-    guard: Guard, sub: Graph, called: Mapping[str, str], nodes: Sequence[Node], start: int, swap: Callable[[Any], Any]
+    guard: Guard, sub: Graph, called: Mapping[str, str], nodes: Sequence[Node], swap: Callable[[Any], Any]
 ) -> Guard:
-    """A guard of a spliced graph: behind the last of its nodes that came before it."""
-    before = {called[node.name] for node in sub.nodes[: guard.position] if not isinstance(node, Input)}
-    position = start + max((number + 1 for number, node in enumerate(nodes) if node.name in before), default=0)
+    """A guard of a spliced graph: behind the last of the new nodes that came before it."""
+    before = {called[node.name] for node in sub.nodes[: guard.position] if node.name in called}
+    position = max((number + 1 for number, node in enumerate(nodes) if node.name in before), default=0)
     kwargs = tuple([(key, remake(value, swap)) for key, value in guard.kwargs])
     return evolve(guard, args=tuple([remake(arg, swap) for arg in guard.args]), kwargs=kwargs, position=position)
 

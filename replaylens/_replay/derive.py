@@ -14,12 +14,12 @@ import torch
 from attrs import evolve, field, frozen
 
 from .._core.graph import Graph
-from .._core.node import Call, Guard, Ref
+from .._core.node import Call, Guard, Ref, TensorMeaning
 from .._core.pure import same_content
 from .._core.text import listing
 from .._core.trees import leaves, thaw
 from .._edit.compare import origins, same_values
-from .._edit.rewrite import meanings_of, refs_of, value_of
+from .._edit.rewrite import NOTHING, meanings_of, refs_of, value_of
 from ..errors import ShapeMismatch
 from .convert import as_it_came_out
 from .guards import Departure, diverged, misdirected, same_result
@@ -43,10 +43,17 @@ NOTHING_ADDED = Added()
 
 
 def derive(
-    record: Record, graph: Graph, added: Added = NOTHING_ADDED, on_divergence: str = "raise"
+    record: Record,
+    graph: Graph,
+    added: Added = NOTHING_ADDED,
+    on_divergence: str = "raise",
+    wanted: Mapping[Ref, TensorMeaning] = NOTHING,
 ) -> tuple[Record, Any]:
-    """A Record of the edited graph, and its output. Values that the edit cannot reach are the very same tensors."""
-    work = _Work(record, graph, added, same_values(record.graph, graph, added.values))
+    """A Record of the edited graph, and its output. Values that the edit cannot reach are the very same tensors.
+
+    What calls read must keep its recorded shape and dtype; `wanted` says those of values that are new.
+    """
+    work = _Work(record, graph, added, same_values(record.graph, graph, added.values), wanted)
     departures: list[Departure] = []
 
     def departed(departure: Departure) -> None:
@@ -73,6 +80,7 @@ class _Work:
     graph: Graph
     added: Added
     same: dict[Ref, Ref]
+    wanted: Mapping[Ref, TensorMeaning]
 
     def known(self) -> Values:
         """The values that are there before anything runs."""
@@ -94,7 +102,10 @@ class _Work:
             for ref in refs_of(graph.nodes[position]):
                 env[code.slots[ref]] = as_leaf(self.record.value(self.same[ref]) if ref in self.same else known[ref])
         refs = [ref for position in made.run for ref in refs_of(graph.nodes[position])]
-        read = lambda: {r: t for r in refs if isinstance(t := env[code.slots[r]], torch.Tensor)}  # noqa: E731
+
+        def read() -> Values:
+            return {ref: env[code.slots[ref]] for ref in refs if isinstance(env[code.slots[ref]], torch.Tensor)}
+
         try:
             with recorded_world(code.draws, graph):
                 interpret(code, env)
@@ -110,6 +121,8 @@ class _Work:
         """What calls read has the shape that they were recorded with."""
         old, graph = self.record.graph, self.graph
         before = {ref: meaning for node in old.calls for ref, meaning in meanings_of(node).items()}
+        before |= {Ref(n.name): before[tree] for n in old.calls if type(tree := value_of(n)) is Ref and tree in before}
+        before |= self.wanted
         now = as_it_came_out(graph, values)
         for node in now.calls:
             for ref, meaning in meanings_of(node).items():
@@ -132,7 +145,7 @@ class _Work:
         """Edits of calls whose memory the model writes later, or through which it takes gradients."""
         old, graph = self.record.graph, self.graph
         for name in graph.edited:
-            call = old[name] if name in old else None
+            call = old[name] if name in old else None  # noqa: SIM401 -- a Graph is no mapping
             if not isinstance(call, Call) or graph[name] is call or refs_of(graph[name])[0] in self.same:
                 continue
             found = tuple(misdirected(call, self._is_cut_off(name)))
@@ -155,10 +168,9 @@ class _Work:
 
     def _recorded_guards(self) -> frozenset[int]:
         """The numbers of the guards that were there before the edit; those that it brought agree with it anyway."""
-        fact = lambda guard: (guard.target, guard.result, guard.has_result, guard.scope, guard.source)  # noqa: E731
         left, found = list(self.record.graph.guards), []
         for number, guard in enumerate(self.graph.guards):
-            if left and _same_fact(fact(left[0]), fact(guard)):
+            if left and _same_fact(left[0], guard):
                 found.append(number)
                 left.pop(0)
         return frozenset(found)
@@ -183,8 +195,10 @@ class _Work:
         return {name: tensor for name, tensor in known.items() if tensor is not None} | dict(self.added.live)
 
 
-def _same_fact(one: Any, other: Any) -> bool:
-    return bool(one[:1] + one[2:] == other[:1] + other[2:]) and same_result(one[1], other[1])
+def _same_fact(one: Guard, other: Guard) -> bool:
+    """Are these one guard, before and after an edit? What it reads may have another name."""
+    facts = [(guard.target, guard.has_result, guard.scope, guard.source) for guard in (one, other)]
+    return facts[0] == facts[1] and same_result(one.result, other.result)
 
 
 def _as_it_is_now(guard: Guard, values: Values) -> Guard:

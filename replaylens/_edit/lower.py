@@ -1,0 +1,212 @@
+"""A patch at a value, as nodes of the graph.
+
+In: a Graph, one of its values (what a node gives, one of several values, what one reader or the output gets) and a
+patch that is bound. Out: a Graph in which the patched value stands under the old name, and the patch's tensors, by the
+names of the constants that hold them. The patch is asked for `terms()` and its words, and nothing else is known of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from attrs import evolve, field, frozen
+
+from .._core.graph import Graph
+from .._core.node import Call, Const, Input, Node, Ref, TensorMeaning
+from .._core.pure import alias, gathered, writable_copy
+from .._core.target import Target
+from .._core.trees import freeze, freeze_deep, leaves, remake, thaw
+from ..errors import ShapeMismatch
+from .patch import Apply, Chain, Patch
+from .rewrite import beside, fresh, insert_after, meanings_of, refs_of, renamed, replace, rewire, value_of
+
+
+@frozen(eq=False)
+class Lowered:
+    """A graph with a patch in it, and the tensors of the new constants."""
+
+    graph: Graph
+    tensors: Mapping[str, torch.Tensor] = field(factory=dict)
+
+
+def lower(graph: Graph, name: str, tree: Any, patch: Patch) -> Lowered:
+    """A patch at a node, in the place of its value or of one of its values; `tree` says which."""
+    made = Lowered(graph)
+    for one in patch.patches if isinstance(patch, Chain) else (patch,):
+        step = _lower(made.graph, name, value_of(made.graph[name]) if tree == value_of(graph[name]) else tree, one)
+        made = Lowered(step.graph, {**made.tensors, **step.tensors})
+    return made
+
+
+def _lower(graph: Graph, name: str, tree: Any, patch: Patch) -> Lowered:
+    node = graph[name]
+    before = fresh(beside(name, "before"), graph.positions)
+    old = renamed(node, before)
+    to_old = dict(zip(refs_of(node), refs_of(old), strict=True))
+    whole = value_of(node)
+    if type(tree) is not Ref:
+        return _lower_several(graph, node, old, to_old, patch)
+    if tree == whole:
+        call, tensors, constants = _patch_call(graph, name, to_old[tree], patch, node)
+        call = evolve(call, edits=before)
+        refs = {tree: Ref(name), **{ref: to_old[ref] for ref in refs_of(node) if ref != tree}} if tree.path else {}
+        return Lowered(_stand_in(graph, node, (old, *constants, call), refs), tensors)
+    patched = fresh(beside(name, "patched"), graph.positions)
+    call, tensors, constants = _patch_call(graph, patched, to_old[tree], patch, node)
+    parts = remake(whole, lambda leaf: Ref(patched) if leaf == tree else to_old.get(leaf, leaf))
+    gather, refs = _gather(node, before, whole, parts, call.edited)
+    return Lowered(_stand_in(graph, node, (old, *constants, call, gather), {**to_old, **refs}), tensors)
+
+
+def _stand_in(graph: Graph, node: Node, nodes: tuple[Node, ...], refs: Mapping[Ref, Ref]) -> Graph:
+    """The old node under another name, and what stands for it."""
+    changes: dict[str, Any] = {}
+    if isinstance(node, Input):
+        changes["inputs"] = remake(graph.inputs, lambda leaf: Ref(nodes[0].name) if leaf == Ref(node.name) else leaf)
+    if node.name in graph.orphans:
+        changes["orphans"] = graph.orphans | {new.name for new in nodes}
+    return replace(graph, {node.name: nodes}, refs, **changes)
+
+
+def _gather(node: Node, before: str, whole: Any, parts: Any, edited: str) -> tuple[Call, dict[Ref, Ref]]:
+    """The node that gives several values again, and where each of them is now."""
+    assert isinstance(node, Call)
+    returns = _numbered(node.name, whole)
+    refs = dict(zip(_refs(whole), _refs(returns), strict=True))
+    result = remake(whole, lambda leaf: refs.get(leaf, leaf) if type(leaf) is Ref else leaf)
+    meanings = meanings_of(node)
+    call = Call(
+        node.name,
+        "gathered",
+        Target.of(gathered),
+        tuple(parts if type(parts) is tuple else parts.items),
+        returns=returns,
+        result=None if result == returns else result,
+        meaning=tuple([meanings[ref] for ref in _refs(whole)]),
+        context=node.context,
+        scope=node.scope,
+        source=node.source,
+        edited=edited,
+        edits=before,
+    )
+    return call, refs
+
+
+def _refs(tree: Any) -> list[Ref]:
+    return [leaf for leaf in leaves(tree) if type(leaf) is Ref]
+
+
+def _numbered(name: str, tree: Any, path: tuple[int, ...] = ()) -> Any:
+    """The tree of values that a call of this name gives, each where it stands in the tree."""
+    if type(tree) is Ref:
+        return Ref(name, path)
+    items = tree if type(tree) is tuple else getattr(tree, "items", None)
+    return None if items is None else tuple([_numbered(name, item, (*path, n)) for n, item in enumerate(items)])
+
+
+def _lower_several(graph: Graph, node: Node, old: Node, to_old: Mapping[Ref, Ref], patch: Patch) -> Lowered:
+    """A function of all values that a node gives."""
+    if not isinstance(patch, Apply) or patch.part is not None:
+        raise ShapeMismatch(
+            f"{node.name} gives several tensors; {patch!r} is for one. Name the one by its module, or give a function "
+            "of them all."
+        )
+    whole = value_of(node)
+    gather, refs = _gather(node, old.name, whole, whole, repr(patch))
+    args = (remake(whole, lambda leaf: to_old.get(leaf, leaf)), patch.fn)
+    call = evolve(gather, kind="apply", target=Target.of(apply_to_several), args=args)
+    return Lowered(_stand_in(graph, node, (old, call), {**to_old, **refs}))
+
+
+def apply_to_several(values: Any, fn: Callable[[Any], Any]) -> tuple[Any, ...]:
+    """What a function makes of several values at once. It gets copies, and must give as many of the same shapes."""
+    made = fn(thaw(freeze_deep(values, writable_copy), lambda leaf: leaf))
+    before, after = _tensors(values), _tensors(made)
+    if [_kind(tensor) for tensor in before] != [_kind(tensor) for tensor in after]:
+        shown = ", ".join(map(_kind, after)) or type(made).__name__
+        raise ShapeMismatch(f"the function gives {shown}; the values are {', '.join(map(_kind, before))}.")
+    found = iter(after)
+    return thaw(freeze_deep(values, lambda tensor: next(found)), lambda leaf: leaf)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    freeze_deep(tree, found.append)
+    return found
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return str(TensorMeaning.of(tensor))
+
+
+# -- what one reader gets ----------------------------------------------------------------------------------------------
+
+
+def lower_edge(graph: Graph, sender: Ref, readers: tuple[str, ...], name: str, patch: Patch) -> Lowered:
+    """A patch of the value that some nodes, or the program's "output", read from another, and only they."""
+    node = graph[sender.node]
+    first, *rest = patch.patches if isinstance(patch, Chain) else (patch,)
+    call, tensors, constants = _patch_call(graph, name, sender, first, node)
+    made = rewire(insert_after(graph, sender.node, (*constants, call)), readers, {sender: Ref(name)})
+    for one in rest:
+        step = _lower(made, name, Ref(name), one)
+        made, tensors = step.graph, {**tensors, **step.tensors}
+    return Lowered(made, tensors)
+
+
+def tap(graph: Graph, sender: Ref, readers: tuple[str, ...], name: str) -> Graph:
+    """A node of its own for the value that some nodes, or the program's "output", read from another."""
+    copy = evolve(_call_at(graph, name, sender, graph[sender.node]), kind="edge", target=Target.of(alias))
+    return rewire(insert_after(graph, sender.node, (copy,)), readers, {sender: Ref(name)})
+
+
+# -- calls -------------------------------------------------------------------------------------------------------------
+
+
+def _patch_call(
+    graph: Graph, name: str, reads: Ref, patch: Patch, node: Node
+) -> tuple[Call, dict[str, torch.Tensor], list[Const]]:
+    """The call that a patch of this node is, its tensors, and the constants for them."""
+    function, args, kwargs = patch.terms()
+    taken, constants, given = set(graph.positions), [], []
+    tensors: dict[str, torch.Tensor] = {}
+    for arg in args:
+        if not isinstance(arg, torch.Tensor):
+            given.append(freeze(arg, _no_tensor))
+            continue
+        constant = fresh(f"constant_{len(tensors) + 1}_of_{name}", taken)
+        taken.add(constant)
+        tensors[constant] = arg
+        constants.append(Const(constant, "patch", TensorMeaning.of(arg)))
+        given.append(Ref(constant))
+    call = evolve(
+        _call_at(graph, name, reads, node),
+        kind=patch.kind,
+        target=Target.of(function),
+        args=(reads, *given),
+        kwargs=tuple([(key, freeze(value, _no_tensor)) for key, value in kwargs.items()]),
+        edited=repr(patch),
+    )
+    return call, tensors, constants
+
+
+def _call_at(graph: Graph, name: str, reads: Ref, node: Node) -> Call:
+    """A call on a value of a node, with the same kind of value, where the node lies."""
+    known = next(meaning for ref, meaning in meanings_of(node).items() if ref.path == reads.path)
+    return Call(
+        name,
+        "alias",
+        Target.of(alias),
+        (reads,),
+        returns=Ref(name),
+        meaning=(known,),
+        context=node.context if isinstance(node, Call) else graph.ambient,
+        scope=getattr(node, "scope", None),
+        source=getattr(node, "source", None),
+    )
+
+
+def _no_tensor(tensor: torch.Tensor) -> Any:
+    raise TypeError("a tensor inside a literal argument of a patch")
