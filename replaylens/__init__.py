@@ -22,6 +22,7 @@ from ._edit.patch import (
     Set as Set,
     Zero as Zero,
 )
+from ._edit.select import Selection as Selection, where as where
 from .errors import (
     BadPart as BadPart,
     BadPatch as BadPatch,
@@ -39,6 +40,7 @@ from .errors import (
     UnlawfulGraph as UnlawfulGraph,
     UnresolvedTarget as UnresolvedTarget,
     UnsupportedModel as UnsupportedModel,
+    WrongCount as WrongCount,
 )
 from .program import Program as Program, capture as capture
 

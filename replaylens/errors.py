@@ -52,6 +52,10 @@ class NoSuchLayer(ReplaylensError, LookupError):
     """No layer, module, parameter or ordinal has this name. The message offers the nearest ones."""
 
 
+class WrongCount(ReplaylensError, AssertionError):
+    """A selection has another number of layers than was claimed by `assert_count`."""
+
+
 class NotSaved(ReplaylensError, LookupError):
     """The layer exists, but no value of it was kept, and none can be recomputed from what was."""
 

@@ -20,13 +20,16 @@ from ._capture.capture import Captured, record
 from ._core.graph import Graph
 from ._core.node import Guard, Ref, State
 from ._core.pure import same_content
+from ._core.reference import Reference
 from ._core.text import code
 from ._core.trees import freeze_deep, leaves, thaw
+from ._edit.select import Selection, Site, find, sites
 from ._lens.layers import Atlas, Layer, Place
 from ._lens.summary import as_html, summary
 from ._replay.convert import move, rerun
+from ._replay.patching import at_place, changes_of
 from ._replay.replay import Record, Versions, detached, function_of, replay, version
-from ._replay.request import At, Change, Request, as_patch, new_inputs, new_state
+from ._replay.request import At, Request, new_inputs, new_state
 from ._replay.run import Run
 from .errors import CaptureError, NoSuchLayer, NotSaved, ReplaylensError
 
@@ -64,7 +67,7 @@ def _require_unchanged(prog: Program, modes: list[Any]) -> None:
             )
 
 
-class Program:
+class Program(Reference):
     """One forward pass of a model as an immutable program of pure operations."""
 
     def __init__(
@@ -162,6 +165,20 @@ class Program:
     def _repr_html_(self) -> str:
         return as_html(self.graph, self._atlas)
 
+    def find(
+        self,
+        op: str | None = None,
+        module: str | None = None,
+        input_of: str | None = None,
+        where: Callable[[Layer], Any] | None = None,
+    ) -> Selection:
+        """The layers for which all of this holds, as a value: for patches, for iteration, for `assert_count`.
+
+        `op` is a type of operation, `module` the address of a module that they ran in, `input_of` a layer or module
+        that reads them; all three may be globs (`"layer4.*"`). `where` is a function of a layer.
+        """
+        return find(self._atlas, self.__getitem__, op, module, input_of, where)
+
     # -- running it again ----------------------------------------------------------------------------------------------
 
     def replay(
@@ -198,7 +215,7 @@ class Program:
             raise ReplaylensError(
                 "from_= begins at a recorded value, and new inputs change what comes before it. Give one."
             )
-        changed, ends = self._patches(patch, start)
+        changed, ends = changes_of(self.graph, patch, self._site(from_) if start else None, self._sites)
         request = Request(
             changed=changed,
             ends=ends,
@@ -269,37 +286,23 @@ class Program:
         return thaw(tree, lambda leaf: detached(record.value(leaf)) if type(leaf) is Ref else leaf)
 
     def _at(self, name: Any) -> At:
+        return at_place(self.graph, self._atlas.find(name))
+
+    def _site(self, name: Any) -> Site:
         place = self._atlas.find(name)
-        return At(self.graph.positions[place.node], place.output, place.part)
+        return Site(place, name if isinstance(name, str) else place.label)
+
+    def _sites(self, key: Any) -> tuple[Site, ...]:
+        return sites(self._atlas, self.__getitem__, key)
+
+    def _value_for(self, name: str) -> Any:
+        return self[name].value
 
     def _position(self, name: Any) -> int:
         return self._at(name).position
 
     def _inputs(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> dict[int, torch.Tensor]:
         return new_inputs(self.graph, inputs, named) if inputs or named else {}
-
-    def _patches(self, patch: Any, start: At | None) -> tuple[dict[int, tuple[Change, ...]], dict[Ref, Change]]:
-        """Patches at nodes, by position, and at outputs of the program."""
-        changed: dict[int, tuple[Change, ...]] = {}
-        ends: dict[Ref, Change] = {}
-        if patch is not None and not isinstance(patch, Mapping):
-            if start is None:
-                raise ReplaylensError(
-                    "a bare patch needs from_= to say where. Or give a mapping: patch={'relu_3': tensor}."
-                )
-            pairs = [(start, patch)]
-        else:
-            pairs = [(self._at(name), what) for name, what in (patch or {}).items()]
-        for at, what in pairs:
-            made = as_patch(self.graph, at, what.value if isinstance(what, Layer) else what)
-            before = changed.get(at.position, ())
-            if at.output in ends or (at.output is None and any(_overlap(made, other) for other in before)):
-                raise ReplaylensError(f"two patches for {self.graph.nodes[at.position].name}. Give one.")
-            if at.output is not None:
-                ends[at.output] = made
-            else:
-                changed[at.position] = (*before, made)
-        return changed, ends
 
     def _keep(self, keep: Any) -> frozenset[int]:
         if keep in ("all", "everything"):
@@ -327,14 +330,6 @@ def record_of(captured: Captured, made: Frozen) -> Record:
             )
     versions = Versions((ref, recording.versions[handle]) for ref, handle in made.handles.items())
     return Record(graph, values, versions, recording.draws, live)
-
-
-def _overlap(one: Change, other: Change) -> bool:
-    """Are these two patches for the same value?"""
-    return bool(
-        {leaf for leaf in leaves(one.tree) if type(leaf) is Ref}
-        & {leaf for leaf in leaves(other.tree) if type(leaf) is Ref}
-    )
 
 
 def _require_choice(word: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -237,7 +237,7 @@ def test_a_bare_patch_without_a_place():
 
 def test_two_patches_for_one_value():
     assert said(rl.ReplaylensError, lambda: captured().replay(patch={"relu_1": torch.neg, 2: torch.neg})) == (
-        "two patches for relu_1_2. Give one."
+        "two patches for relu_1_2, under 'relu_1' and 2. Give one, or a list of both."
     )
 
 

@@ -226,7 +226,12 @@ def rotate(
 
 def apply(value: Tensor, fn: Callable[[Tensor], Tensor], part: Part | None = None) -> Tensor:
     """What a function makes of the value, or of a part of it. It gets a copy, and may write to it."""
-    return _changed(value, part, "Apply", lambda old: fn(old.clone() if 0 in old.stride() else writable_copy(old)))
+    return _changed(value, part, "Apply", lambda old: fn(own_copy(old)))
+
+
+def own_copy(tensor: Tensor) -> Tensor:
+    """A copy that a user's function may write: laid out alike, but where elements share memory."""
+    return tensor.clone() if tensor.layout is torch.strided and 0 in tensor.stride() else writable_copy(tensor)
 
 
 def chain(value: Tensor, *tensors: Tensor, steps: tuple[Step, ...]) -> Tensor:

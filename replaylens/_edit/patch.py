@@ -41,6 +41,11 @@ class Patch:
         return None
 
     @property
+    def parts(self) -> tuple[Part, ...]:
+        """All parts of the value that it is for, where it is for parts."""
+        return () if self.part is None else (self.part,)
+
+    @property
     def follows(self) -> bool:
         """Is anything of the old value in the new one?"""
         return True
@@ -380,6 +385,10 @@ class Chain(Patch):
     """Several patches, one after the other. A list of patches means the same."""
 
     patches: tuple[Patch, ...]
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return tuple([part for patch in self.patches for part in patch.parts])
 
     @property
     def follows(self) -> bool:

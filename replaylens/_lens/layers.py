@@ -16,6 +16,7 @@ from attrs import evolve, field, frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Input, Node, Ref, Source, State
+from .._core.reference import Reference
 from .._core.text import line
 from .._core.trees import leaves
 from ..errors import NoSuchLayer
@@ -32,7 +33,7 @@ class Place:
 
 
 @frozen(eq=False, repr=False)
-class Layer:
+class Layer(Reference):
     """One layer of a program: its label, its value, where it lies and what is next to it."""
 
     _atlas: Atlas
@@ -113,6 +114,9 @@ class Layer:
     def lookup_keys(self) -> tuple[Any, ...]:
         """Every name under which the program finds it."""
         return self._atlas.keys_of(self._place)
+
+    def _value_for(self, name: str) -> Any:
+        return self.value
 
     def __repr__(self) -> str:
         return (
@@ -232,7 +236,7 @@ class Atlas:
     def find(self, name: Any) -> Place:
         """The layer that a name means; several passes of a layer need the pass."""
         if isinstance(name, Layer):
-            return self.find(name.label)
+            return name._place if name._atlas is self else self.find(name.label)
         if type(name) is int:
             if not -len(self.order) <= name < len(self.order):
                 raise NoSuchLayer(

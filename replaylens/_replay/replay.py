@@ -106,7 +106,7 @@ def replay(record: Record, request: Request, resolve: Callable[[Any], At]) -> Ru
             raise ReplaylensError(
                 f"{node.name} was not kept, and fresh draws cannot be repeated. Pass keep=[{node.name!r}]."
             )
-        again = replay(record, _only(request, position), resolve)
+        again = replay(record, _only(graph, request, position), resolve)
         return again[at]
 
     def by_name(name: Any) -> Any:
@@ -153,7 +153,7 @@ def _without_idle(record: Record, request: Request) -> Request:
 def _is_recorded(record: Record, change: Change) -> bool:
     """Does a constant patch give what was recorded anyway?"""
     refs = [leaf for leaf in leaves(change.tree) if type(leaf) is Ref]
-    value = change.make(tuple(refs))
+    value = change(thaw(change.tree, lambda leaf: record.value(leaf) if type(leaf) is Ref else leaf))
     values = value if isinstance(value, (tuple, list)) else (value,)
     return len(values) == len(refs) and all(
         isinstance(new, torch.Tensor) and same_content(record.value(ref), new)
@@ -174,8 +174,11 @@ def _detached_leaf(value: Any) -> Any:
     return detached(value) if isinstance(value, torch.Tensor) else value
 
 
-def _only(request: Request, position: int) -> Request:
-    return evolve(request, to=position, ends={}, keep=frozenset(), whole=False, on_divergence="ignore")
+def _only(graph: Graph, request: Request, position: int) -> Request:
+    """The same up to one node, without what cannot reach it."""
+    name, nodes = graph.nodes[position].name, graph.nodes
+    changed = {p: made for p, made in request.changed.items() if name in graph.descendants([nodes[p].name])}
+    return evolve(request, changed=changed, to=position, ends={}, keep=frozenset(), whole=False, on_divergence="ignore")
 
 
 def _wanted(graph: Graph, request: Request) -> frozenset[int]:

@@ -1,4 +1,4 @@
-"""What a replay is asked for, in a user's words: new inputs, other state, patches.
+"""What a replay is asked for, in a user's words: new inputs, other state.
 
 In: what the user gave, and the graph. Out: positions, tensors and functions that a replay works with, all of them
 checked against what was recorded. Nothing runs here.
@@ -14,10 +14,8 @@ from attrs import field, frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Ref, TensorMeaning
-from .._core.pure import writable_copy
-from .._core.text import listing
-from .._core.trees import Branch, freeze_deep, leaves, paths, thaw
-from ..errors import InputMismatch, ShapeMismatch
+from .._core.trees import Branch, freeze_deep, paths
+from ..errors import InputMismatch
 
 
 @frozen
@@ -36,6 +34,7 @@ class Change:
     make: Callable[[Any], Any]
     follows: bool
     tree: Any  # the Ref, or tree of Refs, that it is for
+    free: Callable[[Any], Any]  # the same, whatever shape it gives
 
     @property
     def ref(self) -> Ref | None:
@@ -103,7 +102,7 @@ def new_inputs(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
                     f"the input at {_path(path)} was the very same tensor as another input when the program was "
                     "recorded, and is another one now. Give one tensor twice, or capture again with two."
                 )
-            found[graph.positions[one.node]] = _with_strides(tensor, meaning)
+            found[graph.positions[one.node]] = with_strides(tensor, meaning)
         elif isinstance(one, Ref) or isinstance(other, _Given) or not _same_literal(one, other):
             raise InputMismatch(
                 f"the input at {_path(path)} is {_describe(other)}; the program was recorded "
@@ -184,7 +183,7 @@ def _require_same(path: tuple[Any, ...], meaning: TensorMeaning, tensor: torch.T
         )
 
 
-def _with_strides(tensor: torch.Tensor, meaning: TensorMeaning) -> torch.Tensor:
+def with_strides(tensor: torch.Tensor, meaning: TensorMeaning) -> torch.Tensor:
     """The tensor in the recorded memory layout: views that the model took need it."""
     if meaning.strides is None or tensor.layout is not torch.strided or tensor.stride() == meaning.strides:
         return tensor
@@ -216,60 +215,5 @@ def new_state(graph: Graph, state: dict[str, torch.Tensor], nearest: Callable[[s
         meaning = TensorMeaning.of(tensor)
         if (meaning.shape, meaning.dtype) != (node.meaning.shape, node.meaning.dtype):
             raise InputMismatch(f"the state at {address!r} is {meaning}; the program was recorded with {node.meaning}.")
-        found[graph.positions[node.name]] = _with_strides(tensor, node.meaning)
+        found[graph.positions[node.name]] = with_strides(tensor, node.meaning)
     return found
-
-
-def as_patch(graph: Graph, at: At, patch: Any) -> Change:
-    """A tensor or a callable as a function from a node's value to its new value, with the result's meaning required."""
-    node = graph.nodes[at.position]
-    tree = at.output or at.part or result_of(node)
-    meanings = _meanings(node)
-
-    follows = callable(patch) and not isinstance(patch, torch.Tensor)
-
-    def change(value: Any) -> Any:
-        if follows:
-            safe = freeze_deep(value, writable_copy)
-            new = patch(thaw(safe, lambda leaf: leaf))
-        else:
-            new = patch
-        return _checked(graph, node, tree, meanings, value, new)
-
-    return Change(change, follows, tree)
-
-
-def _meanings(node: Any) -> dict[Ref, TensorMeaning]:
-    if not isinstance(node, Call):
-        return {Ref(node.name): node.meaning}
-    refs = [leaf for leaf in leaves(node.returns) if type(leaf) is Ref]
-    return dict(zip(refs, node.meaning, strict=True))
-
-
-def _checked(graph: Graph, node: Any, tree: Any, meanings: dict[Ref, TensorMeaning], old: Any, new: Any) -> Any:
-    if isinstance(new, torch.Tensor):
-        if type(tree) is not Ref:
-            raise ShapeMismatch(f"{node.name} gives several tensors; a patch for it must give as many.")
-        return _fitting(graph, node, meanings[tree], new)
-    if isinstance(new, (tuple, list)) and isinstance(old, (tuple, list)) and len(new) == len(old):
-        flat = [leaf for leaf in leaves(tree) if type(leaf) is Ref]
-        if len(flat) == len(new):
-            return tuple([_fitting(graph, node, meanings[ref], value) for ref, value in zip(flat, new, strict=True)])
-        return new
-    raise ShapeMismatch(
-        f"the patch at `{node.name}` gives {type(new).__name__}, not a tensor.\n{listing(graph, node.name)}"
-    )
-
-
-def _fitting(graph: Graph, node: Any, meaning: TensorMeaning, new: Any) -> torch.Tensor:
-    shape = tuple(new.shape) if isinstance(new, torch.Tensor) else None
-    if shape != meaning.shape or new.dtype != meaning.dtype:
-        what = TensorMeaning.of(new) if isinstance(new, torch.Tensor) else type(new).__name__
-        raise ShapeMismatch(
-            f"the patch at `{node.name}` gives {what}; what uses it was recorded with {meaning}.\n"
-            f"{listing(graph, node.name, f'patched with {what}')}\nGive a tensor of shape "
-            f"{meaning.shape} and dtype {meaning.dtype}."
-        )
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return new
-    return _with_strides(new, meaning)

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from attrs import field, frozen
 
+from .._core.reference import Reference
 from ..errors import NotSaved
 from .guards import Departure
 
 
 @frozen(eq=False, repr=False)
-class Run:
+class Run(Reference):
     """What one replay gave. `run.output` is what the model would have returned; `run["relu_3"]` any value on the
     way.
     """
@@ -46,6 +47,9 @@ class Run:
 
     def __getitem__(self, name: Any) -> Any:
         return self._lookup(name)
+
+    def _value_for(self, name: str) -> Any:
+        return self[name]
 
     def __repr__(self) -> str:
         more = f", diverged at {len(self.departures)} places" if self.departures else ""

@@ -1,0 +1,232 @@
+"""Which layers: the keys of a mapping of patches, and selections.
+
+In: the names that a program's layers have, and a key in a user's words: a name, a type of operation, a glob, a
+predicate, a selection. Out: sites, each the place of one layer and the name under which another program would be asked
+for it; or an error that says what was found instead. Values and patches are not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from fnmatch import fnmatchcase
+from typing import Any, Protocol
+
+from attrs import evolve, field, frozen
+
+from .._core.graph import Graph
+from ..errors import NoSuchLayer, WrongCount
+
+
+class Names(Protocol):
+    """What is asked of the names of a program's layers."""
+
+    @property
+    def graph(self) -> Graph: ...
+    @property
+    def places(self) -> tuple[Any, ...]: ...
+    @property
+    def order(self) -> tuple[str, ...]: ...
+    @property
+    def by_label(self) -> dict[str, Any]: ...
+    @property
+    def aliases(self) -> dict[str, list[Any]]: ...
+    @property
+    def module_places(self) -> dict[str, Any]: ...
+    @property
+    def module_calls(self) -> dict[str, int]: ...
+    def find(self, name: Any) -> Any: ...
+    def nearest(self, name: str) -> str: ...
+
+
+@frozen
+class Site:
+    """A place that a key means, and the name under which it is found in another program or run."""
+
+    place: Any
+    name: str
+    is_every_pass: bool = False  # named without its pass: further passes, of a run that has more, are meant too
+
+
+@frozen
+class Where:
+    """A key that means all layers for which a predicate holds."""
+
+    predicate: Callable[[Any], Any]
+
+    def __repr__(self) -> str:
+        return f"where({getattr(self.predicate, '__name__', self.predicate)})"
+
+
+def where(predicate: Callable[[Any], Any]) -> Where:
+    """A key for all layers for which this holds: `{where(lambda layer: layer.layer_type == "relu"): Zero()}`."""
+    if not callable(predicate):
+        raise TypeError(f"where takes a function of a layer, not {predicate!r}.")
+    return Where(predicate)
+
+
+@frozen(repr=False)
+class Selection:
+    """Some layers of a program, in its order. It is a value: `len`, iteration and indexing, `|`, `&`, `-`, and a key of
+    a mapping of patches.
+    """
+
+    labels: tuple[str, ...]
+    _names: Names = field(eq=False)
+    _layer: Callable[[str], Any] = field(eq=False)
+
+    def assert_count(self, count: int) -> Selection:
+        """Itself, if it has so many layers."""
+        if len(self) != count:
+            raise WrongCount(f"{len(self)} layers are selected, not {count}: {_some(self.labels)}.")
+        return self
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._layer, self.labels)
+
+    def __getitem__(self, index: Any) -> Any:
+        found = self.labels[index]
+        return evolve(self, labels=found) if isinstance(index, slice) else self._layer(found)
+
+    def __contains__(self, layer: object) -> bool:
+        return getattr(layer, "label", layer) in self.labels
+
+    def __or__(self, other: Selection) -> Selection:
+        return self._of({*self.labels, *other.labels})
+
+    def __and__(self, other: Selection) -> Selection:
+        return self._of({*self.labels} & {*other.labels})
+
+    def __sub__(self, other: Selection) -> Selection:
+        return self._of({*self.labels} - {*other.labels})
+
+    def _of(self, labels: set[str]) -> Selection:
+        order = {label: number for number, label in enumerate(self._names.order)}
+        if foreign := sorted(labels - {*order}):
+            raise NoSuchLayer(f"the selections are of different programs: one has no {foreign[0]!r}.")
+        return evolve(self, labels=tuple(sorted(labels, key=order.__getitem__)))
+
+    def __repr__(self) -> str:
+        return f"<Selection of {len(self)} layers: {_some(self.labels)}>"
+
+
+def _some(labels: Iterable[str]) -> str:
+    words = list(labels)
+    return ", ".join([*words[:6], *(["..."] if len(words) > 6 else [])]) or "none"
+
+
+def find(
+    names: Names,
+    layer: Callable[[str], Any],
+    op: str | None = None,
+    module: str | None = None,
+    input_of: str | None = None,
+    where: Callable[[Any], Any] | None = None,
+) -> Selection:
+    """The layers for which all that is given holds."""
+    fed = None if input_of is None else _inputs_of(names, layer, input_of)
+    found = [
+        label
+        for label in names.order
+        if (op is None or fnmatchcase(layer(label).layer_type, op))
+        and (module is None or any(_is_in(module, call) for call in layer(label).modules))
+        and (fed is None or label in fed)
+        and (where is None or where(layer(label)))
+    ]
+    return Selection(tuple(found), names, layer)
+
+
+def _is_in(pattern: str, call: str) -> bool:
+    """Does a glob match a call of a module, `features.6:1`, with or without its number?"""
+    return fnmatchcase(call.rpartition(":")[0], pattern) or fnmatchcase(call, pattern)
+
+
+def _inputs_of(names: Names, layer: Callable[[str], Any], pattern: str) -> set[str]:
+    """The layers that something reads that the pattern means: a layer by its label, or a module that they lie outside
+    of.
+    """
+    found: set[str] = set()
+    meant = {site.place.label for site in _by_labels(names, pattern)}
+    for label in names.order:
+        reader = layer(label)
+        calls = {call for call in reader.modules if _is_in(pattern, call)}
+        for parent in reader.parents if label in meant or calls else ():
+            if parent in names.order and (label in meant or calls - {*layer(parent).modules}):
+                found.add(parent)
+    return found
+
+
+def sites(names: Names, layer: Callable[[str], Any], key: Any) -> tuple[Site, ...]:
+    """The sites that a key of a mapping means, in the program's order. A key that finds nothing is an error."""
+    if isinstance(key, Selection):
+        found = [Site(names.find(label), label) for label in key.labels]
+    elif isinstance(key, Where):
+        found = [Site(place, place.label) for place in names.places if key.predicate(layer(place.label))]
+    elif isinstance(key, str):
+        found = _named(names, layer, key)
+    else:
+        place = names.find(key)
+        found = [Site(place, place.label)]
+    if not found:
+        raise NoSuchLayer(f"{key!r} finds none of the {len(names.order)} layers. `prog.layers` lists them all.")
+    return _each_once(names, found)
+
+
+def _named(names: Names, layer: Callable[[str], Any], key: str) -> list[Site]:
+    """What a name means: exactly that layer, all passes of it, all of a type, all that a glob matches."""
+    if key in names.by_label or key in names.module_places:
+        return [Site(names.find(key), key)]
+    if places := names.aliases.get(key):
+        several = len(places) > 1
+        return [Site(place, place.label if several else key, is_every_pass=several) for place in places]
+    if (calls := names.module_calls.get(key, 0)) > 1:
+        addresses = [f"{key}:{number}" for number in range(1, calls + 1)]
+        return [Site(names.find(address), address, is_every_pass=True) for address in addresses]
+    if of_type := [Site(place, place.label) for place in names.places if layer(place.label).layer_type == key]:
+        return of_type
+    if any(sign in key for sign in "*?[") and (matched := _by_glob(names, key)):
+        return matched
+    return [Site(names.find(key), key)]  # raises, and offers the nearest names
+
+
+def _by_glob(names: Names, pattern: str) -> list[Site]:
+    """All modules' outputs and layers that a glob matches; if there are none, parameters and buffers."""
+    modules = [Site(place, address) for address, place in names.module_places.items() if fnmatchcase(address, pattern)]
+    if found := [*modules, *_by_labels(names, pattern)]:
+        return found
+    return [
+        Site(names.by_label[node.name], node.address)
+        for node in names.graph.state_nodes
+        if any(fnmatchcase(address, pattern) for address in (node.address, *node.aliases))
+    ]
+
+
+def _by_labels(names: Names, pattern: str) -> list[Site]:
+    other: dict[str, list[str]] = {}
+    for alias, places in names.aliases.items():
+        for place in places:
+            if alias not in names.module_places:
+                other.setdefault(place.label, []).append(alias)
+    return [
+        Site(place, place.label)
+        for place in names.places
+        if any(fnmatchcase(name, pattern) for name in (place.label, *other.get(place.label, ())))
+    ]
+
+
+def _each_once(names: Names, found: list[Site]) -> tuple[Site, ...]:
+    """Without the second names of one value: a program's output is also a node, a part of a node lies in it."""
+    whole = {site.place.node for site in found if site.place.output is None and site.place.part is None}
+    kept: dict[Any, Site] = {}
+    for site in found:
+        place = site.place
+        is_within = place.part is not None and place.node in whole
+        is_end = place.output is not None and any(
+            other.place.output is None and other.place.node == place.node for other in found
+        )
+        if not is_within and not is_end:
+            kept.setdefault((place.node, place.output, place.part), site)
+    order = names.graph.positions
+    return tuple(sorted(kept.values(), key=lambda site: (site.place.output is not None, order[site.place.node])))

@@ -1,0 +1,204 @@
+"""A user's patches as changes of a program's values.
+
+In: what was given for which sites, and the graph. Out: functions from a node's value to its new value, which check that
+the new one is of the recorded shape and dtype. What a reference has at a site is looked up here; nothing runs yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from .._core.graph import Graph
+from .._core.node import Call, Ref, TensorMeaning
+from .._core.reference import Reference
+from .._core.text import listing
+from .._core.trees import freeze_deep, leaves, thaw
+from .._edit.acts import own_copy
+from .._edit.patch import Apply, From, Patch, Set, patch_of
+from .._edit.select import Site
+from ..errors import BadPart, BadPatch, NoSuchLayer, ReplaylensError, ShapeMismatch
+from .request import At, Change, result_of, with_strides
+
+Changes = dict[int, tuple[Change, ...]]
+
+
+def changes_of(
+    graph: Graph, patch: Any, start: Site | None, sites: Callable[[Any], tuple[Site, ...]]
+) -> tuple[Changes, dict[Ref, Change]]:
+    """Patches at nodes, by position, and at outputs of the program. `sites` finds what a key means."""
+    if patch is None:
+        return {}, {}
+    if isinstance(patch, Mapping):
+        wanted = [(site, key, what) for key, what in patch.items() for site in sites(key)]
+    elif start is not None:
+        wanted = [(start, start.name, patch)]
+    else:
+        raise ReplaylensError("a bare patch needs from_= to say where. Or give a mapping: patch={'relu_3': tensor}.")
+    changed: Changes = {}
+    ends: dict[Ref, Change] = {}
+    keys: dict[Ref, Any] = {}
+    for site, key, what in wanted:
+        at = at_place(graph, site.place)
+        made = change_at(graph, at, site.name, what)
+        for ref in _refs(made.tree):
+            ref = Ref("output", (ref.node, *ref.path)) if at.output is not None else ref  # type: ignore[arg-type]
+            if ref in keys:
+                raise ReplaylensError(
+                    f"two patches for {site.place.label}, under {keys[ref]!r} and {key!r}. Give one, or a list of both."
+                )
+            keys[ref] = key
+        if at.output is not None:
+            ends[at.output] = made
+        else:
+            changed[at.position] = (*changed.get(at.position, ()), made)
+    return changed, ends
+
+
+def at_place(graph: Graph, place: Any) -> At:
+    """Where a layer lies, as a replay counts."""
+    return At(graph.positions[place.node], place.output, place.part)
+
+
+def _refs(tree: Any) -> list[Ref]:
+    return [leaf for leaf in leaves(tree) if type(leaf) is Ref]
+
+
+def change_at(graph: Graph, at: At, name: str, what: Any) -> Change:
+    """What was given for a site as a function from its value to its new value, with the result's meaning required.
+
+    `name` is what the site is called in references.
+    """
+    node = graph.nodes[at.position]
+    tree = at.output or at.part or result_of(node)
+    meanings = _meanings(node)
+
+    def change(value: Any) -> Any:
+        try:
+            new = free(value)
+        except (BadPart, BadPatch, ShapeMismatch) as error:
+            raise _with_place(error, graph, node.name, what) from error
+        return _checked(graph, node, tree, meanings, value, new)
+
+    try:
+        free, follows = _new_value(node.name, tree, meanings, name, what)
+    except (BadPart, BadPatch) as error:
+        raise _with_place(error, graph, node.name, what) from error
+    return Change(change, follows, tree, free)
+
+
+def _with_place(error: Exception, graph: Graph, name: str, what: Any) -> Exception:
+    note = repr(what) if isinstance(what, Patch) else "patched"
+    return type(error)(f"the patch at `{name}`: {error}\n{listing(graph, name, note)}")
+
+
+def _new_value(node: str, tree: Any, meanings: dict[Ref, TensorMeaning], name: str, what: Any) -> Any:
+    """(new value from old, does it follow the old one)"""
+    if _are_values(what):
+        return (lambda value: what), False
+    patch = patch_of(what)
+    if isinstance(patch, Apply) and patch.part is None:
+        return (lambda value: patch.fn(thaw(freeze_deep(value, own_copy), lambda leaf: leaf))), True
+    if type(tree) is not Ref:
+        return _for_each(node, tree, meanings, name, patch)
+    for part in patch.parts:
+        part.shape(meanings[tree].shape)  # also where nothing needs the value: a part that does not fit is an error
+    bound = patch.bound(_look(patch, name, None))
+    if bound.part is None and isinstance(bound, (Set, From)) and isinstance(new := bound.terms()[1][0], torch.Tensor):
+        return (lambda value: new), False
+    return bound, bound.follows
+
+
+def _are_values(what: Any) -> bool:
+    """Is it no patch but several tensors, one for each that a node gives, or what is refused for what it is?"""
+    if isinstance(what, list):
+        return all(isinstance(one, torch.Tensor) for one in what)
+    return not isinstance(what, (Patch, Reference, torch.Tensor)) and not callable(what)
+
+
+def _for_each(node: str, tree: Any, meanings: dict[Ref, TensorMeaning], name: str, patch: Patch) -> Any:
+    """The patch at each of the floating tensors that a node gives."""
+    refs = _refs(tree)
+    if isinstance(patch, Set) and isinstance(patch.value, torch.Tensor):
+        raise ShapeMismatch(f"{node} gives several tensors; a patch for it must give as many.")
+    if patch.parts:
+        raise BadPatch(
+            f"{node} gives {len(refs)} tensors, and {patch!r} is for part of one. Name one of them by the address of a "
+            "module that gives it, or patch what reads it."
+        )
+    bound = [
+        patch.bound(_look(patch, name, number)) if meanings[ref].dtype.is_floating_point else None
+        for number, ref in enumerate(refs)
+    ]
+    if not any(bound):
+        raise BadPatch(
+            f"{node} gives {len(refs)} tensors, none of a floating type. Give a tuple of tensors, or a function."
+        )
+
+    def each(value: Any) -> Any:
+        flat: list[torch.Tensor] = []
+        freeze_deep(value, flat.append)
+        return tuple([old if one is None else one(old) for one, old in zip(bound, flat, strict=True)])
+
+    return each, any(one is None or one.follows for one in bound)
+
+
+def _look(patch: Patch, name: str, number: int | None) -> Callable[[Reference], torch.Tensor]:
+    """What a reference has at the site of this name; of several tensors the one of this number."""
+
+    def look(source: Reference) -> torch.Tensor:
+        try:
+            found = source._value_for(name)
+        except NoSuchLayer as error:
+            raise NoSuchLayer(
+                f"{patch!r} takes what {source!r} has at {name!r}, and it has no such layer: {error}\n"
+                "Say which layer of it is meant: From(other['...'])."
+            ) from error
+        flat: list[torch.Tensor] = []
+        freeze_deep(found, flat.append)
+        if (number is None and len(flat) != 1) or (number is not None and number >= len(flat)):
+            raise BadPatch(
+                f"{patch!r} takes what {source!r} has at {name!r}, and that is {len(flat)} tensors; "
+                f"{'one is' if number is None else 'more are'} needed here."
+            )
+        return flat[number or 0]
+
+    return look
+
+
+def _meanings(node: Any) -> dict[Ref, TensorMeaning]:
+    if not isinstance(node, Call):
+        return {Ref(node.name): node.meaning}
+    refs = [leaf for leaf in leaves(node.returns) if type(leaf) is Ref]
+    return dict(zip(refs, node.meaning, strict=True))
+
+
+def _checked(graph: Graph, node: Any, tree: Any, meanings: dict[Ref, TensorMeaning], old: Any, new: Any) -> Any:
+    if isinstance(new, torch.Tensor):
+        if type(tree) is not Ref:
+            raise ShapeMismatch(f"{node.name} gives several tensors; a patch for it must give as many.")
+        return _fitting(graph, node, meanings[tree], new)
+    if isinstance(new, (tuple, list)) and isinstance(old, (tuple, list)) and len(new) == len(old):
+        flat = [leaf for leaf in leaves(tree) if type(leaf) is Ref]
+        if len(flat) == len(new):
+            return tuple([_fitting(graph, node, meanings[ref], value) for ref, value in zip(flat, new, strict=True)])
+        return new
+    raise ShapeMismatch(
+        f"the patch at `{node.name}` gives {type(new).__name__}, not a tensor.\n{listing(graph, node.name)}"
+    )
+
+
+def _fitting(graph: Graph, node: Any, meaning: TensorMeaning, new: Any) -> torch.Tensor:
+    shape = tuple(new.shape) if isinstance(new, torch.Tensor) else None
+    if shape != meaning.shape or new.dtype != meaning.dtype:
+        what = TensorMeaning.of(new) if isinstance(new, torch.Tensor) else type(new).__name__
+        raise ShapeMismatch(
+            f"the patch at `{node.name}` gives {what}; what uses it was recorded with {meaning}.\n"
+            f"{listing(graph, node.name, f'patched with {what}')}\nGive a tensor of shape "
+            f"{meaning.shape} and dtype {meaning.dtype}."
+        )
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return new
+    return with_strides(new, meaning)
