@@ -6,6 +6,7 @@ prog.replay(from_="relu_3", patch=torch.zeros_like)  # only what the change can 
 print(prog.code)                                     # the program, as Python
 """
 
+from ._edit.edges import Edge as Edge
 from ._edit.locate import Part as Part
 from ._edit.patch import (
     Add as Add,
@@ -24,6 +25,7 @@ from ._edit.patch import (
 )
 from ._edit.select import Selection as Selection, where as where
 from .errors import (
+    BadEdit as BadEdit,
     BadPart as BadPart,
     BadPatch as BadPatch,
     CaptureError as CaptureError,

@@ -12,7 +12,7 @@ import torch
 
 from .graph import Graph
 from .node import Call, Generator, Node, Ref, Source, TensorMeaning, identifier
-from .pure import Derived, Hole, Nth, blank, differentiate_name, mutate
+from .pure import Derived, Hole, Nth, blank, differentiate_name, laid_out, mutate
 from .target import Target
 from .trees import Branch
 
@@ -66,6 +66,8 @@ def call_expression(node: Call) -> str:
         views = tuple([_view(target, bases) for target in targets])
         named = tuple(zip(kwargs.keys or (), kwargs.items, strict=True))
         return _call(function, args, named, (bases, views))
+    if node.target.function is laid_out:
+        return _call(node.args[0], node.args[2:], node.kwargs)
     if node.target.function is blank:
         return _call(node.args[0], node.args[1:], node.kwargs)
     if node.target.name == differentiate_name:

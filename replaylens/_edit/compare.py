@@ -12,16 +12,23 @@ from attrs import evolve
 
 from .._core.graph import Graph
 from .._core.node import Call, Node, Ref
+from .._core.pure import alias
 from .rewrite import reading, refs_of, renamed
 
 
 def same_values(old: Graph, new: Graph, others: Container[str] = ()) -> dict[Ref, Ref]:
     """Ref in the new graph -> Ref in the old one. `others` names sources that hold another tensor now."""
     known: dict[Ref, Ref] = {}
-    for name, origin in origins(old, new).items():
-        node, before = new[name], old[origin]
-        if name in others or not all(ref in known for ref in (node.refs if isinstance(node, Call) else ())):
+    was = origins(old, new)
+    for node in new.nodes:
+        if node.name in others or not all(ref in known for ref in _reads(node)):
             continue
+        if node.name not in was:
+            if isinstance(node, Call) and node.target.function is alias:
+                known[Ref(node.name)] = known[node.refs[0]]
+            continue
+        origin = was[node.name]
+        before = old[origin]
         if _gives_the_same(node, before, known):
             as_before = refs_of(renamed(node, origin))
             known.update(zip(refs_of(node), as_before, strict=True))
@@ -44,9 +51,13 @@ def origins(old: Graph, new: Graph) -> dict[str, str]:
     return found
 
 
+def _reads(node: Node) -> tuple[Ref, ...]:
+    return node.refs if isinstance(node, Call) else ()
+
+
 def _gives_the_same(node: Node, before: Node, known: dict[Ref, Ref]) -> bool:
     if node is before:
-        return all(known[ref] == ref for ref in (node.refs if isinstance(node, Call) else ()))
+        return all(known[ref] == ref for ref in _reads(node))
     again = reading(renamed(node, before.name), known)
     if isinstance(again, Call) and isinstance(before, Call):
         again = evolve(again, edited=before.edited, edits=before.edits)

@@ -1,13 +1,13 @@
 """A patch at a value, as nodes of the graph.
 
-In: a Graph, one of its values (what a node gives, one of several values, what one reader or the output gets) and a
-patch that is bound. Out: a Graph in which the patched value stands under the old name, and the patch's tensors, by the
-names of the constants that hold them. The patch is asked for `terms()` and its words, and nothing else is known of it.
+In: a Graph, one of its values (what a node gives, or one of several) and a patch that is bound. Out: a Graph in which
+the patched value stands under the old name, and the patch's tensors, by the names of the constants that hold them. The
+patch is asked for `terms()` and its words; nothing else is known of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +15,13 @@ from attrs import evolve, field, frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Const, Input, Node, Ref, TensorMeaning
-from .._core.pure import alias, gathered, writable_copy
+from .._core.pure import alias, gathered, laid_out, writable_copy
 from .._core.target import Target
 from .._core.trees import freeze, freeze_deep, leaves, remake, thaw
 from ..errors import ShapeMismatch
+from .edges import is_tap
 from .patch import Apply, Chain, Patch
-from .rewrite import beside, fresh, insert_after, meanings_of, refs_of, renamed, replace, rewire, value_of
+from .rewrite import beside, fresh, meanings_of, refs_of, renamed, replace, value_of
 
 
 @frozen(eq=False)
@@ -31,33 +32,67 @@ class Lowered:
     tensors: Mapping[str, torch.Tensor] = field(factory=dict)
 
 
-def lower(graph: Graph, name: str, tree: Any, patch: Patch) -> Lowered:
-    """A patch at a node, in the place of its value or of one of its values; `tree` says which."""
+def lower(graph: Graph, name: str, patches: Sequence[tuple[Any, Patch]]) -> Lowered:
+    """Patches at a node: one in the place of its value, or some at one each of the several values that it gives."""
+    whole = value_of(graph[name])
+    if any(tree != whole for tree, _ in patches):
+        return _lower_parts(graph, name, [(tree, _steps(patch)) for tree, patch in patches])
     made = Lowered(graph)
-    for one in patch.patches if isinstance(patch, Chain) else (patch,):
-        step = _lower(made.graph, name, value_of(made.graph[name]) if tree == value_of(graph[name]) else tree, one)
-        made = Lowered(step.graph, {**made.tensors, **step.tensors})
+    for one in (step for _, patch in patches for step in _steps(patch)):
+        further = _lower(made.graph, name, one)
+        made = Lowered(further.graph, {**made.tensors, **further.tensors})
     return made
 
 
-def _lower(graph: Graph, name: str, tree: Any, patch: Patch) -> Lowered:
+def _steps(patch: Patch) -> tuple[Patch, ...]:
+    return patch.patches if isinstance(patch, Chain) else (patch,)
+
+
+def _lower(graph: Graph, name: str, patch: Patch) -> Lowered:
+    """A patch of all that a node gives."""
+    node = graph[name]
+    if isinstance(node, Call) and is_tap(node):
+        call, tensors, constants = _patch_call(graph, name, node.refs[0], patch, node)
+        return Lowered(replace(graph, {name: (*constants, call)}), tensors)
+    before = fresh(beside(name, "before"), graph.positions)
+    old, whole = renamed(node, before), value_of(node)
+    to_old = dict(zip(refs_of(node), refs_of(old), strict=True))
+    if type(whole) is not Ref:
+        return _lower_several(graph, node, old, to_old, patch)
+    call, tensors, constants = _patch_call(graph, name, to_old[whole], patch, node)
+    refs = {**to_old, whole: Ref(name)} if whole.path else {}
+    return Lowered(_stand_in(graph, node, (old, *constants, evolve(call, edits=before)), refs), tensors)
+
+
+def _lower_parts(graph: Graph, name: str, patches: Sequence[tuple[Ref, Sequence[Patch]]]) -> Lowered:
+    """Patches at some of the values that a node gives, and a node that gives them all again."""
     node = graph[name]
     before = fresh(beside(name, "before"), graph.positions)
-    old = renamed(node, before)
+    old, whole = renamed(node, before), value_of(node)
     to_old = dict(zip(refs_of(node), refs_of(old), strict=True))
-    whole = value_of(node)
-    if type(tree) is not Ref:
-        return _lower_several(graph, node, old, to_old, patch)
-    if tree == whole:
-        call, tensors, constants = _patch_call(graph, name, to_old[tree], patch, node)
-        call = evolve(call, edits=before)
-        refs = {tree: Ref(name), **{ref: to_old[ref] for ref in refs_of(node) if ref != tree}} if tree.path else {}
-        return Lowered(_stand_in(graph, node, (old, *constants, call), refs), tensors)
-    patched = fresh(beside(name, "patched"), graph.positions)
-    call, tensors, constants = _patch_call(graph, patched, to_old[tree], patch, node)
-    parts = remake(whole, lambda leaf: Ref(patched) if leaf == tree else to_old.get(leaf, leaf))
-    gather, refs = _gather(node, before, whole, parts, call.edited)
-    return Lowered(_stand_in(graph, node, (old, *constants, call, gather), {**to_old, **refs}), tensors)
+    now, nodes, tensors, taken = dict(to_old), [old], {}, {*graph.positions, before}
+    for ref, steps in patches:
+        for step in steps:
+            part = fresh(beside(name, f"part_{'_'.join(map(str, ref.path))}"), taken)
+            call, found, constants = _patch_call(graph, part, now[ref], step, node)
+            nodes += [*constants, call]
+            now[ref] = Ref(part)
+            tensors.update(found)
+            taken.add(part)
+    parts = remake(whole, lambda leaf: now.get(leaf, leaf) if type(leaf) is Ref else leaf)
+    words = ", ".join(f"{'[' + ']['.join(map(str, ref.path)) + ']'}: {steps}" for ref, steps in patches)
+    gather, refs = _gather(node, before, whole, parts, words)
+    return Lowered(_stand_in(graph, node, (*nodes, gather), {**to_old, **refs}), tensors)
+
+
+def in_recorded_layout(graph: Graph, strides: Mapping[str, tuple[int, ...]]) -> Graph:
+    """The graph, some of whose patches give their values in these memory layouts."""
+    made = {}
+    for name, wanted in strides.items():
+        call = graph[name]
+        assert isinstance(call, Call)
+        made[name] = (evolve(call, target=Target.of(laid_out), args=(call.target, wanted, *call.args)),)
+    return replace(graph, made)
 
 
 def _stand_in(graph: Graph, node: Node, nodes: tuple[Node, ...], refs: Mapping[Ref, Ref]) -> Graph:
@@ -141,27 +176,6 @@ def _kind(tensor: torch.Tensor) -> str:
     return str(TensorMeaning.of(tensor))
 
 
-# -- what one reader gets ----------------------------------------------------------------------------------------------
-
-
-def lower_edge(graph: Graph, sender: Ref, readers: tuple[str, ...], name: str, patch: Patch) -> Lowered:
-    """A patch of the value that some nodes, or the program's "output", read from another, and only they."""
-    node = graph[sender.node]
-    first, *rest = patch.patches if isinstance(patch, Chain) else (patch,)
-    call, tensors, constants = _patch_call(graph, name, sender, first, node)
-    made = rewire(insert_after(graph, sender.node, (*constants, call)), readers, {sender: Ref(name)})
-    for one in rest:
-        step = _lower(made, name, Ref(name), one)
-        made, tensors = step.graph, {**tensors, **step.tensors}
-    return Lowered(made, tensors)
-
-
-def tap(graph: Graph, sender: Ref, readers: tuple[str, ...], name: str) -> Graph:
-    """A node of its own for the value that some nodes, or the program's "output", read from another."""
-    copy = evolve(_call_at(graph, name, sender, graph[sender.node]), kind="edge", target=Target.of(alias))
-    return rewire(insert_after(graph, sender.node, (copy,)), readers, {sender: Ref(name)})
-
-
 # -- calls -------------------------------------------------------------------------------------------------------------
 
 
@@ -194,7 +208,7 @@ def _patch_call(
 
 def _call_at(graph: Graph, name: str, reads: Ref, node: Node) -> Call:
     """A call on a value of a node, with the same kind of value, where the node lies."""
-    known = next(meaning for ref, meaning in meanings_of(node).items() if ref.path == reads.path)
+    known = next(m for ref, m in meanings_of(node).items() if ref.path == reads.path or is_tap(node))
     return Call(
         name,
         "alias",

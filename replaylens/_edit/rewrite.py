@@ -108,12 +108,17 @@ def replace(graph: Graph, instead: Mapping[str, Sequence[Node]], refs: Refs = NO
 
 
 def _moved(guard: Guard, places: Sequence[int], refs: Refs) -> Guard:
-    swap = _swap(refs)
-    if any(ref in refs for ref in guard.refs):
-        kwargs = tuple([(key, remake(value, swap)) for key, value in guard.kwargs])
-        guard = evolve(guard, args=tuple([remake(arg, swap) for arg in guard.args]), kwargs=kwargs)
-    position = places[guard.position]
+    guard, position = guard_reading(guard, refs), places[guard.position]
     return evolve(guard, position=position) if position != guard.position else guard
+
+
+def guard_reading(guard: Guard, refs: Refs) -> Guard:
+    """The same guard, on other values."""
+    if not any(ref in refs for ref in guard.refs):
+        return guard
+    swap = _swap(refs)
+    kwargs = tuple([(key, remake(value, swap)) for key, value in guard.kwargs])
+    return evolve(guard, args=tuple([remake(arg, swap) for arg in guard.args]), kwargs=kwargs)
 
 
 def insert_after(graph: Graph, name: str, nodes: Sequence[Node], refs: Refs = NOTHING) -> Graph:

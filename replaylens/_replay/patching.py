@@ -29,14 +29,7 @@ def changes_of(
     graph: Graph, patch: Any, start: Site | None, sites: Callable[[Any], tuple[Site, ...]]
 ) -> tuple[Changes, dict[Ref, Change]]:
     """Patches at nodes, by position, and at outputs of the program. `sites` finds what a key means."""
-    if patch is None:
-        return {}, {}
-    if isinstance(patch, Mapping):
-        wanted = [(site, key, what) for key, what in patch.items() for site in sites(key)]
-    elif start is not None:
-        wanted = [(start, start.name, patch)]
-    else:
-        raise ReplaylensError("a bare patch needs from_= to say where. Or give a mapping: patch={'relu_3': tensor}.")
+    wanted = _wanted(patch, start, sites)
     changed: Changes = {}
     ends: dict[Ref, Change] = {}
     keys: dict[Ref, Any] = {}
@@ -55,6 +48,17 @@ def changes_of(
         else:
             changed[at.position] = (*changed.get(at.position, ()), made)
     return changed, ends
+
+
+def _wanted(patch: Any, start: Site | None, sites: Callable[[Any], tuple[Site, ...]]) -> list[tuple[Site, Any, Any]]:
+    """What was given for each site, and under which key."""
+    if patch is None:
+        return []
+    if isinstance(patch, Mapping):
+        return [(site, key, what) for key, what in patch.items() for site in sites(key)]
+    if start is None:
+        raise ReplaylensError("a bare patch needs from_= to say where. Or give a mapping: patch={'relu_3': tensor}.")
+    return [(start, start.name, patch)]
 
 
 def at_place(graph: Graph, place: Any) -> At:
@@ -202,3 +206,33 @@ def _fitting(graph: Graph, node: Any, meaning: TensorMeaning, new: Any) -> torch
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return new
     return with_strides(new, meaning)
+
+
+def bound_patches(
+    graph: Graph, patch: Any, sites: Callable[[Any], tuple[Site, ...]]
+) -> list[tuple[At, list[tuple[Any, Patch]]]]:
+    """A mapping of patches as the patches of one tensor each, bound: for each site the values and what is for them.
+
+    What is wrong with them, `changes_of` and a replay with it say.
+    """
+    found = []
+    for site, _, what in _wanted(patch, None, sites):
+        at = at_place(graph, site.place)
+        tree = at.output or at.part or result_of(graph.nodes[at.position])
+        found.append((at, _bound(graph.nodes[at.position], tree, site.name, what)))
+    return found
+
+
+def _bound(node: Any, tree: Any, name: str, what: Any) -> list[tuple[Any, Patch]]:
+    if _are_values(what):
+        flat: list[torch.Tensor] = []
+        freeze_deep(what, flat.append)
+        return [(ref, Set(tensor)) for ref, tensor in zip(_refs(tree), flat, strict=True)]
+    patch, meanings = patch_of(what), _meanings(node)
+    if type(tree) is Ref or (isinstance(patch, Apply) and patch.part is None):
+        return [(tree, patch.bound(_look(patch, name, None)))]
+    return [
+        (ref, patch.bound(_look(patch, name, number)))
+        for number, ref in enumerate(_refs(tree))
+        if meanings[ref].dtype.is_floating_point
+    ]

@@ -79,7 +79,7 @@ def replay(record: Record, request: Request, resolve: Callable[[Any], At]) -> Ru
     mode = Mode(request.grad, request.fresh, on_departure=departed)
     wanted = _wanted(graph, request)
     code, needed = _compiled(record, request, wanted, mode)
-    _require_differentiable(record, request)
+    require_differentiable(record, request)
     for departure in _misdirected(graph, request):
         departed(departure)
     env = needed.begin(record, request, code)
@@ -353,7 +353,7 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
 
 
-def _require_differentiable(record: Record, request: Request) -> None:
+def require_differentiable(record: Record, request: Request) -> None:
     if request.grad and record.graph.asks_gradient and not record.graph.ambient.grad:
         raise NotDifferentiable(
             "the model asks whether tensors need gradients, and was captured where none did. Capture it with gradients "
@@ -380,7 +380,7 @@ def _require_differentiable(record: Record, request: Request) -> None:
 def function_of(record: Record, inputs: list[int], outputs: list[int] | None, grad: bool = True) -> Callable[..., Any]:
     """The pure function from some nodes' values to the output, or to some nodes' values."""
     graph = record.graph
-    _require_differentiable(record, Request(grad=True))
+    require_differentiable(record, Request(grad=True))
     wanted = outputs if outputs is not None else [graph.positions[ref.node] for ref in graph.output_refs]
 
     def departed(departure: Departure) -> None:
