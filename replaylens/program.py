@@ -23,9 +23,10 @@ from ._core.pure import same_content
 from ._core.reference import Reference
 from ._core.text import code
 from ._core.trees import freeze_deep, leaves, thaw
+from ._edit.arguments import name_of
 from ._edit.content import shown
 from ._edit.edges import Edge
-from ._edit.patch import Zero
+from ._edit.patch import Patch, Zero
 from ._edit.select import Selection, Site, find, sites
 from ._lens.layers import Atlas, Layer, Place
 from ._lens.summary import as_html, summary
@@ -388,7 +389,7 @@ class Program(Reference):
         return Program(_record=record, _output=output)._renamed(self, edit, *args, **kwargs)
 
     def _renamed(self, origin: Program, edit: str, *args: Any, **kwargs: Any) -> Program:
-        words = [*map(shown, args), *(f"{key}={shown(value)}" for key, value in kwargs.items())]
+        words = [*map(_shown, args), *(f"{key}={_shown(value)}" for key, value in kwargs.items())]
         self.history = (*origin.history, f"{edit}({', '.join(words)})")
         return self
 
@@ -456,6 +457,12 @@ def record_of(captured: Captured, made: Frozen) -> Record:
 def _require_choice(word: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{word} must be one of {', '.join(map(repr, choices))}, not {value!r}.")
+
+
+def _shown(value: Any) -> str:
+    """An argument of an edit, as its history has it."""
+    is_function = callable(value) and not isinstance(value, (Patch, torch.Tensor))
+    return name_of(value) if is_function else shown(value)
 
 
 def _require_mapping(patch: Any) -> Mapping[Any, Any]:

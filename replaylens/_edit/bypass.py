@@ -76,7 +76,7 @@ def _named(call: Call, computed: list[Ref], read: tuple[Ref, ...], to: Any, reso
         return computed[to]
     ref = resolve(to)
     if ref not in read:
-        raise BadEdit(f"{call.name} does not read {ref}. {call.name} reads {', '.join(map(str, read)) or 'nothing'}.")
+        raise BadEdit(f"{call.name} does not read {ref}: it reads {', '.join(map(str, read)) or 'nothing'}.")
     return ref
 
 

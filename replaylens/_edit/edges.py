@@ -89,9 +89,9 @@ def require_readers(graph: Graph, sender: Sequence[Ref], readers: Sequence[str])
     for reader in readers:
         reads = reads_of(graph, reader)
         if not any(ref in reads for ref in sender):
-            what = "The output is made of" if reader == OUTPUT else f"{reader} reads"
+            who, what = ("The output", "is made of") if reader == OUTPUT else (reader, "reads")
             listed = ", ".join(dict.fromkeys(str(ref) for ref in reads)) or "nothing"
-            raise BadEdit(f"{reader} does not read {sender[0].node}. {what} {listed}.")
+            raise BadEdit(f"{who} does not read {sender[0].node}: it {what} {listed}.")
         node = graph[reader] if reader != OUTPUT else None
         if isinstance(node, Call) and node.target.name == differentiate_name:
             raise BadEdit(
@@ -102,14 +102,17 @@ def require_readers(graph: Graph, sender: Sequence[Ref], readers: Sequence[str])
 def rewired(graph: Graph, readers: Sequence[str], old: Ref, new: Ref) -> Graph:
     """Some nodes, or the output, read another value in the place of one."""
     require_readers(graph, (old,), readers)
-    before, after = meanings_of(graph[old.node])[old], meanings_of(graph[new.node])[new]
-    if (before.shape, before.dtype) != (after.shape, after.dtype):
-        raise ShapeMismatch(f"{new} is {after}; {', '.join(readers)} reads {old}, which is {before}.")
     for reader in readers:
         if reader != OUTPUT and graph.positions[new.node] >= graph.positions[reader]:
             if reader in graph.ancestors([new.node]):
-                raise BadEdit(f"{reader} cannot read {new}: that is made from {reader} itself.")
+                raise BadEdit(f"{reader} cannot read {new}, which is made from {reader} itself.")
             raise BadEdit(f"{reader} cannot read {new}, which runs after it.")
+    before, after = meanings_of(graph[old.node])[old], meanings_of(graph[new.node])[new]
+    if (before.shape, before.dtype) != (after.shape, after.dtype):
+        raise ShapeMismatch(
+            f"{new} is {after}; {', '.join(readers)} reads {old}, which is {before}.\n"
+            f"Give a value of shape {before.shape} and dtype {before.dtype}."
+        )
     made = rewire(graph, readers, {old: new})
     calls = [call for call in made.calls if call.name in readers]
     return replace(made, {call.name: (evolve(call, edited=f"reads {new}, not {old}"),) for call in calls})
