@@ -38,6 +38,7 @@ MEASURES = {
     "grad": Measure("capture / plain forward, gradients on", dict.fromkeys(CNNS, 1.1) | {"gpt2": 1.25, "mlp200": 2.5}),
     "replay": Measure("full replay / plain forward", dict.fromkeys((*CNNS, "gpt2"), 1.0) | {"mlp200": 0.75}),
     "middle": Measure("replay from the middle / the ops after it", dict.fromkeys(models.NAMES, 1.1)),
+    "grads": Measure("gradients at every node / plain forward", dict.fromkeys(("resnet18", "gpt2", "mlp200"), 2.7)),
     "graph": Measure("capture and its graph (built when first asked for) / plain forward", {}),
     "plan": Measure("planning a full replay, us a node", dict.fromkeys(models.NAMES, 1.0)),
     "first": Measure("first full replay beyond a later one, us a node", {}),
@@ -89,6 +90,10 @@ def figures(name: str, seconds: float) -> Iterator[tuple[str, float]]:
 def ratios(model: torch.nn.Module, args: tuple, site: tuple[str, int], seconds: float) -> Iterator[tuple[str, float]]:
     prog = rl.capture(model, *args)
     label = "{}:{}".format(*site)
+
+    def metric(output: object) -> torch.Tensor:
+        return getattr(output, "logits", output).flatten()[-1]
+
     changed = {label: prog[label].value * 0.5}
     times = measure.interleave(
         {
@@ -98,6 +103,7 @@ def ratios(model: torch.nn.Module, args: tuple, site: tuple[str, int], seconds: 
             "after": measure.clock_after(model, args, site),
             "capture": measure.clock(lambda: rl.capture(model, *args)),
             "graph": measure.clock(lambda: rl.capture(model, *args).graph),
+            "grads": measure.clock(lambda: prog.grads(of=metric)),
             "replay": measure.clock(lambda: prog.replay(keep="output")),
             "middle": measure.clock(lambda: prog.replay(from_=label, patch=changed, keep="output")),
         },
@@ -107,6 +113,7 @@ def ratios(model: torch.nn.Module, args: tuple, site: tuple[str, int], seconds: 
     yield "capture", measure.ratio(times, "capture", "plain")
     yield "keeping", measure.ratio(times, "capture", "keeping")
     yield "graph", measure.ratio(times, "graph", "plain")
+    yield "grads", measure.ratio(times, "grads", "plain")
     yield "replay", measure.ratio(times, "replay", "plain")
     yield "middle", measure.ratio(times, "middle", "after")
 

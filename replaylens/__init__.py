@@ -24,13 +24,21 @@ from ._edit.patch import (
     Zero as Zero,
 )
 from ._edit.select import Selection as Selection, where as where
+from ._many.chunks import Plan as Plan
+from ._many.many import Replays as Replays
+from ._replay.gradients import Grads as Grads
+from ._study.attribution import Attribution as Attribution, attribution as attribution
+from ._study.paths import path_patch as path_patch
+from ._study.sweep import Sweep as Sweep, sweep as sweep
 from .errors import (
     BadEdit as BadEdit,
+    BadMetric as BadMetric,
     BadPart as BadPart,
     BadPatch as BadPatch,
     CaptureError as CaptureError,
     DivergedReplay as DivergedReplay,
     InputMismatch as InputMismatch,
+    NoGradient as NoGradient,
     NoSuchLayer as NoSuchLayer,
     NotDifferentiable as NotDifferentiable,
     NotSaved as NotSaved,

@@ -111,3 +111,17 @@ class BadEdit(ReplaylensError, ValueError):
 
     The message says what is there, and what could be said instead.
     """
+
+
+class BadMetric(ReplaylensError, ValueError):
+    """What a metric gives is not one number that a gradient can start from.
+
+    Example: `of=lambda out: out` on an output of many numbers. Take a sum, a mean or one entry of it.
+    """
+
+
+class NoGradient(ReplaylensError, LookupError):
+    """No gradient reaches the layer: it holds integers, or the model detached what follows it. The message says where.
+
+    Example: `grads["relu_3"]` where all that reads relu_3 runs under `torch.no_grad()`.
+    """

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from attrs import evolve
 from torch.overrides import _get_current_function_mode_stack as _function_modes
 from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
@@ -18,8 +19,8 @@ from torch.utils._device import DeviceContext
 from ._capture.builder import Frozen, SourceRecord, freeze
 from ._capture.capture import Captured, record
 from ._core.graph import Graph
-from ._core.node import Guard, Ref, State
-from ._core.pure import same_content
+from ._core.node import Call, Guard, Input, Ref, State
+from ._core.pure import same_content, untransformed
 from ._core.reference import Reference
 from ._core.text import code
 from ._core.trees import freeze_deep, leaves, thaw
@@ -27,12 +28,14 @@ from ._edit.arguments import name_of
 from ._edit.content import shown
 from ._edit.edges import Edge
 from ._edit.patch import Patch, Zero
-from ._edit.select import Selection, Site, find, sites
+from ._edit.select import Selection, Site, Where, find, is_named, sites
 from ._lens.layers import Atlas, Layer, Place
 from ._lens.summary import as_html, summary
 from ._lens.words import Words, as_list
+from ._many.together import Planned, Together
 from ._replay import editing
 from ._replay.convert import move, rerun
+from ._replay.gradients import Asked, Grads, ask, gradients
 from ._replay.module import ProgramModule
 from ._replay.patching import at_place, bound_patches, changes_of
 from ._replay.replay import Record, Versions, detached, function_of, replay, version
@@ -189,6 +192,10 @@ class Program(Reference):
         """
         return find(self._atlas, self.__getitem__, op, module, input_of, where)
 
+    def names_of(self, key: Any) -> tuple[str, ...]:
+        """The names of the layers that a key of a mapping of patches means: of a glob, a type, a selection, a name."""
+        return tuple([site.name for site in self._sites(key)])
+
     # -- running it again ----------------------------------------------------------------------------------------------
 
     def replay(
@@ -207,8 +214,10 @@ class Program(Reference):
         """Run the program again. Only what a change can reach, and the output needs, is executed.
 
         Without arguments everything runs. `from_` names a layer: what follows it runs, on its recorded value. `patch`
-        gives other values on the way: `{"relu_3": tensor}`, a function of the old value, or a layer of another program;
-        with `from_`, a bare one is for that layer. New inputs of the recorded shapes, or other parameters
+        gives other values on the way: `{"relu_3": Zero("b [c] h w", c=3)}`. Its keys name layers, inputs, parameters;
+        all passes of a layer, all layers of a type (`"relu"`), of a glob (`"layer4.*"`), of `where(predicate)` or
+        `prog.find(...)`. Its values are patches, lists of them, tensors, functions of the old value, layers of another
+        program; with `from_`, a bare one is for that layer. New inputs of the recorded shapes, or other parameters
         (`state={"fc.weight": w}`), may be given. `to` stops early. `keep="all"` holds every value; else what
         `run[name]` asks for is computed again. With `grad=True` gradients flow to inputs, to patches and to the model's
         own parameters, as through the model, and every value is held. A replay whose change makes the model read
@@ -216,32 +225,84 @@ class Program(Reference):
         recorded path and says so in `run.diverged`.
         """
         _require_choice("rng", rng, ("replay", "fresh"))
-        _require_choice("on_divergence", on_divergence, ("raise", "ignore"))
         if (home := self._home(patch)) is not self:
             more = {"from_": from_, "to": to, "patch": patch, "state": state, "keep": keep, "grad": grad, "rng": rng}
             return home.replay(*inputs, **more, on_divergence=on_divergence, **named_inputs)
-        given = self._inputs(inputs, named_inputs)
-        if state:
-            given.update(new_state(self.graph, dict(state), self._atlas.nearest))
-        start = self._at(from_) if from_ is not None else None
-        if start and (inputs or named_inputs):
-            raise ReplaylensError(
-                "from_= begins at a recorded value, and new inputs change what comes before it. Give one."
-            )
-        changed, ends = changes_of(self.graph, patch, self._site(from_) if start else None, self._sites)
-        request = Request(
-            changed=changed,
-            ends=ends,
-            given=given,
-            start=(start.position,) if start else (),
+        request = self._request(
+            inputs,
+            named_inputs,
+            from_,
+            patch,
+            state,
+            on_divergence,
             to=self._position(to) if to is not None else None,
             keep=self._keep("all" if grad and keep == "output" else keep),  # for gradients at any of them
             grad=grad,
             fresh=rng == "fresh",
-            on_divergence=on_divergence,
-            whole=not (start or changed or ends or given or to is not None or rng == "fresh"),
         )
         return replay(self._record, request, self._at)
+
+    def replay_many(
+        self,
+        variants: Mapping[Any, Any],
+        metric: Callable[[Any], Any] | None = None,
+        *,
+        memory: float | None = None,
+        on_divergence: str = "raise",
+        progress: bool | None = None,
+        dry: bool = False,
+    ) -> Any:
+        """Many replays in few passes: `{key: patches}`, where patches are what `replay(patch=...)` takes.
+
+        Gives Replays: `.values` stacked in the order of `.keys`. `metric(output)` is computed for each; what it does
+        not read is not computed. `memory` bounds the bytes of one pass. With `dry=True` nothing runs: the answer has a
+        `.plan` (what it will cost) and `.run()`.
+        """
+        _require_choice("on_divergence", on_divergence, ("rerun", "raise", "ignore"))
+        asked = Planned(self._together(variants, metric, memory, on_divergence), on_divergence)
+        return asked if dry else asked.run(progress)
+
+    def _together(self, variants: Mapping[Any, Any], metric: Any, memory: float | None, on_divergence: str) -> Together:
+        patches = list(variants.values())
+        made = [changes_of(self.graph, patch, None, self._sites) for patch in patches]
+
+        def alone(number: int) -> Any:
+            return self.replay(patch=patches[number], on_divergence=on_divergence).output
+
+        def captured(metric: Any, output: Any) -> Record:
+            with torch.no_grad():
+                return capture(metric, output)._record
+
+        loners = frozenset([number for number, (_, ends) in enumerate(made) if ends])
+        changes = [changed for changed, _ in made]
+        return Together(self._record, tuple(variants), changes, loners, metric, self.output, captured, alone, memory)
+
+    def grads(
+        self,
+        *inputs: Any,
+        of: Callable[[Any], Any],
+        at: Any = None,
+        from_: Any = None,
+        patch: Mapping[Any, Any] | Any = None,
+        state: Mapping[str, torch.Tensor] | None = None,
+        on_divergence: str = "raise",
+        **named_inputs: Any,
+    ) -> Grads:
+        """Gradients of a number at any layers, in one backward pass.
+
+        `of` makes one number of the output: `of=lambda out: out.logits[0, -1, 11]`. `at` names layers (globs will do);
+        if not given, every input and every layer that the forward computed. A parameter takes part only by its name:
+        `at=["fc.weight"]`. The gradients are those of a replay with the same arguments: patches, new inputs and other
+        state take part. With `from_` only what follows that layer is run, and gradients are taken there.
+
+        >>> prog = capture(torch.nn.Linear(2, 1, bias=False), torch.ones(1, 2))
+        >>> grads = prog.grads(of=lambda out: 3 * out.sum(), at=["linear_1", "weight"])
+        >>> grads["linear_1"], grads["weight"]
+        (tensor([[3.]]), tensor([[3., 3.]]))
+        """
+        asked = self._asked(at, from_)
+        request = self._request(inputs, named_inputs, from_, patch, state, on_divergence, grad=True)
+        return gradients(self._record, request, of, asked, self._named)
 
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Run:
         """Replay on new inputs of the recorded shapes. All keywords are the model's own."""
@@ -266,10 +327,9 @@ class Program(Reference):
         A patched layer keeps its name; what it gave before goes on as `relu_3_9_before`.
         """
         home, what = self._home(patch), _require_mapping(patch)
-        changed, ends = changes_of(home.graph, what, None, home._sites)
-        replay(home._record, Request(changed, ends=ends, on_divergence=on_divergence), home._at)  # says what is wrong
+        request = home._request((), {}, None, what, None, on_divergence)
         bound = bound_patches(home.graph, what, home._sites)
-        return self._edited(editing.patch(home._record, bound, on_divergence), "with_patch", what)
+        return self._edited(editing.patch(home._record, bound, request), "with_patch", what)
 
     def lesion(self, where: Any, pattern: Any = None, /, *, on_divergence: str = "raise", **axes: Any) -> Program:
         """The program with zeros at a layer or several, or in part: `lesion("conv2d_3", "b [c] h w", c=[3])`."""
@@ -346,8 +406,8 @@ class Program(Reference):
         if self._given is not None:
             return self._given
         assert self._captured is not None
-        made = freeze(self._captured.recording)
-        record = record_of(self._captured, made)
+        with untransformed():  # the program outlives the transform that asks for it first
+            record = record_of(self._captured, freeze(self._captured.recording))
         self._captured = None
         return record
 
@@ -377,7 +437,17 @@ class Program(Reference):
     def _sites(self, key: Any) -> tuple[Site, ...]:
         if isinstance(key, Edge):
             return self._edges[key]
-        return sites(self._atlas, self.__getitem__, key)
+        if type(key) is not str:
+            return sites(self._atlas, self.__getitem__, key)
+        known = self._named_sites.get(key)
+        if known is None:
+            known = self._named_sites[key] = sites(self._atlas, self.__getitem__, key)
+        return known
+
+    @cached_property
+    def _named_sites(self) -> dict[str, tuple[Site, ...]]:
+        """What names were found to mean: a sweep asks for the same ones again and again."""
+        return {}
 
     @cached_property
     def _words(self) -> Words:
@@ -420,6 +490,70 @@ class Program(Reference):
 
     def _inputs(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> dict[int, torch.Tensor]:
         return new_inputs(self.graph, inputs, named) if inputs or named else {}
+
+    def _request(
+        self,
+        inputs: tuple[Any, ...],
+        named_inputs: dict[str, Any],
+        from_: Any,
+        patch: Any,
+        state: Mapping[str, torch.Tensor] | None,
+        on_divergence: str,
+        **more: Any,
+    ) -> Request:
+        """What a user asks for, in positions and tensors."""
+        _require_choice("on_divergence", on_divergence, ("raise", "ignore"))
+        given = self._inputs(inputs, named_inputs)
+        if state:
+            given.update(new_state(self.graph, dict(state), self._atlas.nearest))
+        start = self._site(from_) if from_ is not None else None
+        if start and (inputs or named_inputs):
+            raise ReplaylensError(
+                "from_= begins at a recorded value, and new inputs change what comes before it. Give one."
+            )
+        changed, ends = changes_of(self.graph, patch, start, self._sites)
+        request = Request(
+            changed=changed,
+            ends=ends,
+            given=given,
+            start=(at_place(self.graph, start.place).position,) if start else (),
+            on_divergence=on_divergence,
+            **more,
+        )
+        asks = start or changed or ends or given or request.to is not None or request.fresh
+        return request if asks else evolve(request, whole=True)
+
+    def _asked(self, at: Any, from_: Any) -> Asked:
+        """The layers at which gradients are asked for."""
+        labels, named = self._everywhere.labels, ()
+        if at is not None:
+            one_key = isinstance(at, (str, int, Selection, Where, Layer))
+            sites = {key: self._sites(key) for key in ([at] if one_key else at)}
+            named = tuple([site.place.label for key, found in sites.items() for site in found if is_named(key, site)])
+            labels = {site.place.label: at_place(self.graph, site.place) for found in sites.values() for site in found}
+        elif from_ is None:
+            return self._everywhere
+        if from_ is not None:
+            begin = self.graph.nodes[self._position(from_)].name
+            below = self.graph.descendants([begin])
+            beside = [label for label, one in labels.items() if self.graph.nodes[one.position].name not in below]
+            if at is not None and beside:
+                raise ReplaylensError(f"{beside[0]} does not follow {begin}, which is where from_= begins.")
+            labels = {label: one for label, one in labels.items() if label not in beside}
+        return ask(self._record, labels, named)
+
+    @cached_property
+    def _everywhere(self) -> Asked:
+        """The inputs, and every layer that the forward computed."""
+        graph = self.graph
+        pairs = [(place.label, At(graph.positions[place.node], place.output)) for place in self._atlas.places]
+        computed = [pair for pair in pairs if isinstance(graph.nodes[pair[1].position], (Call, Input))]
+        return ask(self._record, dict(computed), ())
+
+    def _named(self, name: Any) -> tuple[str, At]:
+        """The label of a layer, and where it lies, by any of its names."""
+        place = self._atlas.find(name)
+        return place.label, At(self.graph.positions[place.node], place.output, place.part)
 
     def _keep(self, keep: Any) -> frozenset[int]:
         if keep in ("all", "everything"):

@@ -386,6 +386,12 @@ def test_integers_are_never_cast_in_silence(patch, dtype):
     )
 
 
+def test_what_a_patch_computes_is_not_rounded_by_autocast():
+    with torch.autocast("cpu", torch.bfloat16):
+        got = [patch(X) for patch in (Project(V), Rotate(ROWS, From(OTHER)))]
+    torch.testing.assert_close(got, [along(X, V), X + (OTHER - X) @ ROWS.T @ ROWS], rtol=1e-6, atol=1e-6)
+
+
 def test_projection_and_rotation_of_complex_values_take_the_conjugate():
     x, v = tensor(3, 4, dtype=torch.cfloat), tensor(4, seed=1) + 1j * tensor(4, seed=2)
     unit = v / torch.linalg.vector_norm(v)
@@ -397,6 +403,7 @@ def test_projection_and_rotation_of_complex_values_take_the_conjugate():
 def test_patches_of_a_single_number():
     x = torch.tensor(2.0)
     assert Zero()(x) == 0 and Set(3)(x) == 3 and Add(1.0)(x) == 3 and Scale(torch.tensor(2.0))(x) == 4
+    assert Zero("")(x) == 0 and Scale(2.0, "...")(x) == 4
     assert Clamp(max=1)(x) == 1 and From(x + 5)(x) == 7 and Noise(0.0)(x) == 2 and Apply(torch.square)(x) == 4
 
 

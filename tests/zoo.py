@@ -327,6 +327,48 @@ def write_that_changes_nothing(m, x):
     return v
 
 
+class WritesRows(nn.Module):
+    """Owns a parameter, and gives a view that it wrote through."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(randn(4))
+
+    def forward(self, y):
+        rows = y[1:]
+        rows.mul_(self.scale)
+        return rows
+
+
+@small(parts=lambda: {"rows": WritesRows()})
+def write_through_what_a_write_gave(m, x):
+    rows = m.rows(x * 1)
+    rows.add_(1.0)
+    return rows
+
+
+@small(parts=lambda: {"rows": WritesRows()})
+def write_of_a_view_to_its_own_place(m, x):
+    y = x * 1
+    y[1:] = m.rows(y)
+    return y
+
+
+@small(parts=lambda: {"rows": WritesRows()})
+def write_of_a_view_to_another_place(m, x):
+    y = x * 1
+    y[:1] = m.rows(y)[1:]
+    return y
+
+
+@small(parts=lambda: {"rows": WritesRows()})
+def write_of_a_view_to_where_it_is_read(m, x):
+    y = x * 1
+    rows = m.rows(y)
+    y[:2, :2].add_(rows.diagonal())
+    return y
+
+
 # ---- writes to inputs ----------------------------------------------------------------------------------------------
 
 

@@ -418,3 +418,21 @@ def step_tree(
     function: Callable[..., Any], args: Any, kwargs: Branch | None, part: tuple[int, ...], grad: bool
 ) -> Branch:
     return Branch(Step, (Target.of(function), args, kwargs or Branch(dict, (), ()), part, grad))
+
+
+def meet(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Do two tensors in one storage look at any same element? Yes, where that would be dear to find out."""
+    if not one.numel() or not other.numel():
+        return False
+    if one.dtype != other.dtype:
+        return True
+    low = min(one.storage_offset(), other.storage_offset())
+    starts = [tensor.storage_offset() - low for tensor in (one, other)]
+    size = max(starts[0] + _span(one), starts[1] + _span(other))
+    if min(starts[0] + _span(one), starts[1] + _span(other)) <= max(starts):
+        return False
+    if size > 10_000_000:
+        return True
+    marks = torch.zeros(size, dtype=torch.bool)
+    marks.as_strided(one.shape, one.stride(), starts[0]).fill_(True)
+    return bool(marks.as_strided(other.shape, other.stride(), starts[1]).any())

@@ -19,7 +19,7 @@ from ..errors import CaptureError
 from .builder import CallRecord, Handle, version_of
 from .recorder import Recorder, geometry_of, number_parts, tensors_in
 from .rules import How, Rule
-from .storage import Base, Entry, geometry_step, step_tree, storage_key
+from .storage import Base, Entry, geometry_step, meet, step_tree, storage_key
 from .twins import twin_of
 
 _grad_enabled = torch.is_grad_enabled
@@ -84,14 +84,17 @@ def _write_record(
             reads, read_named = recorder.read_all(arguments, named)
             return function, reads, read_named
     numbers = {id(base): number for number, base in enumerate(bases)}
+    sources = [t for t in shared if recorder.memory.entry(t).steps and not _reads_apart(func, args, t, targets)]
+    viewed = [*targets, *{id(source): source for source in sources}.values()]
+    entries = [*entries, *[recorder.memory.entry(source) for source in viewed[len(targets) :]]]
 
     def leaf(tensor: torch.Tensor) -> Any:
-        for number, target in enumerate(targets):
-            if tensor is target:
+        for number, one in enumerate(viewed):
+            if tensor is one:
                 return Branch(Nth, (number,))
         base = recorder.base_of(tensor)
-        if base is not None and id(base) in numbers:
-            return Branch(Derived, (numbers[id(base)], recorder.memory.entry(tensor).steps))
+        if base is not None and id(base) in numbers and not recorder.memory.entry(tensor).steps:
+            return Branch(Derived, (numbers[id(base)], ()))
         return recorder.read(tensor)
 
     tree = Branch(dict, tuple([freeze(value, leaf) for value in kwargs.values()]), tuple(kwargs))
@@ -104,6 +107,20 @@ def _write_record(
     ]
     values = tuple([entry.handle if entry.steps and not _repeats(entry.tensor) else None for entry in entries])
     return mutate, [*given, written, values], {}
+
+
+def _reads_apart(func: Any, args: Any, source: torch.Tensor, targets: Any) -> bool:
+    """Is it all the same whether a source that lies in the written memory is read from there or from a copy?
+
+    So it is where the call writes nothing of what it reads, or copies each element to where it is.
+    """
+    if func is torch.Tensor.__setitem__ and isinstance(args[0][args[1]], torch.Tensor):
+        part = args[0][args[1]]
+        is_view = storage_key(part) == storage_key(args[0])
+        targets = [part] if is_view else targets
+    elif func is not torch.Tensor.copy_:
+        return not any(meet(source, target) for target in targets)
+    return all(geometry_of(source) == geometry_of(target) or not meet(source, target) for target in targets)
 
 
 def _repeats(tensor: torch.Tensor) -> bool:

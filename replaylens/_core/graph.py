@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from attrs import field, frozen
 
-from .node import NO_MODES, Call, Const, Context, Guard, Input, Node, Ref, Scope, State
+from .node import NO_MODES, Call, Const, Context, Guard, Input, Node, Ref, Scope, State, refs_of
 from .trees import leaves
 
 
@@ -104,9 +104,14 @@ class Graph:
         return tuple([node for node in self.nodes if isinstance(node, Call)])
 
     @cached_property
-    def edited(self) -> frozenset[str]:
+    def edited(self) -> tuple[Call, ...]:
         """The calls that an edit put in the place of what was recorded."""
-        return frozenset([call.name for call in self.calls if call.edited])
+        return tuple([call for call in self.calls if call.edited])
+
+    @cached_property
+    def edited_refs(self) -> frozenset[Ref]:
+        """The values that they give."""
+        return frozenset([ref for call in self.edited for ref in refs_of(call)])
 
     @cached_property
     def input_nodes(self) -> tuple[Input, ...]:
@@ -129,6 +134,10 @@ class Graph:
         """Every node that reaches one of these, themselves included."""
         marks = self._spread([self.positions[name] for name in names], self.parents)
         return frozenset([node.name for node, mark in zip(self.nodes, marks, strict=True) if mark])
+
+    def marked_ancestors(self, names: Iterable[str]) -> bytearray:
+        """A one for each position whose node reaches one of these, themselves included."""
+        return self._spread([self.positions[name] for name in names], self.parents)
 
     def _spread(self, start: list[int], along: tuple[tuple[int, ...], ...]) -> bytearray:
         marks, stack = bytearray(len(self.nodes)), list(start)

@@ -12,7 +12,7 @@ import torch
 from attrs import field, frozen
 
 from .target import Target
-from .trees import leaves
+from .trees import ATOMS, leaves
 
 Arg = Any  # a tree (see trees.py) whose leaves are Refs and literals
 
@@ -43,6 +43,11 @@ class TensorMeaning:
     dtype: torch.dtype
     device: str
     strides: tuple[int, ...] | None
+
+    @property
+    def is_differentiable(self) -> bool:
+        """Can it have a gradient? Integers and bools have none."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorMeaning:
@@ -172,11 +177,34 @@ class Call:
     @property
     def refs(self) -> tuple[Ref, ...]:
         """What it reads, in the order of its arguments."""
+        if not self.kwargs and all(type(arg) is Ref or type(arg) in ATOMS for arg in self.args):
+            return tuple([arg for arg in self.args if type(arg) is Ref])
         trees = (self.args, tuple(value for _, value in self.kwargs))
         return tuple([leaf for leaf in leaves(trees) if type(leaf) is Ref])
 
 
 Node = Input | State | Const | Call
+
+
+def value_of(node: Node) -> Arg:
+    """The value of a node as the model saw it: a Ref, or a tree of them."""
+    if not isinstance(node, Call):
+        return Ref(node.name)
+    return node.result if node.result is not None else node.returns
+
+
+def refs_of(node: Node) -> tuple[Ref, ...]:
+    """Every value that a node gives, each once."""
+    if not isinstance(node, Call):
+        return (Ref(node.name),)
+    return tuple(dict.fromkeys([leaf for leaf in leaves(node.returns) if type(leaf) is Ref]))
+
+
+def meanings_of(node: Node) -> dict[Ref, TensorMeaning]:
+    """What is known of each value that a node gives."""
+    if not isinstance(node, Call):
+        return {Ref(node.name): node.meaning}
+    return dict(zip([leaf for leaf in leaves(node.returns) if type(leaf) is Ref], node.meaning, strict=True))
 
 
 @frozen

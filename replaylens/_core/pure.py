@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from ..errors import ReplaylensError
 from .target import Target
@@ -108,6 +110,11 @@ def _apart(view: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor:
         return view
     hidden = torch._C._functorch.peek_interpreter_stack() is not None  # contents cannot be compared there
     return view if not hidden and same_content(view, value) else writable_copy(value)
+
+
+def untransformed() -> AbstractContextManager[Any]:
+    """Outside of every `torch.func` transform that runs: for what outlives it, and for draws, which it forbids."""
+    return temporarily_clear_interpreter_stack()
 
 
 def same_content(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -298,3 +305,35 @@ def laid_out(function: Target, strides: tuple[int, ...], *args: Any, **kwargs: A
     """What a function gives, in the memory layout that was recorded: views that the model took need it."""
     made = function.function(*args, **kwargs)
     return made if torch._C._functorch.peek_interpreter_stack() is not None else in_layout(made, strides)
+
+
+def fresh_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """The same value as a leaf of autograd's graph: gradients end here."""
+    if tensor.is_inference():
+        with torch.inference_mode(False):
+            return tensor.clone().requires_grad_()
+    return tensor.detach().requires_grad_()
+
+
+def placed(value: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    """The value at a place of its own in autograd's graph: the gradient there is that of what reads this node alone.
+
+    What has no history becomes a leaf. A call may give one of its arguments back, the very object (dropout in eval
+    mode does): `others` are those that it must be told from.
+    """
+    if not value.requires_grad:
+        return fresh_leaf(value)
+    for other in others:
+        if other is value:
+            with torch.enable_grad():
+                return value.view_as(value) if value.layout is torch.strided else value.clone()
+    return value
+
+
+def all_placed(count: int, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The first `count` values, each at a place of its own; one object that stands several times stays one."""
+    made: dict[int, torch.Tensor] = {}
+    for value in values[:count]:
+        if id(value) not in made:
+            made[id(value)] = placed(value, *values[count:])
+    return tuple([made[id(value)] for value in values[:count]])

@@ -51,14 +51,19 @@ class Target:
     @property
     def short(self) -> str:
         """The last word of the name: `relu` for `torch.relu`, `T` for the property `torch.Tensor.T.__get__`."""
-        parts = self.name.split(".")
-        if parts[-1] == "__get__":
-            return parts[-2]
-        return parts[3] if self.name.startswith("torch.ops.") and len(parts) > 3 else parts[-1]
+        return _short(self.name)
 
     @property
     def is_property(self) -> bool:
         return self.name.endswith(".__get__")
+
+
+@lru_cache(maxsize=65536)
+def _short(name: str) -> str:
+    parts = name.split(".")
+    if parts[-1] == "__get__":
+        return parts[-2]
+    return parts[3] if name.startswith("torch.ops.") and len(parts) > 3 else parts[-1]
 
 
 def resolve(name: str) -> Callable[..., Any]:

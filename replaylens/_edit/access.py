@@ -7,10 +7,9 @@ given. Patterns are not known here.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from attrs import frozen
 
 from ..errors import ShapeMismatch
 from .pattern import Axis
@@ -18,8 +17,7 @@ from .pattern import Axis
 Shape = tuple[int, ...]
 
 
-@frozen(eq=False)
-class Positions:
+class Positions(NamedTuple):
     """A part on a shape: the sizes of the axes taken apart, and the positions that are meant on each.
 
     A position is a number, several in order, or None for the whole axis.
@@ -43,15 +41,15 @@ class Positions:
         return tuple([axis.name for axis, where in pairs if not isinstance(where, int)])
 
 
-@frozen(eq=False)
-class Access:
+class Access(NamedTuple):
     """Positions on a shape and a device, ready to read and write by a few torch calls that work under any transform."""
 
     part: str
     whole: Shape
     full: Shape
     shape: Shape
-    index: tuple[int | slice, ...] | None  # what plain indexing can do
+    names: tuple[str, ...]
+    plain: tuple[int | slice, ...] | None  # what plain indexing can do
     gathers: tuple[tuple[int, torch.Tensor], ...]  # what it cannot: (axis of what is read, positions)
     dropped: tuple[int, ...]  # axes with one index
     spreads: tuple[tuple[int, torch.Tensor], ...]  # (axis, where in the part each position is found; 0 for others)
@@ -61,8 +59,8 @@ class Access:
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.full != self.whole:
             tensor = tensor.reshape(self.full)
-        if self.index is not None:
-            tensor = tensor[self.index]
+        if self.plain is not None:
+            tensor = tensor[self.plain]
         for axis, positions in self.gathers:
             tensor = tensor.index_select(axis, positions)
         return tensor
@@ -146,6 +144,7 @@ def access(part: str, here: Positions, whole: Shape, device: torch.device) -> Ac
         whole,
         full,
         here.shape,
+        here.names,
         tuple(plain) if is_plain else None,
         tuple(gathers),
         tuple(dropped),

@@ -8,14 +8,14 @@ it may be batched by `torch.func.vmap`. Sites, programs and names are not known 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
 import torch
 from attrs import frozen
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from .._core.pure import writable_copy
+from .._core.pure import untransformed, writable_copy
 from .._core.target import Target
 from ..errors import BadPatch, ShapeMismatch
 from .access import broadcasts, require_number
@@ -109,7 +109,7 @@ def resample(
 @lru_cache(maxsize=256)
 def _order(rows: int, seed: int) -> tuple[int, ...]:
     """An order drawn from a generator of its own; never the one that changes nothing."""
-    with temporarily_clear_interpreter_stack():
+    with untransformed():
         generator = torch.Generator().manual_seed(seed)
         while True:
             order = tuple(torch.randperm(rows, generator=generator, device="cpu").tolist())
@@ -134,7 +134,7 @@ def noise(value: Tensor, std: Operand, seed: int = 0, part: Part | None = None) 
     _require_floating("Noise", value)
 
     def noisy(old: Tensor) -> Tensor:
-        with temporarily_clear_interpreter_stack():  # not one draw for each variant of a vmap, which it forbids
+        with untransformed():  # not one draw for each variant of a vmap, which it forbids
             generator = torch.Generator().manual_seed(seed)
             drawn = torch.randn(tuple(old.shape), generator=generator, dtype=old.dtype, device="cpu").to(old.device)
         return old + drawn * _operand("Noise", std, old, part)
@@ -164,9 +164,10 @@ def project(
 
     def projected(old: Tensor) -> Tensor:
         axis = _axis("Project", old, value, along, part)
-        rows = _orthonormal(_along_axis("Project", direction, old, axis, part))
         here = old.movedim(axis, -1)
-        found = (here @ rows.mH) @ rows
+        with _exactly(value):
+            rows = _orthonormal(_along_axis("Project", direction, old, axis, part))
+            found = (here @ rows.mH) @ rows
         return (here - found if off else found).movedim(-1, axis)
 
     return _changed(value, part, "Project", projected)
@@ -217,9 +218,12 @@ def rotate(
 
     def turned(old: Tensor) -> Tensor:
         rows = _along_axis("Rotate", basis, old, -1, part)
-        inner = [(t if part is None else part.read(t)) @ rows.mH if n in of_site else t for n, t in enumerate(tensors)]
-        coordinates = old @ rows.mH
-        return old + (then(coordinates, tuple(inner)) - coordinates) @ rows
+        with _exactly(value):
+            inner = [
+                (t if part is None else part.read(t)) @ rows.mH if n in of_site else t for n, t in enumerate(tensors)
+            ]
+            coordinates = old @ rows.mH
+            return old + (then(coordinates, tuple(inner)) - coordinates) @ rows
 
     return _changed(value, part, "Rotate", turned)
 
@@ -231,7 +235,9 @@ def apply(value: Tensor, fn: Callable[[Tensor], Tensor], part: Part | None = Non
 
 def own_copy(tensor: Tensor) -> Tensor:
     """A copy that a user's function may write: laid out alike, but where elements share memory."""
-    return tensor.clone() if tensor.layout is torch.strided and 0 in tensor.stride() else writable_copy(tensor)
+    if torch.compiler.is_compiling() or (tensor.layout is torch.strided and 0 in tensor.stride()):
+        return tensor.clone()
+    return writable_copy(tensor)
 
 
 def chain(value: Tensor, *tensors: Tensor, steps: tuple[Step, ...]) -> Tensor:
@@ -247,6 +253,13 @@ def _changed(value: Tensor, part: Part | None, word: str, change: Callable[[Tens
     here = part.on(value)
     old = here.read(value)
     return here.write(value, _require_alike(word, change(old), old, part))
+
+
+def _exactly(value: Tensor) -> Any:
+    """Without autocast: the model's own precision is no reason to round what a patch computes."""
+    if torch.compiler.is_compiling() or not torch._C._is_any_autocast_enabled():
+        return nullcontext()
+    return torch.autocast(value.device.type, enabled=False)
 
 
 def _require_alike(word: str, new: Any, old: Tensor, part: Part | None) -> Tensor:
@@ -285,7 +298,7 @@ def _axis(word: str, old: Tensor, value: Tensor, along: str | int | None, part: 
     """Which axis of what was read is meant."""
     if isinstance(along, str):
         assert part is not None
-        names = part.names(value.shape)
+        names = part.on(value).names
         if along not in names:
             raise BadPatch(f"{word} along {along!r}: the part {part} has the axes {', '.join(names) or 'none'}.")
         return names.index(along)

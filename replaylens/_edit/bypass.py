@@ -12,12 +12,12 @@ from typing import Any
 from attrs import evolve
 
 from .._core.graph import Graph
-from .._core.node import Call, Const, Ref, State, TensorMeaning
+from .._core.node import Call, Const, Ref, State, TensorMeaning, meanings_of, value_of
 from .._core.pure import alias
 from .._core.target import Target
 from .._core.text import shape_of
 from ..errors import BadEdit
-from .rewrite import meanings_of, replace, value_of
+from .rewrite import replace
 from .writes import with_plain
 
 

@@ -11,9 +11,9 @@ from collections.abc import Container
 from attrs import evolve
 
 from .._core.graph import Graph
-from .._core.node import Call, Node, Ref
+from .._core.node import Call, Node, Ref, refs_of
 from .._core.pure import alias
-from .rewrite import reading, refs_of, renamed
+from .rewrite import reading, renamed
 
 
 def same_values(old: Graph, new: Graph, others: Container[str] = ()) -> dict[Ref, Ref]:

@@ -14,10 +14,10 @@ from attrs import evolve, frozen
 
 from .._core.graph import Graph
 from .._core.laws import require_lawful
-from .._core.node import Call, Const, Input, Node, Ref
+from .._core.node import Call, Const, Input, Node, Ref, meanings_of, refs_of
 from .._core.trees import Branch, leaves, remake
 from ..errors import BadEdit
-from .rewrite import beside, fresh, guard_reading, meanings_of, reading, refs_of
+from .rewrite import beside, fresh, guard_reading, reading
 
 
 @frozen

@@ -12,11 +12,11 @@ from typing import Any
 from attrs import evolve, field, frozen
 
 from .._core.graph import Graph
-from .._core.node import Call, Ref
+from .._core.node import Call, Ref, meanings_of
 from .._core.pure import alias, differentiate_name
 from .._core.target import Target
 from ..errors import BadEdit, ShapeMismatch
-from .rewrite import fresh, insert_after, meanings_of, replace, rewire
+from .rewrite import fresh, insert_after, replace, rewire
 
 OUTPUT = "output"
 

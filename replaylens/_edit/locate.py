@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from attrs import field, frozen
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from .._core.pure import untransformed
 from ..errors import BadPart
 from .access import Access, Positions, Shape, access
 from .index import Index, Indices, Sizes, described, frozen_axes, index_text
-from .pattern import Axis, axes_of, parse
+from .pattern import Axis, Pattern, axes_of, parse
 
 
 def _comparable(indices: Indices) -> tuple[Any, ...]:
@@ -39,32 +39,35 @@ class Part:
     pattern: str
     indices: Indices = field(eq=_comparable)
     sizes_given: Sizes
+    _parsed: Pattern = field(eq=False)
 
     def __init__(self, pattern: str, /, **axes: Any) -> None:
         if not isinstance(pattern, str):
             raise BadPart(f'a part is written as a pattern such as "b [c] h w", not as {described(pattern)}.')
         parsed = parse(pattern)
-        self.__attrs_init__(str(parsed), *frozen_axes(parsed, axes))
+        self.__attrs_init__(str(parsed), *frozen_axes(parsed, axes), parsed)
 
     @property
     def open_axes(self) -> tuple[str, ...]:
         """The bracketed axes that have no index yet."""
         given = dict(self.indices)
-        return tuple([n.word for n in parse(self.pattern).names if n.is_bracketed and n.word not in given])
+        return tuple([n.word for n in self._parsed.names if n.is_bracketed and n.word not in given])
 
     @property
     def axis_names(self) -> tuple[str, ...]:
         """All names that the pattern writes, in order."""
-        pattern = parse(self.pattern)
-        return (*[name.word for name in pattern.names], *(["..."] if None in pattern.groups else []))
+        dots = ["..."] if None in self._parsed.groups else []
+        return (*[name.word for name in self._parsed.names], *dots)
 
     def at(self, **axes: Any) -> Part:
         """The same part with more indices, or sizes."""
         if twice := next((word for word in axes if word in dict((*self.indices, *self.sizes_given))), None):
             raise BadPart(f"{twice} has a value already in the part {self}.")
-        indices, sizes = frozen_axes(parse(self.pattern), axes)
+        indices, sizes = frozen_axes(self._parsed, axes)
         made = object.__new__(Part)
-        made.__attrs_init__(self.pattern, self._in_order(self.indices + indices), self.sizes_given + sizes)
+        made.__attrs_init__(
+            self.pattern, self._in_order(self.indices + indices), self.sizes_given + sizes, self._parsed
+        )
         return made
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -102,7 +105,7 @@ class Part:
     def axes(self, shape: Shape) -> tuple[Axis, ...]:
         """The axes of a tensor of this shape in the pattern's words. No index is looked at."""
         try:
-            return axes_of(parse(self.pattern), tuple(shape), dict(self.sizes_given))
+            return axes_of(self._parsed, tuple(shape), dict(self.sizes_given))
         except BadPart as error:
             raise self._wrong(error, shape) from None
 
@@ -118,7 +121,7 @@ class Part:
         return f"Part({self.arguments})"
 
     def _in_order(self, indices: Indices) -> Indices:
-        words = [name.word for name in parse(self.pattern).names]
+        words = [name.word for name in self._parsed.names]
         return tuple(sorted(indices, key=lambda pair: words.index(pair[0])))
 
     def _named(self) -> list[str]:
@@ -133,6 +136,10 @@ class Part:
 @lru_cache(maxsize=4096)
 def resolved(part: Part, shape: Shape) -> Positions:
     """What a part means on a shape, every index checked."""
+    return _resolve(part, shape)
+
+
+def _resolve(part: Part, shape: Shape) -> Positions:
     axes = part.axes(shape)
     if part.open_axes:
         name = part.open_axes[0]
@@ -168,11 +175,13 @@ _cache: dict[Any, Access] = {}
 
 
 def _located(part: Part, shape: Shape, device: torch.device) -> Access:
+    if torch.compiler.is_compiling():  # which looks through caches anyhow, and warns of them
+        return access(str(part), _resolve(part, tuple(shape)), tuple(shape), device)
     key = (part, shape, device)
     found = _cache.get(key)
     if found is None:
         # Plain tensors, whatever mode or transform asks for them first: they outlive it.
-        with temporarily_clear_interpreter_stack(), torch.inference_mode(False):
+        with untransformed(), torch.inference_mode(False):
             found = access(str(part), resolved(part, tuple(shape)), tuple(shape), device)
         if type(found.mask) is torch.Tensor:  # not while a compiler looks on with tensors of its own
             while len(_cache) >= 4096:

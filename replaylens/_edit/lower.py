@@ -14,14 +14,14 @@ import torch
 from attrs import evolve, field, frozen
 
 from .._core.graph import Graph
-from .._core.node import Call, Const, Input, Node, Ref, TensorMeaning
+from .._core.node import Call, Const, Input, Node, Ref, TensorMeaning, meanings_of, refs_of, value_of
 from .._core.pure import alias, gathered, laid_out, writable_copy
 from .._core.target import Target
 from .._core.trees import freeze, freeze_deep, leaves, remake, thaw
 from ..errors import ShapeMismatch
 from .edges import is_tap
 from .patch import Apply, Chain, Patch
-from .rewrite import beside, fresh, meanings_of, refs_of, renamed, replace, value_of
+from .rewrite import beside, fresh, renamed, replace
 
 
 @frozen(eq=False)

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from functools import lru_cache
+from typing import NamedTuple
 
 from attrs import frozen
 
@@ -45,8 +46,7 @@ class Pattern:
         return " ".join(f"({word})" if packed else word for word, packed in zip(words, self.packed, strict=True))
 
 
-@frozen
-class Axis:
+class Axis(NamedTuple):
     """One axis of a shape, packed ones taken apart: its name, its size, and the axis of the tensor that it lies in."""
 
     name: str

@@ -15,7 +15,7 @@ from attrs import evolve, frozen
 
 from .._core.graph import Graph
 from .._core.laws import require_lawful
-from .._core.node import Call, Const, Generator, Guard, Input, Node, Ref, State, TensorMeaning
+from .._core.node import Call, Const, Generator, Guard, Input, Node, Ref, State, meanings_of, value_of
 from .._core.pure import alias, gathered
 from .._core.target import Target
 from .._core.trees import Branch, leaves, paths, remake
@@ -41,27 +41,6 @@ def fresh(wanted: str, taken: Iterable[str]) -> str:
     while name in names:
         name, number = beside(wanted, str(number)), number + 1
     return name
-
-
-def value_of(node: Node) -> Any:
-    """The value of a node as the model saw it: a Ref, or a tree of them."""
-    if not isinstance(node, Call):
-        return Ref(node.name)
-    return node.result if node.result is not None else node.returns
-
-
-def refs_of(node: Node) -> tuple[Ref, ...]:
-    """Every value that a node gives, each once."""
-    if not isinstance(node, Call):
-        return (Ref(node.name),)
-    return tuple(dict.fromkeys(leaf for leaf in leaves(node.returns) if type(leaf) is Ref))
-
-
-def meanings_of(node: Node) -> dict[Ref, TensorMeaning]:
-    """What is known of each value that a node gives."""
-    if not isinstance(node, Call):
-        return {Ref(node.name): node.meaning}
-    return dict(zip([leaf for leaf in leaves(node.returns) if type(leaf) is Ref], node.meaning, strict=True))
 
 
 def renamed(node: Node, name: str) -> Node:

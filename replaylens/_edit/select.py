@@ -191,6 +191,11 @@ def _named(names: Names, layer: Callable[[str], Any], key: str) -> list[Site]:
     return [Site(names.find(key), key)]  # raises, and offers the nearest names
 
 
+def is_named(key: Any, site: Site) -> bool:
+    """Does a key name this very layer, or all its passes, and not a type, a glob or a selection of layers?"""
+    return site.is_every_pass or not isinstance(key, (str, Selection, Where)) or site.name == key
+
+
 def _by_glob(names: Names, pattern: str) -> list[Site]:
     """All modules' outputs and layers that a glob matches; if there are none, parameters and buffers."""
     modules = [Site(place, address) for address, place in names.module_places.items() if fnmatchcase(address, pattern)]
@@ -218,6 +223,8 @@ def _by_labels(names: Names, pattern: str) -> list[Site]:
 
 def _each_once(names: Names, found: list[Site]) -> tuple[Site, ...]:
     """Without the second names of one value: a program's output is also a node, a part of a node lies in it."""
+    if len(found) == 1:
+        return tuple(found)
     whole = {site.place.node for site in found if site.place.output is None and site.place.part is None}
     kept: dict[Any, Site] = {}
     for site in found:

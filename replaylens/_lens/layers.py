@@ -32,7 +32,7 @@ class Place:
     part: Ref | None = None  # of several values that the node gives, the one that a module's address means
 
 
-@frozen(eq=False, repr=False)
+@frozen(repr=False)
 class Layer(Reference):
     """One layer of a program: its label, its value, where it lies and what is next to it."""
 

@@ -11,10 +11,9 @@ from typing import Any
 
 from attrs import frozen
 
-from .._core.node import Ref
+from .._core.node import Ref, value_of
 from .._core.trees import Branch, leaves
 from .._edit.edges import OUTPUT
-from .._edit.rewrite import value_of
 from .._edit.select import Selection, Site
 from ..errors import BadEdit
 from .layers import Atlas, Layer, Place

@@ -14,12 +14,12 @@ import torch
 from attrs import evolve, field, frozen
 
 from .._core.graph import Graph
-from .._core.node import Call, Guard, Ref, TensorMeaning
+from .._core.node import Call, Guard, Ref, TensorMeaning, meanings_of, refs_of, value_of
 from .._core.pure import same_content
 from .._core.text import listing
 from .._core.trees import leaves, thaw
 from .._edit.compare import origins, same_values
-from .._edit.rewrite import NOTHING, meanings_of, refs_of, value_of
+from .._edit.rewrite import NOTHING
 from ..errors import ShapeMismatch
 from .convert import as_it_came_out
 from .guards import Departure, diverged, misdirected, same_result
@@ -144,11 +144,13 @@ class _Work:
     def led_away(self, values: Values) -> Iterator[Departure]:
         """Edits of calls whose memory the model writes later, or through which it takes gradients."""
         old, graph = self.record.graph, self.graph
-        for name in graph.edited:
-            call = old[name] if name in old else None  # noqa: SIM401 -- a Graph is no mapping
-            if not isinstance(call, Call) or graph[name] is call or refs_of(graph[name])[0] in self.same:
+        for edited in graph.edited:
+            if edited.name not in old or refs_of(edited)[0] in self.same:
                 continue
-            found = tuple(misdirected(call, self._is_cut_off(name)))
+            call = old[edited.name]
+            if not isinstance(call, Call) or edited is call:
+                continue
+            found = tuple(misdirected(call, self._is_cut_off(edited.name)))
             if found and not self._is_as_recorded(call, values):
                 yield from found
 

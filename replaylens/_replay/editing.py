@@ -12,24 +12,30 @@ from typing import Any
 import torch
 
 from .._core.graph import Graph
-from .._core.node import Ref
+from .._core.node import Ref, meanings_of, value_of
 from .._core.trees import thaw
 from .._edit.bypass import bypassed
 from .._edit.cut import cut
 from .._edit.edges import OUTPUT, rewired, tapped
 from .._edit.lower import in_recorded_layout, lower
 from .._edit.patch import Patch
-from .._edit.rewrite import meanings_of, unread_sources, value_of, without
+from .._edit.rewrite import unread_sources, without
 from .derive import Added, derive
-from .replay import Record, Versions
-from .request import At, new_state, state_called
+from .replay import Record, Versions, execute, idle_among
+from .request import At, Request, new_state, state_called
 
 Made = tuple[Record, Any]
 Bound = Sequence[tuple[At, Sequence[tuple[Any, Patch]]]]
 
 
-def patch(record: Record, bound: Bound, on_divergence: str = "raise") -> Made:
-    """Patches put into the program: at each place those of the values that lie there."""
+def patch(record: Record, bound: Bound, request: Request) -> Made:
+    """Patches put into the program: at each place those of the values that lie there.
+
+    `request` asks for a replay with the same patches. It is made first: it says what is wrong with them.
+    """
+    execute(record, request)
+    idle, on_divergence = idle_among(record, request.changed), request.on_divergence
+    bound = [(at, patches) for at, patches in bound if at.output is not None or at.position not in idle]
     graph, names = record.graph, set()
     tensors: dict[str, torch.Tensor] = {}
     for name, patches in _by_node(graph, bound).items():

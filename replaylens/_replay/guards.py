@@ -76,9 +76,9 @@ def misdirected(call: Call, is_constant: bool) -> Iterator[Departure]:
         yield Departure(what, "of the recorded value", "of a patch", call.source)
 
 
-def diverged(departure: Departure) -> DivergedReplay:
+def diverged(departure: Departure, which: str = "") -> DivergedReplay:
     return DivergedReplay(
-        f"the change leads away from the recorded path: {departure}\n"
+        f"{which}the change leads away from the recorded path: {departure}\n"
         'Run the model itself with this change, or pass on_divergence="ignore" to go on along the recorded path.'
     )
 

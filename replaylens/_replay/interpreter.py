@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from operator import itemgetter
 from threading import RLock
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from attrs import define, evolve, frozen
 
 from .._core.graph import Graph
 from .._core.node import NO_MODES, Call, Context, Generator, Guard, Ref, Source
-from .._core.pure import mutate
+from .._core.pure import all_placed, mutate, placed
 from .._core.text import where as text_of
 from .._core.trees import leaves, thaw
 from .guards import Departure, content_departure, guard_departure, shape_departure
@@ -70,6 +71,7 @@ class Code:
     slots: dict[Ref, int]
     executed: tuple[str, ...]
     draws: bool
+    places: tuple[Ref, ...] = ()  # the values at which gradients can be taken
 
 
 @define
@@ -79,6 +81,7 @@ class Mode:
     grad: bool = False
     fresh: bool = False
     is_traced: bool = False  # torch.compile may look at it
+    places: Mapping[int, tuple[Ref, ...]] = MappingProxyType({})  # by position: values to take gradients at
     on_departure: Callable[[Departure], None] | None = None
 
 
@@ -133,33 +136,54 @@ def compile_plan(
         node = graph.nodes[position]
         dead = dying.get(position, ())
         patch = patches.get(position, ()) if position in plan.patch else ()
+        place = mode.places.get(position, ()) if position in run or patch else ()
         if position in run:
             assert isinstance(node, Call)
-            here = () if patch else dead
+            here = () if patch or place else dead
             step = _call_step(_with_values_apart(graph, node, patches), layout, states, mode, here)
             if inside := _patches_inside(graph, node, patches):
                 step = evolve(step, call=partial(step.call, patches=inside))
             made.append((_context(node.context, graph.ambient, mode), step))
-        for number, (tree, change) in enumerate(patch):
+        after = [_patch_step(node, layout, tree, change) for tree, change in patch]
+        if place:
+            after.append(_place_step(node, layout, place, bool(patch)))
+        if after:
+            after[-1] = evolve(after[-1], dead=dead)
             context = _context(node.context if isinstance(node, Call) else graph.ambient, graph.ambient, mode)
-            made.append((context, _patch_step(node, layout, tree, change, dead if number + 1 == len(patch) else ())))
+            made.extend([(context, step) for step in after])
     draws = not mode.fresh and any(graph.nodes[p].draws is not None for p in plan.run)  # type: ignore[union-attr]
     executed = tuple([graph.nodes[p].name for p in plan.run])
-    return Code(tuple(layout.template), _stretches(made), layout.slots, executed, draws)
+    there = run.union(plan.supply)
+    places = tuple([ref for position, refs in mode.places.items() if position in there for ref in refs])
+    return Code(tuple(layout.template), _stretches(made), layout.slots, executed, draws, places)
 
 
 def _with_values_apart(graph: Graph, node: Call, patches: Mapping[int, Any]) -> Call:
     """For a write through a view: which of the views a patch or an edit has parted from their base."""
     if node.target.function is not mutate or not any(type(value) is Ref for value in node.args[-1]):
         return node
-    changed = {graph.nodes[position].name for position in patches} | graph.edited
-    bases = graph.ancestors([ref.node for ref in node.args[1]]) & changed if changed else frozenset()
-    apart = [
-        type(v) is Ref and bool((graph.ancestors([v.node]) & changed) - bases) if changed else False
-        for v in node.args[-1]
-    ]
-    values = tuple([value if parted else None for value, parted in zip(node.args[-1], apart, strict=True)])
-    return evolve(node, args=(*node.args[:-1], values))
+    changed = {leaf for patch in patches.values() for tree, _ in patch for leaf in leaves(tree) if type(leaf) is Ref}
+    apart = parted_values(graph, node, changed)
+    return evolve(node, args=(*node.args[:-1], tuple([v if v in apart else None for v in node.args[-1]])))
+
+
+def parted_values(graph: Graph, node: Call, changed: set[Ref]) -> frozenset[Ref]:
+    """The views through which a call writes, and which patches of these values, or edits, part from their base."""
+    if node.target.function is not mutate or not (changed or graph.edited_refs):
+        return frozenset()
+    changed = changed | graph.edited_refs
+    bases = _above(graph, [leaf for leaf in leaves(node.args[1]) if type(leaf) is Ref], changed)
+    views = [value for value in node.args[-1] if type(value) is Ref]
+    return frozenset([view for view in views if _above(graph, [view], changed) - bases])
+
+
+def _above(graph: Graph, refs: list[Ref], changed: set[Ref]) -> set[Ref]:
+    """The changed values that some values are made from, themselves included."""
+    if not changed:
+        return set()
+    parents = [graph.nodes[p].name for ref in refs for p in graph.parents[graph.positions[ref.node]]]
+    names = graph.ancestors(parents)
+    return {ref for ref in changed if ref in refs or ref.node in names}
 
 
 def _patches_inside(graph: Graph, node: Call, patches: Patches) -> Patches:
@@ -220,13 +244,21 @@ def _deaths(plan: Plan, layout: _Layout) -> dict[int, tuple[int, ...]]:
 
 
 def _call_step(node: Call, layout: _Layout, states: dict[str, torch.Tensor], mode: Mode, dead: tuple[int, ...]) -> Step:
-    read, call = reader(node, layout.slots, layout.literal, states, mode)
-    own = any(isinstance(leaf, Generator) for leaf in leaves((node.args, tuple(value for _, value in node.kwargs))))
-    if node.draws is not None and not mode.fresh and not own:
-        call = _drawing(call, states[node.draws])
+    read, call = caller(node, layout.slots, layout.literal, states, mode)
     if node.is_dynamic:
         call = _of_recorded_shape(call, node, mode)
     return Step(node.name, read, call, layout.slots[Ref(node.name)], layout.parts[node.name], dead, node.source)
+
+
+def caller(
+    node: Call, slots: dict[Ref, int], literal: Callable[[Any], int], states: dict[str, torch.Tensor], mode: Mode
+) -> Any:
+    """How a call gets its arguments from the env, and how it is made, with its recorded draws: (read, call)."""
+    read, call = reader(node, slots, literal, states, mode)
+    own = any(isinstance(leaf, Generator) for leaf in leaves((node.args, tuple(value for _, value in node.kwargs))))
+    if node.draws is not None and not mode.fresh and not own:
+        call = _drawing(call, states[node.draws])
+    return read, call
 
 
 def reader(
@@ -338,18 +370,31 @@ def _guard_step(guard: Any, layout: _Layout, mode: Mode, recorded: Callable[[Ref
     return Step("a guard", read, ask, scratch, (), ())
 
 
-def _patch_step(node: Any, layout: _Layout, tree: Any, patch: Callable[..., Any], dead: tuple[int, ...]) -> Step:
+def _patch_step(node: Any, layout: _Layout, tree: Any, patch: Callable[..., Any]) -> Step:
     """A patch reads values of a node as the model saw them, and puts others in their place."""
     if type(tree) is Ref:
         slot = layout.slots[tree]
-        return Step(node.name, itemgetter(slice(slot, slot + 1)), patch, slot, (), dead)
+        return Step(node.name, itemgetter(slice(slot, slot + 1)), patch, slot, (), ())
     scratch = layout.literal(None)
 
     def read(env: Env) -> Any:
         return (thaw(tree, lambda leaf: env[layout.slots[leaf]] if type(leaf) is Ref else leaf),)
 
     parts = tuple([(path, layout.slots[ref]) for path, ref in _paths(tree)])
-    return Step(node.name, read, patch, scratch, parts, dead)
+    return Step(node.name, read, patch, scratch, parts, ())
+
+
+def _place_step(node: Any, layout: _Layout, refs: tuple[Ref, ...], patched: bool) -> Step:
+    """Gives values of a node places of their own in autograd's graph. See `placed`."""
+    slots = [layout.slots[ref] for ref in refs]
+    others = [layout.slots[ref] for ref in node.refs] if isinstance(node, Call) else []
+    if patched:
+        others += slots  # a patch may give any object, also one that stands elsewhere
+    read = itemgetter(*slots, *others) if len(slots) + len(others) > 1 else itemgetter(slice(slots[0], slots[0] + 1))
+    if len(refs) == 1:
+        return Step(node.name, read, placed, slots[0], (), ())
+    parts = tuple([((number,), slot) for number, slot in enumerate(slots)])
+    return Step(node.name, read, partial(all_placed, len(slots)), layout.literal(None), parts, ())
 
 
 def _paths(tree: Any, at: tuple[int, ...] = ()) -> Any:

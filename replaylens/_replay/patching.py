@@ -1,7 +1,7 @@
 """A user's patches as changes of a program's values.
 
 In: what was given for which sites, and the graph. Out: functions from a node's value to its new value, which check that
-the new one is of the recorded shape and dtype. What a reference has at a site is looked up here; nothing runs yet.
+the new one is of the recorded shape and dtype. References are bound to what they have there; nothing runs yet.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from typing import Any
 import torch
 
 from .._core.graph import Graph
-from .._core.node import Call, Ref, TensorMeaning
+from .._core.node import Ref, TensorMeaning, meanings_of, value_of
 from .._core.reference import Reference
 from .._core.text import listing
 from .._core.trees import freeze_deep, leaves, thaw
 from .._edit.acts import own_copy
+from .._edit.bind import bind
 from .._edit.patch import Apply, From, Patch, Set, patch_of
 from .._edit.select import Site
-from ..errors import BadPart, BadPatch, NoSuchLayer, ReplaylensError, ShapeMismatch
-from .request import At, Change, result_of, with_strides
+from ..errors import BadPart, BadPatch, ReplaylensError, ShapeMismatch
+from .request import At, Change, with_strides
 
 Changes = dict[int, tuple[Change, ...]]
 
@@ -32,17 +33,15 @@ def changes_of(
     wanted = _wanted(patch, start, sites)
     changed: Changes = {}
     ends: dict[Ref, Change] = {}
-    keys: dict[Ref, Any] = {}
+    keys: dict[tuple[bool, Ref], Any] = {}  # an output of the program is another value than the node that gives it
     for site, key, what in wanted:
         at = at_place(graph, site.place)
         made = change_at(graph, at, site.name, what)
-        for ref in _refs(made.tree):
-            ref = Ref("output", (ref.node, *ref.path)) if at.output is not None else ref  # type: ignore[arg-type]
-            if ref in keys:
-                raise ReplaylensError(
-                    f"two patches for {site.place.label}, under {keys[ref]!r} and {key!r}. Give one, or a list of both."
-                )
-            keys[ref] = key
+        for value in {(at.output is not None, ref) for ref in _refs(made.tree)}:
+            if value in keys:
+                both = f"under {keys[value]!r} and {key!r}"
+                raise ReplaylensError(f"two patches for {site.place.label}, {both}. Give one, or a list of both.")
+            keys[value] = key
         if at.output is not None:
             ends[at.output] = made
         else:
@@ -76,8 +75,8 @@ def change_at(graph: Graph, at: At, name: str, what: Any) -> Change:
     `name` is what the site is called in references.
     """
     node = graph.nodes[at.position]
-    tree = at.output or at.part or result_of(node)
-    meanings = _meanings(node)
+    tree = at.output or at.part or value_of(node)
+    meanings = meanings_of(node)
 
     def change(value: Any) -> Any:
         try:
@@ -109,7 +108,7 @@ def _new_value(node: str, tree: Any, meanings: dict[Ref, TensorMeaning], name: s
         return _for_each(node, tree, meanings, name, patch)
     for part in patch.parts:
         part.shape(meanings[tree].shape)  # also where nothing needs the value: a part that does not fit is an error
-    bound = patch.bound(_look(patch, name, None))
+    bound = bind(patch, name)
     if bound.part is None and isinstance(bound, (Set, From)) and isinstance(new := bound.terms()[1][0], torch.Tensor):
         return (lambda value: new), False
     return bound, bound.follows
@@ -133,8 +132,7 @@ def _for_each(node: str, tree: Any, meanings: dict[Ref, TensorMeaning], name: st
             "module that gives it, or patch what reads it."
         )
     bound = [
-        patch.bound(_look(patch, name, number)) if meanings[ref].dtype.is_floating_point else None
-        for number, ref in enumerate(refs)
+        bind(patch, name, number) if meanings[ref].dtype.is_floating_point else None for number, ref in enumerate(refs)
     ]
     if not any(bound):
         raise BadPatch(
@@ -147,36 +145,6 @@ def _for_each(node: str, tree: Any, meanings: dict[Ref, TensorMeaning], name: st
         return tuple([old if one is None else one(old) for one, old in zip(bound, flat, strict=True)])
 
     return each, any(one is None or one.follows for one in bound)
-
-
-def _look(patch: Patch, name: str, number: int | None) -> Callable[[Reference], torch.Tensor]:
-    """What a reference has at the site of this name; of several tensors the one of this number."""
-
-    def look(source: Reference) -> torch.Tensor:
-        try:
-            found = source._value_for(name)
-        except NoSuchLayer as error:
-            raise NoSuchLayer(
-                f"{patch!r} takes what {source!r} has at {name!r}, and it has no such layer: {error}\n"
-                "Say which layer of it is meant: From(other['...'])."
-            ) from error
-        flat: list[torch.Tensor] = []
-        freeze_deep(found, flat.append)
-        if (number is None and len(flat) != 1) or (number is not None and number >= len(flat)):
-            raise BadPatch(
-                f"{patch!r} takes what {source!r} has at {name!r}, and that is {len(flat)} tensors; "
-                f"{'one is' if number is None else 'more are'} needed here."
-            )
-        return flat[number or 0]
-
-    return look
-
-
-def _meanings(node: Any) -> dict[Ref, TensorMeaning]:
-    if not isinstance(node, Call):
-        return {Ref(node.name): node.meaning}
-    refs = [leaf for leaf in leaves(node.returns) if type(leaf) is Ref]
-    return dict(zip(refs, node.meaning, strict=True))
 
 
 def _checked(graph: Graph, node: Any, tree: Any, meanings: dict[Ref, TensorMeaning], old: Any, new: Any) -> Any:
@@ -218,7 +186,7 @@ def bound_patches(
     found = []
     for site, _, what in _wanted(patch, None, sites):
         at = at_place(graph, site.place)
-        tree = at.output or at.part or result_of(graph.nodes[at.position])
+        tree = at.output or at.part or value_of(graph.nodes[at.position])
         found.append((at, _bound(graph.nodes[at.position], tree, site.name, what)))
     return found
 
@@ -228,11 +196,8 @@ def _bound(node: Any, tree: Any, name: str, what: Any) -> list[tuple[Any, Patch]
         flat: list[torch.Tensor] = []
         freeze_deep(what, flat.append)
         return [(ref, Set(tensor)) for ref, tensor in zip(_refs(tree), flat, strict=True)]
-    patch, meanings = patch_of(what), _meanings(node)
+    patch, meanings = patch_of(what), meanings_of(node)
     if type(tree) is Ref or (isinstance(patch, Apply) and patch.part is None):
-        return [(tree, patch.bound(_look(patch, name, None)))]
-    return [
-        (ref, patch.bound(_look(patch, name, number)))
-        for number, ref in enumerate(_refs(tree))
-        if meanings[ref].dtype.is_floating_point
-    ]
+        return [(tree, bind(patch, name))]
+    floating = [pair for pair in enumerate(_refs(tree)) if meanings[pair[1]].dtype.is_floating_point]
+    return [(ref, bind(patch, name, number)) for number, ref in floating]

@@ -34,11 +34,13 @@ def plan(
     rerun_all: bool = False,
     keep: Iterable[int] = (),
     until: int | None = None,
+    again: Iterable[int] = (),
 ) -> Plan:
     """The causal cone: what a change can reach and the wanted nodes need, and what must be computed again for it.
 
     `known` marks nodes with a usable value; `changed` ones get another value than the recorded one; those `replaced`
-    do not even need it. With `rerun_all` every call is wanted, and nothing but sources is taken as known.
+    do not even need it. With `rerun_all` every call is wanted, and nothing but sources is taken as known. What follows
+    the nodes in `again` runs again on the same values, so that it asks no guard.
     """
     known_marks = bytearray(len(graph)) if not isinstance(known, bytearray) else known
     if known_marks is not known:
@@ -47,6 +49,8 @@ def plan(
     changed = tuple(sorted(set(changed)))
     dirty = _below(graph, changed)
     guards = _guards(graph, dirty, frozenset(changed), rerun_all, until)
+    if again := tuple(again):
+        dirty = _below(graph, (*changed, *again))
     ends = set(wanted) | {graph.positions[ref.node] for number in guards for ref in graph.guards[number].refs}
     if rerun_all and not replaced:
         run, supply = bytearray(graph.call_marks), _sources(graph, ends)

@@ -7,23 +7,24 @@ here the request is translated into positions and values, and the result read ba
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
-from attrs import define, evolve, field
+from attrs import define, evolve, field, frozen
 
 from .._core.graph import Graph
-from .._core.node import Call, Ref, State
-from .._core.pure import same_content, standing
+from .._core.node import Call, Ref, State, refs_of, value_of
+from .._core.pure import fresh_leaf, same_content, standing, untransformed
 from .._core.trees import leaves, thaw
 from ..errors import NotDifferentiable, ReplaylensError, StaleValue
 from .function import as_function
 from .guards import Departure, diverged, misdirected
 from .interpreter import Code, Mode, Patches, compile_plan, interpret, recorded_world
 from .plan import plan
-from .request import At, Change, Request, result_of
+from .request import At, Change, Request
 from .run import Run
 
 
@@ -49,6 +50,7 @@ class Record:
     draws: dict[str, torch.Tensor]
     live: dict[str, torch.Tensor] = field(factory=dict)  # the model's own parameters, by node name
     plans: dict[Any, Any] = field(factory=dict)
+    histories: frozenset[Ref] | None = None  # which values gradients flow through: see gradients.py
 
     def value(self, ref: Ref) -> torch.Tensor:
         """A recorded value, if nobody overwrote it since."""
@@ -56,6 +58,13 @@ class Record:
         if self.versions[ref] != version(tensor):
             raise StaleValue(_stale_text(self.graph, ref))
         return tensor
+
+    def steady_values(self) -> list[torch.Tensor]:
+        """All recorded values without their histories, if nobody overwrote one since."""
+        for ref, tensor in self.values.items():
+            if self.versions[ref] != version(tensor):
+                raise StaleValue(_stale_text(self.graph, ref))
+        return [tensor.detach() if tensor.requires_grad else tensor for tensor in self.values.values()]
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -65,8 +74,22 @@ def version(tensor: torch.Tensor) -> int:
         return -1
 
 
-def replay(record: Record, request: Request, resolve: Callable[[Any], At]) -> Run:
-    """Run what the request needs. `resolve` finds what a user's name means, for the Run's own lookups."""
+@frozen(eq=False)
+class Executed:
+    """What a request came to: the compiled plan, the env after its last step, where it left the recorded path."""
+
+    request: Request
+    wanted: frozenset[int]
+    code: Code
+    env: list[Any]
+    departures: list[Departure]
+
+    def __getitem__(self, ref: Ref) -> Any:
+        return self.env[self.code.slots[ref]]
+
+
+def execute(record: Record, request: Request) -> Executed:
+    """Run what the request needs."""
     departures: list[Departure] = []
 
     def departed(departure: Departure) -> None:
@@ -76,8 +99,8 @@ def replay(record: Record, request: Request, resolve: Callable[[Any], At]) -> Ru
 
     graph = record.graph
     request = _without_idle(record, request)
-    mode = Mode(request.grad, request.fresh, on_departure=departed)
     wanted = _wanted(graph, request)
+    mode = Mode(request.grad, request.fresh, on_departure=departed)
     code, needed = _compiled(record, request, wanted, mode)
     require_differentiable(record, request)
     for departure in _misdirected(graph, request):
@@ -85,7 +108,14 @@ def replay(record: Record, request: Request, resolve: Callable[[Any], At]) -> Ru
     env = needed.begin(record, request, code)
     with recorded_world(code.draws, graph), _as_running(departed, request.changed):
         interpret(code, env)
-    kept = wanted | request.keep
+    return Executed(request, wanted, code, env, departures)
+
+
+def replay(record: Record, request: Request, resolve: Callable[[Any], At]) -> Run:
+    """Run what the request needs. `resolve` finds what a user's name means, for the Run's own lookups."""
+    ran = execute(record, request)
+    graph, request, code, env = record.graph, ran.request, ran.code, ran.env
+    kept = ran.wanted | request.keep
 
     finish = _same if request.grad else _detached_leaf
 
@@ -93,14 +123,14 @@ def replay(record: Record, request: Request, resolve: Callable[[Any], At]) -> Ru
         position, node = at.position, graph.nodes[at.position]
         if at.output is not None and at.output in ended:
             return ended[at.output]
-        tree = at.output or at.part or result_of(node)
+        tree = at.output or at.part or value_of(node)
         refs = [leaf for leaf in leaves(tree) if type(leaf) is Ref]
         if position in kept and all(env[code.slots[ref]] is not None for ref in refs):
             return thaw(tree, get)
         if position in request.given and position not in request.changed:
             return request.given[position]
-        ran = node.name in code.executed or position in request.changed
-        if not ran and all(ref in record.values for ref in refs) and not request.grad:
+        same = node.name not in code.executed and position not in request.changed and position not in reached()
+        if same and all(ref in record.values for ref in refs) and not request.grad:
             return thaw(tree, lambda leaf: detached(record.value(leaf)) if type(leaf) is Ref else leaf)
         if request.fresh:
             raise ReplaylensError(
@@ -108,6 +138,12 @@ def replay(record: Record, request: Request, resolve: Callable[[Any], At]) -> Ru
             )
         again = replay(record, _only(graph, request, position), resolve)
         return again[at]
+
+    @cache
+    def reached() -> frozenset[int]:
+        """What the change can reach, also where the output did not need it."""
+        names = [graph.nodes[position].name for position in (*request.changed, *request.given)]
+        return frozenset([graph.positions[name] for name in graph.descendants(names)]) if names else frozenset()
 
     def by_name(name: Any) -> Any:
         return lookup(name if isinstance(name, At) else resolve(name))
@@ -122,7 +158,7 @@ def replay(record: Record, request: Request, resolve: Callable[[Any], At]) -> Ru
     ended = {ref: finish(change(env[code.slots[ref]])) for ref, change in request.ends.items()} if has_output else {}
     output = thaw(graph.output, end) if has_output else None
     changes = {address: get(ref) for address, ref in graph.changes} if has_output else {}
-    return Run(code.executed, changes, tuple(departures), output, has_output, by_name)
+    return Run(code.executed, changes, tuple(ran.departures), output, has_output, by_name)
 
 
 def _misdirected(graph: Graph, request: Request) -> Iterator[Departure]:
@@ -136,22 +172,29 @@ def _misdirected(graph: Graph, request: Request) -> Iterator[Departure]:
 
 def _without_idle(record: Record, request: Request) -> Request:
     """Without constants that are what was recorded anyway, at places where another value would lead away."""
+    if not (idle := idle_among(record, request.changed)):
+        return request
+    changed = {position: changes for position, changes in request.changed.items() if position not in idle}
+    return evolve(request, changed=changed, start=(*request.start, *idle))
+
+
+def idle_among(record: Record, changed: Mapping[int, tuple[Change, ...]]) -> list[int]:
+    """Where constants are what was recorded anyway, and another value would lead away."""
     graph, idle = record.graph, []
-    for position, changes in request.changed.items():
+    for position, changes in changed.items():
         node, change = graph.nodes[position], changes[0]
         delicate = isinstance(node, Call) and (
             node.is_overwritten or node.is_differentiated or _rerun_by(graph, node.name)
         )
         if delicate and len(changes) == 1 and not change.follows and _is_recorded(record, change):
             idle.append(position)
-    if not idle:
-        return request
-    changed = {position: changes for position, changes in request.changed.items() if position not in idle}
-    return evolve(request, changed=changed, start=(*request.start, *idle))
+    return idle
 
 
 def _is_recorded(record: Record, change: Change) -> bool:
     """Does a constant patch give what was recorded anyway?"""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False  # contents cannot be compared there
     refs = [leaf for leaf in leaves(change.tree) if type(leaf) is Ref]
     value = change(thaw(change.tree, lambda leaf: record.value(leaf) if type(leaf) is Ref else leaf))
     values = value if isinstance(value, (tuple, list)) else (value,)
@@ -184,7 +227,16 @@ def _only(graph: Graph, request: Request, position: int) -> Request:
 def _wanted(graph: Graph, request: Request) -> frozenset[int]:
     if request.to is not None:
         return frozenset((request.to,))
-    return frozenset([graph.positions[ref.node] for ref in graph.wanted_refs])
+    return frozenset([graph.positions[ref.node] for ref in (graph.output_refs if request.at else graph.wanted_refs)])
+
+
+def _places(graph: Graph, request: Request) -> dict[int, tuple[Ref, ...]]:
+    """The values at which a request asks for gradients, by position."""
+    places: dict[int, tuple[Ref, ...]] = {}
+    for ref in sorted(request.at, key=lambda ref: (graph.positions[ref.node], ref.path)):
+        position = graph.positions[ref.node]
+        places[position] = (*places.get(position, ()), ref)
+    return places
 
 
 def _compiled(record: Record, request: Request, wanted: frozenset[int], mode: Mode) -> tuple[Code, _Supply]:
@@ -204,6 +256,7 @@ def _compiled(record: Record, request: Request, wanted: frozenset[int], mode: Mo
         request.fresh,
         request.whole,
         request.to,
+        request.at,
     )
     entry = record.plans.get(key)
     if entry is None:
@@ -211,16 +264,20 @@ def _compiled(record: Record, request: Request, wanted: frozenset[int], mode: Mo
         fresh = (
             [p for p, node in enumerate(graph.nodes) if isinstance(node, Call) and node.draws] if request.fresh else []
         )
+        places = _places(graph, request)
         made = plan(
             graph,
             wanted,
             known,
             (*changed, *fresh),
             rerun_all=request.whole,
-            keep=request.keep,
+            keep=request.keep.union(places),
             until=request.to,
+            again=places,
         )
-        unreached = [graph.nodes[position].name for position in request.changed if position not in made.patch]
+        again = {name for p in made.run for name in graph.nodes[p].through}  # type: ignore[union-attr]
+        names = {p: graph.nodes[p].name for p in request.changed}
+        unreached = [name for p, name in names.items() if p not in made.patch and name not in again]
         if unreached and request.to is not None:
             raise ReplaylensError(
                 f"the patch at {unreached[0]} would do nothing: {graph.nodes[request.to].name}, which is asked for, "
@@ -230,9 +287,9 @@ def _compiled(record: Record, request: Request, wanted: frozenset[int], mode: Mo
             p: tuple([(c.tree, _patch_of_now(p, n)) for n, c in enumerate(changes)])
             for p, changes in request.changed.items()
         }
-        boxed_mode = Mode(mode.grad, mode.fresh, on_departure=lambda departure: _running.stack[-1][0](departure))
+        boxed_mode = evolve(mode, places=places, on_departure=lambda departure: _running.stack[-1][0](departure))
         code = compile_plan(graph, made, record.draws, boxed_mode, patches, lambda ref: record.value(ref))
-        refs = [ref for position in made.supply for ref in _refs_of(graph.nodes[position])]
+        refs = [ref for position in made.supply for ref in refs_of(graph.nodes[position])]
         needed = _Supply(refs, [code.slots[ref] for ref in refs], request)
         if len(record.plans) >= 64:
             record.plans.pop(next(iter(record.plans)))
@@ -246,7 +303,7 @@ class _Supply:
     def __init__(self, refs: list[Ref], slots: list[int], request: Request) -> None:
         self.refs, self.slots = refs, slots
         self.kept: tuple[list[torch.Tensor], list[int], list[Any]] | None = None
-        self.is_steady = not request.given and not request.grad
+        self.is_steady = not request.given and (not request.grad or bool(request.at))
 
     def begin(self, record: Record, request: Request, code: Code) -> list[Any]:
         """The env to begin with."""
@@ -302,20 +359,17 @@ def _known(record: Record, request: Request) -> bytearray:
             marks[position] = 1
         elif request.fresh and node.draws:
             continue
-        elif not request.grad or position in request.start:
-            marks[position] = all(ref in record.values for ref in _refs_of(node))
+        elif not request.grad or request.at or position in request.start:
+            marks[position] = all(ref in record.values for ref in refs_of(node))
     return marks
-
-
-def _refs_of(node: Any) -> list[Ref]:
-    if not isinstance(node, Call):
-        return [Ref(node.name)]
-    return list(dict.fromkeys(leaf for leaf in leaves(node.returns) if type(leaf) is Ref))
 
 
 def _supply(record: Record, request: Request, ref: Ref) -> Any:
     position = record.graph.positions[ref.node]
     given = request.given.get(position)
+    if request.at:  # a history begins there, and nowhere else
+        value = record.value(ref) if given is None else given
+        return fresh_leaf(value) if ref in request.at else value.clone() if value.is_inference() else value.detach()
     if given is not None:
         return given if request.grad else _flagged(given, record.values[ref])
     if request.grad and (live := record.live.get(ref.node)) is not None:
@@ -340,12 +394,18 @@ def as_leaf(tensor: torch.Tensor) -> torch.Tensor:
     """The same value without a history, and with its flag: torch chooses kernels by whether a tensor needs
     gradients.
     """
-    return tensor.detach().requires_grad_() if tensor.requires_grad and not tensor.is_inference() else tensor
+    if not tensor.requires_grad or tensor.is_inference():
+        return tensor
+    with untransformed():  # a recorded value stands outside of what runs now, and such a transform forbids the flag
+        return tensor.detach().requires_grad_()
 
 
 def _flagged(given: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
     """A given value without a history, and with the flag that the recorded one had."""
-    return given if given.is_inference() else given.detach().requires_grad_(recorded.requires_grad)
+    if given.is_inference():
+        return given
+    hidden = torch._C._functorch.peek_interpreter_stack() is not None  # a transform forbids the flag
+    return given.detach() if hidden else given.detach().requires_grad_(recorded.requires_grad)
 
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:
@@ -398,10 +458,10 @@ def function_of(record: Record, inputs: list[int], outputs: list[int] | None, gr
         code.slots[ref]: record.value(ref) if ref.node in record.live else as_leaf(record.value(ref))
         for position in made.supply
         if position not in inputs
-        for ref in _refs_of(graph.nodes[position])
+        for ref in refs_of(graph.nodes[position])
     }
 
-    trees = [graph.output] if outputs is None else [result_of(graph.nodes[position]) for position in outputs]
+    trees = [graph.output] if outputs is None else [value_of(graph.nodes[position]) for position in outputs]
     read = [_reader(tree, code.slots) for tree in trees]
 
     def finish(env: list[Any]) -> Any:
@@ -423,7 +483,7 @@ def _reader(tree: Any, slots: dict[Ref, int]) -> Callable[[list[Any]], Any]:
 
 def _watch(record: Record, supply: tuple[int, ...], inputs: list[int]) -> Callable[[], None]:
     """Asks whether any value that a function holds was overwritten since."""
-    refs = [ref for position in supply if position not in inputs for ref in _refs_of(record.graph.nodes[position])]
+    refs = [ref for position in supply if position not in inputs for ref in refs_of(record.graph.nodes[position])]
     tensors, versions = [record.values[ref] for ref in refs], [record.versions[ref] for ref in refs]
 
     def watch() -> None:
@@ -435,11 +495,11 @@ def _watch(record: Record, supply: tuple[int, ...], inputs: list[int]) -> Callab
 
 
 def _saved(record: Record, node: Any) -> bool:
-    return all(ref in record.values for ref in _refs_of(node))
+    return all(ref in record.values for ref in refs_of(node))
 
 
 def _only_ref(graph: Graph, position: int) -> Ref:
-    tree = result_of(graph.nodes[position])
+    tree = value_of(graph.nodes[position])
     if type(tree) is not Ref:
         raise ReplaylensError(
             f"{graph.nodes[position].name} gives several tensors; a function's input must be one tensor."

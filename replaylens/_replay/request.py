@@ -13,7 +13,7 @@ import torch
 from attrs import field, frozen
 
 from .._core.graph import Graph
-from .._core.node import Call, Ref, State, TensorMeaning
+from .._core.node import Ref, State, TensorMeaning
 from .._core.pure import in_layout
 from .._core.trees import Branch, freeze_deep, paths
 from ..errors import InputMismatch
@@ -59,12 +59,7 @@ class Request:
     fresh: bool = False
     on_divergence: str = "raise"
     whole: bool = False
-
-
-def result_of(node: Any) -> Any:
-    if not isinstance(node, Call):
-        return Ref(node.name)
-    return node.result if node.result is not None else node.returns
+    at: frozenset[Ref] = frozenset()  # where gradients are to be taken: nothing else begins a history
 
 
 def new_inputs(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, torch.Tensor]:

@@ -14,23 +14,12 @@ import torch
 from attrs import define, evolve, field, frozen
 
 from .._core.graph import Graph
-from .._core.node import Call, Const, Node, Ref, State, TensorMeaning
+from .._core.node import Call, Const, Node, Ref, State, TensorMeaning, meanings_of, value_of
 from .._core.pure import alias, mutate, writable_copy
 from .._core.target import Target
 from .._core.trees import Branch, freeze_deep, thaw
 from .._edit.arguments import Arguments, fitted, name_of
-from .._edit.rewrite import (
-    Splice,
-    fresh,
-    inward,
-    meanings_of,
-    names_within,
-    replace,
-    splice,
-    unread_sources,
-    value_of,
-    without,
-)
+from .._edit.rewrite import Splice, fresh, inward, names_within, replace, splice, unread_sources, without
 from .._edit.writes import with_plain
 from ..errors import BadEdit
 from .derive import Added, derive

@@ -1,0 +1,265 @@
+"""`python bench/sweeps.py [--quick]`: what sweeps and gradients cost, in plain forwards of the same model.
+
+One process, one thread, CPU time; plain forwards are run before, between and after, and the ratio is to their median.
+"hooks" is the same question asked by forward hooks on the whole model, one by one: its cost is known beforehand, one
+forward a variant. What a sweep gives is compared with hooks at some of its variants.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from time import process_time
+
+import models
+import torch
+from torch import nn
+
+import replaylens as rl
+
+ANSWER, OTHER = 11, 222
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="without GPT-2")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    rows = [("", "variants", "hooks", "replaylens", "first time", "budget", "farthest from hooks")]
+    jobs: list[Callable[[], tuple]] = [mlp, resnet, small_attention, small_convolutions]
+    if not options.quick:
+        jobs = [lambda: gpt2("sdpa", 80), lambda: gpt2("eager", 85), *jobs]
+    for job in jobs:
+        rows.append(job())
+        print("  ".join(map(str, rows[-1])), file=sys.stderr)
+    rows.extend(gradients(options.quick))
+    widths = [max(len(str(cell)) for cell in column) for column in zip(*rows)]
+    for row in rows:
+        print("  ".join(str(cell).ljust(width) for cell, width in zip(row, widths)).rstrip())
+
+
+def measured(
+    name: str, plain: Callable, sweep: Callable, wanted: dict, budget: object, repeats: int = 3
+) -> tuple[object, ...]:
+    """A row: what the sweep costs the first time and later, and how far it is from what hooks give."""
+    seconds = [clock(plain) for _ in range(9)]
+    first, found = clocked(sweep)
+    times = []
+    for _ in range(repeats):
+        seconds += [clock(plain) for _ in range(5)]
+        times.append(clock(sweep))
+    seconds += [clock(plain) for _ in range(9)]
+    unit = median(seconds)
+    error = max(float((found[key] - value).abs().max()) for key, value in wanted.items())
+    return name, len(found), len(found), f"{median(times) / unit:.3g}", f"{first / unit:.3g}", budget, f"{error:.1e}"
+
+
+def clocked(call: Callable) -> tuple[float, object]:
+    start = process_time()
+    result = call()
+    return process_time() - start, result
+
+
+def clock(call: Callable) -> float:
+    return clocked(call)[0]
+
+
+def gpt2(attention: str, budget: int) -> tuple[object, ...]:
+    """Every layer and position of the residual stream; clean and corrupt differ everywhere."""
+    torch.manual_seed(0)
+    model = models.gpt2().eval()
+    model.set_attn_implementation(attention)
+    clean = torch.randint(0, 50257, (1, 32))
+    corrupt = (clean + torch.randint(1, 50000, clean.shape)) % 50257
+    good, bad = (rl.capture(lambda ids: model(ids).logits, ids) for ids in (clean, corrupt))
+    sites = ["transformer.drop", *[f"transformer.h.{layer}" for layer in range(11)]]
+
+    def metric(logits: torch.Tensor) -> torch.Tensor:
+        return (logits[:, -1, ANSWER] - logits[:, -1, OTHER]).sum()
+
+    def sweep() -> rl.Sweep:
+        return rl.sweep(bad, sites, part="b [t] d", patch=rl.From(good), metric=metric)
+
+    def hooked(site: str, position: int) -> torch.Tensor:
+        def hook(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+            output = output.clone()
+            output[:, position] = good[site].value[:, position]
+            return output
+
+        return with_hook(model, site, hook, lambda: metric(model(corrupt).logits))
+
+    wanted = {(site, t): hooked(site, t) for site in sites[::4] for t in (0, 17, 31)}
+    return measured(f"GPT-2, {attention}: layer x position", lambda: model(corrupt).logits, sweep, wanted, budget, 1)
+
+
+def with_hook(model: nn.Module, site: str, hook: Callable, call: Callable) -> torch.Tensor:
+    handle = model.get_submodule(site).register_forward_hook(hook)
+    try:
+        return call()
+    finally:
+        handle.remove()
+
+
+class DeepMLP(nn.Module):
+    """200 layers of 32 units: nothing but overhead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(32, 32) for _ in range(200)])
+        self.acts = nn.ModuleList([nn.ReLU() for _ in range(200)])
+        for layer in self.layers:
+            nn.init.orthogonal_(layer.weight, gain=1.4)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, act in zip(self.layers, self.acts):
+            x = act(layer(x))
+        return self.head(x)
+
+
+def mlp() -> tuple[object, ...]:
+    """Two units of another input's, at one layer each time."""
+    torch.manual_seed(0)
+    model, inputs = DeepMLP().eval(), [torch.randn(8, 32) for _ in range(2)]
+    good, bad = (rl.capture(model, x) for x in inputs)
+    patch = rl.From(good, "b [unit]", unit=(3, 7))
+    variants = {layer: {f"acts.{layer}": patch} for layer in range(200)}
+
+    def hooked(layer: int) -> torch.Tensor:
+        def hook(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+            output = output.clone()
+            output[:, (3, 7)] = good[f"acts.{layer}"].value[:, (3, 7)]
+            return output
+
+        return with_hook(model, f"acts.{layer}", hook, lambda: model(inputs[1]))
+
+    wanted = {layer: hooked(layer) for layer in (0, 77, 199)}
+    return measured(
+        "MLP-200: a patch a layer", lambda: model(inputs[1]), lambda: rl.sweep(bad, variants=variants), wanted, 10, 9
+    )
+
+
+def lesions(name: str, model: nn.Module, x: torch.Tensor, sites: list[str], channels: int, budget: object) -> tuple:
+    prog = rl.capture(model, x)
+    variants = {
+        (site, channel): {site: rl.Zero("b [c] h w", c=channel)} for site in sites for channel in range(channels)
+    }
+
+    def hooked(site: str, channel: int) -> torch.Tensor:
+        def hook(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+            output = output.clone()
+            output[:, channel] = 0
+            return output
+
+        return with_hook(model, site, hook, lambda: model(x))
+
+    wanted = {(site, channel): hooked(site, channel) for site in sites[::3] for channel in (0, channels - 1)}
+    sweep = lambda: rl.sweep(prog, variants=variants)  # noqa: E731
+    return measured(name, lambda: model(x), sweep, wanted, budget, 1 if channels > 16 else 9)
+
+
+def resnet() -> tuple[object, ...]:
+    model, (x,) = models.build("resnet18")
+    sites = [f"stages.{stage}.{block}" for stage in range(4) for block in range(2)]
+    return lesions("ResNet-18: 64 channels at 8 places", model, x, sites, 64, 190)
+
+
+def small_convolutions() -> tuple[object, ...]:
+    """Must not lose against replaying one by one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 16, 3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(2704, 10),
+    )
+    x = torch.randn(1, 3, 32, 32)
+    prog = rl.capture(model, x)
+    one_by_one = looped(prog, {(s, c): {s: rl.Zero("b [c] h w", c=c)} for s in ("1", "4") for c in range(8)}, None)
+    return lesions(
+        "small convolutions: 16 lesions", model, x, ["1", "4"], 8, f"{one_by_one / forward(model, x):.3g} (loop)"
+    )
+
+
+class SmallAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.unembed = nn.Embedding(50, 32), nn.Linear(32, 50)
+        self.blocks = nn.ModuleList([nn.TransformerEncoderLayer(32, 4, 64, batch_first=True) for _ in range(3)])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.unembed(x)
+
+
+def small_attention() -> tuple[object, ...]:
+    """Must not lose against replaying one by one."""
+    torch.manual_seed(0)
+    model, ids = SmallAttention().eval(), torch.randint(0, 50, (1, 12))
+    prog = rl.capture(model, ids)
+    sites = [f"blocks.{layer}" for layer in range(3)]
+
+    def metric(logits: torch.Tensor) -> torch.Tensor:
+        return logits[:, -1, 3].sum()
+
+    def sweep() -> rl.Sweep:
+        return rl.sweep(prog, sites, part="b [t] d", patch=rl.Zero(), metric=metric)
+
+    def hooked(site: str, position: int) -> torch.Tensor:
+        def hook(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+            output = output.clone()
+            output[:, position] = 0
+            return output
+
+        return with_hook(model, site, hook, lambda: metric(model(ids)))
+
+    variants = {(site, t): {site: rl.Zero("b [t] d", t=t)} for site in sites for t in range(12)}
+    one_by_one = looped(prog, variants, metric) / forward(model, ids)
+    wanted = {(site, 5): hooked(site, 5) for site in sites}
+    return measured(
+        "small attention: layer x position", lambda: model(ids), sweep, wanted, f"{one_by_one:.3g} (loop)", 9
+    )
+
+
+def looped(prog: rl.Program, variants: dict, metric: Callable | None) -> float:
+    """Seconds of the same variants, one replay each."""
+
+    def loop() -> list:
+        outputs = [prog.replay(patch=patch).output for patch in variants.values()]
+        return [metric(output) for output in outputs] if metric else outputs
+
+    loop()
+    return median(clock(loop) for _ in range(7))
+
+
+def forward(model: nn.Module, x: torch.Tensor) -> float:
+    return median(clock(lambda: model(x)) for _ in range(15))
+
+
+def gradients(quick: bool) -> list[tuple[object, ...]]:
+    """Gradients of a metric at every node, in one backward pass."""
+    rows = []
+    for name in ("mlp200", "resnet18") if quick else ("mlp200", "resnet18", "gpt2"):
+        model, args = models.build(name)
+        prog = rl.capture(model, *args)
+        plain, every = partial(model, *args), partial(prog.grads, of=total)
+        clock(every)
+        pairs = [(clock(every), clock(plain)) for _ in range(3 if name == "gpt2" else 15)]
+        ratio = median(mine / other for mine, other in pairs)
+        rows.append((f"{name}: gradients at every node", "", "", f"{ratio:.3g}", "", 2.7, ""))
+    return rows
+
+
+def total(output: object) -> torch.Tensor:
+    return (output if isinstance(output, torch.Tensor) else output.logits).float().sum()
+
+
+if __name__ == "__main__":
+    main()

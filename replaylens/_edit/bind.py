@@ -1,0 +1,37 @@
+"""A patch bound to a site: tensors in the place of its references.
+
+In: a patch, and the name of the site in the programs and runs that it takes from. Out: the patch that is a pure
+function of one tensor; or an error that says what is not there.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .._core.reference import Reference
+from .._core.trees import freeze_deep
+from ..errors import BadPatch, NoSuchLayer
+from .patch import Patch
+
+
+def bind(patch: Patch, name: str, number: int | None = None) -> Patch:
+    """The patch with what its references have at the site of this name; of several tensors the one of this number."""
+
+    def look(source: Reference) -> torch.Tensor:
+        try:
+            found = source._value_for(name)
+        except NoSuchLayer as error:
+            raise NoSuchLayer(
+                f"{patch!r} takes what {source!r} has at {name!r}, and it has no such layer: {error}\n"
+                "Say which layer of it is meant: From(other['...'])."
+            ) from error
+        flat: list[torch.Tensor] = []
+        freeze_deep(found, flat.append)
+        if (number is None and len(flat) != 1) or (number is not None and number >= len(flat)):
+            raise BadPatch(
+                f"{patch!r} takes what {source!r} has at {name!r}, and that is {len(flat)} tensors; "
+                f"{'one is' if number is None else 'more are'} needed here."
+            )
+        return flat[number or 0]
+
+    return patch.bound(look)

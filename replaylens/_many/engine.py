@@ -1,0 +1,322 @@
+"""A chunk of variants in one pass: each joins at its own node, and every node runs once for all who have reached it.
+
+In: a Machine, and variants, each a list of changes at positions. Out: what each variant makes of the values asked for.
+Nothing is computed that no change can reach, that nobody reads, or whose row is as recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from attrs import frozen
+
+from .._core.node import Context, Guard, Ref
+from .._core.trees import leaves, thaw
+from .._replay.guards import Departure, content_departure, guard_departure, shape_departure
+from .._replay.interpreter import modes, recorded_world
+from .._replay.request import Change
+from .delta import Delta, Pairs, chosen, folded, joined, kept, lane_value, packed, stacked, without
+from .demand import Rows, taking
+from .machine import WORTH_PACKING, Machine
+from .rules import Alignment
+from .steps import Departed, NotAlike, Step
+
+Tensor = torch.Tensor
+Deltas = Sequence[Delta | None]
+
+
+@frozen(eq=False)
+class Variant:
+    """One set of changes: at which positions, what."""
+
+    number: int
+    changes: tuple[tuple[int, Change], ...]
+
+    @property
+    def first(self) -> int:
+        return min(position for position, _ in self.changes)
+
+
+@frozen(eq=False)
+class Route:
+    """How a step is run on values of certain forms: the rows that are alike, and whether to look for those that
+    differ. `fits`: the values lie as they must already.
+    """
+
+    align: Alignment
+    packs: bool
+    fits: bool
+
+
+def run(machine: Machine, variants: Sequence[Variant], departed: Callable[[int, Departure], None]) -> dict[Ref, Delta]:
+    """The ends' values of these variants, where they differ from the recorded ones. Variants that leave the recorded
+    path are reported, and dropped.
+    """
+    with torch.no_grad(), recorded_world(machine.draws, machine.graph):
+        return _Chunk(machine, variants, departed).run()
+
+
+_UNKNOWN: Any = object()
+
+
+class _Chunk:
+    """The mutable state of one pass: `env` holds the values that differ, by slot."""
+
+    def __init__(
+        self, machine: Machine, variants: Sequence[Variant], departed: Callable[[int, Departure], None]
+    ) -> None:
+        self.machine, self.departed = machine, departed
+        self.env: list[Delta | None] = [None] * len(machine.values)
+        self.limited: dict[tuple[int, Rows], Any] = {}  # pairs that were cut to a demand already
+        self.gone: set[int] = set()
+        self.joins: dict[int, list[tuple[int, Change]]] = {}
+        for variant in variants:
+            for position, change in variant.changes:
+                self.joins.setdefault(position, []).append((variant.number, change))
+
+    def run(self) -> dict[Ref, Delta]:
+        machine = self.machine
+        cone, dying = machine.way(frozenset(self.joins))
+        guards = sorted(machine.graph.guards, key=lambda guard: guard.position, reverse=True)
+        calls, nodes = machine.graph.call_marks, machine.graph.nodes
+        context: Context | None = None
+        with ExitStack() as stack:
+            for position in cone:
+                while guards and guards[-1].position <= position:
+                    self._ask(guards.pop())
+                if calls[position]:
+                    node = nodes[position]
+                    if node.context is not context:  # type: ignore[union-attr]
+                        stack.close()
+                        context = node.context  # type: ignore[union-attr]
+                        stack.enter_context(_modes_of(context))
+                    self._execute(machine.step(position))
+                if position in self.joins:
+                    self._join(self.joins[position])
+                for slot in dying.get(position, ()):
+                    self.env[slot] = None
+            while guards:
+                self._ask(guards.pop())
+        found = [(ref, self.env[machine.slot[ref]]) for ref in machine.ends]
+        return {ref: delta for ref, delta in found if delta is not None}
+
+    # -- running a node ------------------------------------------------------------------------------------------------
+
+    def _execute(self, step: Step) -> None:
+        env = self.env
+        deltas = [env[slot] for slot in step.reads]
+        for number in step.unread:
+            deltas[number] = None
+        if not any(deltas):
+            return
+        try:
+            found = self._taken(step, deltas) if step.is_index else None
+            if found is None:
+                found = self._aligned(step, deltas)
+            if found is None:
+                found, at_once = step.whole(deltas)
+                if not at_once:
+                    self.machine.alone[step.node.name] = step.node.kind
+        except Departed as error:
+            shapes = error.shapes
+            wanted = step.node.meaning[0].shape
+            self._drop(shapes, lambda lane: shape_departure(step.node, wanted, shapes[lane]))
+            self._execute(step)
+            return
+        for slot, delta, result in zip(step.gives, found, step.results, strict=False):  # no rows, no values
+            self._keep(slot, delta, result)
+
+    def _keep(self, slot: int, delta: Delta, recorded: Tensor) -> None:
+        """Remember a value, cut to what anybody reads of it."""
+        wanted = self.machine.wanted
+        if slot not in wanted:
+            return
+        rows = wanted[slot]
+        if rows is not None:
+            delta = self._cut(delta, rows, recorded)
+        if len(delta.pairs):
+            self.env[slot] = delta
+
+    def _cut(self, delta: Delta, rows: Rows, recorded: Tensor) -> Delta:
+        axis, numbers = rows
+        if delta.axis is not None and delta.axis != axis and not delta.is_dense:
+            return delta
+        if delta.axis == axis and (id(delta.pairs), rows) in self.limited:
+            return delta
+        delta = chosen(delta, axis, recorded, numbers)
+        self.limited[id(delta.pairs), rows] = delta.pairs
+        return delta
+
+    def _aligned(self, step: Step, deltas: Deltas) -> list[Delta] | None:
+        """Run row by row, if there is a way that all changed values can take."""
+        rows = self.machine.demanded(step)
+        forms = [None if delta is None else (delta.axis, delta.pairs.codes is None) for delta in deltas]
+        key = (self.machine.packs, rows and rows[0], *forms)
+        route: Route | None = step.routes.get(key, _UNKNOWN)
+        if route is _UNKNOWN:
+            route = step.routes[key] = self._route(step, deltas)
+        if route is None:
+            return None
+        align = route.align
+        if rows is None and route.fits:
+            return self._by_rows(step, align, deltas)
+        ready = deltas if route.fits else self._laid(step, deltas, route)
+        if rows is not None and rows[0] == align.outputs[0]:
+            ready = [
+                None if delta is None else self._cut(delta, (axis or 0, rows[1]), recorded)
+                for delta, axis, recorded in zip(ready, align.operands, step.recorded, strict=True)
+            ]
+        found = self._by_rows(step, align, ready)
+        if self.machine.scratch.lent:
+            self.machine.scratch.take_back(found or ())
+        return self._aligned(step, deltas) if found is None else found
+
+    def _by_rows(self, step: Step, align: Alignment, deltas: Deltas) -> list[Delta] | None:
+        try:
+            return step.by_rows(align, deltas)
+        except NotAlike:
+            step.like.proved[align] = False
+            step.routes.clear()
+            return None
+
+    def _route(self, step: Step, deltas: Deltas) -> Route | None:
+        changed = [number for number, delta in enumerate(deltas) if delta is not None]
+        possible = [align for align in step.alignments if all(align.operands[number] is not None for number in changed)]
+        while possible:
+            align, packs = self._best(step, possible, deltas, changed)
+            if step.holds(align):
+                fits = not packs and all(deltas[n].axis == align.operands[n] for n in changed)  # type: ignore[union-attr]
+                return Route(align, packs, fits)
+            possible.remove(align)
+        return None
+
+    def _best(
+        self, step: Step, possible: list[Alignment], deltas: Deltas, changed: list[int]
+    ) -> tuple[Alignment, bool]:
+        """The way that keeps sparse values sparse; and whether dense ones are to be looked through for what differs."""
+        axes = {number: delta.axis for number, delta in enumerate(deltas) if delta is not None}
+        sparse = [number for number, delta in enumerate(deltas) if delta is not None and not delta.is_dense]
+        costly = self.machine.packs and step.work >= WORTH_PACKING
+        if (rows := self.machine.demanded(step)) is not None:
+            for align in possible:
+                if align.outputs[0] == rows[0]:
+                    return align, False
+        if sparse:
+            for align in possible:
+                if all(align.operands[number] == axes[number] for number in sparse):
+                    return align, costly or len(sparse) < len(changed)
+        elif costly:
+            first = changed[0]
+            sizes = [step.recorded[first].shape[align.operands[first] or 0] for align in possible]
+            best = max(range(len(possible)), key=lambda n: (sizes[n], -n))
+            if sizes[best] > 1:
+                return possible[best], True
+        for align in possible:
+            if all((axes[number] or 0) == align.operands[number] for number in changed):
+                return align, False
+        return possible[0], False
+
+    def _laid(self, step: Step, deltas: Deltas, route: Route) -> list[Delta | None]:
+        """The values as the route wants them: sparse along its axes, or all rows of each variant."""
+        found: list[Delta | None] = []
+        for delta, axis, recorded in zip(deltas, route.align.operands, step.recorded, strict=True):
+            if delta is None:
+                found.append(None)
+                continue
+            assert axis is not None
+            if route.packs and recorded.shape[axis] > 1 and (delta.is_dense or delta.axis != axis):
+                found.append(packed(delta, axis, recorded))
+            else:
+                found.append(delta if delta.axis == axis else folded(delta, axis, recorded, self.machine.scratch))
+        return found
+
+    def _taken(self, step: Step, deltas: Deltas) -> list[Delta] | None:
+        """An index that takes one row: only that row is looked at, and it is a whole value afterwards."""
+        delta = deltas[0]
+        if delta is None or delta.axis is None or delta.is_dense or (at := taking(step, delta.axis)) is None:
+            return None
+        row, rest = at
+        some = kept(delta, delta.pairs.rows == row)
+        if not len(some.pairs):
+            return []
+        return [stacked(some.pairs.lanes, some.data.movedim(some.axis or 0, 0)[rest])]
+
+    # -- variants that join, and those that leave ---------------------------------------------------------------------
+
+    def _join(self, changes: list[tuple[int, Change]]) -> None:
+        """Variants whose change is here: the value as it is for them so far, changed."""
+        machine = self.machine
+        news: dict[int, list[tuple[int, Tensor]]] = {}
+        for lane, change in sorted(changes, key=lambda pair: pair[0]) if len(changes) > 1 else changes:
+            if lane not in self.gone:
+                for slot, new in self._changed(lane, change):
+                    news.setdefault(slot, []).append((lane, new))
+        for slot, pairs in news.items():
+            recorded = machine.values[slot]
+            lanes = tuple([lane for lane, _ in pairs])
+            values = [new for _, new in pairs]
+            axis = machine.row_axis(slot)
+            if axis is not None and len(values) == 1 and not machine.packs:
+                fresh = Delta(axis, Pairs(recorded.shape[axis], lanes, device=recorded.device), values[0])
+            else:
+                fresh = stacked(lanes, torch.stack(values))
+                if axis is not None:
+                    fresh = packed(fresh, axis, recorded) if machine.packs else folded(fresh, axis, recorded)
+            old, self.env[slot] = self.env[slot], None
+            left = without(old, lanes) if old is not None else None
+            self._keep(slot, fresh if left is None else joined(left, fresh, recorded), recorded)
+
+    def _changed(self, lane: int, change: Change) -> list[tuple[int, Tensor]]:
+        if type(change.tree) is Ref:
+            slot = self.machine.slot[change.tree]
+            value = self._value(slot, lane)
+            new = change.free(value)
+            if type(new) is not Tensor or new.shape != value.shape or new.dtype != value.dtype:
+                new = change.make(value)  # raises, and says what is wrong
+            return [(slot, new.detach() if new.requires_grad else new)]
+        slots = [self.machine.slot[leaf] for leaf in leaves(change.tree) if type(leaf) is Ref]
+        now = thaw(change.tree, lambda leaf: self._value(self.machine.slot[leaf], lane) if type(leaf) is Ref else leaf)
+        news = change.make(now)
+        return [(slot, new.detach()) for slot, new in zip(slots, news, strict=True)]
+
+    def _value(self, slot: int, lane: int) -> Tensor:
+        recorded, delta = self.machine.values[slot], self.env[slot]
+        return recorded if delta is None else lane_value(delta, lane, recorded)
+
+    def _ask(self, guard: Guard) -> None:
+        """Ask a guard again, for each variant that has another value there."""
+        slots = [self.machine.slot[ref] for ref in guard.refs]
+        lanes = {lane for slot in slots if (delta := self.env[slot]) is not None for lane in delta.pairs.lanes}
+        found: dict[int, Departure] = {}
+        for lane in sorted(lanes):
+            if (departure := self._departure(guard, lane)) is not None:
+                found[lane] = departure
+        self._drop(found, found.__getitem__)
+
+    def _departure(self, guard: Guard, lane: int) -> Departure | None:
+        slot = self.machine.slot
+
+        def leaf(value: Any) -> Any:
+            return self._value(slot[value], lane) if type(value) is Ref else value
+
+        if guard.has_result:
+            args, kwargs = [thaw(arg, leaf) for arg in guard.args], {k: thaw(v, leaf) for k, v in guard.kwargs}
+            return guard_departure(guard, guard.target.function(*args, **kwargs))
+        found = (content_departure(guard, self.machine.values[slot[ref]], leaf(ref)) for ref in guard.refs)
+        return next((one for one in found if one is not None), None)
+
+    def _drop(self, lanes: Iterable[int], why: Callable[[int], Departure]) -> None:
+        gone = set(lanes)
+        for lane in sorted(gone):
+            self.departed(lane, why(lane))
+        self.gone |= gone
+        if gone:
+            self.env = [None if delta is None else without(delta, gone) for delta in self.env]
+
+
+def _modes_of(context: Context) -> Any:
+    """The recorded autocast; gradients are off in a sweep."""
+    return modes(Context(False, False, context.autocast))

@@ -1,0 +1,390 @@
+"""One node, run for many variants at once: row by row, under vmap, or variant by variant.
+
+In: a call of the program, and the Deltas of what it reads. Out: the Deltas of what it gives. A way of running a node is
+proved on the recorded values before it is trusted, once for all nodes that are called alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+from attrs import define, evolve, field, frozen
+
+from .._core.node import Call, Ref, TensorMeaning
+from .._core.pure import mutate
+from .._core.trees import Branch, leaves, remake
+from .._replay.interpreter import Mode, caller
+from .delta import Delta, Pairs, dense, rows_of, stacked, together
+from .rules import Alignment, Facts, Operand, alignments, unread
+
+Tensor = torch.Tensor
+
+
+@frozen(eq=False)
+class Like:
+    """What is known of all nodes that are called alike: their alignments, and which of them are proved."""
+
+    alignments: tuple[Alignment, ...]
+    unread: frozenset[int]
+    proved: dict[Alignment, bool] = field(factory=dict)
+    vmaps: list[bool] = field(factory=list)  # empty: not tried yet
+    shared: dict[Any, Any] = field(factory=dict)  # what follows from which operands are the same value
+
+    def aligned(self, where: tuple[int, ...]) -> tuple[Alignment, ...]:
+        """The alignments with an axis for each value, of which `where` tells which operand it is."""
+        found = []
+        for align in self.alignments:
+            axes: dict[int, int | None] = {}
+            if all(axes.setdefault(number, axis) == axis for number, axis in zip(where, align.operands, strict=True)):
+                operands = tuple([axes[number] for number in range(len(axes))])
+                found.append(Alignment(operands, align.outputs, align.resizes))
+        return tuple(found)
+
+    def free(self, where: tuple[int, ...]) -> frozenset[int]:
+        """The values of which only the shape is read, wherever they stand."""
+        free = {where[operand] for operand in self.unread}
+        return frozenset(free - {number for n, number in enumerate(where) if n not in self.unread})
+
+
+@define(eq=False, slots=False)
+class Step:
+    """A node with what is needed to run it for many variants."""
+
+    node: Call
+    reads: tuple[int, ...]  # the slots of what it reads, each once
+    recorded: tuple[Tensor, ...]  # the recorded values of these
+    outputs: tuple[Ref, ...]
+    gives: tuple[int, ...]  # the slots of these
+    results: tuple[Tensor, ...]  # the recorded values of what it gives
+    like: Like
+    where: tuple[int, ...]  # of each operand: its number among refs
+    call: Callable[[Sequence[Any]], Any]
+    alignments: tuple[Alignment, ...] = field(init=False)  # proved when they are first used
+    unread: frozenset[int] = field(init=False)
+    is_index: bool = field(init=False)
+    is_single: bool = field(init=False)  # it gives one tensor
+    routes: dict[Any, Any] = field(init=False)  # how to run it, by the forms of what it reads; shared by all alike
+
+    def __attrs_post_init__(self) -> None:
+        known = self.like.shared.get(self.where)
+        if known is None:
+            known = self.like.shared[self.where] = (self.like.aligned(self.where), self.like.free(self.where), {})
+        self.alignments, self.unread, self.routes = known
+        self.is_single = len(self.outputs) == 1 and not self.outputs[0].path
+        self.is_index = self.node.target.short == "__getitem__"
+
+    @cached_property
+    def work(self) -> float:
+        """Multiplications, where it is a product of matrices; else zero."""
+        name = self.node.target.short
+        if name not in ("linear", "addmm", "matmul", "mm", "bmm", "baddbmm") or not self.results[0].dim():
+            return 0.0
+        return self.multiplications
+
+    @property
+    def multiplications(self) -> float:
+        """Multiplications of products, convolutions and attention, roughly; zero for what only walks over numbers."""
+        name, out = self.node.target.short, self.results[0].numel()
+        shapes = [value.shape for value in self.recorded]
+        if name in ("linear", "matmul", "mm", "bmm") and shapes[0]:
+            return float(out * shapes[0][-1])
+        if name in ("addmm", "baddbmm") and len(shapes) > 1:
+            return float(out * shapes[-2][-1])
+        if name.startswith("conv") and len(shapes) > 1:
+            return float(out * prod(shapes[1][1:]))
+        if name == "scaled_dot_product_attention" and len(shapes) > 1:
+            return float(2 * out * shapes[1][-2])
+        if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+            return float(prod(shapes[0][:-1]) * sum(prod(shape) for shape in shapes[1:] if len(shape) == 2))
+        return 0.0
+
+    def holds(self, align: Alignment) -> bool:
+        """Is this alignment true here? Tried once on the recorded values for all calls alike."""
+        known = self.like.proved.get(align)
+        if known is None:
+            known = self.like.proved[align] = self._prove(align)
+        return known
+
+    def _prove(self, align: Alignment) -> bool:
+        """Run on the last row, the first one and the last one again, and compare with these rows of the result."""
+        count = next(
+            value.shape[axis] for value, axis in zip(self.recorded, align.operands, strict=True) if axis is not None
+        )
+        pairs = Pairs(count, None, torch.tensor([count - 1, count, 3 * count - 1]), self.recorded[0].device)
+        values = [
+            value if axis is None else value.index_select(axis, pairs.rows)
+            for value, axis in zip(self.recorded, align.operands, strict=True)
+        ]
+        try:
+            found = self.parts(self._resized(values, align, pairs) if align.resizes else self.call(values))
+        except Exception:  # whatever it is, the call does not take rows in this way
+            return False
+        return all(
+            _close(new, result.index_select(axis, pairs.rows))
+            for new, result, axis in zip(found, self.results, align.outputs, strict=True)
+        )
+
+    def by_rows(self, align: Alignment, deltas: Sequence[Delta | None]) -> list[Delta]:
+        """The rows that differ, all in one call. The Deltas lie along the axes of the alignment."""
+        pairs, changed = together(deltas, self.recorded)
+        if not len(pairs):
+            return []
+        values = [
+            data if data is not None else value if axis is None else rows_of(value, axis, pairs)
+            for data, value, axis in zip(changed, self.recorded, align.operands, strict=True)
+        ]
+        result = self._resized(values, align, pairs) if align.resizes else self.call(values)
+        if self.is_single:
+            axis = align.outputs[0]
+            if result.dim() != self.results[0].dim() or result.shape[axis] != len(pairs):
+                raise NotAlike
+            return [Delta(axis, pairs, result)]
+        found = self.parts(result)
+        count = len(pairs)
+        for new, result, axis in zip(found, self.results, align.outputs, strict=True):
+            if new.dim() != result.dim() or new.shape[axis] != count:
+                raise NotAlike
+        return [Delta(axis, pairs, data) for data, axis in zip(found, align.outputs, strict=True)]
+
+    def _resized(self, values: Sequence[Tensor], align: Alignment, pairs: Pairs) -> Any:
+        number = next(n for n, axis in enumerate(align.operands) if axis is not None)
+        shape, axis = self.results[0].shape, align.outputs[0]
+        sizes = (*shape[:axis], len(pairs), *shape[axis + 1 :])
+        return values[number].reshape(sizes) if align.resizes == "reshape" else values[number].expand(sizes)
+
+    def whole(self, deltas: Sequence[Delta | None]) -> tuple[list[Delta], bool]:
+        """Every variant's whole value: under vmap where that is right, else one by one. And whether it was vmap."""
+        stacks = [
+            None if delta is None else dense(delta, value) for delta, value in zip(deltas, self.recorded, strict=True)
+        ]
+        pairs, changed = together(stacks, self.recorded)
+        lanes = pairs.lanes
+        if self._may_vmap() and self._vmaps(changed):
+            try:
+                found = self._vmapped(changed, len(lanes))
+                return [stacked(lanes, data) for data in found], True
+            except RuntimeError:  # such as a view that this memory layout does not have: each lies right by itself
+                pass
+        return self._looped(changed, lanes), False
+
+    def _may_vmap(self) -> bool:
+        """No draws, no shapes that contents decide, no gradient on the way, and no rule of torch's that is wrong."""
+        node = self.node
+        inner = node.args[0].short if node.target.function is mutate else node.target.short
+        return node.draws is None and not node.is_dynamic and not node.through and inner.strip("_") not in _WRONG
+
+    def _vmaps(self, changed: Sequence[Tensor | None]) -> bool:
+        """Does the call work under vmap? Tried once: the recorded values beside others, which must not mix."""
+        if not self.like.vmaps:
+            copies = [
+                None if data is None else torch.stack((value.flip(tuple(range(value.dim()))), value))
+                for data, value in zip(changed, self.recorded, strict=True)
+            ]
+            try:
+                found = self._vmapped(copies, 2)
+                good = all(_close(new[1], result) for new, result in zip(found, self.results, strict=True))
+            except Exception:  # no rule for it: the loop is always right
+                good = False
+            self.like.vmaps.append(good)
+        return self.like.vmaps[0]
+
+    def _vmapped(self, changed: Sequence[Tensor | None], count: int) -> list[Tensor]:
+        def once(values: Sequence[Tensor]) -> list[Tensor]:
+            return self.parts(self.call(values))
+
+        return batched(once, changed, self.recorded, count)
+
+    def _looped(self, changed: Sequence[Tensor | None], lanes: tuple[int, ...]) -> list[Delta]:
+        rows = []
+        for number in range(len(lanes)):
+            values = [
+                value if data is None else laid_like(data[number], value)
+                for data, value in zip(changed, self.recorded, strict=True)
+            ]
+            rows.append(self.parts(self.call(values)))
+        return [_stacked_or_departed(self.node, lanes, column) for column in zip(*rows, strict=True)]
+
+    def parts(self, result: Any) -> list[Tensor]:
+        """The tensors in what the call gave, in the order of `outputs`."""
+        if self.is_single:
+            return [result]
+        found = []
+        for ref in self.outputs:
+            part = result
+            for index in ref.path:
+                part = part[index]
+            found.append(part)
+        return found
+
+
+def laid_like(tensor: Tensor, recorded: Tensor) -> Tensor:
+    """The tensor in the recorded memory layout: the order of random draws, for one, follows it."""
+    if tensor.stride() == recorded.stride() or not recorded.numel() or 0 in recorded.stride():
+        return tensor
+    made = torch.empty_strided(recorded.shape, recorded.stride(), dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor)
+
+
+_WRONG = frozenset(("masked_scatter",))  # vmap of torch 2.13: one variant's source goes on where another's ended
+
+
+class NotAlike(Exception):
+    """A call did not treat rows alike after all."""
+
+
+class Departed(Exception):
+    """Some variants give another shape than the recorded one."""
+
+    def __init__(self, node: Call, shapes: dict[int, tuple[int, ...]]) -> None:
+        super().__init__(node.name)
+        self.node, self.shapes = node, shapes
+
+
+def _stacked_or_departed(node: Call, lanes: tuple[int, ...], values: tuple[Tensor, ...]) -> Delta:
+    wanted = node.meaning[0].shape if len(node.meaning) == 1 else tuple(values[0].shape)
+    others = {
+        lane: tuple(value.shape) for lane, value in zip(lanes, values, strict=True) if tuple(value.shape) != wanted
+    }
+    if others:
+        raise Departed(node, others)
+    return stacked(lanes, torch.stack(values))
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    """Equal but for what another size of a batch does to the last bits."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not (one.is_floating_point() or one.is_complex()):
+        return bool(torch.equal(one, other))
+    if torch.equal(one, other):
+        return True
+    tolerance = 1e-4 if one.dtype not in (torch.bfloat16, torch.float16) else 2e-2
+    scale = torch.nan_to_num(other.abs(), nan=0.0, posinf=0.0).max() if other.numel() else 0.0
+    return bool(torch.isclose(one, other, rtol=tolerance, atol=tolerance * float(scale), equal_nan=True).all())
+
+
+_functorch: Any = torch._C._functorch
+_warn_of_fallbacks = getattr(_functorch, "_set_vmap_fallback_warning_enabled", lambda wanted: None)
+_IS_RAW = all(
+    hasattr(_functorch, name)
+    for name in ("_vmap_increment_nesting", "_vmap_decrement_nesting", "_add_batch_dim", "_remove_batch_dim")
+)
+
+
+def batched(
+    function: Callable[[Sequence[Tensor]], list[Tensor]],
+    changed: Sequence[Tensor | None],
+    others: Sequence[Tensor],
+    count: int,
+) -> list[Tensor]:
+    """`function` under vmap: values that are None among `changed` are the same for all. The raw entry costs a tenth."""
+    if not _IS_RAW:
+        dims = (tuple([None if data is None else 0 for data in changed]),)
+        given = [value if data is None else data for data, value in zip(changed, others, strict=True)]
+        return list(torch.func.vmap(lambda values: tuple(function(values)), dims, randomness="same")(tuple(given)))
+    level = _functorch._vmap_increment_nesting(count, "same")
+    _warn_of_fallbacks(False)  # slow, and right: `Sweep.alone` tells what ran one by one
+    try:
+        given = [
+            value if data is None else _functorch._add_batch_dim(data, 0, level)
+            for data, value in zip(changed, others, strict=True)
+        ]
+        return [_functorch._remove_batch_dim(part, level, count, 0) for part in function(given)]
+    finally:
+        _warn_of_fallbacks(True)
+        _functorch._vmap_decrement_nesting()
+
+
+# ---- making steps --------------------------------------------------------------------------------------------------
+
+_likes: dict[Any, Like] = {}
+
+
+def step_of(
+    node: Call,
+    slot: dict[Ref, int],
+    values: Sequence[Tensor],
+    meanings: Sequence[TensorMeaning],
+    states: dict[str, Tensor],
+) -> Step:
+    """A node made ready. `values` and `meanings` are the recorded ones, by slot."""
+    if node.target.function is mutate:  # a patch that parts a view from its memory runs alone: see together.py
+        node = evolve(node, args=(*node.args[:-1], (None,) * len(node.args[-1])))
+    refs = node.refs
+    every = [slot[ref] for ref in refs]
+    reads = tuple(dict.fromkeys(every))
+    place = {read: number for number, read in enumerate(reads)}
+    slots = {ref: place[read] for ref, read in zip(refs, every, strict=True)}
+    template: list[Any] = [None] * len(reads)
+
+    def literal(value: Any) -> int:
+        template.append(value)
+        return len(template) - 1
+
+    read, function = caller(node, slots, literal, states, Mode())
+    rest = template[len(reads) :]
+
+    def call(given: Sequence[Any]) -> Any:
+        return function(*read([*given, *rest]))
+
+    given = (node.returns,) if type(node.returns) is Ref else leaves(node.returns)
+    outputs = tuple(dict.fromkeys([leaf for leaf in given if type(leaf) is Ref]))
+    gives = tuple([slot[ref] for ref in outputs])
+    return Step(
+        node,
+        reads,
+        tuple([values[read] for read in reads]),
+        outputs,
+        gives,
+        tuple([values[given] for given in gives]),
+        _like(node, every, slot, meanings),
+        tuple([place[read] for read in every]),
+        call,
+    )
+
+
+def _like(node: Call, every: Sequence[int], slot: dict[Ref, int], meanings: Sequence[TensorMeaning]) -> Like:
+    if node.draws is not None or node.through:
+        return Like((), frozenset())
+    met = iter([meanings[read] for read in every])
+    try:
+        key = (node.target.function, node.context, _key(node.args, met), _key(node.kwargs, met))
+        known = _likes.get(key)
+    except TypeError:  # a literal that cannot be hashed
+        key, known = None, None
+    if known is None:
+        facts = _facts(node, [meanings[read].shape for read in every])
+        known = Like(alignments(facts), unread(facts))
+        if key is not None:
+            if len(_likes) > 20000:
+                _likes.clear()
+            _likes[key] = known
+    return known
+
+
+def _key(tree: Any, met: Iterator[TensorMeaning]) -> Any:
+    """What makes two calls alike: literals with their types, and the kinds of tensors, in order."""
+    kind = type(tree)
+    if kind is Ref:
+        meaning = next(met)
+        return meaning.shape, meaning.dtype, meaning.strides
+    if kind is tuple:
+        return tuple([_key(item, met) for item in tree])
+    if kind is Branch:
+        return tree.kind, tree.keys, tuple([_key(item, met) for item in tree.items])
+    return kind, tree
+
+
+def _facts(node: Call, shapes: Sequence[tuple[int, ...]]) -> Facts:
+    numbers = iter(enumerate(shapes))
+
+    def leaf(value: Any) -> Any:
+        return Operand(*next(numbers)) if type(value) is Ref else value
+
+    args = tuple([remake(arg, leaf) for arg in node.args])
+    kwargs = {key: remake(value, leaf) for key, value in node.kwargs}
+    return Facts(node.target.short.strip("_"), args, kwargs, tuple([meaning.shape for meaning in node.meaning]))

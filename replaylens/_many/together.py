@@ -1,0 +1,184 @@
+"""Variants of a program, each as a replay takes it, run together: with a metric as more program where it is one.
+
+In: a record, the changes of each variant, how to capture a metric, and how to replay one variant alone. Out: Replays.
+Whatever does not go at once goes one by one, and is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from attrs import define, field, frozen
+
+from .._core.graph import Graph
+from .._core.node import Call, Input, Ref
+from .._core.pure import mutate, same_content
+from .._core.target import Target
+from .._core.trees import freeze_deep, leaves
+from .._replay.guards import diverged
+from .._replay.interpreter import parted_values
+from .._replay.replay import Record, version
+from ..errors import CaptureError, ReplaylensError
+from .chunks import Plan
+from .many import Changes, Many, Replays, stacked_results, variants_of
+from .metric import is_pure, with_metric
+from .progress import bar
+
+Metric = Callable[[Any], Any]
+
+
+@define(eq=False)
+class Together:
+    """Variants to be run at once; those that change an output itself go alone."""
+
+    record: Record
+    keys: tuple[Any, ...]
+    changes: Sequence[Changes]
+    loners: frozenset[int]  # numbers of variants that only a replay of their own can do
+    metric: Metric | None
+    output: Any  # of the program, as it was recorded
+    capture: Callable[[Metric, Any], Record]
+    alone: Callable[[int], Any]  # a variant's output, from a replay of its own
+    memory: float | None = None
+    many: Many = field(init=False)
+    is_program: bool = field(init=False)
+    notes: list[str] = field(factory=list)
+
+    def __attrs_post_init__(self) -> None:
+        graph = self.record.graph
+        why = self.record.plans.get("alone")
+        if why is None:
+            why = self.record.plans["alone"] = shares_nothing(graph)
+        if why:
+            self.notes.append(f"everything: {why}")
+            self.loners = frozenset(range(len(self.keys)))
+        if delicate := [call for call in graph.calls if call.through or call.target.function is mutate]:
+            self.loners |= {n for n, each in enumerate(self.changes) if not can_share(graph, delicate, each)}
+        whole = self._with_metric() if self.metric is not None else self.record
+        self.is_program = whole is not None
+        grouped = [each for number, each in enumerate(variants_of(self.changes)) if number not in self.loners]
+        self.many = Many(whole or self.record, grouped, len(self.keys), self.memory)
+
+    def _with_metric(self) -> Record | None:
+        """The program with the metric, if that is nothing but tensor operations."""
+        assert self.metric is not None
+        try:
+            made = self.capture(self.metric, self.output)
+        except CaptureError:
+            made = None
+        if made is None or not is_pure(made.graph):
+            self.notes.append("the metric: it reads contents in Python")
+            return None
+        before, whole = self.record.plans.get("metric", (None, None))
+        if before is None or not _same(before, made):  # the same function may read another number or tensor now
+            whole = with_metric(self.record, made)
+            self.record.plans["metric"] = made, whole
+        return whole
+
+    @property
+    def plan(self) -> Plan:
+        return self.many.plan
+
+    def run(self, on_divergence: str, tick: Callable[[int], None]) -> Replays:
+        """All of them, in the order of their keys."""
+        baseline = self.output if self.metric is None else self._measured(self.output)
+        if len(self.loners) == len(self.keys):
+            return self._done(self._all_alone(tick), baseline)
+        try:
+            values = self._at_once(tick)
+        except ReplaylensError:
+            raise
+        except Exception as error:  # whatever went wrong together goes right alone, or raises there
+            self.notes.append(f"everything: together it raised {type(error).__name__}: {error}")
+            return self._done(self._all_alone(tick), baseline)
+        for number in sorted({*self.loners, *self.many.departures}):
+            if number in self.many.departures and on_divergence == "raise":
+                raise diverged(self.many.departures[number], f"in the variant {self.keys[number]!r}, ")
+            _put(values, number, self._measured(self.alone(number)))
+        return self._done(values, baseline)
+
+    def _all_alone(self, tick: Callable[[int], None]) -> Any:
+        results = []
+        for number in range(len(self.keys)):
+            results.append(self._measured(self.alone(number)))
+            tick(1)
+        return stacked_results(results)
+
+    def _at_once(self, tick: Callable[[int], None]) -> Any:
+        if self.metric is None or self.is_program:
+            return self.many.stacked(tick)
+        found = self.many.each(self.metric, tick)
+        blank = self._measured(self.output)
+        return stacked_results([blank if one is None else one for one in found])
+
+    def _measured(self, output: Any) -> Any:
+        with torch.no_grad():
+            return output if self.metric is None else self.metric(output)
+
+    def _done(self, values: Any, baseline: Any) -> Replays:
+        alone = [f"{name}: no rule to run it for all at once" for name in self.many.machine.alone]
+        departures = {self.keys[number]: departure for number, departure in self.many.departures.items()}
+        return Replays(self.keys, values, baseline, departures, (*self.notes, *alone))
+
+
+def _same(before: Record, now: Record) -> bool:
+    """Do two captures of a metric compute the same of the same?"""
+    if before.graph != now.graph or before.draws or now.draws:
+        return False
+    refs = [ref for ref in now.values if not isinstance(now.graph[ref.node], Input)]
+    return all(
+        before.versions[ref] == version(before.values[ref]) and same_content(before.values[ref], now.values[ref])
+        for ref in refs
+    )
+
+
+def shares_nothing(graph: Graph) -> str:
+    """Why nothing of this program can be run for several variants at once; empty where it can."""
+    for call in graph.calls:
+        inner = leaves(call.args) if call.target.function is mutate else ()
+        for function in (call.target, *[leaf for leaf in inner if type(leaf) is Target]):
+            if function.short.startswith("as_strided"):
+                return f"{call.name} looks at memory by its geometry"
+            if function.short in ("map_", "map2_", "apply_"):
+                return f"{call.name} calls Python for every number"
+        if any(meaning.strides is None for meaning in call.meaning):
+            return f"{call.name} gives a tensor that is not dense"
+    return ""
+
+
+def can_share(graph: Graph, delicate: Sequence[Call], changes: Changes) -> bool:
+    """Can a variant run with others? Not where a call must know of its patches: one that takes a gradient through what
+    is patched, or that writes through a view which a patch parts from its memory.
+    """
+    names = {graph.nodes[position].name for position in changes}
+    values = {leaf for several in changes.values() for one in several for leaf in leaves(one.tree) if type(leaf) is Ref}
+    return not any(names.intersection(call.through) or parted_values(graph, call, values) for call in delicate)
+
+
+def _put(values: Any, number: int, result: Any) -> None:
+    """One variant's result in its place."""
+    found: list[list[torch.Tensor]] = [[], []]
+    for tensors, tree in zip(found, (values, result), strict=True):
+        freeze_deep(tree, tensors.append)
+    for stack, one in zip(*found, strict=True):
+        stack[number] = one
+
+
+@frozen(eq=False)
+class Planned:
+    """Many replays that were asked for, and not run yet."""
+
+    together: Together
+    on_divergence: str
+
+    @property
+    def plan(self) -> Plan:
+        """What it will cost."""
+        return self.together.plan
+
+    def run(self, progress: bool | None = None) -> Replays:
+        """Carry them out. A bar shows how far it is where it takes long, and tqdm is there."""
+        with bar(len(self.together.keys), progress) as tick:
+            return self.together.run(self.on_divergence, tick)

@@ -1,0 +1,266 @@
+"""Gradients of a number at any values of a program, in one backward pass.
+
+In: a Record, a Request that says where (`at`), and a function from the output to a number. Out: Grads. The request runs
+with gradients on, and nothing has a history but what follows those places: no parameter collects anything. The values
+themselves are then what is differentiated by: no hook, no perturbation. Why a value has no gradient is told in cuts.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+from attrs import evolve, frozen
+
+from .._core.graph import Graph
+from .._core.node import Call, Input, Node, Ref, State, TensorMeaning, meanings_of, value_of
+from .._core.pure import mutate, placed
+from .._core.trees import leaves, thaw
+from ..errors import BadMetric, NoGradient
+from .cuts import Cuts, hidden
+from .replay import Executed, Record, execute
+from .request import At, Request
+
+Found = Mapping[Ref, torch.Tensor | None]
+
+
+@frozen(eq=False, repr=False)
+class Grads(Mapping[str, Any]):
+    """The gradients of one number at the values of a program: `grads["relu_3"]`, under any of a layer's names.
+
+    Each is the gradient at the value as the model saw it: what reads that value takes part, whatever it is called or
+    written over later; it is what a hook on the tensor would get. A layer that gives several tensors has a tuple, with
+    None for integers. Where the number does not depend on a layer, the gradient is zeros. Where it does, but no
+    gradient can come back, the layer is not among the keys: `without` says why, and a lookup raises `NoGradient`.
+    """
+
+    metric: torch.Tensor  # the number itself
+    _asked: Asked
+    _find: Callable[[Any], tuple[str, At]]
+    _values: Found
+    _ends: Found  # at the outputs of the program
+    _cuts: Cuts
+
+    def __getitem__(self, name: Any) -> Any:
+        if isinstance(name, str) and name in self._gradients:
+            return self._gradients[name]
+        label, at = self._find(name)
+        if label not in self._asked.labels:
+            raise NoGradient(f"the gradient at {label} was not asked for. It was at {_some(list(self._asked.labels))}.")
+        found, reason = self._at(at)
+        if reason is not None:
+            raise NoGradient(f"no gradient reaches {label}: {reason}.")
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._gradients)
+
+    def __len__(self) -> int:
+        return len(self._gradients)
+
+    def __contains__(self, name: Any) -> bool:
+        try:
+            label, at = self._find(name)
+        except LookupError:
+            return False
+        return label in self._asked.labels and self._at(at)[1] is None
+
+    def get(self, name: Any, default: Any = None) -> Any:
+        """The gradient at a layer, or something else where there is none."""
+        try:
+            return self[name]
+        except LookupError:
+            return default
+
+    @property
+    def without(self) -> dict[str, str]:
+        """Why no gradient reaches some of the layers that were asked for."""
+        return dict(self._table[1])
+
+    @property
+    def _gradients(self) -> dict[str, Any]:
+        return self._table[0]
+
+    @cached_property
+    def _table(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """By label: the gradients, and the reasons why there is none."""
+        found: dict[str, Any] = {}
+        without: dict[str, str] = {}
+        for label, at in self._asked.labels.items():
+            gradient, reason = self._at(at)
+            if reason is None:
+                found[label] = gradient
+            else:
+                without[label] = reason
+        return found, without
+
+    def _at(self, at: At) -> tuple[Any, str | None]:
+        """The gradient at a layer, and why there is none."""
+        cuts = self._cuts
+        tree, values = (at.output, self._ends) if at.output is not None else (_tree(cuts.graph, at), self._values)
+        refs = [tree] if type(tree) is Ref else [leaf for leaf in leaves(tree) if type(leaf) is Ref]
+        if at.output is None and cuts.hidden and (reason := cuts.hides(refs)):
+            return None, reason
+        found: dict[Ref, Any] = {ref: values.get(ref) for ref in refs}
+        if any(gradient is None for gradient in found.values()):
+            reasons = {ref: cuts.why_not_at(ref) for ref, gradient in found.items() if gradient is None}
+            if len(reasons) == len(found) and None not in reasons.values():
+                return None, reasons[refs[0]]
+            found.update({ref: self._zeros(ref) for ref in reasons})
+        if type(tree) is Ref:
+            return found[tree], None
+        return thaw(tree, lambda leaf: found[leaf] if type(leaf) is Ref else leaf), None
+
+    def _zeros(self, ref: Ref) -> torch.Tensor | None:
+        meaning = self._cuts.meaning_of(ref)
+        if not meaning.is_differentiable:
+            return None
+        return torch.zeros(meaning.shape, dtype=meaning.dtype, device=meaning.device)
+
+    def __repr__(self) -> str:
+        more = f"; none reaches {_some(list(self.without))}" if self.without else ""
+        return f"<Grads of {self.metric.item():.6g} at {len(self)} layers: {_some(list(self))}{more}>"
+
+
+def gradients(
+    record: Record,
+    request: Request,
+    of: Callable[[Any], Any],
+    asked: Asked,
+    find: Callable[[Any], tuple[str, At]],
+) -> Grads:
+    """One replay, one backward pass. `of` may read any part of the output."""
+    graph = record.graph
+    with _differentiating():
+        ran = execute(record, evolve(request, at=asked.refs, whole=False))
+        outputs = _outputs(ran, graph)
+        metric = _metric(of, graph, outputs)
+        places = ran.code.places
+        ends = [ref for ref, value in outputs.items() if value.requires_grad]
+        wanted = [*[ran[ref] for ref in places], *[outputs[ref] for ref in ends]]
+        found: Sequence[Any] = torch.autograd.grad(metric, wanted, allow_unused=True)
+    values = dict(zip(places, found, strict=False))
+    at_ends = dict(zip(ends, found[len(places) :], strict=True))
+    constant = [p for p, changes in ran.request.changed.items() if not any(change.follows for change in changes)]
+    cuts = Cuts(
+        graph,
+        asked.refs | histories(record),
+        hidden=asked.hidden,
+        read=frozenset([ref.node for ref, gradient in at_ends.items() if gradient is not None]),
+        reached=frozenset([ref.node for ref, gradient in values.items() if gradient is not None]),
+        replaced=frozenset([graph.nodes[position].name for position in constant]),
+    )
+    return Grads(metric.detach(), asked, find, values, at_ends, cuts)
+
+
+@frozen(eq=False)
+class Asked:
+    """At which layers gradients are asked for, by label, and which values those are."""
+
+    labels: Mapping[str, At]
+    refs: frozenset[Ref]
+    hidden: Mapping[Ref, Call]
+
+
+def ask(record: Record, labels: Mapping[str, At], named: Collection[str]) -> Asked:
+    """Of the layers' values those that gradients flow through, and all of the layers that are named one by one.
+
+    What a write in place gives lies in the memory that it was written to, and shares its history: that is asked too.
+    """
+    graph, flows = record.graph, histories(record)
+    refs: set[Ref] = set()
+    for label, at in labels.items():
+        node = graph.nodes[at.position]
+        given = [ref for ref, meaning in meanings_of(node).items() if meaning.is_differentiable]
+        if isinstance(node, Call) and node.target.function is mutate:
+            refs.update(flows.intersection(leaves(node.args[1])))
+        refs.update(given if label in named and at.output is None else flows.intersection(given))
+    return Asked(labels, frozenset(refs), hidden(graph))
+
+
+def histories(record: Record) -> frozenset[Ref]:
+    """The values through which gradients flow in the model itself, when its inputs and parameters take them.
+
+    Torch is asked, once for a program: neither a table of operations nor the modes around them tell it for sure.
+    """
+    if record.histories is None:
+        graph = record.graph
+        starts = [Ref(node.name) for node in graph.nodes if _begins(record, node)]
+        everything = frozenset(range(len(graph)))
+        request = Request(at=frozenset(starts), grad=True, whole=True, keep=everything, on_divergence="ignore")
+        with _differentiating():
+            ran = execute(record, request)
+        values = [(ref, ran.env[slot]) for ref, slot in ran.code.slots.items()]
+        flowing = [ref for ref, value in values if isinstance(value, torch.Tensor) and _has_history(value)]
+        record.histories = frozenset(flowing)
+    return record.histories
+
+
+def _has_history(value: torch.Tensor) -> bool:
+    try:
+        return value.requires_grad and (value.is_leaf or value.grad_fn is not None)
+    except RuntimeError:  # a view made where gradients are off, of what was written where they are on
+        return False
+
+
+def _begins(record: Record, node: Node) -> bool:
+    """Is it a source that takes gradients: an input, a parameter, another tensor that the model had take them?"""
+    if isinstance(node, Call) or not node.meaning.is_differentiable:
+        return False
+    is_own = isinstance(node, Input) or (isinstance(node, State) and node.kind == "parameter")
+    return is_own or record.values[Ref(node.name)].requires_grad
+
+
+@contextmanager
+def _differentiating() -> Iterator[None]:
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+def _outputs(ran: Executed, graph: Graph) -> dict[Ref, torch.Tensor]:
+    """The tensors of the output, each at a place of its own: what the metric reads, apart from what the model reads."""
+    found: dict[Ref, torch.Tensor] = {}
+    for ref in dict.fromkeys(graph.output_refs):
+        change = ran.request.ends.get(ref)
+        value = ran[ref] if change is None else change(ran[ref])
+        found[ref] = placed(value, value) if value.is_floating_point() or value.is_complex() else value
+    return found
+
+
+def _metric(of: Callable[[Any], Any], graph: Graph, outputs: dict[Ref, torch.Tensor]) -> torch.Tensor:
+    """What `of` makes of the output, if it is one number that a gradient can start from."""
+    versions = [value._version for value in outputs.values()]
+    metric = of(thaw(graph.output, lambda leaf: outputs[leaf] if type(leaf) is Ref else leaf))
+    if not isinstance(metric, torch.Tensor):
+        raise BadMetric(
+            f"of= gives {type(metric).__name__} {metric!r:.60}, not a tensor. Give a tensor with one number in it; "
+            "`.item()` and `float()` take a number out of torch."
+        )
+    meaning = TensorMeaning.of(metric)
+    if metric.numel() != 1 or not metric.is_floating_point():
+        raise BadMetric(
+            f"of= gives {meaning}; a gradient is that of one real number. Take a sum, a mean or one entry: "
+            "of=lambda out: out[0, -1]."
+        )
+    if [value._version for value in outputs.values()] != versions:
+        raise BadMetric(
+            "of= writes into the output in place, which changes what is differentiated. Let it make a copy."
+        )
+    if not metric.requires_grad:
+        raise BadMetric(
+            "of= gives a number to which no gradient leads from the output: it was detached, or made from integers, "
+            "or does not read the output."
+        )
+    return metric
+
+
+def _tree(graph: Graph, at: At) -> Any:
+    """The values of a layer: those that the model saw of the node, or the part that a name means."""
+    return at.part or value_of(graph.nodes[at.position])
+
+
+def _some(labels: list[str]) -> str:
+    return ", ".join(labels[:4]) + (", ..." if len(labels) > 4 else "")

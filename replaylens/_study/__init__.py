@@ -1,0 +1,1 @@
+"""Values -> findings. Nothing here knows more than a user can import."""

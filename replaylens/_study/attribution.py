@@ -1,0 +1,222 @@
+"""attribution: what would patching each layer do to a metric, estimated from gradients?
+
+In: two programs of one model, a metric, layers. Out: an Attribution: for each layer the estimated change of the metric,
+whole or for each index of the axes that a part brackets. How gradients come about is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import product
+from typing import Any
+
+import torch
+from attrs import frozen
+
+from .._edit.locate import Part, as_part
+from .._lens.layers import Layer
+from .._replay.run import Run
+from ..errors import BadPart, DivergedReplay, NoGradient, ReplaylensError, ShapeMismatch
+from ..program import Program
+from .plots import optional
+
+Indices = tuple[int, ...]
+Axes = tuple[tuple[str, Indices], ...]  # the axes of a score, and which index of the layer stands where
+
+
+@frozen(eq=False, repr=False)
+class Attribution(Mapping[str, torch.Tensor]):
+    """The estimated effect of each layer on a metric: `found["attn_3"]`, a tensor with an axis for each bracketed one.
+
+    A score is what the metric of the corrupt run would change by, if this much of the layer were as in the clean run.
+    `corrupt` and `clean` are the metrics of the two runs themselves. A layer without a score is not among the keys;
+    `without` says why it has none.
+    """
+
+    method: str
+    part: Part | None
+    corrupt: float
+    clean: float
+    scores: Mapping[str, torch.Tensor]
+    axes: Mapping[str, Axes]
+    without: Mapping[str, str]
+    _program: Program
+
+    def __getitem__(self, name: Any) -> torch.Tensor:
+        label = name if name in self.scores else self._program[name].label
+        if label in self.scores:
+            return self.scores[label]
+        reason = f": {self.without[label]}" if label in self.without else ""
+        raise NoGradient(f"{label} has no score{reason}.")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.scores)
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    def __contains__(self, name: Any) -> bool:
+        return name in self.scores or (name in self._program and self._program[name].label in self.scores)
+
+    @property
+    def total(self) -> dict[str, float]:
+        """The effect of each layer as a whole: the sum of its scores."""
+        return {label: float(score.sum()) for label, score in self.scores.items()}
+
+    def top(self, count: int = 10) -> list[tuple[str, Indices, float]]:
+        """The largest scores by size, with the layer and the indices along its axes."""
+        return sorted(self._rows(), key=lambda row: -abs(row[2]))[:count]
+
+    def to_pandas(self) -> Any:
+        """A row for each score: the layer, the index along each axis, the score."""
+        names = list(dict.fromkeys(name for axes in self.axes.values() for name, _ in axes))
+        rows = []
+        for label, indices, score in self._rows():
+            along = dict(zip([name for name, _ in self.axes[label]], indices, strict=True))
+            rows.append({"layer": label, **{name: along.get(name) for name in names}, "score": score})
+        return optional("pandas", "pandas").DataFrame(rows, columns=["layer", *names, "score"])
+
+    def _rows(self) -> Iterator[tuple[str, Indices, float]]:
+        for label, score in self.scores.items():
+            places = product(*[indices for _, indices in self.axes[label]])
+            for indices, value in zip(places, score.flatten().tolist(), strict=True):
+                yield label, indices, value
+
+    def __repr__(self) -> str:
+        over = f" over {self.part}" if self.part is not None else ""
+        return f"<Attribution by {self.method} of {self.corrupt:.6g} -> {self.clean:.6g} to {len(self)} layers{over}>"
+
+    def __str__(self) -> str:
+        names = [name for name, _ in next(iter(self.axes.values()))]
+        rows = [("layer", *names, "effect")]
+        rows += [(label, *map(str, indices), f"{score:+.6g}") for label, indices, score in self.top()]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([repr(self), *(f"  {line}" for line in lines)])
+
+
+def attribution(
+    clean: Program | Run,
+    corrupt: Program,
+    metric: Callable[[Any], torch.Tensor],
+    at: Any = None,
+    *,
+    method: str = "patching",
+    steps: int = 16,
+    part: Part | str | None = None,
+    **axes: Any,
+) -> Attribution:
+    """How much each layer of the clean run would move the metric of the corrupt run, if it were patched in.
+
+    `metric` makes one number of a model's output. `at` names layers as `prog.grads` takes them; if not given, every
+    layer that gradients reach, and that the part fits. A layer's score is summed over all axes but those that `part`
+    brackets: `part="b [t] d"` gives one score a position, `part="b t ([head] d)", d=64` one a head.
+
+    `method="patching"` is attribution patching: (clean value - corrupt value) * gradient at the corrupt value. It takes
+    one replay and one backward pass for all layers, and is exact as far as the metric is linear in a layer.
+    `method="integrated"` takes the mean gradient over `steps` points of the straight line from the corrupt to the clean
+    value of a layer, all else being as in the corrupt run. Each layer has a line of its own, because only then do its
+    scores add up to what patching that layer does (the more exactly, the more steps): on lines from input to input the
+    layers would be moved together, and none of them straight. It takes `steps` replays and backward passes a layer.
+
+    Swap the programs for the effect of corrupting the clean run.
+    """
+    if method not in ("patching", "integrated"):
+        raise ValueError(f"method must be 'patching' or 'integrated', not {method!r}.")
+    wanted = as_part(part, axes)
+    grads = corrupt.grads(of=metric, at=at)
+    without = grads.without
+    scores: dict[str, torch.Tensor] = {}
+    found: dict[str, Axes] = {}
+    for label, gradient in grads.items():
+        change = _change(clean, corrupt, label)
+        try:
+            if wanted is not None:
+                _require_fit(wanted, label, gradient)
+            slopes = _leaves(gradient) if method == "patching" else _mean(corrupt, metric, label, change, steps)
+        except (BadPart, DivergedReplay) as error:
+            if at is not None:
+                raise
+            without[label] = str(error).partition("\n")[0].rstrip(".")
+            continue
+        scores[label], found[label] = _score(wanted, change, slopes)
+    if not scores:
+        raise ReplaylensError(f"none of the layers has a score: {next(iter(without.values()))}.")
+    number = float(metric(clean.output).detach())
+    return Attribution(method, wanted, float(grads.metric), number, scores, found, without, corrupt)
+
+
+def _leaves(value: Any) -> list[torch.Tensor | None]:
+    """The tensors of a layer that gives one, or several; None for those that are no floating-point numbers."""
+    values = [value] if isinstance(value, torch.Tensor) else list(value)
+    return [one if one is not None and (one.is_floating_point() or one.is_complex()) else None for one in values]
+
+
+def _value(run: Program | Run, label: str) -> Any:
+    found = run[label]
+    return found.value if isinstance(found, Layer) else found
+
+
+def _change(clean: Program | Run, corrupt: Program, label: str) -> list[torch.Tensor | None]:
+    """What the clean run has at a layer, less what the corrupt one has."""
+    pairs = zip(_leaves(_value(clean, label)), _leaves(corrupt[label].value), strict=True)
+    changes: list[torch.Tensor | None] = []
+    for new, old in pairs:
+        if new is not None and old is not None and new.shape != old.shape:
+            raise ShapeMismatch(
+                f"{label} is {tuple(new.shape)} in the clean run and {tuple(old.shape)} in the corrupt one.\n"
+                "Capture both on inputs of the same shapes."
+            )
+        changes.append(new - old if new is not None and old is not None else None)
+    return changes
+
+
+def _mean(
+    corrupt: Program, metric: Callable[[Any], torch.Tensor], label: str, change: list[torch.Tensor | None], steps: int
+) -> list[torch.Tensor | None]:
+    """The mean of the gradients in the middle of each of `steps` stretches of the line from corrupt to clean."""
+    base = corrupt[label].value
+    several = not isinstance(base, torch.Tensor)
+    means: list[torch.Tensor | None] = [None] * len(change)
+    for step in range(steps):
+        share = (step + 0.5) / steps
+        values = list(base) if several else [base]
+        points = [value if c is None else value + share * c for value, c in zip(values, change, strict=True)]
+        patch = tuple(points) if several else points[0]
+        slopes = _leaves(corrupt.grads(of=metric, from_=label, patch={label: patch}, at=[label])[label])
+        pairs = zip(means, slopes, strict=True)
+        means = [slope if mean is None or slope is None else mean + slope for mean, slope in pairs]
+    return [None if mean is None else mean / steps for mean in means]
+
+
+def _score(
+    part: Part | None, change: list[torch.Tensor | None], slopes: list[torch.Tensor | None]
+) -> tuple[torch.Tensor, Axes]:
+    """The change times the gradient, summed over what the part does not bracket."""
+    pairs = zip(change, slopes, strict=True)
+    products = [(one * slope.conj()).real for one, slope in pairs if one is not None and slope is not None]
+    if part is None:
+        return torch.stack([one.sum() for one in products]).sum(), ()
+    (whole,) = products
+    part = part.at(**dict.fromkeys(part.open_axes, slice(None)))
+    bracketed = {axis.name for axis in part.axes(whole.shape) if axis.is_bracketed}
+    names = part.names(whole.shape)
+    summed = [axis for axis, name in enumerate(names) if name not in bracketed]
+    found = part.read(whole)
+    score = found.sum(summed) if summed else found
+    sizes, given = part.sizes(whole.shape), dict(part.indices)
+    return score, tuple([(name, _positions(given[name], sizes[name])) for name in names if name in bracketed])
+
+
+def _positions(index: Any, size: int) -> Indices:
+    """What an index of several means along an axis of this size."""
+    return tuple(range(size)[index]) if isinstance(index, slice) else tuple([range(size)[one] for one in index])
+
+
+def _require_fit(part: Part, label: str, gradient: Any) -> None:
+    try:
+        if not isinstance(gradient, torch.Tensor):
+            raise BadPart(f"it gives {len(gradient)} tensors, and {part} is for part of one.")
+        part.at(**dict.fromkeys(part.open_axes, slice(None))).shape(tuple(gradient.shape))
+    except BadPart as error:
+        raise BadPart(f"the part at `{label}`: {error}") from error

@@ -1,0 +1,42 @@
+"""Pictures of findings, by matplotlib, which is asked for where it is missing.
+
+In: a grid of numbers with names along its axes. Out: matplotlib Axes. What the numbers mean is not known here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def heatmap(
+    grid: torch.Tensor, rows: Sequence[str], columns: Sequence[str], words: tuple[str, str, str], ax: Any, options: Any
+) -> Any:
+    """Numbers as colours, symmetric around zero where they are differences. `words`: of the rows, columns, numbers."""
+    if ax is None:
+        ax = optional("matplotlib.pyplot", "plot").subplots(
+            figsize=(min(16, 3 + 0.32 * len(columns)), min(14, 1.6 + 0.28 * len(rows))), layout="constrained"
+        )[1]
+    limit = float(torch.nan_to_num(grid.abs(), nan=0.0).max()) or 1.0
+    shown = ax.imshow(grid.numpy(), **{"cmap": "RdBu_r", "vmin": -limit, "vmax": limit, "aspect": "auto", **options})
+    for axis, names in ((ax.yaxis, rows), (ax.xaxis, columns)):
+        step = max(1, len(names) // 40)
+        axis.set_ticks(range(0, len(names), step), labels=[names[n] for n in range(0, len(names), step)])
+    ax.set_ylabel(words[0])
+    ax.set_xlabel(words[1])
+    if sum(map(len, columns)) > 100 and len(columns) < 40 and max(map(len, columns)) > 3:
+        ax.tick_params(axis="x", rotation=90)
+    ax.figure.colorbar(shown, ax=ax, label=words[2])
+    return ax
+
+
+def optional(module: str, extra: str) -> Any:
+    """A library that only some functions need."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        name = module.partition(".")[0]
+        raise ImportError(f"this needs {name}: pip install 'replaylens[{extra}]'") from error

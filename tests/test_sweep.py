@@ -1,0 +1,216 @@
+"""sweep: a patch at every site and index, as a table; and what it says when it cannot."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from test_many import Attention, last_logits
+from torch import nn
+
+import replaylens as rl
+
+torch.manual_seed(0)
+model = Attention(is_open=False)
+corrupt_ids, clean_ids = torch.randint(0, 11, (2, 1, 6))
+clean, prog = rl.capture(model, clean_ids), rl.capture(model, corrupt_ids)
+SITES = ["blocks.0.out", "blocks.1.out", "blocks.2.out"]
+
+
+def hooked(site, change, metric=last_logits):
+    handle = model.get_submodule(site).register_forward_hook(lambda module, args, output: change(output.clone()))
+    with torch.no_grad():
+        found = metric(model(corrupt_ids))
+    handle.remove()
+    return found
+
+
+def test_every_site_and_position_is_what_a_hook_gives():
+    found = rl.sweep(prog, SITES, part="b [t] d", patch=rl.From(clean), metric=last_logits)
+    assert found.axes == ("site", "t") and found.names == (tuple(SITES), tuple(range(6)))
+    assert found.grid.shape == (3, 6, 1) and len(found) == 18
+    for site in SITES:
+        for t in range(6):
+
+            def change(output, site=site, t=t):
+                output[:, t] = clean[site].value[:, t]
+                return output
+
+            torch.testing.assert_close(found[site, t], hooked(site, change))
+    torch.testing.assert_close(found.baseline, last_logits(prog.output))
+
+
+def test_every_head_of_a_packed_axis():
+    site = "scaleddotproductattention"
+    found = rl.sweep(prog, site, part="b [head] t d", patch=rl.Zero(), metric=lambda y: y[0, -1].sum())
+    assert found.names[1] == (0, 1, 2, 3) and len(found.names[0]) == 3
+    found = rl.sweep(prog, "blocks.1.qkv", "b t (three [head] d)", rl.Zero(), torch.sum, three=3, d=4)
+    assert found.grid.shape == (1, 4)
+
+    def second_head(output):
+        output.unflatten(-1, (3, 4, 4))[..., 1, :] = 0
+        return output
+
+    torch.testing.assert_close(found["blocks.1.qkv", 1], hooked("blocks.1.qkv", second_head, torch.sum))
+
+
+def test_any_list_of_variants():
+    variants = {
+        "none": {},
+        "zero": {"blocks.0.out": rl.Zero()},
+        "both": {"blocks.0.out": rl.Zero(), "blocks.2.mlp": rl.Scale(2.0)},
+        "weights": {"blocks.1.mlp.weight": torch.zeros(16, 16)},
+        "input": {"input_1": clean_ids},
+        "all": {"layernorm": rl.Scale(0.5)},
+    }
+    found = rl.sweep(prog, variants=variants, metric=last_logits)
+    assert found.axes == ("variant",) and list(found) == list(variants)
+    for key, patch in variants.items():
+        torch.testing.assert_close(found[key], last_logits(prog.replay(patch=patch).output))
+    torch.testing.assert_close(found["input"], last_logits(clean.output))
+
+
+def test_without_a_metric_the_outputs_are_kept():
+    found = rl.sweep(prog, SITES, patch=rl.Zero())
+    assert found.values.shape == (3, 1, 6, 11)
+    torch.testing.assert_close(found["blocks.1.out"], prog.replay(patch={"blocks.1.out": rl.Zero()}).output)
+
+
+def test_a_patch_at_the_output_itself():
+    found = rl.sweep(prog, variants={"end": {"output_1": torch.zeros(1, 6, 11)}, "no": {}}, metric=torch.sum)
+    assert found["end"] == 0 and found["no"] == prog.output.sum()
+
+
+def test_a_plan_beforehand_in_forwards_and_bytes():
+    asked = rl.sweep(prog, SITES, part="b [t] d", patch=rl.From(clean), metric=last_logits, dry=True)
+    plan = asked.plan()
+    assert (plan.variants, plan.passes, plan.largest_pass) == (18, 1, 18)
+    assert 0 < plan.forwards < plan.loop_forwards < 18 and plan.peak_bytes > 0
+    assert re.fullmatch(
+        r"18 variants in 1 passes of up to 18: at most [\d.]+ forwards \([\d.]+ one by one\), [\d.e-]+ MB at a time",
+        str(plan),
+    )
+    with pytest.raises(rl.ReplaylensError, match=r"asked for with dry=True, and has not been run. Call .run\(\)."):
+        asked.values
+    assert "not run yet" in repr(asked)
+    torch.testing.assert_close(asked.run().values, rl.sweep(prog, SITES, "b [t] d", rl.From(clean), last_logits).values)
+
+
+def test_memory_bounds_a_pass():
+    plans = [
+        rl.sweep(prog, SITES, "b [t] d", rl.Zero(), last_logits, memory=memory, dry=True).plan()
+        for memory in (20_000, 1e9)
+    ]
+    assert plans[0].peak_bytes <= 20_000 < plans[1].peak_bytes and plans[0].passes > plans[1].passes
+    small = rl.sweep(prog, SITES, "b [t] d", rl.Zero(), last_logits, memory=20_000)
+    torch.testing.assert_close(small.values, rl.sweep(prog, SITES, "b [t] d", rl.Zero(), last_logits).values)
+
+
+def test_a_table_for_pandas():
+    pandas = pytest.importorskip("pandas")
+    table = rl.sweep(prog, SITES, part="b [t] d", patch=rl.Zero(), metric=last_logits).to_pandas()
+    assert isinstance(table, pandas.DataFrame) and list(table.columns) == ["site", "t", "value", "change"]
+    assert table.shape == (18, 4)
+    assert table.change[4] == pytest.approx(table.value[4] - last_logits(prog.output).item())
+
+
+def test_a_heatmap_of_what_changed():
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    found = rl.sweep(prog, SITES, part="b [t] d", patch=rl.Zero(), metric=last_logits)
+    ax = found.heatmap()
+    assert ax.images[0].get_array().shape == (3, 6)
+    assert [tick.get_text() for tick in ax.get_yticklabels()] == SITES
+    assert ax.get_xlabel() == "t" and ax.get_ylabel() == "site"
+
+
+def test_the_farthest_first():
+    found = rl.sweep(prog, SITES, part="b [t] d", patch=rl.Zero(), metric=last_logits)
+    (first, change), *_ = found.top(3)
+    assert abs(change) == (found.values - found.baseline).abs().max()
+    assert str(first) in str(found) and "<Sweep of 18 variants (3 site x 6 t)>" in str(found)
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+
+    def forward(self, x):
+        y = self.fc(x)
+        return y * 2 if y.sum() > 0 else y - 1
+
+
+def test_variants_that_leave_the_recorded_path():
+    torch.manual_seed(0)
+    branching = rl.capture(Branching(), torch.randn(2, 3))
+    sign = 1.0 if branching.output.sum() > -6 and branching.guards[0].result else -1.0
+    variants = {
+        "stays": {"fc": rl.Set(torch.full((2, 3), sign))},
+        "leaves": {"fc": rl.Set(torch.full((2, 3), -sign))},
+    }
+    with pytest.raises(
+        rl.DivergedReplay, match="in the variant 'leaves', the change leads away from the recorded path"
+    ):
+        rl.sweep(branching, variants=variants, metric=torch.sum, on_divergence="raise")
+    found = rl.sweep(branching, variants=variants, metric=torch.sum, on_divergence="ignore")
+    assert list(found.departures) == ["leaves"] and "1 left the recorded path" in repr(found)
+    for key, patch in variants.items():
+        assert found[key] == branching.replay(patch=patch, on_divergence="ignore").output.sum()
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "text"),
+    [
+        ({}, rl.ReplaylensError, "say what to try: sites and a patch, or variants="),
+        ({"sites": SITES}, rl.ReplaylensError, "a sweep over sites needs a patch"),
+        ({"variants": {}}, rl.ReplaylensError, "there is nothing to try"),
+        ({"variants": {1: {}}, "patch": rl.Zero()}, rl.ReplaylensError, "variants hold their patches already"),
+        ({"variants": {1: {}, (1, 2): {}}}, rl.ReplaylensError, "must all have the same number of words"),
+        ({"sites": ["nowhere"], "patch": rl.Zero()}, rl.NoSuchLayer, "no layer is called 'nowhere'"),
+        (
+            {"sites": [*SITES, SITES[0]], "patch": rl.Zero()},
+            rl.ReplaylensError,
+            "blocks.0.out is among the sites twice",
+        ),
+        (
+            {"sites": SITES, "patch": rl.Zero(), "d": 3},
+            rl.BadPart,
+            "d: these name axes of a pattern, and there is none",
+        ),
+        ({"sites": SITES, "part": "b [t]", "patch": rl.Zero()}, rl.BadPart, "b \\[t\\]"),
+        (
+            {"sites": SITES, "part": "b [t] d", "patch": rl.Zero("b [t] d", t=1)},
+            rl.BadPart,
+            "has a part already",
+        ),
+        ({"variants": {1: {"blocks.0.out": torch.zeros(2)}}}, rl.ShapeMismatch, "Give a tensor of shape"),
+    ],
+)
+def test_mistakes_are_answered(asked, error, text):
+    with pytest.raises(error, match=text):
+        rl.sweep(prog, **asked)
+
+
+def test_a_metric_that_reads_something_else_now_is_another_metric():
+    chosen, weights = [3], torch.ones(11)
+    metric = lambda y: (y[:, -1] * weights)[:, chosen[0]]  # noqa: E731
+    for change in (lambda: None, lambda: chosen.__setitem__(0, 5), lambda: weights.mul_(2.0)):
+        change()
+        found = rl.sweep(prog, SITES, patch=rl.Zero(), metric=metric)
+        for site in SITES:
+            torch.testing.assert_close(found[site], metric(prog.replay(patch={site: rl.Zero()}).output))
+
+
+def test_the_metrics_own_error_is_its_own():
+    with pytest.raises(IndexError):
+        rl.sweep(prog, SITES, patch=rl.Zero(), metric=lambda y: y[:, 99])
+
+
+def test_nothing_of_the_program_or_the_generators_changes():
+    state, values = torch.get_rng_state(), {key: value.clone() for key, value in prog.state.items()}
+    rl.sweep(prog, SITES, part="b [t] d", patch=rl.Noise(0.1), metric=last_logits)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(value, prog.state[key]) for key, value in values.items())
+    assert torch.equal(prog.replay().output, prog.output)
