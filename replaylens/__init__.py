@@ -6,6 +6,7 @@ prog.replay(from_="relu_3", patch=torch.zeros_like)  # only what the change can 
 print(prog.code)                                     # the program, as Python
 """
 
+from ._edit.edges import Edge as Edge
 from ._edit.locate import Part as Part
 from ._edit.patch import (
     Add as Add,
@@ -30,6 +31,7 @@ from ._study.attribution import Attribution as Attribution, attribution as attri
 from ._study.paths import path_patch as path_patch
 from ._study.sweep import Sweep as Sweep, sweep as sweep
 from .errors import (
+    BadEdit as BadEdit,
     BadMetric as BadMetric,
     BadPart as BadPart,
     BadPatch as BadPatch,

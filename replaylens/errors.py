@@ -105,6 +105,14 @@ class NotDifferentiable(ReplaylensError, RuntimeError):
     """Gradients were asked for through a call of which only the forward could be recorded."""
 
 
+class BadEdit(ReplaylensError, ValueError):
+    """An edit that cannot be made at this place: a bypass of a node that reads two values of its shape, a value that is
+    to be read before it is there.
+
+    The message says what is there, and what could be said instead.
+    """
+
+
 class BadMetric(ReplaylensError, ValueError):
     """What a metric gives is not one number that a gradient can start from.
 

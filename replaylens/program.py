@@ -6,7 +6,7 @@ A Program never changes: what changes something gives another Program, or a Run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, reduce
 from types import MappingProxyType
 from typing import Any
 
@@ -26,17 +26,25 @@ from ._core.pure import same_content, untransformed
 from ._core.reference import Reference
 from ._core.text import code
 from ._core.trees import freeze_deep, leaves, thaw
+from ._edit.arguments import name_of
+from ._edit.content import shown
+from ._edit.edges import Edge
+from ._edit.patch import Patch, Zero
 from ._edit.select import Selection, Site, Where, find, is_named, sites
 from ._lens.layers import Atlas, Layer, Place
 from ._lens.summary import as_html, summary
+from ._lens.words import Words, as_list
 from ._many.together import Planned, Together
+from ._replay import editing
 from ._replay.convert import move, rerun
 from ._replay.gradients import Asked, Grads, ask, gradients
 from ._replay.guards import Departure, LeftPath
-from ._replay.patching import at_place, changes_of
+from ._replay.module import ProgramModule
+from ._replay.patching import at_place, bound_patches, changes_of
 from ._replay.replay import Record, Versions, detached, function_of, replay, version
 from ._replay.request import At, Request, new_inputs, new_state
 from ._replay.run import Run
+from ._replay.swap import insert, swap
 from .errors import CaptureError, DivergedReplay, NoSuchLayer, NotSaved, ReplaylensError
 
 
@@ -106,6 +114,8 @@ class Program(Reference):
         self._given = _record
         self._returned = _captured.output if _captured is not None else _output
         self.history: tuple[str, ...] = _history or ("captured",)
+        self._edges: dict[Edge, tuple[Site, ...]] = {}  # nodes of their own for what one node reads from another
+        self._homes: dict[Any, Program] = {}
 
     # -- what it is ---------------------------------------------------------------------------------------------------
 
@@ -240,6 +250,9 @@ class Program(Reference):
         instead, as a program does that holds no model; `"ignore"` goes on along the recorded path.
         """
         _require_choice("rng", rng, ("replay", "fresh"))
+        if (home := self._home(patch)) is not self:
+            more = {"from_": from_, "to": to, "patch": patch, "state": state, "keep": keep, "grad": grad, "rng": rng}
+            return home.replay(*inputs, **more, on_divergence=on_divergence, **named_inputs)
         request = self._request(
             inputs,
             named_inputs,
@@ -328,9 +341,77 @@ class Program(Reference):
         `inputs` names the layers, inputs, parameters that its arguments stand for (the model's inputs, if not given),
         `outputs` the layers that it returns (the model's output, if not given).
         """
-        names = [node.name for node in self.graph.input_nodes] if inputs is None else _as_list(inputs)
-        ends = None if outputs is None else [self._position(name) for name in _as_list(outputs)]
+        names = [node.name for node in self.graph.input_nodes] if inputs is None else as_list(inputs)
+        ends = None if outputs is None else [self._position(name) for name in as_list(outputs)]
         return function_of(self._record, [self._position(name) for name in names], ends)
+
+    # -- editing it: each edit gives another program -------------------------------------------------------------------
+
+    def with_patch(self, patch: Mapping[Any, Any], *, on_divergence: str = "raise") -> Program:
+        """The program with patches as nodes of it. It gives what `replay(patch=...)` gives, values and gradients.
+
+        A patched layer keeps its name; what it gave before goes on as `relu_3_9_before`.
+        """
+        home, what = self._home(patch), _require_mapping(patch)
+        request = home._request((), {}, None, what, None, on_divergence)
+        bound = bound_patches(home.graph, what, home._sites)
+        return self._edited(editing.patch(home._record, bound, request), "with_patch", what)
+
+    def lesion(self, where: Any, pattern: Any = None, /, *, on_divergence: str = "raise", **axes: Any) -> Program:
+        """The program with zeros at a layer or several, or in part: `lesion("conv2d_3", "b [c] h w", c=[3])`."""
+        made = self.with_patch({where: Zero(pattern, **axes)}, on_divergence=on_divergence)
+        return made._renamed(self, "lesion", where, *([] if pattern is None else [pattern]), **axes)
+
+    def swap(
+        self, where: Any, function: Callable[..., Any], *, with_args: bool = True, on_divergence: str = "raise"
+    ) -> Program:
+        """The program with another function in the place of an operation: `swap("relu", F.gelu)` means all relus.
+
+        The function gets what the operation read, not what it gave: the tensors that it computes with, in order; by
+        name, where its signature takes them, parameters and other arguments (`dim`, `kernel_size`, `weight`), unless
+        `with_args=False`. It can be a module, whose parameters become state of the program, or any Python.
+        """
+        made = swap(self._record, self._words.nodes(where), function, _recorded, with_args, on_divergence)
+        return self._edited(made, "swap", where, function)
+
+    def insert_after(self, where: Any, function: Callable[..., Any], *, on_divergence: str = "raise") -> Program:
+        """The program with a function behind a layer or several: all that read the layer read what it makes of it."""
+        made = insert(self._record, self._words.refs(where), function, _recorded, on_divergence)
+        return self._edited(made, "insert_after", where, function)
+
+    def bypass(self, where: Any, *, to: Any = None, on_divergence: str = "raise") -> Program:
+        """The program in which a layer or several hand on what they read. `to` says which of several values: its name,
+        or its number among what the layer computes with.
+        """
+        made = editing.bypass(self._record, self._words.nodes(where), to, self._words.ref, on_divergence)
+        return self._edited(made, "bypass", where, **({} if to is None else {"to": to}))
+
+    def rewire(self, readers: Any, old: Any, *, to: Any, on_divergence: str = "raise") -> Program:
+        """The program in which a layer or several, or the `"output"`, read another value in the place of one."""
+        words = self._words
+        made = editing.rewire(self._record, words.readers(readers), words.ref(old), words.ref(to), on_divergence)
+        return self._edited(made, "rewire", readers, old, to=to)
+
+    def set_state(self, address: str, value: Any, *, on_divergence: str = "raise") -> Program:
+        """The program with another parameter or buffer: a tensor, or a function of the present one."""
+        made = editing.with_state(self._record, address, value, self._atlas.nearest, on_divergence)
+        return self._edited(made, "set_state", address, value)
+
+    def slice(self, from_: Any = None, to: Any = None) -> Program:
+        """A part of the program: its inputs are the values at `from_`, one layer or several, its output those at `to`:
+        a tensor, a tuple of several, a dict for a dict. Without them, the program's own.
+
+        What it needs besides, and that comes from the program's inputs past `from_`, it holds as recorded.
+        """
+        made = editing.cut_out(self._record, self._words.starts(from_), self._words.end(to))
+        words = {key: value for key, value in (("from_", from_), ("to", to)) if value is not None}
+        return self._edited(made, "slice", **words)
+
+    def module(self, from_: Any = None, to: Any = None) -> ProgramModule:
+        """The program, or a slice of it, as an `nn.Module`. Its parameters are the model's own, under their own names:
+        training it trains the model. It gives the same output, and gradients, for inputs of the recorded shapes.
+        """
+        return ProgramModule((self if from_ is None and to is None else self.slice(from_, to))._record)
 
     def refresh(self) -> Program:
         """The same program run again on the parameters and inputs as they are now."""
@@ -382,6 +463,8 @@ class Program(Reference):
         return Site(place, name if isinstance(name, str) else place.label)
 
     def _sites(self, key: Any) -> tuple[Site, ...]:
+        if isinstance(key, Edge):
+            return self._edges[key]
         if type(key) is not str:
             return sites(self._atlas, self.__getitem__, key)
         known = self._named_sites.get(key)
@@ -393,6 +476,39 @@ class Program(Reference):
     def _named_sites(self) -> dict[str, tuple[Site, ...]]:
         """What names were found to mean: a sweep asks for the same ones again and again."""
         return {}
+
+    @cached_property
+    def _words(self) -> Words:
+        return Words(self._atlas, self._sites)
+
+    def _edited(self, made: tuple[Record, Any], edit: str, *args: Any, **kwargs: Any) -> Program:
+        """The program that an edit gave."""
+        record, output = made
+        return Program(_record=record, _output=output)._renamed(self, edit, *args, **kwargs)
+
+    def _renamed(self, origin: Program, edit: str, *args: Any, **kwargs: Any) -> Program:
+        words = [*map(_shown, args), *(f"{key}={_shown(value)}" for key, value in kwargs.items())]
+        self.history = (*origin.history, f"{edit}({', '.join(words)})")
+        return self
+
+    def _home(self, patch: Any) -> Program:
+        """The program in which each edge among the keys of a mapping of patches is a node of its own."""
+        edges = tuple([key for key in patch if isinstance(key, Edge)]) if isinstance(patch, Mapping) else ()
+        if all(edge in self._edges for edge in edges):
+            return self
+        if edges not in self._homes:
+            if len(self._homes) >= 64:
+                self._homes.pop(next(iter(self._homes)))
+            self._homes[edges] = reduce(Program._with_tap, edges, self)
+        return self._homes[edges]
+
+    def _with_tap(self, edge: Edge) -> Program:
+        parts, readers = self._words.parts(edge.sender), self._words.readers(edge.receiver)
+        record, output, names = editing.tap(self._record, parts, readers)
+        home = Program(_record=record, _output=output, _history=self.history)
+        name = self._site(edge.sender).name  # what the value is called in other programs
+        home._edges = {**self._edges, edge: tuple([Site(home._atlas.by_label[tap], name) for tap in names])}
+        return home
 
     def _value_for(self, name: str) -> Any:
         return self[name].value
@@ -520,7 +636,12 @@ class Program(Reference):
             return frozenset()
         if callable(keep):
             return frozenset(self._position(layer.label) for layer in self.layers if keep(layer))
-        return frozenset(self._position(name) for name in _as_list(keep))
+        return frozenset(self._position(name) for name in as_list(keep))
+
+
+def _recorded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record:
+    """What a function does with these arguments."""
+    return capture(function, *args, **kwargs)._record
 
 
 def _is_for_all(name: Any) -> bool:
@@ -533,8 +654,16 @@ def _require_choice(word: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{word} must be one of {', '.join(map(repr, choices))}, not {value!r}.")
 
 
-def _as_list(names: Any) -> list[Any]:
-    return [names] if isinstance(names, (str, int)) else list(names)
+def _shown(value: Any) -> str:
+    """An argument of an edit, as its history has it."""
+    is_function = callable(value) and not isinstance(value, (Patch, torch.Tensor))
+    return name_of(value) if is_function else shown(value)
+
+
+def _require_mapping(patch: Any) -> Mapping[Any, Any]:
+    if not isinstance(patch, Mapping):
+        raise ReplaylensError("with_patch takes a mapping that says where: with_patch({'relu_3': Zero()}).")
+    return patch
 
 
 def _flatten(program: Program) -> tuple[list[Any], Any]:

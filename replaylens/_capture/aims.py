@@ -13,12 +13,12 @@ import torch
 from attrs import define, field, frozen
 
 from .._core.graph import Graph
-from .._core.node import Call, Node, Ref, State, TensorMeaning
+from .._core.node import Call, Node, Ref, State, TensorMeaning, value_of
 from .._core.pure import writable_copy
 from .._core.target import Target
 from .._core.trees import leaves, thaw
 from .._replay.replay import Record
-from .._replay.request import Change, Request, result_of
+from .._replay.request import Change, Request
 from ..errors import ShapeMismatch
 from .spots import Spot, spots
 
@@ -130,7 +130,7 @@ def _leave_recorded(aims: Aims, where: dict[int, Spot], graph: Graph) -> None:
 
 
 def _aim(node: Node, changes: tuple[Change, ...]) -> Aim:
-    refs = tuple(dict.fromkeys(leaf for leaf in leaves(result_of(node)) if type(leaf) is Ref))
+    refs = tuple(dict.fromkeys(leaf for leaf in leaves(value_of(node)) if type(leaf) is Ref))
     return Aim(node.name, refs, changes, _meanings(node))
 
 

@@ -16,13 +16,13 @@ from attrs import evolve, frozen
 from torch import nn
 
 from .._core.graph import Graph
-from .._core.node import Call, Const, Node, Ref, State
+from .._core.node import Call, Const, Node, Ref, State, value_of
 from .._core.text import listing
 from .._core.trees import leaves, thaw
 from .._replay.guards import Departure, departures
 from .._replay.interpreter import modes, recorded_world
 from .._replay.replay import Record, detached, supply
-from .._replay.request import At, Request, result_of
+from .._replay.request import At, Request
 from .._replay.run import Run
 from ..errors import DivergedReplay, StaleValue
 from .aims import Aim, Aims, aim_at, aims_of
@@ -101,7 +101,7 @@ def as_run(
         at = name if isinstance(name, At) else find(name)
         if at.output is not None and at.output in ended:
             return ended[at.output]
-        return thaw(at.output or at.part or result_of(graph.nodes[at.position]), get)
+        return thaw(at.output or at.part or value_of(graph.nodes[at.position]), get)
 
     found = list(departures(recorded.graph, graph, recorded.value, record.value))
     if first is not None and all(str(first) != str(other) for other in found):

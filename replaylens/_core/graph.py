@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from attrs import field, frozen
 
-from .node import NO_MODES, Call, Const, Context, Guard, Input, Node, Ref, Scope, State
+from .node import NO_MODES, Call, Const, Context, Guard, Input, Node, Ref, Scope, State, refs_of
 from .trees import leaves
 
 
@@ -102,6 +102,16 @@ class Graph:
     @cached_property
     def calls(self) -> tuple[Call, ...]:
         return tuple([node for node in self.nodes if isinstance(node, Call)])
+
+    @cached_property
+    def edited(self) -> tuple[Call, ...]:
+        """The calls that an edit put in the place of what was recorded."""
+        return tuple([call for call in self.calls if call.edited])
+
+    @cached_property
+    def edited_refs(self) -> frozenset[Ref]:
+        """The values that they give."""
+        return frozenset([ref for call in self.edited for ref in refs_of(call)])
 
     @cached_property
     def input_nodes(self) -> tuple[Input, ...]:

@@ -30,7 +30,13 @@ class Problem:
 
 def problems(graph: Graph) -> tuple[Problem, ...]:
     """All breaches of all laws, in program order."""
-    found = (*_single_assignment(graph), *_reads_what_is_there(graph), *_draws_are_named(graph))
+    found = (
+        *_single_assignment(graph),
+        *_reads_what_is_there(graph),
+        *_draws_are_named(graph),
+        *_guards_are_in_place(graph),
+        *_runs_again_what_was_before(graph),
+    )
     return tuple(sorted(found, key=lambda problem: graph.positions.get(problem.node, len(graph))))
 
 
@@ -70,3 +76,22 @@ def _draws_are_named(graph: Graph) -> Iterator[Problem]:
         keys = {leaf.key for leaf in leaves(call.args) if isinstance(leaf, Generator)}
         if keys and call.draws is None:
             yield Problem(call.name, "draws", "has a generator but no recorded state")
+
+
+def _guards_are_in_place(graph: Graph) -> Iterator[Problem]:
+    for guard in graph.guards:
+        what = f"`{guard.target.short}`"
+        if not 0 <= guard.position <= len(graph):
+            yield Problem("guard", "order", f"{what} lies at {guard.position}, outside of 0..{len(graph)}")
+        yield from (
+            Problem(ref.node, "order", f"{what} reads {ref}, which no node before it gives")
+            for ref in guard.refs
+            if graph.positions.get(ref.node, len(graph)) >= guard.position
+        )
+
+
+def _runs_again_what_was_before(graph: Graph) -> Iterator[Problem]:
+    for position, node in enumerate(graph.nodes):
+        for name in node.through if isinstance(node, Call) else ():
+            if graph.positions.get(name, position) >= position:
+                yield Problem(node.name, "order", f"runs {name} again, which does not run before it")

@@ -171,8 +171,8 @@ class Call:
     is_differentiated: bool = False  # the model takes gradients through it in a way that a patch here would miss
     scope: Scope | None = None
     source: Source | None = None
-    edited: str = ""  # what an edit made of it, in a few words: "Zero('b [c] h w', c=[3])", "was relu"
-    edits: str | None = None  # a patch: the name of the node that it patches
+    edited: str = ""  # what an edit made of it, in short: "Zero('b [c] h w', c=[3])", "was relu"
+    edits: str | None = None  # of a patch: the node whose value it changes
 
     @property
     def refs(self) -> tuple[Ref, ...]:
@@ -184,6 +184,20 @@ class Call:
 
 
 Node = Input | State | Const | Call
+
+
+def value_of(node: Node) -> Arg:
+    """The value of a node as the model saw it: a Ref, or a tree of them."""
+    if not isinstance(node, Call):
+        return Ref(node.name)
+    return node.result if node.result is not None else node.returns
+
+
+def refs_of(node: Node) -> tuple[Ref, ...]:
+    """Every value that a node gives, each once."""
+    if not isinstance(node, Call):
+        return (Ref(node.name),)
+    return tuple(dict.fromkeys([leaf for leaf in leaves(node.returns) if type(leaf) is Ref]))
 
 
 def meanings_of(node: Node) -> dict[Ref, TensorMeaning]:

@@ -277,6 +277,36 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def gathered(*parts: Any) -> tuple[Any, ...]:
+    """Values of several nodes, as the parts of one."""
+    return parts
+
+
+def in_layout(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
+    """The tensor in another memory layout; itself where it has that, or where gradients would be cut off."""
+    if strides is None or tensor.layout is not torch.strided or tensor.stride() == strides:
+        return tensor
+    if any(stride == 0 for stride in strides) or tensor.requires_grad:
+        return tensor.contiguous() if strides == _contiguous(tuple(tensor.shape)) else tensor
+    made = tensor.new_empty_strided(tuple(tensor.shape), strides)
+    made.copy_(tensor)
+    return made
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def laid_out(function: Target, strides: tuple[int, ...], *args: Any, **kwargs: Any) -> torch.Tensor:
+    """What a function gives, in the memory layout that was recorded: views that the model took need it."""
+    made = function.function(*args, **kwargs)
+    return made if torch._C._functorch.peek_interpreter_stack() is not None else in_layout(made, strides)
+
+
 def fresh_leaf(tensor: torch.Tensor) -> torch.Tensor:
     """The same value as a leaf of autograd's graph: gradients end here."""
     if tensor.is_inference():

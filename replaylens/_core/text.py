@@ -12,7 +12,7 @@ import torch
 
 from .graph import Graph
 from .node import Call, Generator, Node, Ref, Source, TensorMeaning, identifier
-from .pure import Derived, Hole, Nth, blank, differentiate_name, mutate
+from .pure import Derived, Hole, Nth, blank, differentiate_name, laid_out, mutate
 from .target import Target
 from .trees import Branch
 
@@ -55,7 +55,8 @@ def line(node: Node) -> str:
     if not isinstance(node, Call):
         return f"{identifier(node.name)}  # {type(node).__name__.lower()}, {shapes}"
     left = f"{identifier(node.name)} = {call_expression(node)}"
-    notes = [note for note in (shapes, "draws" if node.draws else "") if note]
+    was = node.edited if node.edits is None else ""  # a patch says it in its own words
+    notes = [note for note in (shapes, "draws" if node.draws else "", was) if note]
     return f"{left}  # {'; '.join(notes)}" if notes else left
 
 
@@ -65,6 +66,8 @@ def call_expression(node: Call) -> str:
         views = tuple([_view(target, bases) for target in targets])
         named = tuple(zip(kwargs.keys or (), kwargs.items, strict=True))
         return _call(function, args, named, (bases, views))
+    if node.target.function is laid_out:
+        return _call(node.args[0], node.args[2:], node.kwargs)
     if node.target.function is blank:
         return _call(node.args[0], node.args[1:], node.kwargs)
     if node.target.name == differentiate_name:

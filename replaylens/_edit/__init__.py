@@ -1,1 +1,1 @@
-"""Graph -> Graph, and value -> value: interventions as data."""
+"""Interventions as data, and edits: Graph -> Graph."""

@@ -279,7 +279,8 @@ class Atlas:
         return tuple([name for name in names if self._is_layer(name)])
 
     def _is_layer(self, name: str) -> bool:
-        return name not in self.graph.orphans and getattr(self.graph[name], "kind", "") != "parameter"
+        """Orphans, parameters and what stands for an edge are no layers."""
+        return name not in self.graph.orphans and getattr(self.graph[name], "kind", "") not in ("parameter", "edge")
 
     def children(self, place: Place) -> tuple[str, ...]:
         if place.output is not None:

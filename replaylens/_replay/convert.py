@@ -5,6 +5,7 @@ In: a Record. Out: another Record whose values are those of a new run, and its o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -41,8 +42,8 @@ def rerun(
         env[code.slots[ref]] = as_leaf(tensor)
     with recorded_world(code.draws, graph):
         interpret(code, env)
-    graph = _as_it_came_out(graph, env, code.slots)
     values = {ref: env[slot] for ref, slot in code.slots.items() if isinstance(env[slot], torch.Tensor)}
+    graph = as_it_came_out(graph, values)
     live = {name: tensor for name, tensor in record.live.items() if sources.get(Ref(name)) is tensor}
     fresh = Record(
         graph, values, Versions((ref, version(tensor)) for ref, tensor in values.items()), record.draws, live
@@ -50,14 +51,17 @@ def rerun(
     return fresh, thaw(graph.output, lambda leaf: values[leaf] if type(leaf) is Ref else leaf)
 
 
-def _as_it_came_out(graph: Graph, env: list[Any], slots: dict[Ref, int]) -> Graph:
-    """The graph with the shapes and dtypes of this run."""
+def as_it_came_out(graph: Graph, values: Mapping[Ref, torch.Tensor]) -> Graph:
+    """The graph with the shapes and dtypes of these values; nodes of which they have none stay as they are."""
     nodes: list[Node] = []
     for node in graph.nodes:
         refs = (
             [leaf for leaf in leaves(node.returns) if type(leaf) is Ref] if isinstance(node, Call) else [Ref(node.name)]
         )
-        found = tuple([TensorMeaning.of(env[slots[ref]]) for ref in refs])
+        if not all(ref in values for ref in refs):
+            nodes.append(node)
+            continue
+        found = tuple([TensorMeaning.of(values[ref]) for ref in refs])
         old = node.meaning if isinstance(node, Call) else (node.meaning,)
         changed: Any = {"meaning": found if isinstance(node, Call) else found[0]}
         nodes.append(evolve(node, **changed) if found != old else node)

@@ -16,13 +16,13 @@ import torch
 from attrs import evolve, frozen
 
 from .._core.graph import Graph
-from .._core.node import Call, Input, Node, Ref, State, TensorMeaning, meanings_of
+from .._core.node import Call, Input, Node, Ref, State, TensorMeaning, meanings_of, value_of
 from .._core.pure import mutate, placed
 from .._core.trees import leaves, thaw
 from ..errors import BadMetric, NoGradient
 from .cuts import Cuts, hidden
 from .replay import Executed, Record, execute, version
-from .request import At, Request, result_of
+from .request import At, Request
 
 Found = Mapping[Ref, torch.Tensor | None]
 
@@ -259,7 +259,7 @@ def _metric(of: Callable[[Any], Any], graph: Graph, outputs: dict[Ref, torch.Ten
 
 def _tree(graph: Graph, at: At) -> Any:
     """The values of a layer: those that the model saw of the node, or the part that a name means."""
-    return at.part or result_of(graph.nodes[at.position])
+    return at.part or value_of(graph.nodes[at.position])
 
 
 def _some(labels: list[str]) -> str:

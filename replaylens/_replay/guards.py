@@ -72,6 +72,19 @@ class LeftPath(Exception):
         self.departure = departure
 
 
+def misdirected(call: Call, is_constant: bool) -> Iterator[Departure]:
+    """Where a new value of a call leads away from the path: its memory, or gradients that the model takes through it.
+
+    `is_constant`: the model takes a gradient through the call, and nothing of its old value is in the new one.
+    """
+    if call.is_overwritten:
+        what = f"the memory of {call.name}, which the model writes later and reads again,"
+        yield Departure(what, "shared with it", "apart from it, as that of a patch is", call.source)
+    if call.is_differentiated or is_constant:
+        what = f"the gradient that the model takes through {call.name}"
+        yield Departure(what, "of the recorded value", "of a patch", call.source)
+
+
 def diverged(departure: Departure, which: str = "") -> DivergedReplay:
     return DivergedReplay(
         f"{which}the change leads away from the recorded path: {departure}\n"

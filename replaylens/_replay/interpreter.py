@@ -159,7 +159,7 @@ def compile_plan(
 
 
 def _with_values_apart(graph: Graph, node: Call, patches: Mapping[int, Any]) -> Call:
-    """For a write through a view: which of the views a patch has parted from their base."""
+    """For a write through a view: which of the views a patch or an edit has parted from their base."""
     if node.target.function is not mutate or not any(type(value) is Ref for value in node.args[-1]):
         return node
     changed = {leaf for patch in patches.values() for tree, _ in patch for leaf in leaves(tree) if type(leaf) is Ref}
@@ -168,9 +168,10 @@ def _with_values_apart(graph: Graph, node: Call, patches: Mapping[int, Any]) -> 
 
 
 def parted_values(graph: Graph, node: Call, changed: set[Ref]) -> frozenset[Ref]:
-    """The views through which a call writes, and which patches of these values part from their base."""
-    if node.target.function is not mutate or not changed:
+    """The views through which a call writes, and which patches of these values, or edits, part from their base."""
+    if node.target.function is not mutate or not (changed or graph.edited_refs):
         return frozenset()
+    changed = changed | graph.edited_refs
     bases = _above(graph, [leaf for leaf in leaves(node.args[1]) if type(leaf) is Ref], changed)
     views = [value for value in node.args[-1] if type(value) is Ref]
     return frozenset([view for view in views if _above(graph, [view], changed) - bases])

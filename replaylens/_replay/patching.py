@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .._core.graph import Graph
-from .._core.node import Ref, TensorMeaning, meanings_of
+from .._core.node import Ref, TensorMeaning, meanings_of, value_of
 from .._core.reference import Reference
 from .._core.text import listing
 from .._core.trees import freeze_deep, leaves, thaw
@@ -21,7 +21,7 @@ from .._edit.bind import bind
 from .._edit.patch import Apply, From, Patch, Set, patch_of
 from .._edit.select import Site
 from ..errors import BadPart, BadPatch, ReplaylensError, ShapeMismatch
-from .request import At, Change, result_of, with_strides
+from .request import At, Change, with_strides
 
 Changes = dict[int, tuple[Change, ...]]
 
@@ -30,14 +30,7 @@ def changes_of(
     graph: Graph, patch: Any, start: Site | None, sites: Callable[[Any], tuple[Site, ...]]
 ) -> tuple[Changes, dict[Ref, Change]]:
     """Patches at nodes, by position, and at outputs of the program. `sites` finds what a key means."""
-    if patch is None:
-        return {}, {}
-    if isinstance(patch, Mapping):
-        wanted = [(site, key, what) for key, what in patch.items() for site in sites(key)]
-    elif start is not None:
-        wanted = [(start, start.name, patch)]
-    else:
-        raise ReplaylensError("a bare patch needs from_= to say where. Or give a mapping: patch={'relu_3': tensor}.")
+    wanted = _wanted(patch, start, sites)
     changed: Changes = {}
     ends: dict[Ref, Change] = {}
     keys: dict[tuple[bool, Ref], Any] = {}  # an output of the program is another value than the node that gives it
@@ -56,6 +49,17 @@ def changes_of(
     return changed, ends
 
 
+def _wanted(patch: Any, start: Site | None, sites: Callable[[Any], tuple[Site, ...]]) -> list[tuple[Site, Any, Any]]:
+    """What was given for each site, and under which key."""
+    if patch is None:
+        return []
+    if isinstance(patch, Mapping):
+        return [(site, key, what) for key, what in patch.items() for site in sites(key)]
+    if start is None:
+        raise ReplaylensError("a bare patch needs from_= to say where. Or give a mapping: patch={'relu_3': tensor}.")
+    return [(start, start.name, patch)]
+
+
 def at_place(graph: Graph, place: Any) -> At:
     """Where a layer lies, as a replay counts."""
     return At(graph.positions[place.node], place.output, place.part)
@@ -71,7 +75,7 @@ def change_at(graph: Graph, at: At, name: str, what: Any) -> Change:
     `name` is what the site is called in references.
     """
     node = graph.nodes[at.position]
-    tree = at.output or at.part or result_of(node)
+    tree = at.output or at.part or value_of(node)
     meanings = meanings_of(node)
 
     def change(value: Any) -> Any:
@@ -170,3 +174,30 @@ def _fitting(graph: Graph, node: Any, meaning: TensorMeaning, new: Any) -> torch
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return new
     return with_strides(new, meaning)
+
+
+def bound_patches(
+    graph: Graph, patch: Any, sites: Callable[[Any], tuple[Site, ...]]
+) -> list[tuple[At, list[tuple[Any, Patch]]]]:
+    """A mapping of patches as the patches of one tensor each, bound: for each site the values and what is for them.
+
+    What is wrong with them, `changes_of` and a replay with it say.
+    """
+    found = []
+    for site, _, what in _wanted(patch, None, sites):
+        at = at_place(graph, site.place)
+        tree = at.output or at.part or value_of(graph.nodes[at.position])
+        found.append((at, _bound(graph.nodes[at.position], tree, site.name, what)))
+    return found
+
+
+def _bound(node: Any, tree: Any, name: str, what: Any) -> list[tuple[Any, Patch]]:
+    if _are_values(what):
+        flat: list[torch.Tensor] = []
+        freeze_deep(what, flat.append)
+        return [(ref, Set(tensor)) for ref, tensor in zip(_refs(tree), flat, strict=True)]
+    patch, meanings = patch_of(what), meanings_of(node)
+    if type(tree) is Ref or (isinstance(patch, Apply) and patch.part is None):
+        return [(tree, bind(patch, name))]
+    floating = [pair for pair in enumerate(_refs(tree)) if meanings[pair[1]].dtype.is_floating_point]
+    return [(ref, bind(patch, name, number)) for number, ref in floating]

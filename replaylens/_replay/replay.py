@@ -7,23 +7,24 @@ here the request is translated into positions and values, and the result read ba
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from attrs import define, evolve, field, frozen
 
 from .._core.graph import Graph
-from .._core.node import Call, Input, Ref, State
+from .._core.node import Call, Input, Ref, State, refs_of, value_of
 from .._core.pure import fresh_leaf, same_content, standing, untransformed
 from .._core.trees import leaves, thaw
 from ..errors import NotDifferentiable, ReplaylensError, StaleValue
 from .function import as_function
-from .guards import Departure, LeftPath, diverged
+from .guards import Departure, LeftPath, diverged, misdirected
 from .interpreter import Code, Mode, Patches, compile_plan, interpret, recorded_world
 from .plan import Plan, plan
-from .request import At, Change, Request, result_of
+from .request import At, Change, Request
 from .run import Run
 
 
@@ -103,7 +104,7 @@ def execute(record: Record, request: Request) -> Executed:
     wanted = _wanted(graph, request)
     mode = Mode(request.grad, request.fresh, on_departure=departed)
     code, needed = _compiled(record, request, wanted, mode)
-    _require_differentiable(record, request)
+    require_differentiable(record, request)
     for departure in _misdirected(graph, request):
         departed(departure)
     env = needed.begin(record, request, code)
@@ -124,14 +125,14 @@ def replay(record: Record, request: Request, resolve: Callable[[Any], At]) -> Ru
         position, node = at.position, graph.nodes[at.position]
         if at.output is not None and at.output in ended:
             return ended[at.output]
-        tree = at.output or at.part or result_of(node)
+        tree = at.output or at.part or value_of(node)
         refs = [leaf for leaf in leaves(tree) if type(leaf) is Ref]
         if position in kept and all(env[code.slots[ref]] is not None for ref in refs):
             return thaw(tree, get)
         if position in request.given and position not in request.changed:
             return request.given[position]
-        ran = node.name in code.executed or position in request.changed
-        if not ran and all(ref in record.values for ref in refs) and not request.grad:
+        same = node.name not in code.executed and position not in request.changed and position not in reached()
+        if same and all(ref in record.values for ref in refs) and not request.grad:
             return thaw(tree, lambda leaf: detached(record.value(leaf)) if type(leaf) is Ref else leaf)
         if request.fresh:
             raise ReplaylensError(
@@ -139,6 +140,12 @@ def replay(record: Record, request: Request, resolve: Callable[[Any], At]) -> Ru
             )
         again = replay(record, _only(graph, request, position), resolve)
         return again[at]
+
+    @cache
+    def reached() -> frozenset[int]:
+        """What the change can reach, also where the output did not need it."""
+        names = [graph.nodes[position].name for position in (*request.changed, *request.given)]
+        return frozenset([graph.positions[name] for name in graph.descendants(names)]) if names else frozenset()
 
     def by_name(name: Any) -> Any:
         return lookup(name if isinstance(name, At) else resolve(name))
@@ -163,32 +170,29 @@ def _misdirected(graph: Graph, request: Request) -> Iterator[Departure]:
         if graph.shares_inputs and isinstance(node, Input):
             yield Departure(f"the memory of {node.name}", "shared with what is written", "apart from it")
         constant = not all(change.follows for change in changes) and bool(_rerun_by(graph, node.name))
-        if isinstance(node, Call) and node.is_overwritten:
-            what = f"the memory of {node.name}, which the model writes later and reads again,"
-            yield Departure(what, "shared with it", "apart from it, as that of a patch is", node.source)
-        if isinstance(node, Call) and (node.is_differentiated or constant):
-            yield Departure(
-                f"the gradient that the model takes through {node.name}",
-                "of the recorded value",
-                "of a patch",
-                node.source,
-            )
+        if isinstance(node, Call):
+            yield from misdirected(node, constant)
 
 
 def _without_idle(record: Record, request: Request) -> Request:
     """Without constants that are what was recorded anyway, at places where another value would lead away."""
+    if not (idle := idle_among(record, request.changed)):
+        return request
+    changed = {position: changes for position, changes in request.changed.items() if position not in idle}
+    return evolve(request, changed=changed, start=(*request.start, *idle))
+
+
+def idle_among(record: Record, changed: Mapping[int, tuple[Change, ...]]) -> list[int]:
+    """Where constants are what was recorded anyway, and another value would lead away."""
     graph, idle = record.graph, []
-    for position, changes in request.changed.items():
+    for position, changes in changed.items():
         node, change = graph.nodes[position], changes[0]
         delicate = isinstance(node, Call) and (
             node.is_overwritten or node.is_differentiated or _rerun_by(graph, node.name)
         )
         if delicate and len(changes) == 1 and not change.follows and _is_recorded(record, change):
             idle.append(position)
-    if not idle:
-        return request
-    changed = {position: changes for position, changes in request.changed.items() if position not in idle}
-    return evolve(request, changed=changed, start=(*request.start, *idle))
+    return idle
 
 
 def _is_recorded(record: Record, change: Change) -> bool:
@@ -291,7 +295,9 @@ def _compiled(record: Record, request: Request, wanted: frozenset[int], mode: Mo
 
 
 def _require_reached(graph: Graph, request: Request, made: Plan) -> None:
-    unreached = [graph.nodes[position].name for position in request.changed if position not in made.patch]
+    again = {name for position in made.run for name in graph.nodes[position].through}  # type: ignore[union-attr]
+    names = {position: graph.nodes[position].name for position in request.changed}
+    unreached = [name for position, name in names.items() if position not in made.patch and name not in again]
     if unreached and request.to is not None:
         raise ReplaylensError(
             f"the patch at {unreached[0]} would do nothing: {graph.nodes[request.to].name}, which is asked for, "
@@ -366,12 +372,6 @@ def _known(record: Record, request: Request) -> bytearray:
     return marks
 
 
-def refs_of(node: Any) -> list[Ref]:
-    if not isinstance(node, Call):
-        return [Ref(node.name)]
-    return list(dict.fromkeys(leaf for leaf in leaves(node.returns) if type(leaf) is Ref))
-
-
 def supply(record: Record, request: Request, ref: Ref) -> Any:
     """The value that a replay begins with: a given one, else the recorded one."""
     position = record.graph.positions[ref.node]
@@ -422,7 +422,7 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
 
 
-def _require_differentiable(record: Record, request: Request) -> None:
+def require_differentiable(record: Record, request: Request) -> None:
     if request.grad and record.graph.asks_gradient and not record.graph.ambient.grad:
         raise NotDifferentiable(
             "the model asks whether tensors need gradients, and was captured where none did. Capture it with gradients "
@@ -449,7 +449,7 @@ def _require_differentiable(record: Record, request: Request) -> None:
 def function_of(record: Record, inputs: list[int], outputs: list[int] | None, grad: bool = True) -> Callable[..., Any]:
     """The pure function from some nodes' values to the output, or to some nodes' values."""
     graph = record.graph
-    _require_differentiable(record, Request(grad=True))
+    require_differentiable(record, Request(grad=True))
     wanted = outputs if outputs is not None else [graph.positions[ref.node] for ref in graph.output_refs]
 
     def departed(departure: Departure) -> None:
@@ -470,7 +470,7 @@ def function_of(record: Record, inputs: list[int], outputs: list[int] | None, gr
         for ref in refs_of(graph.nodes[position])
     }
 
-    trees = [graph.output] if outputs is None else [result_of(graph.nodes[position]) for position in outputs]
+    trees = [graph.output] if outputs is None else [value_of(graph.nodes[position]) for position in outputs]
     read = [_reader(tree, code.slots) for tree in trees]
 
     def finish(env: list[Any]) -> Any:
@@ -508,7 +508,7 @@ def _saved(record: Record, node: Any) -> bool:
 
 
 def _only_ref(graph: Graph, position: int) -> Ref:
-    tree = result_of(graph.nodes[position])
+    tree = value_of(graph.nodes[position])
     if type(tree) is not Ref:
         raise ReplaylensError(
             f"{graph.nodes[position].name} gives several tensors; a function's input must be one tensor."

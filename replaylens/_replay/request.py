@@ -13,7 +13,8 @@ import torch
 from attrs import field, frozen
 
 from .._core.graph import Graph
-from .._core.node import Call, Ref, TensorMeaning
+from .._core.node import Ref, State, TensorMeaning
+from .._core.pure import in_layout
 from .._core.trees import Branch, freeze_deep, paths
 from ..errors import InputMismatch
 
@@ -60,12 +61,6 @@ class Request:
     whole: bool = False
     at: frozenset[Ref] = frozenset()  # where gradients are to be taken: nothing else begins a history
     every: frozenset[int] = frozenset()  # of the changed ones, those that are changed in passes beyond the recorded too
-
-
-def result_of(node: Any) -> Any:
-    if not isinstance(node, Call):
-        return Ref(node.name)
-    return node.result if node.result is not None else node.returns
 
 
 def new_inputs(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, torch.Tensor]:
@@ -187,35 +182,24 @@ def _require_same(path: tuple[Any, ...], meaning: TensorMeaning, tensor: torch.T
 
 def with_strides(tensor: torch.Tensor, meaning: TensorMeaning) -> torch.Tensor:
     """The tensor in the recorded memory layout: views that the model took need it."""
-    if meaning.strides is None or tensor.layout is not torch.strided or tensor.stride() == meaning.strides:
-        return tensor
-    if any(stride == 0 for stride in meaning.strides) or tensor.requires_grad:
-        return tensor.contiguous() if meaning.strides == _contiguous(meaning.shape) else tensor
-    made = tensor.new_empty_strided(meaning.shape, meaning.strides)
-    made.copy_(tensor)
-    return made
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
+    return in_layout(tensor, meaning.strides)
 
 
 def new_state(graph: Graph, state: dict[str, torch.Tensor], nearest: Callable[[str], str]) -> dict[int, torch.Tensor]:
     """Other parameters and buffers, by the position of their State node. Any of a tied tensor's addresses will do."""
-    by_address = {address: node for node in graph.state_nodes for address in (node.address, *node.aliases, node.name)}
     found: dict[int, torch.Tensor] = {}
     for address, tensor in state.items():
-        node = by_address.get(address)
-        if node is None:
-            raise InputMismatch(
-                f"no parameter or buffer that the forward read is called {address!r}.{nearest(address)}"
-            )
-        meaning = TensorMeaning.of(tensor)
+        node, meaning = state_called(graph, address, nearest), TensorMeaning.of(tensor)
         if (meaning.shape, meaning.dtype) != (node.meaning.shape, node.meaning.dtype):
             raise InputMismatch(f"the state at {address!r} is {meaning}; the program was recorded with {node.meaning}.")
         found[graph.positions[node.name]] = with_strides(tensor, node.meaning)
     return found
+
+
+def state_called(graph: Graph, address: str, nearest: Callable[[str], str]) -> State:
+    """The State node with this address, or with this name."""
+    by_address = {address: node for node in graph.state_nodes for address in (node.address, *node.aliases, node.name)}
+    node = by_address.get(address)
+    if node is None:
+        raise InputMismatch(f"no parameter or buffer that the forward read is called {address!r}.{nearest(address)}")
+    return node

@@ -1,0 +1,118 @@
+"""What a call was given, and how another function is given the same.
+
+In: a recorded call, and a function that is to stand in its place. Out: the function's arguments, as trees of Refs.
+
+The function gets the tensors that the call computes with, in order. All else that the call was given (parameters and
+buffers, numbers, flags) it gets by name, where its signature has an argument of that name: `dim` of a softmax,
+`kernel_size` of a pooling, `weight` and `bias` of a linear layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from attrs import frozen
+
+from .._core.graph import Graph
+from .._core.node import Call, Ref, State
+from .._core.trees import leaves
+from ..errors import BadEdit
+from .signatures import Parameter, meaning, parameters
+
+_NEVER = frozenset(("inplace", "out"))  # the new value is a value of its own
+
+
+@frozen
+class Arguments:
+    """Arguments as trees of Refs and literals."""
+
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def in_order(self) -> tuple[Ref, ...]:
+        """The values among them, in order."""
+        return tuple(_refs((self.args, tuple(value for _, value in self.kwargs))))
+
+    @property
+    def refs(self) -> tuple[Ref, ...]:
+        """The same, each once."""
+        return tuple(dict.fromkeys(self.in_order))
+
+
+@frozen
+class _Given:
+    """One argument of a recorded call."""
+
+    name: str  # "" where nothing knows it
+    tree: Any
+    has_tensor: bool
+    is_computed: bool  # not parameters and buffers alone
+
+
+def fitted(graph: Graph, call: Call, function: Callable[..., Any], with_args: bool = True) -> Arguments:
+    """What a function is given in the place of a call; without `with_args` the tensors that it computes with alone."""
+    given = given_to(graph, call)
+    computed = tuple([one.tree for one in given if one.is_computed])
+    accepted = parameters(function, len(computed))
+    if accepted is None or not with_args:
+        return Arguments(computed)
+    accepted = tuple([one for one in accepted if one.name not in _NEVER])
+    positional = [one for one in accepted if not one.by_name_only and not one.is_rest]
+    named = _by_name(given, (*positional[len(computed) :], *(one for one in accepted if one.by_name_only)))
+    filled = {one.name for one in positional[: len(computed)]} | set(named)
+    missing = [one.name for one in accepted if one.is_needed and one.name not in filled]
+    roomy = any(one.is_rest for one in accepted) or len(computed) <= len(positional)
+    if roomy and not missing:
+        return Arguments(computed, tuple(named.items()))
+    tensors = tuple([one.tree for one in given if one.has_tensor])
+    needed = sum(one.is_needed for one in positional)
+    if len(computed) < len(tensors) <= len(positional) and needed <= len(tensors):
+        return Arguments(tensors)
+    raise BadEdit(_misfit(call, function, given, positional, missing))
+
+
+def _by_name(given: Iterable[_Given], wanted: Iterable[Parameter]) -> dict[str, Any]:
+    known = {one.name: one.tree for one in given if one.name and not one.is_computed}
+    found = {one.name: known[one.meaning] for one in wanted if one.meaning in known}
+    return {name: tree for name, tree in found.items() if tree is not None}
+
+
+def given_to(graph: Graph, call: Call) -> tuple[_Given, ...]:
+    """The arguments of a call, with the names that they have in its signature."""
+    count = sum(bool(_refs(arg)) for arg in call.args)
+    names = [one.meaning for one in parameters(call.target.function, count) or () if not one.is_rest]
+    pairs = [(names[n] if n < len(names) else "", tree) for n, tree in enumerate(call.args)]
+    pairs += [(meaning(key), tree) for key, tree in call.kwargs]
+    found = []
+    for name, tree in pairs:
+        refs = _refs(tree)
+        is_computed = any(not isinstance(graph[ref.node], State) for ref in refs)
+        found.append(_Given(name, tree, bool(refs), is_computed))
+    return tuple(found)
+
+
+def _refs(tree: Any) -> list[Ref]:
+    return [leaf for leaf in leaves(tree) if type(leaf) is Ref]
+
+
+def _misfit(
+    call: Call, function: Callable[..., Any], given: Iterable[_Given], positional: list[Parameter], missing: list[str]
+) -> str:
+    computed = [", ".join(map(str, _refs(one.tree))) for one in given if one.is_computed]
+    others = [one.name for one in given if one.name and not one.is_computed]
+    number = f"{len(positional)} argument{'s' * (len(positional) != 1)}"
+    takes = f"needs {', '.join(missing)} besides" if missing else f"takes {number} that can be a tensor"
+    return (
+        f"{call.name} computes with {', '.join(computed) or 'no tensor'}; "
+        f"{name_of(function)} {takes}.\n"
+        f"By name it can have {', '.join(others) or 'nothing'}. Wrap it in a lambda that takes what there is."
+    )
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """What a person calls a function: `gelu`, `lambda`, `Linear`."""
+    inner = getattr(function, "func", function)
+    word = getattr(inner, "__name__", type(inner).__name__)
+    return str(word).strip("<>")

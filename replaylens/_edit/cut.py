@@ -1,0 +1,172 @@
+"""A slice of a graph: from some values to others.
+
+In: a Graph, the values at which the slice begins and what it gives. Out: a Graph whose inputs are the former and whose
+output is the latter, with just the nodes between. What else it needs, and comes from the inputs of the whole program,
+it holds as constants; what is computed from parameters alone is computed in the slice too, so that it trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from attrs import evolve, frozen
+
+from .._core.graph import Graph
+from .._core.laws import require_lawful
+from .._core.node import Call, Const, Input, Node, Ref, meanings_of, refs_of
+from .._core.trees import Branch, leaves, remake
+from ..errors import BadEdit
+from .rewrite import beside, fresh, guard_reading, reading
+
+
+@frozen
+class Cut:
+    """A slice, and for each of its values the one of the whole graph that it is."""
+
+    graph: Graph
+    values: dict[Ref, Ref]
+
+
+def cut(graph: Graph, starts: Sequence[Any] | None, output: Any) -> Cut:
+    """The slice from these values, or from the inputs, to a tree of values."""
+    return _Cutting(graph, starts, output).made()
+
+
+class _Cutting:
+    """What of a graph is needed, what is held, and how things are called then."""
+
+    def __init__(self, graph: Graph, starts: Sequence[Any] | None, output: Any) -> None:
+        self.graph, self.starts, self.output = graph, starts, output
+        inputs = [Ref(node.name) for node in graph.input_nodes]
+        self.begins = tuple(dict.fromkeys(inputs if starts is None else _refs(tuple(starts))))
+        self.below = self._below()
+        self.of_inputs = graph.descendants([node.name for node in graph.input_nodes])
+        self.nodes: set[str] = set()  # that come along
+        self.held: dict[Ref, None] = {}  # values that are constants
+        self._take(_refs(output))
+        self._require_reached()
+        self.changes = self._writes()
+        self._take([ref for _, ref in self.changes])
+
+    def made(self) -> Cut:
+        """The slice."""
+        graph, starts = self.graph, self.starts
+        called = self._called()
+        refs = {ref: Ref(name) for ref, name in called.items()}
+        swap = lambda leaf: refs.get(leaf, leaf) if type(leaf) is Ref else leaf  # noqa: E731
+        nodes, places = self._nodes(called, refs)
+        there = {*refs, *(ref for name in self.nodes for ref in refs_of(graph[name]))}
+        last = max((graph.positions[name] for name in self.nodes), default=-1)
+        before = [guard for guard in graph.guards if guard.position <= last and there.issuperset(guard.refs)]
+        asked = [guard for guard in before if not self.below.isdisjoint(guard.refs)]  # the others hold what they held
+        guards = [evolve(guard_reading(guard, refs), position=places[guard.position]) for guard in asked]
+        inputs = graph.inputs if starts is None else (remake(tuple(starts), swap), Branch(dict, (), ()))
+        made = evolve(
+            graph,
+            nodes=tuple(nodes),
+            output=remake(self.output, swap),
+            inputs=inputs,
+            guards=tuple(guards),
+            module_outputs=tuple(
+                [(scope, remake(t, swap)) for scope, t in graph.module_outputs if there.issuperset(_refs(t))]
+            ),
+            changes=tuple([(address, refs.get(ref, ref)) for address, ref in self.changes]),
+            orphans=graph.orphans & {node.name for node in nodes},
+            shares_inputs=graph.shares_inputs and starts is None,
+        )
+        values = {ref: ref for node in made.nodes for ref in refs_of(node)} | {new: old for old, new in refs.items()}
+        return Cut(require_lawful(made), values)
+
+    def _below(self) -> set[Ref]:
+        """Every value that depends on the beginnings, themselves included."""
+        found = set(self.begins)
+        for call in self.graph.calls:
+            again = [ref for name in call.through for ref in refs_of(self.graph[name])]
+            if any(ref in found for ref in (*call.refs, *again)):
+                found.update(refs_of(call))
+        return found
+
+    def _take(self, stack: list[Ref]) -> None:
+        """Take along what these values need, back to the beginnings and to what is held."""
+        while stack:
+            ref = stack.pop()
+            if ref in self.begins or ref.node in self.nodes:
+                continue
+            if ref not in self.below and ref.node in self.of_inputs:
+                self.held[ref] = None
+                continue
+            self._take_node(self.graph[ref.node], stack)
+
+    def _take_node(self, node: Node, stack: list[Ref]) -> None:
+        self.nodes.add(node.name)
+        if not isinstance(node, Call):
+            return
+        stack.extend(node.refs)
+        if inside := [ref for ref in self.begins if ref.node in node.through]:
+            raise BadEdit(
+                f"{node.name} is a gradient that the model takes through {inside[0]}: a slice cannot begin there.\n"
+                "Begin before it, or behind the gradient."
+            )
+        for name in node.through:  # nodes that it runs again keep their places: patches find them there
+            if name not in self.nodes:
+                self._take_node(self.graph[name], stack)
+
+    def _require_reached(self) -> None:
+        """Every beginning leads somewhere."""
+        read = {ref for name in self.nodes for ref in _reads(self.graph[name])} | set(_refs(self.output))
+        idle = [ref for ref in self.begins if ref not in read]
+        if self.starts is not None and idle:
+            ends = ", ".join(dict.fromkeys(str(ref) for ref in _refs(self.output)))
+            raise BadEdit(f"{ends} does not depend on {idle[0]}, where the slice was to begin.")
+
+    def _writes(self) -> tuple[tuple[str, Ref], ...]:
+        """What the model writes to its state on this stretch."""
+        graph = self.graph
+        first = -1 if self.starts is None else min(graph.positions[ref.node] for ref in self.begins)
+        last = len(graph) if self.output == graph.output else max((graph.positions[n] for n in self.nodes), default=-1)
+        return tuple(
+            (address, ref)
+            for address, ref in graph.changes
+            if first < graph.positions[ref.node] <= last and (ref in self.below or ref.node not in self.of_inputs)
+        )
+
+    def _called(self) -> dict[Ref, str]:
+        """What the node is called that stands for each beginning and each value that is held."""
+        found: dict[Ref, str] = {}
+        for ref in (*self.begins, *self.held):
+            whole = not ref.path and ref.node not in self.nodes
+            part = "_".join(map(str, ref.path))
+            found[ref] = ref.node if whole else fresh(beside(ref.node, f"part_{part}"), self.graph.positions)
+        return found
+
+    def _nodes(self, called: dict[Ref, str], refs: dict[Ref, Ref]) -> tuple[list[Node], list[int]]:
+        """The nodes of the slice, and how many of them come before each place of the whole graph."""
+        graph = self.graph
+        nodes: list[Node] = (
+            [] if self.starts is None else [self._input(n, ref, called) for n, ref in enumerate(self.begins)]
+        )
+        places = [len(nodes)]
+        held: dict[str, list[Node]] = {}
+        for ref in self.held:
+            meaning = meanings_of(graph[ref.node])[ref]
+            held.setdefault(ref.node, []).append(Const(called[ref], f"recorded value of {ref}", meaning))
+        for node in graph.nodes:
+            if isinstance(node, Input) and self.starts is None:
+                nodes.append(node)
+            elif node.name in self.nodes:
+                nodes.append(reading(node, refs))
+            nodes.extend(held.get(node.name, ()))
+            places.append(len(nodes))
+        return nodes, places
+
+    def _input(self, number: int, ref: Ref, called: dict[Ref, str]) -> Input:
+        return Input(called[ref], (number,), meanings_of(self.graph[ref.node])[ref])
+
+
+def _refs(tree: Any) -> list[Ref]:
+    return [leaf for leaf in leaves(tree) if type(leaf) is Ref]
+
+
+def _reads(node: Node) -> tuple[Ref, ...]:
+    return node.refs if isinstance(node, Call) else ()

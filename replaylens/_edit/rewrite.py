@@ -1,0 +1,305 @@
+"""The moves that every edit is made of: put nodes in the place of others, read another value, remove, splice, prune.
+
+In: a lawful Graph, and what is to be another. Out: a lawful Graph. Nodes that an edit does not touch keep their names,
+guards their places, and calls that run others again (a gradient taken inside the forward) run what now stands there.
+No tensor is touched here: meanings of changed nodes are brought up to date when the edited graph is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from attrs import evolve, frozen
+
+from .._core.graph import Graph
+from .._core.laws import require_lawful
+from .._core.node import Call, Const, Generator, Guard, Input, Node, Ref, State, meanings_of, value_of
+from .._core.pure import alias, gathered
+from .._core.target import Target
+from .._core.trees import Branch, leaves, paths, remake
+from .again import run_again
+
+Refs = Mapping[Ref, Ref]
+NOTHING: Mapping[Any, Any] = MappingProxyType({})
+
+
+# -- names and values of nodes -----------------------------------------------------------------------------------------
+
+
+def beside(name: str, word: str) -> str:
+    """A name next to another one: `relu_1_2_before`; `linear_1_1_before:2` for a second pass."""
+    base, colon, call = name.partition(":")
+    return f"{base}_{word}{colon}{call}"
+
+
+def fresh(wanted: str, taken: Iterable[str]) -> str:
+    """The name, or the first of `{name}_2`, `{name}_3` ... that nobody has."""
+    names = taken if isinstance(taken, (set, frozenset, dict)) else set(taken)
+    name, number = wanted, 2
+    while name in names:
+        name, number = beside(wanted, str(number)), number + 1
+    return name
+
+
+def renamed(node: Node, name: str) -> Node:
+    """The same node under another name."""
+    if not isinstance(node, Call):
+        return evolve(node, name=name)
+    own = lambda leaf: evolve(leaf, node=name) if type(leaf) is Ref and leaf.node == node.name else leaf  # noqa: E731
+    return evolve(node, name=name, returns=remake(node.returns, own), result=remake(node.result, own))
+
+
+def reading(node: Node, refs: Refs) -> Node:
+    """The same node, reading other values; the node itself if it reads none of these."""
+    if not isinstance(node, Call) or not any(ref in refs for ref in node.refs):
+        return node
+    swap = _swap(refs)
+    kwargs = tuple([(key, remake(value, swap)) for key, value in node.kwargs])
+    return evolve(node, args=tuple([remake(arg, swap) for arg in node.args]), kwargs=kwargs)
+
+
+def _swap(refs: Refs) -> Any:
+    return lambda leaf: refs.get(leaf, leaf) if type(leaf) is Ref else leaf
+
+
+# -- the moves ---------------------------------------------------------------------------------------------------------
+
+
+def replace(graph: Graph, instead: Mapping[str, Sequence[Node]], refs: Refs = NOTHING, **changes: Any) -> Graph:
+    """Other nodes in the place of some: for each name the nodes that stand there now, in their order.
+
+    All other nodes, guards and outputs read through `refs`. `changes` are other fields of the graph, taken as they are.
+    """
+    nodes: list[Node] = []
+    places = [0]
+    for node in graph.nodes:
+        nodes.extend(instead[node.name] if node.name in instead else (reading(node, refs),))
+        places.append(len(nodes))
+    fields: dict[str, Any] = {"guards": tuple([_moved(guard, places, refs) for guard in graph.guards])}
+    if refs:
+        swap = _swap(refs)
+        fields["output"] = remake(graph.output, swap)
+        fields["module_outputs"] = tuple([(scope, remake(tree, swap)) for scope, tree in graph.module_outputs])
+        fields["changes"] = tuple([(address, refs.get(ref, ref)) for address, ref in graph.changes])
+    return require_lawful(run_again(graph, evolve(graph, **{"nodes": tuple(nodes), **fields, **changes}), refs))
+
+
+def _moved(guard: Guard, places: Sequence[int], refs: Refs) -> Guard:
+    guard, position = guard_reading(guard, refs), places[guard.position]
+    return evolve(guard, position=position) if position != guard.position else guard
+
+
+def guard_reading(guard: Guard, refs: Refs) -> Guard:
+    """The same guard, on other values."""
+    if not any(ref in refs for ref in guard.refs):
+        return guard
+    swap = _swap(refs)
+    kwargs = tuple([(key, remake(value, swap)) for key, value in guard.kwargs])
+    return evolve(guard, args=tuple([remake(arg, swap) for arg in guard.args]), kwargs=kwargs)
+
+
+def insert_after(graph: Graph, name: str, nodes: Sequence[Node], refs: Refs = NOTHING) -> Graph:
+    """Further nodes behind one; everything else reads through `refs`, the node and the new ones as they say."""
+    return replace(graph, {name: (graph[name], *nodes)}, refs)
+
+
+def rewire(graph: Graph, readers: Iterable[str], refs: Refs) -> Graph:
+    """Some nodes, or the program's "output", read other values; all the rest reads what it read."""
+    names = set(readers)
+    instead = {name: (reading(graph[name], refs),) for name in names if name != "output"}
+    return replace(graph, instead, output=remake(graph.output, _swap(refs)) if "output" in names else graph.output)
+
+
+def remove(graph: Graph, name: str, refs: Refs) -> Graph:
+    """Without a node; `refs` says what is read in the place of each of its values."""
+    return replace(graph, {name: ()}, refs)
+
+
+def prune(graph: Graph, keep: Iterable[str] = ()) -> Graph:
+    """Without what nothing needs: no output, guard, write of the model, nor what is to be kept. Inputs stay."""
+    ends = [ref.node for ref in (*graph.wanted_refs, *(ref for guard in graph.guards for ref in guard.refs))]
+    needed = set(graph.ancestors([*ends, *keep]))
+    for call in reversed(graph.calls):  # a node that is run again elsewhere keeps its place here: patches find it there
+        if call.name in needed and call.through:
+            needed |= graph.ancestors(call.through)
+    return without(graph, {n.name for n in graph.nodes if n.name not in needed and not isinstance(n, Input)})
+
+
+def without(graph: Graph, names: Iterable[str]) -> Graph:
+    """Without some nodes that nothing reads any more, and without what was known of them alone."""
+    gone = frozenset(names)
+    if not gone:
+        return graph
+    outputs = tuple([(scope, tree) for scope, tree in graph.module_outputs if not gone & _named(tree)])
+    return replace(graph, dict.fromkeys(gone, ()), module_outputs=outputs, orphans=graph.orphans - gone)
+
+
+def _named(tree: Any) -> set[str]:
+    return {leaf.node for leaf in leaves(tree) if type(leaf) is Ref}
+
+
+def unread_sources(old: Graph, new: Graph) -> frozenset[str]:
+    """State and constants that something read before an edit, and nothing reads after it."""
+    read = {ref.node for refs in new.refs for ref in refs} | {ref.node for ref in new.wanted_refs}
+    read.update(ref.node for guard in new.guards for ref in guard.refs)
+    before = {old.nodes[p].name for p, users in enumerate(old.users) if users}
+    sources: tuple[State | Const, ...] = (*new.state_nodes, *new.const_nodes)
+    return frozenset([node.name for node in sources if node.name not in read and node.name in before])
+
+
+# -- a graph in the place of a node ------------------------------------------------------------------------------------
+
+
+@frozen
+class Splice:
+    """How a graph is put in the place of a node.
+
+    `given` is what its inputs stand for: the tensors that the node reads, each once, if not said otherwise. `shared`
+    are values that the program has already: the nodes that give them do not come along. `names` are names that some
+    nodes are to have, `draws` other keys for generator states.
+    """
+
+    given: tuple[Ref, ...] | None = None
+    shared: Mapping[Ref, Ref] = NOTHING
+    names: Mapping[str, str] = NOTHING
+    draws: Mapping[str, str] = NOTHING
+    edited: str = ""
+
+
+def splice(graph: Graph, name: str, sub: Graph, how: Splice = Splice()) -> Graph:
+    """The calls of a graph in the place of one node.
+
+    The output of `sub` is the node's value: a tensor for a tensor; for a node of several values a tree of the same
+    shape. New nodes are called `matmul_1_of_{name}` and lie where the node lay; the last one that gives its value
+    carries its name, or one more that gathers the parts. State and constants of `sub` come along.
+    """
+    node = graph[name]
+    assert isinstance(node, Call)
+    called, swap = names_within(graph, name, sub, how), inward(graph, name, sub, how)
+    nodes = [_settled(inner, node, called, swap, how) for inner in sub.nodes if inner.name in called]
+    if name not in called.values():
+        nodes.append(_gather(node, sub, swap, how.edited))
+    late = _late(graph, name, [ref for new in nodes if isinstance(new, Call) for ref in new.refs])
+    guards = [_placed(guard, sub, called, nodes, swap) for guard in sub.guards]
+    made = replace(graph, {name: (*late, *nodes), **{source.name: () for source in late}})
+    start = made.positions[nodes[0].name]
+    placed = [evolve(guard, position=guard.position + start) for guard in guards]
+    return require_lawful(
+        evolve(
+            made,
+            guards=tuple(sorted((*made.guards, *placed), key=lambda guard: guard.position)),
+            asks_gradient=made.asks_gradient or sub.asks_gradient,
+            one_way=(*made.one_way, *sub.one_way),
+        )
+    )
+
+
+def _late(graph: Graph, name: str, reads: Iterable[Ref]) -> list[Node]:
+    """State and constants that stand behind a node, and that are read there now."""
+    behind = dict.fromkeys(ref.node for ref in reads if graph.positions.get(ref.node, -1) > graph.positions[name])
+    return [graph[other] for other in behind]
+
+
+def names_within(graph: Graph, name: str, sub: Graph, how: Splice = Splice()) -> dict[str, str]:
+    """What each node of `sub` that comes along is called when it is spliced in the place of a node."""
+    taken, last = set(graph.positions), _last(graph[name], sub)
+    found: dict[str, str] = {}
+    for node in sub.nodes:
+        if isinstance(node, Input) or Ref(node.name) in how.shared:
+            continue
+        if node.name == last:
+            found[node.name] = name
+        elif node.name in how.names:
+            found[node.name] = how.names[node.name]
+        else:
+            found[node.name] = fresh(f"{_short(node.name)}_of_{name}", taken)
+        taken.add(found[node.name])
+    return found
+
+
+def inward(graph: Graph, name: str, sub: Graph, how: Splice = Splice()) -> Callable[[Any], Any]:
+    """What a Ref or generator of `sub` is in the program."""
+    node = graph[name]
+    assert isinstance(node, Call)
+    given = tuple(dict.fromkeys(node.refs)) if how.given is None else how.given
+    if len(given) != len(sub.input_nodes):
+        raise ValueError(f"{node.name} gives {len(given)} tensors to a graph of {len(sub.input_nodes)} inputs.")
+    starts = {start.name: ref for start, ref in zip(sub.input_nodes, given, strict=True)}
+    called = names_within(graph, node.name, sub, how)
+
+    def swap(leaf: Any) -> Any:
+        if type(leaf) is Ref:
+            known = starts.get(leaf.node) or how.shared.get(leaf)
+            return evolve(leaf, node=called[leaf.node]) if known is None else known
+        return Generator(how.draws.get(leaf.key, leaf.key)) if type(leaf) is Generator else leaf
+
+    return swap
+
+
+def _settled(inner: Node, node: Call, called: Mapping[str, str], swap: Callable[[Any], Any], how: Splice) -> Node:
+    """A node of `sub` as it stands in the program."""
+    if not isinstance(inner, Call):
+        return renamed(inner, called[inner.name])
+    return evolve(
+        inner,
+        name=called[inner.name],
+        args=tuple([remake(arg, swap) for arg in inner.args]),
+        kwargs=tuple([(key, remake(value, swap)) for key, value in inner.kwargs]),
+        returns=remake(inner.returns, swap),
+        result=remake(inner.result, swap),
+        through=tuple([called[name] for name in inner.through]),
+        draws=how.draws.get(inner.draws, inner.draws) if inner.draws is not None else None,
+        scope=node.scope,
+        source=node.source,
+        edited=how.edited if called[inner.name] == node.name else inner.edited,
+    )
+
+
+def _gather(node: Call, sub: Graph, swap: Callable[[Any], Any], edited: str) -> Call:
+    """The node that gives the output of `sub` where none of its calls does."""
+    parts = [leaf for leaf in leaves(sub.output) if type(leaf) is Ref]
+    known = {ref: meaning for inner in sub.nodes for ref, meaning in meanings_of(inner).items()}
+    output, meaning = remake(sub.output, swap), tuple([known[ref] for ref in parts])
+    call = Call(
+        node.name, "alias", Target.of(alias), (output,), returns=Ref(node.name), meaning=meaning, context=node.context,
+        scope=node.scope, source=node.source, edited=edited,
+    )  # fmt: skip
+    wanted = value_of(node)
+    if type(output) is Ref and type(wanted) is Ref:
+        return call
+    several = output.items if isinstance(output, Branch) else output
+    if (
+        type(wanted) is not tuple
+        or type(several) is not tuple
+        or [p for p, _ in paths(wanted)] != [p for p, _ in paths(several)]
+    ):
+        raise ValueError(f"{node.name} gives {len(list(leaves(wanted)))} tensors, the graph in its place {len(parts)}.")
+    return evolve(call, kind="gathered", target=Target.of(gathered), args=several, returns=wanted)
+
+
+def _last(node: Node, sub: Graph) -> str | None:
+    """The call of a graph that gives its output as it is, in the shape of what a node gives."""
+    first = next((leaf for leaf in leaves(sub.output) if type(leaf) is Ref), None)
+    call = sub[first.node] if first is not None else None
+    if not isinstance(call, Call) or value_of(call) != sub.output:
+        return None
+    return call.name if value_of(renamed(call, node.name)) == value_of(node) else None
+
+
+def _placed(
+    guard: Guard, sub: Graph, called: Mapping[str, str], nodes: Sequence[Node], swap: Callable[[Any], Any]
+) -> Guard:
+    """A guard of a spliced graph: behind the last of the new nodes that came before it."""
+    before = {called[node.name] for node in sub.nodes[: guard.position] if node.name in called}
+    position = max((number + 1 for number, node in enumerate(nodes) if node.name in before), default=0)
+    kwargs = tuple([(key, remake(value, swap)) for key, value in guard.kwargs])
+    return evolve(guard, args=tuple([remake(arg, swap) for arg in guard.args]), kwargs=kwargs, position=position)
+
+
+def _short(name: str) -> str:
+    """`matmul_1` for `matmul_1_3`, which counts the layers before it too."""
+    base, colon, call = name.partition(":")
+    parts = base.rsplit("_", 1)
+    return (parts[0] if len(parts) == 2 and parts[1].isdigit() and "_" in parts[0] else base) + colon + call

@@ -1,0 +1,76 @@
+"""What a user's words for places in a program mean, as names of nodes and as Refs.
+
+In: names of layers, keys of mappings of patches, lists and selections of them. Out: what an edit works with. Patches,
+values and Programs are not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from attrs import frozen
+
+from .._core.node import Ref, value_of
+from .._core.trees import Branch, leaves
+from .._edit.edges import OUTPUT
+from .._edit.select import Selection, Site
+from ..errors import BadEdit
+from .layers import Atlas, Layer, Place
+
+
+@frozen(eq=False)
+class Words:
+    """The words for places in one program."""
+
+    atlas: Atlas
+    sites: Callable[[Any], Iterable[Site]]
+
+    def nodes(self, key: Any) -> list[str]:
+        """The nodes that a key means, each once."""
+        return list(dict.fromkeys(site.place.node for site in self.sites(key)))
+
+    def refs(self, key: Any) -> list[Ref]:
+        """The values that a key means."""
+        return [self._single(site.place) for site in self.sites(key)]
+
+    def ref(self, name: Any) -> Ref:
+        """The value of a layer that gives one tensor."""
+        return self._single(self.atlas.find(name))
+
+    def parts(self, name: Any) -> tuple[Ref, ...]:
+        """The values of a layer, one or several."""
+        return tuple(leaf for leaf in leaves(self._tree(self.atlas.find(name))) if type(leaf) is Ref)
+
+    def readers(self, names: Any) -> list[str]:
+        """The nodes that read something; the program's output is one of them."""
+        found = [self.atlas.find(name) if name != OUTPUT else None for name in as_list(names)]
+        return [OUTPUT if place is None or place.output is not None else place.node for place in found]
+
+    def starts(self, names: Any) -> list[Any] | None:
+        """The values at which a slice begins; None for those of the program."""
+        return None if names is None else [self._tree(self.atlas.find(name)) for name in as_list(names)]
+
+    def end(self, names: Any) -> Any:
+        """The tree of values that a slice gives."""
+        if names is None or (isinstance(names, str) and names == OUTPUT):
+            return self.atlas.graph.output
+        if isinstance(names, Mapping):
+            return Branch(dict, tuple([self.end(name) for name in names.values()]), tuple(names))
+        if isinstance(names, (list, tuple, Selection)):
+            return tuple([self.end(name) for name in names])
+        return self._tree(self.atlas.find(names))
+
+    def _tree(self, place: Place) -> Any:
+        return place.output or place.part or value_of(self.atlas.graph[place.node])
+
+    def _single(self, place: Place) -> Ref:
+        tree = self._tree(place)
+        if type(tree) is not Ref:
+            raise BadEdit(f"{place.label} gives several tensors: name the one that is meant by its module.")
+        return tree
+
+
+def as_list(names: Any) -> list[Any]:
+    """One name, or several in any container."""
+    return [names] if isinstance(names, (str, int, Layer)) else list(names)

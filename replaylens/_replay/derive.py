@@ -1,0 +1,213 @@
+"""The record of an edited graph: what the edit cannot have changed is shared, the rest is run at once.
+
+In: the Record of a program, a graph made from its graph, and the tensors that the edit brought in. Out: a Record of the
+edited graph, and what it returns. A wrong shape shows here, and not in a later replay; so does a path that the model
+would not have taken. What the edit was is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from attrs import evolve, field, frozen
+
+from .._core.graph import Graph
+from .._core.node import Call, Guard, Ref, TensorMeaning, meanings_of, refs_of, value_of
+from .._core.pure import same_content
+from .._core.text import listing
+from .._core.trees import leaves, thaw
+from .._edit.compare import origins, same_values
+from .._edit.rewrite import NOTHING
+from ..errors import ShapeMismatch
+from .convert import as_it_came_out
+from .guards import Departure, diverged, misdirected, same_result
+from .interpreter import Mode, compile_plan, interpret, recorded_world
+from .plan import plan
+from .replay import Record, Versions, as_leaf, version
+
+Values = dict[Ref, torch.Tensor]
+
+
+@frozen(eq=False)
+class Added:
+    """What an edit brings in besides nodes: tensors of new or changed sources, live parameters, generator states."""
+
+    values: Mapping[str, torch.Tensor] = field(factory=dict)
+    live: Mapping[str, torch.Tensor] = field(factory=dict)
+    draws: Mapping[str, torch.Tensor] = field(factory=dict)
+
+
+NOTHING_ADDED = Added()
+
+
+def derive(
+    record: Record,
+    graph: Graph,
+    added: Added = NOTHING_ADDED,
+    on_divergence: str = "raise",
+    wanted: Mapping[Ref, TensorMeaning] = NOTHING,
+) -> tuple[Record, Any]:
+    """A Record of the edited graph, and its output. Values that the edit cannot reach are the very same tensors.
+
+    What calls read must keep its recorded shape and dtype; `wanted` says those of values that are new.
+    """
+    work = _Work(record, graph, added, same_values(record.graph, graph, added.values), wanted)
+    departures: list[Departure] = []
+
+    def departed(departure: Departure) -> None:
+        departures.append(departure)
+        if on_divergence == "raise":
+            raise diverged(departure)
+
+    known = work.known()
+    values = {**known, **work.run(known, departed)}
+    for departure in work.led_away(values):
+        departed(departure)
+    graph = as_it_came_out(graph, {ref: tensor for ref, tensor in values.items() if ref not in work.same})
+    if departures:
+        graph = evolve(graph, guards=tuple([_as_it_is_now(guard, values) for guard in graph.guards]))
+    made = Record(graph, values, work.versions(values), {**record.draws, **added.draws}, work.live())
+    return made, thaw(graph.output, lambda leaf: values[leaf] if type(leaf) is Ref else leaf)
+
+
+@frozen(eq=False)
+class _Work:
+    """One derivation: the record before, the graph after, and which values are the same in both."""
+
+    record: Record
+    graph: Graph
+    added: Added
+    same: dict[Ref, Ref]
+    wanted: Mapping[Ref, TensorMeaning]
+
+    def known(self) -> Values:
+        """The values that are there before anything runs."""
+        old = self.record.values
+        shared = {new: old[ref] for new, ref in self.same.items() if ref in old}
+        return shared | {Ref(name): tensor for name, tensor in self.added.values.items()}
+
+    def run(self, known: Values, departed: Callable[[Departure], None]) -> Values:
+        """Everything else."""
+        graph = self.graph
+        unknown = [p for p, node in enumerate(graph.nodes) if not all(ref in known for ref in refs_of(node))]
+        made = plan(graph, unknown, bytearray(p not in set(unknown) for p in range(len(graph))), unknown)
+        recorded = self._recorded_guards()
+        made = evolve(made, guards=tuple([n for n in made.guards if n in recorded]), kept=frozenset(range(len(graph))))
+        draws = {**self.record.draws, **self.added.draws}
+        code = compile_plan(graph, made, draws, Mode(on_departure=departed), {}, self._as_recorded)
+        env = list(code.template)
+        for position in made.supply:
+            for ref in refs_of(graph.nodes[position]):
+                env[code.slots[ref]] = as_leaf(self.record.value(self.same[ref]) if ref in self.same else known[ref])
+        refs = [ref for position in made.run for ref in refs_of(graph.nodes[position])]
+
+        def read() -> Values:
+            return {ref: env[code.slots[ref]] for ref in refs if isinstance(env[code.slots[ref]], torch.Tensor)}
+
+        try:
+            with recorded_world(code.draws, graph):
+                interpret(code, env)
+        except Exception as error:
+            self.require_shapes(read(), error)
+            for departure in self.led_away(known | read()):  # what is wrong may only follow from that
+                departed(departure)
+            raise
+        self.require_shapes(read())
+        return read()
+
+    def require_shapes(self, values: Values, cause: Exception | None = None) -> None:
+        """What calls read has the shape that they were recorded with."""
+        old, graph = self.record.graph, self.graph
+        before = {ref: meaning for node in old.calls for ref, meaning in meanings_of(node).items()}
+        before |= {Ref(n.name): before[tree] for n in old.calls if type(tree := value_of(n)) is Ref and tree in before}
+        before |= self.wanted
+        now = as_it_came_out(graph, values)
+        for node in now.calls:
+            for ref, meaning in meanings_of(node).items():
+                wanted = before.get(ref)
+                if (
+                    ref not in values
+                    or wanted is None
+                    or node.is_dynamic
+                    or not graph.users[graph.positions[node.name]]
+                ):
+                    continue
+                if (wanted.shape, wanted.dtype) != (meaning.shape, meaning.dtype):
+                    raise ShapeMismatch(
+                        f"after the edit `{ref}` is {meaning}; what reads it was recorded with {wanted}.\n"
+                        f"{listing(now, node.name, node.edited)}\n"
+                        f"Give a value of shape {wanted.shape} and dtype {wanted.dtype}, or capture the changed model."
+                    ) from cause
+
+    def led_away(self, values: Values) -> Iterator[Departure]:
+        """Edits of calls whose memory the model writes later, or through which it takes gradients."""
+        old, graph = self.record.graph, self.graph
+        for edited in graph.edited:
+            if edited.name not in old or refs_of(edited)[0] in self.same:
+                continue
+            call = old[edited.name]
+            if not isinstance(call, Call) or edited is call:
+                continue
+            found = tuple(misdirected(call, self._is_cut_off(edited.name)))
+            if found and not self._is_as_recorded(call, values):
+                yield from found
+
+    def _is_cut_off(self, name: str) -> bool:
+        """Does the model take a gradient through this node that has no way any more to where it starts?"""
+        for call in self.graph.calls:
+            if name in call.through and name not in self.graph.descendants([ref.node for ref in call.args[1]]):
+                return True
+        return False
+
+    def _is_as_recorded(self, call: Call, values: Values) -> bool:
+        """Did the edited node come out as it was recorded? Then it leads nowhere else."""
+        now, then = value_of(self.graph[call.name]), value_of(call)
+        if type(now) is not Ref or type(then) is not Ref or now not in values:
+            return False
+        return same_content(values[now], self.record.value(then))
+
+    def _recorded_guards(self) -> frozenset[int]:
+        """The numbers of the guards that were there before the edit; those that it brought agree with it anyway."""
+        left, found = list(self.record.graph.guards), []
+        for number, guard in enumerate(self.graph.guards):
+            if left and _same_fact(left[0], guard):
+                found.append(number)
+                left.pop(0)
+        return frozenset(found)
+
+    def _as_recorded(self, ref: Ref) -> torch.Tensor:
+        """What a guard saw here before the edit."""
+        if ref in self.record.values:
+            return self.record.value(ref)
+        tree = value_of(self.record.graph[ref.node])
+        return self.record.value(next(leaf for leaf in leaves(tree) if type(leaf) is Ref))
+
+    def versions(self, values: Values) -> Versions:
+        """The write counters of all values; those of shared ones as they were when they were recorded."""
+        old, same = self.record.versions, self.same
+        return Versions((ref, old[same[ref]] if ref in same else version(t)) for ref, t in values.items())
+
+    def live(self) -> dict[str, torch.Tensor]:
+        """The model's own parameters, and those that the edit brought."""
+        was = origins(self.record.graph, self.graph)
+        state = [node.name for node in self.graph.state_nodes if node.name not in self.added.values]
+        known = {name: self.record.live.get(was.get(name, name)) for name in state}
+        return {name: tensor for name, tensor in known.items() if tensor is not None} | dict(self.added.live)
+
+
+def _same_fact(one: Guard, other: Guard) -> bool:
+    """Are these one guard, before and after an edit? What it reads may have another name."""
+    facts = [(guard.target, guard.has_result, guard.scope, guard.source) for guard in (one, other)]
+    return facts[0] == facts[1] and same_result(one.result, other.result)
+
+
+def _as_it_is_now(guard: Guard, values: Values) -> Guard:
+    """The guard with what the model would read now: the derived program goes this way."""
+    if not guard.has_result or not all(ref in values for ref in guard.refs):
+        return guard
+    leaf = lambda value: values[value] if type(value) is Ref else value  # noqa: E731
+    args, kwargs = [thaw(arg, leaf) for arg in guard.args], {key: thaw(arg, leaf) for key, arg in guard.kwargs}
+    result = guard.target.function(*args, **kwargs)
+    return guard if same_result(guard.result, result) else evolve(guard, result=result)

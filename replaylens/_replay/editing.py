@@ -1,0 +1,128 @@
+"""Edits of a program's record: patches put into it, nodes bypassed and rewired, other state, slices.
+
+In: a Record, and what is to be another, as Refs, names of nodes and tensors. Out: the Record of the edited program, and
+what it returns. How a graph is rewritten is in `_edit`; here it gets its values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from .._core.graph import Graph
+from .._core.node import Ref, meanings_of, value_of
+from .._core.trees import thaw
+from .._edit.bypass import bypassed
+from .._edit.cut import cut
+from .._edit.edges import OUTPUT, rewired, tapped
+from .._edit.lower import in_recorded_layout, lower
+from .._edit.patch import Patch
+from .._edit.rewrite import unread_sources, without
+from .derive import Added, derive
+from .replay import Record, Versions, execute, idle_among
+from .request import At, Request, new_state, state_called
+
+Made = tuple[Record, Any]
+Bound = Sequence[tuple[At, Sequence[tuple[Any, Patch]]]]
+
+
+def patch(record: Record, bound: Bound, request: Request) -> Made:
+    """Patches put into the program: at each place those of the values that lie there.
+
+    `request` asks for a replay with the same patches. It is made first: it says what is wrong with them.
+    """
+    execute(record, request)
+    idle, on_divergence = idle_among(record, request.changed), request.on_divergence
+    bound = [(at, patches) for at, patches in bound if at.output is not None or at.position not in idle]
+    graph, names = record.graph, set()
+    tensors: dict[str, torch.Tensor] = {}
+    for name, patches in _by_node(graph, bound).items():
+        made = lower(graph, name, patches)
+        graph, tensors = made.graph, {**tensors, **made.tensors}
+        names.add(name)
+    for ref, one in [pair for at, patches in bound if at.output is not None for pair in patches]:
+        graph, (name,) = tapped(graph, (ref if ref in graph.output_refs else Ref(ref.node),), (OUTPUT,))
+        made = lower(graph, name, [(Ref(name), one)])
+        graph, tensors = made.graph, {**tensors, **made.tensors}
+        names.add(name)
+    added = Added(tensors, {name: tensor for name, tensor in tensors.items() if tensor.requires_grad})
+    derived = derive(record, graph, added, on_divergence)
+    other = _other_strides(record.graph, derived[0].graph, names)
+    return derive(record, in_recorded_layout(graph, other), added, on_divergence) if other else derived
+
+
+def _by_node(graph: Graph, bound: Bound) -> dict[str, list[tuple[Any, Patch]]]:
+    found: dict[str, list[tuple[Any, Patch]]] = {}
+    for at, patches in bound:
+        if at.output is None:
+            found.setdefault(graph.nodes[at.position].name, []).extend(patches)
+    return found
+
+
+def _other_strides(old: Graph, new: Graph, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """The patches that gave another memory layout than was recorded, and that one."""
+    found = {}
+    for name in names:
+        before = value_of(old[name]) if name in old else None
+        if type(before) is Ref and type(value_of(new[name])) is Ref:
+            wanted, now = meanings_of(old[name])[before].strides, meanings_of(new[name])[Ref(name)].strides
+            if wanted is not None and now is not None and wanted != now:
+                found[name] = wanted
+    return found
+
+
+def bypass(
+    record: Record, names: Iterable[str], to: Any, resolve: Callable[[Any], Ref], on_divergence: str = "raise"
+) -> Made:
+    """Nodes that hand on what they read."""
+    graph = record.graph
+    for name in names:
+        graph = bypassed(graph, name, to, resolve)
+    return derive(record, without(graph, unread_sources(record.graph, graph)), on_divergence=on_divergence)
+
+
+def rewire(record: Record, readers: Sequence[str], old: Ref, new: Ref, on_divergence: str = "raise") -> Made:
+    """Some nodes read another value in the place of one."""
+    graph = rewired(record.graph, readers, old, new)
+    return derive(record, without(graph, unread_sources(record.graph, graph)), on_divergence=on_divergence)
+
+
+def with_state(record: Record, address: str, value: Any, nearest: Callable[[str], str], on_divergence: str) -> Made:
+    """Another parameter or buffer, the program's own from now on: a tensor, or a function of the present one."""
+    if not isinstance(value, torch.Tensor):
+        node = state_called(record.graph, address, nearest)
+        with torch.no_grad():
+            value = value(record.value(Ref(node.name)).detach().clone())
+    ((position, tensor),) = new_state(record.graph, {address: value}, nearest).items()
+    name = record.graph.nodes[position].name
+    held = _with_flag(tensor, record.values[Ref(name)].requires_grad)
+    added = Added({name: held}, {name: tensor if tensor.requires_grad else held})
+    return derive(record, record.graph, added, on_divergence)
+
+
+def _with_flag(tensor: torch.Tensor, flag: bool) -> torch.Tensor:
+    """The content without a history; torch chooses kernels by whether a tensor needs gradients."""
+    return tensor if tensor.is_inference() else tensor.detach().requires_grad_(flag)
+
+
+def tap(record: Record, sender: tuple[Ref, ...], readers: Sequence[str]) -> tuple[Record, Any, tuple[str, ...]]:
+    """The program with a node for what some nodes, and only they, read from another."""
+    graph, names = tapped(record.graph, sender, readers)
+    return (*derive(record, graph), names)
+
+
+def cut_out(record: Record, starts: Sequence[Any] | None, output: Any) -> Made:
+    """The record of a slice of the program. Nothing runs: its values are those of the whole."""
+    made = cut(record.graph, starts, output)
+    values = {new: record.values[old] for new, old in made.values.items() if old in record.values}
+    names = {node.name for node in made.graph.state_nodes} | {node.name for node in made.graph.const_nodes}
+    fresh = Record(
+        made.graph,
+        values,
+        Versions((new, record.versions[old]) for new, old in made.values.items()),
+        record.draws,
+        {name: tensor for name, tensor in record.live.items() if name in names},
+    )
+    return fresh, thaw(made.graph.output, lambda leaf: fresh.value(leaf) if type(leaf) is Ref else leaf)

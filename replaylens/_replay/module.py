@@ -1,0 +1,168 @@
+"""A program as an `nn.Module` whose parameters are the model's own.
+
+In: the Record of a program or slice. Out: a module. It computes with the parameters as they are when it is called,
+gives gradients to them, and writes what the model writes (the statistics of a batch norm). It goes the recorded path:
+inputs for which the model would have gone another way are an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from attrs import evolve
+from torch import nn
+
+from .._core.graph import Graph
+from .._core.node import Call, Context, Node, Ref, State
+from .._core.trees import thaw
+from ..errors import ReplaylensError
+from .guards import Departure, diverged
+from .interpreter import Code, Mode, compile_plan, interpret, recorded_world
+from .plan import plan
+from .replay import Record, as_leaf, require_differentiable
+from .request import Request, new_inputs
+
+
+class Holder(nn.Module):
+    """What lies at an address of the model, and nothing else: `m.layer1[0].weight` is reached as in the model."""
+
+    def __getitem__(self, index: int) -> Any:
+        return getattr(self, str(index))
+
+
+class ProgramModule(Holder):
+    """A program as a module. Parameters and buffers have the model's own names, and are the model's own objects.
+
+    Random draws are fresh in each call, as those of any module. What `train()` and `eval()` would change was settled
+    when the program was captured.
+    """
+
+    _record: Record
+    _codes: dict[bool, tuple[Code, tuple[str, ...]]]
+    _held: dict[str, Callable[[], torch.Tensor]]
+
+    def __init__(self, record: Record) -> None:
+        super().__init__()
+        hidden = self.__dict__  # no submodules, parameters or state of the module's own
+        hidden["_record"], hidden["_codes"] = record, {}
+        hidden["_held"] = {node.name: _place(self, record, node) for node in record.graph.state_nodes}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the program gives for these inputs, of the recorded shapes."""
+        record = self._record
+        graph = record.graph
+        given = {graph.nodes[p].name: tensor for p, tensor in new_inputs(graph, args, kwargs).items()}
+        sources = {node.name: self._source(node, given) for node in graph.nodes if not isinstance(node, Call)}
+        grad = torch.is_grad_enabled()
+        if grad and any(tensor.requires_grad for tensor in sources.values()):
+            require_differentiable(record, Request(grad=True))
+        code, supply = self._compiled(grad)
+        env = list(code.template)
+        for name in supply:
+            env[code.slots[Ref(name)]] = sources[name]
+        with recorded_world(code.draws, graph):
+            interpret(code, env)
+        self._write({address: env[code.slots[ref]] for address, ref in graph.changes})
+        return thaw(graph.output, lambda leaf: env[code.slots[leaf]] if type(leaf) is Ref else leaf)
+
+    def _source(self, node: Node, given: dict[str, torch.Tensor]) -> torch.Tensor:
+        if node.name in given:
+            return given[node.name]
+        if node.name in self._held:
+            return self._held[node.name]()
+        live = self._record.live.get(node.name)
+        return as_leaf(self._record.value(Ref(node.name))) if live is None else live
+
+    def _write(self, changes: dict[str, torch.Tensor]) -> None:
+        """What the model writes to its parameters and buffers."""
+        by_address = {node.address: node.name for node in self._record.graph.state_nodes}
+        with torch.no_grad():
+            for address, value in changes.items():
+                if address in by_address:
+                    self._held[by_address[address]]().copy_(value)
+
+    def _compiled(self, grad: bool) -> tuple[Code, tuple[str, ...]]:
+        if grad not in self._codes:
+            graph = self._record.graph if grad else _without_gradients(self._record.graph)
+            wanted = [graph.positions[ref.node] for ref in graph.wanted_refs]
+            sources = [p for p, mark in enumerate(graph.call_marks) if not mark]
+            made = plan(graph, wanted, frozenset(sources), sources, keep=wanted)
+            mode = Mode(grad, fresh=True, on_departure=_departed)
+            code = compile_plan(graph, made, self._record.draws, mode, {}, self._record.value)
+            self._codes[grad] = code, tuple([graph.nodes[p].name for p in made.supply])
+        return self._codes[grad]
+
+    def extra_repr(self) -> str:
+        """What it is the program of."""
+        graph = self._record.graph
+        inputs = ", ".join(node.name for node in graph.input_nodes)
+        return f"{graph.model_name}: ({inputs}) -> ({', '.join(map(str, graph.output_refs))})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ProgramModule:
+        live = dict(self._record.live)
+        for node in self._record.graph.state_nodes:
+            tensor = self._held[node.name]()
+            copied = memo[id(tensor)] = memo.get(id(tensor)) or _copy(tensor)
+            live[node.name] = copied
+        made = ProgramModule(evolve(self._record, live=live, plans={}))
+        memo[id(self)] = made
+        return made.train(self.training)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ReplaylensError(
+            "a module made from a program holds the model's functions, and cannot be pickled or saved as it is.\n"
+            "Save its state_dict(), and load that into a module made again: prog.module(...).load_state_dict(...)."
+        )
+
+
+def _place(root: nn.Module, record: Record, node: State) -> Callable[[], torch.Tensor]:
+    """Put a tensor of the model where its addresses say; and how it is read there."""
+    tensor = record.live.get(node.name)
+    if tensor is None:
+        tensor = record.value(Ref(node.name)).detach()
+    if node.kind == "parameter" and not isinstance(tensor, nn.Parameter):
+        tensor = nn.Parameter(tensor.detach(), tensor.is_floating_point())
+    if node.kind not in ("parameter", "buffer"):
+        return lambda: tensor
+    places = [_register(root, address, node.kind, tensor) for address in (node.address, *node.aliases)]
+    tensors, key = places[0]
+    return lambda: tensors[key]
+
+
+def _register(root: nn.Module, address: str, kind: str, tensor: torch.Tensor) -> tuple[dict[str, Any], str]:
+    *path, key = address.split(".")
+    holder = root
+    for word in path:
+        if word not in holder._modules:
+            holder._modules[word] = Holder()
+        below = holder._modules[word]
+        assert below is not None
+        holder = below
+    held: dict[str, Any] = holder._parameters if kind == "parameter" else holder._buffers
+    held[key] = tensor
+    return held, key
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    copied = tensor.detach().clone()
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(copied, tensor.requires_grad)
+    return copied.requires_grad_(tensor.requires_grad)
+
+
+def _without_gradients(graph: Graph) -> Graph:
+    """The same, without the gradients that its calls were recorded with: who calls it wants none."""
+
+    def quiet(node: Node) -> Node:
+        if not isinstance(node, Call):
+            return node
+        inference = node.context.inference and not graph.ambient.inference
+        return evolve(node, context=Context(False, inference, node.context.autocast))
+
+    return evolve(graph, nodes=tuple(map(quiet, graph.nodes)))
+
+
+def _departed(departure: Departure) -> None:
+    raise diverged(departure)

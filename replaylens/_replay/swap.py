@@ -1,0 +1,277 @@
+"""Another function in the place of an operation, or behind it: recorded on the values that it gets there, and spliced.
+
+In: a Record, the nodes, and a function: torch's, a module, any Python. Out: the Record of a program in which the calls
+that the function makes stand there. So its parameters are state of the program, its draws are recorded, and what it
+writes in place stays its own. How a function is recorded is not known here: that comes in as a function too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from attrs import define, evolve, field, frozen
+
+from .._core.graph import Graph
+from .._core.node import Call, Const, Node, Ref, State, TensorMeaning, meanings_of, value_of
+from .._core.pure import alias, mutate, writable_copy
+from .._core.target import Target
+from .._core.trees import Branch, freeze_deep, thaw
+from .._edit.arguments import Arguments, fitted, name_of
+from .._edit.rewrite import Splice, fresh, inward, names_within, replace, splice, unread_sources, without
+from .._edit.writes import with_plain
+from ..errors import BadEdit
+from .derive import Added, derive
+from .replay import Record
+
+Recorder = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Record]
+
+
+@frozen(eq=False)
+class Site:
+    """A plain call whose place a function is to take, and what the function is given there."""
+
+    name: str
+    given: Arguments
+    edited: str
+    wanted: TensorMeaning | None = None  # of its value, where no recorded node says so
+
+
+def swap(
+    record: Record,
+    names: Iterable[str],
+    function: Callable[..., Any],
+    recorder: Recorder,
+    with_args: bool = True,
+    on_divergence: str = "raise",
+) -> tuple[Record, Any]:
+    """A function in the place of some calls."""
+    graph, sites = record.graph, []
+    for name in names:
+        node = graph[name]
+        while isinstance(node, Call) and node.edits is not None:  # a patch: what it patches is meant
+            node = graph[node.edits]
+        if is_call_of(node, function):
+            continue
+        graph, plain = with_plain(graph, node.name)
+        call = graph[plain]
+        assert isinstance(call, Call)
+        wanted = call.meaning[0] if plain != node.name else None
+        sites.append(Site(plain, fitted(graph, call, function, with_args), f"was {call.kind}", wanted))
+    return _recorded(record, graph, sites, function, recorder, on_divergence)
+
+
+def is_call_of(node: Node, function: Callable[..., Any]) -> bool:
+    """Is this the very call that a swap for the function would give?"""
+    if not isinstance(node, Call):
+        return False
+    target: Target = node.args[0] if node.target.function is mutate else node.target
+    return target.function is function
+
+
+def insert(
+    record: Record,
+    refs: Iterable[Ref],
+    function: Callable[..., Any],
+    recorder: Recorder,
+    on_divergence: str = "raise",
+) -> tuple[Record, Any]:
+    """A function behind some values: all that reads them reads what it makes of them."""
+    graph, sites = record.graph, []
+    for ref in refs:
+        node = graph[ref.node]
+        name = fresh(f"{name_of(function).lower().replace('_', '')}_after_{ref.node}", graph.positions)
+        meaning = meanings_of(node)[ref]
+        place = Call(
+            name,
+            "alias",
+            Target.of(alias),
+            (ref,),
+            returns=Ref(name),
+            meaning=(meaning,),
+            context=node.context if isinstance(node, Call) else graph.ambient,
+            scope=node.scope if isinstance(node, Call) else None,
+            source=node.source if isinstance(node, Call) else None,
+        )
+        kept = {"module_outputs": graph.module_outputs, "changes": graph.changes}
+        graph = replace(graph, {node.name: (node, place)}, {ref: Ref(name)}, **kept)
+        sites.append(Site(name, Arguments((ref,)), f"inserted after {ref}", meaning))
+    return _recorded(record, graph, sites, function, recorder, on_divergence)
+
+
+def _recorded(
+    record: Record,
+    graph: Graph,
+    sites: list[Site],
+    function: Callable[..., Any],
+    recorder: Recorder,
+    on_divergence: str,
+) -> tuple[Record, Any]:
+    """The graph with what the function does at each site, as it was seen in one run through them all."""
+    trial = _Trial(graph, function, recorder)
+    places = {site.name: (trial.place(site),) for site in sites}
+    wanted = {Ref(site.name): site.wanted for site in sites if site.wanted is not None}
+    trial.run(record, replace(graph, places), wanted)
+    work = _Splicing(record, graph)
+    for site in sites:
+        work.put(site, trial.seen[site.name])
+    made = without(work.graph, unread_sources(record.graph, work.graph))
+    return derive(record, made, Added(work.values, work.live, work.draws), on_divergence, wanted)
+
+
+# -- seeing what the function does -------------------------------------------------------------------------------------
+
+
+@define(eq=False)
+class _Trial:
+    """One run in which the function stands at its sites as it is, and is recorded at each."""
+
+    graph: Graph
+    function: Callable[..., Any]
+    recorder: Recorder
+    seen: dict[str, Record] = field(factory=dict)
+    generator: torch.Tensor = field(factory=lambda: torch.default_generator.get_state())
+
+    def place(self, site: Site) -> Call:
+        """The call that stands at a site meanwhile."""
+        call = self.graph[site.name]
+        assert isinstance(call, Call)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            return self._watch(call, site, args, kwargs)
+
+        target = Target(name_of(self.function), watched, is_stable=False)
+        plain = evolve(call, target=target, draws=None, is_dynamic=False, edited=site.edited)
+        return evolve(plain, args=site.given.args, kwargs=site.given.kwargs)
+
+    def run(self, record: Record, graph: Graph, wanted: Mapping[Ref, TensorMeaning]) -> None:
+        """Run what the sites can reach. The function draws from the generators as it would anywhere."""
+        derive(record, graph, on_divergence="ignore", wanted=wanted)
+        torch.default_generator.set_state(self.generator)
+
+    def _watch(self, call: Call, site: Site, args: Any, kwargs: Any) -> Any:
+        order = iter(site.given.in_order)
+        copies: dict[Ref, torch.Tensor] = {}  # one for each value that it is given, and for one given twice
+
+        def copy(tensor: torch.Tensor) -> torch.Tensor:
+            ref = next(order)
+            if ref not in copies:
+                copies[ref] = writable_copy(tensor)
+            return copies[ref]
+
+        given, named = thaw(freeze_deep((args, kwargs), copy), lambda leaf: leaf)
+        outside = torch.default_generator.get_state()
+        torch.default_generator.set_state(self.generator)
+        try:
+            seen = self.seen[call.name] = self.recorder(self.function, given, named)
+        finally:
+            self.generator = torch.default_generator.get_state()
+            torch.default_generator.set_state(outside)
+        _put_back(seen)
+        _require_alike(call, seen.graph.output, self.function)
+        return thaw(seen.graph.output, lambda leaf: seen.values[leaf] if type(leaf) is Ref else leaf)
+
+
+def _put_back(seen: Record) -> None:
+    """An edit leaves the function as it found it: what it wrote to buffers of its own is undone."""
+    names = {node.address: node.name for node in seen.graph.state_nodes}
+    with torch.no_grad():
+        for address, _ in seen.graph.changes:
+            if (name := names.get(address)) is not None and name in seen.live:
+                seen.live[name].copy_(seen.values[Ref(name)])
+
+
+def _require_alike(call: Call, output: Any, function: Callable[..., Any]) -> None:
+    """The function gives as many tensors as the call did, in the same order."""
+    before, after = _shape(value_of(call)), _shape(output)
+    if before != after:
+        raise BadEdit(f"{call.name} gives {_words(before)}; {name_of(function)} gives {_words(after)}.")
+
+
+def _shape(tree: Any) -> Any:
+    """The containers of a tree, a dot for each tensor."""
+    if type(tree) is Ref:
+        return "."
+    is_sequence = isinstance(tree, Branch) and issubclass(tree.kind, (list, tuple))
+    items = tree.items if is_sequence else tree if type(tree) is tuple else None
+    return type(tree).__name__ if items is None else tuple(map(_shape, items))
+
+
+def _words(shape: Any) -> str:
+    if shape == ".":
+        return "a tensor"
+    return str(shape).replace("'.'", "tensor").replace(",)", ")") if isinstance(shape, tuple) else str(shape)
+
+
+# -- putting it there --------------------------------------------------------------------------------------------------
+
+
+class _Splicing:
+    """The graph as it grows, and the tensors that came with what was put into it."""
+
+    def __init__(self, record: Record, graph: Graph) -> None:
+        self.graph, self.record = graph, record
+        self.values: dict[str, torch.Tensor] = {}
+        self.live: dict[str, torch.Tensor] = {}
+        self.draws: dict[str, torch.Tensor] = {}
+        live = [(node, record.live[node.name]) for node in graph.state_nodes if node.name in record.live]
+        self.now = {id(tensor): Ref(node.name) for node, tensor in live}  # what a tensor of the model's own holds
+        self.home = {id(tensor): node.address for node, tensor in live}
+
+    def put(self, site: Site, seen: Record) -> None:
+        """What was seen at a site, spliced into it."""
+        owner, tensors = site.name, _sources(seen)
+        shared = {Ref(name): ref for name, tensor in tensors.items() if (ref := self.now.get(id(tensor))) is not None}
+        names = {
+            node.name: fresh(f"{owner}.{node.address}", self.graph.positions)
+            for node in seen.graph.state_nodes
+            if node.kind == "parameter"
+        }
+        keys = {key: fresh(f"{key}_of_{owner}", {**self.record.draws, **self.draws}) for key in seen.draws}
+        sub, how = _addressed(seen.graph, owner), Splice(site.given.refs, shared, names, keys, site.edited)
+        called = names_within(self.graph, owner, sub, how)
+        there = inward(self.graph, owner, sub, how)
+        self.graph = splice(self.graph, owner, sub, how)
+        self.draws.update({keys[key]: state for key, state in seen.draws.items()})
+        homes = {node.name: node.address for node in sub.state_nodes}
+        for name, tensor in tensors.items():
+            if name not in called:
+                continue
+            self.values[called[name]] = seen.values[Ref(name)]
+            self.now[id(tensor)] = Ref(called[name])
+            if name in homes:
+                self.home[id(tensor)] = homes[name]
+            if name in seen.live or tensor.requires_grad:
+                self.live[called[name]] = tensor
+        self._take_writes(sub, tensors, there)
+
+    def _take_writes(self, sub: Graph, tensors: Mapping[str, torch.Tensor], there: Callable[[Any], Any]) -> None:
+        """What the function writes to buffers of its own the program writes now; the next site reads it from there."""
+        held = {node.address: tensors[node.name] for node in sub.state_nodes}
+        changes = dict(self.graph.changes)
+        for address, ref in sub.changes:
+            tensor = held.get(address)
+            if tensor is None:
+                changes[address] = there(ref)
+            else:
+                changes[self.home[id(tensor)]] = self.now[id(tensor)] = there(ref)
+        self.graph = evolve(self.graph, changes=tuple(changes.items()))
+
+
+def _sources(seen: Record) -> dict[str, torch.Tensor]:
+    """The very tensors that the function read besides its arguments, by the nodes that stand for them."""
+    nodes: tuple[State | Const, ...] = (*seen.graph.state_nodes, *seen.graph.const_nodes)
+    return {node.name: seen.live.get(node.name, seen.values[Ref(node.name)]) for node in nodes}
+
+
+def _addressed(graph: Graph, owner: str) -> Graph:
+    """The graph, its state under addresses in the program: those of the function, behind the name of the site."""
+
+    def moved(node: Node) -> Node:
+        if not isinstance(node, State):
+            return node
+        return evolve(node, address=f"{owner}.{node.address}", aliases=tuple([f"{owner}.{a}" for a in node.aliases]))
+
+    changes = tuple([(f"{owner}.{address}", ref) for address, ref in graph.changes])
+    return evolve(graph, nodes=tuple(map(moved, graph.nodes)), changes=changes)
