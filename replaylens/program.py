@@ -37,7 +37,7 @@ from ._lens.summary import as_html, summary
 from ._lens.words import Words, as_list
 from ._many.together import Planned, Together
 from ._replay import editing
-from ._replay.convert import move, rerun
+from ._replay.convert import move, present, rerun
 from ._replay.expanding import expand
 from ._replay.gradients import Asked, Grads, ask, gradients
 from ._replay.guards import Departure, LeftPath
@@ -286,6 +286,10 @@ class Program(Reference):
         `.plan` (what it will cost) and `.run()`.
         """
         on_divergence = self._when_diverged(on_divergence)
+        if not hasattr(variants, "items") or not variants:
+            raise ReplaylensError("variants are a mapping, {key: patches}, of one at least.")
+        if memory is not None and memory <= 0:
+            raise ValueError(f"memory is a number of bytes, not {memory!r}.")
         asked = Planned(self._together(variants, metric, memory, on_divergence), on_divergence)
         return asked if dry else asked.run(progress)
 
@@ -427,7 +431,8 @@ class Program(Reference):
 
     def refresh(self) -> Program:
         """The same program run again on the parameters and inputs as they are now."""
-        record, output = rerun(self._record)
+        model = self._beginning.model if self._beginning is not None else None
+        record, output = rerun(present(self._record, model))
         return Program(
             _record=record, _output=output, _history=(*self.history, "refreshed"), _beginning=self._beginning
         )

@@ -113,4 +113,85 @@ def test_a_metric_that_reads_contents_in_python_runs_one_by_one_and_says_so():
         {1: {"linear_1": torch.zeros(2, 3)}, 2: {"linear_1": torch.ones(2, 3)}}, lambda y: y.sum().item()
     )
     assert found.values.tolist() == [0.0, 6.0]
-    assert found.one_by_one == ("the metric: it reads contents in Python",)
+    assert found.one_by_one == ("the metric: it reads contents in Python, draws, or gives what is no tensor",)
+
+
+def assert_sweep_is_the_loop(function, inputs, site, part, patch, metric=None):
+    prog = rl.capture(function, *inputs)
+    found = rl.sweep(prog, site, part, patch, metric)
+    for key in found:
+        place = rl.Part(part, **dict(zip(found.axes[1:], key[1:])))
+        output = prog.replay(patch={site: patch.within(place)}).output
+        torch.testing.assert_close(found[key], output if metric is None else torch.as_tensor(metric(output)))
+    return found
+
+
+def test_einsum_that_repeats_an_axis_of_one():
+    a, b = torch.randn(1, 2, 3, 4), torch.randn(3, 2, 3, 4)
+    assert_sweep_is_the_loop(
+        lambda a, b: torch.einsum("bhqd,bhkd->bhqk", a * 1, b), (a, b), "mul_1", "b h [q] d", rl.Zero()
+    )
+
+
+@pytest.mark.parametrize("fill", [torch.zeros, torch.ones])
+def test_what_is_turned_round_is_no_row_also_where_all_numbers_are_alike(fill):
+    assert_sweep_is_the_loop(lambda x: (x * 1).flip(0, 1), (fill(2, 4),), "mul_1", "b [c]", rl.Add(1.0))
+    assert_sweep_is_the_loop(lambda x: (x * 1).roll(1, 1).cumsum(0), (fill(2, 4),), "mul_1", "b [c]", rl.Add(1.0))
+
+
+def test_a_users_operation_is_not_torchs_of_the_same_name():
+    @torch.library.custom_op("many_tests::clip", mutates_args=())
+    def clip(x: torch.Tensor) -> torch.Tensor:
+        return x * (1 / x.norm().clamp(min=1))
+
+    for x in (torch.zeros(4, 5), torch.randn(4, 5) * 0.1):
+        assert_sweep_is_the_loop(lambda x: clip(x * 1), (x,), "mul_1", "b [c]", rl.Add(100.0))
+
+
+def test_an_edits_own_function_is_not_torchs_of_the_same_name():
+    prog = rl.capture(nn.Linear(4, 4), torch.randn(3, 4)).with_patch({"linear_1": rl.Clamp(0.0, 0.1, "[b] c", b=1)})
+    found = rl.sweep(prog, "input_1", "[b] c", rl.Scale(5.0))
+    for key in found:
+        wanted = prog.replay(patch={"input_1": rl.Scale(5.0, "[b] c", b=key[1])}).output
+        torch.testing.assert_close(found[key], wanted)
+
+
+def test_select_by_words():
+    assert_sweep_is_the_loop(lambda x: (x * 1).select(dim=1, index=0), (torch.ones(2, 4),), "mul_1", "b [c]", rl.Zero())
+
+
+def test_a_metric_may_hold_the_recorded_output_and_may_write():
+    prog = rl.capture(nn.Linear(4, 3), torch.ones(2, 4))
+    base = prog.output
+    wanted = [(prog.replay(patch={"linear_1": rl.Zero("b [c]", c=c)}).output - base).abs().sum() for c in range(3)]
+    found = rl.sweep(prog, "linear_1", "b [c]", rl.Zero(), metric=lambda y: (y - base).abs().sum())
+    torch.testing.assert_close(found.values, torch.stack(wanted))
+    before = base.clone()
+    rl.sweep(prog, "linear_1", "b [c]", rl.Zero(), metric=lambda y: y.mul_(2).sum())
+    rl.sweep(prog, "linear_1", "b [c]", rl.Zero(), metric=lambda y: y.mul_(2).sum().item())
+    assert torch.equal(prog.output, before)
+
+
+def test_numbers_in_the_structure_of_a_metric_are_each_variants_own():
+    prog = rl.capture(lambda x: x * 2, torch.ones(2, 3))
+    variants = {"a": {"mul_1": rl.Scale(0.25)}, "b": {"mul_1": rl.Scale(1.0)}, "end": {"output_1": torch.zeros(2, 3)}}
+    found = rl.sweep(
+        prog, variants=variants, metric=lambda y: {"loss": y.sum().item(), "most": int(y.max()), "row": y[0]}
+    )
+    assert found.values["loss"].tolist() == [3.0, 12.0, 0.0] and found["b"]["most"] == 2
+    assert rl.sweep(prog, variants=variants, metric=lambda y: y.sum().item()).values.tolist() == [3.0, 12.0, 0.0]
+
+
+def test_a_metric_that_draws_or_whose_shape_contents_decide_runs_one_by_one():
+    prog = rl.capture(lambda x: x * 2, torch.tensor([1.0, -1.0, 1.0]))
+    variants = {"a": {"mul_1": torch.neg}, "b": {"mul_1": torch.abs}, "none": {}}
+    assert rl.sweep(prog, variants=variants, metric=lambda y: y[y > 0].sum()).values.tolist() == [2.0, 6.0, 4.0]
+    drawn = rl.sweep(prog, variants=variants, metric=lambda y: torch.rand(()))
+    assert len({*drawn.values.tolist()}) == 3
+
+
+@pytest.mark.parametrize("variants", [{}, [], None])
+def test_no_variants(variants):
+    prog = rl.capture(nn.Linear(2, 2), torch.ones(1, 2))
+    with pytest.raises(rl.ReplaylensError, match=r"variants are a mapping, \{key: patches\}, of one at least\."):
+        prog.replay_many(variants)

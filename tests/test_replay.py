@@ -585,3 +585,10 @@ def test_gradients_can_be_taken_with_respect_to_any_value_of_a_run():
     (slope,) = torch.autograd.grad(run.output.sum(), run["linear_1"])
     hidden = model[0](x())
     assert_same(slope, torch.autograd.grad(model[1](hidden).sum(), hidden)[0])
+
+
+def test_a_refreshed_program_has_the_parameters_that_the_model_holds_now():
+    model = torch.nn.Linear(4, 3)
+    prog = rl.capture(model, torch.ones(2, 4))
+    model.weight = torch.nn.Parameter(torch.zeros(3, 4))
+    assert torch.equal(prog.refresh().output, model(torch.ones(2, 4)))

@@ -45,9 +45,8 @@ def _read(step: Step, asked: list[Rows | None]) -> Sequence[Rows | None]:
 
 def taken_rows(step: Step) -> Rows | None:
     """The rows that an index takes: numbers and slices, along the first axis where they leave something out."""
-    node = step.node
-    name = node.target.short.strip("_")
-    if name not in ("getitem", "select") or len(step.reads) != 1:
+    node, name = step.node, step.like.name
+    if name not in ("getitem", "select") or len(step.reads) != 1 or len(node.args) < (3 if name == "select" else 2):
         return None
     shape = step.recorded[0].shape
     if name == "select":
@@ -85,7 +84,7 @@ def taking(step: Step, axis: int) -> tuple[int, Any] | None:
     own axis in front.
     """
     node, shape = step.node, step.recorded[0].shape if step.recorded else ()
-    if node.target.short.strip("_") != "getitem" or len(step.reads) != 1:
+    if step.like.name != "getitem" or len(step.reads) != 1:
         return None
     try:
         index = whole_index(node.args[1], len(shape))

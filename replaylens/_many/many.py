@@ -111,24 +111,33 @@ class Replays:
 
     def __getitem__(self, key: Any) -> Any:
         number = self.keys.index(key)
-        return pytree.tree_map(lambda tensor: tensor[number], self.values)
+        return pytree.tree_map(lambda value: value[number] if isinstance(value, torch.Tensor) else value, self.values)
 
     def __len__(self) -> int:
         return len(self.keys)
 
 
+def as_tensors(result: Any) -> Any:
+    """A result with its numbers as tensors."""
+
+    def leaf(value: Any) -> Any:
+        if type(value) is float:
+            return torch.tensor(value, dtype=torch.float64)
+        return torch.tensor(value) if type(value) in (int, bool) else value
+
+    return pytree.tree_map(leaf, result)
+
+
 def stacked_results(results: Sequence[Any]) -> Any:
-    """Results of the same structure as one, whose tensors have one more axis in front; numbers become tensors."""
-    if isinstance(results[0], (bool, int, float)):
-        return torch.tensor(results)
+    """Results of the same structure as one, whose tensors and numbers have one more axis in front."""
     columns: list[list[torch.Tensor]] = []
     tree: Any = None
-    for result in reversed(results):
+    for result in reversed([as_tensors(result) for result in results]):
         column: list[torch.Tensor] = []
         tree = freeze_deep(result, partial(_slot, column))
         columns.insert(0, column)
     if not columns[0]:
-        raise TypeError(f"a metric must give tensors or a number, not {type(results[0]).__name__}.")
+        raise TypeError(f"a metric must give tensors or numbers, not {type(results[0]).__name__}.")
     stacks = [torch.stack(several) for several in zip(*columns, strict=True)]
     return thaw(tree, lambda leaf: stacks[leaf.number] if type(leaf) is Slot else leaf)
 

@@ -175,6 +175,15 @@ def along(place: int, word: str, default: Any = None) -> Callable[[Facts], Itera
     return rule
 
 
+def flip(facts: Facts) -> Iterator[Alignment]:
+    """`x.flip(0, 1)` and `x.flip((0, 1))`: the axes that are turned round are none."""
+    rank = len(facts.outputs[0])
+    busy = _axes(facts.args[1] if len(facts.args) == 2 else facts.args[1:] or facts.kwargs["dims"], rank)
+    for axis in range(rank):
+        if axis not in busy:
+            yield one(facts, axis, axis)
+
+
 def reduction(place: int = 1, word: str = "dim") -> Callable[[Facts], Iterator[Alignment]]:
     """One number from many along some axes; the others are rows, and may have moved to the left."""
 
@@ -338,7 +347,13 @@ def einsum(facts: Facts) -> Iterator[Alignment]:
     if "." in equation or not _ or len(words) != len(facts.operands) or any(len(set(w)) < len(w) for w in words):
         return
     for axis, letter in enumerate(right):
-        yield Alignment(tuple([word.index(letter) if letter in word else None for word in words]), (axis,))
+        places = [word.index(letter) if letter in word else None for word in words]
+        sizes = [None if at is None else operand.shape[at] for at, operand in zip(places, facts.operands, strict=True)]
+        if all(size in (None, 1, facts.outputs[0][axis]) for size in sizes):  # one: repeated for all
+            whole = facts.outputs[0][axis]
+            yield Alignment(
+                tuple([at if size == whole else None for at, size in zip(places, sizes, strict=True)]), (axis,)
+            )
 
 
 def recurrent(facts: Facts) -> Iterator[Alignment]:
@@ -439,7 +454,7 @@ RULES: dict[str, Callable[[Facts], Iterator[Alignment]]] = {
     **dict.fromkeys(("glu", "sort", "argsort"), along(1, "dim", -1)),
     "topk": along(2, "dim", -1),
     "roll": along(2, "dims"),
-    "flip": along(1, "dims"),
+    "flip": flip,
     **dict.fromkeys(
         (
             "mean sum nansum nanmean prod amax amin std var var_mean std_mean all any argmax argmin logsumexp max min "

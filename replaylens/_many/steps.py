@@ -18,16 +18,18 @@ from .._core.node import Call, Ref, TensorMeaning
 from .._core.pure import mutate
 from .._core.trees import Branch, leaves, remake
 from .._replay.interpreter import Mode, caller
-from .delta import Delta, Pairs, dense, rows_of, stacked, together
+from .delta import Delta, Pairs, dense, numbers, rows_of, stacked, together
 from .rules import Alignment, Facts, Operand, alignments, unread
 
 Tensor = torch.Tensor
+MOST_PROBED = 4_000_000  # numbers: a larger value is taken as it was recorded when a call is tried
 
 
 @frozen(eq=False)
 class Like:
     """What is known of all nodes that are called alike: their alignments, and which of them are proved."""
 
+    name: str  # of the operation, as the rules call it; empty where it is none of torch's own
     alignments: tuple[Alignment, ...]
     unread: frozenset[int]
     proved: dict[Alignment, bool] = field(factory=dict)
@@ -75,12 +77,12 @@ class Step:
             known = self.like.shared[self.where] = (self.like.aligned(self.where), self.like.free(self.where), {})
         self.alignments, self.unread, self.routes = known
         self.is_single = len(self.outputs) == 1 and not self.outputs[0].path
-        self.is_index = self.node.target.short == "__getitem__"
+        self.is_index = self.like.name == "getitem"
 
     @cached_property
     def work(self) -> float:
         """Multiplications, where it is a product of matrices; else zero."""
-        name = self.node.target.short
+        name = self.like.name
         if name not in ("linear", "addmm", "matmul", "mm", "bmm", "baddbmm") or not self.results[0].dim():
             return 0.0
         return self.multiplications
@@ -88,7 +90,7 @@ class Step:
     @property
     def multiplications(self) -> float:
         """Multiplications of products, convolutions and attention, roughly; zero for what only walks over numbers."""
-        name, out = self.node.target.short, self.results[0].numel()
+        name, out = self.like.name, self.results[0].numel()
         shapes = [value.shape for value in self.recorded]
         if name in ("linear", "matmul", "mm", "bmm") and shapes[0]:
             return float(out * shapes[0][-1])
@@ -103,30 +105,44 @@ class Step:
         return 0.0
 
     def holds(self, align: Alignment) -> bool:
-        """Is this alignment true here? Tried once on the recorded values for all calls alike."""
+        """Is this alignment true here? Tried once for all calls alike."""
         known = self.like.proved.get(align)
         if known is None:
             known = self.like.proved[align] = self._prove(align)
         return known
 
     def _prove(self, align: Alignment) -> bool:
-        """Run on the last row, the first one and the last one again, and compare with these rows of the result."""
-        count = next(
-            value.shape[axis] for value, axis in zip(self.recorded, align.operands, strict=True) if axis is not None
-        )
-        pairs = Pairs(count, None, torch.tensor([count - 1, count, 3 * count - 1]), self.recorded[0].device)
-        values = [
-            value if axis is None else value.index_select(axis, pairs.rows)
-            for value, axis in zip(self.recorded, align.operands, strict=True)
+        """Run on some numbers, and on a few of their rows, out of order, one twice: are these the rows of the whole?"""
+        values = self._probes(align.operands)
+        counts = {value.shape[axis] for value, axis in zip(values, align.operands, strict=True) if axis is not None}
+        if len(counts) != 1:
+            return False
+        count = counts.pop()
+        rows = numbers((count - 1, 0, count - 1, count // 2), self.recorded[0].device)
+        pairs = Pairs(count, None, numbers((0, 1, 2, 3), rows.device) * count + rows)
+        some = [
+            value if axis is None else value.index_select(axis, rows)
+            for value, axis in zip(values, align.operands, strict=True)
         ]
         try:
-            found = self.parts(self._resized(values, align, pairs) if align.resizes else self.call(values))
+            whole = self.parts(self.call(values))
+            found = self.parts(self._resized(some, align, pairs) if align.resizes else self.call(some))
+            return all(
+                _close(new, result.index_select(axis, rows))
+                for new, result, axis in zip(found, whole, align.outputs, strict=True)
+            )
         except Exception:  # whatever it is, the call does not take rows in this way
             return False
-        return all(
-            _close(new, result.index_select(axis, pairs.rows))
-            for new, result, axis in zip(found, self.results, align.outputs, strict=True)
-        )
+
+    def _probes(self, varied: Sequence[int | None]) -> list[Tensor]:
+        """Numbers to try a call on, none alike, none large, where values vary. The recorded ones may all be zeros."""
+        generator = torch.Generator().manual_seed(len(self.recorded))
+        return [
+            value
+            if axis is None or not value.is_floating_point() or value.numel() > MOST_PROBED
+            else (torch.rand(value.shape, generator=generator) + 0.1).to(value)
+            for value, axis in zip(self.recorded, varied, strict=True)
+        ]
 
     def by_rows(self, align: Alignment, deltas: Sequence[Delta | None]) -> list[Delta]:
         """The rows that differ, all in one call. The Deltas lie along the axes of the alignment."""
@@ -178,15 +194,16 @@ class Step:
         return node.draws is None and not node.is_dynamic and not node.through and inner.strip("_") not in _WRONG
 
     def _vmaps(self, changed: Sequence[Tensor | None]) -> bool:
-        """Does the call work under vmap? Tried once: the recorded values beside others, which must not mix."""
+        """Does the call work under vmap? Tried once: some numbers beside others, which must not mix."""
         if not self.like.vmaps:
+            values = self._probes([None if data is None else 0 for data in changed])
             copies = [
                 None if data is None else torch.stack((value.flip(tuple(range(value.dim()))), value))
-                for data, value in zip(changed, self.recorded, strict=True)
+                for data, value in zip(changed, values, strict=True)
             ]
             try:
-                found = self._vmapped(copies, 2)
-                good = all(_close(new[1], result) for new, result in zip(found, self.results, strict=True))
+                found, whole = self._vmapped(copies, 2), self.parts(self.call(values))
+                good = all(_close(new[1], result) for new, result in zip(found, whole, strict=True))
             except Exception:  # no rule for it: the loop is always right
                 good = False
             self.like.vmaps.append(good)
@@ -349,7 +366,7 @@ def step_of(
 
 def _like(node: Call, every: Sequence[int], slot: dict[Ref, int], meanings: Sequence[TensorMeaning]) -> Like:
     if node.draws is not None or node.through:
-        return Like((), frozenset())
+        return Like("", (), frozenset())
     met = iter([meanings[read] for read in every])
     try:
         key = (node.target.function, node.context, _key(node.args, met), _key(node.kwargs, met))
@@ -358,7 +375,7 @@ def _like(node: Call, every: Sequence[int], slot: dict[Ref, int], meanings: Sequ
         key, known = None, None
     if known is None:
         facts = _facts(node, [meanings[read].shape for read in every])
-        known = Like(alignments(facts), unread(facts))
+        known = Like(facts.name, alignments(facts), unread(facts))
         if key is not None:
             if len(_likes) > 20000:
                 _likes.clear()
@@ -379,6 +396,13 @@ def _key(tree: Any, met: Iterator[TensorMeaning]) -> Any:
     return kind, tree
 
 
+def is_torchs(name: str) -> bool:
+    """Is this one of torch's own operations? Others may share their names, and mean another thing."""
+    if name.startswith("torch.ops."):
+        return name.startswith(("torch.ops.aten.", "torch.ops.prims."))
+    return name.startswith("torch.") or name == "replaylens._core.pure.alias"
+
+
 def _facts(node: Call, shapes: Sequence[tuple[int, ...]]) -> Facts:
     numbers = iter(enumerate(shapes))
 
@@ -387,4 +411,5 @@ def _facts(node: Call, shapes: Sequence[tuple[int, ...]]) -> Facts:
 
     args = tuple([remake(arg, leaf) for arg in node.args])
     kwargs = {key: remake(value, leaf) for key, value in node.kwargs}
-    return Facts(node.target.short.strip("_"), args, kwargs, tuple([meaning.shape for meaning in node.meaning]))
+    name = node.target.short.strip("_") if is_torchs(node.target.name) else ""
+    return Facts(name, args, kwargs, tuple([meaning.shape for meaning in node.meaning]))

@@ -16,13 +16,13 @@ from .._core.graph import Graph
 from .._core.node import Call, Input, Ref
 from .._core.pure import mutate, same_content
 from .._core.target import Target
-from .._core.trees import freeze_deep, leaves
+from .._core.trees import freeze_deep, leaves, thaw
 from .._replay.guards import diverged
 from .._replay.interpreter import parted_values
 from .._replay.replay import Record, version
 from ..errors import CaptureError, ReplaylensError
 from .chunks import Plan
-from .many import Changes, Many, Replays, stacked_results, variants_of
+from .many import Changes, Many, Replays, as_tensors, stacked_results, variants_of
 from .metric import is_pure, with_metric
 from .progress import bar
 
@@ -58,18 +58,20 @@ class Together:
             self.loners |= {n for n, each in enumerate(self.changes) if not can_share(graph, delicate, each)}
         whole = self._with_metric() if self.metric is not None else self.record
         self.is_program = whole is not None
-        grouped = [each for number, each in enumerate(variants_of(self.changes)) if number not in self.loners]
+        together = [number for number, each in enumerate(self.changes) if each and number not in self.loners]
+        every = variants_of(self.changes)
+        grouped = [every[number] for number in together]
         self.many = Many(whole or self.record, grouped, len(self.keys), self.memory)
 
     def _with_metric(self) -> Record | None:
         """The program with the metric, if that is nothing but tensor operations."""
         assert self.metric is not None
         try:
-            made = self.capture(self.metric, self.output)
+            made = self.capture(self.metric, apart(self.output))
         except CaptureError:
             made = None
         if made is None or not is_pure(made.graph):
-            self.notes.append("the metric: it reads contents in Python")
+            self.notes.append("the metric: it reads contents in Python, draws, or gives what is no tensor")
             return None
         before, whole = self.record.plans.get("metric", (None, None))
         if before is None or not _same(before, made):  # the same function may read another number or tensor now
@@ -109,13 +111,13 @@ class Together:
     def _at_once(self, tick: Callable[[int], None]) -> Any:
         if self.metric is None or self.is_program:
             return self.many.stacked(tick)
-        found = self.many.each(self.metric, tick)
+        found = self.many.each(self._measured, tick)
         blank = self._measured(self.output)
         return stacked_results([blank if one is None else one for one in found])
 
     def _measured(self, output: Any) -> Any:
         with torch.no_grad():
-            return output if self.metric is None else self.metric(output)
+            return output if self.metric is None else self.metric(apart(output))
 
     def _done(self, values: Any, baseline: Any) -> Replays:
         alone = [f"{name}: no rule to run it for all at once" for name in self.many.machine.alone]
@@ -157,10 +159,15 @@ def can_share(graph: Graph, delicate: Sequence[Call], changes: Changes) -> bool:
     return not any(names.intersection(call.through) or parted_values(graph, call, values) for call in delicate)
 
 
+def apart(output: Any) -> Any:
+    """The output in memory of its own: a metric may write to it, and may hold the recorded one besides."""
+    return thaw(freeze_deep(output, lambda tensor: tensor.detach().clone()), lambda leaf: leaf)
+
+
 def _put(values: Any, number: int, result: Any) -> None:
     """One variant's result in its place."""
     found: list[list[torch.Tensor]] = [[], []]
-    for tensors, tree in zip(found, (values, result), strict=True):
+    for tensors, tree in zip(found, (values, as_tensors(result)), strict=True):
         freeze_deep(tree, tensors.append)
     for stack, one in zip(*found, strict=True):
         stack[number] = one

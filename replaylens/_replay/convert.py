@@ -6,6 +6,7 @@ In: a Record. Out: another Record whose values are those of a new run, and its o
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
 from typing import Any
 
 import torch
@@ -18,6 +19,19 @@ from .guards import Departure, diverged
 from .interpreter import Mode, compile_plan, interpret, recorded_world
 from .plan import plan
 from .replay import Record, Versions, as_leaf, version
+
+
+def present(record: Record, model: Any) -> Record:
+    """The record with the parameters and buffers that the model holds under their addresses now."""
+    live = dict(record.live)
+    for node in record.graph.state_nodes if isinstance(model, torch.nn.Module) else ():
+        try:
+            held = reduce(getattr, node.address.split("."), model)
+        except AttributeError:
+            continue
+        if isinstance(held, torch.Tensor) and node.name in live:
+            live[node.name] = held
+    return evolve(record, live=live, plans={})
 
 
 def rerun(

@@ -260,7 +260,7 @@ def _scalars(values: Any) -> torch.Tensor:
 def _take(values: Any, number: int) -> Any:
     if isinstance(values, torch.Tensor):
         return values[number]
-    return pytree.tree_map(lambda tensor: tensor[number], values)
+    return pytree.tree_map(lambda value: value[number] if isinstance(value, torch.Tensor) else value, values)
 
 
 def _product(sizes: list[int]) -> int:
