@@ -27,7 +27,7 @@ help:
 	@echo "make test    the quick tests"
 	@echo "make zoo     the tests on real library models (transformers, timm, torchvision)"
 	@echo "make lint    format, rules, types"
-	@echo "make bench   the table of costs against the plain model"
+	@echo "make bench   the tables of costs against the plain model"
 	@echo "make clean   remove .venv and everything that was built"
 
 demo: $(PACKAGE) dot
@@ -46,6 +46,7 @@ lint: $(DEV)
 
 bench: $(ZOO)
 	$(BIN)/python bench/run.py
+	$(BIN)/python bench/sweeps.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .hypothesis
@@ -64,7 +65,7 @@ $(PACKAGE): $(TORCH) pyproject.toml
 	@touch $@
 
 $(DEV): $(PACKAGE)
-	$(PINNED) --editable '.[dev,pandas,safetensors]'
+	$(PINNED) --editable '.[dev,pandas,plot,progress,safetensors]'
 	@touch $@
 
 # torchvision and timm without their dependencies: those name a torch of another build.

@@ -27,6 +27,7 @@ from ._many.chunks import Plan as Plan
 from ._many.many import Replays as Replays
 from ._replay.gradients import Grads as Grads
 from ._study.attribution import Attribution as Attribution, attribution as attribution
+from ._study.paths import path_patch as path_patch
 from ._study.sweep import Sweep as Sweep, sweep as sweep
 from .errors import (
     BadMetric as BadMetric,

@@ -348,7 +348,7 @@ def step_of(
 
 
 def _like(node: Call, every: Sequence[int], slot: dict[Ref, int], meanings: Sequence[TensorMeaning]) -> Like:
-    if node.draws is not None or node.is_dynamic or node.through:
+    if node.draws is not None or node.through:
         return Like((), frozenset())
     met = iter([meanings[read] for read in every])
     try:
