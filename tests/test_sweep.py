@@ -193,6 +193,16 @@ def test_mistakes_are_answered(asked, error, text):
         rl.sweep(prog, **asked)
 
 
+def test_a_metric_that_reads_something_else_now_is_another_metric():
+    chosen, weights = [3], torch.ones(11)
+    metric = lambda y: (y[:, -1] * weights)[:, chosen[0]]  # noqa: E731
+    for change in (lambda: None, lambda: chosen.__setitem__(0, 5), lambda: weights.mul_(2.0)):
+        change()
+        found = rl.sweep(prog, SITES, patch=rl.Zero(), metric=metric)
+        for site in SITES:
+            torch.testing.assert_close(found[site], metric(prog.replay(patch={site: rl.Zero()}).output))
+
+
 def test_the_metrics_own_error_is_its_own():
     with pytest.raises(IndexError):
         rl.sweep(prog, SITES, patch=rl.Zero(), metric=lambda y: y[:, 99])

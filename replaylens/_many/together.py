@@ -13,13 +13,13 @@ import torch
 from attrs import define, field, frozen
 
 from .._core.graph import Graph
-from .._core.node import Call, Ref
-from .._core.pure import mutate
+from .._core.node import Call, Input, Ref
+from .._core.pure import mutate, same_content
 from .._core.target import Target
 from .._core.trees import freeze_deep, leaves
 from .._replay.guards import diverged
 from .._replay.interpreter import parted_values
-from .._replay.replay import Record
+from .._replay.replay import Record, version
 from ..errors import CaptureError, ReplaylensError
 from .chunks import Plan
 from .many import Changes, Many, Replays, stacked_results, variants_of
@@ -64,9 +64,6 @@ class Together:
     def _with_metric(self) -> Record | None:
         """The program with the metric, if that is nothing but tensor operations."""
         assert self.metric is not None
-        cached = self.record.plans.get(("metric", self.metric))
-        if cached is not None:
-            return cached
         try:
             made = self.capture(self.metric, self.output)
         except CaptureError:
@@ -74,7 +71,10 @@ class Together:
         if made is None or not is_pure(made.graph):
             self.notes.append("the metric: it reads contents in Python")
             return None
-        whole = self.record.plans["metric", self.metric] = with_metric(self.record, made)
+        before, whole = self.record.plans.get("metric", (None, None))
+        if before is None or not _same(before, made):  # the same function may read another number or tensor now
+            whole = with_metric(self.record, made)
+            self.record.plans["metric"] = made, whole
         return whole
 
     @property
@@ -121,6 +121,17 @@ class Together:
         alone = [f"{name}: no rule to run it for all at once" for name in self.many.machine.alone]
         departures = {self.keys[number]: departure for number, departure in self.many.departures.items()}
         return Replays(self.keys, values, baseline, departures, (*self.notes, *alone))
+
+
+def _same(before: Record, now: Record) -> bool:
+    """Do two captures of a metric compute the same of the same?"""
+    if before.graph != now.graph or before.draws or now.draws:
+        return False
+    refs = [ref for ref in now.values if not isinstance(now.graph[ref.node], Input)]
+    return all(
+        before.versions[ref] == version(before.values[ref]) and same_content(before.values[ref], now.values[ref])
+        for ref in refs
+    )
 
 
 def shares_nothing(graph: Graph) -> str:

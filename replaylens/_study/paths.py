@@ -35,7 +35,7 @@ def path_patch(
     hold: Any = None,
     on_divergence: str = "raise",
 ) -> Any:
-    """The clean run in which the sender's corrupt value is felt through the receivers alone. Gives a Run, or its metric.
+    """The clean run in which the sender's corrupt value is felt through the receivers alone: a Run, or its metric.
 
     First each receiver is read in the clean run with the sender's corrupt value put in, while all that is held keeps
     its clean value. Then the clean run is made again with the receivers set to what was read, all else computed anew.
