@@ -13,7 +13,9 @@ import replaylens as rl
 model, words = induction(), pair()
 clean, corrupt = rl.capture(model, words.clean), rl.capture(model, words.corrupt)
 print("positions:", "  ".join(words.letters))
-print(f"preference for the right letter: clean {words.metric(clean.output):.1f}, corrupt {words.metric(corrupt.output):.1f}\n")
+print(
+    f"preference for the right letter: clean {words.metric(clean.output):.1f}, corrupt {words.metric(corrupt.output):.1f}\n"
+)
 
 # The residual stream after the embedding and after each of the two attention layers, by every position: 39 patches.
 stream = ["add_1", "add_2", "add_3"]

@@ -39,8 +39,10 @@ part = rl.Part("b [c] [h] [w]", c=[channel, (channel + 1) % 8], h=slice(2, 6), w
 run = prog.replay(patch={"relu_2": rl.Zero(part)})
 print(f"\n{rl.Zero(part)}\nleaves {100 * correct(run.output).mean():.0f}% right.")
 
-# The same by a hook on the model.
-hook = model.conv2.register_forward_hook(lambda module, inputs, output: output.index_fill(1, torch.tensor(channel), -1.0))
+# The same by a hook. F.relu has no module to hang one on; but -1 before it is 0 behind it.
+hook = model.conv2.register_forward_hook(
+    lambda module, inputs, output: output.index_fill(1, torch.tensor(channel), -1.0)
+)
 by_hook = correct(model(x))
 hook.remove()
 assert torch.equal(by_hook, lesions["relu_2", channel])

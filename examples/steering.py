@@ -16,7 +16,9 @@ prog = rl.capture(model, tokens[:, :15])
 stream, said = prog["add_3"].value[:, -1], prog.output[:, -1].argmax(-1)
 letter = LETTERS.index("q")
 direction = stream[said == letter].mean(0) - stream[said != letter].mean(0)
-print(f"direction of {LETTERS[letter]!r}: length {direction.norm():.1f}; the stream itself: {stream.norm(dim=-1).mean():.1f}\n")
+print(
+    f"direction of {LETTERS[letter]!r}: length {direction.norm():.1f}; the stream itself: {stream.norm(dim=-1).mean():.1f}\n"
+)
 
 
 def share(logits):
@@ -31,13 +33,19 @@ part = rl.Part("b [t] d", t=-1)
 sweep = rl.sweep(prog, variants={k: {"add_3": rl.Add(k * direction, part)} for k in strengths}, metric=share)
 for k in strengths:
     first, probability = sweep[k].tolist()
-    print(f"{k:+5.2f} x direction: says {LETTERS[letter]!r} in {100 * first:5.1f}%  {'#' * round(40 * first):40} mean probability {probability:.2f}")
+    print(
+        f"{k:+5.2f} x direction: says {LETTERS[letter]!r} in {100 * first:5.1f}%  {'#' * round(40 * first):40} mean probability {probability:.2f}"
+    )
 
 # The opposite: take the direction away. Where the model said the letter, what does it say now?
 lost = prog.replay(patch={"add_3": rl.Project(direction, part, off=True)}).output[:, -1].argmax(-1)
 among = said == letter
-print(f"\nProjected off: of {int(among.sum())} sequences where it said {LETTERS[letter]!r}, it says so in {int((lost[among] == letter).sum())}.")
-print(f"The others are left alone: {100 * float((lost == said)[~among].float().mean()):.1f}% of them get the same letter as before.")
+print(
+    f"\nProjected off: of {int(among.sum())} sequences where it said {LETTERS[letter]!r}, it says so in {int((lost[among] == letter).sum())}."
+)
+print(
+    f"The others are left alone: {100 * float((lost == said)[~among].float().mean()):.1f}% of them get the same letter as before."
+)
 
 # On one sequence.
 one = rl.capture(model, tokens[:1, :15])
