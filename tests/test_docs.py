@@ -1,6 +1,7 @@
 """Every Python block of README.md and docs/*.md runs, in order, each file in one namespace of its own.
 
-A block is skipped when the comment `<!-- not run: REASON -->` stands above it.
+A block is skipped when the comment `<!-- not run: REASON -->` stands above it. Pages may import the small models of the
+examples.
 """
 
 import re
@@ -44,6 +45,7 @@ def python_blocks(page: str) -> list[Block]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_every_python_block_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "examples")
     # A module, not a bare dict: dataclasses, pickle and TorchScript look their classes up in it.
     module = ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)

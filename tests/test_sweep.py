@@ -88,7 +88,7 @@ def test_a_plan_beforehand_in_forwards_and_bytes():
     assert (plan.variants, plan.passes, plan.largest_pass) == (18, 1, 18)
     assert 0 < plan.forwards < plan.loop_forwards < 18 and plan.peak_bytes > 0
     assert re.fullmatch(
-        r"18 variants in 1 passes of up to 18: at most [\d.]+ forwards \([\d.]+ one by one\), [\d.e-]+ MB at a time",
+        r"18 variants in 1 pass of up to 18: at most [\d.]+ forwards \([\d.]+ one by one\), [\d.e-]+ MB at a time",
         str(plan),
     )
     with pytest.raises(rl.ReplaylensError, match=r"asked for with dry=True, and has not been run. Call .run\(\)."):

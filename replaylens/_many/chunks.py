@@ -31,7 +31,8 @@ class Plan:
 
     def __str__(self) -> str:
         cost = f"at most {self.forwards:.3g} forwards ({self.loop_forwards:.3g} one by one)"
-        passes = f"{self.variants} variants in {self.passes} passes of up to {self.largest_pass}"
+        count = "1 pass" if self.passes == 1 else f"{self.passes} passes"
+        passes = f"{self.variants} variants in {count} of up to {self.largest_pass}"
         return f"{passes}: {cost}, {self.peak_bytes / 1e6:.3g} MB at a time"
 
 

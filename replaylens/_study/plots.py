@@ -27,7 +27,7 @@ def heatmap(
         axis.set_ticks(range(0, len(names), step), labels=[names[n] for n in range(0, len(names), step)])
     ax.set_ylabel(words[0])
     ax.set_xlabel(words[1])
-    if sum(map(len, columns)) > 100 and len(columns) < 40 and max(map(len, columns)) > 3:
+    if len(columns) > 8 and max(map(len, columns)) > 3:  # a column is as wide as three letters
         ax.tick_params(axis="x", rotation=90)
     ax.figure.colorbar(shown, ax=ax, label=words[2])
     return ax

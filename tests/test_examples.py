@@ -1,0 +1,82 @@
+"""Each script of examples/ runs alone, without a network, and finds what it says that it finds."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import replaylens as rl
+
+ROOT = Path(__file__).parents[1]
+
+
+def printed(script, *arguments, cwd):
+    """What the script prints, warnings being errors."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(ROOT / "examples" / f"{script}.py"), *arguments],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def number(pattern, text):
+    found = re.search(pattern, text)
+    assert found, f"{pattern!r} is not in\n{text}"
+    return float(found[1])
+
+
+def test_a_lesion_of_one_channel_takes_one_direction_away(tmp_path):
+    text = printed("lesion_units", cwd=tmp_path)
+    whole = re.search(r"^whole +(\d+) +(\d+) +(\d+) +(\d+)$", text, re.MULTILINE)
+    assert whole and min(map(int, whole.groups())) >= 95
+    rows = re.findall(r"^relu_\d c=\d +(\d+) +(\d+) +(\d+) +(\d+)$", text, re.MULTILINE)
+    assert len(rows) == 16
+    assert any(sorted(map(int, row))[0] < 50 and sorted(map(int, row))[1] >= 95 for row in rows)
+
+
+@pytest.mark.skipif(not hasattr(rl.Program, "swap"), reason="edits are not in yet")
+def test_smooth_nonlinearities_do_as_well_as_relu_and_none_at_all_does_not(tmp_path):
+    text = printed("swap_nonlinearity", cwd=tmp_path)
+    assert number(r"gelu everywhere +(\d+)% right", text) >= 95
+    assert number(r"none at all +(\d+)% right", text) < 60
+    assert "captured -> swap('relu', gelu)" in text
+    assert number(r"after 30 steps of training: (\d+)% right", text) >= 95
+
+
+def test_activation_patching_follows_the_clue_through_the_layers(tmp_path):
+    text = printed("activation_patching", "picture.png", cwd=tmp_path)
+    assert "The clue moves: position 5 -> 6 -> 12." in text
+    if "No picture" not in text:
+        assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_attribution_patching_misses_what_integrated_gradients_find(tmp_path):
+    text = printed("attribution_patching", cwd=tmp_path)
+    true, linear, integrated = map(float, re.search(r"layer 1 head 0 at +6 l +(\S+) +(\S+) +(\S+)", text).groups())
+    assert linear < 0.1 * true < 0.5 * true < integrated
+    assert number(r"integrated gradients: correlation .* (\S+)\n", text) > 0.9
+
+
+@pytest.mark.skipif(not hasattr(rl, "Edge"), reason="edges are not in yet")
+def test_path_patching_finds_that_the_keys_read_the_first_layer(tmp_path):
+    text = printed("path_patching", cwd=tmp_path)
+    clean = number(r"clean (\S+), corrupt", text)
+    assert number(r"head 0 +keys of layer 2 +(\S+)", text) < 0.5 * clean
+    for way in ("head 0 +queries of layer 2", "head 0 +logits, directly", "head 1 +keys of layer 2"):
+        assert number(rf"{way} +(\S+)", text) == pytest.approx(clean, abs=0.5)
+
+
+def test_steering_makes_the_model_say_the_letter_and_projecting_off_forbids_it(tmp_path):
+    text = printed("steering", cwd=tmp_path)
+    assert number(r"\+0\.00 x direction: says 'q' in +(\S+)%", text) < 10
+    assert number(r"\+1\.50 x direction: says 'q' in +(\S+)%", text) > 95
+    assert number(r"where it said 'q', it says so in (\d+)\.", text) == 0
