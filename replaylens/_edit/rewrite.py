@@ -175,23 +175,34 @@ def splice(graph: Graph, name: str, sub: Graph, how: Splice = Splice()) -> Graph
     shape. New nodes are called `matmul_1_of_{name}` and lie where the node lay; the last one that gives its value
     carries its name, or one more that gathers the parts. State and constants of `sub` come along.
     """
-    node = graph[name]
-    assert isinstance(node, Call)
-    called, swap = names_within(graph, name, sub, how), inward(graph, name, sub, how)
-    nodes = [_settled(inner, node, called, swap, how) for inner in sub.nodes if inner.name in called]
-    if name not in called.values():
-        nodes.append(_gather(node, sub, swap, how.edited))
-    late = _late(graph, name, [ref for new in nodes if isinstance(new, Call) for ref in new.refs])
-    guards = [_placed(guard, sub, called, nodes, swap) for guard in sub.guards]
-    made = replace(graph, {name: (*late, *nodes), **{source.name: () for source in late}})
-    start = made.positions[nodes[0].name]
-    placed = [evolve(guard, position=guard.position + start) for guard in guards]
+    return splice_all(graph, {name: (sub, how)})
+
+
+def splice_all(graph: Graph, subs: Mapping[str, tuple[Graph, Splice]]) -> Graph:
+    """Graphs in the places of several nodes, in one move. Their new names must not meet."""
+    instead: dict[str, Sequence[Node]] = {}
+    guards: list[tuple[str, Guard]] = []  # with the first of the new nodes, from which they are counted
+    moved: dict[str, Sequence[Node]] = {}
+    for name, (sub, how) in subs.items():
+        node = graph[name]
+        assert isinstance(node, Call)
+        called, swap = names_within(graph, name, sub, how), inward(graph, name, sub, how)
+        nodes = [_settled(inner, node, called, swap, how) for inner in sub.nodes if inner.name in called]
+        if name not in called.values():
+            nodes.append(_gather(node, sub, swap, how.edited))
+        reads = [ref for new in nodes if isinstance(new, Call) for ref in new.refs]
+        late = [source for source in _late(graph, name, reads) if source.name not in moved]
+        moved.update({source.name: () for source in late})
+        instead[name] = (*late, *nodes)
+        guards += [(nodes[0].name, _placed(guard, sub, called, nodes, swap)) for guard in sub.guards]
+    made = replace(graph, {**instead, **moved})
+    placed = [evolve(guard, position=guard.position + made.positions[first]) for first, guard in guards]
     return require_lawful(
         evolve(
             made,
             guards=tuple(sorted((*made.guards, *placed), key=lambda guard: guard.position)),
-            asks_gradient=made.asks_gradient or sub.asks_gradient,
-            one_way=(*made.one_way, *sub.one_way),
+            asks_gradient=made.asks_gradient or any(sub.asks_gradient for sub, _ in subs.values()),
+            one_way=(*made.one_way, *[word for sub, _ in subs.values() for word in sub.one_way]),
         )
     )
 
