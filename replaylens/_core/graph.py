@@ -29,6 +29,7 @@ class Graph:
     changes: tuple[tuple[str, Ref], ...] = ()  # what the model wrote: address of a parameter or buffer -> its new value
     orphans: frozenset[str] = frozenset()  # neither come from an input nor reach an output
     asks_gradient: bool = False  # the model asked whether some tensor needs gradients, and may act on it
+    apart: frozenset[Ref] = frozenset()  # inputs of a slice: values that are no views here of what they were views of
     shares_inputs: bool = False  # an input shares memory with other input or state that was written: no others will do
     one_way: tuple[str, ...] = ()  # custom functions whose backward could not be kept
     ambient: Context = NO_MODES  # the modes around the whole model
@@ -110,8 +111,8 @@ class Graph:
 
     @cached_property
     def edited_refs(self) -> frozenset[Ref]:
-        """The values that they give."""
-        return frozenset([ref for call in self.edited for ref in refs_of(call)])
+        """The values that are not what was recorded, or not from where it was: a write goes to them, not to a base."""
+        return self.apart.union([ref for call in self.edited for ref in refs_of(call)])
 
     @cached_property
     def input_nodes(self) -> tuple[Input, ...]:

@@ -72,6 +72,7 @@ class _Cutting:
                 [(scope, remake(t, swap)) for scope, t in graph.module_outputs if there.issuperset(_refs(t))]
             ),
             changes=tuple([(address, refs.get(ref, ref)) for address, ref in self.changes]),
+            apart=graph.apart if starts is None else frozenset([refs[ref] for ref in self.begins]),
             orphans=graph.orphans & {node.name for node in nodes},
             shares_inputs=graph.shares_inputs and starts is None,
         )

@@ -17,14 +17,14 @@ from .._core.graph import Graph
 from .._core.node import Call, Guard, Ref, TensorMeaning, meanings_of, refs_of, value_of
 from .._core.pure import same_content
 from .._core.text import listing
-from .._core.trees import leaves, thaw
+from .._core.trees import thaw
 from .._edit.compare import origins, same_values
 from .._edit.rewrite import NOTHING
 from ..errors import ShapeMismatch
 from .convert import as_it_came_out
 from .guards import Departure, diverged, misdirected, same_result
-from .interpreter import Mode, compile_plan, interpret, recorded_world
-from .plan import plan
+from .interpreter import Code, Mode, compile_plan, interpret, recorded_world
+from .plan import Plan, plan
 from .replay import Record, Versions, as_leaf, version
 
 Values = dict[Ref, torch.Tensor]
@@ -91,12 +91,7 @@ class _Work:
     def run(self, known: Values, departed: Callable[[Departure], None]) -> Values:
         """Everything else."""
         graph = self.graph
-        unknown = [p for p, node in enumerate(graph.nodes) if not all(ref in known for ref in refs_of(node))]
-        made = plan(graph, unknown, bytearray(p not in set(unknown) for p in range(len(graph))), unknown)
-        recorded = self._recorded_guards()
-        made = evolve(made, guards=tuple([n for n in made.guards if n in recorded]), kept=frozenset(range(len(graph))))
-        draws = {**self.record.draws, **self.added.draws}
-        code = compile_plan(graph, made, draws, Mode(on_departure=departed), {}, self._as_recorded)
+        made, code = self._compiled(known, Mode(on_departure=departed))
         env = list(code.template)
         for position in made.supply:
             for ref in refs_of(graph.nodes[position]):
@@ -116,6 +111,17 @@ class _Work:
             raise
         self.require_shapes(read())
         return read()
+
+    def _compiled(self, known: Values, mode: Mode) -> tuple[Plan, Code]:
+        graph, recorded = self.graph, self._recorded_guards()
+        is_known = bytearray([all(ref in known for ref in refs_of(node)) for node in graph.nodes])
+        unknown = [position for position, mark in enumerate(is_known) if not mark]
+        made = plan(graph, unknown, is_known, unknown, keep=range(len(graph)))
+        made = evolve(made, guards=tuple([number for number in made.guards if number in recorded]))
+        pairs = [zip(graph.guards[n].refs, recorded[n].refs, strict=True) for n in made.guards]
+        before = dict(pair for guard in pairs for pair in guard)
+        draws = {**self.record.draws, **self.added.draws}
+        return made, compile_plan(graph, made, draws, mode, {}, lambda ref: self.record.value(before[ref]))
 
     def require_shapes(self, values: Values, cause: Exception | None = None) -> None:
         """What calls read has the shape that they were recorded with."""
@@ -168,21 +174,13 @@ class _Work:
             return False
         return same_content(values[now], self.record.value(then))
 
-    def _recorded_guards(self) -> frozenset[int]:
-        """The numbers of the guards that were there before the edit; those that it brought agree with it anyway."""
-        left, found = list(self.record.graph.guards), []
+    def _recorded_guards(self) -> dict[int, Guard]:
+        """What each guard was before the edit, by its number now; those that the edit brought agree with it anyway."""
+        left, found = list(self.record.graph.guards), {}
         for number, guard in enumerate(self.graph.guards):
             if left and _same_fact(left[0], guard):
-                found.append(number)
-                left.pop(0)
-        return frozenset(found)
-
-    def _as_recorded(self, ref: Ref) -> torch.Tensor:
-        """What a guard saw here before the edit."""
-        if ref in self.record.values:
-            return self.record.value(ref)
-        tree = value_of(self.record.graph[ref.node])
-        return self.record.value(next(leaf for leaf in leaves(tree) if type(leaf) is Ref))
+                found[number] = left.pop(0)
+        return found
 
     def versions(self, values: Values) -> Versions:
         """The write counters of all values; those of shared ones as they were when they were recorded."""
