@@ -1,0 +1,230 @@
+"""Edits give new programs: what each means is what a hand-written model or a hook gives; the original never changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from oracle import assert_same
+from random_programs import programs
+from torch import nn
+from torch.nn import functional as F
+from zoo import MODELS, silence
+
+import replaylens as rl
+from replaylens._core.laws import problems
+
+
+class Net(nn.Module):
+    def __init__(self, act1=F.relu, act2=F.relu, between=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv1, self.conv2, self.fc = nn.Conv2d(2, 4, 3), nn.Conv2d(4, 4, 3), nn.Linear(64, 3)
+        self.act1, self.act2, self.between = act1, act2, between or (lambda h: h)
+
+    def forward(self, x):
+        h = self.act1(self.conv1(x))
+        h = self.between(h)
+        return self.fc(self.act2(self.conv2(h)).flatten(1))
+
+
+net, x = Net(), torch.randn(2, 2, 8, 8)
+prog = rl.capture(net, x)
+graph, output = prog.graph, prog.output.clone()
+
+
+def by_hand(**changes):
+    return Net(**changes)(x)
+
+
+@pytest.fixture(autouse=True)
+def the_original_is_untouched():
+    yield
+    assert prog.graph == graph and torch.equal(prog.output, output)
+    assert torch.equal(prog.replay().output, output) and torch.equal(net(x), output)
+
+
+def test_swap_by_type_by_label_by_module():
+    assert torch.equal(prog.swap("relu", F.gelu).output, by_hand(act1=F.gelu, act2=F.gelu))
+    assert torch.equal(prog.swap("relu_2", torch.tanh).output, by_hand(act2=torch.tanh))
+    assert torch.equal(
+        prog.swap("conv1", lambda x, w, b: F.conv2d(x, w, b) * 2).output, Net(lambda h: F.relu(2 * h))(x)
+    )
+    assert torch.equal(prog.swap(prog.find(op="relu"), nn.SiLU()).output, by_hand(act1=F.silu, act2=F.silu))
+
+
+@pytest.mark.parametrize("function", [torch.relu_, nn.ReLU(inplace=True), lambda h: F.relu(h, inplace=True)])
+def test_swap_of_what_wrote_in_place_gets_the_inputs(function):
+    torch.manual_seed(0)
+    inplace = rl.capture(Net(act1=function, act2=function), x)
+    assert torch.equal(inplace.swap("relu", F.gelu).output, by_hand(act1=F.gelu, act2=F.gelu))
+
+
+def test_a_swapped_in_module_trains():
+    layer = nn.Linear(64, 3)
+    swapped = prog.swap("linear_1", lambda h, w, b: layer(h))
+    run = swapped.replay(grad=True)
+    run.output.sum().backward()
+    assert torch.equal(run.output.detach(), layer(F.relu(net.conv2(F.relu(net.conv1(x)))).flatten(1)).detach())
+    assert layer.weight.grad is not None and layer.weight.grad.abs().sum() > 0
+
+
+def test_bypass_insert_after_rewire():
+    assert torch.equal(prog.bypass("relu_2").output, by_hand(act2=lambda h: h))
+    assert torch.equal(prog.insert_after("relu_1", lambda h: h * 2 + 1).output, by_hand(between=lambda h: h * 2 + 1))
+    assert torch.equal(prog.rewire("conv2d_2", "relu_1", to="conv2d_1").output, by_hand(act1=lambda h: h))
+
+
+def test_a_lesion_is_seen_at_the_layer_and_after_it():
+    lesioned = prog.lesion("conv2d_2", "b [c] h w", c=[3])
+    assert (lesioned["conv2d_2"].value[:, 3] == 0).all() and (lesioned["conv2d_2"].value[:, 0] != 0).any()
+    handle = net.conv2.register_forward_hook(lambda module, args, y: y * torch.tensor([1.0, 1, 1, 0]).view(1, 4, 1, 1))
+    assert torch.equal(lesioned.output, net(x))
+    handle.remove()
+
+
+def test_set_state():
+    assert torch.equal(prog.set_state("fc.weight", torch.zeros(3, 64)).output, net.fc.bias.expand(2, 3))
+    changed = Net()
+    changed.conv1.weight.data.mul_(2)
+    assert torch.equal(prog.set_state("conv1.weight", lambda w: w * 2).output, changed(x))
+
+
+def test_an_edited_program_is_a_program():
+    edited = prog.swap("relu_1", F.gelu).lesion("conv2d_2", "b [c] h w", c=[3])
+    assert edited.history == ("captured", "swap('relu_1', gelu)", "lesion('conv2d_2', 'b [c] h w', c=[3])")
+    assert "gelu(" in edited.code and "zero(conv2d_2_3_before" in edited.code
+    y = torch.randn(2, 2, 8, 8)
+    again = rl.capture(Net(act1=F.gelu), y).lesion("conv2d_2", "b [c] h w", c=[3])
+    assert torch.equal(edited(y).output, again.output)
+    assert torch.equal(edited.refresh().output, edited.output)
+    assert edited.to(torch.float64).output.dtype == torch.float64
+    assert torch.equal(edited.function()(y), again.output)
+    assert not problems(edited.graph) and problems(prog.graph) == ()
+
+
+def test_edits_at_different_nodes_commute():
+    one = prog.swap("relu_1", torch.tanh).lesion("conv2d_2", "b [c] h w", c=1).bypass("relu_2")
+    other = prog.bypass("relu_2").lesion("conv2d_2", "b [c] h w", c=1).swap("relu_1", torch.tanh)
+    assert torch.equal(one.output, other.output)
+    assert {node.name for node in one.graph} == {node.name for node in other.graph}
+
+
+def test_with_patch_is_a_replay_with_the_patch_in_values_and_gradients():
+    vector = torch.randn(4, 6, 6, requires_grad=True)
+    for patch in (
+        {"relu": rl.Scale(0.5)},
+        {"conv1": rl.Add(vector), "fc.weight": rl.Zero("[o] i", o=1)},
+        {"input_1": rl.Noise(0.1), "relu_2": [rl.Clamp(0, 1), rl.Scale(2.0)]},
+        {"conv2d_1": torch.sin},
+    ):
+        patched, replayed = prog.with_patch(patch), prog.replay(patch=patch)
+        assert torch.equal(patched.output, replayed.output)
+        grads = []
+        for run in (patched.replay(grad=True), prog.replay(patch=patch, grad=True)):
+            net.zero_grad()
+            run.output.sum().backward()
+            grads.append([p.grad.clone() for p in net.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(*grads))
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, cut=None):
+        h = self.a(x)
+        seen = h if cut is None else cut(h)
+        return h + self.b(seen) + self.c(h)
+
+
+def test_an_edge_is_what_one_reader_reads():
+    model, x = Residual(), torch.randn(3, 4)
+    program = rl.capture(model, x)
+    edge = rl.Edge("linear_1", "linear_2")
+    for patch, change in ((rl.Zero(), torch.zeros_like), (rl.Scale(3.0), lambda h: 3 * h), (torch.sin, torch.sin)):
+        assert torch.equal(program.replay(patch={edge: patch}).output, model(x, change))
+        assert torch.equal(program.with_patch({edge: patch}).output, model(x, change))
+    with pytest.raises(rl.ReplaylensError, match="does not read"):
+        program.replay(patch={rl.Edge("linear_2", "linear_3"): rl.Zero()})
+
+
+def test_a_slice_is_a_program_and_a_module_trains_the_models_own_parameters():
+    piece = prog.slice("relu_1", "relu_2")
+    assert torch.equal(piece.output, prog["relu_2"].value) and len(piece.graph.calls) == 2
+    assert torch.equal(piece(torch.zeros(2, 4, 6, 6)).output, F.relu(net.conv2(torch.zeros(2, 4, 6, 6))))
+    tail = prog.module(from_="relu_1", to="linear_1")
+    assert dict(tail.named_parameters()).keys() == {"conv2.weight", "conv2.bias", "fc.weight", "fc.bias"}
+    assert all(p is dict(net.named_parameters())[name] for name, p in tail.named_parameters())
+    trained = rl.capture(copied := Net(), x).module(from_="relu_1", to="linear_1")
+    before = copied.fc.weight.clone()
+    optimizer = torch.optim.SGD(trained.parameters(), 0.1)
+    trained(prog["relu_1"].value).square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(copied.fc.weight, before)
+    assert torch.equal(trained(prog["relu_1"].value), copied.fc(F.relu(copied.conv2(prog["relu_1"].value)).flatten(1)))
+
+
+@pytest.mark.parametrize(
+    ("edit", "error", "text"),
+    [
+        (lambda: prog.swap("nothing", F.gelu), rl.NoSuchLayer, "no layer is called 'nothing'"),
+        (lambda: prog.swap("conv2d_1", lambda x, *rest: x), rl.ShapeMismatch, "what reads it was recorded with"),
+        (lambda: prog.bypass("conv2d_1"), rl.ReplaylensError, "it cannot hand that on"),
+        (
+            lambda: prog.rewire("relu_1", "conv2d_2", to="relu_2"),
+            rl.ReplaylensError,
+            "relu_1_2 does not read conv2d_2_3",
+        ),
+        (lambda: prog.rewire("conv2d_2", "relu_1", to="relu_2"), rl.ReplaylensError, "conv2d_2_3|relu_2_4"),
+        (lambda: prog.lesion("conv2d_2", "b [c] h w", c=9), rl.BadPart, "c=9 is outside of 0..3"),
+        (lambda: prog.set_state("fc.nothing", torch.zeros(1)), rl.ReplaylensError, "fc.nothing"),
+    ],
+)
+def test_mistakes_are_answered(edit, error, text):
+    with pytest.raises(error, match=text):
+        edit()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", MODELS)
+def test_with_patch_is_a_replay_with_the_patch(name):
+    with silence():
+        try:
+            case = MODELS[name]()
+            torch.manual_seed(1)
+            program = rl.capture(case.model, *case.args, **case.kwargs)
+        except (rl.CaptureError, RuntimeError):
+            assert case.refusal or name == "out_where_a_gradient_would_flow"
+            return
+        before = program.graph
+        for layer in program.layers[:: max(1, len(program.layers) // 4)]:
+            is_float = isinstance(layer.value, torch.Tensor) and layer.value.is_floating_point()
+            if layer.layer_type == "output" or not is_float or layer.value.layout is not torch.strided:
+                continue
+            patch = {layer.label: lambda value: value * 0.5 + 0.25}
+            try:
+                wanted = program.replay(patch=patch, on_divergence="raise").output
+            except (rl.ReplaylensError, RuntimeError, IndexError, ValueError):
+                continue  # leaves the recorded path, or the model itself raises on such values
+            patched = program.with_patch(patch)
+            assert_same(patched.output, wanted, f"with {layer.label} patched", loose=True)
+            assert_same(patched.replay().output, patched.output, "replayed")
+            assert not problems(patched.graph)
+        assert program.graph == before
+
+
+@pytest.mark.filterwarnings("ignore")
+@settings(max_examples=40, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+@given(programs(calm=True))
+def test_swapping_an_operation_for_itself_changes_no_bit(program):
+    try:
+        captured = rl.capture(program, *program.inputs())
+    except rl.CaptureError:
+        assume(".data = " not in program.source)
+        raise
+    for kind, function in (("relu", torch.relu), ("sin", torch.sin), ("tanh", torch.tanh)):
+        if any(layer.layer_type == kind for layer in captured.layers):
+            assert_same(captured.swap(kind, function).output, captured.output, kind)
