@@ -83,7 +83,7 @@ def run(model: Any, *args: Any, patch: Mapping[Any, Any] | None = None, grad: bo
     """
     prog = Program(_captured=rehearsed(model, args, kwargs))
     changed, ends = changes_of(prog.graph, patch, None, prog._sites)
-    return prog._rerun(Request(changed=changed, ends=ends, every=prog._for_all(patch), grad=grad), None)
+    return prog._rerun(Request(changed=changed, ends=ends, every=prog._for_all(patch), grad=grad), None, (args, kwargs))
 
 
 def _require_unchanged(prog: Program, modes: list[Any]) -> None:
@@ -618,11 +618,11 @@ class Program(Reference):
         except LeftPath as left:
             return self._rerun(request, left.departure)
 
-    def _rerun(self, request: Request, first: Departure | None) -> Run:
+    def _rerun(self, request: Request, first: Departure | None, given: Any = None) -> Run:
         """The model itself, run with the changes of a request. `first` is what a replay found to be different."""
         assert self._beginning is not None
         try:
-            made = lived(self._beginning, self._record, request)
+            made = lived(self._beginning, self._record, request, given)
         except DivergedReplay as refusal:
             why = f"the change leads away from the recorded path: {first}\n" if first is not None else ""
             raise DivergedReplay(f"{why}{refusal}") from None

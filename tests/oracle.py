@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from attrs import fields, frozen, has
+from attrs import evolve, fields, frozen, has
 from torch import Tensor, nn
 from torch.nn import Parameter
 from zoo import Case, silence
@@ -384,12 +384,13 @@ def halve_and_shift(value: Tensor) -> Tensor:
     return value * 0.5 + 0.1
 
 
-def run_with_hook(build: Build) -> tuple[str, Outcome]:
+def run_with_hook(build: Build, prepared: Callable[[Any], Any] = lambda args: args) -> tuple[str, Outcome]:
     """A plain forward in which the first call of a module that owns parameters has its output changed, and its path."""
     sites: list[str] = []
 
     def hooked() -> Case:
         case = build()
+        prepared(case.args)
         for root in modules_of(case.model)[:1]:
             for path, module in root.named_modules():
                 if next(module.parameters(recurse=False), None) is not None and not isinstance(
@@ -421,6 +422,96 @@ def patch_is_a_forward_hook(build: Build) -> None:
     site = f"{path}:1"
     run = replayed(case, lambda: prog.replay(patch={site: halve_and_shift}, on_divergence="raise"))
     assert_same(run.output, plain.output, f"output with {site} ({prog[site].label}) patched", loose=case.loose)
+    assert_state_changes(run, plain)
+
+
+@contextlib.contextmanager
+def nothing_of(case: Case) -> Iterator[None]:
+    """Within, nothing changes: the model, the inputs, the generators, the surroundings."""
+    reseed()
+    model, inputs, state, around = belongings(case.model), copied_tree(case.args), generators(), surroundings()
+    yield
+    assert_same(belongings(case.model), model, "model after a live run")
+    assert_same(case.args, inputs, "inputs after a live run")
+    assert_same(generators(), state, "generators after a live run")
+    assert_same(surroundings(), around, "surroundings of a live run")
+
+
+def run_live(case: Case, patch: Any) -> Any:
+    with nothing_of(case):
+        return lived(case, lambda: rl.run(case.model, *case.args, patch=patch, **case.kwargs))
+
+
+def lived(case: Case, run: Callable[[], Any]) -> Any:
+    """A live run, which may say that no patch can be made there."""
+    try:
+        return run()
+    except rl.DivergedReplay as error:
+        raise CannotAsk(f"DivergedReplay: {str(error).splitlines()[-1]}") from error
+    except rl.CaptureError as error:
+        if case.refusal:
+            raise CannotAsk(f"refused, as it may be ({case.refusal})") from error
+        raise
+
+
+@law
+def rerun_is_a_forward_hook(build: Build) -> None:
+    """A program gives what the model gives under a hook, also where the hook leads it another way; and so does
+    `rl.run`. Both leave nothing behind.
+    """
+    path, plain = run_with_hook(build)
+    if not path:
+        raise CannotAsk("the model itself is the only module that owns parameters")
+    case, prog = capture(build)
+    patch = {f"{path}:1": halve_and_shift}
+    with nothing_of(case):
+        run = lived(case, lambda: prog.replay(patch=patch))
+    assert_same(run.output, plain.output, f"output with {path} patched", loose=case.loose)
+    assert_state_changes(run, plain)
+    run = run_live(build(), patch)
+    assert_same(run.output, plain.output, f"output of rl.run with {path} patched", loose=case.loose)
+    assert_state_changes(run, plain)
+
+
+def changed(value: Any) -> Any:
+    """A layer's value, or each of its values, halved and shifted where it is one of floats."""
+    if isinstance(value, tuple | list):
+        return type(value)(changed(part) for part in value)
+    return halve_and_shift(value) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def has_floats(value: Any) -> bool:
+    return any(tensor.is_floating_point() for tensor in tensors(value))
+
+
+@law
+def live_run_is_the_replay(build: Build) -> None:
+    """A patch at any layer, made while the model runs, gives what a replay with it gives, unless that says it diverged."""
+    run_plainly(build)
+    case, prog = capture(build)
+    if case.asks_identity:
+        raise CannotAsk("the model asks which object a tensor is: a patched value is another one")
+    layers = [layer for layer in prog.layers if layer.layer_type != "constant" and has_floats(layer.value)]
+    for layer in layers[:: max(1, len(layers) // 4)]:
+        try:
+            wanted = prog.replay(patch={layer.label: changed}, on_divergence="raise")
+        except Exception:
+            continue  # another path; or an operation that the change is nothing for
+        with contextlib.suppress(CannotAsk):
+            run = run_live(build(), {layer.label: changed})
+            assert_same(run.output, wanted.output, f"output with {layer.label} patched", loose=case.loose)
+
+
+@law
+def rerun_on_other_inputs(build: Build) -> None:
+    """On other inputs of the same shapes a program gives what the model gives on them, whatever path it takes."""
+    plain = run_plainly(build, moved(build().args))
+    run_plainly(build)
+    case, prog = capture(build)
+    fresh = moved(build().args)
+    with nothing_of(case):
+        run = replayed(evolve(case, escapes=False), lambda: prog.replay(*fresh, **case.kwargs))
+    assert_same(run.output, plain.output, "output on other inputs", loose=case.loose)
     assert_state_changes(run, plain)
 
 
@@ -492,6 +583,23 @@ def gradients_reach_the_captured_inputs(build: Build) -> None:
     case, prog = capture(build, fresh)
     run = replayed(case, lambda: prog.replay(grad=True, on_divergence="raise"))
     assert_same_gradients(gradients(run.output, fresh, case.model), wanted)
+
+
+@law
+def gradients_through_a_live_run(build: Build) -> None:
+    """They are those of the model under a hook, also where it is captured without gradients."""
+    path, plain = run_with_hook(build, differentiable)
+    if not path:
+        raise CannotAsk("the model itself is the only module that owns parameters")
+    with unasked():
+        wanted = gradients(plain.output, plain.case.args, plain.case.model)
+    if not wanted:
+        raise CannotAsk("no output depends on inputs or parameters differentiably")
+    case = build()
+    args, patch = differentiable(case.args), {f"{path}:1": halve_and_shift}
+    reseed()
+    run = lived(case, lambda: rl.run(case.model, *args, patch=patch, grad=True, **case.kwargs))
+    assert_same_gradients(gradients(run.output, args, case.model), wanted)
 
 
 @law
@@ -582,6 +690,7 @@ def in_inference_mode(ask: Law) -> Law:
     return answer
 
 
+LIVE_LAWS: tuple[Law, ...] = (rerun_is_a_forward_hook, rerun_on_other_inputs, live_run_is_the_replay)
 FORWARD_LAWS: tuple[Law, ...] = (
     capture_is_a_plain_forward,
     replay_is_the_recorded_run,
@@ -591,9 +700,14 @@ FORWARD_LAWS: tuple[Law, ...] = (
     replay_from_the_middle,
     replay_on_other_inputs,
 )
-GRADIENT_LAWS: tuple[Law, ...] = (gradients_are_the_models_own, gradients_reach_the_captured_inputs)
+GRADIENT_LAWS: tuple[Law, ...] = (
+    gradients_are_the_models_own,
+    gradients_reach_the_captured_inputs,
+    gradients_through_a_live_run,
+)
 LAWS = (
     FORWARD_LAWS
+    + LIVE_LAWS
     + GRADIENT_LAWS
     + tuple(map(under_no_grad, FORWARD_LAWS))
     + tuple(map(in_inference_mode, FORWARD_LAWS[:2]))

@@ -45,6 +45,7 @@ class Case:
     seeded: bool = False  # draws random numbers
     stateful: bool = False  # its forward changes what it holds
     escapes: bool = False  # contents or inner gradients leave what is recorded: other values may need another path
+    asks_identity: bool = False  # asks which object a tensor is
     loose: bool = False  # equal but for the last bits: the fused transformer path, DESIGN 4.1
     refusal: str = ""  # why a capture or a replay may refuse it
 
@@ -2328,7 +2329,7 @@ def saved_and_loaded(m, x):
     return torch.load(file) + x
 
 
-@small
+@small(asks_identity=True)
 def identity_is_asked(m, x):
     y = m.fc(x)
     same = y.contiguous() is y and y.to(torch.float32) is y and y.t()._base is y and y[0].data_ptr() == y.data_ptr()

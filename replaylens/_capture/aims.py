@@ -7,6 +7,7 @@ stand in a program as a call like others. Nothing runs here.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -49,10 +50,10 @@ class Aim:
         same = all(_meaning(given[ref]) == _facts(self.meanings[ref]) for ref in refs)
         make = change.make if same else change.free
         new = make(thaw(change.tree, lambda leaf: given[leaf] if type(leaf) is Ref else leaf))
-        news = [new] if type(change.tree) is Ref else list(new)
-        if len(news) != len(refs):
-            raise ShapeMismatch(f"{self.name} gives {len(refs)} tensors; a patch for it must give as many.")
-        return {ref: self._fitting(given[ref], one) for ref, one in zip(refs, news, strict=True)}
+        try:
+            return {ref: self._fitting(given[ref], _at(new, path)) for path, ref in _places(change.tree)}
+        except (TypeError, IndexError):
+            raise ShapeMismatch(f"{self.name} gives {len(refs)} tensors; a patch for it must give as many.") from None
 
     def _fitting(self, old: torch.Tensor, new: Any) -> torch.Tensor:
         """The new value as a tensor of its own, in the old one's memory layout."""
@@ -67,6 +68,21 @@ class Aim:
             return writable_copy(new)
         made = torch.empty_strided(old.shape, old.stride(), dtype=new.dtype, device=new.device)
         return made.copy_(new)  # in a way that gradients can go
+
+
+def _places(tree: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Ref]]:
+    """Every Ref of a tree, with the way to it."""
+    if type(tree) is Ref:
+        yield path, tree
+    else:
+        for number, item in enumerate(tree if type(tree) is tuple else getattr(tree, "items", ())):
+            yield from _places(item, (*path, number))
+
+
+def _at(value: Any, path: tuple[int, ...]) -> Any:
+    for index in path:
+        value = value[index]
+    return value
 
 
 def _meaning(tensor: torch.Tensor) -> Any:

@@ -42,6 +42,7 @@ class Lived:
 
     record: Record
     unreached: tuple[str, ...]  # patched nodes that this path never came to
+    held: dict[Ref, torch.Tensor]  # the parameters and other state that it read, with their histories
 
 
 def rehearsed(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
@@ -54,8 +55,8 @@ def rehearsed(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capt
     return captured
 
 
-def lived(beginning: Beginning, record: Record, request: Request) -> Lived:
-    """Run the model with the changes of a request made while it runs."""
+def lived(beginning: Beginning, record: Record, request: Request, given: Any = None) -> Lived:
+    """Run the model with the changes of a request made while it runs, on the recorded inputs if none are given."""
     graph, aims = record.graph, aims_of(record, request)
     if aims.unseen:
         raise DivergedReplay(
@@ -67,7 +68,8 @@ def lived(beginning: Beginning, record: Record, request: Request) -> Lived:
     made = partial(_stand_ins, record, request, aims, origins)
     most = max(10_000, 100 * len(graph))
     stage = Stage(aims, inputs, made, grad=request.grad, fresh=request.fresh, most=most)
-    args, kwargs = thaw(graph.inputs, lambda leaf: supply(record, request, leaf) if type(leaf) is Ref else leaf)
+    recorded = thaw(graph.inputs, lambda leaf: supply(record, request, leaf) if type(leaf) is Ref else leaf)
+    args, kwargs = given or recorded
     ambient = evolve(graph.ambient, grad=True, inference=False) if request.grad else graph.ambient
     with recorded_world(not request.fresh, graph), modes(ambient):
         captured, tracer = _run(beginning, args, kwargs, stage, origins)
@@ -80,7 +82,9 @@ def lived(beginning: Beginning, record: Record, request: Request) -> Lived:
             f"the model takes another path with this change, and never comes to {', '.join(unreached)}: nothing was "
             "patched."
         )
-    return Lived(found, unreached)
+    pairs = zip(captured.recording.records, found.graph.nodes, strict=True)
+    values = captured.recording.values
+    return Lived(found, unreached, {Ref(n.name): values[r.returns] for r, n in pairs if isinstance(n, State)})
 
 
 def as_run(
@@ -93,7 +97,7 @@ def as_run(
     def get(leaf: Any) -> Any:
         if type(leaf) is not Ref:
             return leaf
-        return record.value(leaf) if request.grad else detached(record.value(leaf))
+        return made.held.get(leaf, record.value(leaf)) if request.grad else detached(record.value(leaf))
 
     ended = _ended(request, recorded.graph, graph, get) if has_output else {}
 

@@ -17,7 +17,7 @@ from attrs import define, field, frozen
 from .._core.pure import take_step, writable_copy
 from .._core.trees import thaw
 from .builder import Handle, SourceRecord, version_of
-from .recorder import Recorder, tensors_in
+from .recorder import Recorder, geometry_of, tensors_in
 from .storage import Base, Entry, geometry_step, storage_key
 
 
@@ -127,13 +127,16 @@ class StandIns:
     def _late(self, tensor: torch.Tensor) -> None:
         """A buffer, or a view of one, that the forward had not read when another over the same memory was written."""
         base, root = self.parted[storage_key(tensor) or 0]
-        memory, steps = self.recorder.memory, (geometry_step(tensor, Base(root, base.handle, base.first)),)
+        memory = self.recorder.memory
+        steps: tuple[Any, ...] = ()
+        if geometry_of(tensor) != geometry_of(root):
+            steps = (geometry_step(tensor, Base(root, base.handle, base.first)),)
         with torch._C.DisableTorchFunction(), self.recorder.at_work():
-            made = take_step(base.root, thaw(steps[0], self._value))
-        memory.look(made, base, steps, base.handle)
-        memory.entry(made).version = -1  # to be derived when it is read
-        memory.live[id(tensor)] = memory.entry(made)
-        self.put(tensor, made)
+            made = take_step(base.root, thaw(steps[0], self._value)) if steps else base.root
+        if steps:
+            memory.look(made, base, steps, base.handle)
+            memory.entry(made).version = -1  # to be derived when it is read
+        self.share(tensor, made)
 
     def _move(self, base: Base, root: torch.Tensor) -> None:
         memory = self.recorder.memory
