@@ -52,6 +52,6 @@ from .errors import (
     UnsupportedModel as UnsupportedModel,
     WrongCount as WrongCount,
 )
-from .program import Program as Program, capture as capture
+from .program import Program as Program, capture as capture, run as run
 
 __version__ = "0.1.0"

@@ -16,10 +16,12 @@ from torch.overrides import _get_current_function_mode_stack as _function_modes
 from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
 
-from ._capture.builder import Frozen, SourceRecord, freeze
-from ._capture.capture import Captured, record
+from ._capture.capture import Captured, record, record_of
+from ._capture.rerun import as_run, lived, rehearsed
+from ._capture.snapshot import Beginning
+from ._capture.spots import Counterparts
 from ._core.graph import Graph
-from ._core.node import Call, Guard, Input, Ref, State
+from ._core.node import Call, Guard, Input, Ref
 from ._core.pure import same_content, untransformed
 from ._core.reference import Reference
 from ._core.text import code
@@ -36,13 +38,14 @@ from ._many.together import Planned, Together
 from ._replay import editing
 from ._replay.convert import move, rerun
 from ._replay.gradients import Asked, Grads, ask, gradients
+from ._replay.guards import Departure, LeftPath
 from ._replay.module import ProgramModule
 from ._replay.patching import at_place, bound_patches, changes_of
 from ._replay.replay import Record, Versions, detached, function_of, replay, version
 from ._replay.request import At, Request, new_inputs, new_state
 from ._replay.run import Run
 from ._replay.swap import insert, swap
-from .errors import CaptureError, NoSuchLayer, NotSaved, ReplaylensError
+from .errors import CaptureError, DivergedReplay, NoSuchLayer, NotSaved, ReplaylensError
 
 
 def capture(model: Any, *args: Any, unknown: str = "raise", **kwargs: Any) -> Program:
@@ -62,6 +65,23 @@ def capture(model: Any, *args: Any, unknown: str = "raise", **kwargs: Any) -> Pr
     if outer:
         _require_unchanged(prog, outer)
     return prog
+
+
+def run(model: Any, *args: Any, patch: Mapping[Any, Any] | None = None, grad: bool = False, **kwargs: Any) -> Run:
+    """Run the model once on these inputs with patches made while it runs, and leave nothing behind.
+
+    The patches are named as in `Program.replay`, after a plain run of the model on these inputs. The path is the one
+    that the model takes with the patches: where it branches on a value, or loops until one is small, it reads the
+    patched one. What it wrote and drew is put back: `run.state_changes` says what it wrote. A model whose own forward
+    takes a keyword `patch` or `grad` can be given as a `functools.partial` that holds it.
+
+    >>> halved = run(torch.nn.Linear(2, 3), torch.ones(1, 2), patch={"linear_1": lambda value: value / 2})
+    >>> halved["linear_1"].shape
+    torch.Size([1, 3])
+    """
+    prog = Program(_captured=rehearsed(model, args, kwargs))
+    changed, ends = changes_of(prog.graph, patch, None, prog._sites)
+    return prog._rerun(Request(changed=changed, ends=ends, every=prog._for_all(patch), grad=grad), None)
 
 
 def _require_unchanged(prog: Program, modes: list[Any]) -> None:
@@ -87,8 +107,10 @@ class Program(Reference):
         _record: Record | None = None,
         _output: Any = None,
         _history: tuple[str, ...] = (),
+        _beginning: Beginning | None = None,
     ) -> None:
         self._captured = _captured
+        self._beginning = _captured.beginning if _captured is not None else _beginning
         self._given = _record
         self._returned = _captured.output if _captured is not None else _output
         self.history: tuple[str, ...] = _history or ("captured",)
@@ -208,7 +230,7 @@ class Program(Reference):
         keep: Any = "output",
         grad: bool = False,
         rng: str = "replay",
-        on_divergence: str = "raise",
+        on_divergence: str | None = None,
         **named_inputs: Any,
     ) -> Run:
         """Run the program again. Only what a change can reach, and the output needs, is executed.
@@ -220,9 +242,12 @@ class Program(Reference):
         program; with `from_`, a bare one is for that layer. New inputs of the recorded shapes, or other parameters
         (`state={"fc.weight": w}`), may be given. `to` stops early. `keep="all"` holds every value; else what
         `run[name]` asks for is computed again. With `grad=True` gradients flow to inputs, to patches and to the model's
-        own parameters, as through the model, and every value is held. A replay whose change makes the model read
-        another value in Python (`if x.sum() > 0`) raises `DivergedReplay`; `on_divergence="ignore"` goes on along the
-        recorded path and says so in `run.diverged`.
+        own parameters, as through the model, and every value is held.
+
+        A change may make the model read another value in Python (`if x.sum() > 0`). Then the model itself is run with
+        the same change made while it runs, from where the recorded forward began, and all that it changes is put back:
+        `run.diverged` is true and `run.departures` say what was read. `on_divergence="raise"` raises `DivergedReplay`
+        instead, as a program does that holds no model; `"ignore"` goes on along the recorded path.
         """
         _require_choice("rng", rng, ("replay", "fresh"))
         if (home := self._home(patch)) is not self:
@@ -234,13 +259,13 @@ class Program(Reference):
             from_,
             patch,
             state,
-            on_divergence,
+            self._when_diverged(on_divergence),
             to=self._position(to) if to is not None else None,
             keep=self._keep("all" if grad and keep == "output" else keep),  # for gradients at any of them
             grad=grad,
             fresh=rng == "fresh",
         )
-        return replay(self._record, request, self._at)
+        return self._replayed(request)
 
     def replay_many(
         self,
@@ -248,7 +273,7 @@ class Program(Reference):
         metric: Callable[[Any], Any] | None = None,
         *,
         memory: float | None = None,
-        on_divergence: str = "raise",
+        on_divergence: str | None = None,
         progress: bool | None = None,
         dry: bool = False,
     ) -> Any:
@@ -258,7 +283,7 @@ class Program(Reference):
         not read is not computed. `memory` bounds the bytes of one pass. With `dry=True` nothing runs: the answer has a
         `.plan` (what it will cost) and `.run()`.
         """
-        _require_choice("on_divergence", on_divergence, ("rerun", "raise", "ignore"))
+        on_divergence = self._when_diverged(on_divergence)
         asked = Planned(self._together(variants, metric, memory, on_divergence), on_divergence)
         return asked if dry else asked.run(progress)
 
@@ -301,13 +326,14 @@ class Program(Reference):
         (tensor([[3.]]), tensor([[3., 3.]]))
         """
         asked = self._asked(at, from_)
+        _require_choice("on_divergence", on_divergence, ("raise", "ignore"))
         request = self._request(inputs, named_inputs, from_, patch, state, on_divergence, grad=True)
         return gradients(self._record, request, of, asked, self._named)
 
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Run:
         """Replay on new inputs of the recorded shapes. All keywords are the model's own."""
         given = self._inputs(inputs, named_inputs)
-        return replay(self._record, Request(given=given, whole=not given), self._at)
+        return self._replayed(Request(given=given, whole=not given, on_divergence=self._when_diverged(None)))
 
     def function(self, inputs: Any = None, outputs: Any = None) -> Callable[..., Any]:
         """A pure function of tensors, fit for `torch.func.grad`, `vmap`, `jvp`, `jacrev` and `torch.compile`.
@@ -390,7 +416,9 @@ class Program(Reference):
     def refresh(self) -> Program:
         """The same program run again on the parameters and inputs as they are now."""
         record, output = rerun(self._record)
-        return Program(_record=record, _output=output, _history=(*self.history, "refreshed"))
+        return Program(
+            _record=record, _output=output, _history=(*self.history, "refreshed"), _beginning=self._beginning
+        )
 
     def to(self, *args: Any, **kwargs: Any) -> Program:
         """The program on another device or in another dtype, run again there."""
@@ -407,7 +435,7 @@ class Program(Reference):
             return self._given
         assert self._captured is not None
         with untransformed():  # the program outlives the transform that asks for it first
-            record = record_of(self._captured, freeze(self._captured.recording))
+            record = record_of(self._captured)
         self._captured = None
         return record
 
@@ -502,7 +530,6 @@ class Program(Reference):
         **more: Any,
     ) -> Request:
         """What a user asks for, in positions and tensors."""
-        _require_choice("on_divergence", on_divergence, ("raise", "ignore"))
         given = self._inputs(inputs, named_inputs)
         if state:
             given.update(new_state(self.graph, dict(state), self._atlas.nearest))
@@ -518,6 +545,7 @@ class Program(Reference):
             given=given,
             start=(at_place(self.graph, start.place).position,) if start else (),
             on_divergence=on_divergence,
+            every=self._for_all(patch),
             **more,
         )
         asks = start or changed or ends or given or request.to is not None or request.fresh
@@ -555,6 +583,52 @@ class Program(Reference):
         place = self._atlas.find(name)
         return place.label, At(self.graph.positions[place.node], place.output, place.part)
 
+    def _when_diverged(self, choice: str | None) -> str:
+        """What is done when a change leads away from the recorded path."""
+        if choice is None:
+            return "raise" if self._beginning is None else "rerun"
+        _require_choice("on_divergence", choice, ("rerun", "raise", "ignore"))
+        if choice == "rerun" and self._beginning is None:
+            raise ReplaylensError(
+                'on_divergence="rerun" runs the model itself, and this program does not hold it: only a captured one '
+                "does, not one that was moved, copied or edited."
+            )
+        return choice
+
+    def _replayed(self, request: Request) -> Run:
+        try:
+            return replay(self._record, request, self._at)
+        except LeftPath as left:
+            return self._rerun(request, left.departure)
+
+    def _rerun(self, request: Request, first: Departure | None) -> Run:
+        """The model itself, run with the changes of a request. `first` is what a replay found to be different."""
+        assert self._beginning is not None
+        try:
+            made = lived(self._beginning, self._record, request)
+        except DivergedReplay as refusal:
+            why = f"the change leads away from the recorded path: {first}\n" if first is not None else ""
+            raise DivergedReplay(f"{why}{refusal}") from None
+        prog = Program(_record=made.record, _history=(*self.history, "run again with patches"))
+        prog._returned = thaw(prog.graph.output, lambda leaf: made.record.values[leaf] if type(leaf) is Ref else leaf)
+        places = Counterparts(self.graph, prog.graph)
+
+        def find(name: Any) -> At:
+            """What a name means in this program, there; what this program does not know, by the other's own labels."""
+            if isinstance(name, str) and (name in prog._atlas.module_places or name not in self):
+                return prog._at(name)
+            at = places.of(self._at(name))
+            if at is None:
+                raise NoSuchLayer(f"{name!r} did not run on the path that the model took. `run.program` has that path.")
+            return at
+
+        return as_run(made, self._record, request, first, find, prog)
+
+    def _for_all(self, patch: Any) -> frozenset[int]:
+        """The positions of the patches that are for all passes of a layer, also those that were not recorded."""
+        keys = [key for key in patch if _is_for_all(key)] if isinstance(patch, Mapping) else []
+        return frozenset(self.graph.positions[site.place.node] for key in keys for site in self._sites(key))
+
     def _keep(self, keep: Any) -> frozenset[int]:
         if keep in ("all", "everything"):
             return frozenset(range(len(self.graph)))
@@ -570,22 +644,9 @@ def _recorded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     return capture(function, *args, **kwargs)._record
 
 
-def record_of(captured: Captured, made: Frozen) -> Record:
-    """What a capture knows, by Ref: values, write counters, generator states, the model's own parameters."""
-    recording, graph = captured.recording, made.graph
-    values: dict[Ref, torch.Tensor] = {}
-    live: dict[str, torch.Tensor] = {}
-    for ref, handle in made.handles.items():
-        values[ref] = recording.values[handle]
-    for source, node in zip(recording.records, graph.nodes, strict=True):
-        if isinstance(node, State) and isinstance(source, SourceRecord):
-            value = values[Ref(node.name)]
-            live[node.name] = source.tensor
-            values[Ref(node.name)] = (
-                value if value.is_inference() else value.detach().requires_grad_(value.requires_grad)
-            )
-    versions = Versions((ref, recording.versions[handle]) for ref, handle in made.handles.items())
-    return Record(graph, values, versions, recording.draws, live)
+def _is_for_all(name: Any) -> bool:
+    """Does a name mean all passes of a layer, also those that were not recorded? `linear_1_1:2` means one."""
+    return isinstance(name, str) and not name.rpartition(":")[2].isdigit()
 
 
 def _require_choice(word: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -245,7 +245,7 @@ def test_two_patches_for_one_value():
     ("option", "text"),
     [
         ({"rng": "random"}, "rng must be one of 'replay', 'fresh', not 'random'."),
-        ({"on_divergence": "warn"}, "on_divergence must be one of 'raise', 'ignore', not 'warn'."),
+        ({"on_divergence": "warn"}, "on_divergence must be one of 'rerun', 'raise', 'ignore', not 'warn'."),
     ],
     ids=str,
 )
@@ -306,14 +306,17 @@ def branches(x):
     return x.cos()
 
 
-IGNORE = 'Run the model itself with this change, or pass on_divergence="ignore" to go on along the recorded path.'
+OTHER_WAYS = (
+    'on_divergence="rerun" runs the model itself with this change, where a program still holds its model; "ignore" goes on '
+    "along the recorded path."
+)
 
 
 def test_a_branch_not_taken():
     prog = captured(branches, torch.ones(3))
     departure = f"`bool(gt_1_2)` was True when recorded, and is False now.\n{line('if x.sum() > 0:')}"
-    assert said(rl.DivergedReplay, lambda: prog(-torch.ones(3))) == (
-        f"the change leads away from the recorded path: {departure}\n{IGNORE}"
+    assert said(rl.DivergedReplay, lambda: prog.replay(-torch.ones(3), on_divergence="raise")) == (
+        f"the change leads away from the recorded path: {departure}\n{OTHER_WAYS}"
     )
     run = prog.replay(-torch.ones(3), on_divergence="ignore")
     assert run.diverged and [str(one) for one in run.departures] == [departure]
@@ -323,7 +326,7 @@ def test_a_branch_not_taken():
 def test_a_size_that_depends_on_content():
     prog = captured(lambda x: x[x > 0], torch.tensor([1.0, -1.0]))
     assert_same(prog(torch.tensor([-1.0, 3.0])).output, torch.tensor([3.0]))
-    assert said(rl.DivergedReplay, lambda: prog(torch.ones(2))).startswith(
+    assert said(rl.DivergedReplay, lambda: prog.replay(torch.ones(2), on_divergence="raise")).startswith(
         "the change leads away from the recorded path: the shape of getitem_1_2 was (1,) when recorded, and is (2,) now.\n"
     )
 
@@ -346,8 +349,8 @@ def test_content_of_an_input_that_is_read_in_python_is_a_guard(reader):
     prog = captured(READERS[reader], torch.arange(3.0), torch.tensor(2.0))
     assert_same(prog(torch.ones(3), torch.tensor(2.0)).output, READERS[reader](torch.ones(3), torch.tensor(2.0)))
     for ask in (
-        lambda: prog(torch.arange(3.0), torch.tensor(0.0)),
-        lambda: prog.replay(patch={"input_2": torch.tensor(0.0)}),
+        lambda: prog.replay(torch.arange(3.0), torch.tensor(0.0), on_divergence="raise"),
+        lambda: prog.replay(patch={"input_2": torch.tensor(0.0)}, on_divergence="raise"),
         lambda: prog.function()(torch.arange(3.0), torch.tensor(0.0)),
     ):
         with pytest.raises(rl.DivergedReplay):
@@ -365,7 +368,7 @@ def test_content_of_a_buffer_that_is_read_in_python_is_a_guard():
 
     prog = captured(net := Scaled())
     with pytest.raises(rl.DivergedReplay):
-        prog.replay(state={"k": torch.tensor(3.0)})
+        prog.replay(state={"k": torch.tensor(3.0)}, on_divergence="raise")
     net.k.fill_(3.0)
     with pytest.raises(rl.DivergedReplay):
         prog.refresh()
@@ -374,7 +377,7 @@ def test_content_of_a_buffer_that_is_read_in_python_is_a_guard():
 def test_content_of_a_patched_value_that_is_read_in_python_is_a_guard():
     prog = captured(lambda x: x[: int(x.sum())], torch.ones(3))
     with pytest.raises(rl.DivergedReplay):
-        prog.replay(patch={"sum_1": torch.tensor(1.0)})
+        prog.replay(patch={"sum_1": torch.tensor(1.0)}, on_divergence="raise")
 
 
 # ---- what cannot be captured ---------------------------------------------------------------------------------------

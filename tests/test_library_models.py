@@ -83,6 +83,36 @@ def test_gradients_through_a_replay_are_those_of_the_library_model(name: str) ->
     assert_same(gradients(run.output, weights), gradients(plain, trained))
 
 
+@pytest.mark.parametrize("name", WITH_GRADIENTS)
+def test_gradients_at_the_modules_of_a_library_model_are_those_of_hooks(name: str) -> None:
+    model, args, kwargs = build(name)
+    unused, _, _ = build(name)
+    prog = seeded(rl.capture, unused, *args, **kwargs)
+    grads = prog.grads(of=scalar)
+    sites: dict[str, list[Tensor | None]] = {}
+
+    def listener(path: str) -> Callable:
+        def hook(_module: nn.Module, _inputs: tuple, value: object) -> None:
+            if isinstance(value, Tensor) and value.requires_grad:
+                call = len(sites.setdefault(path, []))
+                sites[path].append(None)
+                value.register_hook(lambda gradient: sites[path].__setitem__(call, gradient.clone()))
+
+        return hook
+
+    paths = [path for path, module in model.named_modules() if path and is_childless(module) and has_weights(module)]
+    _, output = hooked(model, {path: listener(path) for path in paths}, *args, **kwargs)
+    scalar(output).backward()
+    labels = {f"{path}:{call + 1}": gradient for path, calls in sites.items() for call, gradient in enumerate(calls)}
+    known = [label for label in labels if label in prog]
+    assert len(known) > len(labels) / 2
+    for label in known:
+        wanted = labels[label]
+        mine = grads.get(label)
+        assert mine is not None, grads.without[prog[label].label]
+        assert torch.allclose(mine, wanted if wanted is not None else torch.zeros_like(mine), rtol=1e-4, atol=1e-6)
+
+
 def assert_changed_as_by_a_hook(prog: rl.Program, site: "Site | None", model: nn.Module, *args, **kwargs) -> None:
     assert site is not None, "no module's output reaches the output of this model: nothing to test"
     assert_same(prog[site.label].value, site.value)
@@ -112,9 +142,13 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
 
 def gradients(output: object, weights: dict[str, Tensor]) -> dict[str, Tensor | None]:
     """Of a scalar that every float output has a part in."""
+    found = torch.autograd.grad(scalar(output), list(weights.values()), allow_unused=True)
+    return dict(zip(weights, found, strict=True))
+
+
+def scalar(output: object) -> Tensor:
     outputs = [value for _, value in library_models.tensors_in(output) if value.requires_grad]
-    scalar = sum((value.square() + value).mean() for value in outputs)
-    return dict(zip(weights, torch.autograd.grad(scalar, list(weights.values()), allow_unused=True), strict=True))
+    return sum((value.square() + value).mean() for value in outputs)
 
 
 def change(value: Tensor) -> Tensor:

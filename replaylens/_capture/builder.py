@@ -12,7 +12,7 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from .._core.graph import Graph
 from .._core.laws import require_lawful
@@ -34,7 +34,7 @@ Site = tuple[CodeType, int]  # a line of Python: code object and instruction
 class CallRecord(NamedTuple):
     """A call as it happened. Trees hold Handles where the program will have Refs."""
 
-    function: Callable[..., Any]
+    function: Any  # a callable, or a Target
     kind: str
     args: Any
     kwargs: Any
@@ -94,10 +94,15 @@ class Recording:
     draws: dict[str, torch.Tensor] = field(factory=dict)
     one_way: list[str] = field(factory=list)
     overwritten: set[Handle] = field(factory=set)  # views that were read again after their memory was written
+    view_of: dict[Handle, tuple[Handle, ...]] = field(
+        factory=dict
+    )  # a view's value -> views that it was made of, or was
     asks_gradient: bool = False  # the model asked whether some tensor needs gradients
     aliased: bool = False  # an input shares memory with another tensor of the model's, and one of them was written
     hidden_no_grad: bool = False  # a no_grad block was entered where the whole model ran without gradients
-    put_generators_back: Callable[[], None] = lambda: None
+    generators: dict[int, tuple[torch.Generator, torch.Tensor]] = field(
+        factory=dict
+    )  # as they were before a first draw
     output: Any = None
     inputs: Any = ()
     changes: list[tuple[tuple[Any, str], Handle]] = field(factory=list)  # (module, key) and its value at the end
@@ -105,6 +110,7 @@ class Recording:
     default_dtype: torch.dtype = torch.float32
     default_device: str = "cpu"
     addresses: Callable[[], Addresses] | None = None
+    patched: dict[int, int] = field(factory=dict)  # the number of a record that is a patch -> of the one it patches
 
     def keep(self, tensor: torch.Tensor) -> Handle:
         """A Handle for a value that this tensor holds now."""
@@ -142,7 +148,8 @@ def freeze(recording: Recording) -> Frozen:
     """The Graph that a recording stands for: nodes named, Handles turned into Refs, scopes and lines resolved."""
     addresses = recording.addresses() if recording.addresses else Addresses({}, lambda module, key: ())
     scopes = _scopes(recording, addresses)
-    names, orphans = labels([_draft(addresses, record) for record in recording.records], _ends(recording))
+    names, orphans = _names(recording, addresses)
+    bypassed = _bypassed(recording)
     refs: dict[Handle, Ref] = {}
     for record, name in zip(recording.records, names, strict=True):
         for path, handle in parts_of(record.returns):
@@ -150,7 +157,9 @@ def freeze(recording: Recording) -> Frozen:
     to_ref = _reader(refs)
     made: list[Node] = []
     for record, name in zip(recording.records, names, strict=True):
-        made.append(_node(recording, addresses, record, name, to_ref, scopes, names))
+        made.append(_node(recording, addresses, record, name, to_ref, scopes, names, bypassed))
+    for number, before in recording.patched.items():
+        made[number] = _patch_node(made[number], names[before])
     graph = Graph(
         nodes=tuple(made),
         output=remake(recording.output, to_ref),
@@ -168,6 +177,33 @@ def freeze(recording: Recording) -> Frozen:
         model_name=recording.model_name,
     )
     return Frozen(require_lawful(graph), {ref: handle for handle, ref in refs.items()})
+
+
+def _names(recording: Recording, addresses: Addresses) -> tuple[list[str], list[bool]]:
+    """A name for each record, and which are orphans. A patch takes the name of what it patches, which is then called
+    `relu_1_2_before`; all other names are those that there were without it.
+    """
+    drafts, patched = [_draft(addresses, record) for record in recording.records], recording.patched
+    if not patched:
+        return labels(drafts, _ends(recording))
+    before = {
+        int(new): int(old)
+        for number, of in patched.items()
+        for new, old in zip(drafts[number].gives, drafts[number].reads, strict=True)
+    }
+    own = [number for number in range(len(drafts)) if number not in patched]
+    plain = [evolve(drafts[n], reads=tuple([before.get(h, h) for h in drafts[n].reads])) for n in own]
+    found, lost = labels(plain, {before.get(h, h) for h in _ends(recording)})
+    names, orphans = dict(zip(own, found, strict=True)), dict(zip(own, lost, strict=True))
+    for number, of in patched.items():
+        names[number], orphans[number] = names[of], orphans[of]
+        names[of] = f"{names[of]}_before"
+    return [names[n] for n in range(len(drafts))], [orphans[n] for n in range(len(drafts))]
+
+
+def _patch_node(node: Node, before: str) -> Node:
+    assert isinstance(node, Call)
+    return evolve(node, edited=node.target.name, edits=before)
 
 
 def last_name(recording: Recording) -> str:
@@ -225,6 +261,7 @@ def _node(
     to_ref: Any,
     scopes: list[Any],
     names: list[str],
+    bypassed: set[Handle],
 ) -> Node:
     if isinstance(record, SourceRecord):
         return _source_node(recording, addresses, record, name)
@@ -244,10 +281,22 @@ def _node(
         is_dynamic=record.is_dynamic,
         through=tuple([names[number] for number in record.through]),
         is_differentiated=record.is_differentiated,
-        is_overwritten=any(handle in recording.overwritten for _, handle in parts_of(record.returns)),
+        is_overwritten=any(handle in bypassed for _, handle in parts_of(record.returns)),
         scope=scopes[record.scope] if record.scope >= 0 else None,
         source=user_line(recording, record.site, record.scope),
     )
+
+
+def _bypassed(recording: Recording) -> set[Handle]:
+    """The values of views that something reads anew from their base, past what a patch would have made of them."""
+    found: set[Handle] = set()
+    stack = list(recording.overwritten)
+    while stack:
+        handle = stack.pop()
+        if handle not in found:
+            found.add(handle)
+            stack.extend(recording.view_of.get(handle, ()))
+    return found
 
 
 def _meaning(tensors: tuple[torch.Tensor, ...]) -> tuple[TensorMeaning, ...]:

@@ -7,7 +7,7 @@ buffers, its hooks, the generators and torch itself are left as a plain forward 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from threading import Lock
 from types import GeneratorType
@@ -18,70 +18,91 @@ from attrs import frozen
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from .._core.node import Ref, State
 from .._core.text import where as text_of
 from .._core.trees import freeze_deep, leaves, thaw
+from .._replay.replay import Record, Versions
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite, UnsupportedModel
-from .builder import Handle, Recording, SourceRecord, is_torch_code, last_name, line_of, version_of
-from .origins import Origins, dated, reaches_scripts
+from .builder import Handle, Recording, SourceRecord, freeze, is_torch_code, last_name, line_of, version_of
+from .origins import Date, Origins, dated, reaches_scripts
 from .recorder import NeedsDeepLook
 from .scopes import listening
-from .snapshot import Dice, Snapshot
-from .storage import Entry
+from .snapshot import Beginning, Dice, Snapshot
 from .tracer import Tracer
 
 
 @frozen(eq=False)
 class Captured:
-    """What one look at a forward gave."""
+    """What one look at a forward gave, and where the forward began, so that the model can be run from there again."""
 
     recording: Recording
     output: Any
+    beginning: Beginning
+
+
+@frozen(eq=False)
+class Forward:
+    """What is to be looked at, and who looks."""
+
+    model: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    beginning: Beginning
+    tracer: Callable[[Recording, Origins, Date, bool, str], Tracer] = Tracer
 
 
 def record(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unknown: str = "raise") -> Captured:
     """Run the model under the tracer. Looks a second time, at every ATen call, if the first was blind to something."""
-    _require_supported(model)
+    require_supported(model)
+    origins = Origins(model)
+    beginning = Beginning(model, Snapshot(origins.modules, (args, kwargs)), Dice(), unknown)
+    captured = looked(Forward(model, args, kwargs, beginning), _put_back, origins)
+    beginning.generators = tuple(captured.recording.generators.values())
+    return captured
+
+
+def looked(forward: Forward, put_back: Callable[[Recording, Beginning], None], origins: Origins) -> Captured:
+    """What a first look gave, or a second one, before which all that the first one changed is put back."""
     compiler_at_start = "torch._dynamo" in sys.modules
-    first = Recording(_name_of(model))
-    before = Before(Snapshot(_modules(model), (args, kwargs)), Dice(), torch.default_generator.get_state())
+    first = Recording(_name_of(forward.model))
     deep = torch.is_inference_mode_enabled()  # its tensors have no write counters: every write must be seen
     try:
-        return _look(model, args, kwargs, first, deep=deep, unknown=unknown)
+        return _look(forward, first, origins, deep)
     except NeedsDeepLook:
-        pass
+        deep = True
     except ReplaylensError:
         raise
     except Exception:
         if compiler_at_start or "torch._dynamo" not in sys.modules:
             raise  # else: the compiler was loaded in the middle, and did not know of the capture
-        _put_back(first, before)
-        return _look(model, args, kwargs, Recording(_name_of(model)), deep=False, unknown=unknown)
-    _put_back(first, before)
+        deep = False
+    put_back(first, forward.beginning)
     try:
-        return _look(model, args, kwargs, Recording(_name_of(model)), deep=True, unknown=unknown)
+        return _look(forward, Recording(first.model_name), Origins(forward.model), deep)
     except NeedsDeepLook:
+        if not deep:
+            raise
         raise CaptureError(
             "a tensor reached an operation whose origin was not seen, not even among the ATen calls."
         ) from None
 
 
-def _look(model: Any, args: Any, kwargs: Any, recording: Recording, deep: bool, unknown: str) -> Captured:
-    origins = Origins(model)
+def _look(forward: Forward, recording: Recording, origins: Origins, deep: bool) -> Captured:
     _require_ready(origins)
     deep = deep or reaches_scripts(origins)
     with ExitStack() as stack:
         date = stack.enter_context(dated())
-        tracer = Tracer(recording, origins, date, deep, unknown)
+        tracer = forward.tracer(recording, origins, date, deep, forward.beginning.unknown)
         recording.ambient = tracer.context()
         recording.default_dtype = torch.get_default_dtype()
         recording.default_device = str(torch.get_default_device())
-        recording.inputs, args, kwargs = _take_inputs(tracer, args, kwargs)
+        recording.inputs, args, kwargs = _take_inputs(tracer, forward.args, forward.kwargs)
         stack.enter_context(_eager_compiler())
         stack.enter_context(listening(tracer))
         stack.enter_context(tracer)
         if tracer.deep and tracer.watch is not None:
             stack.enter_context(tracer.watch)
-        output = _call(model, args, kwargs, tracer)
+        output = _call(forward.model, args, kwargs, tracer)
         with torch._C.DisableTorchFunction(), tracer.at_work():
             recording.output = freeze_deep(output, tracer.read)
             _take_changes(tracer)
@@ -91,7 +112,7 @@ def _look(model: Any, args: Any, kwargs: Any, recording: Recording, deep: bool, 
             ):
                 recording.one_way.append("a module's backward hook")
     recording.addresses = origins.addresses
-    return Captured(recording, output)
+    return Captured(recording, output, forward.beginning)
 
 
 def _call(model: Any, args: Any, kwargs: Any, tracer: Tracer) -> Any:
@@ -100,7 +121,7 @@ def _call(model: Any, args: Any, kwargs: Any, tracer: Tracer) -> Any:
     except (NeedsDeepLook, ReplaylensError):
         raise
     except Exception as error:
-        if tracer.refused is not None:
+        if tracer.refused is not None and tracer.refused is not error:
             raise tracer.refused from error
         _add_note(error, tracer)
         raise
@@ -117,7 +138,26 @@ def _call(model: Any, args: Any, kwargs: Any, tracer: Tracer) -> Any:
     return output
 
 
-def _require_supported(model: Any) -> None:
+def record_of(captured: Captured) -> Record:
+    """What a capture knows, by Ref: values, write counters, generator states, the model's own parameters."""
+    recording, made = captured.recording, freeze(captured.recording)
+    graph = made.graph
+    values: dict[Ref, torch.Tensor] = {}
+    live: dict[str, torch.Tensor] = {}
+    for ref, handle in made.handles.items():
+        values[ref] = recording.values[handle]
+    for source, node in zip(recording.records, graph.nodes, strict=True):
+        if isinstance(node, State) and isinstance(source, SourceRecord):
+            value = values[Ref(node.name)]
+            live[node.name] = source.tensor
+            values[Ref(node.name)] = (
+                value if value.is_inference() else value.detach().requires_grad_(value.requires_grad)
+            )
+    versions = Versions((ref, recording.versions[handle]) for ref, handle in made.handles.items())
+    return Record(graph, values, versions, recording.draws, live)
+
+
+def require_supported(model: Any) -> None:
     parallel = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     if isinstance(model, parallel):
         kind = type(model).__name__
@@ -182,7 +222,7 @@ def _take_inputs(tracer: Tracer, args: Any, kwargs: Any) -> tuple[Any, Any, Any]
     tree = freeze_deep((tuple(args), dict(kwargs)), leaf)
     if swapped:
         args, kwargs = thaw(tree, lambda leaf: tracer.recording.values[leaf] if type(leaf) is Handle else leaf)
-    return tree, args, kwargs
+    return tree, *tracer.given(tree, args, kwargs)
 
 
 def _take_changes(tracer: Tracer) -> None:
@@ -196,8 +236,8 @@ def _take_changes(tracer: Tracer) -> None:
             continue
         module, key = where
         addresses.add((id(module), key))
-        held = tensor if kind == "attribute" else _held(module, key)
-        last = memory.read(held) if held is not None else None
+        now = tensor if kind == "attribute" else held(module, key)
+        last = memory.read(now) if now is not None else None
         if last is not None and last != first:
             recording.changes.append((where, last))
     for module, key, tensor in tracer.origins.buffers():
@@ -205,7 +245,7 @@ def _take_changes(tracer: Tracer) -> None:
             recording.changes.append(((module, key), last))
 
 
-def _held(module: Any, key: str) -> torch.Tensor | None:
+def held(module: Any, key: str) -> torch.Tensor | None:
     """The parameter or buffer that a module has under this name now."""
     for tensors in (module._parameters, module._buffers):
         if key in tensors:
@@ -251,33 +291,24 @@ def _add_note(error: Exception, tracer: Tracer) -> None:
     error.add_note(f"replaylens: the model raised this after {done} recorded calls{last}{inside}.{where}")
 
 
-@frozen(eq=False)
-class Before:
-    """What there was before a first look, besides tensors."""
-
-    snapshot: Snapshot
-    dice: Dice
-    generator: torch.Tensor
-
-
-def _modules(model: Any) -> Iterator[nn.Module]:
-    return model.modules() if isinstance(model, nn.Module) else iter(())
-
-
-def _put_back(recording: Recording, before: Before) -> None:
+def _put_back(recording: Recording, beginning: Beginning) -> None:
     """Undo what a first look changed, before the second."""
-    before.snapshot.put_back()
-    before.dice.put_back()
-    recording.put_generators_back()
-    torch.default_generator.set_state(before.generator)
+    put_generators_back(recording)
+    beginning.put_back()
     with torch.no_grad():
         for record in recording.records:
             if not isinstance(record, SourceRecord):
                 continue
-            now = _held(*record.where) if record.kind in ("parameter", "buffer") else record.tensor
+            now = held(*record.where) if record.kind in ("parameter", "buffer") else record.tensor
             first = recording.values[record.returns]
             if now is not None and now is not first and version_of(now) != -1:
                 now.copy_(first)
+
+
+def put_generators_back(recording: Recording) -> None:
+    """Every generator as it was before the first draw."""
+    for generator, state in recording.generators.values():
+        generator.set_state(state)
 
 
 _compiler_lock, _compiler_count, _compiler_stance = Lock(), 0, None
@@ -302,6 +333,3 @@ def _eager_compiler() -> Iterator[None]:
             _compiler_count -= 1
             if _compiler_count == 0:
                 dynamo._set_stance(_compiler_stance)
-
-
-__all__ = ["Captured", "Entry", "record"]

@@ -106,6 +106,11 @@ class Origins:
             name = "" if len(self.extra) == 1 else f"model{number + 1}"
             self.table.extend((m, p + shift if p >= 0 else -1, n or name) for m, p, n in inner)
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Every module of the model, each once."""
+        return [module for module, _, _ in self.table]
+
     def state(self, tensor: torch.Tensor, running: nn.Module | None) -> tuple[str, tuple[Any, str]] | None:
         """What kind of state the tensor is, and (module, key), if it is a parameter or a buffer."""
         if running is not None:

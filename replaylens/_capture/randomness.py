@@ -49,9 +49,10 @@ def default_generator(device: torch.device | None) -> torch.Generator:
 class Draws:
     """The states before each draw, by key, and of each generator the state in which it was met first."""
 
-    def __init__(self, kept: dict[str, torch.Tensor]) -> None:
-        self.kept = kept
-        self.at_first: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
+    def __init__(
+        self, kept: dict[str, torch.Tensor], at_first: dict[int, tuple[torch.Generator, torch.Tensor]]
+    ) -> None:
+        self.kept, self.at_first = kept, at_first
 
     def around(self, may_draw: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
         """To be entered around a call. Afterwards its `key` names the state that the call began with, if it drew."""
@@ -67,11 +68,6 @@ class Draws:
         key = f"draw_{len(self.kept) + 1}"
         self.kept[key] = state
         return key
-
-    def put_back(self) -> None:
-        """Every generator as it was before the first draw."""
-        for generator, state in self.at_first.values():
-            generator.set_state(state)
 
 
 class Draw:

@@ -54,8 +54,7 @@ class Recorder(TorchFunctionMode):
         self.start_ids = origins.start_ids
         self.date = date
         self.unknown = unknown
-        self.draws = Draws(recording.draws)
-        recording.put_generators_back = self.draws.put_back
+        self.draws = Draws(recording.draws, recording.generators)
         self.scope = -1
         self.stateful: list[SourceRecord] = []  # buffers and attributes that were read
         self.opened: set[Any] = set()
@@ -84,6 +83,10 @@ class Recorder(TorchFunctionMode):
     def leave_functorch(self) -> None:
         """The stretch inside functorch is over: see Tracer."""
         raise NotImplementedError
+
+    def given(self, tree: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """What the model is called with, when the inputs are known: see live.py for a look that changes it."""
+        return args, kwargs
 
     @contextmanager
     def at_work(self) -> Any:
@@ -221,6 +224,11 @@ class Recorder(TorchFunctionMode):
             self.memory.look(tensor, base, (geometry_step(tensor, base),), handle)
             return
         entry, name = self.memory.entry(source), getattr(func, "__name__", "")
+        above = tuple(
+            [other.handle for t in tensors if self.base_of(t) is base and (other := self.memory.entry(t)).steps]
+        )
+        if above:
+            self.recording.view_of[handle] = above
         plain = tensor.layout is torch.strided and tensor.dtype == source.dtype == base.root.dtype
         of_several = sum(self.base_of(t) is base for t in tensors) > 1
         if plain and len(part) == 1 and name in PARTING and not of_several:

@@ -185,7 +185,7 @@ def _stretch(
         return None
     inside = {int(h) for n in between for _, h in parts_of(recording.records[n].returns)}
     roots = list(dict.fromkeys(start for start in starts if int(start) not in inside))
-    reads = [h for n in between for h in _reads(recording.records[n])]
+    reads = [h for n in between for h in reads_of(recording.records[n])]
     others = list(dict.fromkeys(h for h in reads if int(h) not in inside and h not in roots))
     graph = _graph_of(recording, between, [*roots, *others], ends, starts)
     drawn = dict.fromkeys(d for n in between if (d := getattr(recording.records[n], "draws", None)) is not None)
@@ -211,7 +211,8 @@ def _producers(recording: Recording) -> dict[int, int]:
     return {int(handle): n for n, record in enumerate(recording.records) for _, handle in parts_of(record.returns)}
 
 
-def _reads(record: CallRecord | SourceRecord) -> list[Handle]:
+def reads_of(record: CallRecord | SourceRecord) -> list[Handle]:
+    """The values that a record reads."""
     if isinstance(record, SourceRecord):
         return []
     trees = (*record.args, *(record.kwargs or {}).values())
@@ -228,7 +229,7 @@ def _ancestors(recording: Recording, producers: dict[int, int], ends: list[Handl
             continue
         found.add(handle)
         if handle not in stops and (number := producers.get(handle)) is not None:
-            stack.extend(int(h) for h in _reads(recording.records[number]))
+            stack.extend(int(h) for h in reads_of(recording.records[number]))
     return found
 
 
@@ -238,7 +239,7 @@ def _between(recording: Recording, above: set[int], starts: list[Handle], leaf_s
     for number, record in enumerate(recording.records):
         gives = [int(h) for _, h in parts_of(record.returns)]
         made = not any(handle in leaf_starts for handle in gives)  # else it was made before, without a history
-        if made and any(int(h) in reached for h in _reads(record)) and any(h in above for h in gives):
+        if made and any(int(h) in reached for h in reads_of(record)) and any(h in above for h in gives):
             reached.update(gives)
             found.append(number)
     return found
@@ -355,7 +356,7 @@ def _is_closed(recording: Recording, first: int, values: int, own: set[int]) -> 
     for record in recording.records[first:]:
         if isinstance(record, SourceRecord) and record.kind != "constant":
             return False
-        if any(int(h) < values and int(h) not in own for h in _reads(record)):
+        if any(int(h) < values and int(h) not in own for h in reads_of(record)):
             return False
     return True
 

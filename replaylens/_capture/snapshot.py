@@ -1,68 +1,171 @@
-"""What the forward may change besides tensors, so that a second look begins where the first did.
+"""What a forward may change besides tensors, so that it can begin again where it began.
 
-In: the model's modules and the inputs, before the first look. Out: a Snapshot, which can be put back: attributes of
-modules that are not torch's own, the content of lists, dicts and sets among them and among the inputs; and the states
-of the generators of Python and numpy.
+In: the model's modules and the inputs. Out: a Snapshot, which can be put back: attributes of modules, and the content
+of containers and plain objects among them and among the inputs; Dice, the states of the generators; a Beginning, which
+is both and the model; Belongings, which are all that hangs on it. Tensors are not looked into.
 """
 
 from __future__ import annotations
 
 import random
 import sys
+from array import array
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable
+from functools import lru_cache
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
+from attrs import define
 from torch import nn
 
 _REGISTERED = frozenset(("_modules", "_parameters", "_buffers"))
+_TORCHS = frozenset(vars(nn.Module())) - {"training"}  # what every module has: its tensors, its hooks
+_DICTS = frozenset((dict, OrderedDict, defaultdict))
+_CONTAINERS = _DICTS | {list, set, deque}
 
 
 class Snapshot:
-    """Shallow copies of what Python code in a forward usually changes."""
+    """Shallow copies of what Python code in a forward usually changes. `whole`: of all that hangs on the modules."""
 
-    def __init__(self, modules: Iterable[nn.Module], inputs: Any) -> None:
-        self.attributes = [
-            (module, {key: value for key, value in vars(module).items() if key not in _REGISTERED})
-            for module in modules
-            if not type(module).__module__.startswith("torch.nn.")
-        ]
+    def __init__(self, modules: Iterable[nn.Module], inputs: Any, whole: bool = False) -> None:
+        self.attributes: list[tuple[nn.Module, dict[str, Any]]] = []
+        self.training: list[tuple[nn.Module, bool]] = []
         self.containers: list[tuple[Any, Any]] = []
+        self.apart = _REGISTERED if whole else _TORCHS
+        self._seen: set[int] = set()
+        for module in modules:
+            of_torch = type(module).__module__.startswith("torch.nn.")
+            if (module._buffers or whole or not of_torch) and type(module._buffers) in _DICTS:
+                self.containers.append((module._buffers, dict(module._buffers)))
+            if of_torch and not whole:
+                self.training.append((module, module.training))
+                continue
+            self.attributes.append((module, {k: v for k, v in vars(module).items() if k not in self.apart}))
+            if whole:
+                self.containers.extend((d, dict(d)) for d in (module._parameters, module._modules) if type(d) in _DICTS)
         for _, attributes in self.attributes:
             for value in attributes.values():
                 self._note(value, 3)
-        self._note(inputs, 4)
+        self._note(inputs, 6)
+        del self._seen
 
     def _note(self, value: Any, depth: int) -> None:
         kind = type(value)
-        if kind in (list, dict, set):
-            self.containers.append((value, kind(value)))
-        if depth and kind in (list, dict, tuple):
-            for item in value.values() if kind is dict else value:
+        if kind in _CONTAINERS:
+            content: Any = dict(value) if kind in _DICTS else set(value) if kind is set else list(value)
+        elif kind is tuple:
+            content = value
+        elif _is_plain(kind):  # type: ignore[arg-type]
+            content = vars(value)
+            self._note(content, depth)
+            return
+        else:
+            return
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if kind is not tuple:
+            self.containers.append((value, content))
+        if depth and kind is not set:
+            for item in content.values() if kind in _DICTS else content:
                 self._note(item, depth - 1)
 
     def put_back(self) -> None:
         """Everything noted as it was."""
         for module, attributes in self.attributes:
             now = vars(module)
-            for key in [key for key in now if key not in attributes and key not in _REGISTERED]:
+            for key in [key for key in now if key not in attributes and key not in self.apart]:
                 del now[key]
             now.update(attributes)
+        for module, training in self.training:
+            module.training = training
         for container, content in self.containers:
-            container.clear()
-            (container.extend if isinstance(container, list) else container.update)(content)
+            if not _same(container, content):
+                container.clear()
+                (container.update if isinstance(container, (dict, set)) else container.extend)(content)
+
+
+@lru_cache(maxsize=4096)
+def _is_plain(kind: Any) -> bool:
+    """Do objects of this class keep what they hold in attributes, as those of a user's class do?"""
+    others = (nn.Module, torch.Tensor, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
+    known = kind.__module__.partition(".")[0] in ("builtins", "torch", "numpy")
+    return not known and not issubclass(kind, others) and getattr(kind, "__dictoffset__", 0) != 0
+
+
+def _same(container: Any, content: Any) -> bool:
+    """Does it hold the very same objects?"""
+    if len(container) != len(content):
+        return False
+    if isinstance(container, dict):
+        return all(a is b and container[a] is content[b] for a, b in zip(list(container), list(content), strict=False))
+    if isinstance(container, set):
+        return container == content
+    return all(a is b for a, b in zip(container, content, strict=False))
 
 
 class Dice:
-    """The states of the generators that torch does not know."""
+    """The states of the global generators: torch's default one, Python's and numpy's."""
 
     def __init__(self) -> None:
-        self.python = random.getstate()
+        self.torch = torch.default_generator.get_state()
+        version, words, pending = random.getstate()
+        self.python = version, array("I", words), pending  # a tenth of what 625 numbers weigh in a tuple
         numpy = sys.modules.get("numpy")
         self.numpy = numpy.random if numpy is not None else None
         self.state = self.numpy.get_state() if self.numpy is not None else None
 
     def put_back(self) -> None:
-        """Both as they were."""
-        random.setstate(self.python)
+        """All as they were."""
+        torch.default_generator.set_state(self.torch)
+        version, words, pending = self.python
+        random.setstate((version, tuple(words), pending))
         if self.numpy is not None:
             self.numpy.set_state(self.state)
+
+
+@define(eq=False)
+class Beginning:
+    """A model, and all that its forward began with besides tensors."""
+
+    model: Any
+    snapshot: Snapshot
+    dice: Dice
+    unknown: str = "raise"
+    generators: tuple[
+        tuple[torch.Generator, torch.Tensor], ...
+    ] = ()  # further ones that it drew from, and how they were
+
+    def put_back(self) -> None:
+        """The model as it was when the forward began. What its tensors hold is not looked after here."""
+        self.snapshot.put_back()
+        for generator, state in self.generators:
+            generator.set_state(state)
+        self.dice.put_back()
+
+
+class Belongings:
+    """All that hangs on a model now, to be put back when it has run once more: everything but what tensors hold."""
+
+    def __init__(self, modules: list[nn.Module], inputs: Any, generators: Iterable[torch.Generator]) -> None:
+        self.snapshot, self.dice = Snapshot(modules, inputs, whole=True), Dice()
+        self.generators = [(generator, generator.get_state()) for generator in generators]
+        tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+        self.leaves = [(t, t.requires_grad, t.grad) for t in tensors if t.is_leaf]
+
+    def put_back(self) -> None:
+        """Everything as it was."""
+        self.snapshot.put_back()
+        for tensor, flag, grad in self.leaves:
+            if tensor.requires_grad != flag:
+                tensor.requires_grad_(flag)
+            if tensor.grad is not grad:
+                tensor.grad = grad
+
+    def put_generators_back(self) -> None:
+        """The generators as they were."""
+        for generator, state in self.generators:
+            generator.set_state(state)
+        self.dice.put_back()

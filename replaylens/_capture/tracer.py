@@ -242,7 +242,8 @@ class Tracer(Recorder):
         if rule.writes is not None and (targets := rule.writes(args, kwargs)):
             return write(self, rule, func, args, kwargs, targets)
         before = [version_of(tensor) for tensor in tensors]
-        out = self.leaf(rule, func, args, kwargs)
+        with self.at_work():  # a custom Function that it may call is no call of the model's
+            out = self.leaf(rule, func, args, kwargs)
         if [version_of(tensor) for tensor in tensors] != before:
             raise UnannouncedWrite(
                 f"`{getattr(func, '__name__', func)}` wrote one of its arguments, and nothing "

@@ -149,7 +149,10 @@ def _append_write(
     whole = tuple([base.handle for base in bases])
     views = []
     for target, entry in zip(targets, entries, strict=True):
+        before = entry.handle
         entry.handle = keep(target) if entry.steps else entry.base.handle
+        if entry.steps:
+            recorder.recording.view_of[entry.handle] = (before,)
         entry.version = entry.base.version
         views.append(entry.handle)
         if entry.steps:
@@ -273,6 +276,7 @@ def resize(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) ->
     recorder.read(tensor)
     before = geometry_of(tensor)
     recorder.memory.part_from(tensor)
+    recorder.memory.preserve(recorder.memory.entry(tensor).base)
     result = func(*args, **kwargs)
     if geometry_of(tensor) == before:
         return result

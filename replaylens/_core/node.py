@@ -171,8 +171,8 @@ class Call:
     is_differentiated: bool = False  # the model takes gradients through it in a way that a patch here would miss
     scope: Scope | None = None
     source: Source | None = None
-    edited: str = ""  # what an edit made of it, in short: "Zero('b [c] h w', c=[3])", "was relu"
-    edits: str | None = None  # of a patch: the node whose value it changes
+    edited: str = ""  # what an edit made of it, in a few words: "Zero('b [c] h w', c=[3])", "was relu"
+    edits: str | None = None  # a patch: the name of the node that it patches
 
     @property
     def refs(self) -> tuple[Ref, ...]:

@@ -40,8 +40,9 @@ class Target:
     is_stable: bool = field(default=True, eq=False, repr=False)
 
     @staticmethod
-    def of(function: Callable[..., Any]) -> Target:
-        return _target_of(function)
+    def of(function: Callable[..., Any] | Target) -> Target:
+        """The target of a function. Those that are kept are kept for good: a patch is a Target already."""
+        return function if isinstance(function, Target) else _target_of(function)
 
     @staticmethod
     def named(name: str) -> Target:

@@ -6,13 +6,14 @@ agree with the record; else a Departure: what diverged, where in the user's sour
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from attrs import frozen
 
-from .._core.node import Call, Guard, Source
+from .._core.graph import Graph
+from .._core.node import Call, Guard, Ref, Source
 from .._core.pure import same_content
 from .._core.text import expression
 from ..errors import DivergedReplay
@@ -76,11 +77,65 @@ def misdirected(call: Call, is_constant: bool) -> Iterator[Departure]:
         yield Departure(what, "of the recorded value", "of a patch", call.source)
 
 
+class LeftPath(Exception):
+    """A replay found that it has left the recorded path, and somebody above can run the model instead."""
+
+    def __init__(self, departure: Departure) -> None:
+        super().__init__(str(departure))
+        self.departure = departure
+
+
 def diverged(departure: Departure, which: str = "") -> DivergedReplay:
     return DivergedReplay(
         f"{which}the change leads away from the recorded path: {departure}\n"
-        'Run the model itself with this change, or pass on_divergence="ignore" to go on along the recorded path.'
+        'on_divergence="rerun" runs the model itself with this change, where a program still holds its model; '
+        '"ignore" goes on along the recorded path.'
     )
+
+
+def departures(one: Graph, other: Graph, recorded: Value, new: Value) -> tuple[Departure, ...]:
+    """Where another run of the model, with its own graph, read something else than the recorded run did: as far as the
+    two paths are one.
+    """
+    found: list[Departure] = []
+    pairs = zip(_asked(one), _asked(other), strict=False)
+    for mine, theirs in pairs:
+        if _place(mine) != _place(theirs):
+            break
+        found.extend(_departures_at(mine, theirs, recorded, new))
+    return tuple(found)
+
+
+Value = Callable[[Ref], torch.Tensor]
+
+
+def _asked(graph: Graph) -> Iterator[Guard | Call]:
+    """What decides on a path, in order: content that left torch, shapes that depend on content."""
+    guards: dict[int, list[Guard]] = {}
+    for guard in graph.guards:
+        guards.setdefault(guard.position, []).append(guard)
+    for position in range(len(graph) + 1):
+        yield from guards.get(position, ())
+        if position < len(graph) and isinstance(node := graph.nodes[position], Call) and node.is_dynamic:
+            yield node
+
+
+def _place(asked: Guard | Call) -> Any:
+    return type(asked), asked.target.name, asked.source, str(asked.scope)
+
+
+def _departures_at(mine: Any, theirs: Any, recorded: Value, new: Value) -> Iterator[Departure]:
+    if isinstance(mine, Call):
+        for one, other in zip(mine.meaning, theirs.meaning, strict=False):
+            if one.shape != other.shape:
+                yield shape_departure(mine, one.shape, other.shape)
+    elif mine.has_result:
+        if (departure := guard_departure(mine, theirs.result)) is not None:
+            yield departure
+    else:
+        for one, other in zip(mine.refs, theirs.refs, strict=False):
+            if (departure := content_departure(mine, recorded(one), new(other))) is not None:
+                yield departure
 
 
 def _words(guard: Guard) -> str:

@@ -16,12 +16,12 @@ import torch
 from attrs import define, evolve, field, frozen
 
 from .._core.graph import Graph
-from .._core.node import Call, Ref, State, refs_of, value_of
+from .._core.node import Call, Input, Ref, State, refs_of, value_of
 from .._core.pure import fresh_leaf, same_content, standing, untransformed
 from .._core.trees import leaves, thaw
 from ..errors import NotDifferentiable, ReplaylensError, StaleValue
 from .function import as_function
-from .guards import Departure, diverged, misdirected
+from .guards import Departure, LeftPath, diverged, misdirected
 from .interpreter import Code, Mode, Patches, compile_plan, interpret, recorded_world
 from .plan import plan
 from .request import At, Change, Request
@@ -95,6 +95,8 @@ def execute(record: Record, request: Request) -> Executed:
     def departed(departure: Departure) -> None:
         if request.on_divergence == "raise":
             raise diverged(departure)
+        if request.on_divergence == "rerun":
+            raise LeftPath(departure)
         departures.append(departure)
 
     graph = record.graph
@@ -165,6 +167,8 @@ def _misdirected(graph: Graph, request: Request) -> Iterator[Departure]:
     """Patches through which the model takes gradients in a way that they cannot take part in."""
     for position, changes in request.changed.items():
         node = graph.nodes[position]
+        if graph.shares_inputs and isinstance(node, Input):
+            yield Departure(f"the memory of {node.name}", "shared with what is written", "apart from it")
         constant = not all(change.follows for change in changes) and bool(_rerun_by(graph, node.name))
         if isinstance(node, Call):
             yield from misdirected(node, constant)
@@ -321,7 +325,7 @@ class _Supply:
     def _filled(self, record: Record, request: Request, code: Code) -> list[Any]:
         env = list(code.template)
         for ref, slot in zip(self.refs, self.slots, strict=True):
-            env[slot] = _supply(record, request, ref)
+            env[slot] = supply(record, request, ref)
         return env
 
 
@@ -364,7 +368,8 @@ def _known(record: Record, request: Request) -> bytearray:
     return marks
 
 
-def _supply(record: Record, request: Request, ref: Ref) -> Any:
+def supply(record: Record, request: Request, ref: Ref) -> Any:
+    """The value that a replay begins with: a given one, else the recorded one."""
     position = record.graph.positions[ref.node]
     given = request.given.get(position)
     if request.at:  # a history begins there, and nowhere else

@@ -35,7 +35,7 @@ class Change:
     make: Callable[[Any], Any]
     follows: bool
     tree: Any  # the Ref, or tree of Refs, that it is for
-    free: Callable[[Any], Any]  # the same, whatever shape it gives
+    free: Callable[[Any], Any]  # the same for a value that is not of the recorded shape
 
     @property
     def ref(self) -> Ref | None:
@@ -60,6 +60,7 @@ class Request:
     on_divergence: str = "raise"
     whole: bool = False
     at: frozenset[Ref] = frozenset()  # where gradients are to be taken: nothing else begins a history
+    every: frozenset[int] = frozenset()  # of the changed ones, those that are changed in passes beyond the recorded too
 
 
 def new_inputs(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, torch.Tensor]:

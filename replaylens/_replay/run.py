@@ -30,6 +30,7 @@ class Run(Reference):
     _output: Any
     _has_output: bool
     _lookup: Callable[[Any], Any] = field()
+    program: Any = None  # where the model itself was run: the path that it took, as a Program, patches and all
 
     @property
     def output(self) -> Any:

@@ -156,7 +156,7 @@ def sweep(
     *,
     variants: Mapping[Any, Any] | None = None,
     memory: float | None = None,
-    on_divergence: str = "raise",
+    on_divergence: str | None = None,
     progress: bool | None = None,
     dry: bool = False,
     **axes: Any,

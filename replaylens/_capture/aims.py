@@ -1,0 +1,154 @@
+"""What is to be patched in a live run, by where it comes up there.
+
+In: the record of the plain forward, and a Request. Out: Aims, which tell for an operation's Spot, an input's number or
+a parameter what is to be made of its value. An Aim is the function from the values to the new ones, so that it can
+stand in a program as a call like others. Nothing runs here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from attrs import define, field, frozen
+
+from .._core.graph import Graph
+from .._core.node import Call, Node, Ref, State, TensorMeaning, value_of
+from .._core.pure import writable_copy
+from .._core.target import Target
+from .._core.trees import leaves, thaw
+from .._replay.replay import Record
+from .._replay.request import Change, Request
+from ..errors import ShapeMismatch
+from .spots import Spot, spots
+
+
+@frozen(eq=False)
+class Aim:
+    """The changes at one node: a function from the values that the model saw of it to new ones."""
+
+    name: str
+    refs: tuple[Ref, ...]
+    changes: tuple[Change, ...]
+    meanings: dict[Ref, TensorMeaning]
+
+    def __call__(self, *values: torch.Tensor) -> Any:
+        given = dict(zip(self.refs, values, strict=True))
+        for change in self.changes:
+            given.update(self._changed(change, given))
+        news = tuple([given[ref] for ref in self.refs])
+        return news if len(news) > 1 else news[0]
+
+    @property
+    def target(self) -> Target:
+        """How a program calls it."""
+        return Target(f"patch({self.name})", self, is_stable=False)
+
+    def _changed(self, change: Change, given: dict[Ref, torch.Tensor]) -> dict[Ref, torch.Tensor]:
+        refs = [leaf for leaf in leaves(change.tree) if type(leaf) is Ref]
+        same = all(_meaning(given[ref]) == _facts(self.meanings[ref]) for ref in refs)
+        make = change.make if same else change.free
+        new = make(thaw(change.tree, lambda leaf: given[leaf] if type(leaf) is Ref else leaf))
+        news = [new] if type(change.tree) is Ref else list(new)
+        if len(news) != len(refs):
+            raise ShapeMismatch(f"{self.name} gives {len(refs)} tensors; a patch for it must give as many.")
+        return {ref: self._fitting(given[ref], one) for ref, one in zip(refs, news, strict=True)}
+
+    def _fitting(self, old: torch.Tensor, new: Any) -> torch.Tensor:
+        """The new value as a tensor of its own, in the old one's memory layout."""
+        if not isinstance(new, torch.Tensor) or (new.shape, new.dtype) != (old.shape, old.dtype):
+            what = TensorMeaning.of(new) if isinstance(new, torch.Tensor) else type(new).__name__
+            raise ShapeMismatch(
+                f"the patch at `{self.name}` gives {what}; on the path that the model takes now, the value there is "
+                f"{TensorMeaning.of(old)}."
+            )
+        strided = old.layout is torch.strided and new.layout is torch.strided
+        if not strided or old.stride() == new.stride() or 0 in old.stride():
+            return writable_copy(new)
+        made = torch.empty_strided(old.shape, old.stride(), dtype=new.dtype, device=new.device)
+        return made.copy_(new)  # in a way that gradients can go
+
+
+def _meaning(tensor: torch.Tensor) -> Any:
+    return tuple(tensor.shape), tensor.dtype
+
+
+def _facts(meaning: TensorMeaning) -> Any:
+    return meaning.shape, meaning.dtype
+
+
+@define(eq=False)
+class Aims:
+    """All that is to be patched. `at` finds what is meant for an operation."""
+
+    spots: dict[Spot, Aim] = field(factory=dict)
+    any_call: dict[Spot, Aim] = field(factory=dict)  # of patches for all passes: in whichever call of the module
+    layers: dict[Any, Aim] = field(factory=dict)  # the same, by the kind of operation and its parameters' objects
+    sources: dict[str, Aim] = field(factory=dict)  # inputs, parameters, buffers, constants, by the node's name
+    unseen: list[str] = field(factory=list)  # nodes that no call of the model makes
+
+    def at(self, spot: Spot, parameters: frozenset[int]) -> Aim | None:
+        """What is meant for the operation at a Spot, which reads these parameters."""
+        aim = self.spots.get(spot)
+        if aim is None and self.any_call:
+            aim = self.any_call.get(spot.any_call)
+        if aim is None and self.layers and parameters:
+            aim = self.layers.get((spot.kind, parameters))
+        return aim
+
+    @property
+    def names(self) -> list[str]:
+        """The nodes that are patched, each once."""
+        return list(dict.fromkeys(aim.name for aim in (*self.spots.values(), *self.sources.values())))
+
+
+def aims_of(record: Record, request: Request) -> Aims:
+    """Where each change of a request is to be made while the model runs."""
+    graph, where, aims = record.graph, spots(record.graph), Aims()
+    for position, changes in sorted(request.changed.items()):
+        node = graph.nodes[position]
+        aim = _aim(node, changes)
+        if not isinstance(node, Call):
+            aims.sources[node.name] = aim
+        elif (spot := where.get(position)) is None:
+            aims.unseen.append(node.name)
+        else:
+            aims.spots[spot] = aim
+            if position in request.every:
+                aims.any_call.setdefault(spot.any_call, aim)
+                if own := parameters_of(record, node):
+                    aims.layers.setdefault((node.kind, own), aim)
+    _leave_recorded(aims, where, graph)
+    return aims
+
+
+def _leave_recorded(aims: Aims, where: dict[int, Spot], graph: Graph) -> None:
+    """A patch for passes beyond the recorded ones does not go to a recorded one that it was not given for."""
+    for spot in where.values():
+        if spot not in aims.spots and spot.any_call in aims.any_call:
+            del aims.any_call[spot.any_call]
+
+
+def _aim(node: Node, changes: tuple[Change, ...]) -> Aim:
+    refs = tuple(dict.fromkeys(leaf for leaf in leaves(value_of(node)) if type(leaf) is Ref))
+    return Aim(node.name, refs, changes, _meanings(node))
+
+
+def aim_at(graph: Graph, ref: Ref, change: Change) -> Aim:
+    """A change of one value alone."""
+    return Aim(ref.node, (ref,), (change,), _meanings(graph[ref.node]))
+
+
+def _meanings(node: Node) -> dict[Ref, TensorMeaning]:
+    if not isinstance(node, Call):
+        return {Ref(node.name): node.meaning}
+    given = [leaf for leaf in leaves(node.returns) if type(leaf) is Ref]
+    return dict(zip(given, node.meaning, strict=True))
+
+
+def parameters_of(record: Record, node: Call) -> frozenset[int]:
+    """The parameters that a call reads, as objects of the model's."""
+    graph = record.graph
+    read = [graph[ref.node] for ref in node.refs]
+    own = [n for n in read if isinstance(n, State) and n.kind == "parameter" and n.name in record.live]
+    return frozenset(id(record.live[n.name]) for n in own)

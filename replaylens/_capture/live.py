@@ -1,0 +1,344 @@
+"""A tracer that changes values while it looks: patches applied while the model itself runs.
+
+In: a forward, and Aims. Out: a recording of the path that the model really takes, in which each patch is a call like
+others. After each operation the tracer asks whether an Aim is meant for its Spot; if so the model goes on with what
+the Aim makes of the value. What the model holds and was given is not written: see standins.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from attrs import evolve, frozen
+from torch import nn
+
+from .._core.trees import thaw
+from ..errors import DivergedReplay
+from .aims import Aim, Aims
+from .builder import CallRecord, Handle, Recording, SourceRecord, parts_of
+from .origins import Date, Origins
+from .randomness import Draw, generator_of
+from .recorder import tensors_in
+from .regions import reads_of
+from .rules import How, Rule
+from .scopes import addresses, listening
+from .spots import Counted
+from .standins import StandIns, Waiting
+from .storage import Entry
+from .tracer import Tracer
+
+_push = torch._C._push_on_torch_function_stack
+_pop = torch._C._pop_torch_function_stack
+
+
+@frozen(eq=False)
+class Stage:
+    """What a live run begins with: what is patched, and what stands for tensors that the model holds."""
+
+    aims: Aims
+    inputs: dict[int, Aim]  # by their number
+    stand_ins: Callable[[LiveTracer], list[tuple[torch.Tensor, Waiting]]]
+    grad: bool = False
+    fresh: bool = False
+    most: int = sys.maxsize  # calls, after which the forward is taken for one that does not end
+
+
+@frozen(eq=False)
+class Done:
+    """A call that is over."""
+
+    out: Any
+    given: Any  # all of its arguments
+    written: Sequence[torch.Tensor] = ()  # those that it wrote in place
+    is_hidden: bool = False  # an ATen call that lies beneath torch's functions
+    closed: str = ""  # why nothing can be changed there
+
+
+class LiveTracer(Tracer):
+    """One live run."""
+
+    def __init__(
+        self, recording: Recording, origins: Origins, date: Date, deep: bool, unknown: str, stage: Stage
+    ) -> None:
+        super().__init__(recording, origins, date, deep, unknown)
+        self.stage = stage
+        self.stand_ins = StandIns(self)
+        self.counted = Counted(recording, addresses(origins.table))
+        self.asked = 0  # how many records were asked about
+        self.blind = 0  # inside a stretch of which it is not known yet what will be recorded
+        self.parameters: dict[int, int] = {}  # Handle of a parameter's value -> id of the parameter
+        self.reached: set[str] = set()  # nodes that were patched
+        self.unwritten: set[Handle] = set()  # values of patched parameters and buffers
+        for tensor, waiting in stage.stand_ins(self):
+            self.stand_ins.waiting[id(tensor)] = waiting
+            self.stand_ins.kept.append(tensor)
+            for original in waiting.originals:
+                self.stand_ins.put(original, tensor)
+
+    # -- the door ------------------------------------------------------------------------------------------------------
+
+    def _fresh(self, rule: Rule, func: Any, args: Any, depth: int = 2) -> Any:
+        out = super()._fresh(rule, func, self.stand_ins.met(args), depth + 1)
+        return self._asked(Done(out, args))
+
+    def _open_or_call(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
+        if rule.how in (How.OPEN, How.RELU) and func not in self.opened:  # what it does comes to this door by itself
+            return super()._open_or_call(rule, func, self.stand_ins.met(tuple(args)), self.stand_ins.met(kwargs))
+        args, kwargs, targets = self._ours(rule, args, kwargs)
+        out = super()._open_or_call(rule, func, args, kwargs)
+        return self._asked(Done(out, (args, kwargs), targets, is_hidden=self.in_aten))
+
+    def aten(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An ATen call that no recorded call made."""
+        args, kwargs, targets = self._ours(self._learn(func), args, kwargs)
+        return self._asked(Done(super().aten(func, args, kwargs), (args, kwargs), targets, is_hidden=True))
+
+    def _script_detach(self, rule: Rule, func: Any, args: Any) -> Any:
+        args = self.stand_ins.among(tuple(args))
+        return self._asked(Done(super()._script_detach(rule, func, args), args, is_hidden=True))
+
+    def _identity(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._asked(Done(super()._identity(tensor), tensor))
+
+    def function_apply(self, kind: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A custom `autograd.Function`: which records stand for it is known when it is over."""
+        if self.blind or (kind.__name__ == "CheckpointFunction" and kind.__module__ == "torch.utils.checkpoint"):
+            return super().function_apply(kind, call, args, kwargs)
+        args, kwargs = self.stand_ins.met(tuple(args)), self.stand_ins.met(kwargs)
+        self.blind += 1
+        try:
+            out = super().function_apply(kind, call, args, kwargs)
+        finally:
+            self.blind -= 1
+        hook = kind.__name__ == "BackwardHookFunction"
+        return self._asked(Done(out, (args, kwargs), closed="it belongs to the backward hook of a module" * hook))
+
+    def given(self, tree: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The inputs, patched where they are, in containers that the model may write."""
+        recording, aims = self.recording, self.stage.inputs
+        for number, record in enumerate(list(recording.records) if aims else ()):
+            if isinstance(record, SourceRecord) and (aim := aims.get(record.where[0])) is not None:
+                old = record.returns
+                (new,), key = self.made(aim, (recording.values[old],))
+                handle = recording.keep(new)
+                self.memory.know(new, handle)
+                self.append_patch(aim, number, [old], [handle], key)
+                self.stand_ins.share(record.tensor, new)
+        return thaw(tree, lambda leaf: self.stand_ins.of(recording.values[leaf]) if type(leaf) is Handle else leaf)
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def read(self, tensor: torch.Tensor) -> Handle:
+        return super().read(self.stand_ins.of(tensor))
+
+    def _origin(self, tensor: torch.Tensor) -> Handle:
+        handle = self.stand_ins.begin(tensor)
+        return super()._origin(tensor) if handle is None else handle
+
+    def _ours(self, rule: Rule, args: Any, kwargs: Any) -> tuple[Any, Any, list[torch.Tensor]]:
+        """The arguments with stand-ins in them, with copies of what is about to be written; and what that is."""
+        args, kwargs = self.stand_ins.met(tuple(args)), self.stand_ins.met(kwargs)
+        targets = self._written(rule, args, kwargs)
+        if not targets:
+            return args, kwargs, targets
+        for tensor in tensors_in(args, kwargs):
+            self.read(tensor)
+        for target in targets:
+            self.stand_ins.part(target)
+        return self.stand_ins.among(args), self.stand_ins.among(kwargs), self.stand_ins.among(targets)
+
+    @staticmethod
+    def _written(rule: Rule, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        targets = list(rule.writes(args, kwargs)) if rule.writes is not None else []
+        if (out := kwargs.get("out")) is not None:
+            targets.extend(out if isinstance(out, (tuple, list)) else (out,))
+        if rule.how is How.EXPOSE or rule.reshapes or rule.special in ("assign", "resize", "expose"):
+            targets.extend(value for value in args[:1] if isinstance(value, torch.Tensor))
+        return targets
+
+    def _special_backward(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
+        """Gradients are added to copies of those that the user's leaves have."""
+        for tensor in [t for m, _, _ in self.origins.table for t in m._parameters.values() if t is not None]:
+            if tensor.grad is not None:
+                self.read(tensor.grad)
+                self.stand_ins.part(tensor.grad)
+                tensor.grad = self.stand_ins.of(tensor.grad)
+        return super()._special_backward(rule, func, args, kwargs)
+
+    # -- patching ------------------------------------------------------------------------------------------------------
+
+    def _asked(self, done: Done) -> Any:
+        """What the model goes on with: a call's output, or what patches make of it."""
+        if self.blind:
+            return done.out
+        calls = self._calls_since()
+        for number, aim in calls:
+            if aim is not None:
+                self._require_reachable(aim, number, done, len(calls))
+                done = evolve(done, out=self._patched(number, aim, done))
+                self.asked = len(self.recording.records)
+        return done.out
+
+    def _calls_since(self) -> list[tuple[int, Aim | None]]:
+        """The operations that were recorded since this was asked last, and what is meant for each."""
+        records, found = self.recording.records, []
+        for number in range(self.asked, len(records)):
+            record = records[number]
+            if isinstance(record, SourceRecord):
+                if record.kind == "parameter":
+                    self.parameters[record.returns] = id(record.tensor)
+            elif number not in self.recording.patched and (spot := self.counted.next(record)) is not None:
+                found.append((number, self.stage.aims.at(spot, self._parameters_of(record))))
+        self.asked = len(records)
+        if len(records) > self.stage.most:
+            self.refused = DivergedReplay(
+                f"the model made {len(records)} calls on the path that it takes with this change, a hundred times as "
+                "many as were recorded, and came to no end."
+            )
+            raise self.refused
+        return found
+
+    def _require_reachable(self, aim: Aim, number: int, done: Done, calls: int) -> None:
+        record = self.recording.records[number]
+        if isinstance(record, CallRecord) and record.is_differentiated:
+            raise self.refusal(
+                aim, "it lies inside torch.func.grad or its kin, and the gradient there would be that of another value"
+            )
+        if done.is_hidden and self.stage.grad:
+            raise self.refusal(aim, "it lies beneath torch's functions, where no gradient could go through a patch")
+        if done.closed:
+            raise self.refusal(aim, done.closed)
+        if calls > 1:
+            raise self.refusal(aim, "it lies inside a call that torch's functions do not show, or in a custom Function")
+
+    def _parameters_of(self, record: CallRecord) -> frozenset[int]:
+        if not self.stage.aims.layers:
+            return frozenset()
+        return frozenset(self.parameters[h] for h in reads_of(record) if h in self.parameters)
+
+    def _patched(self, number: int, aim: Aim, done: Done) -> Any:
+        """The output of a call with patched values in it; what the call wrote in place holds the new values, too."""
+        record = self.recording.records[number]
+        where = dict(parts_of(record.returns))
+        if any(ref.path not in where for ref in aim.refs):
+            raise self.refusal(aim, "the operation gives other values there than it was recorded with")
+        old = [where[ref.path] for ref in aim.refs]
+        holders = [self._holder(handle, aim, done) for handle in old]
+        values = tuple([self.recording.values[handle] for handle in old])
+        news, key = self.made(aim, values)
+        handles: list[Handle] = []
+        instead: dict[int, torch.Tensor] = {}
+        for value, holder, new in zip(values, holders, news, strict=True):
+            if new is value:  # one of several values, and not patched
+                handles.append(self.know_again(holder))
+            elif any(holder is tensor for tensor in done.written) and not self.memory.entry(holder).steps:
+                handles.append(self._overwritten(holder, new))
+            else:
+                handles.append(self.recording.keep(new))
+                self.memory.know(new, handles[-1])
+                instead[id(holder)] = new
+                if any(holder is tensor for tensor in tensors_in((done.given,), {})):
+                    self.stand_ins.share(holder, new)
+        self.append_patch(aim, number, old, handles, key)
+        return _with(done.out, instead) if instead else done.out
+
+    def made(self, aim: Aim, values: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], str | None]:
+        """What an Aim makes of values, and the key of the generator's state if it drew. The model's own draws are
+        those that they were without it.
+        """
+        try:
+            with self._looking_away(), Draw(self.draws, generator_of(values, {})) as draw:
+                news = aim(*values)
+        except Exception as error:
+            self.refused = self.refused or error  # the model may swallow it
+            if hasattr(error, "add_note"):
+                error.add_note(f"replaylens: raised by the patch at {aim.name}")
+            raise
+        if draw.key is not None and draw.state is not None and not self.stage.fresh:
+            draw.generator.set_state(draw.state)
+        return news if isinstance(news, tuple) else (news,), draw.key
+
+    def append_patch(self, aim: Aim, number: int, old: list[Handle], new: list[Handle], key: str | None) -> None:
+        """The patch as a call of the recording: it gives the new values from the old ones."""
+        recording, of = self.recording, self.recording.records[number]
+        site, scope, context = None, -1, recording.ambient
+        if isinstance(of, CallRecord):
+            site, scope, context = of.site, of.scope, of.context
+        self.reached.add(aim.name)
+        returns = tuple(new) if len(new) > 1 else new[0]
+        recording.patched[len(recording.records)] = number
+        recording.records.append(
+            CallRecord(aim.target, "patch", list(old), {}, returns, context, scope, site, draws=key)
+        )
+
+    def _overwritten(self, tensor: torch.Tensor, new: torch.Tensor) -> Handle:
+        """The new value in the memory that a call wrote in place: all that look at it see it."""
+        entry, memory = self.memory.entry(tensor), self.memory
+        memory.preserve(entry.base)
+        with self._looking_away(), torch.set_grad_enabled(torch.is_grad_enabled() and not _is_held(tensor)):
+            tensor.copy_(new)
+        handle = self.recording.keep(entry.base.root)
+        memory.wrote(entry.base, handle)
+        entry.handle, entry.version = handle, entry.base.version
+        return handle
+
+    def _holder(self, handle: Handle, aim: Aim, done: Done) -> torch.Tensor:
+        """The object that holds a value: among what the call gave, or what it was given and wrote."""
+        for tensor in tensors_in((done.out, done.given), {}):
+            known = self.memory.live.get(id(tensor))
+            if known is None or (known.handle if isinstance(known, Entry) else known) != handle:
+                continue
+            if done.is_hidden and self.memory.entry(tensor).steps:
+                raise self.refusal(aim, "it is a view, and lies beneath torch's functions")
+            return tensor
+        raise self.refusal(aim, "no tensor that the model can be given holds its value")
+
+    def refusal(self, aim: Aim, why: str) -> DivergedReplay:
+        """The error for a patch that cannot be made while the model runs."""
+        self.refused = DivergedReplay(f"the patch at {aim.name} cannot be made while the model runs: {why}.")
+        return self.refused
+
+    @contextmanager
+    def _looking_away(self) -> Iterator[None]:
+        """Within, what runs is the user's patch, not the model."""
+        depth = 0
+        while (count := torch._C._len_torch_function_stack()) and torch._C._get_function_stack_at(count - 1) is self:
+            _pop()
+            depth += 1
+        try:
+            with self.at_work(), listening(_Deaf()):
+                yield
+        finally:
+            for _ in range(depth):
+                _push(self)
+
+
+class _Deaf:
+    """Listens while a patch runs: modules that it calls are not the model's."""
+
+    def module_call(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """As if nobody listened."""
+        return call(module, *args, **kwargs)
+
+    def function_apply(self, kind: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """As if nobody listened."""
+        return call(*args, **kwargs)
+
+
+def _is_held(tensor: torch.Tensor) -> bool:
+    """Is it a leaf that collects gradients? Only a write that autograd does not see can change it."""
+    return tensor.requires_grad and tensor.is_leaf
+
+
+def _with(value: Any, instead: dict[int, torch.Tensor]) -> Any:
+    """A call's output with other tensors in it."""
+    if isinstance(value, torch.Tensor):
+        return instead.get(id(value), value)
+    if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
+        items = [_with(item, instead) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value

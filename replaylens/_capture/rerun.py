@@ -1,0 +1,284 @@
+"""The model run once more, from where the recorded forward began, with changes; afterwards everything is put back.
+
+In: a Beginning, the Record of the forward, and a Request. Out: a Lived: the record of the path that the model takes
+with these changes, and the patches that this path never came to. Parameters, buffers and inputs are those that were
+recorded, or those that the request gives; attributes, containers and generators are as they were then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from attrs import evolve, frozen
+from torch import nn
+
+from .._core.graph import Graph
+from .._core.node import Call, Const, Node, Ref, State, value_of
+from .._core.text import listing
+from .._core.trees import leaves, thaw
+from .._replay.guards import Departure, departures
+from .._replay.interpreter import modes, recorded_world
+from .._replay.replay import Record, detached, supply
+from .._replay.request import At, Request
+from .._replay.run import Run
+from ..errors import DivergedReplay, StaleValue
+from .aims import Aim, Aims, aim_at, aims_of
+from .builder import Handle, Recording
+from .capture import Captured, Forward, held, looked, put_generators_back, record_of, require_supported
+from .live import LiveTracer, Stage
+from .origins import Date, Origins
+from .scopes import addresses
+from .snapshot import Beginning, Belongings, Dice, Snapshot
+from .spots import Counterparts
+from .standins import Waiting
+
+
+@frozen(eq=False)
+class Lived:
+    """What a live run gave."""
+
+    record: Record
+    unreached: tuple[str, ...]  # patched nodes that this path never came to
+
+
+def rehearsed(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+    """A capture that leaves nothing behind, not even what a plain forward leaves."""
+    require_supported(model)
+    origins = Origins(model)
+    beginning = Beginning(model, Snapshot(origins.modules, (args, kwargs)), Dice())
+    captured, _ = _run(beginning, args, kwargs, Stage(Aims(), {}, lambda tracer: []), origins)
+    beginning.generators = tuple(captured.recording.generators.values())
+    return captured
+
+
+def lived(beginning: Beginning, record: Record, request: Request) -> Lived:
+    """Run the model with the changes of a request made while it runs."""
+    graph, aims = record.graph, aims_of(record, request)
+    if aims.unseen:
+        raise DivergedReplay(
+            f"the patch at {aims.unseen[0]} cannot be made while the model runs: it is a view that is read again after "
+            "its memory was written, and no call of the model's gives it."
+        )
+    origins = Origins(beginning.model)
+    inputs = {node.path[0]: aims.sources[node.name] for node in graph.input_nodes if node.name in aims.sources}
+    made = partial(_stand_ins, record, request, aims, origins)
+    most = max(10_000, 100 * len(graph))
+    stage = Stage(aims, inputs, made, grad=request.grad, fresh=request.fresh, most=most)
+    args, kwargs = thaw(graph.inputs, lambda leaf: supply(record, request, leaf) if type(leaf) is Ref else leaf)
+    ambient = evolve(graph.ambient, grad=True, inference=False) if request.grad else graph.ambient
+    with recorded_world(not request.fresh, graph), modes(ambient):
+        captured, tracer = _run(beginning, args, kwargs, stage, origins)
+    found = record_of(captured)
+    if not request.given and not request.fresh:
+        _require_as_recorded(record, found)
+    unreached = tuple([name for name in aims.names if name not in tracer.reached])
+    if unreached and not tracer.reached and not request.ends:
+        raise DivergedReplay(
+            f"the model takes another path with this change, and never comes to {', '.join(unreached)}: nothing was "
+            "patched."
+        )
+    return Lived(found, unreached)
+
+
+def as_run(
+    made: Lived, recorded: Record, request: Request, first: Departure | None, find: Callable[[Any], At], program: Any
+) -> Run:
+    """A live run as the Run that a request asked for. `find` gives the place that a name means in its own program."""
+    record, graph = made.record, made.record.graph
+    has_output = request.to is None
+
+    def get(leaf: Any) -> Any:
+        if type(leaf) is not Ref:
+            return leaf
+        return record.value(leaf) if request.grad else detached(record.value(leaf))
+
+    ended = _ended(request, recorded.graph, graph, get) if has_output else {}
+
+    def lookup(name: Any) -> Any:
+        at = name if isinstance(name, At) else find(name)
+        if at.output is not None and at.output in ended:
+            return ended[at.output]
+        return thaw(at.output or at.part or value_of(graph.nodes[at.position]), get)
+
+    found = list(departures(recorded.graph, graph, recorded.value, record.value))
+    if first is not None and all(str(first) != str(other) for other in found):
+        found.insert(0, first)
+    found.extend(Departure(f"the patch at {name}", "reached", "on a path not taken") for name in made.unreached)
+    return Run(
+        executed=tuple([call.name for call in graph.calls]),
+        state_changes={address: get(ref) for address, ref in graph.changes} if has_output else {},
+        departures=tuple(found),
+        output=thaw(graph.output, lambda leaf: ended[leaf] if type(leaf) is Ref and leaf in ended else get(leaf))
+        if has_output
+        else None,
+        has_output=has_output,
+        lookup=lookup,
+        program=program,
+    )
+
+
+def _ended(request: Request, recorded: Graph, graph: Graph, get: Callable[[Any], Any]) -> dict[Ref, Any]:
+    """Patched outputs of the program: those of the recorded one by their number."""
+    found: dict[Ref, Any] = {}
+    places = Counterparts(recorded, graph) if request.ends else None
+    for ref, change in request.ends.items():
+        at = places.of(At(recorded.positions[ref.node], output=ref)) if places else None
+        if at is None or (mine := at.output) is None:
+            raise DivergedReplay(f"the patch at an output, {ref}, has no place: the model gives fewer outputs now.")
+        found[mine] = aim_at(recorded, ref, change)(get(mine))
+    return found
+
+
+def _run(beginning: Beginning, args: Any, kwargs: Any, stage: Stage, origins: Origins) -> tuple[Captured, LiveTracer]:
+    """One run of the model from its beginning. What hangs on the model now, and the generators, are as before."""
+    looks: list[LiveTracer] = []
+    belongings = Belongings(origins.modules, (args, kwargs), [generator for generator, _ in beginning.generators])
+    dtype = torch.get_default_dtype()
+
+    def tracer(recording: Recording, own: Origins, date: Date, deep: bool, unknown: str) -> LiveTracer:
+        looks.append(LiveTracer(recording, own, date, deep, unknown, stage))
+        return looks[-1]
+
+    def leave(recording: Recording) -> None:
+        belongings.put_back()
+        torch.set_default_dtype(dtype)
+        if not stage.fresh:
+            put_generators_back(recording)
+            belongings.put_generators_back()
+
+    def begin(recording: Recording | None = None, of: Beginning | None = None) -> None:
+        if recording is not None:
+            leave(recording)
+        beginning.snapshot.put_back()
+        if not stage.fresh:
+            beginning.put_back()
+
+    try:
+        begin()
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
+            captured = looked(Forward(beginning.model, args, kwargs, beginning, tracer), begin, origins)
+        recording, unwritten = captured.recording, looks[-1].unwritten
+        recording.changes = [(where, last) for where, last in recording.changes if last not in unwritten]
+        return captured, looks[-1]
+    finally:
+        leave(looks[-1].recording if looks else Recording(""))
+
+
+def _stand_ins(
+    record: Record, request: Request, aims: Aims, origins: Origins, tracer: LiveTracer
+) -> list[tuple[torch.Tensor, Waiting]]:
+    """What stands for the model's parameters, buffers and constants: what was recorded, if they hold something else
+    now, what the request gives, and what patches make of that.
+    """
+    found: list[tuple[torch.Tensor, Waiting]] = []
+    named = addresses(origins.table)
+    modules = {named[id(module)]: module for module in origins.modules}
+    for node in record.graph.nodes:
+        if isinstance(node, State) and node.name in record.live:
+            objects, value = _objects(node, modules, record), _value(node, record, request)
+            where: Any = _where(node.address, modules)
+        elif isinstance(node, Const) and node.name in aims.sources:
+            value, where = _constant(node, record), node.origin
+            objects = [value]
+        else:
+            continue
+        kind, aim = node.kind if isinstance(node, State) else "constant", aims.sources.get(node.name)
+        if aim is not None:
+            (new,), key = tracer.made(aim, (value,))
+            patch = partial(_record_patch, tracer, aim, new, key)
+            found.append((new, Waiting(kind, where, tuple(objects), value, patch)))
+        elif any(thing is not value for thing in objects):
+            new = value.view_as(value) if any(value is other for other, _ in found) else value
+            found.append((new, Waiting(kind, where, tuple(objects), new)))
+    return found
+
+
+def _value(node: State, record: Record, request: Request) -> torch.Tensor:
+    """The recorded or given value: as the model's own object, where that still holds it."""
+    value, own = supply(record, request, Ref(node.name)), record.live[node.name]
+    is_given = record.graph.positions[node.name] in request.given
+    return own if not is_given and _is_same_memory(own, value) else value
+
+
+def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    try:
+        return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
+    except RuntimeError:  # a sparse tensor has no address
+        return True
+
+
+def _objects(node: State, modules: dict[str, nn.Module], record: Record) -> list[torch.Tensor]:
+    """The tensor objects that the model holds at a node's addresses now, and the one that it held then."""
+    found = [record.live[node.name]]
+    for address in (node.address, *node.aliases) if node.kind != "attribute" else ():
+        module, key = _where(address, modules)
+        now = held(module, key) if module is not None else None
+        if now is not None and all(now is not other for other in found):
+            found.insert(0, now)
+    return found
+
+
+def _where(address: str, modules: dict[str, nn.Module]) -> tuple[nn.Module | None, str]:
+    """The module and the key there that an address leads to."""
+    steps = address.split(".")
+    for count in range(len(steps) - 1, -1, -1):
+        if (module := modules.get(".".join(steps[:count]))) is not None:
+            return module, ".".join(steps[count:])
+    return None, address
+
+
+def _constant(node: Const, record: Record) -> torch.Tensor:
+    if node.origin != "older than the capture":
+        raise DivergedReplay(
+            f"the patch at {node.name} cannot be made while the model runs: the model makes this constant itself "
+            f"({node.origin})."
+        )
+    return record.value(Ref(node.name))
+
+
+def _record_patch(tracer: LiveTracer, aim: Aim, new: torch.Tensor, key: str | None, old: Handle) -> None:
+    """A patched parameter, buffer or constant is read for the first time."""
+    number, handle = len(tracer.recording.records) - 1, tracer.recording.keep(new)
+    tracer.memory.know(new, handle)
+    tracer.unwritten.add(handle)
+    tracer.append_patch(aim, number, [old], [handle], key)
+
+
+def _require_as_recorded(record: Record, found: Record) -> None:
+    """Did the model do what was recorded until the first patch? Else it is another model by now."""
+    for one, other in _until_patched(record.graph, found.graph):
+        same = type(one) is type(other)
+        if isinstance(one, Call) and isinstance(other, Call):
+            same = one.target == other.target and len(one.meaning) == len(other.meaning)
+            same = same and all(_is_close(record.values[ref], found.values[mine]) for ref, mine in _values(one, other))
+        if not same:
+            raise StaleValue(
+                "the change leads away from the recorded path, and the model cannot be run in its place: before any "
+                f"patch it no longer does what was recorded.\n{listing(record.graph, one.name, 'another value now')}\n"
+                "Its code, its attributes or its hooks changed since. Capture it again."
+            )
+
+
+def _until_patched(one: Graph, other: Graph) -> Iterator[tuple[Node, Node]]:
+    patched = {node.edits for node in other.calls if node.edits is not None}
+    for mine, theirs in zip(one.nodes, other.nodes, strict=False):
+        yield mine, theirs
+        if theirs.name in patched:
+            return
+
+
+def _values(one: Call, other: Call) -> Iterator[tuple[Ref, Ref]]:
+    refs = [leaf for leaf in leaves(one.returns) if type(leaf) is Ref]
+    return ((ref, Ref(other.name, ref.path)) for ref in refs)
+
+
+def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal but for the last bits, which some kernels give anew each time."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if one.layout is not torch.strided or one.is_quantized or one.is_meta:
+        return True
+    return torch.allclose(one.detach(), other.detach(), rtol=1e-3, atol=1e-5, equal_nan=True)

@@ -1,0 +1,121 @@
+"""Where an operation stands in a forward: the n-th of its kind in a call of a module.
+
+In: a Graph, or a recording while it grows. Out: a Spot for each call. Two forwards of one model have the same Spots
+where they take the same path, and beyond it where they still do the same thing: labels, which count through the whole
+program, would not agree. Views that are derived again after a write have none: no line of the model calls them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from attrs import field, frozen
+
+from .._core.graph import Graph
+from .._core.node import Call, Input, Node, Ref, Scope, State
+from .._core.trees import leaves
+from .._replay.request import At
+from .builder import CallRecord, Recording, SourceRecord
+
+
+@frozen
+class Spot:
+    """An operation of a module call; the root's has no address."""
+
+    address: str
+    call: int
+    kind: str
+    number: int
+
+    @property
+    def any_call(self) -> Spot:
+        """The same operation in whichever call of the module."""
+        return Spot(self.address, 0, self.kind, self.number)
+
+
+def spots(graph: Graph) -> dict[int, Spot]:
+    """Where each call of a graph stands, by its position."""
+    seen: Counter[Any] = Counter()
+    found: dict[int, Spot] = {}
+    for position, node in enumerate(graph.nodes):
+        if isinstance(node, Call) and (node.scope is not None or node.source is not None):
+            found[position] = _next(seen, _of_scope(node.scope), node.kind)
+    return found
+
+
+def _of_scope(scope: Scope | None) -> tuple[str, int]:
+    return (scope.address, scope.call) if scope is not None else ("", 0)
+
+
+def _next(seen: Counter[Any], scope: tuple[str, int], kind: str) -> Spot:
+    seen[scope, kind] += 1
+    return Spot(*scope, kind, seen[scope, kind])
+
+
+@frozen(eq=False)
+class Counted:
+    """The Spots of a recording, one record after the other as they come."""
+
+    recording: Recording
+    addresses: dict[int, str]  # id of a module -> dotted address
+    seen: Counter[Any] = field(factory=Counter)
+    scopes: list[tuple[str, int]] = field(factory=list)
+    calls: Counter[int] = field(factory=Counter)
+
+    def next(self, record: CallRecord | SourceRecord) -> Spot | None:
+        """The Spot of the record that follows."""
+        if isinstance(record, SourceRecord) or (record.scope < 0 and record.site is None):
+            return None
+        return _next(self.seen, self._scope(record.scope), record.kind)
+
+    def _scope(self, number: int) -> tuple[str, int]:
+        """How a frozen Scope will be called; see builder.py."""
+        scopes = self.recording.scopes
+        for record in scopes[len(self.scopes) :]:
+            module = record.module
+            self.calls[id(module)] += 1
+            address = self.addresses.get(id(module), f"<{type(module).__name__}>")
+            self.scopes.append((address, self.calls[id(module)]) if address else ("", 0))
+        return self.scopes[number] if number >= 0 else ("", 0)
+
+
+class Counterparts:
+    """For places in one program, the same places in another run of the model, patched there or not."""
+
+    def __init__(self, one: Graph, other: Graph) -> None:
+        self.one, self.other = one, other
+        self.spots = spots(one)
+        self.names: dict[Any, str] = {spot: other.nodes[position].name for position, spot in spots(other).items()}
+        for node in other.nodes:
+            if isinstance(node, (Input, State)):
+                self.names[_source(node)] = node.name
+        self.patches = {call.edits: call for call in other.calls if call.edits is not None}
+
+    def of(self, at: At) -> At | None:
+        """The same place, if the other run came to it."""
+        if at.output is not None:
+            return self._output(at.output)
+        node = self.one.nodes[at.position]
+        name = self.names.get(self.spots.get(at.position) if isinstance(node, Call) else _source(node))
+        if name is None:
+            return None
+        patch, where = self.patches.get(name), self.other.positions
+        if at.part is None:
+            return At(where[name if patch is None else patch.name])
+        part = Ref(name, at.part.path)
+        if patch is not None and part in patch.args:
+            returns = [leaf for leaf in leaves(patch.returns) if type(leaf) is Ref]
+            return At(where[patch.name], part=returns[patch.args.index(part)])
+        return At(where[name], part=part)
+
+    def _output(self, ref: Ref) -> At | None:
+        mine, theirs = (list(dict.fromkeys(graph.output_refs)) for graph in (self.one, self.other))
+        number = mine.index(ref)
+        if number >= len(theirs):
+            return None
+        return At(self.other.positions[theirs[number].node], output=theirs[number])
+
+
+def _source(node: Node) -> Any:
+    return type(node), node.path if isinstance(node, Input) else getattr(node, "address", node.name)

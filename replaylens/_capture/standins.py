@@ -1,0 +1,164 @@
+"""What stands for the user's tensors while the model runs once more: other values, and copies that may be written.
+
+In: calls with the tensors that the model holds. Out: the same calls with other tensors in their place. No module is
+touched: a parameter stays where it is, tied ones too, and each torch call is given what stands for it. A tensor of the
+user's that the forward is about to write gets a copy first, and so do all views of it, so that nothing of the user's is
+ever written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from attrs import define, field, frozen
+
+from .._core.pure import take_step, writable_copy
+from .._core.trees import thaw
+from .builder import Handle, SourceRecord, version_of
+from .recorder import Recorder, tensors_in
+from .storage import Base, Entry, geometry_step, storage_key
+
+
+@frozen(eq=False)
+class Waiting:
+    """A stand-in that no call has read yet: what it stands for, and how its record begins when one does."""
+
+    kind: str
+    where: Any
+    originals: tuple[torch.Tensor, ...]
+    value: torch.Tensor
+    patch: Callable[[Handle], None] | None = None  # a patched one's: records the patch, given the Handle of the value
+
+
+@define(eq=False)
+class StandIns:
+    """For objects of the user's, by id, the tensors that stand for them."""
+
+    recorder: Recorder
+    by_id: dict[int, torch.Tensor] = field(factory=dict)
+    waiting: dict[int, Waiting] = field(factory=dict)  # by the id of the stand-in
+    kept: list[Any] = field(factory=list)  # originals: an id is used again once its tensor dies
+    own: dict[int, bool] = field(factory=dict)  # by storage: is it the user's?
+    seen: int = 0
+    parted: dict[int, tuple[Base, torch.Tensor]] = field(factory=dict)  # storages of which there is a copy now
+
+    def put(self, original: torch.Tensor, new: torch.Tensor) -> None:
+        """From now on this stands for the object."""
+        if original is not new:
+            self.by_id[id(original)] = new
+            self.kept.extend((original, new))
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What stands for a tensor: mostly it does so itself."""
+        while (other := self.by_id.get(id(tensor))) is not None:
+            tensor = other
+        return tensor
+
+    def met(self, value: Any) -> Any:
+        """A call's arguments as `among` gives them; tensors that are met now and lie in memory that was copied have
+        stand-ins from now on.
+        """
+        if self.parted:
+            for tensor in tensors_in((value,), {}):
+                if id(tensor) not in self.recorder.memory.live and storage_key(tensor) in self.parted:
+                    self._late(tensor)
+        return self.among(value)
+
+    def among(self, value: Any) -> Any:
+        """A call's arguments with the stand-ins in them; the very same objects where there are none."""
+        if not self.by_id:
+            return value
+        kind = type(value)
+        if isinstance(value, torch.Tensor):
+            return self.of(value)
+        if kind in (tuple, list):
+            items = [self.among(item) for item in value]
+            return kind(items) if any(a is not b for a, b in zip(items, value, strict=True)) else value
+        if kind is dict:
+            named = {key: self.among(item) for key, item in value.items()}
+            return named if any(named[key] is not value[key] for key in value) else value
+        if kind is slice:
+            return slice(*map(self.among, (value.start, value.stop, value.step)))
+        return value
+
+    def begin(self, tensor: torch.Tensor) -> Handle | None:
+        """The first read of a stand-in: the record of what it stands for, and of its patch."""
+        waiting = self.waiting.pop(id(tensor), None)
+        if waiting is None:
+            return None
+        recorder, recording = self.recorder, self.recorder.recording
+        handle = recorder.source(waiting.kind, waiting.originals[0], waiting.where)
+        recording.values[handle], recording.versions[handle] = waiting.value, version_of(waiting.value)
+        if waiting.patch is None:
+            recorder.memory.know(tensor, handle)
+        else:
+            waiting.patch(handle)
+        for original in waiting.originals:
+            self.share(original, tensor)
+        return recorder.memory.read(tensor)
+
+    def share(self, original: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Both objects have one value, now and after every write."""
+        entry = self.recorder.memory.entry(tensor)
+        self.recorder.memory.live[id(original)] = entry
+        self.put(original, tensor)
+
+    # -- copies of what the forward writes -----------------------------------------------------------------------------
+
+    def part(self, target: torch.Tensor) -> None:
+        """Before a write: if this memory is the user's, every tensor over it gets a stand-in over a copy."""
+        memory, key = self.recorder.memory, storage_key(target)
+        if key is None or not self._is_users(key):
+            return
+        base = memory.entry(target).base
+        memory.share(base)
+        self.parted[key] = base, base.root
+        with torch._C.DisableTorchFunction(), self.recorder.at_work():
+            with torch.enable_grad():  # the way of gradients to the user's own tensor stays open
+                root = writable_copy(base.root)
+            self._move(base, root)
+        memory.bases.pop(key, None)
+        if (copied := storage_key(root)) is not None:
+            memory.bases[copied] = base
+            self.own[copied] = False
+
+    def _late(self, tensor: torch.Tensor) -> None:
+        """A buffer, or a view of one, that the forward had not read when another over the same memory was written."""
+        base, root = self.parted[storage_key(tensor) or 0]
+        memory, steps = self.recorder.memory, (geometry_step(tensor, Base(root, base.handle, base.first)),)
+        with torch._C.DisableTorchFunction(), self.recorder.at_work():
+            made = take_step(base.root, thaw(steps[0], self._value))
+        memory.look(made, base, steps, base.handle)
+        memory.entry(made).version = -1  # to be derived when it is read
+        memory.live[id(tensor)] = memory.entry(made)
+        self.put(tensor, made)
+
+    def _move(self, base: Base, root: torch.Tensor) -> None:
+        memory = self.recorder.memory
+        entries = {id(known): known for known in memory.live.values() if isinstance(known, Entry)}
+        for entry in [entry for entry in entries.values() if entry.base is base]:
+            made = root
+            for step in entry.steps:
+                with torch.set_grad_enabled(step.items[4]):
+                    made = take_step(made, thaw(step, self._value))
+            self.put(entry.tensor, made)
+            memory.live[id(made)] = entry
+            entry.tensor = made
+        base.root, base.counter, base.held = root, version_of(root), []
+
+    def _value(self, leaf: Any) -> Any:
+        return self.recorder.recording.values[leaf] if type(leaf) is Handle else leaf
+
+    def _is_users(self, key: int) -> bool:
+        recording = self.recorder.recording
+        for record in recording.records[self.seen :]:
+            if isinstance(record, SourceRecord) and (
+                record.kind != "constant" or record.where == "older than the capture"
+            ):
+                for tensor in (record.tensor, recording.values[record.returns]):
+                    if (storage := storage_key(tensor)) is not None:
+                        self.own.setdefault(storage, True)
+        self.seen = len(recording.records)
+        return self.own.get(key, False)
