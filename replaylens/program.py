@@ -29,6 +29,7 @@ from ._core.trees import freeze_deep, leaves, thaw
 from ._edit.arguments import name_of
 from ._edit.content import shown
 from ._edit.edges import Edge
+from ._edit.expand import chosen
 from ._edit.patch import Patch, Zero
 from ._edit.select import Selection, Site, Where, find, is_named, sites
 from ._lens.layers import Atlas, Layer, Place
@@ -37,6 +38,7 @@ from ._lens.words import Words, as_list
 from ._many.together import Planned, Together
 from ._replay import editing
 from ._replay.convert import move, rerun
+from ._replay.expanding import expand
 from ._replay.gradients import Asked, Grads, ask, gradients
 from ._replay.guards import Departure, LeftPath
 from ._replay.module import ProgramModule
@@ -378,6 +380,16 @@ class Program(Reference):
         """The program with a function behind a layer or several: all that read the layer read what it makes of it."""
         made = insert(self._record, self._words.refs(where), function, _recorded, on_divergence)
         return self._edited(made, "insert_after", where, function)
+
+    def expand(self, where: Any, *, on_divergence: str = "raise") -> Program:
+        """The program with fused operations opened: `expand("scaleddotproductattention")` opens all attentions.
+
+        Attention shows its `scores_1` and its `pattern_1` (batch, heads, queries, keys), an LSTM, GRU or RNN its steps
+        as passes of layers (`hidden_l0_1:5`, `forget_gate_l0_1:5`), a normalisation its `scale_1`. What the operation
+        gave keeps its name. Values differ from the recorded ones as rounding does.
+        """
+        names = chosen(self.graph, where, self._words.nodes)
+        return self._edited(expand(self._record, names, _recorded, on_divergence), "expand", where)
 
     def bypass(self, where: Any, *, to: Any = None, on_divergence: str = "raise") -> Program:
         """The program in which a layer or several hand on what they read. `to` says which of several values: its name,

@@ -1,0 +1,262 @@
+"""A fused operation rewritten as the open ones that it stands for: attention, LSTMs, normalisations.
+
+In: a Graph, the calls to open, and what their open forms did when they were captured. Out: a Graph in which those
+operations stand in the calls' places, in their modules and on their lines of source. Open forms are plain functions of
+tensors (open_attention.py, open_recurrent.py, open_norms.py); how one is captured, and on what, is not known here.
+
+The call's value keeps the call's name. What lies inside is called by what it is: `pattern_1_12` of
+`scaleddotproductattention_1_12`, `hidden_l0_1_3:5` in the fifth step of `lstm_1_3`; and `matmul_1_of_lstm_1_3` where an
+open form has no word for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from attrs import evolve, frozen
+
+from .._core.graph import Graph
+from .._core.node import Call, Input, Node, Ref, TensorMeaning, meanings_of, value_of
+from .._core.target import Target
+from .._core.trees import remake
+from ..errors import NoSuchLayer
+from .open_attention import (
+    attention_math,
+    flash_attention_for_cpu,
+    flex_attention,
+    native_multi_head_attention,
+    scaled_dot_product_attention,
+    transformer_encoder_layer,
+)
+from .open_form import Opened
+from .open_norms import layer_norm, rms_norm
+from .open_recurrent import gru, gru_cell, lstm, lstm_cell, rnn_relu, rnn_relu_cell, rnn_tanh, rnn_tanh_cell
+from .rewrite import Splice, splice_all
+
+OpenForm = Callable[..., Opened]
+
+OPEN_FORMS: dict[str, OpenForm] = {
+    "scaled_dot_product_attention": scaled_dot_product_attention,
+    "_scaled_dot_product_flash_attention_for_cpu": flash_attention_for_cpu,
+    "_scaled_dot_product_attention_math": attention_math,
+    "flex_attention": flex_attention,
+    "_native_multi_head_attention": native_multi_head_attention,
+    "_transformer_encoder_layer_fwd": transformer_encoder_layer,
+    "lstm": lstm,
+    "gru": gru,
+    "rnn_tanh": rnn_tanh,
+    "rnn_relu": rnn_relu,
+    "lstm_cell": lstm_cell,
+    "gru_cell": gru_cell,
+    "rnn_tanh_cell": rnn_tanh_cell,
+    "rnn_relu_cell": rnn_relu_cell,
+    "layer_norm": layer_norm,
+    "rms_norm": rms_norm,
+}
+"""Open forms by the name of the torch function, whether it was called as such or as an ATen operator."""
+
+KINDS = {"safesoftmax": "softmax"}  # what a reader calls them
+
+
+@frozen(eq=False)
+class Expanded:
+    """A graph with calls opened, and what the parts of their captured open forms are called in it."""
+
+    graph: Graph
+    names: dict[str, dict[str, str]]  # call -> node of its open form -> node of the graph
+    draws: dict[str, dict[str, str]]  # call -> key of its open form -> key of the graph
+
+
+def open_form(target: Target) -> OpenForm | None:
+    """The open form of a torch function, if it has one."""
+    if isinstance(target.function, torch._ops.HigherOrderOperator):
+        return OPEN_FORMS.get(target.function.name())
+    is_torchs = target.name.startswith("torch.") and not target.name.startswith("torch.ops.")
+    return OPEN_FORMS.get(target.short) if is_torchs or target.name.startswith("torch.ops.aten.") else None
+
+
+def expandable(graph: Graph) -> tuple[Call, ...]:
+    """The calls of a graph that have an open form."""
+    return tuple([call for call in graph.calls if open_form(call.target) and call.name not in graph.orphans])
+
+
+def chosen(graph: Graph, what: Any, named: Callable[[Any], Iterable[str]]) -> list[str]:
+    """The calls that are to be opened: all of a type, or those that have an open form among what else is `named` so."""
+    able = {call.name: call.kind for call in expandable(graph)}
+    if found := [name for name, kind in able.items() if kind == what]:
+        return found  # although a module may be called so too
+    meant = [_patched(graph, name) for name in named(what)]
+    if found := [name for name in meant if name in able]:
+        return found
+    kinds = [f"{count} {kind}" for kind, count in Counter(able.values()).items()]
+    there = f"{', '.join(kinds)}: {', '.join([*able][:6])}{', ...' if len(able) > 6 else ''}" if able else "nothing"
+    raise NoSuchLayer(
+        f"there is nothing to expand in {what!r}, which means {', '.join(meant[:3])}{', ...' if len(meant) > 3 else ''}"
+        f".\nThis program can expand {there}."
+    )
+
+
+def _patched(graph: Graph, name: str) -> str:
+    """What a patch patches, where a name means a patch; else the name."""
+    node = graph[name]
+    return _patched(graph, node.edits) if isinstance(node, Call) and node.edits is not None else name
+
+
+def expand(graph: Graph, seen: Mapping[str, Graph], shared: Mapping[str, Mapping[Ref, Ref]]) -> Expanded:
+    """The graph with calls opened. `seen` is what `as_called` of each call did, captured on what the call was given.
+
+    `shared` are values of those graphs that the program has already.
+    """
+    naming, names, draws = Naming(graph), {}, {}
+    subs: dict[str, tuple[Graph, Splice]] = {}
+    for call in [call for call in graph.calls if call.name in seen]:
+        opened = seen[call.name]
+        inner = names[call.name] = naming.inside(call, opened)
+        drawn = [node.draws for node in opened.calls if node.draws is not None]
+        keys = draws[call.name] = {key: f"{key}_of_{call.name}" for key in drawn}
+        how = Splice(shared=shared.get(call.name, {}), names=inner, draws=keys, edited=f"was {call.kind}")
+        subs[call.name] = _ready(opened, call), how
+    return Expanded(splice_all(graph, subs), names, draws)
+
+
+def _ready(graph: Graph, call: Call) -> Graph:
+    """The captured open form of a call, with the call's value as output: a tree like the call's."""
+    parts = dict(zip(meanings_of(call), graph.output[0].items, strict=True))
+    nodes = [
+        evolve(node, kind=_kind(node), is_differentiated=call.is_differentiated) if isinstance(node, Call) else node
+        for node in graph.nodes
+    ]
+    return evolve(graph, nodes=tuple(nodes), output=remake(value_of(call), lambda leaf: parts.get(leaf, leaf)))
+
+
+def _kind(node: Node) -> str:
+    return KINDS.get(node.kind, node.kind) if isinstance(node, Call) else "constant"
+
+
+# ---- the open form, as it is captured --------------------------------------------------------------------------------
+
+
+def as_called(call: Call) -> Callable[..., Any]:
+    """A function that gives what the call gave, in its dtypes and memory layout: a list; and the named values inside.
+
+    Layout matters: where a model's `contiguous()` had nothing to do its program has only the `view` that came next.
+    """
+    form = open_form(call.target)
+    assert form is not None
+
+    def opened(*args: Any, **kwargs: Any) -> Any:
+        result, named = _in_autocast(call, form, args, kwargs)
+        wanted = meanings_of(call).items()
+        return [_fitted(_part(result, ref.path), meaning) for ref, meaning in wanted], named
+
+    return opened
+
+
+def _in_autocast(call: Call, form: OpenForm, args: Any, kwargs: Any) -> Opened:
+    """Autocast lowers the arguments of attention as a whole; what happens inside is beyond it."""
+    mode = next((mode for mode in call.context.autocast if call.meaning[0].device.startswith(mode[0])), None)
+    if mode is None or call.target.short != "scaled_dot_product_attention":
+        return form(*args, **kwargs)
+    device, dtype, _ = mode
+
+    def lower(value: Any) -> Any:
+        is_float = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
+        return value.to(dtype) if is_float else value
+
+    with torch.autocast(device, enabled=False):
+        return form(*map(lower, args), **{key: lower(value) for key, value in kwargs.items()})
+
+
+def _part(value: Any, path: tuple[int, ...]) -> Any:
+    for index in path:
+        value = value[index]
+    return value
+
+
+def _fitted(tensor: torch.Tensor, meaning: TensorMeaning) -> torch.Tensor:
+    """The tensor in this dtype, and its dimensions in this order in memory."""
+    tensor, wanted = tensor.to(meaning.dtype), meaning.strides
+    dims = range(tensor.dim())
+    if wanted is None or all(tensor.stride(dim) == wanted[dim] for dim in dims if tensor.shape[dim] > 1):
+        return tensor
+    order = sorted(dims, key=lambda dim: -wanted[dim])
+    return tensor.permute(order).contiguous().permute([order.index(dim) for dim in dims])
+
+
+# ---- what was captured, under the program's names --------------------------------------------------------------------
+
+
+class Naming:
+    """Names for what stands in the place of calls, none of them taken."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.taken = {node.name for node in graph.nodes}
+        self.owners: dict[str, str] = {}  # short label -> the call that it lies in
+        self.passes: Counter[str] = Counter()
+        self.patches = {call.edits: call.name for call in graph.calls if call.edits is not None}
+        for name in self.taken:
+            label, _, number = name.partition(":")
+            self.owners[_short(label)] = label
+            self.passes[label] = max(self.passes[label], int(number) if number.isdigit() else 0)
+
+    def inside(self, call: Call, graph: Graph) -> dict[str, str]:
+        """A name for each node of a call's captured open form, whose output is (what the call gave, named values)."""
+        given, named = graph.output
+        found: dict[str, str] = {}
+        if type(call.returns) is Ref:
+            found[given.items[0].node] = call.name
+        base, _, number = self._own(call).partition(":")
+        for word, value in zip(named.keys, named.items, strict=True):
+            if type(value) is not Ref:
+                self._name_steps(found, graph, call, word, value.items)
+            elif value.node not in found and not isinstance(graph[value.node], Input):
+                found[value.node] = self._new(self._label(word, base), number)
+        counts: Counter[str] = Counter()
+        for node in graph.nodes:
+            if node.name not in found and not isinstance(node, Input):
+                counts[_kind(node)] += 1
+                found[node.name] = self._new(f"{_kind(node)}_{counts[_kind(node)]}_of_{base}", number)
+        return found
+
+    def _name_steps(self, found: dict[str, str], graph: Graph, call: Call, group: str, steps: tuple[Any, ...]) -> None:
+        """Steps are passes of the same layers. What lies between the named values of a step belongs to it."""
+        base, _, own_pass = self._own(call).partition(":")
+        for step in steps:
+            words = {ref.node: word for word, ref in zip(step.keys, step.items, strict=True)}
+            inside = sorted(graph.positions[name] for name in words)
+            counts: Counter[str] = Counter()
+            for node in graph.nodes[inside[0] : inside[-1] + 1]:
+                if node.name in words:
+                    label = self._label(f"{words[node.name]}_{group}", base)
+                else:
+                    counts[_kind(node)] += 1
+                    label = f"{_kind(node)}_{counts[_kind(node)]}_{group}_of_{base}"
+                self.passes[label] += 1
+                found[node.name] = self._new(label, str(self.passes[label]) if len(steps) > 1 or own_pass else "")
+
+    def _own(self, call: Call) -> str:
+        """What a call is called, or was before it was patched."""
+        name = call.name
+        while name in self.patches:
+            name = self.patches[name]
+        return name
+
+    def _label(self, word: str, base: str) -> str:
+        """`pattern_1_12` for the pattern of `scaleddotproductattention_1_12`, if no other layer is called so."""
+        label = f"{word}_{base.partition('_')[2]}"
+        is_free = label not in self.taken and self.owners.setdefault(_short(label), base) in (base, label)
+        return label if is_free else f"{word}_of_{base}"
+
+    def _new(self, label: str, number: str) -> str:
+        name = f"{label}:{number}" if number else label
+        while name in self.taken:
+            name += "'"
+        self.taken.add(name)
+        return name
+
+
+def _short(label: str) -> str:
+    return label.rsplit("_", 1)[0]

@@ -1,0 +1,58 @@
+"""Do two runs of a program go the same way, although values differ in their last bits?
+
+In: the Records of a program and of one made from it that must compute the same, such as one with a fused operation
+opened. Out: where the second has left the path of the first. Numbers that left torch may differ as rounding lets them;
+everything that decides a way (booleans, integers, strings, shapes) is the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from .._core.node import Call, Guard
+from .guards import Departure, content_departure, guard_departure, same_result, shape_departure
+from .replay import Record
+
+
+def departures_beyond_rounding(old: Record, new: Record) -> Iterator[Departure]:
+    """Guards of the old program that are answered otherwise in the new one, and outputs of another shape."""
+    left = list(old.graph.guards)
+    for guard in new.graph.guards:
+        if left and _is_same_place(left[0], guard):
+            was = left.pop(0)
+            if was.has_result and not _is_close(was.result, guard.result):
+                yield from filter(None, (guard_departure(was, guard.result),))
+            elif not was.has_result:
+                pairs = zip(was.refs, guard.refs, strict=False)
+                both = [(old.value(one), new.value(other)) for one, other in pairs]
+                yield from filter(None, (content_departure(was, *pair) for pair in both if not _is_close(*pair)))
+    for call in old.graph.calls:
+        again = new.graph[call.name] if call.is_dynamic and call.name in new.graph else call
+        if isinstance(again, Call) and again is not call:
+            for one, other in zip(call.meaning, again.meaning, strict=True):
+                if one.shape != other.shape:
+                    yield shape_departure(call, one.shape, other.shape)
+
+
+def _is_same_place(one: Guard, other: Guard) -> bool:
+    return (one.target, one.scope, one.source, one.has_result) == (
+        other.target, other.scope, other.source, other.has_result,
+    )  # fmt: skip
+
+
+def _is_close(one: Any, other: Any) -> bool:
+    """Equal; or floating numbers that are so up to rounding."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        if not one.is_floating_point() or one.shape != other.shape:
+            return one.shape == other.shape and bool((one == other).all())
+        largest = float(one.detach().nan_to_num(0.0, 0.0, 0.0).abs().max()) if one.numel() else 0.0
+        return torch.allclose(one.detach(), other.detach(), rtol=1e-3, atol=1e-3 * largest, equal_nan=True)
+    if isinstance(one, float) and isinstance(other, float):
+        return same_result(one, other) or math.isclose(one, other, rel_tol=1e-3, abs_tol=1e-6)
+    if isinstance(one, (list, tuple)) and type(one) is type(other) and len(one) == len(other):
+        return all(map(_is_close, one, other))
+    return same_result(one, other)
