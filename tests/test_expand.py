@@ -785,6 +785,21 @@ def test_an_opened_program_is_edited_further():
     assert_close(list(found), list(torch.autograd.grad(model(x).sum(), [*model.parameters()])), GRADIENTS)
 
 
+def test_a_sweep_goes_over_heads_of_patterns_and_over_steps():
+    wide = rl.capture(Attention(), random(2, 5, 12)).expand("scaleddotproductattention")
+    found = rl.sweep(wide, "softmax", part="b [head] [q] k", patch=rl.Zero(), metric=lambda out: out[:, -1].sum())
+    assert found.grid.shape == (2, 3, 5)
+    for number in (1, 2):
+        patch = {f"pattern_{number}": rl.Zero("b [head] [q] k", head=1, q=3)}
+        wanted = wide.replay(patch=patch).output[:, -1].sum()
+        torch.testing.assert_close(found[wide[f"pattern_{number}"].label, 1, 3], wanted)
+    steps = rl.capture(Padded("gru"), random(6, 3, 4)).expand("gru")
+    found = rl.sweep(steps, "hidden_l0_1", part="b [unit]", patch=rl.Zero(), metric=lambda out: out[0][-1].sum())
+    assert found.grid.shape == (6, 5)
+    wanted = steps.replay(patch={"hidden_l0_1:2": rl.Zero("b [unit]", unit=4)}).output[0][-1].sum()
+    torch.testing.assert_close(found.grid[1, 4], wanted)
+
+
 def test_attention_that_an_edit_brought_is_opened():
     prog = rl.capture(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), random(1, 2, 3, 4))
     made = prog.swap("relu", lambda x: attention(x, x, x))

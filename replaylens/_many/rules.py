@@ -435,7 +435,7 @@ _POINTWISE = """
 
 RULES: dict[str, Callable[[Facts], Iterator[Alignment]]] = {
     **dict.fromkeys(_POINTWISE, pointwise),
-    **dict.fromkeys(("softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp"), along(1, "dim")),
+    **dict.fromkeys(("softmax", "log_softmax", "safe_softmax", "cumsum", "cumprod", "logcumsumexp"), along(1, "dim")),
     **dict.fromkeys(("glu", "sort", "argsort"), along(1, "dim", -1)),
     "topk": along(2, "dim", -1),
     "roll": along(2, "dims"),
