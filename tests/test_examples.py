@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import replaylens as rl
-
 ROOT = Path(__file__).parents[1]
 
 
@@ -43,7 +41,6 @@ def test_a_lesion_of_one_channel_takes_one_direction_away(tmp_path):
     assert any(sorted(map(int, row))[0] < 50 and sorted(map(int, row))[1] >= 95 for row in rows)
 
 
-@pytest.mark.skipif(not hasattr(rl.Program, "swap"), reason="edits are not in yet")
 def test_smooth_nonlinearities_do_as_well_as_relu_and_none_at_all_does_not(tmp_path):
     text = printed("swap_nonlinearity", cwd=tmp_path)
     assert number(r"gelu everywhere +(\d+)% right", text) >= 95
@@ -66,7 +63,6 @@ def test_attribution_patching_misses_what_integrated_gradients_find(tmp_path):
     assert number(r"integrated gradients: correlation .* (\S+)\n", text) > 0.9
 
 
-@pytest.mark.skipif(not hasattr(rl, "Edge"), reason="edges are not in yet")
 def test_path_patching_finds_that_the_keys_read_the_first_layer(tmp_path):
     text = printed("path_patching", cwd=tmp_path)
     clean = number(r"clean (\S+), corrupt", text)
