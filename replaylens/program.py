@@ -377,7 +377,7 @@ class Program(Reference):
         name, where its signature takes them, parameters and other arguments (`dim`, `kernel_size`, `weight`), unless
         `with_args=False`. It can be a module, whose parameters become state of the program, or any Python.
         """
-        made = swap(self._record, self._words.nodes(where), function, _recorded, with_args, on_divergence)
+        made = swap(self._record, self._words.operations(where), function, _recorded, with_args, on_divergence)
         return self._edited(made, "swap", where, function)
 
     def insert_after(self, where: Any, function: Callable[..., Any], *, on_divergence: str = "raise") -> Program:
@@ -399,7 +399,7 @@ class Program(Reference):
         """The program in which a layer or several hand on what they read. `to` says which of several values: its name,
         or its number among what the layer computes with.
         """
-        made = editing.bypass(self._record, self._words.nodes(where), to, self._words.ref, on_divergence)
+        made = editing.bypass(self._record, self._words.operations(where), to, self._words.ref, on_divergence)
         return self._edited(made, "bypass", where, **({} if to is None else {"to": to}))
 
     def rewire(self, readers: Any, old: Any, *, to: Any, on_divergence: str = "raise") -> Program:

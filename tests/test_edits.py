@@ -180,6 +180,12 @@ def test_a_slice_is_a_program_and_a_module_trains_the_models_own_parameters():
         ),
         (lambda: prog.rewire("conv2d_2", "relu_1", to="relu_2"), rl.ReplaylensError, "conv2d_2_3|relu_2_4"),
         (lambda: prog.lesion("conv2d_2", "b [c] h w", c=9), rl.BadPart, "c=9 is outside of 0..3"),
+        (lambda: rl.capture(nn.Sequential(net), x).swap("0", F.relu), rl.BadEdit, "'0' is a module of 6 operations"),
+        (
+            lambda: rl.capture(nn.Sequential(net), x).bypass("0"),
+            rl.BadEdit,
+            "Name the one that is meant, such as 'linear_1_6'",
+        ),
         (lambda: prog.set_state("fc.nothing", torch.zeros(1)), rl.ReplaylensError, "fc.nothing"),
     ],
 )

@@ -11,7 +11,7 @@ from typing import Any
 
 from attrs import frozen
 
-from .._core.node import Ref, value_of
+from .._core.node import Call, Ref, value_of
 from .._core.trees import Branch, leaves
 from .._edit.edges import OUTPUT
 from .._edit.select import Selection, Site
@@ -29,6 +29,24 @@ class Words:
     def nodes(self, key: Any) -> list[str]:
         """The nodes that a key means, each once."""
         return list(dict.fromkeys(site.place.node for site in self.sites(key)))
+
+    def operations(self, key: Any) -> list[str]:
+        """The nodes that a key means, where each is all that it names: not the last operation of a whole module."""
+        for site in self.sites(key):
+            inside = [call.name for call in self.atlas.graph.calls if self._lies_in(call, site)]
+            if len(inside) > 1:
+                some = ", ".join(inside[:4]) + (", ..." if len(inside) > 4 else "")
+                raise BadEdit(
+                    f"{site.name!r} is a module of {len(inside)} operations ({some}), and this edit is of one. "
+                    f"Name the one that is meant, such as {site.place.label!r}, which gives the module's output."
+                )
+        return self.nodes(key)
+
+    def _lies_in(self, call: Call, site: Site) -> bool:
+        """Is this one of the operations of the module that a site is named by?"""
+        if site.name in self.atlas.by_label or site.name not in self.atlas.module_places or call.scope is None:
+            return False
+        return any(site.name in (scope.address, str(scope)) for scope in call.scope.stack)
 
     def refs(self, key: Any) -> list[Ref]:
         """The values that a key means."""
