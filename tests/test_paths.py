@@ -201,6 +201,60 @@ def test_a_metric_is_made_of_the_output(pair):
     assert_same(found, run.output[0, -1, 3])
 
 
+# ---- edges -----------------------------------------------------------------------------------------------------------
+
+
+class Queries(nn.Module):
+    """Layers that read one normalised stream."""
+
+    def __init__(self):
+        super().__init__()
+        self.read, self.first, self.norm = nn.Linear(5, WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.query, self.key, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x):
+        x = self.read(x)
+        x = x + self.first(x).tanh()
+        y = self.norm(x)
+        return self.last(x + (self.query(y) * self.key(y)).tanh())
+
+
+@pytest.fixture(scope="module")
+def queries():
+    torch.manual_seed(0)
+    model = Queries().double()
+    return model, rl.capture(model, values(2, 5)), rl.capture(model, values(2, 5, seed=1))
+
+
+def test_an_edge_receives_what_one_reader_reads(queries):
+    model, clean, corrupt = queries
+    run = rl.path_patch(clean, corrupt, "tanh_1", rl.Edge("norm", "query"))
+    x, sent = model.read(values(2, 5)), corrupt["tanh_1"].value
+    stream = x + model.first(x).tanh()
+    query, key = model.query(model.norm(x + sent)), model.key(model.norm(stream))
+    torch.testing.assert_close(run.output, model.last(stream + (query * key).tanh()))
+    both = rl.path_patch(clean, corrupt, "tanh_1", [rl.Edge("norm", "query"), rl.Edge("norm", "key")])
+    torch.testing.assert_close(both.output, rl.path_patch(clean, corrupt, "tanh_1", "norm").output)
+    assert_same(both.output, rl.path_patch(clean, corrupt, "tanh_1", rl.Edge("norm", ("query", "key"))).output)
+
+
+def test_an_edge_out_of_the_sender_carries_its_corrupt_value(queries):
+    _, clean, corrupt = queries
+    part = rl.Part("b [c]", c=[0, 3])
+    run = rl.path_patch(clean, corrupt, ("norm", part), rl.Edge("norm", "key"))
+    assert_same(run.output, clean.replay(patch={rl.Edge("norm", "key"): rl.From(corrupt, part)}).output)
+
+
+def test_an_edge_sends_to_its_own_reader_alone(queries):
+    _, clean, corrupt = queries
+    wanted = clean.replay(patch={rl.Edge("norm", "key"): rl.From(corrupt)}).output
+    for receiver in "key", "mul_1", "last":
+        assert_same(rl.path_patch(clean, corrupt, rl.Edge("norm", "key"), receiver, hold=[]).output, wanted)
+    with pytest.raises(rl.ReplaylensError) as error:
+        rl.path_patch(clean, corrupt, rl.Edge("norm", "key"), "query")
+    assert str(error.value) == "Edge('norm', 'key') does not reach query."
+
+
 # ---- laws ------------------------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from attrs import frozen
 from .._core.graph import Graph
 from .._core.node import Call, State
 from .._core.pure import alias
+from .._edit.edges import OUTPUT, Edge
 from .._edit.locate import Part
 from .._edit.patch import From, Patch
 from .._edit.select import Selection, Where
@@ -40,8 +41,9 @@ def path_patch(
     First each receiver is read in the clean run with the sender's corrupt value put in, while all that is held keeps
     its clean value. Then the clean run is made again with the receivers set to what was read, all else computed anew.
 
-    Sender and receivers are layers, or parts of layers: `("attn_3", Part("b t ([head] d)", head=3, d=64))`. Several are
-    given as a list, or as a mapping from layer to part.
+    Sender and receivers are layers, or parts of layers: `("attn_3", Part("b t ([head] d)", head=3, d=64))`. An edge is
+    either, too: `Edge("norm_3", "query_3")` is what query_3 reads from norm_3, and only query_3. Several are given as a
+    list, or as a mapping from layer to part.
 
     What is held decides what a direct path is. If nothing is said, it is every residual branch between sender and
     receiver: a summand that is made from what it is added to, by way of parameters. So a path leads through sums and
@@ -58,20 +60,27 @@ def path_patch(
             felt, kept = _ways(clean.graph, senders, target, held)
             patch = {**_patches(kept, clean), **_patches(felt, corrupt)}
             arrived[target.name] = clean.replay(to=target.name, patch=patch, on_divergence=on_divergence)
-    second: dict[str, list[Patch]] = {}
+    second: dict[Any, list[Patch]] = {}
     for target in targets:
-        second.setdefault(target.name, []).append(From(arrived[target.name], target.part))
+        second.setdefault(target.key, []).append(From(arrived[target.name], target.part))
     run = clean.replay(patch=second, on_divergence=on_divergence)
     return run if metric is None else metric(run.output)
 
 
 @frozen
 class _Spot:
-    """A layer, or part of one."""
+    """A layer, or what some layers read from it, or part of that."""
 
+    key: Any  # in a mapping of patches
     name: str
     node: str
     part: Part | None = None
+    readers: tuple[str, ...] = ()  # of an edge
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """Where a change there is felt first."""
+        return self.readers or (self.node,)
 
 
 def _spots(prog: Program, given: Any) -> list[_Spot]:
@@ -80,17 +89,26 @@ def _spots(prog: Program, given: Any) -> list[_Spot]:
         pairs = list(given.items())
     elif isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Part):
         pairs = [given]
-    elif isinstance(given, (str, int, Selection, Where, Layer)) or not isinstance(given, Iterable):
+    elif isinstance(given, (str, int, Selection, Where, Layer, Edge)) or not isinstance(given, Iterable):
         pairs = [(given, None)]
     else:
         return [spot for one in given for spot in _spots(prog, one)]
-    return [_Spot(name, prog[name].node.name, part) for key, part in pairs for name in prog.names_of(key)]
+    return [spot for key, part in pairs for spot in _at(prog, key, part)]
 
 
-def _patches(spots: list[_Spot], source: Program) -> dict[str, list[Patch]]:
-    found: dict[str, list[Patch]] = {}
+def _at(prog: Program, key: Any, part: Part | None) -> list[_Spot]:
+    if isinstance(key, Edge):
+        several = key.receiver if isinstance(key.receiver, tuple) else (key.receiver,)
+        readers = tuple([name if name == OUTPUT else prog[name].node.name for name in several])
+        (name,) = prog.names_of(key.sender)
+        return [_Spot(key, name, prog[name].node.name, part, readers)]
+    return [_Spot(name, name, prog[name].node.name, part) for name in prog.names_of(key)]
+
+
+def _patches(spots: list[_Spot], source: Program) -> dict[Any, list[Patch]]:
+    found: dict[Any, list[Patch]] = {}
     for spot in spots:
-        found.setdefault(spot.name, []).append(From(source, spot.part))
+        found.setdefault(spot.key, []).append(From(source, spot.part))
     return found
 
 
@@ -98,27 +116,29 @@ def _ways(
     graph: Graph, senders: list[_Spot], target: _Spot, held: list[_Spot] | None
 ) -> tuple[list[_Spot], list[_Spot]]:
     """For one receiver: the senders that reach it, and what is held between them and it."""
-    starts, above = {spot.node for spot in senders}, graph.ancestors([target.node])
-    names = ", ".join(spot.name for spot in senders)
-    if target.node in starts:
+    starts, above = {name for spot in senders for name in spot.starts}, graph.ancestors([target.node])
+    names = ", ".join(str(spot.key) for spot in senders)
+    if target.node in starts and not target.readers and not any(target.node in spot.readers for spot in senders):
         raise ReplaylensError(f"{target.name} is both sender and receiver.")
     if not starts & above:
-        raise ReplaylensError(f"{names} does not reach {target.name}.")
-    between = (graph.descendants(starts) & above) - {*starts, target.node}
+        raise ReplaylensError(f"{names} does not reach {target.key}.")
+    between = (graph.descendants(starts & above) & above) - {*starts, target.node}
     if held is None:
-        held = [_Spot(name, name) for name in residual_branches(graph, between, starts)]
+        held = [_Spot(name, name, name) for name in residual_branches(graph, between, starts)]
     kept = [spot for spot in held if spot.node in between]
-    walls = {spot.node: spot.name for spot in kept if spot.part is None}
+    walls = {spot.node: spot.name for spot in kept if spot.part is None and not spot.readers}
     if not _reaches(graph, starts & above, target.node, {*walls}):
         raise ReplaylensError(
-            f"every way from {names} to {target.name} leads through what is held: {', '.join(walls.values())}.\n"
+            f"every way from {names} to {target.key} leads through what is held: {', '.join(walls.values())}.\n"
             "Hold less."
         )
-    return [spot for spot in senders if spot.node in above], kept
+    return [spot for spot in senders if not above.isdisjoint(spot.starts)], kept
 
 
 def _reaches(graph: Graph, starts: set[str], end: str, walls: set[str]) -> bool:
     stack, seen = list(starts), set(starts)
+    if end in seen:
+        return True
     while stack:
         for position in graph.users[graph.positions[stack.pop()]]:
             name = graph.nodes[position].name
