@@ -22,15 +22,16 @@ def run_again(old: Graph, new: Graph, refs: Mapping[Ref, Ref]) -> Graph:
     fixed = {
         call.name: _with_stretch(old, new, call, refs)
         for call in new.calls
-        if call.through and call.name in old and _has_changed(old, new, call)
+        if call.through and call.name in old and _has_changed(old, new, call, refs)
     }
     if not fixed:
         return new
     return evolve(new, nodes=tuple([fixed.get(node.name, node) for node in new.nodes]))
 
 
-def _has_changed(old: Graph, new: Graph, call: Call) -> bool:
-    return call is not old[call.name] or any(n not in new or new[n] is not old[n] for n in call.through)
+def _has_changed(old: Graph, new: Graph, call: Call, refs: Mapping[Ref, Ref]) -> bool:
+    others = any(ref.node in call.through for ref in refs)
+    return others or call is not old[call.name] or any(n not in new or new[n] is not old[n] for n in call.through)
 
 
 def _with_stretch(old: Graph, new: Graph, call: Call, refs: Mapping[Ref, Ref]) -> Call:

@@ -82,7 +82,7 @@ def _named(call: Call, computed: list[Ref], read: tuple[Ref, ...], to: Any, reso
 
 def _kind(graph: Graph, ref: Ref) -> Any:
     meaning = meanings_of(graph[ref.node])[ref]
-    return meaning.shape, meaning.dtype
+    return meaning.shape, meaning.dtype, meaning.device
 
 
 def _misfit(graph: Graph, call: Call, refs: list[Ref]) -> str:

@@ -53,6 +53,10 @@ def derive(
 
     What calls read must keep its recorded shape and dtype; `wanted` says those of values that are new.
     """
+    if on_divergence not in ("raise", "ignore"):
+        raise ValueError(
+            f"an edit goes on_divergence='raise' or 'ignore', not {on_divergence!r}: it has no model to run."
+        )
     work = _Work(record, graph, added, same_values(record.graph, graph, added.values), wanted)
     departures: list[Departure] = []
 
@@ -70,6 +74,12 @@ def derive(
         graph = evolve(graph, guards=tuple([_as_it_is_now(guard, values) for guard in graph.guards]))
     made = Record(graph, values, work.versions(values), {**record.draws, **added.draws}, work.live())
     return made, thaw(graph.output, lambda leaf: values[leaf] if type(leaf) is Ref else leaf)
+
+
+def require_choice(on_divergence: str) -> None:
+    """An edited program has no model that could be run with the same edit."""
+    if on_divergence not in ("raise", "ignore"):
+        raise ValueError(f"on_divergence of an edit must be one of 'raise', 'ignore', not {on_divergence!r}.")
 
 
 @frozen(eq=False)

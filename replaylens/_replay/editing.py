@@ -20,7 +20,7 @@ from .._edit.edges import OUTPUT, rewired, tapped
 from .._edit.lower import in_recorded_layout, lower
 from .._edit.patch import Patch
 from .._edit.rewrite import unread_sources, without
-from .derive import Added, derive
+from .derive import Added, derive, require_choice
 from .replay import Record, Versions, execute, idle_among
 from .request import At, Request, new_state, state_called
 
@@ -33,6 +33,7 @@ def patch(record: Record, bound: Bound, request: Request) -> Made:
 
     `request` asks for a replay with the same patches. It is made first: it says what is wrong with them.
     """
+    require_choice(request.on_divergence)
     execute(record, request)
     idle, on_divergence = idle_among(record, request.changed), request.on_divergence
     bound = [(at, patches) for at, patches in bound if at.output is not None or at.position not in idle]
