@@ -81,6 +81,11 @@ def run(model: Any, *args: Any, patch: Mapping[Any, Any] | None = None, grad: bo
     >>> halved["linear_1"].shape
     torch.Size([1, 3])
     """
+    if edge := next((key for key in patch or () if isinstance(key, Edge)), None):
+        raise ReplaylensError(
+            f"{edge!r} is between layers of a recorded program, and cannot be patched while the model runs. Capture the "
+            "model, and replay it with this patch."
+        )
     prog = Program(_captured=rehearsed(model, args, kwargs))
     changed, ends = changes_of(prog.graph, patch, None, prog._sites)
     return prog._rerun(Request(changed=changed, ends=ends, every=prog._for_all(patch), grad=grad), None, (args, kwargs))
@@ -285,11 +290,16 @@ class Program(Reference):
         not read is not computed. `memory` bounds the bytes of one pass. With `dry=True` nothing runs: the answer has a
         `.plan` (what it will cost) and `.run()`.
         """
-        on_divergence = self._when_diverged(on_divergence)
         if not hasattr(variants, "items") or not variants:
             raise ReplaylensError("variants are a mapping, {key: patches}, of one at least.")
         if memory is not None and memory <= 0:
             raise ValueError(f"memory is a number of bytes, not {memory!r}.")
+        edges = {key: None for patch in variants.values() for key in patch or () if isinstance(key, Edge)}
+        if edges and (home := self._home(edges)) is not self:
+            return home.replay_many(
+                variants, metric, memory=memory, on_divergence=on_divergence, progress=progress, dry=dry
+            )
+        on_divergence = self._when_diverged(on_divergence)
         asked = Planned(self._together(variants, metric, memory, on_divergence), on_divergence)
         return asked if dry else asked.run(progress)
 
@@ -358,15 +368,17 @@ class Program(Reference):
 
         A patched layer keeps its name; what it gave before goes on as `relu_3_9_before`.
         """
-        home, what = self._home(patch), _require_mapping(patch)
+        home, what, said = self._home(patch), _require_mapping(patch), _said(on_divergence)
         request = home._request((), {}, None, what, None, on_divergence)
         bound = bound_patches(home.graph, what, home._sites)
-        return self._edited(editing.patch(home._record, bound, request), "with_patch", what)
+        return self._edited(editing.patch(home._record, bound, request), "with_patch", what, **said)
 
     def lesion(self, where: Any, pattern: Any = None, /, *, on_divergence: str = "raise", **axes: Any) -> Program:
         """The program with zeros at a layer or several, or in part: `lesion("conv2d_3", "b [c] h w", c=[3])`."""
         made = self.with_patch({where: Zero(pattern, **axes)}, on_divergence=on_divergence)
-        return made._renamed(self, "lesion", where, *([] if pattern is None else [pattern]), **axes)
+        return made._renamed(
+            self, "lesion", where, *([] if pattern is None else [pattern]), **axes, **_said(on_divergence)
+        )
 
     def swap(
         self, where: Any, function: Callable[..., Any], *, with_args: bool = True, on_divergence: str = "raise"
@@ -377,13 +389,15 @@ class Program(Reference):
         name, where its signature takes them, parameters and other arguments (`dim`, `kernel_size`, `weight`), unless
         `with_args=False`. It can be a module, whose parameters become state of the program, or any Python.
         """
+        said = _said(on_divergence)
         made = swap(self._record, self._words.operations(where), function, _recorded, with_args, on_divergence)
-        return self._edited(made, "swap", where, function)
+        return self._edited(made, "swap", where, function, **said)
 
     def insert_after(self, where: Any, function: Callable[..., Any], *, on_divergence: str = "raise") -> Program:
         """The program with a function behind a layer or several: all that read the layer read what it makes of it."""
+        said = _said(on_divergence)
         made = insert(self._record, self._words.refs(where), function, _recorded, on_divergence)
-        return self._edited(made, "insert_after", where, function)
+        return self._edited(made, "insert_after", where, function, **said)
 
     def expand(self, where: Any, *, on_divergence: str = "raise") -> Program:
         """The program with fused operations opened: `expand("scaleddotproductattention")` opens all attentions.
@@ -393,25 +407,28 @@ class Program(Reference):
         gave keeps its name. Values differ from the recorded ones as rounding does.
         """
         names = chosen(self.graph, where, self._words.nodes)
-        return self._edited(expand(self._record, names, _recorded, on_divergence), "expand", where)
+        said = _said(on_divergence)
+        return self._edited(expand(self._record, names, _recorded, on_divergence), "expand", where, **said)
 
     def bypass(self, where: Any, *, to: Any = None, on_divergence: str = "raise") -> Program:
         """The program in which a layer or several hand on what they read. `to` says which of several values: its name,
         or its number among what the layer computes with.
         """
+        said = _said(on_divergence) if to is None else {"to": to, **_said(on_divergence)}
         made = editing.bypass(self._record, self._words.operations(where), to, self._words.ref, on_divergence)
-        return self._edited(made, "bypass", where, **({} if to is None else {"to": to}))
+        return self._edited(made, "bypass", where, **said)
 
     def rewire(self, readers: Any, old: Any, *, to: Any, on_divergence: str = "raise") -> Program:
         """The program in which a layer or several, or the `"output"`, read another value in the place of one."""
-        words = self._words
+        words, said = self._words, _said(on_divergence)
         made = editing.rewire(self._record, words.readers(readers), words.ref(old), words.ref(to), on_divergence)
-        return self._edited(made, "rewire", readers, old, to=to)
+        return self._edited(made, "rewire", readers, old, to=to, **said)
 
     def set_state(self, address: str, value: Any, *, on_divergence: str = "raise") -> Program:
         """The program with another parameter or buffer: a tensor, or a function of the present one."""
+        said = _said(on_divergence)
         made = editing.with_state(self._record, address, value, self._atlas.nearest, on_divergence)
-        return self._edited(made, "set_state", address, value)
+        return self._edited(made, "set_state", address, value, **said)
 
     def slice(self, from_: Any = None, to: Any = None) -> Program:
         """A part of the program: its inputs are the values at `from_`, one layer or several, its output those at `to`:
@@ -664,6 +681,12 @@ def _recorded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 def _is_for_all(name: Any) -> bool:
     """Does a name mean all passes of a layer, also those that were not recorded? `linear_1_1:2` means one."""
     return isinstance(name, str) and not name.rpartition(":")[2].isdigit()
+
+
+def _said(on_divergence: str) -> dict[str, str]:
+    """What the history of an edit says of going on along the recorded path; a program that was edited holds no model."""
+    _require_choice("on_divergence", on_divergence, ("raise", "ignore"))
+    return {} if on_divergence == "raise" else {"on_divergence": on_divergence}
 
 
 def _require_choice(word: str, value: Any, choices: tuple[str, ...]) -> None:

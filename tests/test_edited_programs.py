@@ -234,3 +234,54 @@ def test_swapping_an_operation_for_itself_changes_no_bit(program):
     for kind, function in (("relu", torch.relu), ("sin", torch.sin), ("tanh", torch.tanh)):
         if any(layer.layer_type == kind for layer in captured.layers):
             assert_same(captured.swap(kind, function).output, captured.output, kind)
+
+
+def branch(x):
+    y = x * 2
+    return y + 1 if y.sum() > 0 else y - 1
+
+
+def test_a_slice_keeps_the_guards_on_its_way():
+    program = rl.capture(branch, torch.ones(3))
+    with pytest.raises(rl.DivergedReplay):
+        program.slice("mul_1")(torch.full((3,), -2.0))
+    with pytest.raises(rl.DivergedReplay):
+        program.module("mul_1")(torch.full((3,), -2.0))
+    assert torch.equal(program.slice("mul_1")(torch.full((3,), 5.0)).output, torch.full((3,), 6.0))
+
+
+def test_what_is_inserted_after_a_view_whose_memory_is_written_later_is_not_lost():
+    def model(x):
+        y = x * 2
+        v = y[0]
+        y.add_(1)
+        return v * 2 + y
+
+    program = rl.capture(model, torch.ones(2, 2))
+    with pytest.raises(rl.DivergedReplay, match="memory of getitem_1"):
+        program.insert_after("getitem_1", lambda t: t * 100)
+
+
+@pytest.mark.parametrize("choice", ["rerun", "typo", None])
+def test_an_edit_goes_along_the_recorded_path_or_raises(choice):
+    program = rl.capture(branch, torch.ones(3))
+    for edit in (
+        lambda: program.insert_after("mul_1", torch.neg, on_divergence=choice),
+        lambda: program.with_patch({"mul_1": rl.Scale(-1.0)}, on_divergence=choice),
+        lambda: program.swap("mul_1", lambda x: x * -2, on_divergence=choice),
+    ):
+        with pytest.raises(ValueError, match="on_divergence must be one of 'raise', 'ignore'"):
+            edit()
+    ignored = program.insert_after("mul_1", torch.neg, on_divergence="ignore")
+    assert ignored.history[-1] == "insert_after('mul_1', neg, on_divergence='ignore')"
+
+
+def test_edges_in_sweeps_and_live_runs():
+    model, x = Residual(), torch.randn(3, 4)
+    program = rl.capture(model, x)
+    variants = {k: {rl.Edge("linear_1", "linear_2"): rl.Scale(k)} for k in (0.0, 2.0)} | {"no": {}}
+    found = rl.sweep(program, variants=variants)
+    for key, patch in variants.items():
+        torch.testing.assert_close(found[key], program.replay(patch=patch).output)
+    with pytest.raises(rl.ReplaylensError, match="cannot be patched while the model runs"):
+        rl.run(model, x, patch={rl.Edge("linear_1", "linear_2"): rl.Zero()})

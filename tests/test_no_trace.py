@@ -9,6 +9,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
+import numpy as np
 import pytest
 import torch
 from oracle import assert_same, belongings, generators, reseed, surroundings
@@ -449,3 +450,20 @@ def test_a_capture_under_a_transform_of_the_users_is_right_or_refused():
     with suppress(rl.CaptureError):
         assert_same(torch.func.grad(slope)(x()), x().cos())
     assert_same(world(), before)
+
+
+def test_a_live_run_puts_back_arrays_and_generators_that_the_model_holds():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.array, self.numpys, self.pythons = np.zeros(1), np.random.default_rng(0), random.Random(0)
+
+        def forward(self, x):
+            self.array += 1
+            return torch.relu(x) * float(self.array[0]) + self.numpys.random() + self.pythons.random()
+
+    model, plain = Counting(), Counting()
+    run = rl.run(model, torch.ones(2), patch={"relu_1": lambda value: value * 1.0})
+    assert torch.equal(run.output, plain(torch.ones(2)))
+    assert model.array[0] == 0 and model.numpys.random() == np.random.default_rng(0).random()
+    assert model.pythons.random() == random.Random(0).random()

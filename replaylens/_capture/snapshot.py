@@ -11,8 +11,8 @@ import random
 import sys
 from array import array
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable
-from functools import lru_cache
+from collections.abc import Callable, Iterable
+from functools import lru_cache, partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -33,6 +33,7 @@ class Snapshot:
         self.attributes: list[tuple[nn.Module, dict[str, Any]]] = []
         self.training: list[tuple[nn.Module, bool]] = []
         self.containers: list[tuple[Any, Any]] = []
+        self.restored: list[Callable[[], object]] = []  # of arrays and generators: puts back what they held
         self.apart = _REGISTERED if whole else _TORCHS
         self._seen: set[int] = set()
         for module in modules:
@@ -62,6 +63,8 @@ class Snapshot:
             self._note(content, depth)
             return
         else:
+            if _is_kept(kind):  # type: ignore[arg-type]
+                self.restored.append(_restorer(value))
             return
         if id(value) in self._seen:
             return
@@ -81,10 +84,31 @@ class Snapshot:
             now.update(attributes)
         for module, training in self.training:
             module.training = training
+        for restore in self.restored:
+            restore()
         for container, content in self.containers:
             if not _same(container, content):
                 container.clear()
                 (container.update if isinstance(container, (dict, set)) else container.extend)(content)
+
+
+@lru_cache(maxsize=4096)
+def _is_kept(kind: Any) -> bool:
+    """Is it an array of numpy's, or a generator of numpy's or Python's own?"""
+    known = ("numpy.ndarray", "numpy.random._generator.Generator", "numpy.random.mtrand.RandomState", "random.Random")
+    return f"{kind.__module__}.{kind.__qualname__}" in known
+
+
+def _restorer(value: Any) -> Callable[[], object]:
+    """What puts back the content of an array, or the state of a generator."""
+    if hasattr(value, "bit_generator"):
+        state = value.bit_generator.state
+        return lambda: setattr(value.bit_generator, "state", state)
+    if hasattr(value, "getstate"):
+        return partial(value.setstate, value.getstate())
+    if hasattr(value, "get_state"):
+        return partial(value.set_state, value.get_state())
+    return partial(value.__setitem__, ..., value.copy())
 
 
 @lru_cache(maxsize=4096)

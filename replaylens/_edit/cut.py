@@ -45,6 +45,7 @@ class _Cutting:
         self.nodes: set[str] = set()  # that come along
         self.held: dict[Ref, None] = {}  # values that are constants
         self._take(_refs(output))
+        self._take(self._asked())
         self._require_reached()
         self.changes = self._writes()
         self._take([ref for _, ref in self.changes])
@@ -78,6 +79,12 @@ class _Cutting:
         )
         values = {ref: ref for node in made.nodes for ref in refs_of(node)} | {new: old for old, new in refs.items()}
         return Cut(require_lawful(made), values)
+
+    def _asked(self) -> list[Ref]:
+        """What the guards on the way read, which depend on the beginnings: the path is recorded for their answers."""
+        last = max((self.graph.positions[name] for name in self.nodes), default=-1)
+        before = [guard.refs for guard in self.graph.guards if guard.position <= last]
+        return [ref for refs in before if not self.below.isdisjoint(refs) for ref in refs]
 
     def _below(self) -> set[Ref]:
         """Every value that depends on the beginnings, themselves included."""

@@ -23,6 +23,7 @@ from .._edit.rewrite import Splice, fresh, inward, names_within, replace, splice
 from .._edit.writes import with_plain
 from ..errors import BadEdit
 from .derive import Added, derive
+from .guards import diverged, misdirected
 from .replay import Record
 
 Recorder = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Record]
@@ -81,6 +82,9 @@ def insert(
     graph, sites = record.graph, []
     for ref in refs:
         node = graph[ref.node]
+        if isinstance(node, Call) and on_divergence == "raise":
+            for departure in misdirected(node, False):
+                raise diverged(departure)
         name = fresh(f"{name_of(function).lower().replace('_', '')}_after_{ref.node}", graph.positions)
         meaning = meanings_of(node)[ref]
         place = Call(
