@@ -60,6 +60,7 @@ class Request:
     whole: bool = False
     at: frozenset[Ref] = frozenset()  # where gradients are to be taken: nothing else begins a history
     every: frozenset[int] = frozenset()  # of the changed ones, those that are changed in passes beyond the recorded too
+    kinds: frozenset[str] = frozenset()  # of operations that are changed wherever they come up
 
 
 def result_of(node: Any) -> Any:
