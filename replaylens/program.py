@@ -27,6 +27,7 @@ from ._core.reference import Reference
 from ._core.text import code
 from ._core.trees import freeze_deep, leaves, thaw
 from ._edit.arguments import name_of
+from ._edit.bind import refers
 from ._edit.content import shown
 from ._edit.edges import Edge
 from ._edit.expand import chosen
@@ -83,12 +84,19 @@ def run(model: Any, *args: Any, patch: Mapping[Any, Any] | None = None, grad: bo
     """
     if edge := next((key for key in patch or () if isinstance(key, Edge)), None):
         raise ReplaylensError(
-            f"{edge!r} is between layers of a recorded program, and cannot be patched while the model runs. Capture the "
-            "model, and replay it with this patch."
+            f"{edge!r} is between layers of a recorded program, and cannot be patched while the model runs. Capture "
+            "the model, and replay it with this patch."
         )
     prog = Program(_captured=rehearsed(model, args, kwargs))
     changed, ends = changes_of(prog.graph, patch, None, prog._sites)
-    return prog._rerun(Request(changed=changed, ends=ends, every=prog._for_all(patch), grad=grad), None, (args, kwargs))
+    request = Request(changed=changed, ends=ends, grad=grad, on_divergence="raise", **prog._beyond(patch))
+    try:
+        return prog._rerun(request, None, (args, kwargs))
+    except DivergedReplay as refusal:  # a patch that no live run can make is made in a replay, if that keeps the path
+        try:
+            return replay(prog._record, request, prog._at)
+        except DivergedReplay:
+            raise refusal from None
 
 
 def _require_unchanged(prog: Program, modes: list[Any]) -> None:
@@ -579,7 +587,7 @@ class Program(Reference):
             given=given,
             start=(at_place(self.graph, start.place).position,) if start else (),
             on_divergence=on_divergence,
-            every=self._for_all(patch),
+            **self._beyond(patch),
             **more,
         )
         asks = start or changed or ends or given or request.to is not None or request.fresh
@@ -658,10 +666,18 @@ class Program(Reference):
 
         return as_run(made, self._record, request, first, find, prog)
 
-    def _for_all(self, patch: Any) -> frozenset[int]:
-        """The positions of the patches that are for all passes of a layer, also those that were not recorded."""
-        keys = [key for key in patch if _is_for_all(key)] if isinstance(patch, Mapping) else []
-        return frozenset(self.graph.positions[site.place.node] for key in keys for site in self._sites(key))
+    def _beyond(self, patch: Any) -> dict[str, Any]:
+        """Which patches hold beyond what was recorded, where the model itself is run: those for all passes of a layer,
+        and those for a type of operation. What takes from another program at each site does not: it has none there.
+        """
+        keys = [key for key, what in patch.items() if not refers(what)] if isinstance(patch, Mapping) else []
+        found = {key: self._sites(key) for key in keys if isinstance(key, str) and not _has_pass(key)}
+        nodes = {key: [self.graph[site.place.node] for site in of_key] for key, of_key in found.items()}
+        kinds = [key for key, of in nodes.items() if all(isinstance(n, Call) and n.kind == key != n.name for n in of)]
+        return {
+            "every": frozenset(self.graph.positions[node.name] for of_key in nodes.values() for node in of_key),
+            "kinds": frozenset(kind for kind in kinds if kind not in self._atlas.module_calls),
+        }
 
     def _keep(self, keep: Any) -> frozenset[int]:
         if keep in ("all", "everything"):
@@ -678,13 +694,13 @@ def _recorded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     return capture(function, *args, **kwargs)._record
 
 
-def _is_for_all(name: Any) -> bool:
-    """Does a name mean all passes of a layer, also those that were not recorded? `linear_1_1:2` means one."""
-    return isinstance(name, str) and not name.rpartition(":")[2].isdigit()
+def _has_pass(name: str) -> bool:
+    """Does a name say which pass it means, as `linear_1_1:2` does?"""
+    return name.rpartition(":")[2].isdigit()
 
 
 def _said(on_divergence: str) -> dict[str, str]:
-    """What the history of an edit says of going on along the recorded path; a program that was edited holds no model."""
+    """What the history of an edit says of going on along the recorded path. No model is held to be run again."""
     _require_choice("on_divergence", on_divergence, ("raise", "ignore"))
     return {} if on_divergence == "raise" else {"on_divergence": on_divergence}
 

@@ -98,29 +98,34 @@ class Aims:
     """All that is to be patched. `at` finds what is meant for an operation."""
 
     spots: dict[Spot, Aim] = field(factory=dict)
+    recorded: frozenset[Spot] = frozenset()  # all Spots of the recorded forward: what follows is for others
     any_call: dict[Spot, Aim] = field(factory=dict)  # of patches for all passes: in whichever call of the module
     layers: dict[Any, Aim] = field(factory=dict)  # the same, by the kind of operation and its parameters' objects
+    kinds: dict[str, Aim] = field(factory=dict)  # of patches for all operations of a kind
     sources: dict[str, Aim] = field(factory=dict)  # inputs, parameters, buffers, constants, by the node's name
     unseen: list[str] = field(factory=list)  # nodes that no call of the model makes
 
     def at(self, spot: Spot, parameters: frozenset[int]) -> Aim | None:
         """What is meant for the operation at a Spot, which reads these parameters."""
-        aim = self.spots.get(spot)
-        if aim is None and self.any_call:
-            aim = self.any_call.get(spot.any_call)
-        if aim is None and self.layers and parameters:
-            aim = self.layers.get((spot.kind, parameters))
-        return aim
+        if spot in self.recorded:
+            return self.spots.get(spot)
+        wide = self.any_call.get(spot.any_call) or (self.layers.get((spot.kind, parameters)) if parameters else None)
+        return wide or self.kinds.get(spot.kind)
 
-    @property
-    def names(self) -> list[str]:
-        """The nodes that are patched, each once."""
-        return list(dict.fromkeys(aim.name for aim in (*self.spots.values(), *self.sources.values())))
+    def missed(self, reached: set[str]) -> tuple[str, ...]:
+        """The nodes that a run did not come to. Of those of a patch for all passes, one that it came to is enough."""
+        groups: dict[Any, list[str]] = {}
+        for spot, aim in self.spots.items():
+            groups.setdefault(spot.any_call if spot.any_call in self.any_call else spot, []).append(aim.name)
+        for name in self.sources:
+            groups[name] = [name]
+        return tuple([name for names in groups.values() if reached.isdisjoint(names) for name in names])
 
 
 def aims_of(record: Record, request: Request) -> Aims:
     """Where each change of a request is to be made while the model runs."""
-    graph, where, aims = record.graph, spots(record.graph), Aims()
+    graph, where = record.graph, spots(record.graph)
+    aims = Aims(recorded=frozenset(where.values()))
     for position, changes in sorted(request.changed.items()):
         node = graph.nodes[position]
         aim = _aim(node, changes)
@@ -134,15 +139,9 @@ def aims_of(record: Record, request: Request) -> Aims:
                 aims.any_call.setdefault(spot.any_call, aim)
                 if own := parameters_of(record, node):
                     aims.layers.setdefault((node.kind, own), aim)
-    _leave_recorded(aims, where, graph)
+            if node.kind in request.kinds:
+                aims.kinds.setdefault(node.kind, aim)
     return aims
-
-
-def _leave_recorded(aims: Aims, where: dict[int, Spot], graph: Graph) -> None:
-    """A patch for passes beyond the recorded ones does not go to a recorded one that it was not given for."""
-    for spot in where.values():
-        if spot not in aims.spots and spot.any_call in aims.any_call:
-            del aims.any_call[spot.any_call]
 
 
 def _aim(node: Node, changes: tuple[Change, ...]) -> Aim:

@@ -76,7 +76,7 @@ def lived(beginning: Beginning, record: Record, request: Request, given: Any = N
     found = record_of(captured)
     if not request.given and not request.fresh:
         _require_as_recorded(record, found)
-    unreached = tuple([name for name in aims.names if name not in tracer.reached])
+    unreached = aims.missed(tracer.reached)
     if unreached and not tracer.reached and not request.ends:
         raise DivergedReplay(
             f"the model takes another path with this change, and never comes to {', '.join(unreached)}: nothing was "

@@ -6,6 +6,8 @@ function of one tensor; or an error that says what is not there.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .._core.reference import Reference
@@ -35,3 +37,24 @@ def bind(patch: Patch, name: str, number: int | None = None) -> Patch:
         return flat[number or 0]
 
     return patch.bound(look)
+
+
+def refers(what: Any) -> bool:
+    """Does it take what a program or run has at each site? Then it means nothing at a site that these do not have."""
+    if isinstance(what, (list, tuple)):
+        return any(refers(one) for one in what)
+    if not isinstance(what, Patch):
+        return isinstance(what, Reference)
+
+    def look(source: Reference) -> torch.Tensor:
+        raise _Refers
+
+    try:
+        what.bound(look)
+    except _Refers:
+        return True
+    return False
+
+
+class _Refers(Exception):
+    """A patch looked at a reference."""

@@ -172,18 +172,28 @@ def parted_values(graph: Graph, node: Call, changed: set[Ref]) -> frozenset[Ref]
     if node.target.function is not mutate or not (changed or graph.edited_refs):
         return frozenset()
     changed = changed | graph.edited_refs
-    bases = _above(graph, [leaf for leaf in leaves(node.args[1]) if type(leaf) is Ref], changed)
+    bases = _above(graph, [leaf for leaf in leaves(node.args[1]) if type(leaf) is Ref], changed, in_memory=True)
     views = [value for value in node.args[-1] if type(value) is Ref]
     return frozenset([view for view in views if _above(graph, [view], changed) - bases])
 
 
-def _above(graph: Graph, refs: list[Ref], changed: set[Ref]) -> set[Ref]:
-    """The changed values that some values are made from, themselves included."""
-    if not changed:
-        return set()
-    parents = [graph.nodes[p].name for ref in refs for p in graph.parents[graph.positions[ref.node]]]
-    names = graph.ancestors(parents)
-    return {ref for ref in changed if ref in refs or ref.node in names}
+def _above(graph: Graph, refs: list[Ref], changed: set[Ref], in_memory: bool = False) -> set[Ref]:
+    """The changed values that some values are made from, themselves included. What is in memory is not made from what
+    a view held before a write through it: if a patch has changed that, the write went elsewhere.
+    """
+    found: set[Ref] = set()
+    stack = list(refs)
+    while stack:
+        ref = stack.pop()
+        if ref in found:
+            continue
+        found.add(ref)
+        node = graph[ref.node]
+        if in_memory and isinstance(node, Call) and node.target.function is mutate:
+            stack.extend([leaf for leaf in leaves(node.args[:-1]) if type(leaf) is Ref])
+        else:
+            stack.extend(graph.refs[graph.positions[ref.node]])
+    return found & changed
 
 
 def _patches_inside(graph: Graph, node: Call, patches: Patches) -> Patches:

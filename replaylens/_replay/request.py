@@ -61,6 +61,7 @@ class Request:
     whole: bool = False
     at: frozenset[Ref] = frozenset()  # where gradients are to be taken: nothing else begins a history
     every: frozenset[int] = frozenset()  # of the changed ones, those that are changed in passes beyond the recorded too
+    kinds: frozenset[str] = frozenset()  # of operations that are changed wherever they come up
 
 
 def new_inputs(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, torch.Tensor]:
