@@ -164,7 +164,7 @@ def freeze(recording: Recording) -> Frozen:
         nodes=tuple(made),
         output=remake(recording.output, to_ref),
         inputs=remake(recording.inputs, to_ref),
-        guards=tuple([_guard(guard, len(made), to_ref, scopes) for guard in recording.guards]),
+        guards=_guards(recording, names, to_ref, scopes),
         module_outputs=tuple([(scope, remake(t, to_ref)) for n, t in recording.scope_outputs if (scope := scopes[n])]),
         changes=tuple([(_address(addresses, where), refs[last]) for where, last in recording.changes]),
         orphans=frozenset(name for name, orphan in zip(names, orphans, strict=True) if orphan),
@@ -339,6 +339,16 @@ def frozen_context(context: tuple[Any, ...]) -> Context:
 
 
 _contexts: dict[tuple[Any, ...], Context] = {}
+
+
+def _guards(recording: Recording, names: list[str], to_ref: Any, scopes: list[Any]) -> tuple[Guard, ...]:
+    """The guards, each where what it reads is there: inside a custom function it is read before that is written down."""
+    if not recording.guards:
+        return ()
+    places = {name: number for number, name in enumerate(names)}
+    found = [_guard(guard, len(names), to_ref, scopes) for guard in recording.guards]
+    after = [max([places[ref.node] + 1 for ref in guard.refs], default=0) for guard in found]
+    return tuple([evolve(g, position=max(g.position, place)) for g, place in zip(found, after, strict=True)])
 
 
 def _guard(guard: GuardRecord, count: int, to_ref: Any, scopes: list[Any]) -> Guard:

@@ -58,13 +58,14 @@ class Snapshot:
             content: Any = dict(value) if kind in _DICTS else set(value) if kind is set else list(value)
         elif kind is tuple:
             content = value
+        elif _is_kept(kind):  # type: ignore[arg-type]
+            self.restored.append(_restorer(value))
+            return
         elif _is_plain(kind):  # type: ignore[arg-type]
             content = vars(value)
             self._note(content, depth)
             return
         else:
-            if _is_kept(kind):  # type: ignore[arg-type]
-                self.restored.append(_restorer(value))
             return
         if id(value) in self._seen:
             return
