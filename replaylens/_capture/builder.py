@@ -342,7 +342,7 @@ _contexts: dict[tuple[Any, ...], Context] = {}
 
 
 def _guards(recording: Recording, names: list[str], to_ref: Any, scopes: list[Any]) -> tuple[Guard, ...]:
-    """The guards, each where what it reads is there: inside a custom function it is read before that is written down."""
+    """The guards, each where what it reads is there: inside a custom function it is read before that is noted."""
     if not recording.guards:
         return ()
     places = {name: number for number, name in enumerate(names)}
