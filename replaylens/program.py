@@ -349,6 +349,9 @@ class Program(Reference):
         >>> grads["linear_1"], grads["weight"]
         (tensor([[3.]]), tensor([[3., 3.]]))
         """
+        if (home := self._home(patch)) is not self:
+            more = {"from_": from_, "patch": patch, "state": state, "on_divergence": on_divergence}
+            return home.grads(*inputs, of=of, at=self._everywhere.labels if at is None else at, **more, **named_inputs)
         asked = self._asked(at, from_)
         _require_choice("on_divergence", on_divergence, ("raise", "ignore"))
         request = self._request(inputs, named_inputs, from_, patch, state, on_divergence, grad=True)

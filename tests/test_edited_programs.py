@@ -285,3 +285,13 @@ def test_edges_in_sweeps_and_live_runs():
         torch.testing.assert_close(found[key], program.replay(patch=patch).output)
     with pytest.raises(rl.ReplaylensError, match="cannot be patched while the model runs"):
         rl.run(model, x, patch={rl.Edge("linear_1", "linear_2"): rl.Zero()})
+
+
+def test_gradients_through_an_edge():
+    model, x = Residual(), torch.randn(3, 4)
+    program = rl.capture(model, x)
+    edge = {rl.Edge("linear_1", "linear_2"): rl.Scale(3.0)}
+    found = program.grads(of=lambda y: y.square().sum(), at=["linear_1", "input_1"], patch=edge)
+    fresh = x.clone().requires_grad_()
+    model(fresh, lambda h: 3 * h).square().sum().backward()
+    torch.testing.assert_close(found["input_1"], fresh.grad)
