@@ -17,7 +17,7 @@ from attrs import evolve, frozen
 from torch import nn
 
 from .._core.trees import thaw
-from ..errors import DivergedReplay
+from ..errors import DivergedReplay, NotDifferentiable
 from .aims import Aim, Aims
 from .builder import CallRecord, Handle, Recording, SourceRecord, parts_of
 from .origins import Date, Origins
@@ -32,6 +32,7 @@ from .storage import Entry
 from .tracer import Tracer
 
 _push = torch._C._push_on_torch_function_stack
+_saved_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
 _pop = torch._C._pop_torch_function_stack
 
 
@@ -82,10 +83,21 @@ class LiveTracer(Tracer):
     # -- the door ------------------------------------------------------------------------------------------------------
 
     def _fresh(self, rule: Rule, func: Any, args: Any, depth: int = 2) -> Any:
+        self._refuse_checkpoints()
         out = super()._fresh(rule, func, self.stand_ins.met(args), depth + 1)
         return self._asked(Done(out, args))
 
+    def _refuse_checkpoints(self) -> None:
+        """A checkpoint computes again in the backward, and no patch is there then."""
+        if self.stage.grad and (hooks := _saved_hooks(False)) is not None:
+            if hooks[0].__module__ == "torch.utils.checkpoint":
+                raise NotDifferentiable(
+                    "the model checkpoints (torch.utils.checkpoint), and computes again in the backward what was patched "
+                    "while it ran. Turn checkpoints off for this run, or replay along the recorded path."
+                )
+
     def _open_or_call(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
+        self._refuse_checkpoints()
         if rule.how in (How.OPEN, How.RELU) and func not in self.opened:  # what it does comes to this door by itself
             return super()._open_or_call(rule, func, self.stand_ins.met(tuple(args)), self.stand_ins.met(kwargs))
         args, kwargs, targets = self._ours(rule, args, kwargs)
