@@ -601,7 +601,8 @@ def gradients_through_a_live_run(build: Build) -> None:
     try:
         run = lived(case, lambda: rl.run(case.model, *args, patch=patch, grad=True, **case.kwargs))
     except rl.NotDifferentiable as refusal:
-        assert "checkpoints" in str(refusal), refusal
+        if "checkpoints" not in str(refusal):
+            raise
         raise CannotAsk("a checkpoint computes again in the backward") from refusal
     assert_same_gradients(gradients(run.output, args, case.model), wanted)
 
