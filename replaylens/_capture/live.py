@@ -92,8 +92,8 @@ class LiveTracer(Tracer):
         hooks = _saved_hooks(False) if self.stage.grad else None
         if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
             raise NotDifferentiable(
-                "the model checkpoints (torch.utils.checkpoint), and computes again in the backward what was patched while "
-                "it ran. Turn checkpoints off for this run, or replay along the recorded path."
+                "the model checkpoints (torch.utils.checkpoint), and computes again in the backward what was patched "
+                "while it ran. Turn checkpoints off for this run, or replay along the recorded path."
             )
 
     def _open_or_call(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
