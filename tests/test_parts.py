@@ -288,7 +288,7 @@ def test_a_tensor_that_does_not_fit_a_part_is_answered_with_both_shapes():
 def parts(draw):
     """A shape, a part of it, and the same part as plain indexing of the shape taken apart."""
     words, axes, full, whole, indices = [], {}, [], [], []
-    names = iter("abcdefghij")
+    names = iter("abcdefghijkl")  # four words of three axes each at most
 
     def axis(bracketed):
         name, size = next(names), draw(st.integers(1, 4))

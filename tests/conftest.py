@@ -1,0 +1,9 @@
+"""Random tests are the same tests each time, so that a red run is about the change. REPLAYLENS_EXAMPLES=20000 searches."""
+
+import os
+
+from hypothesis import settings
+
+settings.register_profile("same", derandomize=True, deadline=None)
+settings.register_profile("search", deadline=None, print_blob=True)
+settings.load_profile("search" if os.environ.get("REPLAYLENS_EXAMPLES") else "same")
