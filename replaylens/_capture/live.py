@@ -114,20 +114,24 @@ class LiveTracer(Tracer):
         return self._asked(Done(super()._script_detach(rule, func, args), args, is_hidden=True))
 
     def _identity(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._asked(Done(super()._identity(tensor), tensor))
+        out = super()._identity(tensor)
+        with self._unseen():
+            return self._asked(Done(out, tensor))
 
     def function_apply(self, kind: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A custom `autograd.Function`: which records stand for it is known when it is over."""
         if self.blind or (kind.__name__ == "CheckpointFunction" and kind.__module__ == "torch.utils.checkpoint"):
             return super().function_apply(kind, call, args, kwargs)
-        args, kwargs = self.stand_ins.met(tuple(args)), self.stand_ins.met(kwargs)
+        with self._unseen():
+            args, kwargs = self.stand_ins.met(tuple(args)), self.stand_ins.met(kwargs)
         self.blind += 1
         try:
             out = super().function_apply(kind, call, args, kwargs)
         finally:
             self.blind -= 1
         hook = kind.__name__ == "BackwardHookFunction"
-        return self._asked(Done(out, (args, kwargs), closed="it belongs to the backward hook of a module" * hook))
+        with self._unseen():
+            return self._asked(Done(out, (args, kwargs), closed="it belongs to the backward hook of a module" * hook))
 
     def given(self, tree: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The inputs, patched where they are, in containers that the model may write."""
@@ -317,12 +321,18 @@ class LiveTracer(Tracer):
     @contextmanager
     def _looking_away(self) -> Iterator[None]:
         """Within, what runs is the user's patch, not the model."""
+        with self._unseen(), listening(_Deaf()):
+            yield
+
+    @contextmanager
+    def _unseen(self) -> Iterator[None]:
+        """Within, the mode sees no calls, wherever it is entered from."""
         depth = 0
         while (count := torch._C._len_torch_function_stack()) and torch._C._get_function_stack_at(count - 1) is self:
             _pop()
             depth += 1
         try:
-            with self.at_work(), listening(_Deaf()):
+            with self.at_work():
                 yield
         finally:
             for _ in range(depth):
