@@ -20,7 +20,7 @@ from .._core.node import Call, Const, Node, Ref, State, value_of
 from .._core.text import listing
 from .._core.trees import leaves, thaw
 from .._replay.guards import Departure, departures
-from .._replay.interpreter import modes, recorded_world
+from .._replay.interpreter import modes, one_draws, recorded_world
 from .._replay.replay import Record, detached, supply
 from .._replay.request import At, Request
 from .._replay.run import Run
@@ -48,9 +48,9 @@ class Lived:
 def rehearsed(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
     """A capture that leaves nothing behind, not even what a plain forward leaves."""
     require_supported(model)
-    origins = Origins(model)
-    beginning = Beginning(model, Snapshot(origins.modules, (args, kwargs)), Dice())
-    captured, _ = _run(beginning, args, kwargs, Stage(Aims(), {}, lambda tracer: []), origins)
+    with one_draws:  # what hangs on a model is changed and put back by one run at a time
+        beginning = Beginning(model, Snapshot(Origins(model).modules, (args, kwargs)), Dice())
+        captured, _ = _run(beginning, args, kwargs, Stage(Aims(), {}, lambda tracer: []))
     beginning.generators = tuple(captured.recording.generators.values())
     return captured
 
@@ -63,16 +63,15 @@ def lived(beginning: Beginning, record: Record, request: Request, given: Any = N
             f"the patch at {aims.unseen[0]} cannot be made while the model runs: it is a view that is read again after "
             "its memory was written, and no call of the model's gives it."
         )
-    origins = Origins(beginning.model)
     inputs = {node.path[0]: aims.sources[node.name] for node in graph.input_nodes if node.name in aims.sources}
-    made = partial(_stand_ins, record, request, aims, origins)
+    made = partial(_stand_ins, record, request, aims)
     most = max(10_000, 100 * len(graph))
     stage = Stage(aims, inputs, made, grad=request.grad, fresh=request.fresh, most=most)
     recorded = thaw(graph.inputs, lambda leaf: supply(record, request, leaf) if type(leaf) is Ref else leaf)
     args, kwargs = given or recorded
     ambient = evolve(graph.ambient, grad=True, inference=False) if request.grad else graph.ambient
-    with recorded_world(not request.fresh, graph), modes(ambient):
-        captured, tracer = _run(beginning, args, kwargs, stage, origins)
+    with one_draws, recorded_world(not request.fresh, graph), modes(ambient):
+        captured, tracer = _run(beginning, args, kwargs, stage)
     found = record_of(captured)
     if not request.given and not request.fresh:
         _require_as_recorded(record, found)
@@ -136,50 +135,51 @@ def _ended(request: Request, recorded: Graph, graph: Graph, get: Callable[[Any],
     return found
 
 
-def _run(beginning: Beginning, args: Any, kwargs: Any, stage: Stage, origins: Origins) -> tuple[Captured, LiveTracer]:
+def _run(beginning: Beginning, args: Any, kwargs: Any, stage: Stage) -> tuple[Captured, LiveTracer]:
     """One run of the model from its beginning. What hangs on the model now, and the generators, are as before."""
     looks: list[LiveTracer] = []
-    belongings = Belongings(origins.modules, (args, kwargs), [generator for generator, _ in beginning.generators])
-    dtype = torch.get_default_dtype()
+    origins, dtype = Origins(beginning.model), torch.get_default_dtype()
+    belongings = Belongings(origins.modules, (args, kwargs), beginning)
 
     def tracer(recording: Recording, own: Origins, date: Date, deep: bool, unknown: str) -> LiveTracer:
         looks.append(LiveTracer(recording, own, date, deep, unknown, stage))
         return looks[-1]
 
-    def leave(recording: Recording) -> None:
+    def leave() -> None:
         belongings.put_back()
         torch.set_default_dtype(dtype)
         if not stage.fresh:
-            put_generators_back(recording)
+            for look in reversed(looks):
+                put_generators_back(look.recording)
             belongings.put_generators_back()
 
-    def begin(recording: Recording | None = None, of: Beginning | None = None) -> None:
-        if recording is not None:
-            leave(recording)
+    def begin() -> None:
         beginning.snapshot.put_back()
         if not stage.fresh:
             beginning.put_back()
 
+    def begin_again(recording: Recording, of: Beginning) -> None:
+        leave()
+        begin()
+
     try:
         begin()
         with torch.set_grad_enabled(torch.is_grad_enabled()):
-            captured = looked(Forward(beginning.model, args, kwargs, beginning, tracer), begin, origins)
+            captured = looked(Forward(beginning.model, args, kwargs, beginning, tracer), begin_again, origins)
         recording, unwritten = captured.recording, looks[-1].unwritten
         recording.changes = [(where, last) for where, last in recording.changes if last not in unwritten]
         return captured, looks[-1]
     finally:
-        leave(looks[-1].recording if looks else Recording(""))
+        leave()
 
 
-def _stand_ins(
-    record: Record, request: Request, aims: Aims, origins: Origins, tracer: LiveTracer
-) -> list[tuple[torch.Tensor, Waiting]]:
+def _stand_ins(record: Record, request: Request, aims: Aims, tracer: LiveTracer) -> list[tuple[torch.Tensor, Waiting]]:
     """What stands for the model's parameters, buffers and constants: what was recorded, if they hold something else
     now, what the request gives, and what patches make of that.
     """
     found: list[tuple[torch.Tensor, Waiting]] = []
-    named = addresses(origins.table)
-    modules = {named[id(module)]: module for module in origins.modules}
+    named = addresses(tracer.origins.table)
+    modules = {named[id(module)]: module for module in tracer.origins.modules}
     for node in record.graph.nodes:
         if isinstance(node, State) and node.name in record.live:
             objects, value = _objects(node, modules, record), _value(node, record, request)

@@ -33,7 +33,7 @@ class Snapshot:
         self.attributes: list[tuple[nn.Module, dict[str, Any]]] = []
         self.training: list[tuple[nn.Module, bool]] = []
         self.containers: list[tuple[Any, Any]] = []
-        self.restored: list[Callable[[], object]] = []  # of arrays and generators: puts back what they held
+        self.restored: list[tuple[Any, Callable[[], object]]] = []  # arrays and generators: puts back what they held
         self.apart = _REGISTERED if whole else _TORCHS
         self._seen: set[int] = set()
         for module in modules:
@@ -59,7 +59,7 @@ class Snapshot:
         elif kind is tuple:
             content = value
         elif _is_kept(kind):  # type: ignore[arg-type]
-            self.restored.append(_restorer(value))
+            self.restored.append((value, _restorer(value)))
             return
         elif _is_plain(kind):  # type: ignore[arg-type]
             content = vars(value)
@@ -76,6 +76,16 @@ class Snapshot:
             for item in content.values() if kind in _DICTS else content:
                 self._note(item, depth - 1)
 
+    def as_of_now(self) -> Snapshot:
+        """The same objects, as they are now."""
+        now = Snapshot.__new__(Snapshot)
+        now.apart = self.apart
+        now.attributes = [(m, {k: v for k, v in vars(m).items() if k not in self.apart}) for m, _ in self.attributes]
+        now.training = [(module, module.training) for module, _ in self.training]
+        now.containers = [(container, type(content)(container)) for container, content in self.containers]
+        now.restored = [(value, _restorer(value)) for value, _ in self.restored]
+        return now
+
     def put_back(self) -> None:
         """Everything noted as it was."""
         for module, attributes in self.attributes:
@@ -85,7 +95,7 @@ class Snapshot:
             now.update(attributes)
         for module, training in self.training:
             module.training = training
-        for restore in self.restored:
+        for _, restore in self.restored:
             restore()
         for container, content in self.containers:
             if not _same(container, content):
@@ -174,14 +184,16 @@ class Beginning:
 class Belongings:
     """All that hangs on a model now, to be put back when it has run once more: everything but what tensors hold."""
 
-    def __init__(self, modules: list[nn.Module], inputs: Any, generators: Iterable[torch.Generator]) -> None:
+    def __init__(self, modules: list[nn.Module], inputs: Any, beginning: Beginning) -> None:
         self.snapshot, self.dice = Snapshot(modules, inputs, whole=True), Dice()
-        self.generators = [(generator, generator.get_state()) for generator in generators]
+        self.begun = beginning.snapshot.as_of_now()
+        self.generators = [(generator, generator.get_state()) for generator, _ in beginning.generators]
         tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
         self.leaves = [(t, t.requires_grad, t.grad) for t in tensors if t.is_leaf]
 
     def put_back(self) -> None:
         """Everything as it was."""
+        self.begun.put_back()
         self.snapshot.put_back()
         for tensor, flag, grad in self.leaves:
             if tensor.requires_grad != flag:
