@@ -641,9 +641,12 @@ class Program(Reference):
         return choice
 
     def _replayed(self, request: Request) -> Run:
+        state = torch.default_generator.get_state() if request.fresh else None
         try:
             return replay(self._record, request, self._at)
         except LeftPath as left:
+            if state is not None:
+                torch.default_generator.set_state(state)
             return self._rerun(request, left.departure)
 
     def _rerun(self, request: Request, first: Departure | None, given: Any = None) -> Run:
