@@ -94,10 +94,12 @@ class StaleValue(ReplaylensError, RuntimeError):
 
 
 class DivergedReplay(ReplaylensError, RuntimeError):
-    """The model would have taken another path than the recorded one.
+    """The model would have taken another path than the recorded one, and nobody could run the model there.
 
     A value that the model had read in Python (`if x.sum() > 0`, `.item()`, an index of data-dependent size) came out
-    differently under the change. `on_divergence="ignore"` goes on along the recorded path and says so in the run.
+    differently under the change. A program that holds its model runs the model itself then; this is raised by one that
+    does not, where `on_divergence="raise"` asks for it, and where a patch cannot be made while the model runs: inside
+    `torch.func.grad`, on a path not taken. `"ignore"` goes on along the recorded path and says so in the run.
     """
 
 

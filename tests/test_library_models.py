@@ -113,6 +113,35 @@ def test_gradients_at_the_modules_of_a_library_model_are_those_of_hooks(name: st
         assert torch.allclose(mine, wanted if wanted is not None else torch.zeros_like(mine), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("last", [26, 48], ids=["fewer tokens", "more tokens"])
+@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"do_sample": True}, {"num_beams": 3}], ids=str)
+@torch.no_grad()
+def test_generation_under_a_change_ends_where_the_model_ends_it(last: int, options: dict) -> None:
+    if not library_models.is_installed("transformers/gpt2"):
+        pytest.skip("transformers is not installed")
+    import torchvision_ops  # noqa: F401
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 50, "n_positions": 64}
+    config = transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=last, pad_token_id=last)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    for parameter in model.parameters():
+        parameter.mul_(6)
+
+    def generate(ids: Tensor) -> Tensor:
+        return model.generate(ids, max_new_tokens=12, **{"do_sample": False, **options})
+
+    ids = torch.tensor([[1, 2, 3]])
+    prog = seeded(rl.capture, generate, ids)
+    run = prog.replay(patch={"transformer.h.0.mlp": rl.Scale(-3.0)})
+    hook = model.transformer.h[0].mlp.register_forward_hook(lambda module, args, output: -3.0 * output)
+    assert_same(run.output, seeded(generate, ids))
+    hook.remove()
+    assert_same(seeded(generate, ids), prog.output)
+    assert run.diverged or run.output.shape == prog.output.shape
+
+
 def assert_changed_as_by_a_hook(prog: rl.Program, site: "Site | None", model: nn.Module, *args, **kwargs) -> None:
     assert site is not None, "no module's output reaches the output of this model: nothing to test"
     assert_same(prog[site.label].value, site.value)
