@@ -20,6 +20,7 @@ from .._core.trees import thaw
 from ..errors import DivergedReplay, NotDifferentiable
 from .aims import Aim, Aims
 from .builder import CallRecord, Handle, Recording, SourceRecord, parts_of
+from .checkpoints import in_checkpoint, nothing_computed_again
 from .origins import Date, Origins
 from .randomness import Draw, generator_of
 from .recorder import tensors_in
@@ -32,7 +33,6 @@ from .storage import Entry
 from .tracer import Tracer
 
 _push = torch._C._push_on_torch_function_stack
-_saved_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
 _pop = torch._C._pop_torch_function_stack
 
 
@@ -83,31 +83,46 @@ class LiveTracer(Tracer):
     # -- the door ------------------------------------------------------------------------------------------------------
 
     def _fresh(self, rule: Rule, func: Any, args: Any, depth: int = 2) -> Any:
-        self._refuse_checkpoints()
-        out = super()._fresh(rule, func, self.stand_ins.met(args), depth + 1)
+        args = self.stand_ins.met(args)
+        with nothing_computed_again():
+            out = super()._fresh(rule, func, args, depth + 1)
         return self._asked(Done(out, args))
 
-    def _refuse_checkpoints(self) -> None:
-        """A checkpoint computes again in the backward, and no patch is there then."""
-        hooks = _saved_hooks(False) if self.stage.grad else None
-        if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
-            raise NotDifferentiable(
-                "the model checkpoints (torch.utils.checkpoint), and computes again in the backward what was patched "
-                "while it ran. Turn checkpoints off for this run, or replay along the recorded path."
-            )
-
     def _open_or_call(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        self._refuse_checkpoints()
         if rule.how in (How.OPEN, How.RELU) and func not in self.opened:  # what it does comes to this door by itself
             return super()._open_or_call(rule, func, self.stand_ins.met(tuple(args)), self.stand_ins.met(kwargs))
         args, kwargs, targets = self._ours(rule, args, kwargs)
-        out = super()._open_or_call(rule, func, args, kwargs)
+        with nothing_computed_again():
+            out = super()._open_or_call(rule, func, args, kwargs)
         return self._asked(Done(out, (args, kwargs), targets, is_hidden=self.in_aten))
 
     def aten(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An ATen call that no recorded call made."""
+        self._require_seen()
         args, kwargs, targets = self._ours(self._learn(func), args, kwargs)
         return self._asked(Done(super().aten(func, args, kwargs), (args, kwargs), targets, is_hidden=True))
+
+    def _watched_call(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
+        if isinstance(func, torch._ops.OpOverload):
+            self._require_seen()
+        return super()._watched_call(rule, func, args, kwargs)
+
+    def _require_seen(self) -> None:
+        """What lies beneath torch's functions has saved tensors before it is seen: a checkpoint may have them."""
+        if self.stage.grad and in_checkpoint():
+            self.refused = NotDifferentiable(
+                "the model checkpoints (torch.utils.checkpoint) what lies beneath torch's functions, and computes it "
+                "again in the backward, without the patches. Turn checkpoints off for this run."
+            )
+            raise self.refused
+
+    def _in_functorch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        with nothing_computed_again():
+            return super()._in_functorch(func, args, kwargs)
+
+    def _script_call(self, module: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with nothing_computed_again():
+            return super()._script_call(module, call, args, kwargs)
 
     def _script_detach(self, rule: Rule, func: Any, args: Any) -> Any:
         args = self.stand_ins.among(tuple(args))
@@ -126,7 +141,8 @@ class LiveTracer(Tracer):
             args, kwargs = self.stand_ins.met(tuple(args)), self.stand_ins.met(kwargs)
         self.blind += 1
         try:
-            out = super().function_apply(kind, call, args, kwargs)
+            with nothing_computed_again():
+                out = super().function_apply(kind, call, args, kwargs)
         finally:
             self.blind -= 1
         hook = kind.__name__ == "BackwardHookFunction"
@@ -267,7 +283,7 @@ class LiveTracer(Tracer):
         those that they were without it.
         """
         try:
-            with self._looking_away(), Draw(self.draws, generator_of(values, {})) as draw:
+            with self._looking_away(), nothing_computed_again(), Draw(self.draws, generator_of(values, {})) as draw:
                 news = aim(*values)
         except Exception as error:
             self.refused = self.refused or error  # the model may swallow it

@@ -1,0 +1,40 @@
+"""Checkpoints of torch's, in a run that changes values: they would compute again in the backward, without the changes.
+
+A checkpoint without reentry hooks in where autograd saves tensors, and saves none. Where these hooks are left alone,
+autograd saves what it always saves, and the backward computes nothing again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
+_leave_hooks_alone: Any = torch._C._autograd._saved_tensors_hooks_set_tracing
+
+
+def nothing_computed_again() -> AbstractContextManager[Any]:
+    """Within, a checkpoint that the model is in saves what it would else compute again."""
+    return _saving_without_hooks() if in_checkpoint() else _AS_IT_IS
+
+
+def in_checkpoint() -> bool:
+    """Does a checkpoint keep tensors from being saved?"""
+    hooks = _hooks(False)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
+_AS_IT_IS = nullcontext()
+
+
+@contextmanager
+def _saving_without_hooks() -> Iterator[None]:
+    """By a switch, not by taking hooks off: a checkpoint in another has two on the stack."""
+    before = _leave_hooks_alone(True)
+    try:
+        yield
+    finally:
+        _leave_hooks_alone(before)

@@ -1,0 +1,844 @@
+"""Where a change leads away from the recorded path, a program gives what the model gives with the same change made by hand."""
+
+import functools
+import gc
+import random
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import assert_same, belongings, generators, reseed, surroundings
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import replaylens as rl
+
+
+class Net(nn.Module):
+    """A forward function with parts, built anew for each test, always with the same weights."""
+
+    def __init__(self, steps, **parts):
+        super().__init__()
+        self.steps = steps
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args, **kwargs):
+        return self.steps(self, *args, **kwargs)
+
+
+def seeded(steps, **parts):
+    torch.manual_seed(0)
+    return Net(steps, **{name: part() for name, part in parts.items()}).eval()
+
+
+def four():
+    return nn.Linear(4, 4)
+
+
+def x(seed=0):
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def hooked(model, change, *args, at="fc", on=None, **kwargs):
+    """A plain forward with a module's output changed by a hook: in all of its calls, or in those of these numbers."""
+    calls = 0
+
+    def hook(module, args, output):
+        nonlocal calls
+        calls += 1
+        return change(output) if on is None or calls in on else None
+
+    handle = model.get_submodule(at).register_forward_hook(hook)
+    try:
+        return model(*args, **kwargs)
+    finally:
+        handle.remove()
+
+
+# ---- paths ---------------------------------------------------------------------------------------------------------
+
+
+def shrink(m, x):
+    """A loop that runs until its value is small."""
+    n = 0
+    while x.norm().item() > 0.1 and n < 50:
+        x, n = m.fc(x).tanh(), n + 1
+    return x, n
+
+
+def leave_early(m, x):
+    for layer in (m.fc, m.two, m.three):
+        x = layer(x)
+        if x.mean() > 0:
+            return x
+    return x * 10
+
+
+def route(m, x):
+    """A mixture of experts, each row through the one that it is routed to."""
+    choices = m.fc(x).argmax(1)
+    return torch.stack([(m.two, m.three, m.four_, m.fc)[choice.item()](row) for row, choice in zip(x, choices)])
+
+
+def decode(m, x):
+    """Greedy decoding with a cache in a list, until a token ends it."""
+    tokens, cache = [0], []
+    while tokens[-1] != 3 and len(tokens) < 9:
+        cache.append(m.fc(m.embed(torch.tensor(tokens[-1])) + x[0]))
+        keys = torch.stack(cache)
+        state = (keys @ keys[-1]).softmax(0) @ keys
+        tokens.append(int(m.two(state).argmax()))
+    return tokens, torch.stack(cache)
+
+
+def decode_with_beams(m, x):
+    beams = [((0,), torch.zeros(()))]
+    for _ in range(4):
+        grown = []
+        for tokens, score in beams:
+            scores = m.fc(m.embed(torch.tensor(tokens)).mean(0) + x[0]).log_softmax(0)
+            grown += [((*tokens, token), score + scores[token]) for token in range(4)]
+        beams = sorted(grown, key=lambda beam: -beam[1].item())[:2]
+        if beams[0][0][-1] == 3:
+            break
+    return beams
+
+
+def keep_the_positive(m, x):
+    y = m.fc(x)
+    kept = y[y > 0]
+    return kept.sort().values, (y > 0).nonzero(), m.two(F.pad(kept, (0, 12 - len(kept))).view(3, 4))
+
+
+def as_a_list(m, x):
+    y = m.fc(x)
+    return m.two(y) * sum(1 for row in y.tolist() for number in row if number > 0)
+
+
+def through_numpy(m, x):
+    return m.two(torch.from_numpy(np.sort(m.fc(x).detach().numpy(), axis=0)))
+
+
+def from_python_numbers(m, x):
+    return m.two(torch.tensor([row.max().item() for row in m.fc(x)])[:, None] * x)
+
+
+PARTS = {"fc": four, "two": four, "three": four, "four_": four, "embed": lambda: nn.Embedding(4, 4)}
+PATHS = {
+    "shrink": lambda y: y * 0.2,
+    "leave_early": lambda y: -y.abs(),
+    "route": lambda y: -y,
+    "decode": lambda y: y.flip(0),
+    "decode_with_beams": lambda y: -y,
+    "keep_the_positive": lambda y: y - 0.5,
+    "as_a_list": lambda y: -y,
+    "through_numpy": lambda y: -y,
+    "from_python_numbers": lambda y: -y,
+}
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_the_path_is_the_one_that_the_model_takes_with_the_change(name):
+    model, change = seeded(globals()[name], **PARTS), PATHS[name]
+    prog = rl.capture(model, x())
+    run = prog.replay(patch={"fc": change})
+    assert_same(run.output, detached(hooked(model, change, x())))
+    assert run.diverged and run.departures[0].source.file == __file__
+    assert_same(rl.run(model, x(), patch={"fc": change}).output, run.output)
+    assert_same(prog.replay().output, detached(prog.output))
+
+
+def detached(tree):
+    if isinstance(tree, torch.Tensor):
+        return tree.detach()
+    return type(tree)(map(detached, tree)) if isinstance(tree, (list, tuple)) else tree
+
+
+def sine_or_cosine(x):
+    return x.sin() if x.sum() > 0 else x.cos()
+
+
+def test_a_run_says_what_was_read_where_and_what_is_read_now():
+    run = rl.capture(sine_or_cosine, torch.ones(3)).replay(-torch.ones(3))
+    line = f"test_live.py:{sine_or_cosine.__code__.co_firstlineno + 1}    return x.sin() if x.sum() > 0 else x.cos()"
+    (departure,) = run.departures
+    assert str(departure) == f"`bool(gt_1_2)` was True when recorded, and is False now.\n    {line}"
+    assert (departure.recorded, departure.new) == (True, False)
+    assert [layer.layer_type for layer in run.program] == ["input", "sum", "gt", "cos", "output"]
+    assert "diverged at 1 places" in repr(run)
+
+
+def test_calling_a_program_on_inputs_of_another_path_gives_what_the_model_gives():
+    model = seeded(leave_early, **PARTS)
+    prog = rl.capture(model, x())
+    for seed in range(5):
+        assert_same(prog(x(seed)).output, model(x(seed)).detach())
+
+
+def test_other_parameters_may_lead_another_way():
+    model = seeded(leave_early, **PARTS)
+    weight = -model.fc.weight.detach()
+    run = rl.capture(model, x()).replay(state={"fc.weight": weight})
+    wanted = torch.func.functional_call(model, {"fc.weight": weight}, (x(),))
+    assert run.diverged
+    assert_same(run.output, wanted.detach())
+
+
+# ---- all passes ----------------------------------------------------------------------------------------------------
+
+
+def grow(m, x):
+    n = 0
+    while x.norm() < 20 and n < 50:
+        x, n = m.cell(x), n + 1
+    return x, n
+
+
+class Cell(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return F.relu(self.fc(x)) + x
+
+
+@pytest.mark.parametrize(
+    ("key", "module"),
+    [("cell", "cell"), ("cell.fc", "cell.fc"), ("linear_1", "cell.fc"), ("linear", "cell.fc"), ("cell.f*", "cell.fc")],
+)
+def test_a_patch_for_all_passes_is_also_for_those_that_were_not_recorded(key, module):
+    model = seeded(grow, cell=Cell)
+    prog = rl.capture(model, x())
+    run = prog.replay(patch={key: rl.Scale(0.8)})
+    wanted = hooked(model, lambda y: 0.8 * y, x(), at=module)
+    assert run.output[1] > prog.output[1] + 1
+    assert_same(run.output, detached(wanted))
+    assert not [one for one in run.departures if "patch" in one.what]
+
+
+def test_a_patch_for_a_type_holds_for_operations_outside_of_modules_that_were_not_recorded():
+    def forward(m, x):
+        n = 0
+        while x.norm() < 20 and n < 50:
+            x, n = F.relu(F.linear(x, m.fc.weight)) + x, n + 1
+        return x, n
+
+    model = seeded(forward, fc=four)
+    prog = rl.capture(model, x())
+    plain = F.relu
+    try:
+        F.relu = lambda x: 0.5 * plain(x)
+        wanted = model(x())
+    finally:
+        F.relu = plain
+    assert wanted[1] > prog.output[1]
+    assert_same(prog.replay(patch={"relu": rl.Scale(0.5)}).output, detached(wanted))
+    doubled = prog.replay(patch={"linear_1": rl.Scale(0.5)})  # all passes of a layer outside of modules
+    assert_same(doubled.output, detached(wanted))
+
+
+def test_a_patch_for_one_pass_is_for_that_pass():
+    model = seeded(grow, cell=Cell)
+    prog = rl.capture(model, x())
+    run = prog.replay(patch={"cell:2": rl.Scale(0.1)})
+    wanted = hooked(model, lambda y: 0.1 * y, x(), at="cell", on=[2])
+    assert run.output[1] > prog.output[1]
+    assert_same(run.output, detached(wanted))
+
+
+def test_a_patch_that_takes_from_another_program_is_for_the_recorded_passes():
+    model = seeded(grow, cell=Cell)
+    prog, small = rl.capture(model, x()), rl.capture(model, x() * 0.5)
+    run = prog.replay(patch={"cell": rl.From(small)})
+    values = iter([small[f"cell:{n}"].value for n in range(1, prog.output[1] + 1)])
+    wanted = hooked(model, lambda y: next(values, y), x(), at="cell")
+    assert run.output[1] > prog.output[1]
+    assert_same(run.output, detached(wanted))
+
+
+def two_ways(m, x):
+    """Beyond 100 another way is taken: no patch but a great one leads there."""
+    y = m.fc(x)
+    return m.two(y) if y.sum() < 100 else m.three(y)
+
+
+def far(y):
+    return y + 1000
+
+
+def test_a_patch_on_a_path_not_taken_is_a_departure():
+    prog = rl.capture(seeded(two_ways, **PARTS), x())
+    run = prog.replay(patch={"fc": far, "two": torch.zeros_like})
+    assert (
+        str(run.departures[-1]) == "the patch at linear_2_4 was reached when recorded, and is on a path not taken now."
+    )
+    assert run["three"].shape == (3, 4)
+    with pytest.raises(rl.NoSuchLayer, match="did not run on the path that the model took"):
+        run["linear_2_4"]
+
+
+def test_a_run_whose_patches_were_all_on_a_path_not_taken_is_an_error():
+    prog = rl.capture(sine_or_cosine, torch.ones(3))
+    with pytest.raises(rl.DivergedReplay, match="never comes to sin_1_3: nothing was patched"):
+        prog.replay(-torch.ones(3), patch={"sin_1": torch.zeros_like})
+
+
+def test_a_forward_that_does_not_end_with_the_change_is_an_error():
+    def forward(x):
+        while x.norm() < 10:
+            x = x * 2
+        return x
+
+    with pytest.raises(rl.DivergedReplay, match="a hundred times as many as were recorded, and came to no end"):
+        rl.capture(forward, torch.ones(3)).replay(patch={"mul_1": torch.zeros_like})
+
+
+# ---- places --------------------------------------------------------------------------------------------------------
+
+
+def branches(y):
+    """Something that every patch of these tests changes is read."""
+    return y.sin() if y.sum().item() == 12345 else y * 1
+
+
+def test_patches_at_an_input_at_an_output_and_at_both():
+    prog = rl.capture(lambda x: branches(x * 2), torch.ones(3))
+    run = prog.replay(patch={"input_1": lambda x: x + 1, "output_1": lambda y: y * 10})
+    assert_same(run.output, torch.full((3,), 40.0))
+    assert_same([run["input_1"], run["output_1"], run["mul_1"]], [torch.full((3,), n) for n in (2.0, 40.0, 4.0)])
+
+
+def test_a_patch_at_a_tied_parameter_is_at_all_its_addresses():
+    def forward(m, x):
+        y = F.linear(m.one(x), m.two.weight)
+        return y if y.sum() > 0 else -y
+
+    model = seeded(forward, one=four, two=four)
+    model.two.weight = model.one.weight
+    held = model.one.weight
+    change = {"two.weight": lambda weight: weight * -3}
+    run = rl.capture(model, x()).replay(patch=change)
+    assert run.diverged and model.one.weight is held and model.two.weight is held
+    wanted = torch.func.functional_call(model, {"one.weight": held * -3}, (x(),), tie_weights=True)
+    assert_same(run.output, wanted.detach())
+    assert_same(run["one.weight"], held.detach() * -3)
+
+
+def test_patches_at_a_buffer_and_at_a_tensor_that_hangs_on_a_module():
+    def forward(m, x):
+        return branches(x * m.scale + m.shifts[0])
+
+    model = seeded(forward)
+    model.register_buffer("scale", torch.tensor(2.0))
+    model.shifts = [torch.tensor(1.0)]
+    prog = rl.capture(model, torch.ones(3))
+    assert_same(prog.replay(patch={"scale": torch.tensor(5.0)}).output, torch.full((3,), 6.0))
+    assert_same(prog.replay(patch={"shifts[0]": torch.tensor(5.0)}).output, torch.full((3,), 7.0))
+    assert_same([model.scale, model.shifts], [torch.tensor(2.0), [torch.tensor(1.0)]])
+
+
+def test_a_patch_at_a_constant_that_is_older_than_the_forward():
+    table = torch.arange(3.0)
+    prog = rl.capture(lambda x: branches(x + table), torch.ones(3))
+    assert_same(prog.replay(patch={"constant_1": rl.Scale(2.0)}).output, torch.tensor([1.0, 3.0, 5.0]))
+    assert_same(table, torch.arange(3.0))
+
+
+class Most(nn.Module):
+    """Of the two values of its one operation it gives the first."""
+
+    def forward(self, x):
+        return x.max(1).values
+
+
+def test_patches_at_several_values_and_at_one_of_several():
+    def forward(m, x):
+        low, high = m.fc(x).chunk(2, 1)
+        return low, branches(high), m.most(low)
+
+    model = seeded(forward, fc=four, most=Most)
+    prog = rl.capture(model, x())
+    run = prog.replay(patch={"chunk_1": lambda parts: (parts[0] * 2, parts[1] * 3), "most": lambda most: most + 1})
+    low, high = model.fc(x()).chunk(2, 1)
+    most = (low * 2).max(1)
+    assert run.diverged
+    assert_same(run.output, detached((low * 2, high * 3, most.values + 1)))
+    assert_same(run["most"], (most.values + 1).detach())
+    assert_same(tuple(run["max_1"]), (run["most"], most.indices))
+    assert_same(run["chunk_1"], detached((low * 2, high * 3)))
+
+
+def test_a_patch_at_a_write_in_place_is_seen_by_all_who_read_that_memory():
+    def forward(x):
+        y = x * 1
+        top = y[0]
+        y.add_(1.0)
+        return branches(top + y), y
+
+    prog = rl.capture(forward, x())
+    run = prog.replay(patch={"add_1": lambda y: y * 2})
+    y = (x() + 1) * 2
+    assert run.diverged
+    assert_same(run.output, (y[0] + y, y))
+
+
+def test_a_patched_view_is_a_tensor_of_its_own():
+    def forward(x):
+        y = x * 1
+        top = y[:1]
+        top.add_(1.0)
+        return y, branches(top)
+
+    run = rl.capture(forward, x()).replay(patch={"getitem_1": lambda top: top * 2})
+    assert run.diverged
+    assert_same(run.output, (x(), x()[:1] * 2 + 1))
+
+
+def test_a_module_that_hands_its_input_on_is_patched_alone():
+    def forward(m, x):
+        y = m.fc(x)
+        return branches(m.same(m.drop(y))) + y
+
+    model = seeded(forward, fc=four, same=nn.Identity, drop=nn.Dropout)
+    for name in "same", "drop":
+        run = rl.capture(model, x()).replay(patch={name: lambda y: y * 2})
+        y = model.fc(x()).detach()
+        assert run.diverged
+        assert_same(run.output, y * 2 + y)
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x * x
+
+    @staticmethod
+    def backward(ctx, slope):
+        return slope * 3 * ctx.saved_tensors[0] ** 2
+
+
+def test_a_custom_function_is_patched_as_a_whole():
+    run = rl.capture(lambda x: branches(Cube.apply(x) * 2), torch.ones(3)).replay(patch={"cube_1": lambda y: y + 1})
+    assert run.diverged
+    assert_same(run.output, torch.full((3,), 4.0))
+
+
+def test_from_and_to_work_on_another_path():
+    def forward(m, x):
+        return m.four_(two_ways(m, x)).sin()
+
+    model = seeded(forward, **PARTS)
+    run = rl.capture(model, x()).replay(from_="fc", patch=far, to="four_")
+    wanted = model.three(model.fc(x()) + 1000)
+    assert run.diverged
+    assert_same([run["three"], run["four_"]], [wanted.detach(), model.four_(wanted).detach()])
+    with pytest.raises(rl.NotSaved):
+        run.output
+
+
+def test_a_sampled_patch_leaves_the_models_own_draws_as_they_are():
+    def forward(m, x):
+        return branches(m.drop(m.fc(x)))
+
+    model = seeded(forward, fc=four, drop=nn.Dropout).train()
+    prog = rl.capture(model, x())
+    kept = prog["drop"].value != 0
+    run = prog.replay(patch={"fc": lambda y: torch.rand_like(y) + 1})
+    assert run.diverged
+    assert_same(run["drop"] != 0, kept)
+
+
+# ---- where it begins, and what it leaves ----------------------------------------------------------------------------
+
+
+class Everything(nn.Module):
+    """Draws, writes, counts, keeps, switches: and then branches on what it has."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc, self.norm, self.drop = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout()
+        self.register_buffer("seen", torch.zeros(()))
+        self.count, self.kept, self.table, self.dice = 0, [], {"a": {1}}, torch.Generator().manual_seed(3)
+        self.cache, self.array, self.rng = Cache(), np.zeros(2), np.random.default_rng(4)
+        self.fc.weight.grad = torch.ones(4, 4)
+
+    def forward(self, x, memory):
+        self.count += 1
+        self.kept.append(self.count)
+        self.table["a"].add(self.count)
+        self.table[self.count] = x
+        self.cache.values.append(self.count)
+        self.array += self.rng.random()
+        self.seen += 1
+        x.add_(1)
+        memory.append(len(memory))
+        self.drop.p = 0.25
+        self.register_buffer("late", torch.ones(()))
+        self.fc.weight.requires_grad_(False)
+        y = self.drop(self.norm(self.fc(x)))
+        y = y + torch.randn(4, generator=self.dice) * random.random() * np.random.rand() * self.count
+        return (y.relu() if y.sum().item() > 1000 else y.tanh()) * self.seen * len(self.cache.values) * self.array[0]
+
+
+class Cache:
+    def __init__(self):
+        self.values = []
+
+
+def test_a_live_run_begins_where_the_recorded_forward_began_and_leaves_all_as_it_is():
+    twin, model, memory, given = Everything(), Everything(), [7], x()
+    reseed()
+    wanted = hooked(twin, far, x(), [7], at="drop")
+    reseed()
+    prog = rl.capture(model, given, memory)
+    model.eval()  # what is done to the model later is not undone, and plays no part
+    model.count = 77
+    reseed(5)
+    before, held, state, around = belongings(model), list(memory), generators(), surroundings()
+    for _ in range(2):
+        run = prog.replay(patch={"drop": far})
+        assert run.diverged
+        assert_same(run.output, wanted.detach())
+        assert_same(run.state_changes["norm.running_mean"], twin.norm.running_mean)
+        assert_same(run.state_changes["seen"], twin.seen)
+        assert_same(belongings(model), before)
+        assert_same(generators(), state)
+        assert_same(surroundings(), around)
+        assert_same([given, memory], [x() + 1, held])
+
+
+def test_what_is_no_longer_on_the_model_is_left_as_it_is_by_now():
+    model = Everything()
+    prog = rl.capture(model, x(), [7])
+    kept, array, rng = model.kept, model.array, model.rng
+    model.kept, model.array, model.rng = [], np.ones(2), np.random.default_rng(9)
+    kept.append(5)
+    array += 3
+    rng.random()
+    held = [*kept], array.tolist(), rng.bit_generator.state
+    assert prog.replay(patch={"drop": far}).diverged
+    assert ([*kept], array.tolist(), rng.bit_generator.state) == held
+
+
+def test_a_live_run_of_a_model_alone_changes_nothing_of_it():
+    twin, model, memory, given = Everything(), Everything(), [7], x()
+    reseed()
+    wanted = hooked(twin, lambda y: y + 5000, x(), [7], at="drop")
+    reseed()
+    before, state = belongings(model), generators()
+    for _ in range(2):
+        run = rl.run(model, given, memory, patch={"drop": lambda y: y + 5000})
+        assert_same(run.output, wanted.detach())
+        assert_same(belongings(model), before)
+        assert_same(generators(), state)
+        assert_same([given, memory], [x(), [7]])
+
+
+class Fails(Exception):
+    pass
+
+
+def fail(y):
+    raise Fails
+
+
+@pytest.mark.parametrize("patch", [{"fc": fail}, {"fc": lambda y: y[0]}, {"drop": lambda y: y * torch.nan}])
+def test_a_live_run_that_fails_leaves_nothing_behind(patch):
+    model = Everything()
+    model.norm.register_forward_hook(lambda module, args, output: fail(output) if output.isnan().any() else None)
+    model.drop.register_forward_hook(lambda module, args, output: fail(output) if output.isnan().any() else None)
+    given = x()
+    before, around = belongings(model), surroundings()
+    with pytest.raises((Fails, rl.ShapeMismatch)):
+        rl.run(model, given, [], patch={**patch, "norm": lambda y: y * torch.nan})
+    assert_same(belongings(model), before)
+    assert_same(surroundings(), around)
+    assert_same(given, x())
+
+
+def test_parameters_are_as_they_were_recorded():
+    model = seeded(two_ways, **PARTS)
+    prog, wanted = rl.capture(model, x()), hooked(model, far, x()).detach()
+    weight = model.fc.weight
+    model.fc.weight = nn.Parameter(torch.zeros(4, 4))  # another object: the recorded one is whole
+    assert_same(prog.replay(patch={"fc": far}).output, wanted)
+    with torch.no_grad():
+        weight.add_(1)
+    with pytest.raises(rl.StaleValue, match=r"fc.weight. was overwritten since the capture"):
+        prog.replay(patch={"fc": far})
+
+
+def test_a_refreshed_program_runs_its_model_on_what_is_there_now():
+    model = seeded(two_ways, **PARTS)
+    prog = rl.capture(model, x())
+    with torch.no_grad():
+        model.fc.weight.mul_(2)
+    run = prog.refresh().replay(patch={"fc": far})
+    assert run.diverged
+    assert_same(run.output, hooked(model, far, x()).detach())
+
+
+def test_a_model_that_does_something_else_by_now_is_found_out():
+    model = seeded(leave_early, **PARTS)
+    prog = rl.capture(model, x())
+    model.fc.register_forward_pre_hook(lambda module, args: args[0] + 1)
+    with pytest.raises(rl.StaleValue, match="it no longer does what was recorded"):
+        prog.replay(patch={"fc": lambda y: -y.abs()})
+
+
+def test_only_a_program_that_holds_its_model_can_run_it():
+    model = seeded(leave_early, **PARTS)
+    prog = rl.capture(model, x()).to(torch.float64)
+    with pytest.raises(rl.DivergedReplay):
+        prog.replay(patch={"fc": lambda y: -y.abs()})
+    with pytest.raises(rl.ReplaylensError, match="this program does not hold it"):
+        prog.replay(patch={"fc": lambda y: -y.abs()}, on_divergence="rerun")
+
+
+def test_fresh_draws_are_drawn_anew():
+    def forward(m, x):
+        return branches(m.drop(m.fc(x)))
+
+    model = seeded(forward, fc=four, drop=nn.Dropout).train()
+    prog = rl.capture(model, x())
+    reseed()
+    runs = [prog.replay(patch={"fc": torch.ones_like}, rng="fresh").output for _ in range(2)]
+    reseed()
+    model.fc.register_forward_hook(lambda module, args, output: torch.ones_like(output))
+    assert_same(runs, [model(x()), model(x())])
+
+
+def test_live_runs_in_several_threads_do_not_meet():
+    model = Everything()
+    prog = rl.capture(model, x(), [7])
+    before, wanted = belongings(model), prog.replay(patch={"drop": far}).output
+
+    def rerun(_):
+        return prog.replay(patch={"drop": far}).output, rl.run(model, x(), [7], patch={"drop": far}).diverged
+
+    with ThreadPoolExecutor(4) as pool:
+        for output, diverged in pool.map(rerun, range(12)):
+            assert diverged
+            assert_same(output, wanted)
+    assert_same(belongings(model), before)
+
+
+def test_nothing_holds_on_to_a_live_run():
+    model = seeded(leave_early, **PARTS)
+    prog, big = rl.capture(model, x()), torch.ones(3, 4)
+    run = prog.replay(patch={"fc": lambda y: -big})
+    held = [weakref.ref(run), weakref.ref(run.output), weakref.ref(big), weakref.ref(model)]
+    del run, prog, model
+    big = None
+    gc.collect()
+    assert [ref() for ref in held] == [None] * 4
+
+
+# ---- gradients -----------------------------------------------------------------------------------------------------
+
+
+def test_gradients_flow_to_inputs_to_patches_and_to_the_models_own_parameters():
+    model = seeded(two_ways, **PARTS)
+    given, shift = x().requires_grad_(), torch.full((4,), 1000.0, requires_grad=True)
+    with torch.no_grad():
+        prog = rl.capture(model, given)
+    run = prog.replay(patch={"fc": lambda y: y.sin() + shift}, grad=True)
+    leaves = [given, shift, model.fc.weight, model.two.weight, model.three.bias]
+    got = torch.autograd.grad(run.output.sin().sum(), leaves, allow_unused=True)
+    plain = hooked(model, lambda y: y.sin() + shift, given)
+    wanted = torch.autograd.grad(plain.sin().sum(), leaves, allow_unused=True)
+    assert run.diverged
+    assert_same(got, wanted)
+    assert all(leaf.grad is None for leaf in leaves)
+    assert not prog.replay(patch={"fc": far}).output.requires_grad
+
+
+def with_reentry(m, x):
+    return checkpoint(lambda x: m.fc(x).tanh().sin(), x, use_reentrant=True)
+
+
+def without_reentry(m, x):
+    return checkpoint(lambda x: m.fc(x).tanh().sin(), x, use_reentrant=False)
+
+
+def one_in_another(m, x):
+    inner = lambda x: m.fc(x).tanh()  # noqa: E731
+    return checkpoint(lambda x: checkpoint(inner, x.exp(), use_reentrant=False).sin(), x, use_reentrant=False)
+
+
+def beside_hooks_for_saved_tensors(m, x):
+    def steps(x):
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+            return m.fc(x).tanh()
+
+    return checkpoint(lambda x: steps(x.exp()).sin(), x, use_reentrant=False)
+
+
+def of_a_custom_function(m, x):
+    return checkpoint(lambda x: Cube.apply(m.fc(x).tanh()).sin(), x, use_reentrant=False)
+
+
+def of_rows_at_once(m, x):
+    rows = torch.func.vmap(lambda row: row.sin() * row.exp())
+    return checkpoint(lambda x: rows(m.fc(x)).tanh(), x, use_reentrant=False)
+
+
+CHECKPOINTED = [
+    with_reentry,
+    without_reentry,
+    one_in_another,
+    beside_hooks_for_saved_tensors,
+    of_a_custom_function,
+    of_rows_at_once,
+]
+
+
+@pytest.mark.parametrize("patch", [rl.Scale(3.0), torch.tanh, lambda y: y * y.sin()], ids=["scale", "tanh", "several"])
+@pytest.mark.parametrize("block", CHECKPOINTED, ids=lambda block: block.__name__)
+def test_a_checkpoint_computes_nothing_again_without_the_patch(block, patch):
+    def forward(m, x):
+        y = block(m, x)
+        return y.exp() if y.sum() < 100 else y
+
+    model = seeded(forward, fc=four)
+    leaves = [x().requires_grad_(), *model.parameters()]
+    found = []
+    for run in (lambda: rl.run(model, leaves[0], patch={"fc": patch}, grad=True).output, lambda: model(leaves[0])):
+        run().sum().backward()
+        found.append([leaf.grad for leaf in leaves])
+        for leaf in leaves:
+            leaf.grad = None
+        model.fc.register_forward_hook(lambda module, args, output: patch(output))
+    assert_same(*found)
+
+
+@torch.jit.script
+def scripted(x):
+    return x.sin() * x.exp()
+
+
+def test_a_checkpoint_of_what_lies_beneath_torchs_functions_is_refused():
+    def forward(m, x):
+        return checkpoint(lambda x: scripted(m.fc(x)).tanh(), x, use_reentrant=False)
+
+    model = seeded(forward, fc=four)
+    with pytest.raises(rl.NotDifferentiable) as caught:
+        rl.run(model, x(), patch={"fc": rl.Scale(3.0)}, grad=True)
+    assert str(caught.value) == (
+        "the model checkpoints (torch.utils.checkpoint) what lies beneath torch's functions, and computes it again in "
+        "the backward, without the patches. Turn checkpoints off for this run."
+    )
+    assert_same(rl.run(model, x(), patch={"fc": rl.Scale(3.0)}).output, hooked(model, lambda y: 3 * y, x()).detach())
+
+
+def test_gradients_are_taken_at_values_of_another_path():
+    model = seeded(two_ways, **PARTS)
+    run = rl.capture(model, x()).replay(patch={"fc": far}, grad=True)
+    (slope,) = torch.autograd.grad(run.output.sum(), run["fc"])
+    assert_same(slope, model.three.weight.detach().sum(0).expand(3, 4).contiguous())
+
+
+# ---- rl.run --------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_of_a_model_without_patches_is_a_plain_forward():
+    model = seeded(leave_early, **PARTS)
+    run = rl.run(model, x())
+    assert not run.diverged and run.departures == ()
+    assert_same(run.output, model(x()).detach())
+
+
+def test_a_name_that_a_model_does_not_have_offers_the_nearest():
+    with pytest.raises(rl.NoSuchLayer, match="'fc'"):
+        rl.run(seeded(leave_early, **PARTS), x(), patch={"fcc": torch.zeros_like})
+
+
+def test_keywords_of_the_models_own_that_clash_are_bound_before():
+    def forward(x, patch):
+        return x + patch
+
+    model = functools.partial(forward, patch=2.0)
+    assert_same(rl.run(model, torch.ones(2), patch={"add_1": lambda y: y * 10}).output, torch.full((2,), 30.0))
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        rl.Zero("b [d]", d=2),
+        rl.Set(5.0, "b [d]", d=[0, 1]),
+        rl.Scale(-1.0) >> rl.Add(torch.full((4,), 1000.0)),
+        rl.Noise(3.0, seed=1),
+        rl.Clamp(-0.1, 0.1),
+    ],
+    ids=repr,
+)
+def test_patches_as_data_act_live(patch):
+    model = seeded(two_ways, **PARTS)
+    assert_same(rl.run(model, x(), patch={"fc": patch}).output, hooked(model, patch, x()).detach())
+
+
+def test_activation_patching_on_another_path():
+    model = seeded(two_ways, **PARTS)
+    clean = rl.capture(model, x() + 1000)
+    run = rl.capture(model, x()).replay(patch={"fc": rl.From(clean, "[b] d", b=1)})
+    wanted = model.fc(x())
+    wanted[1] = clean["fc"].value[1]
+    assert run.diverged == bool(wanted.sum() >= 100)
+    assert_same(run.output, (model.three if run.diverged else model.two)(wanted).detach())
+
+
+def test_a_part_of_a_value_of_another_shape_than_recorded_is_patched():
+    def forward(m, x):
+        y = m.fc(x)
+        return m.two(y[y.sum(1) > 2])
+
+    model = seeded(forward, **PARTS)
+    prog = rl.capture(model, x())
+    run = prog.replay(patch={"fc": far, "two": rl.Zero("b [d]", d=1)})
+    wanted = model.two(model.fc(x()) + 1000).detach()
+    wanted[:, 1] = 0
+    assert prog.output.shape != run.output.shape == (3, 4)
+    assert_same(run.output, wanted)
+    assert str(run.departures[0]).startswith("the shape of getitem_1_4 was (")
+    with pytest.raises(
+        rl.ShapeMismatch, match=r"on the path that the model takes now, the value there is float32\[3, 4\]"
+    ):
+        prog.replay(patch={"fc": far, "two": lambda y: y[:1]})
+
+
+def test_a_place_inside_a_gradient_transform_is_refused():
+    def forward(x):
+        y = torch.func.grad(lambda x: x.sin().sum())(x)
+        return y.relu() if y.sum() > 0 else y
+
+    with pytest.raises(rl.DivergedReplay) as caught:
+        rl.capture(forward, x()).replay(patch={"sin_1": torch.zeros_like})
+    assert str(caught.value).splitlines()[-1] == (
+        "the patch at sin_1_1 cannot be made while the model runs: it lies inside torch.func.grad or its kin, and the "
+        "gradient there would be that of another value."
+    )
+
+
+def test_what_no_live_run_can_patch_is_patched_in_a_replay_where_that_keeps_the_path():
+    def forward(x):
+        y = x * 1
+        top = y[0]
+        y.add_(1)
+        return top * 2
+
+    patch = {"getitem_2": lambda top: top + 1}
+    assert_same(rl.run(forward, x(), patch=patch).output, rl.capture(forward, x()).replay(patch=patch).output)
+
+
+def test_modules_that_a_patch_calls_are_none_of_the_models():
+    model, other = seeded(leave_early, **PARTS), nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    run = rl.run(model, x(), patch={"fc": lambda y: -other(y)})
+    assert_same(run.output, hooked(model, lambda y: -other(y), x()).detach())
+    assert "relu" not in {layer.layer_type for layer in run.program}
