@@ -40,14 +40,17 @@ class _Cutting:
         self.graph, self.starts, self.output = graph, starts, output
         inputs = [Ref(node.name) for node in graph.input_nodes]
         self.begins = tuple(dict.fromkeys(inputs if starts is None else _refs(tuple(starts))))
+        self._require_free()
         self.below = self._below()
         self.of_inputs = graph.descendants([node.name for node in graph.input_nodes])
         self.nodes: set[str] = set()  # that come along
         self.held: dict[Ref, None] = {}  # values that are constants
         self._take(_refs(output))
-        self._take(self._asked())
         self._require_reached()
-        self.changes = self._writes()
+        last = self._last()
+        self.guards = [g for g in graph.guards if g.position <= last and not self.below.isdisjoint(g.refs)]
+        self.changes = self._writes(last)
+        self._take([ref for guard in self.guards for ref in guard.refs])
         self._take([ref for _, ref in self.changes])
 
     def made(self) -> Cut:
@@ -58,10 +61,7 @@ class _Cutting:
         swap = lambda leaf: refs.get(leaf, leaf) if type(leaf) is Ref else leaf  # noqa: E731
         nodes, places = self._nodes(called, refs)
         there = {*refs, *(ref for name in self.nodes for ref in refs_of(graph[name]))}
-        last = max((graph.positions[name] for name in self.nodes), default=-1)
-        before = [guard for guard in graph.guards if guard.position <= last and there.issuperset(guard.refs)]
-        asked = [guard for guard in before if not self.below.isdisjoint(guard.refs)]  # the others hold what they held
-        guards = [evolve(guard_reading(guard, refs), position=places[guard.position]) for guard in asked]
+        guards = [evolve(guard_reading(guard, refs), position=places[guard.position]) for guard in self.guards]
         inputs = graph.inputs if starts is None else (remake(tuple(starts), swap), Branch(dict, (), ()))
         made = evolve(
             graph,
@@ -79,12 +79,6 @@ class _Cutting:
         )
         values = {ref: ref for node in made.nodes for ref in refs_of(node)} | {new: old for old, new in refs.items()}
         return Cut(require_lawful(made), values)
-
-    def _asked(self) -> list[Ref]:
-        """What the guards on the way read, which depend on the beginnings: the path is recorded for their answers."""
-        last = max((self.graph.positions[name] for name in self.nodes), default=-1)
-        before = [guard.refs for guard in self.graph.guards if guard.position <= last]
-        return [ref for refs in before if not self.below.isdisjoint(refs) for ref in refs]
 
     def _below(self) -> set[Ref]:
         """Every value that depends on the beginnings, themselves included."""
@@ -120,6 +114,16 @@ class _Cutting:
             if name not in self.nodes:
                 self._take_node(self.graph[name], stack)
 
+    def _require_free(self) -> None:
+        """No beginning shares memory with what the model writes later: another value would not be written with it."""
+        for ref in self.begins:
+            node = self.graph[ref.node]
+            if isinstance(node, Call) and node.is_overwritten:
+                raise BadEdit(
+                    f"the model writes the memory of {ref} later, and reads it again: a slice cannot begin there.\n"
+                    "Begin before it, or behind the write."
+                )
+
     def _require_reached(self) -> None:
         """Every beginning leads somewhere."""
         read = {ref for name in self.nodes for ref in _reads(self.graph[name])} | set(_refs(self.output))
@@ -128,11 +132,15 @@ class _Cutting:
             ends = ", ".join(dict.fromkeys(str(ref) for ref in _refs(self.output)))
             raise BadEdit(f"{ends} does not depend on {idle[0]}, where the slice was to begin.")
 
-    def _writes(self) -> tuple[tuple[str, Ref], ...]:
+    def _last(self) -> int:
+        """The position of the last node that the output needs; beyond all, where it is the program's own output."""
+        graph = self.graph
+        return len(graph) if self.output == graph.output else max((graph.positions[n] for n in self.nodes), default=-1)
+
+    def _writes(self, last: int) -> tuple[tuple[str, Ref], ...]:
         """What the model writes to its state on this stretch."""
         graph = self.graph
         first = -1 if self.starts is None else min(graph.positions[ref.node] for ref in self.begins)
-        last = len(graph) if self.output == graph.output else max((graph.positions[n] for n in self.nodes), default=-1)
         return tuple(
             (address, ref)
             for address, ref in graph.changes
