@@ -812,3 +812,17 @@ def test_many_patches_at_once_equal_one_after_the_other():
     function = {key: (lambda value, one=one: one(value)) for key, one in patch.items()}
     assert_same(run.output, PROG.replay(patch=function).output)
     assert math.isfinite(run.output.sum())
+
+
+def test_writes_through_a_patched_view_stay_with_it_however_many():
+    def model(x):
+        y = x * 1
+        line = y.diagonal()
+        line[1] = line.flatten().mean()
+        line.mul_(0.5)
+        return y, line
+
+    x, changed = torch.arange(9.0).view(3, 3), torch.tensor([1.0, 5.0, 3.0])
+    y, line = rl.capture(model, x).replay(patch={"diagonal_1": changed}).output
+    assert_same(y, x, "the memory that the view lay in")
+    assert_same(line, torch.tensor([0.5, 1.5, 1.5]))

@@ -58,15 +58,15 @@ def _opened(graph: Graph, call: Call, still_writes: bool) -> tuple[Graph, str]:
         is_differentiated=False,
     )
     whole, (_, written, memory) = value_of(call), call.returns
-    if type(whole) is not Ref or (whole in written and len(targets) > 1):
-        raise BadEdit(f"{call.name} writes {len(targets)} tensors: nothing else can stand in its place.")
+    if type(whole) is not Ref or (whole in written and len(written) > 1):
+        raise BadEdit(f"{call.name} writes {len(written)} tensors: nothing else can stand in its place.")
     plain = evolve(plain, meaning=(meanings_of(call)[whole],))
     if whole in written and still_writes:
         value = fresh(beside(call.name, "value"), graph.positions)
         copy = (Target.of(torch.Tensor.copy_), bases, (Branch(Nth, (0,)), Ref(value)), NO_KWARGS, targets, values)
         write = evolve(call, kind="copy", args=copy, draws=None, edited=f"was {call.kind}")
         return replace(graph, {call.name: (*read.made, evolve(plain, name=value, returns=Ref(value)), write)}), value
-    before = {view: read.view(target) for view, target in zip(written, targets, strict=True)}
+    before = {view: read.view(target) for view, target in zip(written, targets, strict=False)}
     before |= dict(zip(memory, bases, strict=True))
     made = replace(graph, {call.name: (*read.made, plain)}, {**before, whole: Ref(call.name)})
     states = {Ref(node.name): node.address for node in graph.state_nodes}

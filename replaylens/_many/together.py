@@ -18,7 +18,7 @@ from .._core.pure import mutate, same_content
 from .._core.target import Target
 from .._core.trees import freeze_deep, leaves, thaw
 from .._replay.guards import diverged
-from .._replay.interpreter import parted_values
+from .._replay.parting import parted
 from .._replay.replay import Record, version
 from ..errors import CaptureError, ReplaylensError
 from .chunks import Plan
@@ -154,9 +154,11 @@ def can_share(graph: Graph, delicate: Sequence[Call], changes: Changes) -> bool:
     """Can a variant run with others? Not where a call must know of its patches: one that takes a gradient through what
     is patched, or that writes through a view which a patch parts from its memory.
     """
+    if not delicate:
+        return True
     names = {graph.nodes[position].name for position in changes}
     values = {leaf for several in changes.values() for one in several for leaf in leaves(one.tree) if type(leaf) is Ref}
-    return not any(names.intersection(call.through) or parted_values(graph, call, values) for call in delicate)
+    return not (any(names.intersection(call.through) for call in delicate) or parted(graph, values))
 
 
 def apart(output: Any) -> Any:

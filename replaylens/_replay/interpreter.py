@@ -24,6 +24,7 @@ from .._core.pure import all_placed, mutate, placed
 from .._core.text import where as text_of
 from .._core.trees import leaves, thaw
 from .guards import Departure, content_departure, guard_departure, shape_departure
+from .parting import NONE, parted
 from .plan import Plan
 
 Env = list[Any]
@@ -128,6 +129,8 @@ def compile_plan(
         guards.setdefault(graph.guards[number].position, []).append(graph.guards[number])
     made: list[tuple[Context, Step]] = []
     dying = _deaths(plan, layout)
+    changed = {leaf for patch in patches.values() for tree, _ in patch for leaf in leaves(tree) if type(leaf) is Ref}
+    apart = parted(graph, changed)
     for position in range(len(graph) + 1):
         for guard in guards.get(position, ()):
             made.append((NO_MODES, _guard_step(guard, layout, mode, recorded)))
@@ -140,7 +143,7 @@ def compile_plan(
         if position in run:
             assert isinstance(node, Call)
             here = () if patch or place else dead
-            step = _call_step(_with_values_apart(graph, node, patches), layout, states, mode, here)
+            step = _call_step(_with_values_apart(node, apart.get(node.name, NONE)), layout, states, mode, here)
             if inside := _patches_inside(graph, node, patches):
                 step = evolve(step, call=partial(step.call, patches=inside))
             made.append((_context(node.context, graph.ambient, mode), step))
@@ -158,42 +161,11 @@ def compile_plan(
     return Code(tuple(layout.template), _stretches(made), layout.slots, executed, draws, places)
 
 
-def _with_values_apart(graph: Graph, node: Call, patches: Mapping[int, Any]) -> Call:
-    """For a write through a view: which of the views a patch or an edit has parted from their base."""
+def _with_values_apart(node: Call, apart: frozenset[Ref]) -> Call:
+    """A write through views is given as values only those that a patch or an edit has parted from their memory."""
     if node.target.function is not mutate or not any(type(value) is Ref for value in node.args[-1]):
         return node
-    changed = {leaf for patch in patches.values() for tree, _ in patch for leaf in leaves(tree) if type(leaf) is Ref}
-    apart = parted_values(graph, node, changed)
     return evolve(node, args=(*node.args[:-1], tuple([v if v in apart else None for v in node.args[-1]])))
-
-
-def parted_values(graph: Graph, node: Call, changed: set[Ref]) -> frozenset[Ref]:
-    """The views through which a call writes, and which patches of these values, or edits, part from their base."""
-    if node.target.function is not mutate or not (changed or graph.edited_refs):
-        return frozenset()
-    changed = changed | graph.edited_refs
-    bases = _above(graph, [leaf for leaf in leaves(node.args[1]) if type(leaf) is Ref], changed, in_memory=True)
-    views = [value for value in node.args[-1] if type(value) is Ref]
-    return frozenset([view for view in views if _above(graph, [view], changed) - bases])
-
-
-def _above(graph: Graph, refs: list[Ref], changed: set[Ref], in_memory: bool = False) -> set[Ref]:
-    """The changed values that some values are made from, themselves included. What is in memory is not made from what
-    a view held before a write through it: if a patch has changed that, the write went elsewhere.
-    """
-    found: set[Ref] = set()
-    stack = list(refs)
-    while stack:
-        ref = stack.pop()
-        if ref in found:
-            continue
-        found.add(ref)
-        node = graph[ref.node]
-        if in_memory and isinstance(node, Call) and node.target.function is mutate:
-            stack.extend([leaf for leaf in leaves(node.args[:-1]) if type(leaf) is Ref])
-        else:
-            stack.extend(graph.refs[graph.positions[ref.node]])
-    return found & changed
 
 
 def _patches_inside(graph: Graph, node: Call, patches: Patches) -> Patches:
