@@ -325,14 +325,22 @@ def leaves_torch(x):
     return x * hidden.max().item()
 
 
+def writes_through_a_view(x):
+    hidden = x * 1
+    hidden[1:].exp_()
+    return hidden + x
+
+
 REASONS = {
+    "written_view": (writes_through_a_view, "exp_1", "the model reads on from the memory that it was written to, not from this view of it"),
+    "view": (writes_through_a_view, "getitem_1", "exp_1_3 (LINE hidden[1:].exp_()) writes over it in place; the gradient is that of what it is a view of"),
     "detached": (detaches, "cos_1", "detached in detach_1_3 (LINE still = hidden.cos().detach())"),
     "detached_later": (detaches, "sin_1", "detached in detach_1_3 (LINE still = hidden.cos().detach())"),
     "no_grad": (runs_without, "sin_1", "cos_1_2 (LINE still = hidden.cos()) runs where the model turned gradients off"),
     "compared": (counts, "sin_1", "gt_1_2 (LINE return x + (hidden > 0) * 2) gives bool, which has no gradient"),
     "integers": (counts, "gt_1", "it holds bool, which has no gradient"),
     "item": (leaves_torch, "max_1", "its content leaves torch by item(), at LINE return x * hidden.max().item()"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REASONS)
@@ -371,6 +379,11 @@ def test_what_the_metric_does_not_depend_on_has_zeros():
 
     grads = rl.capture(model, x()).grads(of=lambda out: out[0].sum())
     assert_same([grads["cos_1"], grads["exp_1"]], [torch.zeros(3, 4)] * 2)
+
+
+def test_an_input_that_nothing_reads_has_zeros():
+    grads = rl.capture(lambda x, y: x.sin(), x(), x(1, 2, 2)).grads(of=torch.sum)
+    assert_same(grads["input_2"], torch.zeros(2, 2))
 
 
 def test_a_layer_that_was_not_asked_for_says_so():
@@ -444,7 +457,7 @@ class Hooks(TorchFunctionMode):
             entry = [name.strip("_").removeprefix("i"), plain_bits(value).clone(), None]
 
             def hook(gradient):
-                if self.armed:
+                if self.armed and gradient is not None:
                     entry[2] = gradient.detach()
 
             try:

@@ -15,6 +15,7 @@ from attrs import field, frozen
 from .._core.graph import Graph
 from .._core.node import Call, Node, Ref, Source, TensorMeaning, meanings_of
 from .._core.pure import differentiate_name, mutate
+from .._core.trees import leaves
 
 _DETACHING = frozenset(("detach", "detach_", "data", "copied"))
 _PLAIN = frozenset(("__bool__", "is_nonzero", "equal", "allclose", "__repr__", "__str__", "__format__"))
@@ -40,7 +41,9 @@ class Cuts:
             return f"{self._why_not_in(ref.node)}. Name it in at=[...] to have the gradient that begins there"
         if ref.node not in self._ancestors:
             return self._escape(ref.node)
-        cuts = sorted(self._cuts_below(ref.node), key=self.graph.positions.__getitem__)
+        if not self._is_read(ref):
+            return "the model reads on from the memory that it was written to, not from this view of it"
+        cuts = sorted(self._cuts_below(ref), key=self.graph.positions.__getitem__)
         return self._words(cuts[0], ref.node) if cuts else None
 
     def meaning_of(self, ref: Ref) -> TensorMeaning:
@@ -60,19 +63,32 @@ class Cuts:
     def _ancestors(self) -> frozenset[str]:
         return self.graph.ancestors(self.read)
 
-    def _cuts_below(self, name: str) -> Iterator[str]:
-        """The nodes at which the ways from a node to the metric end for a gradient."""
-        graph, stack, seen = self.graph, [name], {name}
+    def _is_read(self, ref: Ref) -> bool:
+        """Does anything read this value? Of a write in place it may be that only the memory is read on."""
+        users = self.graph.users[self.graph.positions[ref.node]]
+        return ref in self.graph.output_refs or any(ref in self.graph.refs[position] for position in users)
+
+    def _cuts_below(self, ref: Ref) -> Iterator[str]:
+        """The nodes at which the ways from a value to the metric end for a gradient."""
+        graph, seen = self.graph, {ref.node}
+        stack = [(ref.node, p) for p in graph.users[graph.positions[ref.node]] if ref in graph.refs[p]]
         while stack:
-            for position in graph.users[graph.positions[stack.pop()]]:
-                node = graph.nodes[position]
-                if node.name in seen or node.name not in self._ancestors or node.name in self.replaced:
-                    continue
-                seen.add(node.name)
-                if node.name in self.reached or not self._flows(node):
-                    yield node.name
-                else:
-                    stack.append(node.name)
+            source, position = stack.pop()
+            node = graph.nodes[position]
+            if node.name in seen or node.name not in self._ancestors or node.name in self.replaced:
+                continue
+            seen.add(node.name)
+            if node.name in self.reached or node.name in self.read or not self._goes_through(source, node):
+                yield node.name
+            else:
+                stack.extend((node.name, p) for p in graph.users[position])
+
+    def _goes_through(self, source: str, node: Node) -> bool:
+        """Can a gradient go back from a node to one that it reads? What is merely written over is not read."""
+        if isinstance(node, Call) and node.target.function is mutate:
+            given = [leaf.node for leaf in leaves(node.args[1:4]) if type(leaf) is Ref]
+            return source in given and self._flows(node)
+        return self._flows(node)
 
     def _why_not_in(self, name: str) -> str:
         """Why gradients do not flow through a value, whatever is asked for."""

@@ -195,7 +195,7 @@ def histories(record: Record) -> frozenset[Ref]:
             ran = execute(record, request)
         values = [(ref, ran.env[slot]) for ref, slot in ran.code.slots.items()]
         flowing = [ref for ref, value in values if isinstance(value, torch.Tensor) and _has_history(value)]
-        record.histories = frozenset(flowing)
+        record.histories = frozenset([*starts, *flowing])  # an input that nothing reads is no less one
     return record.histories
 
 
