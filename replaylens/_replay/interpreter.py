@@ -140,7 +140,7 @@ def compile_plan(
         if position in run:
             assert isinstance(node, Call)
             here = () if patch or place else dead
-            step = _call_step(_with_values_apart(graph, node, patches), layout, states, mode, here)
+            step = _call_step(with_values_apart(graph, node, patches), layout, states, mode, here)
             if inside := _patches_inside(graph, node, patches):
                 step = evolve(step, call=partial(step.call, patches=inside))
             made.append((_context(node.context, graph.ambient, mode), step))
@@ -158,7 +158,7 @@ def compile_plan(
     return Code(tuple(layout.template), _stretches(made), layout.slots, executed, draws, places)
 
 
-def _with_values_apart(graph: Graph, node: Call, patches: Mapping[int, Any]) -> Call:
+def with_values_apart(graph: Graph, node: Call, patches: Mapping[int, Any]) -> Call:
     """For a write through a view: which of the views a patch or an edit has parted from their base."""
     if node.target.function is not mutate or not any(type(value) is Ref for value in node.args[-1]):
         return node
