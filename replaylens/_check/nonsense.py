@@ -75,6 +75,7 @@ def _integers(value: torch.Tensor, wide: bool) -> Iterator[torch.Tensor]:
     yield from (torch.full_like(value, end) for end in dict.fromkeys((low, high)))
     if wide:
         bounds = torch.iinfo(value.dtype)
+        yield _whole(value, low, min(high + 1, bounds.max), 2)
         yield from (torch.full_like(value, end) for end in (0, min(high + 1, bounds.max)))
 
 
