@@ -20,9 +20,11 @@ from ._capture.capture import Captured, record, record_of
 from ._capture.rerun import as_run, lived, rehearsed
 from ._capture.snapshot import Beginning
 from ._capture.spots import Counterparts
+from ._check.check import check
+from ._check.report import CheckReport
 from ._core.graph import Graph
 from ._core.node import Call, Guard, Input, Ref
-from ._core.pure import same_content, untransformed
+from ._core.pure import same_content, untransformed, writable_copy
 from ._core.reference import Reference
 from ._core.text import code
 from ._core.trees import freeze_deep, leaves, thaw
@@ -204,7 +206,7 @@ class Program(Reference):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
-        return pytree.tree_map(lambda tensor: tensor.detach().clone(), self)
+        return pytree.tree_map(lambda tensor: writable_copy(tensor.detach()), self)  # layouts too: kernels go by them
 
     def __repr__(self) -> str:
         return f"<Program of {self.model_name}: {len(self.graph.calls)} calls, {len(self._atlas.order)} layers>"
@@ -356,6 +358,16 @@ class Program(Reference):
         _require_choice("on_divergence", on_divergence, ("raise", "ignore"))
         request = self._request(inputs, named_inputs, from_, patch, state, on_divergence, grad=True)
         return gradients(self._record, request, of, asked, self._named)
+
+    def check(self, sample: float | None = None, progress: bool | None = None) -> CheckReport:
+        """Prove that the program is right: `assert prog.check()`. `print(prog.check())` says what was asked and found.
+
+        A whole replay gives the recorded output; each node alone gives its own saved value; nonsense in place of
+        anything that a node reads gives another one; draws come out the same; no saved value was overwritten; graph and
+        names are well formed. What could not be seen (a mask hides a value) is listed with its reason. Nothing is
+        changed. `sample` asks so many nodes, or such a share of them, of a very large program.
+        """
+        return check(self._record, self.output, self._atlas, self.history == ("captured",), sample, progress)
 
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Run:
         """Replay on new inputs of the recorded shapes. All keywords are the model's own."""

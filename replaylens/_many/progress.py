@@ -14,7 +14,7 @@ PATIENCE = 2.0  # seconds before a bar is shown that was not asked for
 
 
 @contextmanager
-def bar(total: int, wanted: bool | None) -> Iterator[Callable[[int], None]]:
+def bar(total: int, wanted: bool | None, unit: str = "variant") -> Iterator[Callable[[int], None]]:
     """`tick(n)`: n more are done. `wanted` None: a bar on a terminal or in a notebook, when it takes long."""
     if wanted is False or (wanted is None and not _is_watched()):
         yield lambda count: None
@@ -26,7 +26,7 @@ def bar(total: int, wanted: bool | None) -> Iterator[Callable[[int], None]]:
             raise ImportError("a progress bar needs tqdm: pip install 'replaylens[progress]'") from None
         yield lambda count: None
         return
-    with tqdm(total=total, unit="variant", delay=0 if wanted else PATIENCE) as shown:
+    with tqdm(total=total, unit=unit, delay=0 if wanted else PATIENCE) as shown:
         yield lambda count: shown.update(count) and None
 
 

@@ -143,7 +143,7 @@ def compile_plan(
         if position in run:
             assert isinstance(node, Call)
             here = () if patch or place else dead
-            step = _call_step(_with_values_apart(node, apart.get(node.name, NONE)), layout, states, mode, here)
+            step = _call_step(with_values_apart(node, apart.get(node.name, NONE)), layout, states, mode, here)
             if inside := _patches_inside(graph, node, patches):
                 step = evolve(step, call=partial(step.call, patches=inside))
             made.append((_context(node.context, graph.ambient, mode), step))
@@ -161,7 +161,7 @@ def compile_plan(
     return Code(tuple(layout.template), _stretches(made), layout.slots, executed, draws, places)
 
 
-def _with_values_apart(node: Call, apart: frozenset[Ref]) -> Call:
+def with_values_apart(node: Call, apart: frozenset[Ref]) -> Call:
     """A write through views is given as values only those that a patch or an edit has parted from their memory."""
     if node.target.function is not mutate or not any(type(value) is Ref for value in node.args[-1]):
         return node

@@ -1,0 +1,105 @@
+"""One call of a program, run by itself.
+
+In: a record, a call, values for what it reads. Out: what it gives on them, in its own modes and with its own draw. A
+value that was not kept is computed on the way, and forgotten after its last use. Why anybody asks is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from attrs import evolve, frozen
+
+from .._core.node import Call, Ref, refs_of
+from .._replay.interpreter import Mode, caller, modes, with_values_apart
+from .._replay.parting import NONE
+from .._replay.replay import Record, as_leaf
+
+Given = Mapping[Ref, torch.Tensor]
+
+
+@frozen(eq=False)
+class Alone:
+    """A call, made ready to be run on any values."""
+
+    node: Call
+    reads: tuple[Ref, ...]  # what it reads, each once
+    gives: tuple[Ref, ...]
+    read: Callable[[list[Any]], Any]
+    call: Callable[..., Any]
+    template: list[Any]
+
+    def __call__(self, given: Given) -> dict[Ref, Any]:
+        """Its values on these."""
+        env = [*(given[ref] for ref in self.reads), *self.template]
+        with modes(self.node.context):
+            made = self.call(*self.read(env))
+        return {ref: _part(made, ref.path) for ref in self.gives}
+
+
+def ready(node: Call, draws: Mapping[str, torch.Tensor]) -> Alone:
+    """A call with its recorded draws, or with others."""
+    reads = tuple(dict.fromkeys(node.refs))
+    slots = {ref: number for number, ref in enumerate(reads)}
+    template: list[Any] = []
+
+    def literal(value: Any) -> int:
+        template.append(value)
+        return len(reads) + len(template) - 1
+
+    read, call = caller(node, slots, literal, dict(draws), Mode())
+    return Alone(node, reads, refs_of(node), read, call, template)
+
+
+def as_replayed(node: Call, apart: Mapping[str, frozenset[Ref]]) -> Call:
+    """The call as a replay without patches makes it: views that it writes through are read in their base."""
+    return with_values_apart(node, apart.get(node.name, NONE))
+
+
+def _part(value: Any, path: tuple[int, ...]) -> Any:
+    for step in path:
+        value = value[step]
+    return value
+
+
+class Values:
+    """The values of a program while it is walked: recorded ones, and those that were computed on the way."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.made: dict[Ref, Any] = {}
+        self.last = [max(users, default=position) for position, users in enumerate(record.graph.users)]
+        self.dying: dict[int, list[Ref]] = {}
+
+    def __getitem__(self, ref: Ref) -> Any:
+        """The value, as a replay begins with it: without a history, with its flag."""
+        value = self.made[ref] if ref in self.made else self.record.values[ref]
+        return as_leaf(value) if isinstance(value, torch.Tensor) else value
+
+    def __contains__(self, ref: Ref) -> bool:
+        return ref in self.made or ref in self.record.values
+
+    def keep(self, position: int, values: Mapping[Ref, Any]) -> None:
+        """Hold what nobody recorded, until its last reader has run."""
+        missing = {ref: value for ref, value in values.items() if ref not in self.record.values}
+        self.made.update(missing)
+        self.dying.setdefault(self.last[position], []).extend(missing)
+
+    def forget(self, position: int) -> None:
+        """Drop what nothing after this position reads."""
+        for ref in self.dying.pop(position, ()):
+            del self.made[ref]
+
+
+def drawing_otherwise(node: Call, draws: Mapping[str, torch.Tensor], seed: int) -> Alone:
+    """The call with another state of its generator."""
+    assert node.draws is not None
+    state = torch.Generator().manual_seed(seed).get_state()
+    return ready(node, {**draws, node.draws: state})
+
+
+def with_literals(node: Call, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Call:
+    """The call with other arguments that are no tensors."""
+    return evolve(node, args=args, kwargs=kwargs)

@@ -1,0 +1,269 @@
+"""Values that a call was not recorded with: of the same kind, shape and range, and otherwise nonsense.
+
+In: a tensor. Out: others in its place, the likeliest to be noticed first. They come from a small pool of random
+numbers that is repeated, because random numbers for the weights of a large model cost more than its forward pass; a
+large weight is read in another order, which costs nothing. The global generators are not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+
+_LARGE = 2**22  # numbers from which on a tensor's own values in another order will do first
+_POOL = 65521  # a prime, so that the repeated pool does not fall in step with the rows of a tensor
+_LOOKED_AT = 4096  # numbers by which the range of a large tensor is judged
+
+
+def others_than(value: torch.Tensor, wide: bool = True) -> Iterator[torch.Tensor]:
+    """Nonsense in the place of a value. `wide` allows integers just outside of the recorded range."""
+    for made in _unflagged(value, wide):
+        yield _with_flag(made, value)
+
+
+def hinted(value: torch.Tensor, hints: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """What a comparison may wait for: numbers that the call names, and values that it reads besides."""
+    is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+    if not is_plain or value.is_nested or value.is_quantized or not value.numel():
+        return
+    for hint in hints:
+        if isinstance(hint, torch.Tensor):
+            if hint.dtype == value.dtype and hint.shape == value.shape and hint.layout is torch.strided:
+                yield _with_flag(hint.detach().clone(), value)
+        elif _holds(value.dtype, hint):
+            yield _with_flag(torch.full_like(value.detach(), hint), value)
+
+
+def _unflagged(value: torch.Tensor, wide: bool) -> Iterator[torch.Tensor]:
+    flat = value.detach()
+    if type(flat) not in (torch.Tensor, torch.nn.Parameter):
+        yield from _of_a_subclass(flat)
+    elif flat.is_nested:
+        yield from _nested(flat, wide)
+    elif flat.layout is not torch.strided:
+        yield from _of_another_layout(flat, wide)
+    elif flat.is_quantized:
+        yield from _quantized(flat)
+    elif flat.numel():
+        yield from _dense(flat.resolve_conj().resolve_neg(), wide)
+
+
+def _dense(value: torch.Tensor, wide: bool) -> Iterator[torch.Tensor]:
+    if value.numel() >= _LARGE and (reordered := _reordered(value)) is not None:
+        yield reordered
+    if value.dtype == torch.bool:
+        yield from (_bools(value, 0), ~value, _rolled(value), torch.ones_like(value), torch.zeros_like(value))
+    elif value.dtype.is_floating_point or value.dtype.is_complex:
+        yield from _numbers(value)
+    else:
+        yield from _integers(value, wide)
+
+
+def _numbers(value: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Floats and complex numbers: in the range, far around it, upside down; then milder ones, for who is particular."""
+    low, high = _range(value)
+    span = (high - low) or abs(high) or 1.0
+    yield _uniform(value, low, low + span, 1)
+    yield _uniform(value, low - 4 * span - 1, high + 4 * span + 1, 2)
+    number = value.to(_wide(value.dtype))
+    yield (number * -1.5 - span).to(value.dtype)
+    yield (number * 2).to(value.dtype)
+    yield (number + _uniform(number, 0.0, 0.01 * span, 3)).to(value.dtype)
+    yield _uniform(value, high + 1, high + 2 + 10 * span, 4)
+
+
+def _integers(value: torch.Tensor, wide: bool) -> Iterator[torch.Tensor]:
+    low, high = (int(end) for end in _range(value))
+    number = value.to(torch.int64)
+    yield _whole(value, low, high, 1)
+    yield (low + high - number).to(value.dtype)
+    yield _rolled(value)
+    yield from (torch.full_like(value, end) for end in dict.fromkeys((low, high)))
+    if wide:
+        bounds = torch.iinfo(value.dtype)
+        yield _whole(value, low, min(high + 1, bounds.max), 2)
+        yield from (torch.full_like(value, end) for end in (0, min(high + 1, bounds.max)))
+
+
+def _rolled(value: torch.Tensor) -> torch.Tensor:
+    """Its own values, each one place further: as many of each as there were."""
+    return value.reshape(-1).roll(1).view(value.shape)
+
+
+def specials(value: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Numbers that are none, for calls that ask for them."""
+    if value.dtype.is_floating_point and value.layout is torch.strided and value.numel():
+        for number in (float("nan"), float("inf"), float("-inf")):
+            yield _with_flag(torch.full_like(value, number), value)
+
+
+def _holds(dtype: torch.dtype, number: float) -> bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return abs(number) <= torch.finfo(dtype).max
+    if not float(number).is_integer():
+        return False
+    return dtype == torch.bool or torch.iinfo(dtype).min <= number <= torch.iinfo(dtype).max
+
+
+def _of_a_subclass(value: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A user's kind of tensor: what it can be asked for is arithmetic."""
+    makers: tuple[Callable[[torch.Tensor], Any], ...] = (
+        lambda one: next(_unflagged(one.as_subclass(torch.Tensor), True)).as_subclass(type(one)),
+        lambda one: one * -1.5 - 1,
+        lambda one: one * 2,
+    )
+    yield from _that_can_be_made(value, makers)
+
+
+def _nested(value: torch.Tensor, wide: bool) -> Iterator[torch.Tensor]:
+    if value.layout is torch.jagged:
+        for numbers in _unflagged(value.values(), wide):
+            yield torch.nested.nested_tensor_from_jagged(numbers, value.offsets())  # type: ignore[attr-defined]
+        return
+    for made in zip(*[_unflagged(part, wide) for part in value.unbind()], strict=False):
+        yield torch.nested.as_nested_tensor(list(made))
+
+
+def _of_another_layout(value: torch.Tensor, wide: bool) -> Iterator[torch.Tensor]:
+    """The same places, other numbers there."""
+    shape = tuple(value.shape)
+    if value.layout is torch.sparse_coo:
+        for made in _unflagged(value._values(), wide):
+            yield torch.sparse_coo_tensor(value._indices(), made, shape, is_coalesced=value.is_coalesced())
+    elif value.layout in (torch.sparse_csr, torch.sparse_bsr):
+        for made in _unflagged(value.values(), wide):
+            yield torch.sparse_compressed_tensor(
+                value.crow_indices(), value.col_indices(), made, shape, layout=value.layout
+            )
+    elif value.layout in (torch.sparse_csc, torch.sparse_bsc):
+        for made in _unflagged(value.values(), wide):
+            yield torch.sparse_compressed_tensor(
+                value.ccol_indices(), value.row_indices(), made, shape, layout=value.layout
+            )
+    else:
+        yield from _that_can_be_made(value, (lambda one: (one.to_dense() * -1.5 - 1).to_mkldnn(),))
+
+
+def _quantized(value: torch.Tensor) -> Iterator[torch.Tensor]:
+    codes = value.int_repr()
+    for made in _unflagged(codes, False):
+        if value.qscheme() == torch.per_tensor_affine:
+            yield torch._make_per_tensor_quantized_tensor(made, value.q_scale(), value.q_zero_point())
+        elif value.qscheme() == torch.per_channel_affine:
+            scales = value.q_per_channel_scales(), value.q_per_channel_zero_points(), value.q_per_channel_axis()
+            yield torch._make_per_channel_quantized_tensor(made, *scales)
+
+
+def _that_can_be_made(value: torch.Tensor, makers: Iterable[Callable[[torch.Tensor], Any]]) -> Iterator[torch.Tensor]:
+    for make in makers:
+        try:
+            made = make(value)
+        except Exception:
+            continue
+        if isinstance(made, torch.Tensor) and made.shape == value.shape and made.dtype == value.dtype:
+            yield made
+
+
+def _with_flag(made: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """With the flag of the value in whose place it comes: torch chooses kernels by it."""
+    made = made.detach()
+    if value.requires_grad and not value.is_inference() and not made.is_inference():
+        made.requires_grad_()
+    return made
+
+
+def _reordered(value: torch.Tensor) -> torch.Tensor | None:
+    """A large tensor's own values in another order: a view, for free."""
+    sizes = tuple(value.shape)
+    if not value.is_contiguous() or value.dim() < 2 or sorted(sizes)[-2] < 2:
+        return None
+    strides = tuple([prod(sizes[:axis]) for axis in range(len(sizes))])
+    made = value.as_strided(sizes, strides)
+    near = tuple([slice(0, 8) for _ in sizes])
+    return None if torch.equal(made[near], value[near]) else made
+
+
+def _range(value: torch.Tensor) -> tuple[float, float]:
+    """About the least and the greatest of its finite numbers; of integers exactly, unless there are very many."""
+    flat = value.detach()
+    flat = flat[tuple([slice(0, 1) if step == 0 else slice(None) for step in flat.stride()])]
+    most = _LOOKED_AT if value.dtype.is_floating_point or value.dtype.is_complex else 2**22
+    if flat.numel() > most and flat.is_contiguous():
+        flat = flat.view(-1)[:: flat.numel() // most]
+    if flat.is_complex():
+        flat = torch.view_as_real(flat)
+    numbers = flat.to(torch.float64) if flat.is_floating_point() else flat.to(torch.int64)
+    if numbers.is_floating_point():
+        numbers = numbers[numbers.isfinite()]
+    if not numbers.numel():
+        return -1.0, 1.0
+    low, high = numbers.aminmax()
+    return low.item(), high.item()
+
+
+def _uniform(value: torch.Tensor, low: float, high: float, turn: int) -> torch.Tensor:
+    """Numbers between two ends, in the memory layout of the value."""
+    if value.is_complex():
+        real = torch.view_as_real(value)
+        return torch.view_as_complex(_uniform(real, low, high, turn).contiguous())
+    dtype = _wide(value.dtype)
+    limit = torch.finfo(value.dtype).max
+    low, high = max(low, -limit), min(high, limit)
+    numbers = _some(value, turn).to(dtype) * (high - low) + low
+    return _repeated(numbers, value, dtype).to(value.dtype)
+
+
+def _whole(value: torch.Tensor, low: int, high: int, turn: int) -> torch.Tensor:
+    numbers = (
+        (_some(value, turn).to(torch.float64) * (high - low + 1)).floor().to(torch.int64).add_(low).clamp_(low, high)
+    )
+    return _repeated(numbers, value, torch.int64).to(value.dtype)
+
+
+def _bools(value: torch.Tensor, turn: int) -> torch.Tensor:
+    return _repeated(_some(value, turn) < 0.5, value, torch.bool)
+
+
+def _repeated(numbers: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """As many numbers as the value has, in its layout where it fills its memory."""
+    count = value.numel()
+    flat = torch.empty(count, dtype=dtype, device=value.device)
+    numbers = numbers.to(device=value.device)
+    whole = count // _POOL * _POOL
+    if whole:
+        flat[:whole].view(-1, _POOL).copy_(numbers)
+    flat[whole:].copy_(numbers[: count - whole])
+    return flat.as_strided(value.shape, value.stride()) if _is_dense(value) else flat.view(value.shape)
+
+
+def _is_dense(value: torch.Tensor) -> bool:
+    """Do its numbers fill their memory, each at a place of its own?"""
+    steps = sorted([(step, size) for step, size in zip(value.stride(), value.shape, strict=True) if size > 1])
+    expected = 1
+    for step, size in steps:
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """A type to compute in: the narrow ones know no arithmetic."""
+    if dtype.is_complex:
+        return dtype
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _some(value: torch.Tensor, turn: int) -> torch.Tensor:
+    return _pool(turn)[: value.numel()]
+
+
+@cache
+def _pool(turn: int) -> torch.Tensor:
+    with torch.inference_mode(False), torch.no_grad():
+        generator = torch.Generator().manual_seed(turn)
+        return torch.rand(_POOL, generator=generator, dtype=torch.float32, device="cpu")

@@ -1,0 +1,196 @@
+"""Does every value that a call reads matter to what it gives?
+
+In: a call made ready, the values that it was recorded with. Out: for each value that it reads nothing, where nonsense
+in its place gives something else; else the reason why nothing could be seen, proved where that can be; or that there is
+none, which is a breach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from attrs import evolve, field, frozen
+
+from .._core.node import Ref
+from .._core.trees import leaves
+from .alone import Alone, Given, ready
+from .literals import otherwise
+from .nonsense import hinted, others_than, specials
+from .reasons import known_reason, trusts
+from .sameness import same
+
+Draws = Mapping[str, torch.Tensor]
+UNREAD = "no nonsense in its place changes the value: nothing depends on it"
+
+
+@frozen(eq=False)
+class Unseen:
+    """Nonsense in one place changed nothing. `reason` is why that is right; where there is none it is a breach."""
+
+    parent: Ref
+    reason: str
+
+
+@frozen(eq=False)
+class Trial:
+    """A call with the values that it was recorded with."""
+
+    alone: Alone
+    given: Given
+    value: Mapping[Ref, Any]
+    draws: Draws
+    problems: list[Exception] = field(factory=list)
+
+    def changes(self, others: Given) -> bool | None:
+        """Do other values in some places give another value? None where the call cannot be made on them."""
+        try:
+            made = self.alone({**self.given, **others})
+            return any(not same(made[ref], self.value[ref]) for ref in self.alone.gives)
+        except Exception as error:
+            self.problems.append(error)
+            return None
+
+    def moved(self, others: Given) -> Trial | None:
+        """The same call on other values in some places."""
+        given = {**self.given, **others}
+        try:
+            return evolve(self, given=given, value=self.alone(given), problems=[])
+        except Exception:
+            return None
+
+
+def unseen(trial: Trial, parent: Ref) -> Unseen | None:
+    """Why nonsense in the place of a value that a call reads changes nothing; None where it does, as it should."""
+    value = trial.given[parent]
+    if value.is_meta:
+        return Unseen(parent, "it has no content")
+    if not _has_elements(value):
+        return Unseen(parent, "it has no elements")
+    if all(made.is_meta for made in trial.value.values() if isinstance(made, torch.Tensor)):
+        return Unseen(parent, "the value has no content")
+    if trusts(trial.alone.node, value):
+        return Unseen(parent, "integers that the call takes for places in memory, unchecked")
+    outcomes = []
+    for made in _nonsense(trial, parent):
+        outcomes.append(trial.changes({parent: made}))
+        if outcomes[-1]:
+            return None
+        if outcomes[-1] is False and same(made, value):
+            outcomes.pop()  # that was no other value
+    return Unseen(parent, _reason(trial, parent, outcomes))
+
+
+def _reason(trial: Trial, parent: Ref, outcomes: list[bool | None]) -> str:
+    """Why it is right that nothing was seen; "" where nobody knows."""
+    if not outcomes:
+        return "no other value of its kind could be made"
+    if reason := known_reason(trial.alone.node, parent, trial.value):
+        return reason
+    if all(outcome is None for outcome in outcomes):
+        return f"on other values it raises {type(trial.problems[0]).__name__}"
+    return _hidden(trial, parent)
+
+
+def _nonsense(trial: Trial, parent: Ref) -> Iterator[torch.Tensor]:
+    value, node = trial.given[parent], trial.alone.node
+    yield from others_than(value, wide=node.target.name.startswith("torch."))
+    yield from hinted(value, _hints(trial, parent))
+    if _answers(trial) or "nan" in node.target.short:
+        yield from specials(value)
+
+
+def _hints(trial: Trial, parent: Ref) -> Iterator[Any]:
+    """Numbers and tensors that may matter: those that the call reads, and some so large that they outweigh the rest."""
+    node = trial.alone.node
+    numbers = [leaf for leaf in leaves((node.args, tuple(v for _, v in node.kwargs))) if type(leaf) in (int, float)]
+    is_float = trial.given[parent].is_floating_point() or trial.given[parent].is_complex()
+    numbers = [number for number in (0, 1, *numbers, -1) if number >= 0 or is_float or _answers(trial)]  # no index
+    yield from dict.fromkeys(numbers)
+    yield from [trial.given[ref] for ref in trial.alone.reads if ref != parent]
+    if not is_float:
+        return
+    sizes = [_size(made) for made in (*trial.value.values(), *trial.given.values())]
+    yield from (10.0 * max(sizes), -1e4 * max(sizes))
+
+
+def _answers(trial: Trial) -> bool:
+    """Does the call compare?"""
+    return any(isinstance(made, torch.Tensor) and made.dtype == torch.bool for made in trial.value.values())
+
+
+def _size(made: Any) -> float:
+    """The largest finite number of a tensor."""
+    is_plain = isinstance(made, torch.Tensor) and made.dtype in _FLOATS and made.layout is torch.strided
+    if not is_plain or made.is_nested or made.is_meta or not made.numel():
+        return 0.0
+    return float(torch.nan_to_num(made.detach(), nan=0.0, posinf=0.0, neginf=0.0).abs().max())
+
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _hidden(trial: Trial, parent: Ref) -> str:
+    """What hides it: with something else in that place, nonsense for the parent is noticed. "" where nothing does."""
+    beside = [ref for ref in trial.alone.reads if ref != parent and _can_vary(trial.given[ref])]
+    for refs in ([ref] for ref in beside):
+        if _is_noticed(trial, parent, refs):
+            return _words(trial.given[refs[0]])
+    if len(beside) > 1 and _is_noticed(trial, parent, beside):
+        return "hidden by what else the call reads, taken together"
+    if _is_noticed_with_other_draws(trial, parent):
+        return "hidden by the recorded draw"
+    if _is_noticed_with_other_literals(trial, parent):
+        return "hidden by a number among the arguments, as in x * 0"
+    return ""
+
+
+def _can_vary(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_meta and _has_elements(value)
+
+
+def _has_elements(value: torch.Tensor) -> bool:
+    return value.is_nested or bool(value.numel())
+
+
+def _words(value: torch.Tensor) -> str:
+    if value.dtype == torch.bool:
+        return "hidden by a mask, which is another argument"
+    if value.layout is torch.strided and not value.is_nested and not value.is_quantized and not value.any():
+        return "hidden by zeros in another argument"
+    return "hidden by what another argument holds"
+
+
+def _is_noticed(trial: Trial, parent: Ref, beside: list[Ref]) -> bool:
+    """Is nonsense for the parent noticed where others hold nonsense too?"""
+    streams = [others_than(trial.given[ref]) for ref in beside]
+    for several in zip(*streams, strict=False):
+        moved = trial.moved(dict(zip(beside, several, strict=True)))
+        if moved is not None and _changes_there(moved, parent):
+            return True
+    return False
+
+
+def _changes_there(trial: Trial, parent: Ref) -> bool:
+    return any(trial.changes({parent: made}) for made in _nonsense(trial, parent))
+
+
+def _is_noticed_with_other_draws(trial: Trial, parent: Ref) -> bool:
+    node = trial.alone.node
+    if node.draws is None:
+        return False
+    for seed in range(8):
+        state = torch.Generator().manual_seed(seed).get_state()
+        moved = evolve(trial, alone=ready(node, {**trial.draws, node.draws: state})).moved({})
+        if moved is not None and _changes_there(moved, parent):
+            return True
+    return False
+
+
+def _is_noticed_with_other_literals(trial: Trial, parent: Ref) -> bool:
+    for node in otherwise(trial.alone.node):
+        moved = evolve(trial, alone=ready(node, trial.draws)).moved({})
+        if moved is not None and _changes_there(moved, parent):
+            return True
+    return False

@@ -1,0 +1,118 @@
+"""Why a value that a call reads may rightly not matter to what it gives: a table, as data.
+
+In: a call that gives the same with any nonsense in one place. Out: the reason, in words, where the kind of call tells
+it; "" where it does not. A reason is only asked for when nothing else was seen, so a table can hide no value that
+matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .._core.node import Call, Ref
+from .._core.pure import blank, fill_new, laid_out, mutate, standing
+from .._core.target import Target
+from .._core.trees import leaves
+from .._replay.differentiate import differentiate
+
+_LIKE = frozenset(
+    "zeros_like ones_like empty_like rand_like randn_like randint_like full_like new_zeros new_ones new_empty new_full "
+    "new_tensor new_empty_strided".split()
+)
+_AS = frozenset("expand_as view_as reshape_as type_as to resize_as_ resize_as sum_to_size_as broadcast_to_as".split())
+_OVERWRITERS = frozenset(
+    "copy_ fill_ zero_ normal_ uniform_ random_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_ set_ "
+    "kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_ trunc_normal_ orthogonal_ constant_ ones_ zeros_ "
+    "eye_ dirac_ sparse_ __setitem__ "
+    "copy index_put index_put_ select_scatter slice_scatter as_strided_scatter diagonal_scatter scatter scatter_ "
+    "index_copy index_copy_ index_fill index_fill_ fill_diagonal_ resize_ _foreach_copy_ _foreach_zero_".split()
+)
+_OF_ONE = frozenset(
+    "softmax log_softmax softmin _softmax _log_softmax argmax argmin layer_norm native_layer_norm group_norm "
+    "native_group_norm instance_norm batch_norm native_batch_norm normalize var std argsort logcumsumexp median mode "
+    "gumbel_softmax var_mean std_mean scaled_dot_product_attention _safe_softmax rms_norm".split()
+)
+_TRUSTING = frozenset(
+    "_pad_packed_sequence _pack_padded_sequence lstm gru rnn_tanh rnn_relu ctc_loss _ctc_loss segment_reduce "
+    "embedding_bag _embedding_bag _embedding_bag_forward_only sparse_csr_tensor sparse_csc_tensor sparse_bsr_tensor "
+    "sparse_bsc_tensor sparse_coo_tensor sparse_compressed_tensor".split()
+)
+
+
+def trusts(node: Call, value: torch.Tensor) -> bool:
+    """Does a call read integers as places in memory, unchecked? Nonsense there could bring the process down."""
+    if value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool:
+        return False
+    function, _ = _called(node)
+    name, short = function.name, function.short
+    is_custom = name.startswith("torch.ops.") and not name.startswith(("torch.ops.aten.", "torch.ops.prims."))
+    is_own = not name.startswith("torch.") and "replaylens" not in name
+    return is_custom or is_own or short in _TRUSTING or "sparse" in short or "nested" in short or "jagged" in short
+
+
+def known_reason(node: Call, parent: Ref, value: Mapping[Ref, Any]) -> str:
+    """Why this value need not matter to a call of this kind."""
+    if not any(_has_numbers(made) for made in value.values()):
+        return "the value has no elements"
+    function, args = _called(node)
+    short = function.short
+    if node.edits is not None or node.target.name.startswith("replaylens._edit.acts."):
+        return "a patch puts another value in its place"
+    if short == "_new_zeros_with_same_feature_meta":
+        return "only its shape and type are read"
+    if function.function is differentiate:
+        return "a gradient that is the same wherever it is taken"
+    if function.function is standing and _stands(args[:1], parent):
+        return "only its place among the gradients is used"
+    if node.target.function is mutate:
+        return _reason_of_a_write(node, short, parent)
+    if (short in _LIKE and _stands(args[:1], parent)) or (short in _AS and _stands(args[1:], parent)):
+        return "only its shape and type are read"
+    if short in _OVERWRITERS and _stands(args[:1], parent):
+        return "all of it is overwritten"
+    if short in _OF_ONE and _is_of_one(value):
+        return "a share of one thing, which is always the same"
+    return ""
+
+
+def _called(node: Call) -> tuple[Target, tuple[Any, ...]]:
+    """The function that a call is about, under what purity puts around it, and its arguments."""
+    function = node.target.function
+    if function is mutate:
+        return node.args[0], node.args[2]
+    if function is blank:
+        return node.args[0], node.args[1:]
+    if function is laid_out:
+        return node.args[0], node.args[2:]
+    if function is fill_new:
+        return node.args[0], node.args[2]
+    return node.target, node.args
+
+
+def _reason_of_a_write(node: Call, short: str, parent: Ref) -> str:
+    _, bases, args, kwargs, _, values = node.args
+    if not (_stands(bases, parent) or _stands(values, parent)):
+        return "only its shape and type are read" if short in _AS and _stands(args, parent) else ""
+    writes_out = "out" in (kwargs.keys or ())
+    return "all of it is overwritten" if writes_out or short in _OVERWRITERS else ""
+
+
+def _stands(tree: Any, parent: Ref) -> bool:
+    return any(leaf == parent for leaf in leaves(tree) if type(leaf) is Ref)
+
+
+def _has_numbers(made: Any) -> bool:
+    return not isinstance(made, torch.Tensor) or made.is_nested or bool(made.numel())
+
+
+def _is_of_one(value: Mapping[Ref, Any]) -> bool:
+    """Does the call give a constant, as a share of a single thing is?"""
+    return any(isinstance(made, torch.Tensor) and _is_constant(made) for made in value.values())
+
+
+def _is_constant(made: torch.Tensor) -> bool:
+    flat = made.detach().reshape(-1)
+    return bool(flat.numel()) and bool(((flat == flat[0]) | (flat != flat) & (flat[0] != flat[0])).all())

@@ -1,0 +1,166 @@
+"""CheckReport: what a check came to, law by law.
+
+In: laws, each with how much was asked and what was found. Out: something that is truthy when all holds, prints as a
+short table, and is data. How the laws are asked is not known here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from typing import Any
+
+from attrs import evolve, frozen
+
+from .._core.node import Source
+from .._core.text import where
+
+
+@frozen
+class Finding:
+    """One breach of a law; or, among `Law.special`, one case in which nothing could be seen, and why."""
+
+    law: str
+    node: str  # "" where it is of no node
+    fact: str
+    source: Source | None = None
+    parent: str = ""  # the value that was exchanged, where one was
+    difference: float | None = None  # the largest absolute difference, where numbers differ
+    line: str = ""  # the node as a line of the program
+
+    def __str__(self) -> str:
+        far = f" (by at most {self.difference:.3g})" if self.difference is not None else ""
+        rows = [f"{self.node or 'the program'}: {self.fact}{far}", f"    {self.line}" if self.line else ""]
+        return "\n".join([row for row in (*rows, where(self.source) if self.source else "") if row])
+
+
+@frozen
+class Law:
+    """What one law came to. `asked` counts its questions in the words of `unit`."""
+
+    name: str
+    asked: int = 0
+    failures: tuple[Finding, ...] = ()
+    special: tuple[Finding, ...] = ()
+    skipped: str = ""
+    note: str = ""
+    unit: str = ""
+    holds: str = "holds"  # what is said where nothing failed
+
+    def __bool__(self) -> bool:
+        return not self.failures
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """Why nothing could be seen, and how often, the commonest first."""
+        return dict(Counter(finding.fact for finding in self.special).most_common())
+
+    @property
+    def result(self) -> str:
+        """The outcome in a few words."""
+        if self.skipped:
+            return f"not asked: {self.skipped}"
+        words = [f"BROKEN {len(self.failures)} times" if self.failures else self.holds]
+        if self.special:
+            words.append(f"{len(self.special)} special ({_counted(self.reasons)})")
+        return "; ".join([word for word in (*words, self.note) if word])
+
+
+@frozen(repr=False)
+class CheckReport:
+    """What a check came to. Truthy when no law is broken; a law that was not asked says why.
+
+    `report["each node alone"]` is one law, `report.failures` every breach, `report.special` every case in which nothing
+    could be seen, with its reason.
+    """
+
+    model_name: str
+    laws: tuple[Law, ...]
+
+    def __bool__(self) -> bool:
+        return all(self.laws)
+
+    def __getitem__(self, name: str) -> Law:
+        names = [law.name for law in self.laws]
+        if name not in names:
+            raise KeyError(f"no law is named {name!r}. There are: {', '.join(names)}.")
+        return self.laws[names.index(name)]
+
+    @property
+    def failures(self) -> tuple[Finding, ...]:
+        """Every breach, law by law, in program order."""
+        return tuple([finding for law in self.laws for finding in law.failures])
+
+    @property
+    def special(self) -> tuple[Finding, ...]:
+        """Every case in which nothing could be seen, each with its reason."""
+        return tuple([finding for law in self.laws for finding in law.special])
+
+    def and_(self, laws: tuple[Law, ...]) -> CheckReport:
+        """The report with more laws."""
+        return evolve(self, laws=(*self.laws, *laws))
+
+    def to_pandas(self) -> Any:
+        """A row for every breach and every special case, as a pandas DataFrame."""
+        rows = [_row(finding, "broken") for finding in self.failures]
+        rows += [_row(finding, "special") for finding in self.special]
+        return _pandas().DataFrame(rows, columns=list(_COLUMNS))
+
+    def __str__(self) -> str:
+        return "\n".join([self._headline, *self._table, *self._listing])
+
+    def __repr__(self) -> str:
+        return f"<CheckReport: {self._headline}>"
+
+    def _repr_html_(self) -> str:
+        text = str(self).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+        return f"<pre>{text}</pre>"
+
+    @property
+    def _headline(self) -> str:
+        broken = sum(not law for law in self.laws)
+        unasked = sum(bool(law.skipped) for law in self.laws)
+        name = f"Check of {self.model_name or 'a function'}:"
+        if broken:
+            return f"{name} {broken} of {len(self.laws)} laws {'is' if broken == 1 else 'are'} broken."
+        return f"{name} all holds." if not unasked else f"{name} all that was asked holds; {unasked} not asked."
+
+    @property
+    def _table(self) -> list[str]:
+        asked = [f"{law.asked:,} {law.unit}".rstrip() if law.unit or law.asked else "" for law in self.laws]
+        wide = max([len(law.name) for law in self.laws], default=0)
+        wider = max(map(len, asked), default=0)
+        rows = zip(self.laws, asked, strict=True)
+        return [f"    {law.name:<{wide}}  {count:<{wider}}  {law.result}".rstrip() for law, count in rows]
+
+    @property
+    def _listing(self) -> list[str]:
+        shown = [f"\n{finding.law}: {finding}" for finding in self.failures[:_SHOWN]]
+        left = len(self.failures) - len(shown)
+        return [*shown, *([f"\n... and {left} more in report.failures"] if left else [])]
+
+
+_SHOWN = 20
+_COLUMNS = ("kind", "law", "node", "parent", "fact", "difference", "line", "file", "source_line")
+
+
+def _row(finding: Finding, kind: str) -> tuple[Any, ...]:
+    source = (finding.source.file, finding.source.line) if finding.source is not None else (None, None)
+    return (kind, finding.law, finding.node, finding.parent, finding.fact, finding.difference, finding.line, *source)
+
+
+def _counted(reasons: dict[str, int]) -> str:
+    shown = list(reasons.items())[:_REASONS]
+    more = len(reasons) - len(shown)
+    words = [f"{count} {fact}" for fact, count in shown]
+    return ", ".join([*words, *([f"{more} other reasons"] if more else [])])
+
+
+_REASONS = 4
+
+
+def _pandas() -> Any:
+    try:
+        return importlib.import_module("pandas")
+    except ImportError as error:
+        raise ImportError("this needs pandas: pip install 'replaylens[pandas]'") from error

@@ -1,0 +1,76 @@
+"""Are two values the same? To the last bit, where NaN is NaN.
+
+In: two tensors of any kind. Out: whether they are one value, and if not, how far apart. Layouts are no difference: what
+is compared is what could be read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_FEW = 8  # along each axis
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal in type of numbers, shape and every bit; NaN equals NaN."""
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return one is other or (type(one) is type(other) and repr(one) == repr(other))
+    if one is other:
+        return True
+    if kind_of(one) != kind_of(other):
+        return False
+    if one.is_meta:
+        return True
+    if one.is_nested:
+        pairs = list(zip(parts_of(one), parts_of(other), strict=False))
+        return len(parts_of(one)) == len(parts_of(other)) and all(same(mine, theirs) for mine, theirs in pairs)
+    mine, theirs = plain(one), plain(other)
+    near = tuple([slice(0, _FEW) for _ in mine.shape])
+    return _agree(mine[near], theirs[near]) and _agree(mine, theirs)  # what differs mostly does so at once
+
+
+def kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What must agree before numbers are looked at."""
+    shape = tensor.dim() if tensor.is_nested else tuple(tensor.shape)
+    return shape, tensor.dtype, tensor.layout, tensor.device, tensor.is_nested
+
+
+def parts_of(nested: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(nested.detach().unbind())
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of any kind as a dense one of plain numbers."""
+    tensor = tensor.detach()
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        tensor = tensor.as_subclass(torch.Tensor)
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.is_quantized:
+        return tensor.int_repr()
+    tensor = tensor.resolve_conj().resolve_neg()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def difference(one: torch.Tensor, other: torch.Tensor) -> float | None:
+    """The largest absolute difference, where both are numbers of one shape."""
+    if kind_of(one) != kind_of(other) or one.is_nested or one.is_meta or not one.numel():
+        return None
+    apart = (plain(one).to(torch.float64) - plain(other).to(torch.float64)).abs()
+    return float(torch.nan_to_num(apart, nan=float("inf")).max())
+
+
+def _agree(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """The same bits; where both are NaN, any."""
+    word = one.dtype if one.dtype == torch.bool else _WORDS[one.element_size()]
+    if torch.equal(one.view(word), other.view(word)):
+        return True
+    if not one.is_floating_point():
+        return False
+    wide = torch.promote_types(one.dtype, torch.float32) if one.element_size() > 1 else torch.float32
+    nans = torch.isnan(one.to(wide)) & torch.isnan(other.to(wide))
+    return bool(((one.view(word) == other.view(word)) | nans).all())

@@ -1,0 +1,54 @@
+"""Is every saved value still what it was, and of the kind that the graph says?
+
+In: a record. Out: a law, and the values that were overwritten, which no other law can be asked of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from .._core.node import Ref, State, meanings_of
+from .._replay.replay import Record, version
+from .findings import found_named
+from .report import Finding, Law
+
+NAME = "saved values"
+
+
+def stale_values(record: Record) -> frozenset[Ref]:
+    """The values that were overwritten since they were recorded."""
+    return frozenset([ref for ref, tensor in record.values.items() if record.versions[ref] != version(tensor)])
+
+
+def saved_values(record: Record, stale: frozenset[Ref]) -> Law:
+    """Nothing was overwritten, and shapes, types and devices are those of the graph."""
+    found = (*_overwritten(record, stale), *_of_another_kind(record))
+    holds = "none overwritten, all of the recorded kind"
+    missing = sum(ref not in record.values for node in record.graph.calls for ref in meanings_of(node))
+    note = f"{missing:,} values were not kept" if missing else ""
+    return Law(NAME, len(record.values), found, unit="values", holds=holds, note=note)
+
+
+def _overwritten(record: Record, stale: frozenset[Ref]) -> Iterator[Finding]:
+    for ref in record.values:
+        if ref in stale:
+            node = record.graph[ref.node]
+            what = f"the {node.kind} `{node.address}`" if isinstance(node, State) else "its saved value"
+            fact = f"{what} was overwritten since the capture"
+            yield found_named(record.graph, NAME, ref.node, fact)
+
+
+def _of_another_kind(record: Record) -> Iterator[Finding]:
+    for node in record.graph.nodes:
+        for ref, meaning in meanings_of(node).items():
+            value = record.values.get(ref)
+            if not isinstance(value, torch.Tensor):
+                continue
+            shape = tuple(value.shape) if not value.is_nested else ()
+            mine, wanted = (shape, value.dtype, str(value.device)), (meaning.shape, meaning.dtype, meaning.device)
+            if mine != wanted:
+                yield found_named(
+                    record.graph, NAME, node.name, f"{ref} was saved as {mine}, and is said to be {wanted}"
+                )
