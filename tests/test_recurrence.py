@@ -234,6 +234,12 @@ def test_equal_blocks_with_parameters_of_their_own_are_layers_of_their_own():
     assert not any(":" in label for label in labels(Stack([Block() for _ in range(4)]), x(2, 4)))
 
 
+def test_modules_that_follow_one_another_are_layers_of_their_own_and_one_that_runs_again_is_not():
+    pools = [nn.MaxPool2d(2, 1) for _ in range(2)]
+    assert labels(nn.Sequential(*pools), x(1, 5, 5))[1:-1] == ["maxpool2d_1_1", "maxpool2d_2_2"]
+    assert labels(nn.Sequential(pools[0], pools[0]), x(1, 5, 5))[1:-1] == ["maxpool2d_1_1:1", "maxpool2d_1_1:2"]
+
+
 def test_one_block_that_runs_again_is_recurrent_with_all_that_is_in_it():
     block = Block()
     found = labels(Stack([block] * 3), x(2, 4))
@@ -286,3 +292,51 @@ def test_a_long_loop_is_labelled_to_its_end():
         return x
 
     assert labels(model)[-4:] == ["cos_1_1:1000", "mul_1_2:1000", "sin_1_3:1000", "output_1_4"]
+
+
+def until(limit, change=lambda x: x):
+    def model(x):
+        while x.norm() < limit:
+            x = change(torch.relu(x)) * 1.5
+        return x
+
+    return model
+
+
+def test_a_patch_for_all_passes_holds_in_rounds_that_were_not_recorded():
+    prog = rl.capture(until(20), value := x())
+    assert prog["relu_1:2"].label == "relu_1_3:2"
+    run = prog.replay(patch={"relu_1": rl.Scale(0.8)})
+    assert run.diverged and torch.equal(run.output, until(20, lambda x: x * 0.8)(value))
+
+
+def test_a_line_that_runs_several_layers_in_turn_is_followed_in_turn():
+    def model(x, by=1.0):
+        while x.norm() < 20:
+            x = torch.tanh(x * 2 * 1.5 * by) + x * 1.2
+        return x
+
+    prog = rl.capture(model, value := x())
+    names = list(dict.fromkeys(label.partition(":")[0] for label in prog.layer_labels if label.startswith("mul")))
+    run = prog.replay(patch={names[-1]: rl.Scale(0.9)})
+    wanted = value
+    while wanted.norm() < 20:
+        wanted = torch.tanh(wanted * 2 * 1.5 * 1.0) + wanted * 1.2 * 0.9
+    assert len(names) == 4 and torch.equal(run.output, wanted)
+
+
+def test_a_line_without_an_order_is_no_ground_to_guess():
+    def model(x):
+        steps = 0
+        while x.norm() < 100:
+            steps += 1
+            x = twice(x + 1 if steps == 3 else torch.relu(x))
+        return x
+
+    def twice(x):
+        return x * 2
+
+    prog = rl.capture(model, x())
+    key = next(label.partition(":")[0] for label in prog.layer_labels if label.startswith("mul") and ":" in label)
+    with pytest.raises(rl.DivergedReplay, match="ran `mul` for several layers without an order"):
+        prog.replay(patch={key: rl.Scale(0.1)})

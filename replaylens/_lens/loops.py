@@ -115,8 +115,8 @@ class _Stretch:
     def _corresponds(self, number: int, length: int) -> bool:
         """Is a call like the one `length` further on, and does that read what a next round would?"""
         wires, one, other = self.wires, self.calls[number], self.calls[number + length]
-        if wires.key(one) != wires.key(other):
-            return False
+        if wires.key(one) != wires.key(other) or wires.drafts[one].modules != wires.drafts[other].modules:
+            return False  # two modules one after the other are no loop, however alike
         is_same_line = wires.drafts[one].site is not None and wires.drafts[one].site == wires.drafts[other].site
         reads = zip(wires.parents[one], wires.parents[other], strict=True)
         return all(
