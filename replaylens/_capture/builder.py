@@ -22,6 +22,7 @@ from .._core.target import Target
 from .._core.trees import leaves, remake
 from .._lens.drafts import Draft
 from .._lens.structure import labels
+from .branches import calls, taken
 
 
 class Handle(int):
@@ -386,7 +387,18 @@ def _guard(guard: GuardRecord, count: int, to_ref: Any, scopes: list[Any]) -> Gu
         position=min(guard.position, count),
         scope=scopes[guard.scope] if guard.scope >= 0 else None,
         source=line_of(guard.site),
+        taken=_taken(guard),
     )
+
+
+def _taken(guard: GuardRecord) -> Source | None:
+    """Where the model went on after it had read a truth value. What `any` and its kin read is tested by them first."""
+    if type(guard.result) is not bool or guard.site is None:
+        return None
+    code, instruction = guard.site
+    is_call = guard.function is torch.Tensor.__bool__ and calls(code, instruction)
+    where = None if is_call else taken(code, instruction, guard.result)
+    return None if where is None else line_of((code, where))
 
 
 def _scopes(recording: Recording, addresses: Addresses) -> list[Scope | None]:
