@@ -20,8 +20,10 @@ from ._capture.capture import Captured, record, record_of
 from ._capture.rerun import as_run, lived, rehearsed
 from ._capture.snapshot import Beginning
 from ._capture.spots import Counterparts
-from ._check.check import check
+from ._check.check import check as check_record
+from ._check.model import with_model
 from ._check.report import CheckReport
+from ._check.subject import under_check
 from ._core.graph import Graph
 from ._core.node import Call, Guard, Input, Ref
 from ._core.pure import same_content, untransformed
@@ -99,6 +101,25 @@ def run(model: Any, *args: Any, patch: Mapping[Any, Any] | None = None, grad: bo
             return replay(prog._record, request, prog._at)
         except DivergedReplay:
             raise refusal from None
+
+
+def check(
+    model: Any, *args: Any, sample: float | None = None, progress: bool | None = None, **kwargs: Any
+) -> CheckReport:
+    """Capture a model on these inputs, and prove that the program is right and that nothing was missed.
+
+    To the laws of `Program.check` come those that need the model: every ATen call of a plain forward is one of a whole
+    replay; every module's output is what a forward hook sees; the model and a replay agree on other inputs. The model,
+    its buffers, its inputs and the generators are afterwards as they were before. A model whose own forward takes a
+    keyword `sample` or `progress` can be given as a `functools.partial` that holds it.
+
+    >>> bool(check(torch.nn.Linear(2, 3), torch.ones(1, 2)))
+    True
+    """
+    with under_check(model, args, kwargs) as subject:
+        captured = subject.captured
+        prog = Program(_record=subject.record, _output=captured.output, _beginning=captured.beginning)
+        return with_model(subject, prog.check(sample, progress))
 
 
 def _require_unchanged(prog: Program, modes: list[Any]) -> None:
@@ -367,7 +388,7 @@ class Program(Reference):
         names are well formed. What could not be seen (a mask hides a value) is listed with its reason. Nothing is
         changed. `sample` asks so many nodes, or such a share of them, of a very large program.
         """
-        return check(self._record, self.output, self._atlas, self.history == ("captured",), sample, progress)
+        return check_record(self._record, self.output, self._atlas, self.history == ("captured",), sample, progress)
 
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Run:
         """Replay on new inputs of the recorded shapes. All keywords are the model's own."""
