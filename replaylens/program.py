@@ -26,7 +26,7 @@ from ._check.report import CheckReport
 from ._check.subject import under_check
 from ._core.graph import Graph
 from ._core.node import Call, Guard, Input, Ref
-from ._core.pure import same_content, untransformed
+from ._core.pure import same_content, untransformed, writable_copy
 from ._core.reference import Reference
 from ._core.text import code
 from ._core.trees import freeze_deep, leaves, thaw
@@ -227,7 +227,7 @@ class Program(Reference):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
-        return pytree.tree_map(lambda tensor: tensor.detach().clone(), self)
+        return pytree.tree_map(lambda tensor: writable_copy(tensor.detach()), self)  # layouts too: kernels go by them
 
     def __repr__(self) -> str:
         return f"<Program of {self.model_name}: {len(self.graph.calls)} calls, {len(self._atlas.order)} layers>"

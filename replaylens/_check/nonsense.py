@@ -19,29 +19,40 @@ _POOL = 65521  # a prime, so that the repeated pool does not fall in step with t
 _LOOKED_AT = 4096  # numbers by which the range of a large tensor is judged
 
 
-def others_than(value: torch.Tensor, hints: Iterable[Any] = (), wide: bool = True) -> Iterator[torch.Tensor]:
-    """Nonsense in the place of a value. `hints` are numbers and tensors that may matter to who reads it; `wide` allows
-    integers just outside of the recorded range.
-    """
-    for made in _unflagged(value, list(hints), wide):
+def others_than(value: torch.Tensor, wide: bool = True) -> Iterator[torch.Tensor]:
+    """Nonsense in the place of a value. `wide` allows integers just outside of the recorded range."""
+    for made in _unflagged(value, wide):
         yield _with_flag(made, value)
 
 
-def _unflagged(value: torch.Tensor, hints: list[Any], wide: bool) -> Iterator[torch.Tensor]:
+def hinted(value: torch.Tensor, hints: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """What a comparison may wait for: numbers that the call names, and values that it reads besides."""
+    is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+    if not is_plain or value.is_nested or value.is_quantized or not value.numel():
+        return
+    for hint in hints:
+        if isinstance(hint, torch.Tensor):
+            if hint.dtype == value.dtype and hint.shape == value.shape and hint.layout is torch.strided:
+                yield _with_flag(hint.detach().clone(), value)
+        elif _holds(value.dtype, hint):
+            yield _with_flag(torch.full_like(value.detach(), hint), value)
+
+
+def _unflagged(value: torch.Tensor, wide: bool) -> Iterator[torch.Tensor]:
     flat = value.detach()
     if type(flat) not in (torch.Tensor, torch.nn.Parameter):
         yield from _of_a_subclass(flat)
     elif flat.is_nested:
-        yield from _nested(flat, hints, wide)
+        yield from _nested(flat, wide)
     elif flat.layout is not torch.strided:
-        yield from _of_another_layout(flat, hints, wide)
+        yield from _of_another_layout(flat, wide)
     elif flat.is_quantized:
         yield from _quantized(flat)
     elif flat.numel():
-        yield from _dense(flat.resolve_conj().resolve_neg(), hints, wide)
+        yield from _dense(flat.resolve_conj().resolve_neg(), wide)
 
 
-def _dense(value: torch.Tensor, hints: list[Any], wide: bool) -> Iterator[torch.Tensor]:
+def _dense(value: torch.Tensor, wide: bool) -> Iterator[torch.Tensor]:
     if value.numel() >= _LARGE and (reordered := _reordered(value)) is not None:
         yield reordered
     if value.dtype == torch.bool:
@@ -50,7 +61,6 @@ def _dense(value: torch.Tensor, hints: list[Any], wide: bool) -> Iterator[torch.
         yield from _numbers(value)
     else:
         yield from _integers(value, wide)
-    yield from _hinted(value, hints)
 
 
 def _numbers(value: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -75,22 +85,13 @@ def _integers(value: torch.Tensor, wide: bool) -> Iterator[torch.Tensor]:
     yield from (torch.full_like(value, end) for end in dict.fromkeys((low, high)))
     if wide:
         bounds = torch.iinfo(value.dtype)
+        yield _whole(value, low, min(high + 1, bounds.max), 2)
         yield from (torch.full_like(value, end) for end in (0, min(high + 1, bounds.max)))
 
 
 def _rolled(value: torch.Tensor) -> torch.Tensor:
     """Its own values, each one place further: as many of each as there were."""
     return value.reshape(-1).roll(1).view(value.shape)
-
-
-def _hinted(value: torch.Tensor, hints: list[Any]) -> Iterator[torch.Tensor]:
-    """What a comparison may wait for: the numbers that the call names, and the values that it reads besides."""
-    for hint in hints:
-        if isinstance(hint, torch.Tensor):
-            if hint.dtype == value.dtype and hint.shape == value.shape and hint.layout is torch.strided:
-                yield hint.detach().clone()
-        elif _holds(value.dtype, hint):
-            yield torch.full_like(value, hint)
 
 
 def specials(value: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -100,10 +101,10 @@ def specials(value: torch.Tensor) -> Iterator[torch.Tensor]:
             yield _with_flag(torch.full_like(value, number), value)
 
 
-def _holds(dtype: torch.dtype, number: Any) -> bool:
+def _holds(dtype: torch.dtype, number: float) -> bool:
     if dtype.is_floating_point or dtype.is_complex:
-        return True
-    if isinstance(number, float) and not number.is_integer():
+        return abs(number) <= torch.finfo(dtype).max
+    if not float(number).is_integer():
         return False
     return dtype == torch.bool or torch.iinfo(dtype).min <= number <= torch.iinfo(dtype).max
 
@@ -111,35 +112,35 @@ def _holds(dtype: torch.dtype, number: Any) -> bool:
 def _of_a_subclass(value: torch.Tensor) -> Iterator[torch.Tensor]:
     """A user's kind of tensor: what it can be asked for is arithmetic."""
     makers: tuple[Callable[[torch.Tensor], Any], ...] = (
-        lambda one: next(_unflagged(one.as_subclass(torch.Tensor), [], True)).as_subclass(type(one)),
+        lambda one: next(_unflagged(one.as_subclass(torch.Tensor), True)).as_subclass(type(one)),
         lambda one: one * -1.5 - 1,
         lambda one: one * 2,
     )
     yield from _that_can_be_made(value, makers)
 
 
-def _nested(value: torch.Tensor, hints: list[Any], wide: bool) -> Iterator[torch.Tensor]:
+def _nested(value: torch.Tensor, wide: bool) -> Iterator[torch.Tensor]:
     if value.layout is torch.jagged:
-        for numbers in _unflagged(value.values(), hints, wide):
+        for numbers in _unflagged(value.values(), wide):
             yield torch.nested.nested_tensor_from_jagged(numbers, value.offsets())  # type: ignore[attr-defined]
         return
-    for made in zip(*[_unflagged(part, hints, wide) for part in value.unbind()], strict=False):
+    for made in zip(*[_unflagged(part, wide) for part in value.unbind()], strict=False):
         yield torch.nested.as_nested_tensor(list(made))
 
 
-def _of_another_layout(value: torch.Tensor, hints: list[Any], wide: bool) -> Iterator[torch.Tensor]:
+def _of_another_layout(value: torch.Tensor, wide: bool) -> Iterator[torch.Tensor]:
     """The same places, other numbers there."""
     shape = tuple(value.shape)
     if value.layout is torch.sparse_coo:
-        for made in _unflagged(value._values(), hints, wide):
+        for made in _unflagged(value._values(), wide):
             yield torch.sparse_coo_tensor(value._indices(), made, shape, is_coalesced=value.is_coalesced())
     elif value.layout in (torch.sparse_csr, torch.sparse_bsr):
-        for made in _unflagged(value.values(), hints, wide):
+        for made in _unflagged(value.values(), wide):
             yield torch.sparse_compressed_tensor(
                 value.crow_indices(), value.col_indices(), made, shape, layout=value.layout
             )
     elif value.layout in (torch.sparse_csc, torch.sparse_bsc):
-        for made in _unflagged(value.values(), hints, wide):
+        for made in _unflagged(value.values(), wide):
             yield torch.sparse_compressed_tensor(
                 value.ccol_indices(), value.row_indices(), made, shape, layout=value.layout
             )
@@ -149,7 +150,7 @@ def _of_another_layout(value: torch.Tensor, hints: list[Any], wide: bool) -> Ite
 
 def _quantized(value: torch.Tensor) -> Iterator[torch.Tensor]:
     codes = value.int_repr()
-    for made in _unflagged(codes, [], False):
+    for made in _unflagged(codes, False):
         if value.qscheme() == torch.per_tensor_affine:
             yield torch._make_per_tensor_quantized_tensor(made, value.q_scale(), value.q_zero_point())
         elif value.qscheme() == torch.per_channel_affine:

@@ -17,7 +17,7 @@ from .._core.node import Ref
 from .._core.trees import leaves
 from .alone import Alone, Given, ready
 from .literals import otherwise
-from .nonsense import others_than, specials
+from .nonsense import hinted, others_than, specials
 from .reasons import known_reason, trusts
 from .sameness import same
 
@@ -95,15 +95,40 @@ def _reason(trial: Trial, parent: Ref, outcomes: list[bool | None]) -> str:
 
 def _nonsense(trial: Trial, parent: Ref) -> Iterator[torch.Tensor]:
     value, node = trial.given[parent], trial.alone.node
-    beside = [trial.given[ref] for ref in trial.alone.reads if ref != parent]
-    numbers = [leaf for leaf in leaves((node.args, tuple(v for _, v in node.kwargs))) if type(leaf) in (int, float)]
-    hints = [*dict.fromkeys((0, 1, *numbers)), *beside]
-    yield from others_than(value, hints, wide=node.target.name.startswith("torch."))
-    if (
-        any(isinstance(made, torch.Tensor) and made.dtype == torch.bool for made in trial.value.values())
-        or "nan" in node.target.short
-    ):
+    yield from others_than(value, wide=node.target.name.startswith("torch."))
+    yield from hinted(value, _hints(trial, parent))
+    if _answers(trial) or "nan" in node.target.short:
         yield from specials(value)
+
+
+def _hints(trial: Trial, parent: Ref) -> Iterator[Any]:
+    """Numbers and tensors that may matter: those that the call reads, and some so large that they outweigh the rest."""
+    node = trial.alone.node
+    numbers = [leaf for leaf in leaves((node.args, tuple(v for _, v in node.kwargs))) if type(leaf) in (int, float)]
+    is_float = trial.given[parent].is_floating_point() or trial.given[parent].is_complex()
+    numbers = [number for number in (0, 1, *numbers, -1) if number >= 0 or is_float or _answers(trial)]  # no index
+    yield from dict.fromkeys(numbers)
+    yield from [trial.given[ref] for ref in trial.alone.reads if ref != parent]
+    if not is_float:
+        return
+    sizes = [_size(made) for made in (*trial.value.values(), *trial.given.values())]
+    yield from (10.0 * max(sizes), -1e4 * max(sizes))
+
+
+def _answers(trial: Trial) -> bool:
+    """Does the call compare?"""
+    return any(isinstance(made, torch.Tensor) and made.dtype == torch.bool for made in trial.value.values())
+
+
+def _size(made: Any) -> float:
+    """The largest finite number of a tensor."""
+    is_plain = isinstance(made, torch.Tensor) and made.dtype in _FLOATS and made.layout is torch.strided
+    if not is_plain or made.is_nested or made.is_meta or not made.numel():
+        return 0.0
+    return float(torch.nan_to_num(made.detach(), nan=0.0, posinf=0.0, neginf=0.0).abs().max())
+
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def _hidden(trial: Trial, parent: Ref) -> str:

@@ -59,6 +59,8 @@ def known_reason(node: Call, parent: Ref, value: Mapping[Ref, Any]) -> str:
         return "the value has no elements"
     function, args = _called(node)
     short = function.short
+    if node.edits is not None or node.target.name.startswith("replaylens._edit.acts."):
+        return "a patch puts another value in its place"
     if short == "_new_zeros_with_same_feature_meta":
         return "only its shape and type are read"
     if function.function is differentiate:

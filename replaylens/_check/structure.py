@@ -78,7 +78,7 @@ def _orphans(graph: Graph) -> Iterator[Finding]:
 def metadata_law(atlas: Atlas, as_captured: bool) -> Law:
     """Labels, passes, module calls and lookups agree."""
     graph = atlas.graph
-    found = [*_modules(graph, as_captured), *_passes(graph), *_neighbours(atlas), *_lookups(atlas)]
+    found = [*_modules(graph, as_captured), *_passes(graph, as_captured), *_neighbours(atlas), *_lookups(atlas)]
     if as_captured:
         found += _numbers(graph)
     calls = len(graph.module_outputs)
@@ -113,7 +113,7 @@ def _is_numbered(graph: Graph, node: Node) -> bool:
     return node.name not in graph.orphans and not is_parameter
 
 
-def _passes(graph: Graph) -> Iterator[Finding]:
+def _passes(graph: Graph, as_captured: bool) -> Iterator[Finding]:
     """Passes of a layer are numbered 1, 2, 3 in order, and are one function on the same parameters."""
     passes: dict[str, list[Call]] = {}
     for call in graph.calls:
@@ -122,9 +122,10 @@ def _passes(graph: Graph) -> Iterator[Finding]:
             passes.setdefault(label, []).append(call)
     for label, calls in passes.items():
         numbers = [int(call.name.partition(":")[2].rstrip("'")) for call in calls]
-        if numbers != list(range(1, len(calls) + 1)) and not graph.edited:
-            first = next(call for n, call in enumerate(calls, 1) if numbers[n - 1] != n)
-            yield found_at(graph, METADATA, first, f"the passes of {label} are {numbers}")
+        wanted = list(range(1, len(calls) + 1)) if as_captured else sorted(set(numbers))
+        if numbers != wanted:
+            wrong = next(call for call, one, other in zip(calls, numbers, [*wanted, 0], strict=False) if one != other)
+            yield found_at(graph, METADATA, wrong, f"the passes of {label} are numbered {numbers}")
         kinds = {(call.target, _parameters(graph, call)) for call in calls if not call.edited}
         if len(kinds) > 1:
             yield found_at(graph, METADATA, calls[-1], f"is a pass of {label}, and not the same call as the others")

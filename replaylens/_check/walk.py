@@ -73,16 +73,55 @@ def _visit(walk: Walk, position: int, node: Call, is_asked: bool) -> None:
         before = torch.default_generator.get_state()
         alone = ready(as_replayed(walk.graph, node), walk.record.draws)
         given = {ref: walk.values[ref] for ref in dict.fromkeys(node.refs)}
-        try:
-            value = alone(given)
-        except Exception as error:
-            fact = f"raises {type(error).__name__} on the saved values of its parents"
+        value = _run(walk, alone, given)
+        if isinstance(value, Exception):
+            fact = f"raises {type(value).__name__} on the saved values of its parents"
             walk.alone.append(found_at(walk.graph, ALONE, node, fact))
             return
         walk.values.keep(position, value)
         if is_asked:
             is_drawn = node.draws is None and not torch.equal(before, torch.default_generator.get_state())
             _ask(walk, node, alone, given, value, is_drawn)
+
+
+def _run(walk: Walk, alone: Alone, given: dict[Ref, Any]) -> dict[Ref, Any] | Exception:
+    """What a call gives on its parents' values. One that reads the memory around a view gets the view made anew, where
+    the saved one is a copy that lies by itself.
+    """
+    value, saved = _run_on(alone, given), walk.record.values
+    if not isinstance(value, Exception) and all(same(value[ref], saved[ref]) for ref in alone.gives if ref in saved):
+        return value
+    remade = _in_memory(walk, given)
+    again = _run_on(alone, remade) if remade is not None else value
+    if remade is None or isinstance(again, Exception):
+        return value
+    given.update(remade)
+    return again
+
+
+def _run_on(alone: Alone, given: dict[Ref, Any]) -> dict[Ref, Any] | Exception:
+    try:
+        return alone(given)
+    except Exception as error:
+        return error
+
+
+def _in_memory(walk: Walk, given: dict[Ref, Any], depth: int = 4) -> dict[Ref, Any] | None:
+    """The same values, as views of the memory that they are made from; None where no parent can be made so."""
+    found = {ref: made for ref in given if (made := _view(walk, ref, depth)) is not None}
+    return {**given, **found} if found else None
+
+
+def _view(walk: Walk, ref: Ref, depth: int) -> Any:
+    node = walk.graph[ref.node]
+    if not isinstance(node, Call) or not depth or any(other not in walk.values for other in node.refs):
+        return None
+    given = {other: walk.values[other] for other in node.refs}
+    given = _in_memory(walk, given, depth - 1) or given
+    made = _run_on(ready(as_replayed(walk.graph, node), walk.record.draws), given)
+    if isinstance(made, Exception) or not isinstance(made[ref], torch.Tensor) or made[ref]._base is None:
+        return None
+    return made[ref] if same(made[ref], walk.values[ref]) else None
 
 
 def _ask(walk: Walk, node: Call, alone: Alone, given: dict[Ref, Any], value: dict[Ref, Any], is_drawn: bool) -> None:

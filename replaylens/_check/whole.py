@@ -28,18 +28,18 @@ NAME = "whole replay"
 def whole_replay(record: Record, returned: Any, stale: frozenset[Ref]) -> Law:
     """The output and the state changes of a replay without changes."""
     graph = record.graph
-    count = f"{len(graph.output_refs)} outputs, {len(graph.changes)} state changes"
+    count, unit = len(graph.output_refs), f"outputs, {len(graph.changes)} state changes"
     if stale:
-        return Law(NAME, skipped="a saved value was overwritten", unit=count)
+        return Law(NAME, skipped="a saved value was overwritten")
     try:
         run = replay(record, Request(whole=True, on_divergence="raise"), lambda name: name)
     except DivergedReplay as error:
-        return Law(NAME, 1, (Finding(NAME, "", f"leaves the recorded path: {_first_line(error)}"),), unit=count)
+        return Law(NAME, count, (Finding(NAME, "", f"leaves the recorded path: {_first_line(error)}"),), unit=unit)
     except Exception as error:
         name = next((words[1] for words in map(_node_of, getattr(error, "__notes__", ())) if words), "")
-        return Law(NAME, 1, (found_named(graph, NAME, name, f"raises {type(error).__name__}"),), unit=count)
+        return Law(NAME, count, (found_named(graph, NAME, name, f"raises {type(error).__name__}"),), unit=unit)
     found = (*_outputs(record, returned, run), *_changes(record, run))
-    return Law(NAME, len(graph.wanted_refs), tuple(found), unit=count, holds="bit for bit")
+    return Law(NAME, count, tuple(found), unit=unit, holds="bit for bit")
 
 
 def _outputs(record: Record, returned: Any, run: Run) -> Iterator[Finding]:
