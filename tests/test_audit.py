@@ -146,6 +146,32 @@ def test_a_cache_outside_of_the_model_is_no_fault_and_is_said() -> None:
     )
 
 
+def test_a_model_that_reads_a_counter_outside_of_it_is_no_fault_and_is_said() -> None:
+    count: list[int] = []
+
+    def steps(m, x):
+        count.append(1)
+        return m.fc(x) * len(count)
+
+    report = checked(steps)
+    assert report
+    assert list(report["witness"].reasons) == [
+        "the model gives another output each time: it reads what lies outside of it, a clock or a counter"
+    ]
+
+
+def test_a_cache_that_is_read_by_another_operation_than_it_is_made_is_no_fault() -> None:
+    cache: list[torch.Tensor] = []
+
+    def steps(m, x):
+        if cache:
+            return m.fc(x) + cache[0].index_select(0, torch.tensor([0]))
+        cache.append(torch.arange(8.0).view(2, 4).cos())
+        return m.fc(x) + cache[0][:1]
+
+    assert checked(steps)
+
+
 def test_a_fused_layer_is_said_with_how_far_it_is_from_the_open_one() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     with torch.no_grad():

@@ -21,6 +21,7 @@ from .._replay.interpreter import Code
 from .._replay.replay import Record, execute
 from .._replay.request import Request
 from .accounts import NAME, Account, account_of
+from .aten import Kernel
 from .outputs import furthest
 from .report import Finding, Law
 from .subject import Subject, open_layers
@@ -54,17 +55,18 @@ def audit(subject: Subject) -> Law:
 def _settled(subject: Subject, plain: list[Seen]) -> tuple[Account, str]:
     """A second look where something is left over: not all of it is the capture's doing.
 
-    A first forward may fill a cache that lies outside of the model: then the program computes more than a later
-    forward, of what does not depend on the inputs, and a second capture does not. Some models do not do the same twice.
+    A first forward may fill a cache that lies outside of the model: then it makes other calls than a later one, for
+    what does not depend on the inputs, and a second capture agrees. Some models do not do the same twice.
     """
     replayed = replayed_calls(subject.record)
     account = account_of(plain, replayed, subject.record.graph.guards)
     if not account.leftover:
         return account, ""
     second = subject.again()
-    plain, _ = plain_calls(second)
-    again = account_of(plain, replayed_calls(second.record), second.record.graph.guards)
-    if not again.leftover and not account.missing and _is_apart_from_inputs(account, replayed, subject.record.graph):
+    plain, later = plain_calls(second)[0], replayed_calls(second.record)
+    again = account_of(plain, later, second.record.graph.guards)
+    cold = account.extra <= _apart_from_inputs(replayed, subject.record.graph)
+    if cold and not again.leftover and account.missing <= _apart_from_inputs(later, second.record.graph):
         return again, "of a second capture: the first one filled a cache that lies outside of the model"
     unsteady = account_of(plain, plain_calls(second)[0])
     if {*account.missing, *account.extra} <= {*unsteady.missing, *unsteady.extra}:
@@ -72,11 +74,10 @@ def _settled(subject: Subject, plain: list[Seen]) -> tuple[Account, str]:
     return account, ""
 
 
-def _is_apart_from_inputs(account: Account, replayed: list[Seen], graph: Graph) -> bool:
-    """Are there calls enough that no input reaches, to be what the program has more?"""
+def _apart_from_inputs(replayed: list[Seen], graph: Graph) -> Counter[Kernel]:
+    """The calls of nodes that no input reaches."""
     reached = graph.descendants([node.name for node in graph.input_nodes])
-    apart = [seen.kernel for seen in replayed if isinstance(seen.step, Call) and seen.step.name not in reached]
-    return account.extra <= Counter(apart)
+    return Counter(s.kernel for s in replayed if isinstance(s.step, Call) and s.step.name not in reached)
 
 
 def plain_calls(subject: Subject) -> tuple[list[Seen], Any]:

@@ -19,7 +19,7 @@ from .._replay.request import Request
 from ..errors import DivergedReplay
 from .outputs import unlike
 from .report import Finding, Law
-from .subject import Subject, open_layers
+from .subject import UNSTEADY, Subject, open_layers
 
 NAME = "other inputs"
 
@@ -38,7 +38,8 @@ def other_inputs(subject: Subject) -> Law:
         output = subject.forward(open_layers(), given=given)
     except Exception as error:
         return _unseen(len(others), f"the model refuses them ({type(error).__name__})")
-    return _compared(record, others, output)
+    law = _compared(record, others, output)
+    return law if law or not subject.is_unsteady else _unseen(len(others), UNSTEADY)
 
 
 def _compared(record: Record, others: dict[str, torch.Tensor], output: Any) -> Law:

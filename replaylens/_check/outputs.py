@@ -27,6 +27,17 @@ class _Held:
     tensor: torch.Tensor
 
 
+def copied(value: Any) -> Any:
+    """A value as a tree of its own, which no later forward can reach."""
+    return freeze_deep(value, lambda tensor: _Held(tensor.detach().clone()))
+
+
+def apart(tree: Any, value: Any) -> bool:
+    """Does a value differ from what `copied` made of another one?"""
+    pairs = _pairs(tree, freeze_deep(value, _held))
+    return any(isinstance(a, _Held) and isinstance(b, _Held) and not same(a.tensor, b.tensor) for a, b in pairs)
+
+
 def unlike(value: Any, tree: Any, recorded: Recorded) -> tuple[str, float | None]:
     """How a value differs from what a tree of Refs stands for, and how far: nothing where they are equal to the bit."""
     for mine, theirs in _pairs(freeze_deep(value, _held), tree):

@@ -20,6 +20,9 @@ from .._capture.capture import Captured, eager_compiler, held, put_back, record,
 from .._capture.origins import Origins
 from .._capture.snapshot import Belongings
 from .._replay.replay import Record, Versions, version
+from .outputs import apart, copied
+
+UNSTEADY = "the model gives another output each time: it reads what lies outside of it, a clock or a counter"
 
 
 @frozen(eq=False)
@@ -48,6 +51,12 @@ class Subject:
             for context in (_same_dtype(), eager_compiler(), *around):
                 stack.enter_context(context)
             return self.model(*args, **kwargs)
+
+    @property
+    def is_unsteady(self) -> bool:
+        """Do two plain forwards from the same beginning give different outputs?"""
+        first = copied(self.forward(open_layers()))
+        return apart(first, self.forward(open_layers()))
 
     def again(self) -> Subject:
         """The same model, captured once more: what its first forward left outside of it is there already."""
