@@ -227,7 +227,7 @@ class Program(Reference):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
-        return pytree.tree_map(lambda tensor: writable_copy(tensor.detach()), self)  # layouts too: kernels go by them
+        return pytree.tree_map(_copied, self)
 
     def __repr__(self) -> str:
         return f"<Program of {self.model_name}: {len(self.graph.calls)} calls, {len(self._atlas.order)} layers>"
@@ -728,6 +728,11 @@ class Program(Reference):
 def _recorded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record:
     """What a function does with these arguments."""
     return capture(function, *args, **kwargs)._record
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in the same layout and with the same flag: torch chooses kernels by both."""
+    return writable_copy(tensor.detach()).requires_grad_(tensor.requires_grad)
 
 
 def _has_pass(name: str) -> bool:
