@@ -13,7 +13,9 @@ from oracle import belongings, generators, tensors
 from torch import nn
 
 import replaylens as rl
-from replaylens._check.auditing import audit
+from replaylens._check.accounts import account_of
+from replaylens._check.aten import Sort
+from replaylens._check.auditing import audit, plain_calls, replayed_calls
 from replaylens._check.elsewhere import other_inputs
 from replaylens._check.subject import under_check
 from replaylens._check.witness import witness
@@ -183,6 +185,23 @@ def test_a_fused_layer_is_said_with_how_far_it_is_from_the_open_one() -> None:
 
 
 # ---- programs that were broken on purpose ------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_whichever_node_a_program_drops_its_calls_are_missed() -> None:
+    dropped = 0
+    for name, build in zoo.MODELS.items():
+        case = build()
+        if case.refusal or raises_plainly(name):
+            continue
+        with under_check(case.model, case.args, dict(case.kwargs)) as subject:
+            plain, replayed = plain_calls(subject)[0], replayed_calls(subject.record)
+            for node in subject.record.graph.calls:
+                rest = [seen for seen in replayed if seen.step is not node]
+                if any(seen.kernel.sort is Sort.COMPUTE and seen.step is node for seen in replayed):
+                    dropped += 1
+                    assert account_of(plain, rest, subject.record.graph.guards).missing, f"{name}: {node.name}"
+    assert dropped > 1500
 
 
 class Small(nn.Module):

@@ -64,7 +64,7 @@ def account_of(plain: list[Seen], replayed: list[Seen], guards: tuple[Guard, ...
         if (reason := _reason(seen)) and extra[seen.kernel] > 0:
             extra[seen.kernel] -= 1
             added[reason] += 1
-    missing, extra = theirs - (mine - again), +extra
+    missing, extra = (theirs - (mine - again)) | _forward_alone(wanted, given), +extra
     leftover = (
         *_findings(missing, wanted, given, "was missed: a plain forward makes {0} of these calls, a replay {1}"),
         *_findings(extra, given, wanted, "is too much: a replay makes {0} of these calls, a plain forward {1}"),
@@ -80,6 +80,13 @@ def _is_of_bytes(kernel: Kernel) -> bool:
 def _is_watched(seen: Seen) -> bool:
     """Does a replay only compare what left torch there with what was recorded?"""
     return isinstance(seen.step, Guard) and not seen.step.has_result
+
+
+def _forward_alone(wanted: list[Seen], given: list[Seen]) -> Counter[Kernel]:
+    """What is missed if the calls that gradients make are left out: a stretch that runs again hides none of them."""
+    forward = Counter(seen.kernel for seen in wanted if not seen.in_gradient)
+    nodes = Counter(s.kernel for s in given if not (isinstance(s.step, Call) and s.step.through))
+    return forward - nodes
 
 
 def _run_again(given: list[Seen]) -> Counter[Kernel]:

@@ -25,6 +25,7 @@ class Seen(NamedTuple):
     site: Site | None
     step: Node | Guard | None = None
     within: str = ""  # which part of torch's own it lies beneath: see WITHIN
+    in_gradient: bool = False  # the engine that takes gradients made it
 
     @property
     def source(self) -> Source | None:
@@ -34,6 +35,8 @@ class Seen(NamedTuple):
 
 # Files of torch beneath which calls are no operations of the model's: what content left torch there is guarded.
 WITHIN = {"torch/_tensor_str.py": "text", "torch/storage.py": "storage"}
+
+GRADIENTS = frozenset(("_engine_run_backward", "_make_grads"))  # functions of torch's that take gradients
 
 
 class Watch(TorchDispatchMode):
@@ -56,22 +59,25 @@ class Watch(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **kwargs)
         out = func(*args, **kwargs)
-        site, within = self._place()
-        self.seen.append(Seen(kernel_of(func, args, kwargs, out), site, self.step, within))
+        site, within, in_gradient = self._place()
+        self.seen.append(Seen(kernel_of(func, args, kwargs, out), site, self.step, within, in_gradient))
         return out
 
-    def _place(self) -> tuple[Site | None, str]:
-        """The nearest line that is not torch's; where there is none, the nearest at all."""
+    def _place(self) -> tuple[Site | None, str, bool]:
+        """The nearest line that is not torch's, else a module's own; the part of torch beneath it; is it a gradient?"""
         frame: FrameType | None = sys._getframe(2)
-        nearest, within = None, ""
+        users, modules, within, in_gradient = None, None, "", False
         while frame is not None and frame.f_code is not self.until:
             code = frame.f_code
             if not is_torch_code(code):
-                return (code, frame.f_lasti), within
-            within = within or _word(code)
-            nearest = nearest or ((code, frame.f_lasti) if "/torch/nn/" in code.co_filename else None)
+                users = users or (code, frame.f_lasti)
+            elif code.co_name in GRADIENTS:
+                in_gradient = True
+            elif users is None:
+                within = within or _word(code)
+                modules = modules or ((code, frame.f_lasti) if "/torch/nn/" in code.co_filename else None)
             frame = frame.f_back
-        return nearest, within
+        return users or modules, within, in_gradient
 
 
 @cache
