@@ -134,13 +134,13 @@ def test_a_report_is_a_table():
     assert str(program().check()) == "\n".join(
         [
             "Check of Sequential: all holds.",
-            "    whole replay      1 outputs, 0 state changes  bit for bit",
-            "    each node alone   4 nodes                     bit for bit",
-            "    nonsense parents  8 parents                   8 change the value",
-            "    draws             1 draws                     come out the same",
-            "    graph             9 nodes                     well formed",
-            "    saved values      9 values                    none overwritten, all of the recorded kind",
-            "    metadata          6 layers, 4 module calls    labels, passes, modules agree",
+            "    whole replay      1 output, 0 state changes  bit for bit",
+            "    each node alone   4 nodes                    bit for bit",
+            "    nonsense parents  8 parents                  8 change the value",
+            "    draws             1 draw                     come out the same",
+            "    graph             9 nodes                    well formed",
+            "    saved values      9 values                   none overwritten, all of the recorded kind",
+            "    metadata          6 layers, 4 module calls   labels, passes, modules agree",
         ]
     )
 
@@ -214,6 +214,18 @@ def test_what_cannot_be_seen_has_its_reason(reason):
     report = rl.capture(REASONS[reason], torch.randn(3, 4)).check()
     assert report, report
     assert reason in report["nonsense parents"].reasons, report
+
+
+def test_a_tensor_that_is_subtracted_from_itself_in_place_cancels_out():
+    def model(x):
+        y = x.clone()
+        y[:2] -= y[:2]
+        y.sub_(y)
+        return y + 1
+
+    report = rl.capture(model, torch.randn(3, 4)).check()
+    assert report, report
+    assert report["nonsense parents"].reasons == {"read in several places, which cancel out, as in x - x": 1}
 
 
 def test_a_kernel_that_varies_is_measured_and_not_taken_for_a_fault():

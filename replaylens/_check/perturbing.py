@@ -14,9 +14,9 @@ import torch
 from attrs import evolve, field, frozen
 
 from .._core.node import Call, Ref
-from .._core.trees import leaves, remake
+from .._core.trees import leaves
 from .alone import Alone, Given, ready
-from .literals import otherwise
+from .literals import otherwise, reading_elsewhere
 from .nonsense import hinted, others_than, specials
 from .reasons import known_reason, trusts
 from .sameness import same
@@ -157,21 +157,13 @@ def _hidden(trial: Trial, parent: Ref) -> str:
 
 def _is_noticed_in_one_place(trial: Trial, parent: Ref) -> bool:
     """Is nonsense noticed in one of several places where the call reads the parent?"""
-    node, other = trial.alone.node, Ref("in_one_place")
-    for place in range(node.refs.count(parent)):
-        alone = ready(_reading(node, parent, place, other), trial.draws)
-        moved = evolve(trial, alone=alone, given={**trial.given, other: trial.given[parent]})
+    other = Ref("in_one_place")
+    for node in reading_elsewhere(trial.alone.node, parent, other):
+        given = {**trial.given, other: trial.given[parent]}
+        moved = evolve(trial, alone=ready(node, trial.draws), given=given)
         if any(moved.changes({other: made}) for made in _nonsense(trial, parent)):
             return True
     return False
-
-
-def _reading(node: Call, parent: Ref, place: int, other: Ref) -> Call:
-    """The call that reads another value where it reads the parent for the n-th time."""
-    count = iter(range(len(node.refs)))
-    turn = lambda leaf: other if leaf == parent and type(leaf) is Ref and next(count) == place else leaf  # noqa: E731
-    kwargs = tuple([(key, remake(value, turn)) for key, value in node.kwargs])
-    return evolve(node, args=tuple([remake(arg, turn) for arg in node.args]), kwargs=kwargs)
 
 
 def _can_vary(value: Any) -> bool:
