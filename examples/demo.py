@@ -62,3 +62,6 @@ assert torch.equal(prog.output, plain), "the program's output is the model's, to
 assert torch.equal(prog.replay().output, plain), "and so is a replay's"
 assert torch.equal(run.output, hooked), "and the lesion's is what a hook on the model gives"
 print("\nThe same lesion by a hook on the model gives the same output, bit for bit.")
+
+print()
+print(prog.check())

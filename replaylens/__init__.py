@@ -6,6 +6,7 @@ prog.replay(from_="relu_3", patch=torch.zeros_like)  # only what the change can 
 print(prog.code)                                     # the program, as Python
 """
 
+from ._check.report import CheckReport as CheckReport
 from ._edit.edges import Edge as Edge
 from ._edit.locate import Part as Part
 from ._edit.patch import (
@@ -52,6 +53,6 @@ from .errors import (
     UnsupportedModel as UnsupportedModel,
     WrongCount as WrongCount,
 )
-from .program import Program as Program, capture as capture, run as run
+from .program import Program as Program, capture as capture, check as check, run as run
 
 __version__ = "0.1.0"

@@ -20,8 +20,10 @@ from ._capture.capture import Captured, record, record_of
 from ._capture.rerun import as_run, lived, rehearsed
 from ._capture.snapshot import Beginning
 from ._capture.spots import Counterparts
-from ._check.check import check
+from ._check.check import check as check_record
+from ._check.model import with_model
 from ._check.report import CheckReport
+from ._check.subject import under_check
 from ._core.graph import Graph
 from ._core.node import Call, Guard, Input, Ref
 from ._core.pure import same_content, untransformed, writable_copy
@@ -100,6 +102,25 @@ def run(model: Any, *args: Any, patch: Mapping[Any, Any] | None = None, grad: bo
             return replay(prog._record, request, prog._at)
         except DivergedReplay:
             raise refusal from None
+
+
+def check(
+    model: Any, *args: Any, sample: float | None = None, progress: bool | None = None, **kwargs: Any
+) -> CheckReport:
+    """Capture a model on these inputs, and prove that the program is right and that nothing was missed.
+
+    To the laws of `Program.check` come those that need the model: every ATen call of a plain forward is one of a whole
+    replay; every module's output is what a forward hook sees; the model and a replay agree on other inputs. The model,
+    its buffers, its inputs and the generators are afterwards as they were before. A model whose own forward takes a
+    keyword `sample` or `progress` can be given as a `functools.partial` that holds it.
+
+    >>> bool(check(torch.nn.Linear(2, 3), torch.ones(1, 2)))
+    True
+    """
+    with under_check(model, args, kwargs) as subject:
+        captured = subject.captured
+        prog = Program(_record=subject.record, _output=captured.output, _beginning=captured.beginning)
+        return with_model(subject, prog.check(sample, progress))
 
 
 def _require_unchanged(prog: Program, modes: list[Any]) -> None:
@@ -212,7 +233,7 @@ class Program(Reference):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
-        return pytree.tree_map(lambda tensor: writable_copy(tensor.detach()), self)  # layouts too: kernels go by them
+        return pytree.tree_map(_copied, self)
 
     def __repr__(self) -> str:
         return f"<Program of {self.model_name}: {len(self.graph.calls)} calls, {len(self._atlas.order)} layers>"
@@ -373,7 +394,7 @@ class Program(Reference):
         names are well formed. What could not be seen (a mask hides a value) is listed with its reason. Nothing is
         changed. `sample` asks so many nodes, or such a share of them, of a very large program.
         """
-        return check(self._record, self.output, self._atlas, self.history == ("captured",), sample, progress)
+        return check_record(self._record, self.output, self._atlas, self.history == ("captured",), sample, progress)
 
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Run:
         """Replay on new inputs of the recorded shapes. All keywords are the model's own."""
@@ -716,6 +737,11 @@ class Program(Reference):
 def _recorded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record:
     """What a function does with these arguments."""
     return capture(function, *args, **kwargs)._record
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in the same layout and with the same flag: torch chooses kernels by both."""
+    return writable_copy(tensor.detach()).requires_grad_(tensor.requires_grad)
 
 
 def _has_pass(name: str) -> bool:

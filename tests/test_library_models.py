@@ -68,6 +68,14 @@ def test_a_program_of_a_library_model_gives_what_the_model_gives(name: str) -> N
         assert_changed_as_by_a_hook(prog, site, model, *args, **kwargs)
 
 
+@pytest.mark.parametrize("name", library_models.NAMES)
+@torch.no_grad()
+def test_a_check_of_a_library_model_holds(name: str) -> None:
+    model, args, kwargs = build(name)
+    report = seeded(rl.check, model, *args, sample=50, **kwargs)
+    assert report, str(report)
+
+
 @pytest.mark.parametrize("name", WITH_GRADIENTS)
 def test_gradients_through_a_replay_are_those_of_the_library_model(name: str) -> None:
     model, args, kwargs = build(name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from threading import Lock
 from types import GeneratorType
 from typing import Any
@@ -56,7 +56,7 @@ def record(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unknown: s
     require_supported(model)
     origins = Origins(model)
     beginning = Beginning(model, Snapshot(origins.modules, (args, kwargs)), Dice(), unknown)
-    captured = looked(Forward(model, args, kwargs, beginning), _put_back, origins)
+    captured = looked(Forward(model, args, kwargs, beginning), put_back, origins)
     beginning.generators = tuple(captured.recording.generators.values())
     return captured
 
@@ -97,7 +97,7 @@ def _look(forward: Forward, recording: Recording, origins: Origins, deep: bool) 
         recording.default_dtype = torch.get_default_dtype()
         recording.default_device = str(torch.get_default_device())
         recording.inputs, args, kwargs = _take_inputs(tracer, forward.args, forward.kwargs)
-        stack.enter_context(_eager_compiler())
+        stack.enter_context(eager_compiler())
         stack.enter_context(listening(tracer))
         stack.enter_context(tracer)
         if tracer.deep and tracer.watch is not None:
@@ -291,7 +291,7 @@ def _add_note(error: Exception, tracer: Tracer) -> None:
     error.add_note(f"replaylens: the model raised this after {done} recorded calls{last}{inside}.{where}")
 
 
-def _put_back(recording: Recording, beginning: Beginning) -> None:
+def put_back(recording: Recording, beginning: Beginning) -> None:
     """Undo what a first look changed, before the second."""
     put_generators_back(recording)
     beginning.put_back()
@@ -301,8 +301,9 @@ def _put_back(recording: Recording, beginning: Beginning) -> None:
                 continue
             now = held(*record.where) if record.kind in ("parameter", "buffer") else record.tensor
             first = recording.values[record.returns]
-            if now is not None and now is not first and version_of(now) != -1:
-                now.copy_(first)
+            if now is not None and now is not first:
+                with torch.inference_mode() if now.is_inference() else nullcontext():
+                    now.copy_(first)
 
 
 def put_generators_back(recording: Recording) -> None:
@@ -315,7 +316,7 @@ _compiler_lock, _compiler_count, _compiler_stance = Lock(), 0, None
 
 
 @contextmanager
-def _eager_compiler() -> Iterator[None]:
+def eager_compiler() -> Iterator[None]:
     """Compiled modules run eagerly meanwhile. The stance is process-wide: counted, and put back by the last capture."""
     global _compiler_count, _compiler_stance
     dynamo = sys.modules.get("torch._dynamo.eval_frame")

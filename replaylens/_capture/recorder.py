@@ -23,7 +23,7 @@ from ..errors import CaptureError, UnknownOrigin
 from .builder import CallRecord, Handle, Recording, Site, SourceRecord, user_line, version_of
 from .origins import Date, Origins, is_older, thread_marks
 from .randomness import Draws
-from .rules import PARTING, Rule
+from .rules import PARTING, Rule, is_new_memory
 from .scopes import user_site
 from .storage import Base, Entry, Memory, geometry_step, step_tree, storage_key
 
@@ -115,7 +115,8 @@ class Recorder(TorchFunctionMode):
         with self.draws.around(rule.may_draw, func, args, kwargs) as draw:
             out = func(*args, **kwargs)
         tensors = tensors_in(args, kwargs)
-        if rule.is_undefined:
+        is_undefined = rule.is_undefined or is_new_memory(func, args)
+        if is_undefined:
             clear(out)
             reads = [Target.of(func), *reads]
         if isinstance(out, torch.Tensor) and any(out is tensor for tensor in tensors):
@@ -127,7 +128,7 @@ class Recorder(TorchFunctionMode):
         returns = self.results(out, func, args, kwargs, tensors)
         if returns is None:
             return out
-        func = blank if rule.is_undefined else func
+        func = blank if is_undefined else func
         if not tensors and torch.get_default_dtype() != self.recording.default_dtype and isinstance(out, torch.Tensor):
             named = {**named, "dtype": out.dtype}
         self.append(

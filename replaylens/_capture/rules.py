@@ -176,6 +176,11 @@ def _named_rule(function: Callable[..., Any], name: str) -> Rule:
     )
 
 
+def is_new_memory(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Is it `tensor.new(*sizes)`, whose content is undefined? Of a tensor or a list it gives a copy."""
+    return getattr(function, "__name__", "") == "new" and all(isinstance(arg, (int, torch.Size)) for arg in args[1:])
+
+
 def _is_builtin(function: Callable[..., Any]) -> bool:
     return isinstance(function, BuiltinFunctionType) or type(function).__name__ in (
         "method_descriptor",

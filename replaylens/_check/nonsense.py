@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-_LARGE = 2**22  # numbers from which on a tensor's own values in another order will do first
+_LARGE = 2**18  # numbers from which on a tensor's own values in another order will do first
 _POOL = 65521  # a prime, so that the repeated pool does not fall in step with the rows of a tensor
 _LOOKED_AT = 4096  # numbers by which the range of a large tensor is judged
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from attrs import evolve, field, frozen
 
-from .._core.node import Ref
+from .._core.node import Call, Ref
 from .._core.trees import leaves
 from .alone import Alone, Given, ready
-from .literals import otherwise
+from .literals import otherwise, reading_elsewhere
 from .nonsense import hinted, others_than, specials
 from .reasons import known_reason, trusts
 from .sameness import same
@@ -47,7 +47,7 @@ class Trial:
         """Do other values in some places give another value? None where the call cannot be made on them."""
         try:
             made = self.alone({**self.given, **others})
-            return any(not same(made[ref], self.value[ref]) for ref in self.alone.gives)
+            return any(not same(made[ref], self.value[ref], zeros=True) for ref in self.alone.gives)
         except Exception as error:
             self.problems.append(error)
             return None
@@ -106,7 +106,7 @@ def _hints(trial: Trial, parent: Ref) -> Iterator[Any]:
     node = trial.alone.node
     numbers = [leaf for leaf in leaves((node.args, tuple(v for _, v in node.kwargs))) if type(leaf) in (int, float)]
     is_float = trial.given[parent].is_floating_point() or trial.given[parent].is_complex()
-    numbers = [number for number in (0, 1, *numbers, -1) if number >= 0 or is_float or _answers(trial)]  # no index
+    numbers = [number for number in (0, 1, *numbers, -1) if number >= 0 or is_float or _compares(node)]  # no index
     yield from dict.fromkeys(numbers)
     yield from [trial.given[ref] for ref in trial.alone.reads if ref != parent]
     if not is_float:
@@ -118,6 +118,13 @@ def _hints(trial: Trial, parent: Ref) -> Iterator[Any]:
 def _answers(trial: Trial) -> bool:
     """Does the call compare?"""
     return any(isinstance(made, torch.Tensor) and made.dtype == torch.bool for made in trial.value.values())
+
+
+def _compares(node: Call) -> bool:
+    return node.target.short.strip("_") in _COMPARISONS
+
+
+_COMPARISONS = frozenset("eq ne lt le gt ge less less_equal greater greater_equal isin signbit sign abs".split())
 
 
 def _size(made: Any) -> float:
@@ -139,11 +146,24 @@ def _hidden(trial: Trial, parent: Ref) -> str:
             return _words(trial.given[refs[0]])
     if len(beside) > 1 and _is_noticed(trial, parent, beside):
         return "hidden by what else the call reads, taken together"
+    if _is_noticed_in_one_place(trial, parent):
+        return "read in several places, which cancel out, as in x - x"
     if _is_noticed_with_other_draws(trial, parent):
         return "hidden by the recorded draw"
     if _is_noticed_with_other_literals(trial, parent):
         return "hidden by a number among the arguments, as in x * 0"
     return ""
+
+
+def _is_noticed_in_one_place(trial: Trial, parent: Ref) -> bool:
+    """Is nonsense noticed in one of several places where the call reads the parent?"""
+    other = Ref("in_one_place")
+    for node in reading_elsewhere(trial.alone.node, parent, other):
+        given = {**trial.given, other: trial.given[parent]}
+        moved = evolve(trial, alone=ready(node, trial.draws), given=given)
+        if any(moved.changes({other: made}) for made in _nonsense(trial, parent)):
+            return True
+    return False
 
 
 def _can_vary(value: Any) -> bool:

@@ -7,20 +7,21 @@ matters.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from .._core.node import Call, Ref
-from .._core.pure import blank, fill_new, laid_out, mutate, standing
+from .._core.pure import Step, blank, fill_new, laid_out, mutate, standing
 from .._core.target import Target
-from .._core.trees import leaves
+from .._core.trees import Branch, leaves
 from .._replay.differentiate import differentiate
 
+_SHAPE = "only its shape and type are read"
 _LIKE = frozenset(
     "zeros_like ones_like empty_like rand_like randn_like randint_like full_like new_zeros new_ones new_empty new_full "
-    "new_tensor new_empty_strided".split()
+    "new_tensor new new_empty_strided".split()
 )
 _AS = frozenset("expand_as view_as reshape_as type_as to resize_as_ resize_as sum_to_size_as broadcast_to_as".split())
 _OVERWRITERS = frozenset(
@@ -62,7 +63,7 @@ def known_reason(node: Call, parent: Ref, value: Mapping[Ref, Any]) -> str:
     if node.edits is not None or node.target.name.startswith("replaylens._edit.acts."):
         return "a patch puts another value in its place"
     if short == "_new_zeros_with_same_feature_meta":
-        return "only its shape and type are read"
+        return _SHAPE
     if function.function is differentiate:
         return "a gradient that is the same wherever it is taken"
     if function.function is standing and _stands(args[:1], parent):
@@ -70,7 +71,7 @@ def known_reason(node: Call, parent: Ref, value: Mapping[Ref, Any]) -> str:
     if node.target.function is mutate:
         return _reason_of_a_write(node, short, parent)
     if (short in _LIKE and _stands(args[:1], parent)) or (short in _AS and _stands(args[1:], parent)):
-        return "only its shape and type are read"
+        return _SHAPE
     if short in _OVERWRITERS and _stands(args[:1], parent):
         return "all of it is overwritten"
     if short in _OF_ONE and _is_of_one(value):
@@ -93,11 +94,23 @@ def _called(node: Call) -> tuple[Target, tuple[Any, ...]]:
 
 
 def _reason_of_a_write(node: Call, short: str, parent: Ref) -> str:
-    _, bases, args, kwargs, _, values = node.args
+    _, bases, args, kwargs, targets, values = node.args
+    if not _stands((bases, args, kwargs, values), parent) and _stands(targets, parent):
+        steps = [step for step in _steps(targets) if _stands(step, parent)]
+        return _SHAPE if all(step.items[0].short in _AS for step in steps) else ""
     if not (_stands(bases, parent) or _stands(values, parent)):
-        return "only its shape and type are read" if short in _AS and _stands(args, parent) else ""
+        return _SHAPE if short in _AS and _stands(args, parent) else ""
     writes_out = "out" in (kwargs.keys or ())
     return "all of it is overwritten" if writes_out or short in _OVERWRITERS else ""
+
+
+def _steps(tree: Any) -> Iterator[Branch]:
+    """The view calls that lead to what a call writes."""
+    if isinstance(tree, Branch) and tree.kind is Step:
+        yield tree
+    elif isinstance(tree, (tuple, Branch)):
+        for item in tree if isinstance(tree, tuple) else tree.items:
+            yield from _steps(item)
 
 
 def _stands(tree: Any, parent: Ref) -> bool:

@@ -127,7 +127,7 @@ class CheckReport:
 
     @property
     def _table(self) -> list[str]:
-        asked = [f"{law.asked:,} {law.unit}".rstrip() if law.unit or law.asked else "" for law in self.laws]
+        asked = [_count(law) if law.unit or law.asked else "" for law in self.laws]
         wide = max([len(law.name) for law in self.laws], default=0)
         wider = max(map(len, asked), default=0)
         rows = zip(self.laws, asked, strict=True)
@@ -138,6 +138,13 @@ class CheckReport:
         shown = [f"\n{finding.law}: {finding}" for finding in self.failures[:_SHOWN]]
         left = len(self.failures) - len(shown)
         return [*shown, *([f"\n... and {left} more in report.failures"] if left else [])]
+
+
+def _count(law: Law) -> str:
+    """How much was asked, in words: `1 output, 0 state changes`, `8 parents`."""
+    word, comma, rest = law.unit.partition(",")
+    word = word[:-1] if law.asked == 1 and word.endswith("s") else word
+    return f"{law.asked:,} {word}{comma}{rest}".rstrip()
 
 
 _SHOWN = 20

@@ -15,8 +15,8 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FEW = 8  # along each axis
 
 
-def same(one: Any, other: Any) -> bool:
-    """Equal in type of numbers, shape and every bit; NaN equals NaN."""
+def same(one: Any, other: Any, zeros: bool = False) -> bool:
+    """Equal in type of numbers, shape and every bit; NaN equals NaN. With `zeros`, -0.0 equals 0.0 too."""
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return one is other or (type(one) is type(other) and repr(one) == repr(other))
     if one is other:
@@ -27,10 +27,12 @@ def same(one: Any, other: Any) -> bool:
         return True
     if one.is_nested:
         pairs = list(zip(parts_of(one), parts_of(other), strict=False))
-        return len(parts_of(one)) == len(parts_of(other)) and all(same(mine, theirs) for mine, theirs in pairs)
+        return len(parts_of(one)) == len(parts_of(other)) and all(same(mine, theirs, zeros) for mine, theirs in pairs)
     mine, theirs = plain(one), plain(other)
     near = tuple([slice(0, _FEW) for _ in mine.shape])
-    return _agree(mine[near], theirs[near]) and _agree(mine, theirs)  # what differs mostly does so at once
+    return _agree(mine[near], theirs[near], zeros) and _agree(
+        mine, theirs, zeros
+    )  # what differs mostly does so at once
 
 
 def kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -64,7 +66,7 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float | None:
     return float(torch.nan_to_num(apart, nan=float("inf")).max())
 
 
-def _agree(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _agree(one: torch.Tensor, other: torch.Tensor, zeros: bool) -> bool:
     """The same bits; where both are NaN, any."""
     word = one.dtype if one.dtype == torch.bool else _WORDS[one.element_size()]
     if torch.equal(one.view(word), other.view(word)):
@@ -72,5 +74,6 @@ def _agree(one: torch.Tensor, other: torch.Tensor) -> bool:
     if not one.is_floating_point():
         return False
     wide = torch.promote_types(one.dtype, torch.float32) if one.element_size() > 1 else torch.float32
-    nans = torch.isnan(one.to(wide)) & torch.isnan(other.to(wide))
-    return bool(((one.view(word) == other.view(word)) | nans).all())
+    mine, theirs = one.to(wide), other.to(wide)
+    equal = mine == theirs if zeros else one.view(word) == other.view(word)
+    return bool((equal | (torch.isnan(mine) & torch.isnan(theirs))).all())

@@ -143,7 +143,9 @@ def _modules(graph: Graph, as_captured: bool) -> Iterator[Finding]:
     last: tuple[Scope, ...] = ()
     left: set[Scope] = set()
     for node in graph.calls:
-        stack = node.scope.stack if node.scope is not None else ()
+        if node.scope is None:  # of no module, or a view that is made anew after a write, wherever that was
+            continue
+        stack = node.scope.stack
         if back := [scope for scope in stack if scope in left]:
             if as_captured and _has_address(back[0]):
                 yield found_at(graph, METADATA, node, f"lies in module call {back[0]}, which had ended before")

@@ -53,7 +53,7 @@ class Walk:
 def walk(record: Record, stale: frozenset[Ref], chosen: frozenset[int], tick: Callable[[int], None]) -> Walk:
     """Ask each chosen call, in order."""
     made = Walk(record, stale, Values(record), parted(record.graph, ()))
-    with warnings.catch_warnings(), torch.no_grad():
+    with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
         warnings.simplefilter("ignore")  # nonsense makes calls complain
         for position, node in enumerate(record.graph.nodes):
             if isinstance(node, Call):

@@ -88,8 +88,8 @@ class Executed:
         return self.env[self.code.slots[ref]]
 
 
-def execute(record: Record, request: Request) -> Executed:
-    """Run what the request needs."""
+def execute(record: Record, request: Request, told: Callable[[Code], Code] | None = None) -> Executed:
+    """Run what the request needs. `told` may put other code in its place, which does the same and tells of it."""
     departures: list[Departure] = []
 
     def departed(departure: Departure) -> None:
@@ -109,7 +109,7 @@ def execute(record: Record, request: Request) -> Executed:
         departed(departure)
     env = needed.begin(record, request, code)
     with recorded_world(code.draws, graph), _as_running(departed, request.changed):
-        interpret(code, env)
+        interpret(told(code) if told is not None else code, env)
     return Executed(request, wanted, code, env, departures)
 
 

@@ -1,0 +1,91 @@
+"""What a model gave, next to what its program has recorded.
+
+In: a value as Python has it, and the tree of Refs that it should be. Out: what sets them apart, in words and as a
+number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from attrs import frozen
+
+from .._core.node import Ref, TensorMeaning
+from .._core.trees import Branch, freeze_deep
+from .sameness import difference, same
+
+_PLAIN = (bool, int, float, complex, str)
+Recorded = Callable[[Ref], torch.Tensor]
+
+
+@frozen(eq=False)
+class _Held:
+    """A tensor among a value's leaves."""
+
+    tensor: torch.Tensor
+
+
+def copied(value: Any) -> Any:
+    """A value as a tree of its own, which no later forward can reach."""
+    return freeze_deep(value, lambda tensor: _Held(tensor.detach().clone()))
+
+
+def apart(tree: Any, value: Any) -> bool:
+    """Does a value differ from what `copied` made of another one?"""
+    pairs = _pairs(tree, freeze_deep(value, _held))
+    return any(isinstance(a, _Held) and isinstance(b, _Held) and not same(a.tensor, b.tensor) for a, b in pairs)
+
+
+def unlike(value: Any, tree: Any, recorded: Recorded) -> tuple[str, float | None]:
+    """How a value differs from what a tree of Refs stands for, and how far: nothing where they are equal to the bit."""
+    for mine, theirs in _pairs(freeze_deep(value, _held), tree):
+        if isinstance(mine, _Held) and isinstance(theirs, Ref):
+            wanted = recorded(theirs)
+            if not same(mine.tensor, wanted):
+                one, other = str(TensorMeaning.of(mine.tensor)), str(TensorMeaning.of(wanted))
+                return "other numbers" if one == other else f"{one}, not {other}", difference(mine.tensor, wanted)
+        elif isinstance(mine, _Held):
+            return "a tensor that is no value of the program", None
+        elif isinstance(theirs, Ref):
+            return "no tensor where one was recorded", None
+        elif _shape(mine) != _shape(theirs):
+            return "another structure", None
+        elif type(mine) in _PLAIN and repr(mine) != repr(theirs):
+            return f"{mine!r}, not {theirs!r}", None
+    return "", None
+
+
+def furthest(value: Any, tree: Any, recorded: Recorded) -> float | None:
+    """The largest absolute difference among all tensors; None where they cannot be told apart by numbers."""
+    found = [
+        difference(mine.tensor, recorded(theirs))
+        for mine, theirs in _pairs(freeze_deep(value, _held), tree)
+        if isinstance(mine, _Held) and isinstance(theirs, Ref)
+    ]
+    return None if not found or None in found else max(number for number in found if number is not None)
+
+
+def _held(tensor: torch.Tensor) -> _Held:
+    """The plain tensor beneath functorch's wrappers, which is what is recorded."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return _Held(tensor)
+
+
+def _pairs(mine: Any, theirs: Any) -> Iterator[tuple[Any, Any]]:
+    """The leaves of two trees, side by side. Where their structures part, the pair is what they have there."""
+    if _shape(mine) != _shape(theirs) or _shape(mine) is None:
+        yield mine, theirs
+        return
+    items = (tree if type(tree) is tuple else tree.items for tree in (mine, theirs))
+    for one, other in zip(*items, strict=True):
+        yield from _pairs(one, other)
+
+
+def _shape(tree: Any) -> Any:
+    """What kind of container it is, and of what; None for a leaf."""
+    if type(tree) is tuple:
+        return tuple, len(tree)
+    return (tree.kind, len(tree.items), tree.keys) if isinstance(tree, Branch) else None

@@ -1,0 +1,145 @@
+"""A model under check: captured once, then run plainly from where the capture began, as often as is asked.
+
+In: a model and its inputs. Out: the record of its forward, and plain forwards that begin where it began: parameters,
+buffers, inputs, attributes and generators are put back before each, and when all is over.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from attrs import evolve, frozen
+from torch import nn
+
+from .._capture.builder import Recording, SourceRecord
+from .._capture.capture import Captured, eager_compiler, held, put_back, record, record_of, require_supported
+from .._capture.origins import Origins
+from .._capture.snapshot import Belongings
+from .._replay.replay import Record, Versions, version
+from .outputs import apart, copied
+
+UNSTEADY = "the model gives another output each time: it reads what lies outside of it, a clock or a counter"
+
+
+@frozen(eq=False)
+class Subject:
+    """A captured model. `record` outlives what further forwards do to the model's own tensors."""
+
+    model: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    captured: Captured
+    record: Record
+    belongings: Belongings
+
+    def begin(self) -> None:
+        """The model, its inputs and the generators as they were when the capture began, its hooks included."""
+        self.belongings.put_back()
+        put_back(self.captured.recording, self.captured.beginning)
+        torch.clear_autocast_cache()  # of casts of what an earlier forward wrote
+
+    def forward(self, *around: AbstractContextManager[Any], given: Any = None) -> Any:
+        """What the model gives when it is run plainly, from where the capture began; on `given` (args, kwargs)."""
+        args, kwargs = given or (self.args, self.kwargs)
+        self.begin()
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
+            for context in (_same_dtype(), eager_compiler(), *around):
+                stack.enter_context(context)
+            return self.model(*args, **kwargs)
+
+    @property
+    def is_unsteady(self) -> bool:
+        """Do two plain forwards from the same beginning give different outputs?"""
+        first = copied(self.forward(open_layers()))
+        return apart(first, self.forward(open_layers()))
+
+    def again(self) -> Subject:
+        """The same model, captured once more: what its first forward left outside of it is there already."""
+        self.begin()
+        return _captured(self.model, self.args, self.kwargs, self.belongings)
+
+    @property
+    def lone_inputs(self) -> frozenset[str]:
+        """The inputs that share their memory with nothing else that the model reads: they alone can be exchanged."""
+        sources = [source for source in self.captured.recording.records if isinstance(source, SourceRecord)]
+        held_by_model = {id(tensor): tensor for module in Origins(self.model).modules for tensor in _tensors_of(module)}
+        objects = held_by_model | {id(source.tensor): source.tensor for source in sources}
+        memory = Counter(_memory_of(tensor) for tensor in objects.values())
+        nodes = zip(self.captured.recording.records, self.record.graph.nodes, strict=True)
+        inputs = [(s.tensor, node.name) for s, node in nodes if isinstance(s, SourceRecord) and s.kind == "input"]
+        return frozenset([name for tensor, name in inputs if memory[_memory_of(tensor)] == 1])
+
+
+@contextmanager
+def under_check(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Subject]:
+    """Capture a model. Afterwards it, its inputs and the generators are as they were."""
+    require_supported(model)
+    belongings = Belongings(Origins(model).modules, (args, kwargs), ())
+    subject = None
+    try:
+        with _same_dtype():
+            subject = _captured(model, args, kwargs, belongings)
+        yield subject
+    finally:
+        if subject is not None:
+            subject.begin()
+        belongings.put_back()
+        belongings.put_generators_back()
+
+
+def _captured(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], belongings: Belongings) -> Subject:
+    captured = record(model, args, kwargs)
+    made = _sheltered(record_of(captured), captured.recording)
+    return Subject(model, args, kwargs, captured, made, belongings)
+
+
+def _sheltered(made: Record, recording: Recording) -> Record:
+    """The record with copies of the values that lie in memory which is put back: what the model wrote at its end."""
+    doomed = {memory for source in recording.records if (memory := _memory_put_back(source, recording)) is not None}
+    if not doomed:
+        return made
+    values = {ref: value.clone() if _memory_of(value) in doomed else value for ref, value in made.values.items()}
+    return evolve(made, values=values, versions=Versions((ref, version(value)) for ref, value in values.items()))
+
+
+def _memory_put_back(source: Any, recording: Recording) -> int | None:
+    if not isinstance(source, SourceRecord):
+        return None
+    now = held(*source.where) if source.kind in ("parameter", "buffer") else source.tensor
+    return _memory_of(now) if now is not None and now is not recording.values[source.returns] else None
+
+
+def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
+    return [tensor for held in (module._parameters, module._buffers) for tensor in held.values() if tensor is not None]
+
+
+def _memory_of(tensor: torch.Tensor) -> int | None:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # sparse tensors and their kin have no one memory
+        return None
+
+
+@contextmanager
+def open_layers() -> Iterator[None]:
+    """Within, torch runs no layer as one fused kernel: a program has them open, because a capture sees them so."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextmanager
+def _same_dtype() -> Iterator[None]:
+    dtype = torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)

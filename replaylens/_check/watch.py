@@ -1,0 +1,91 @@
+"""Every ATen call of a stretch of Python, with the place that it came from.
+
+In: a stretch, as a context. Out: what was called, in order. It looks on, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .._capture.builder import Site, is_torch_code, line_of
+from .._core.node import Call, Guard, Node, Source
+from .aten import Kernel, kernel_of
+
+
+class Seen(NamedTuple):
+    """One ATen call: what it was, the line of Python, and the node or guard of a program that it ran for."""
+
+    kernel: Kernel
+    site: Site | None
+    step: Node | Guard | None = None
+    within: str = ""  # which part of torch's own it lies beneath: see WITHIN
+    in_gradient: bool = False  # the engine that takes gradients made it
+
+    @property
+    def source(self) -> Source | None:
+        """The line of Python that it came from."""
+        return self.step.source if isinstance(self.step, (Call, Guard)) else line_of(self.site)
+
+
+# Files of torch beneath which calls are no operations of the model's: what content left torch there is guarded.
+WITHIN = {"torch/_tensor_str.py": "text", "torch/storage.py": "storage"}
+
+GRADIENTS = frozenset(("_engine_run_backward", "_make_grads"))  # functions of torch's that take gradients
+
+
+class Watch(TorchDispatchMode):
+    """Writes down every ATen call of its thread."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, until: CodeType | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[Seen] = []
+        self.step: Node | Guard | None = None
+        self.until = until  # the code that called the model: lines above it are not the model's
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, torch._ops.HigherOrderOperator) and func.name() == "cond" and len(args) >= 3:
+            with self:  # the branch that is taken, as it is recorded
+                return (args[1] if bool(args[0]) else args[2])(*(args[3] if len(args) > 3 else ()))
+        if _is_composite(func):  # where autograd is off (inference mode), torch would take it apart below this mode
+            with self:
+                return func.decompose(*args, **kwargs)
+        out = func(*args, **kwargs)
+        site, within, in_gradient = self._place()
+        self.seen.append(Seen(kernel_of(func, args, kwargs, out), site, self.step, within, in_gradient))
+        return out
+
+    def _place(self) -> tuple[Site | None, str, bool]:
+        """The nearest line that is not torch's, else a module's own; the part of torch beneath it; is it a gradient?"""
+        frame: FrameType | None = sys._getframe(2)
+        users, modules, within, in_gradient = None, None, "", False
+        while frame is not None and frame.f_code is not self.until:
+            code = frame.f_code
+            if not is_torch_code(code):
+                users = users or (code, frame.f_lasti)
+            elif code.co_name in GRADIENTS:
+                in_gradient = True
+            elif users is None:
+                within = within or _word(code)
+                modules = modules or ((code, frame.f_lasti) if "/torch/nn/" in code.co_filename else None)
+            frame = frame.f_back
+        return users or modules, within, in_gradient
+
+
+@cache
+def _is_composite(func: Any) -> bool:
+    """Is it written in terms of other operators, so that those do the work?"""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return isinstance(func, torch._ops.OpOverload) and bool(has_kernel(func.name(), "CompositeImplicitAutograd"))
+
+
+def _word(code: CodeType) -> str:
+    return next((word for file, word in WITHIN.items() if code.co_filename.endswith(file)), "")

@@ -1,0 +1,154 @@
+"""An independent witness: what plain forward hooks see is what the program has recorded.
+
+In: a captured model. Out: a Law. Hooks stand on every module while the model runs plainly, and compare each call's
+output on the spot with the recorded value of that call; nothing is kept. The model's own output and what it wrote are
+compared too. The hooks are taken away whatever happens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .._capture.capture import held
+from .._capture.origins import Origins
+from .._capture.scopes import addresses
+from .._core.graph import Graph
+from .._core.node import Ref, Scope
+from .._core.pure import untransformed
+from .._core.trees import leaves
+from .._replay.replay import Record
+from .outputs import unlike
+from .report import Finding, Law
+from .sameness import difference, same
+from .subject import UNSTEADY, Subject, open_layers
+
+NAME = "witness"
+Call = tuple[str, int]  # the address of a module, and which call of it
+
+
+def witness(subject: Subject) -> Law:
+    """The outputs of all module calls, of the model itself and what it wrote: of a plain forward, and as recorded."""
+    origins = Origins(subject.model)
+    hooks = _Hooks(subject.record, addresses(origins.table))
+    output = subject.forward(open_layers(), hooks.on(origins.modules))
+    graph = subject.record.graph
+    fact, far = unlike(output, graph.output, subject.record.value)
+    failures = [*hooks.failures, *_missing(hooks, graph), *_unwritten(subject)]
+    if fact:
+        failures.append(Finding(NAME, "", f"the output of a plain forward is {fact}", difference=far))
+    if failures and subject.is_unsteady:
+        failures, hooks.special = [], [Finding(NAME, "", UNSTEADY)]
+    return Law(
+        NAME,
+        asked=hooks.compared,
+        failures=tuple(failures),
+        special=tuple(hooks.special),
+        unit="module outputs",
+        holds="bit for bit as hooks see them",
+    )
+
+
+@define(eq=False)
+class _Hooks:
+    """The hooks of one forward, and what they saw."""
+
+    record: Record
+    names: dict[int, str]
+    expected: defaultdict[Call, list[tuple[Scope, Any]]] = field(init=False)  # in the order in which they returned
+    counts: Counter[int] = field(factory=Counter)
+    running: list[tuple[int, Call]] = field(factory=list)
+    seen: set[Call] = field(factory=set)
+    hooked: set[str] = field(factory=set)
+    compared: int = 0
+    failures: list[Finding] = field(factory=list)
+    special: list[Finding] = field(factory=list)
+
+    def __attrs_post_init__(self) -> None:
+        self.expected = defaultdict(list)
+        for scope, tree in self.record.graph.module_outputs:
+            self.expected[scope.address, scope.call].append((scope, tree))
+
+    @contextmanager
+    def on(self, modules: list[nn.Module]) -> Iterator[None]:
+        """Within, every module tells of its calls; the model itself need not, for its output is the program's."""
+
+        def begins(module: nn.Module, args: Any) -> None:  # functions, which a copy of the module shares
+            self.begins(module)
+
+        def ends(module: nn.Module, args: Any, output: Any) -> None:
+            self.ends(module, output)
+
+        with ExitStack() as stack:
+            for module in modules:
+                if self.names[id(module)] and not isinstance(module, torch.jit.ScriptModule):
+                    stack.callback(module.register_forward_pre_hook(begins).remove)
+                    stack.callback(module.register_forward_hook(ends).remove)
+                    self.hooked.add(self.names[id(module)])
+            yield
+
+    def begins(self, module: nn.Module) -> None:
+        """A module call begins."""
+        if id(module) not in self.names:
+            return  # a copy that the model made of a hooked module
+        self.counts[id(module)] += 1
+        self.running.append((id(module), (self.names[id(module)], self.counts[id(module)])))
+
+    def ends(self, module: nn.Module, output: Any) -> None:
+        """A module call gave its output."""
+        if id(module) not in self.names:
+            return
+        while self.running and self.running[-1][0] != id(module):
+            self.running.pop()  # calls that ended in an exception which the model caught
+        call = self.running.pop()[1]
+        self.seen.add(call)
+        if not self.expected[call]:
+            self.failures.append(Finding(NAME, _label(call), "a hook sees this module call, the program has none"))
+            return
+        with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes(), untransformed():
+            self.compare(call, output)
+
+    def compare(self, call: Call, output: Any) -> None:
+        """The output of a call next to the recorded one."""
+        scope, tree = self.expected[call].pop(0)
+        fact, apart = unlike(output, tree, self.record.value)
+        self.compared += 1
+        if fact:
+            node = next((leaf.node for leaf in leaves(tree) if isinstance(leaf, Ref)), "")
+            finding = Finding(NAME, node, f"the output of {_label(call)} is {fact}", scope.source, difference=apart)
+            self.failures.append(finding)
+
+
+def _missing(hooks: _Hooks, graph: Graph) -> Iterator[Finding]:
+    """Module calls that the program has, and that no hook saw."""
+    for scope, _ in graph.module_outputs:
+        call = (scope.address, scope.call)
+        if call in hooks.seen:
+            continue
+        if scope.address in hooks.hooked:
+            yield Finding(NAME, _label(call), "the program has this module call, no hook sees it", scope.source)
+        else:
+            fact = "calls of modules on which no hook is: scripts, and modules that are not registered with the model"
+            hooks.special.append(Finding(NAME, _label(call), fact, scope.source))
+
+
+def _unwritten(subject: Subject) -> Iterator[Finding]:
+    """Parameters and buffers in which a plain forward left something else than was recorded."""
+    recording, graph = subject.captured.recording, subject.record.graph
+    for (where, _), (address, ref) in zip(recording.changes, graph.changes, strict=False):
+        now, wanted = held(*where), subject.record.value(ref)
+        if address.endswith(where[1]) and now is not None and not same(now, wanted):
+            fact = f"a plain forward leaves something else in `{address}` than was recorded"
+            yield Finding(NAME, ref.node, fact, difference=difference(now, wanted))
+
+
+def _label(call: Call) -> str:
+    address, number = call
+    return f"{address}:{number}"

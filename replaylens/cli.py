@@ -1,0 +1,140 @@
+"""The command line: `replaylens check package.module:factory --input 1,3,224,224`, and `replaylens show`.
+
+In: words. Out: text, and an exit status for CI: 0 where all holds, 1 where a law is broken, 2 where it could not be
+asked. The factory is a model, a callable that gives one, or one that gives `(model, args)` or `(model, args, kwargs)`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .errors import ReplaylensError
+from .program import capture, check
+
+HOLDS, BROKEN, NOT_ASKED = 0, 1, 2
+Asked = tuple[Any, tuple[Any, ...], dict[str, Any]]  # a model and its inputs
+
+
+class BadWords(Exception):
+    """What was asked cannot be done: the message says why, and what to write instead."""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Do what the words say. Gives the exit status."""
+    asked = _parser().parse_args(words)
+    try:
+        with torch.set_grad_enabled(asked.grad):
+            return int(asked.act(asked))
+    except (BadWords, ReplaylensError) as error:
+        print(f"replaylens: {error}", file=sys.stderr)
+    except Exception as error:  # the model's own
+        notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+        print(f"replaylens: {type(error).__name__}: {error}{notes}", file=sys.stderr)
+    return NOT_ASKED
+
+
+def _check(asked: argparse.Namespace) -> int:
+    model, args, kwargs = _subject(asked)
+    report = check(model, *args, sample=asked.sample, **kwargs)
+    print(report)
+    return HOLDS if report else BROKEN
+
+
+def _show(asked: argparse.Namespace) -> int:
+    model, args, kwargs = _subject(asked)
+    prog = capture(model, *args, **kwargs)
+    print(prog.code if asked.code else prog)
+    return HOLDS
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="replaylens", description="Forward passes of PyTorch models as programs.")
+    acts = parser.add_subparsers(required=True, metavar="check | show")
+    for word, act, text in (
+        ("check", _check, "capture a model and prove that the program is right; exit status 0, or 1 if it is not"),
+        ("show", _show, "capture a model and print what its forward pass was"),
+    ):
+        one = acts.add_parser(word, help=text, description=text)
+        one.set_defaults(act=act)
+        one.add_argument("model", metavar="package.module:factory", help="a model, or a callable that gives one")
+        one.add_argument(
+            "--input", action="append", default=[], metavar="1,3,224,224", help="shape of an input; may come again"
+        )
+        one.add_argument("--dtype", default="float32", help="of the inputs: float32, int64, bool, ... (float32)")
+        one.add_argument("--high", type=int, default=100, help="integer inputs lie below this (100)")
+        one.add_argument("--seed", type=int, default=0, help="of torch, before the model is made (0)")
+        one.add_argument("--train", action="store_true", help="in training mode; without it the model is put in eval")
+        one.add_argument("--grad", action="store_true", help="with gradients on; without it they are off")
+    acts.choices["check"].add_argument("--sample", type=_count, help="ask only so many nodes, or such a share of them")
+    acts.choices["show"].add_argument("--code", action="store_true", help="print the program as Python")
+    return parser
+
+
+def _subject(asked: argparse.Namespace) -> Asked:
+    """The model and its inputs."""
+    torch.manual_seed(asked.seed)
+    found = _made(_found(asked.model))
+    model, args, kwargs = found if isinstance(found, tuple) else (found, (), {})
+    if isinstance(model, torch.nn.Module):
+        model.train(asked.train)
+    if asked.input:
+        args = tuple([_input(shape, asked.dtype, asked.high) for shape in asked.input])
+    return model, args, kwargs
+
+
+def _found(name: str) -> Any:
+    """What `package.module:name` leads to. The current directory is searched first, as by `python -m`."""
+    module, colon, path = name.partition(":")
+    if not (module and colon and path):
+        raise BadWords(f"{name!r} is no place of a model. Write package.module:factory.")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise BadWords(f"no module {error.name!r} is found from here. Write package.module:factory.") from None
+    for word in path.split("."):
+        if not hasattr(found, word):
+            raise BadWords(f"{module} has no {path!r}.")
+        found = getattr(found, word)
+    return found
+
+
+def _made(found: Any) -> Any:
+    """The model that is meant: itself, or what a factory gives; with its inputs where the factory has them."""
+    made = found if isinstance(found, torch.nn.Module) or not callable(found) else found()
+    if isinstance(made, tuple) and 1 < len(made) <= 3 and isinstance(made[1], (tuple, list)):
+        kwargs = made[2] if len(made) == 3 else {}
+        return made[0], tuple(made[1]), dict(kwargs)
+    if not callable(made):
+        raise BadWords(
+            f"the factory gave {type(made).__name__}. It gives a model, (model, args) or (model, args, kwargs)."
+        )
+    return made
+
+
+def _input(shape: str, dtype: str, high: int) -> torch.Tensor:
+    """A random tensor of this shape: floats around zero, integers from zero on."""
+    kind = getattr(torch, dtype, None)
+    if not isinstance(kind, torch.dtype):
+        raise BadWords(f"{dtype!r} is no dtype of torch's. Write one such as float32 or int64.")
+    try:
+        sizes = [int(size) for size in shape.split(",") if size.strip()]
+    except ValueError:
+        raise BadWords(f"{shape!r} is no shape. Write the sizes with commas between: 1,3,224,224.") from None
+    if kind is torch.bool:
+        return torch.rand(sizes) < 0.5
+    if kind.is_floating_point or kind.is_complex:
+        return torch.randn(sizes, dtype=kind)
+    return torch.randint(high, sizes, dtype=kind)
+
+
+def _count(word: str) -> float:
+    """A number of nodes, or a share of them: `200`, `0.1`."""
+    return float(word) if "." in word else int(word)

@@ -1,0 +1,393 @@
+"""`replaylens.check` holds on every honest program, leaves no trace, and finds what is missing, wrong or made up."""
+
+import ctypes
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import zoo
+from attrs import evolve
+from oracle import belongings, generators, tensors
+from torch import nn
+
+import replaylens as rl
+from replaylens._check.accounts import account_of
+from replaylens._check.aten import Sort
+from replaylens._check.auditing import audit, plain_calls, replayed_calls
+from replaylens._check.elsewhere import other_inputs
+from replaylens._check.subject import under_check
+from replaylens._check.witness import witness
+from replaylens._core.node import Call, Ref
+from replaylens._core.target import Target
+
+MODES = {"with_gradients": torch.enable_grad, "without_gradients": torch.no_grad}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_a_check_of_an_honest_model_holds_and_leaves_no_trace(name: str, mode: str) -> None:
+    case = zoo.MODELS[name]()
+    before = belongings(case.model), generators(), [t.detach().clone() for t in tensors(case.args)]
+    with MODES[mode]():
+        try:
+            report = rl.check(case.model, *case.args, **case.kwargs)
+        except Exception as refusal:
+            if case.refusal or raises_plainly(name):
+                pytest.skip(f"{type(refusal).__name__}: {refusal}".splitlines()[0])
+            raise
+    assert report, str(report)
+    assert repr(belongings(case.model)) == repr(before[0])
+    assert repr(generators()) == repr(before[1])
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(tensors(case.args), before[2])
+        if one.layout is torch.strided and not one.is_quantized and not one.is_meta and not one.isnan().any()
+    )
+
+
+def raises_plainly(name: str) -> bool:
+    case = zoo.MODELS[name]()
+    try:
+        case.model(*case.args, **case.kwargs)
+    except Exception:
+        return True
+    return False
+
+
+# ---- what the capture was blind to ------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    def __init__(self, steps: Callable) -> None:
+        super().__init__()
+        self.steps, self.fc, self.norm = steps, nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.steps(self, x)
+
+
+def checked(steps: Callable) -> rl.CheckReport:
+    torch.manual_seed(0)
+    return rl.check(Model(steps), torch.randn(3, 4))
+
+
+def line_of(steps: Callable, shift: int) -> int:
+    return steps.__code__.co_firstlineno + shift
+
+
+def test_a_sum_taken_where_torch_functions_are_off_is_named_with_its_line() -> None:
+    def steps(m, x):
+        y = m.fc(x)
+        with torch._C.DisableTorchFunction():
+            scale = y.sum().item()
+        return y * scale
+
+    report = checked(steps)
+    found = {finding.fact: finding.source.line for finding in report["completeness"].failures}
+    assert found == {
+        "`sum(float32[3, 4])` was missed: a plain forward makes 1 of these calls, a replay 0": line_of(steps, 3),
+        "`_local_scalar_dense(float32[])` was missed: a plain forward makes 1 of these calls, a replay 0": line_of(
+            steps, 3
+        ),
+    }
+    assert not report["other inputs"]
+
+
+def test_an_operation_that_only_decides_a_branch_is_missed_if_it_was_hidden() -> None:
+    def steps(m, x):
+        y = m.fc(x)
+        with torch._C.DisableTorchFunction():
+            positive = bool((y.abs().amax() > 0).item())
+        return y.relu() if positive else y
+
+    missed = {finding.fact.split("(")[0] for finding in checked(steps)["completeness"].failures}
+    assert missed == {"`abs", "`amax", "`gt", "`_local_scalar_dense"}
+
+
+def test_what_numpy_computed_behind_torchs_back_is_seen_on_other_inputs() -> None:
+    def steps(m, x):
+        y = m.fc(x)
+        with torch._C.DisableTorchFunction():
+            hidden = np.tanh(y.detach().numpy())
+        return y + torch.from_numpy(hidden)
+
+    report = checked(steps)
+    assert [law.name for law in report.laws if not law] == ["other inputs"]
+    assert report["other inputs"].failures[0].fact == (
+        "on other inputs the model's own output is other numbers: something that depends on the inputs was recorded as "
+        "a constant"
+    )
+
+
+def test_what_a_raw_pointer_gave_is_seen_on_other_inputs() -> None:
+    def steps(m, x):
+        y = m.fc(x)
+        with torch._C.DisableTorchFunction():
+            first = ctypes.c_float.from_address(y.data_ptr()).value
+        return y * first
+
+    report = checked(steps)
+    assert [law.name for law in report.laws if not law] == ["other inputs"]
+
+
+def test_a_cache_outside_of_the_model_is_no_fault_and_is_said() -> None:
+    cache: list[torch.Tensor] = []
+
+    def steps(m, x):
+        if not cache:
+            cache.append(torch.arange(4.0).cos())
+        return m.fc(x) * cache[0]
+
+    report = checked(steps)
+    assert report
+    assert report["completeness"].note.startswith(
+        "of a second capture: the first one filled a cache that lies outside of the model"
+    )
+
+
+def test_a_model_that_reads_a_counter_outside_of_it_is_no_fault_and_is_said() -> None:
+    count: list[int] = []
+
+    def steps(m, x):
+        count.append(1)
+        return m.fc(x) * len(count)
+
+    report = checked(steps)
+    assert report
+    assert list(report["witness"].reasons) == [
+        "the model gives another output each time: it reads what lies outside of it, a clock or a counter"
+    ]
+
+
+def test_a_cache_that_is_read_by_another_operation_than_it_is_made_is_no_fault() -> None:
+    cache: list[torch.Tensor] = []
+
+    def steps(m, x):
+        if cache:
+            return m.fc(x) + cache[0].index_select(0, torch.tensor([0]))
+        cache.append(torch.arange(8.0).view(2, 4).cos())
+        return m.fc(x) + cache[0][:1]
+
+    assert checked(steps)
+
+
+def test_a_fused_layer_is_said_with_how_far_it_is_from_the_open_one() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    with torch.no_grad():
+        report = rl.check(layer, torch.randn(2, 3, 8))
+    (special,) = report["completeness"].special
+    assert report and special.node == "_transformer_encoder_layer_fwd"
+    assert special.fact == "a plain forward runs it as one fused kernel, the program has it open"
+    assert 0 <= special.difference < 1e-4
+
+
+# ---- programs that were broken on purpose ------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_whichever_node_a_program_drops_its_calls_are_missed() -> None:
+    dropped = 0
+    for name, build in zoo.MODELS.items():
+        case = build()
+        if case.refusal or raises_plainly(name):
+            continue
+        with under_check(case.model, case.args, dict(case.kwargs)) as subject:
+            plain, replayed = plain_calls(subject)[0], replayed_calls(subject.record)
+            for node in subject.record.graph.calls:
+                rest = [seen for seen in replayed if seen.step is not node]
+                if any(seen.kernel.sort is Sort.COMPUTE and seen.step is node for seen in replayed):
+                    dropped += 1
+                    assert account_of(plain, rest, subject.record.graph.guards).missing, f"{name}: {node.name}"
+    assert dropped > 1500
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.fc = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Linear(64, 4)
+
+    def forward(self, x):
+        y = self.norm(self.conv(x)).relu()
+        y = y + y.mean()
+        y.mul_(2)
+        return self.fc(y.flatten(1)), y.exp()
+
+
+def broken(law: Callable, change: Callable) -> tuple:
+    """The failures of a law on a program of which `change` was made."""
+    torch.manual_seed(0)
+    with under_check(Small().train(), (torch.randn(2, 3, 4, 4),), {}) as subject:
+        assert law(subject), "the law holds before the change"
+        return law(evolve(subject, record=change(subject.record))).failures
+
+
+def with_call(record, name: str, **changes):
+    nodes = tuple([evolve(node, **changes) if node.name == name else node for node in record.graph.nodes])
+    return evolve(record, graph=evolve(record.graph, nodes=nodes), plans={})
+
+
+def by_kind(record, kind: str) -> Call:
+    return next(call for call in record.graph.calls if call.kind == kind)
+
+
+def test_an_operation_that_the_program_dropped_is_named_with_its_line() -> None:
+    def change(record):
+        call = by_kind(record, "exp")
+        return with_call(record, call.name, target=Target.of(torch.Tensor.detach))
+
+    (found,) = broken(audit, change)
+    assert found.fact == "`exp(float32[2, 4, 4, 4])` was missed: a plain forward makes 1 of these calls, a replay 0"
+    assert found.source.text == "return self.fc(y.flatten(1)), y.exp()"
+
+
+def test_a_convolution_in_the_place_of_another_is_seen_by_its_operands() -> None:
+    def change(record):
+        conv = by_kind(record, "conv2d")
+        return with_call(record, conv.name, target=Target.of(narrow_convolution))
+
+    missed, made_up = broken(audit, change)
+    assert missed.fact.startswith("`convolution(float32[2, 3, 4, 4], float32[4, 3, 3, 3], float32[4])` was missed")
+    assert made_up.node == "conv2d_1_1" and "is too much" in made_up.fact
+
+
+def narrow_convolution(x, weight, bias, *rest):
+    return torch.conv2d(x, weight[:, :, 1:2, 1:2], bias)
+
+
+def test_an_operation_that_the_program_made_up_is_named_with_its_node() -> None:
+    def change(record):
+        return with_call(record, by_kind(record, "exp").name, target=Target.of(exp_of_a_sine))
+
+    (found,) = broken(audit, change)
+    assert found.node == "exp_1_13" and found.line.startswith("exp_1_13 = ")
+    assert found.fact == "`sin(float32[2, 4, 4, 4])` is too much: a replay makes 1 of these calls, a plain forward 0"
+
+
+def exp_of_a_sine(x):
+    return x.sin().exp()
+
+
+def test_a_dropped_operation_does_not_hide_behind_one_of_other_operands() -> None:
+    def change(record):
+        return with_call(record, by_kind(record, "mean").name, target=Target.of(mean_of_a_row))
+
+    missed, made_up = broken(audit, change)
+    assert missed.fact.startswith("`mean(float32[2, 4, 4, 4])` was missed")
+    assert made_up.fact.startswith("`mean(float32[4, 4, 4])` is too much")
+
+
+def mean_of_a_row(x):
+    return x[0].mean()
+
+
+def test_a_write_in_place_that_the_program_lost_is_missed() -> None:
+    def change(record):
+        return with_call(
+            record, by_kind(record, "mul").name, target=Target.of(first_of), args=by_kind(record, "mul").args[:1]
+        )
+
+    (found,) = broken(audit, change)
+    assert found.fact == "`mul(float32[2, 4, 4, 4])` was missed: a plain forward makes 1 of these calls, a replay 0"
+
+
+def first_of(x):
+    return x
+
+
+def test_a_wrong_value_of_a_module_is_seen_by_the_witness() -> None:
+    def change(record):
+        ref = Ref(by_kind(record, "batchnorm").name)
+        ref = next(known for known in record.values if known.node == ref.node)
+        return evolve(record, values=record.values | {ref: record.values[ref].detach() + 1})
+
+    found = broken(witness, change)
+    assert [finding.fact for finding in found][:1] == ["the output of norm:1 is other numbers"]
+
+
+def test_a_wrong_output_is_seen_by_the_witness() -> None:
+    def change(record):
+        ref = record.graph.output[1]
+        return evolve(record, values=record.values | {ref: record.values[ref].detach() * 2})
+
+    (found,) = broken(witness, change)
+    assert found.fact == "the output of a plain forward is other numbers"
+
+
+def test_a_wrong_change_of_state_is_seen_by_the_witness() -> None:
+    def change(record):
+        ref = dict(record.graph.changes)["norm.running_mean"]
+        return evolve(record, values=record.values | {ref: record.values[ref].detach() + 1})
+
+    (found,) = broken(witness, change)
+    assert found.fact == "a plain forward leaves something else in `norm.running_mean` than was recorded"
+
+
+def test_a_module_call_that_the_program_lost_is_seen_by_the_witness() -> None:
+    def change(record):
+        return evolve(record, graph=evolve(record.graph, module_outputs=record.graph.module_outputs[1:]))
+
+    (found,) = broken(witness, change)
+    assert (found.node, found.fact) == ("conv:1", "a hook sees this module call, the program has none")
+
+
+def test_a_module_call_that_the_program_made_up_is_seen_by_the_witness() -> None:
+    def change(record):
+        scope, tree = record.graph.module_outputs[0]
+        more = (*record.graph.module_outputs, (evolve(scope, call=2), tree))
+        return evolve(record, graph=evolve(record.graph, module_outputs=more))
+
+    (found,) = broken(witness, change)
+    assert (found.node, found.fact) == ("conv:2", "the program has this module call, no hook sees it")
+
+
+def test_a_constant_in_the_place_of_what_depends_on_the_input_is_seen_on_other_inputs() -> None:
+    def change(record):
+        call = by_kind(record, "mean")
+        return with_call(record, call.name, target=Target.of(the_same_number))
+
+    (found,) = broken(other_inputs, change)
+    assert found.fact.startswith("on other inputs the model's own output is other numbers")
+
+
+def the_same_number(x):
+    return x.new_ones(())
+
+
+# ---- restoring -------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_raises_raises_its_own_error_and_is_left_as_it_was() -> None:
+    def steps(m, x):
+        m.seen = True
+        torch.rand(1)
+        raise KeyError("mine")
+
+    model, state = Model(steps), torch.get_rng_state()
+    with pytest.raises(KeyError, match="mine"):
+        rl.check(model, torch.randn(3, 4, generator=torch.Generator()))
+    assert not hasattr(model, "seen") and torch.equal(torch.get_rng_state(), state)
+
+
+def test_hooks_of_the_users_are_seen_and_none_is_left_behind() -> None:
+    model = Model(lambda m, x: m.norm(m.fc(x)))
+    model.fc.register_forward_hook(lambda module, args, output: output * 2)
+    assert rl.check(model, torch.randn(3, 4))
+    assert len(model.fc._forward_hooks) == 1 and not model.norm._forward_hooks and not model.fc._forward_pre_hooks
+
+
+def test_the_report_has_the_laws_of_the_program_and_those_of_the_model() -> None:
+    report = rl.check(nn.Linear(4, 4), torch.randn(3, 4))
+    assert [law.name for law in report.laws][-3:] == ["completeness", "witness", "other inputs"]
+    assert "completeness" in str(report) and "1 ATen calls" in str(report)
+
+
+def test_keywords_are_the_models_own() -> None:
+    def model(x, *, scale):
+        return x * scale
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert rl.check(model, torch.randn(3, 4), scale=2.0, sample=1)
