@@ -184,16 +184,18 @@ class Beginning:
 class Belongings:
     """All that hangs on a model now, to be put back when it has run once more: everything but what tensors hold."""
 
-    def __init__(self, modules: list[nn.Module], inputs: Any, beginning: Beginning) -> None:
+    def __init__(self, modules: list[nn.Module], inputs: Any, beginning: Beginning | None = None) -> None:
         self.snapshot, self.dice = Snapshot(modules, inputs, whole=True), Dice()
-        self.begun = beginning.snapshot.as_of_now()
-        self.generators = [(generator, generator.get_state()) for generator, _ in beginning.generators]
+        self.begun = beginning.snapshot.as_of_now() if beginning is not None else None
+        generators = beginning.generators if beginning is not None else ()
+        self.generators = [(generator, generator.get_state()) for generator, _ in generators]
         tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
         self.leaves = [(t, t.requires_grad, t.grad) for t in tensors if t.is_leaf]
 
     def put_back(self) -> None:
         """Everything as it was."""
-        self.begun.put_back()
+        if self.begun is not None:
+            self.begun.put_back()
         self.snapshot.put_back()
         for tensor, flag, grad in self.leaves:
             if tensor.requires_grad != flag:

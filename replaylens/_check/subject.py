@@ -79,7 +79,7 @@ class Subject:
 def under_check(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Subject]:
     """Capture a model. Afterwards it, its inputs and the generators are as they were."""
     require_supported(model)
-    belongings = Belongings(Origins(model).modules, (args, kwargs), ())
+    belongings = Belongings(Origins(model).modules, (args, kwargs))
     subject = None
     try:
         with _same_dtype():
