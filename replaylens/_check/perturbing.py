@@ -90,6 +90,8 @@ def _reason(trial: Trial, parent: Ref, outcomes: list[bool | None]) -> str:
         return reason
     if all(outcome is None for outcome in outcomes):
         return f"on other values it raises {type(trial.problems[0]).__name__}"
+    if not all(_has_elements(value) for value in trial.given.values()):
+        return "another argument has no elements"
     return _hidden(trial, parent)
 
 
