@@ -736,7 +736,7 @@ def _unflatten(tensors: Iterable[Any], context: Any) -> Program:
     versions = Versions((ref, version(t) if isinstance(t, torch.Tensor) else -1) for ref, t in values.items())
     get = lambda leaf: values[leaf] if type(leaf) is Ref else leaf  # noqa: E731
     return Program(
-        _record=Record(record.graph, values, versions, record.draws),
+        _record=Record(record.graph, values, versions, record.draws, account=record.account),
         _output=thaw(record.graph.output, get),
         _history=history,
     )

@@ -66,6 +66,16 @@ class Source:
     file: str
     line: int
     function: str
+    caller: Source | None = field(default=None, eq=False, repr=False)  # up to the line that called the model
+
+    @property
+    def stack(self) -> tuple[Source, ...]:
+        """This line, the one that called it, and so on outwards."""
+        found, source = [self], self.caller
+        while source is not None:
+            found.append(source)
+            source = source.caller
+        return tuple(found)
 
     @property
     def text(self) -> str:
