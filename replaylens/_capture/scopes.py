@@ -135,11 +135,11 @@ def callers(frame: FrameType | None) -> Site | None:
     lines: list[tuple[CodeType, int]] = []
     while frame is not None:
         code = frame.f_code
+        if id(code) in _boundaries:
+            break
         known = torch_code.get(id(code))
         if not lines or not (known[1] if known is not None and known[0] is code else is_torch_code(code)):
             lines.append((code, frame.f_lasti))
-        elif id(code) in _boundaries:
-            break
         frame = frame.f_back
     site: Site | None = None
     for line in reversed(lines):
