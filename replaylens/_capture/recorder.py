@@ -48,6 +48,9 @@ class NeedsDeepLook(BaseException):
 class Recorder(TorchFunctionMode):
     """What the parts of a capture share: the recording, the memory, and where the model is."""
 
+    # Python looks up attributes of an object fast while its dict has at most thirty: these few are not in it.
+    __slots__ = ("forward", "forwards", "has_scripts", "took")
+
     def __init__(self, recording: Recording, origins: Origins, date: Date, deep: bool, unknown: str) -> None:
         super().__init__()
         self.recording = recording
@@ -59,6 +62,8 @@ class Recorder(TorchFunctionMode):
         self.draws = Draws(recording.draws, recording.generators)
         self.scope = -1
         self.forward: CodeType | None = None  # the code of the running module's forward
+        self.forwards: dict[type, CodeType | None] = {}  # by the class of a module
+        self.has_scripts = False  # a module that is TorchScript has run
         self.stateful: list[SourceRecord] = []  # buffers and attributes that were read
         self.opened: set[Any] = set()
         self.opened_site: Site | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from time import perf_counter_ns as _now
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -385,10 +385,14 @@ class Tracer(Recorder):
         site = (frame.f_code, frame.f_lasti) if frame.f_code is forward else self.line(frame)
         self.scope = index = len(scopes)
         scopes.append(_tuple(ScopeRecord, (module, outer, site)))
-        self.opened_site, self.forward = None, getattr(type(module).forward, "__code__", None)
+        self.opened_site = None
+        try:
+            self.forward = self.forwards[type(module)]
+        except KeyError:
+            self._learn_class(type(module))
         records = len(recording.records)
         try:
-            if type(module) not in _plain_modules and is_script(module):
+            if self.has_scripts and isinstance(module, torch.jit.ScriptModule):
                 out = self._script_call(module, call, args, kwargs)
             else:
                 out = call(module, *args, **kwargs)
@@ -405,6 +409,11 @@ class Tracer(Recorder):
             raise
         finally:
             self.scope, self.opened_site, self.forward = outer, outer_site, forward
+
+    def _learn_class(self, kind: type) -> None:
+        """A class of modules that runs for the first time. Of TorchScript a function mode sees nothing."""
+        self.has_scripts |= issubclass(kind, torch.jit.ScriptModule)
+        self.forward = self.forwards[kind] = getattr(getattr(kind, "forward", None), "__code__", None)
 
     def _script_call(self, module: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         outer, self.script_is_open = self.script_is_open, "aten::detach" not in str(module.inlined_graph)
@@ -442,12 +451,3 @@ class Tracer(Recorder):
 
 _RELU = Rule(How.FRESH, "relu")
 _IDENTITY = Rule(How.LEAF, "identity", is_identity=True)
-_plain_modules: set[type] = set()
-
-
-def is_script(module: nn.Module) -> bool:
-    """Is the module TorchScript, of which a function mode sees nothing?"""
-    if isinstance(module, torch.jit.ScriptModule):
-        return True
-    _plain_modules.add(type(module))
-    return False
