@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from time import perf_counter_ns as _now
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch

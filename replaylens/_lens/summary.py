@@ -39,8 +39,9 @@ def _head(prog: Described) -> list[str]:
         f"({human(prog.total_params_fsize)}) in {times(prog.total_param_tensors, 'parameter')}.",
         _cost(prog),
         f"Random seed: {prog.random_seed_used}",
-        f"Time: {duration(prog.elapsed_time_total)}, {duration(prog.elapsed_time_function_calls)} of it in operations",
     ]
+    if inside := prog.elapsed_time_function_calls:
+        rows.append(f"Time: {duration(prog.elapsed_time_total)}, {duration(inside)} of it in operations")
     if graph.guards:
         reads = times(len(graph.guards), "time")
         rows.append(f"Content read in Python {reads}: a replay in which it changes has left the recorded path.")
