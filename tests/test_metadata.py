@@ -153,6 +153,7 @@ def test_a_tied_parameter_is_counted_once():
     prog = rl.capture(model, torch.rand(1, 3))
     assert prog.total_params == 9 + 3 + 3
     assert prog.params["0.weight"]["read_by"] == (prog[1].label, prog[2].label)
+    assert prog.modules.column("parameters") == [12, 12]
 
 
 def test_the_modules_of_a_model(prog):
@@ -295,6 +296,12 @@ def test_the_name_of_the_gradient_function(prog):
     assert prog["input_1"].gradfunc_name is None
     with torch.no_grad():
         assert rl.capture(nn.Linear(2, 2), torch.rand(1, 2))["linear_1"].gradfunc_name is None
+
+
+def test_the_name_of_the_gradient_function_of_what_was_overwritten():
+    prog = rl.capture(nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True)), torch.rand(1, 2))
+    assert prog["linear_1"].gradfunc_name == "AddmmBackward0"
+    assert prog["relu_1"].gradfunc_name == "ReluBackward0"
 
 
 def test_one_of_several_outputs_says_which_it_is(prog):

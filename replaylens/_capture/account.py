@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MappingProxyType
 
@@ -11,7 +11,7 @@ import torch
 
 from .._core.account import Account, Parameter
 from .._core.target import Target
-from .builder import Addresses, CallRecord, Recording, linked
+from .builder import Addresses, CallRecord, Frozen, Recording, linked
 
 
 @contextmanager
@@ -25,17 +25,20 @@ def timed(recording: Recording) -> Iterator[None]:
         recording.seconds = time.perf_counter() - start
 
 
-def account_of(recording: Recording, addresses: Addresses, names: Sequence[str]) -> Account:
-    """What a recording says of its forward. `names` are those of its records."""
-    calls = [(n, record) for n, record in zip(names, recording.records, strict=True) if isinstance(record, CallRecord)]
+def account_of(recording: Recording, made: Frozen) -> Account:
+    """What a recording says of its forward, by the names of the nodes that it became."""
+    pairs = zip(made.graph.nodes, recording.records, strict=True)
+    calls = [(node.name, record) for node, record in pairs if isinstance(record, CallRecord)]
+    lost = recording.gradients
     return Account(
         seed=recording.seed,
         began=recording.began,
         seconds=recording.seconds,
         nanoseconds=MappingProxyType({name: record.took for name, record in calls}),
         originals=MappingProxyType({name: Target.of(r.original) for name, r in calls if r.original is not None}),
-        modules=_modules(addresses),
-        parameters=_parameters(addresses),
+        gradients=MappingProxyType({ref: lost[h] for ref, h in made.handles.items() if h in lost} if lost else {}),
+        modules=_modules(made.addresses),
+        parameters=_parameters(made.addresses),
         called_from=linked(recording.called_from, None),
     )
 
@@ -47,11 +50,15 @@ def _modules(addresses: Addresses) -> tuple[tuple[str, str], ...]:
 
 def _parameters(addresses: Addresses) -> tuple[Parameter, ...]:
     """Each once, by its first address."""
-    found: dict[int, Parameter] = {}
+    found: dict[int, tuple[torch.Tensor, list[str]]] = {}
     for module in addresses.listed:
         prefix = addresses.modules[id(module)]
         for key, value in module._parameters.items():
-            if value is not None and id(value) not in found:
-                address = f"{prefix}.{key}" if prefix else key
-                found[id(value)] = Parameter(address, tuple(value.shape), value.dtype, value.requires_grad)
-    return tuple(found.values())
+            if value is not None:
+                found.setdefault(id(value), (value, []))[1].append(f"{prefix}.{key}" if prefix else key)
+    return tuple(
+        [
+            Parameter(names[0], tuple(value.shape), value.dtype, value.requires_grad, tuple(names[1:]))
+            for value, names in found.values()
+        ]
+    )

@@ -112,6 +112,7 @@ class Recording:
     default_dtype: torch.dtype = torch.float32
     default_device: str = "cpu"
     addresses: Callable[[], Addresses] | None = None
+    gradients: dict[Handle, str] = field(factory=dict)  # what autograd would have done for values that were copied
     seed: int | None = None
     began: float = 0.0
     seconds: float = 0.0

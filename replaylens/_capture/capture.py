@@ -158,7 +158,7 @@ def record_of(captured: Captured) -> Record:
                 value if value.is_inference() else value.detach().requires_grad_(value.requires_grad)
             )
     versions = Versions((ref, recording.versions[handle]) for ref, handle in made.handles.items())
-    account = account_of(recording, made.addresses, [node.name for node in graph.nodes])
+    account = account_of(recording, made)
     return Record(graph, values, versions, recording.draws, live, account=account)
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from attrs import evolve, frozen
 
-from .node import Source
+from .node import Ref, Source
 
-NONE: Mapping[str, Any] = MappingProxyType({})
+NONE: Mapping[Any, Any] = MappingProxyType({})
 
 
 @frozen
@@ -26,6 +26,7 @@ class Parameter:
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_trainable: bool
+    aliases: tuple[str, ...] = ()  # further addresses, where it is tied
 
     @property
     def count(self) -> int:
@@ -47,13 +48,14 @@ class Account:
     seconds: float = 0.0  # the whole forward, with what the recording cost
     nanoseconds: Mapping[str, int] = NONE  # of each call, by the name of its node
     originals: Mapping[str, Any] = NONE  # of what was written in place: the function that the model called
+    gradients: Mapping[Ref, str] = NONE  # of values that were overwritten: what autograd would have done for them
     modules: tuple[tuple[str, str], ...] = ()
     parameters: tuple[Parameter, ...] = ()
     called_from: Source | None = None  # the line that asked for the capture
 
     def untimed(self) -> Account:
         """The same for a program whose calls ran another time, when nobody looked at a clock."""
-        return evolve(self, nanoseconds=NONE)
+        return evolve(self, nanoseconds=NONE, gradients=NONE)
 
 
 NOTHING_KNOWN = Account()

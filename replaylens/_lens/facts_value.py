@@ -59,5 +59,7 @@ class ValueFacts(Facts):
     def gradient_function(self) -> str | None:
         """What autograd would do for it: `ConvolutionBackward0`; None where no gradient flows, or nothing was kept."""
         refs = self._lens.refs(self._place)
-        tensor = self._lens.record.values.get(refs[0]) if refs else None
+        if not refs or refs[0] in self._lens.account.gradients:
+            return self._lens.account.gradients[refs[0]] if refs else None
+        tensor = self._lens.record.values.get(refs[0])
         return type(tensor.grad_fn).__name__ if tensor is not None and tensor.grad_fn is not None else None

@@ -271,10 +271,8 @@ class Described:
         """How many numbers are in the parameters of each module and those in it."""
         found = dict.fromkeys(self._lens.module_calls.types, 0)
         for parameter in self._parameters:
-            at = parameter.address.rpartition(".")[0]
-            while at:
-                found[at] = found.get(at, 0) + parameter.count
-                at = at.rpartition(".")[0]
+            for module in {above for name in (parameter.address, *parameter.aliases) for above in _above(name)}:
+                found[module] = found.get(module, 0) + parameter.count
         return found
 
     @property
@@ -294,6 +292,12 @@ class Described:
     def to_pandas(self) -> Any:
         """A DataFrame with a row for each operation."""
         return Table(_COLUMNS, tuple([tuple(_row(layer)) for layer in self._all()])).to_pandas()
+
+
+def _above(address: str) -> Iterable[str]:
+    """The modules that an address lies in: `layer1.0` and `layer1` for `layer1.0.weight`."""
+    while address := address.rpartition(".")[0]:
+        yield address
 
 
 _COLUMNS = tuple(

@@ -60,11 +60,12 @@ class Lens:
     @cached_property
     def parameters(self) -> dict[str, Parameter]:
         """The model's parameters by every address that a node knows them by."""
-        found = {parameter.address: parameter for parameter in self.account.parameters}
+        known = self.account.parameters
+        found = {name: parameter for parameter in known for name in (parameter.address, *parameter.aliases)}
         for node in self.graph.state_nodes:
             if node.kind == "parameter":
-                known = next((found[name] for name in (node.address, *node.aliases) if name in found), None)
-                found[node.name] = found[node.address] = known or self._of_node(node)
+                here = next((found[name] for name in (node.address, *node.aliases) if name in found), None)
+                found[node.name] = found[node.address] = here or self._of_node(node)
         return found
 
     def _of_node(self, node: State) -> Parameter:
