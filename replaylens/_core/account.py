@@ -1,12 +1,12 @@
 """What is known of a recorded forward besides its program: when it ran, how long, with which seed, on which model.
 
-Nothing that a replay needs is here. A fact of a call is found under its node's name; programs made by edits know of
+Nothing that a replay needs is here. A fact of a call is found under its node; programs made by edits know of
 their model and of the forward that they descend from, but have no times of their own calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -41,21 +41,24 @@ class Parameter:
 
 @frozen
 class Account:
-    """How a forward was recorded. `modules` are those of the model, address and class, called or not."""
+    """How a forward was recorded. `modules` are the addresses of those of the model, called or not; of its
+    parameters those that no call reads are here, and others are nodes.
+    """
 
     seed: int | None = None  # of torch's default generator when the forward began
     began: float = 0.0  # seconds since 1970
     seconds: float = 0.0  # the whole forward, with what the recording cost
-    nanoseconds: Mapping[str, int] = NONE  # of each call, by the name of its node
+    nanoseconds: Sequence[int] = ()  # of each node, by its position
     originals: Mapping[str, Any] = NONE  # of what was written in place: the function that the model called
     gradients: Mapping[Ref, str] = NONE  # of values that were overwritten: what autograd would have done for them
-    modules: tuple[tuple[str, str], ...] = ()
-    parameters: tuple[Parameter, ...] = ()
+    modules: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()  # of the modules
+    unread: tuple[Parameter, ...] = ()
     called_from: Source | None = None  # the line that asked for the capture
 
     def untimed(self) -> Account:
         """The same for a program whose calls ran another time, when nobody looked at a clock."""
-        return evolve(self, nanoseconds=NONE, gradients=NONE)
+        return evolve(self, nanoseconds=(), gradients=NONE)
 
 
 NOTHING_KNOWN = Account()

@@ -90,8 +90,8 @@ class CallFacts(Facts):
     @property
     def seconds(self) -> float | None:
         """How long its function ran; None where no clock was read, as in programs made by an edit."""
-        taken = self._lens.account.nanoseconds.get(self._place.node) if self._call is not None else None
-        return taken / 1e9 if taken else None
+        taken, graph = self._lens.account.nanoseconds, self._lens.graph
+        return taken[graph.positions[self._place.node]] / 1e9 or None if taken and self._call is not None else None
 
     @property
     def generator_state(self) -> torch.Tensor | None:

@@ -225,7 +225,7 @@ class Described:
     @property
     def elapsed_time_function_calls(self) -> float:
         """How many of them the operations took."""
-        return sum(self._lens.account.nanoseconds.values()) / 1e9
+        return sum(self._lens.account.nanoseconds) / 1e9
 
     @property
     def elapsed_time_torchlens_logging(self) -> float:

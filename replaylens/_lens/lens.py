@@ -19,7 +19,7 @@ from .atlas import Atlas, Place
 from .conditions import Conditions, conditions_of
 from .flops import Cost, cost_of
 from .kin import Kin, kin_of
-from .module_calls import ModuleCalls, module_calls_of
+from .module_calls import ModuleCalls
 
 
 @frozen(eq=False)
@@ -45,7 +45,7 @@ class Lens:
     @cached_property
     def module_calls(self) -> ModuleCalls:
         """Which module calls lie in which, and what each of them computes."""
-        return module_calls_of(self.graph, self.account.modules)
+        return ModuleCalls(self.graph, dict(zip(self.account.modules, self.account.classes, strict=True)))
 
     @cached_property
     def conditions(self) -> Conditions:
@@ -59,19 +59,15 @@ class Lens:
 
     @cached_property
     def parameters(self) -> dict[str, Parameter]:
-        """The model's parameters by every address that a node knows them by."""
-        known = self.account.parameters
-        found = {name: parameter for parameter in known for name in (parameter.address, *parameter.aliases)}
-        for node in self.graph.state_nodes:
-            if node.kind == "parameter":
-                here = next((found[name] for name in (node.address, *node.aliases) if name in found), None)
-                found[node.name] = found[node.address] = here or self._of_node(node)
-        return found
+        """The model's parameters by every name that they have, read or not."""
+        read = {node.name: self._parameter(node) for node in self.graph.state_nodes if node.kind == "parameter"}
+        known = (*read.values(), *self.account.unread)
+        return read | {name: parameter for parameter in known for name in (parameter.address, *parameter.aliases)}
 
-    def _of_node(self, node: State) -> Parameter:
+    def _parameter(self, node: State) -> Parameter:
         tensor = self.record.values.get(Ref(node.name))
         trains = tensor is None or tensor.requires_grad
-        return Parameter(node.address, node.meaning.shape, node.meaning.dtype, trains)
+        return Parameter(node.address, node.meaning.shape, node.meaning.dtype, trains, node.aliases)
 
     def refs_of_node(self, name: str) -> tuple[Ref, ...]:
         """All values that a node gives, as the model saw them."""

@@ -20,7 +20,7 @@ class ModuleCalls:
     """All calls of modules in a forward, in their order."""
 
     graph: Graph
-    modules: tuple[tuple[str, str], ...]  # those of the model: address, class
+    modules: dict[str, str]  # those of the model: address -> class
 
     @cached_property
     def scopes(self) -> dict[str, Scope]:
@@ -39,11 +39,7 @@ class ModuleCalls:
     @cached_property
     def types(self) -> dict[str, str]:
         """Every module of the model, and every other that was called: address -> class."""
-        return dict(self.modules) | {s.address: s.kind for s in self.scopes.values() if s.address not in self._known}
-
-    @cached_property
-    def _known(self) -> frozenset[str]:
-        return frozenset(address for address, _ in self.modules)
+        return self.modules | {s.address: s.kind for s in self.scopes.values() if s.address not in self.modules}
 
     @cached_property
     def counts(self) -> dict[str, int]:
@@ -106,11 +102,6 @@ class ModuleCalls:
         if scope is None or self.sizes[str(scope)] != 1 or str(scope) not in self.outputs.get(node.name, ()):
             return None
         return str(scope)
-
-
-def module_calls_of(graph: Graph, modules: tuple[tuple[str, str], ...]) -> ModuleCalls:
-    """The module calls of a program."""
-    return ModuleCalls(graph, modules)
 
 
 def _stack(node: Node) -> tuple[Scope, ...]:
