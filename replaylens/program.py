@@ -38,7 +38,9 @@ from ._edit.expand import chosen
 from ._edit.patch import Patch, Zero
 from ._edit.select import Selection, Site, Where, find, is_named, sites
 from ._lens.conditionals import Conditional, Conditionals
+from ._lens.history import Described
 from ._lens.layers import Atlas, Layer, Place
+from ._lens.lens import Lens
 from ._lens.summary import as_html, summary
 from ._lens.words import Words, as_list
 from ._many.together import Planned, Together
@@ -137,7 +139,7 @@ def _require_unchanged(prog: Program, modes: list[Any]) -> None:
             )
 
 
-class Program(Reference):
+class Program(Described, Reference):
     """One forward pass of a model as an immutable program of pure operations."""
 
     def __init__(
@@ -205,10 +207,6 @@ class Program(Reference):
         return list(self._atlas.order)
 
     @property
-    def model_name(self) -> str:
-        return self.graph.model_name
-
-    @property
     def code(self) -> str:
         """The program as readable Python, one line a node, the user's source line above each block."""
         return code(self.graph)
@@ -239,10 +237,10 @@ class Program(Reference):
         return f"<Program of {self.model_name}: {len(self.graph.calls)} calls, {len(self._atlas.order)} layers>"
 
     def __str__(self) -> str:
-        return summary(self.graph, self._atlas)
+        return summary(self)
 
     def _repr_html_(self) -> str:
-        return as_html(self.graph, self._atlas)
+        return as_html(self)
 
     def find(
         self,
@@ -528,7 +526,11 @@ class Program(Reference):
         return Atlas(self.graph)
 
     def _layer(self, place: Place) -> Layer:
-        return Layer(self._atlas, place, self._read)
+        return Layer(self._lens, place, self._read)
+
+    @cached_property
+    def _lens(self) -> Lens:
+        return Lens(self._record, self._atlas)
 
     def _read(self, part: Ref | None, name: str) -> Any:
         record = self._record
@@ -783,7 +785,7 @@ def _unflatten(tensors: Iterable[Any], context: Any) -> Program:
     versions = Versions((ref, version(t) if isinstance(t, torch.Tensor) else -1) for ref, t in values.items())
     get = lambda leaf: values[leaf] if type(leaf) is Ref else leaf  # noqa: E731
     return Program(
-        _record=Record(record.graph, values, versions, record.draws),
+        _record=Record(record.graph, values, versions, record.draws, account=record.account),
         _output=thaw(record.graph.output, get),
         _history=history,
     )

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from zoo import MODELS, silence
 
 import replaylens as rl
+from replaylens._lens.units import duration
 
 HERE = Path(__file__)
 
@@ -204,7 +205,9 @@ def test_a_program_prints_as_its_summary():
     text = str(captured(train=True))
     head, *rows = text.splitlines()
     assert head == "Program of Net: 14 calls, 24 layers."
-    assert rows[0].endswith("computed; 56 numbers in 8 parameters.")
+    assert rows[0] == "    Structure: purely feedforward, with branching; 7 modules, 1 of them not called."
+    assert rows[1] == "    25 tensors (772 B) computed; 25 (772 B) kept."
+    assert rows[2] == "    8 parameter operations; 56 numbers (224 B) in 8 parameters."
     assert "The model writes blocks.0.norm.num_batches_tracked" in text
     assert [row.split(": ")[1] for row in rows[rows.index("    Layers:") + 1 :]] == captured(train=True).layer_labels
 
@@ -235,13 +238,20 @@ def test_a_layer_prints_as_all_that_is_known_of_it():
     assert (
         str(prog["linear_1"])
         == f"""\
-Layer {label}, operation {prog.layer_labels.index(label) + 1}/{len(prog)}:
-    Output: float32[3, 4]
-    Function: {label} = linear({prog["linear_1"].parents[0]}, blocks.0.fc.weight, blocks.0.fc.bias)  # float32[3, 4]
+Layer {label}, operation {prog.layer_labels.index(label) + 1} of {len(prog)}:
+    Value: float32[3, 4], 48 B
+        {str(prog["linear_1"].value.detach()).replace(chr(10), chr(10) + " " * 8)}
+    Parameters: blocks.0.fc.weight [4, 4], blocks.0.fc.bias [4]; 20 numbers, 80 B
     Parents: {prog["batchnorm_1"].label}
     Children: {prog["relu_1"].label}
-    Output of modules: blocks.0.fc:1
+    Distance: 2 steps from an input, 6 to 10 steps to an output
+    Function: linear, backward AddmmBackward0
+    Code: {label} = linear({prog["linear_1"].parents[0]}, blocks.0.fc.weight, blocks.0.fc.bias)  # float32[3, 4]
+    Cost: 96 FLOPs (48 multiply-adds)
+    Time: {duration(prog["linear_1"].seconds)}
     Computed inside module: blocks.0.fc
+    Output of modules: blocks.0.fc:1
+    All that is computed in module: blocks.0.fc
     Source: {HERE}:{where("x = self.fc(self.norm(x))")}  x = self.fc(self.norm(x))
     Lookup keys: {", ".join(map(str, prog["linear_1"].lookup_keys))}"""
     )
@@ -269,7 +279,7 @@ class Tags(HTMLParser):
 def test_a_notebook_shows_a_table_of_the_layers():
     prog = captured()
     page = Tags(prog._repr_html_())
-    assert page.open == [] and page.rows == len(prog) + 1
+    assert page.open == [] and page.rows == len(prog) + 1 + len(prog.modules) + 1
     assert "Program of Net" in page.text and all(label in page.text for label in prog.layer_labels)
 
 

@@ -31,7 +31,7 @@ class Handle(int):
     __slots__ = ()
 
 
-Site = tuple[CodeType, int]  # a line of Python: code object and instruction
+Site = tuple[Any, ...]  # a line of Python: code object and instruction; and, where it is not plain, who called it
 
 
 class CallRecord(NamedTuple):
@@ -50,6 +50,8 @@ class CallRecord(NamedTuple):
     result: Any = None
     through: tuple[int, ...] = ()  # records that it runs again
     is_differentiated: bool = False
+    took: int = 0  # nanoseconds
+    original: Any = None  # the function that wrote in place, where `function` is its twin
 
 
 class SourceRecord(NamedTuple):
@@ -113,6 +115,11 @@ class Recording:
     default_dtype: torch.dtype = torch.float32
     default_device: str = "cpu"
     addresses: Callable[[], Addresses] | None = None
+    gradients: dict[Handle, str] = field(factory=dict)  # what autograd would have done for values that were copied
+    seed: int | None = None
+    began: float = 0.0
+    seconds: float = 0.0
+    called_from: Site | None = None
     patched: dict[int, int] = field(factory=dict)  # the number of a record that is a patch -> of the one it patches
 
     def keep(self, tensor: torch.Tensor) -> Handle:
@@ -128,7 +135,8 @@ class Addresses:
     """How the model calls its modules and tensors: found once, when the program is frozen."""
 
     modules: dict[int, str]  # id of a module -> dotted address
-    aliases: Callable[[Any, str], tuple[str, ...]]  # (module, key) -> further addresses of the same tensor
+    listed: tuple[torch.nn.Module, ...] = ()  # the model's modules, each below the one that has it
+    aliases: Callable[[Any, str], tuple[str, ...]] = lambda module, key: ()  # further addresses of the same tensor
 
 
 @frozen
@@ -137,6 +145,7 @@ class Frozen:
 
     graph: Graph
     handles: dict[Ref, Handle]
+    addresses: Addresses
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -149,8 +158,8 @@ def version_of(tensor: torch.Tensor) -> int:
 
 def freeze(recording: Recording) -> Frozen:
     """The Graph that a recording stands for: nodes named, Handles turned into Refs, scopes and lines resolved."""
-    addresses = recording.addresses() if recording.addresses else Addresses({}, lambda module, key: ())
-    scopes = _scopes(recording, addresses)
+    addresses = recording.addresses() if recording.addresses else Addresses({})
+    scopes, lines = _scopes(recording, addresses)
     names, orphans = _names(recording, _drafts(recording, addresses, scopes))
     bypassed = _bypassed(recording)
     refs: dict[Handle, Ref] = {}
@@ -160,7 +169,7 @@ def freeze(recording: Recording) -> Frozen:
     to_ref = _reader(refs)
     made: list[Node] = []
     for record, name in zip(recording.records, names, strict=True):
-        made.append(_node(recording, addresses, record, name, to_ref, scopes, names, bypassed))
+        made.append(_node(recording, addresses, record, name, to_ref, scopes, lines, names, bypassed))
     for number, before in recording.patched.items():
         made[number] = _patch_node(made[number], names[before])
     graph = Graph(
@@ -179,7 +188,7 @@ def freeze(recording: Recording) -> Frozen:
         default_device=recording.default_device,
         model_name=recording.model_name,
     )
-    return Frozen(require_lawful(graph), {ref: handle for handle, ref in refs.items()})
+    return Frozen(require_lawful(graph), {ref: handle for handle, ref in refs.items()}, addresses)
 
 
 def _names(recording: Recording, drafts: list[Draft]) -> tuple[list[str], list[bool]]:
@@ -211,9 +220,9 @@ def _patch_node(node: Node, before: str) -> Node:
 
 def last_name(recording: Recording) -> str:
     """The name that the last call has, for a message about a forward that did not get to its end."""
-    addresses = recording.addresses() if recording.addresses else Addresses({}, lambda module, key: ())
+    addresses = recording.addresses() if recording.addresses else Addresses({})
     calls = [number for number, record in enumerate(recording.records) if isinstance(record, CallRecord)]
-    drafts = _drafts(recording, addresses, _scopes(recording, addresses))
+    drafts = _drafts(recording, addresses, _scopes(recording, addresses)[0])
     return labels(drafts, {int(h) for number in calls for _, h in parts_of(recording.records[number].returns)})[0][
         calls[-1]
     ]
@@ -286,6 +295,7 @@ def _node(
     name: str,
     to_ref: Any,
     scopes: list[Any],
+    lines: list[Source | None],
     names: list[str],
     bypassed: set[Handle],
 ) -> Node:
@@ -309,7 +319,7 @@ def _node(
         is_differentiated=record.is_differentiated,
         is_overwritten=any(handle in bypassed for _, handle in parts_of(record.returns)),
         scope=scopes[record.scope] if record.scope >= 0 else None,
-        source=user_line(recording, record.site, record.scope),
+        source=linked(record.site, lines[record.scope] if record.scope >= 0 else None) or line_of(record.site),
     )
 
 
@@ -401,21 +411,22 @@ def _taken(guard: GuardRecord) -> Source | None:
     return None if where is None else line_of((code, where))
 
 
-def _scopes(recording: Recording, addresses: Addresses) -> list[Scope | None]:
-    """A frozen Scope for each module call; None for the call of the model itself."""
+def _scopes(recording: Recording, addresses: Addresses) -> tuple[list[Scope | None], list[Source | None]]:
+    """A frozen Scope for each module call, None for the call of the model itself; and the user's line that made it."""
     found: list[Scope | None] = []
+    lines: list[Source | None] = []
     calls: dict[int, int] = {}
     for record in recording.scopes:
         call = calls[id(record.module)] = calls.get(id(record.module), 0) + 1
         address = addresses.modules.get(id(record.module))
+        lines.append(linked(record.site, lines[record.parent] if record.parent >= 0 else None))
         if address == "":
             found.append(None)
             continue
         kind = type(record.module).__name__
         parent = found[record.parent] if record.parent >= 0 else None
-        source = user_line(recording, record.site, record.parent)
-        found.append(Scope(address or f"<{kind}>", call, kind, parent, source))
-    return found
+        found.append(Scope(address or f"<{kind}>", call, kind, parent, lines[-1] or line_of(record.site)))
+    return found, lines
 
 
 def user_line(recording: Recording, site: Site | None, scope: int) -> Source | None:
@@ -426,16 +437,29 @@ def user_line(recording: Recording, site: Site | None, scope: int) -> Source | N
     return line_of(own if site is None or is_torch_code(site[0]) else site)
 
 
-def line_of(site: Site | None) -> Source | None:
+def linked(site: Site | None, outer: Source | None) -> Source | None:
+    """The user's line at a site, whose callers lead on to `outer`; `outer` itself where the site is torch's own."""
+    sites, at = [], site
+    while at is not None:
+        if not is_torch_code(at[0]):
+            sites.append(at)
+        at = at[2] if len(at) > 2 else None
+    for at in reversed(sites):
+        outer = line_of(at, outer)
+    return outer
+
+
+def line_of(site: Site | None, caller: Source | None = None) -> Source | None:
     """The line of Python at a code object and instruction."""
     if site is None:
         return None
-    code, instruction = site
-    known = _lines.get((id(code), instruction))
-    if known is None or known[0] is not code:
+    code, instruction = site[:2]
+    key = id(code), instruction, id(caller)
+    known = _lines.get(key)
+    if known is None or known[0] is not code or known[1].caller is not caller:
         line = next((n for start, end, n in code.co_lines() if n and start <= instruction < end), code.co_firstlineno)
-        known = code, Source(code.co_filename, line, getattr(code, "co_qualname", code.co_name))
-        _lines[id(code), instruction] = known
+        known = code, Source(code.co_filename, line, getattr(code, "co_qualname", code.co_name), caller)
+        _lines[key] = known
     return known[1]
 
 
@@ -448,6 +472,6 @@ def is_torch_code(code: CodeType) -> bool:
 
 
 # By id, with the object beside it: a code object's own hash reads all of its constants, every time.
-_lines: dict[tuple[int, int], tuple[CodeType, Source]] = {}
+_lines: dict[tuple[int, int, int], tuple[CodeType, Source]] = {}
 torch_code: dict[int, tuple[CodeType, bool]] = {}
 _HOMES = tuple(home.rsplit("/", 1)[0] + "/" for home in (torch.__file__, __file__.rsplit("/", 1)[0]) if home)

@@ -23,10 +23,11 @@ from .._core.text import where as text_of
 from .._core.trees import freeze_deep, leaves, thaw
 from .._replay.replay import Record, Versions
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite, UnsupportedModel
+from .account import account_of, timed
 from .builder import Handle, Recording, SourceRecord, freeze, is_torch_code, last_name, line_of, version_of
 from .origins import Date, Origins, dated, reaches_scripts
 from .recorder import NeedsDeepLook
-from .scopes import listening
+from .scopes import boundary, callers, listening
 from .snapshot import Beginning, Dice, Snapshot
 from .tracer import Tracer
 
@@ -96,13 +97,15 @@ def _look(forward: Forward, recording: Recording, origins: Origins, deep: bool) 
         recording.ambient = tracer.context()
         recording.default_dtype = torch.get_default_dtype()
         recording.default_device = str(torch.get_default_device())
+        recording.called_from = callers(sys._getframe())
         recording.inputs, args, kwargs = _take_inputs(tracer, forward.args, forward.kwargs)
         stack.enter_context(eager_compiler())
         stack.enter_context(listening(tracer))
         stack.enter_context(tracer)
         if tracer.deep and tracer.watch is not None:
             stack.enter_context(tracer.watch)
-        output = _call(forward.model, args, kwargs, tracer)
+        with timed(recording):
+            output = _call(forward.model, args, kwargs, tracer)
         with torch._C.DisableTorchFunction(), tracer.at_work():
             recording.output = freeze_deep(output, tracer.read)
             _take_changes(tracer)
@@ -115,6 +118,7 @@ def _look(forward: Forward, recording: Recording, origins: Origins, deep: bool) 
     return Captured(recording, output, forward.beginning)
 
 
+@boundary
 def _call(model: Any, args: Any, kwargs: Any, tracer: Tracer) -> Any:
     try:
         output = model(*args, **kwargs)
@@ -154,7 +158,8 @@ def record_of(captured: Captured) -> Record:
                 value if value.is_inference() else value.detach().requires_grad_(value.requires_grad)
             )
     versions = Versions((ref, recording.versions[handle]) for ref, handle in made.handles.items())
-    return Record(graph, values, versions, recording.draws, live)
+    account = account_of(recording, made)
+    return Record(graph, values, versions, recording.draws, live, account=account)
 
 
 def require_supported(model: Any) -> None:

@@ -172,7 +172,20 @@ class Origins:
 
     def addresses(self) -> Addresses:
         modules = addresses(self.table)
-        return Addresses(modules, self._aliases(modules))
+        return Addresses(modules, self._in_order(), self._aliases(modules))
+
+    def _in_order(self) -> tuple[nn.Module, ...]:
+        """Every module of the model, each followed by those that it has."""
+        found: list[nn.Module] = []
+        below: dict[int, list[int]] = {}
+        for number, (_, parent, _) in enumerate(self.table):
+            below.setdefault(parent, []).append(number)
+        stack = below.get(-1, [])[::-1]
+        while stack:
+            number = stack.pop()
+            found.append(self.table[number][0])
+            stack.extend(reversed(below.get(number, [])))
+        return tuple(found)
 
     def _aliases(self, modules: dict[int, str]) -> Any:
         holders: dict[int, list[str]] = {}

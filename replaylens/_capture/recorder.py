@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
+from time import perf_counter_ns as _now
+from types import CodeType
 from typing import Any
 
 import torch
@@ -20,11 +22,11 @@ from .._core.pure import Hole, blank, clear
 from .._core.target import Target
 from .._core.trees import freeze
 from ..errors import CaptureError, UnknownOrigin
-from .builder import CallRecord, Handle, Recording, Site, SourceRecord, user_line, version_of
+from .builder import CallRecord, Handle, Recording, Site, SourceRecord, is_torch_code, user_line, version_of
 from .origins import Date, Origins, is_older, thread_marks
 from .randomness import Draws
 from .rules import PARTING, Rule, is_new_memory
-from .scopes import user_site
+from .scopes import callers, user_frame
 from .storage import Base, Entry, Memory, geometry_step, step_tree, storage_key
 
 _grad_enabled = torch.is_grad_enabled
@@ -46,6 +48,9 @@ class NeedsDeepLook(BaseException):
 class Recorder(TorchFunctionMode):
     """What the parts of a capture share: the recording, the memory, and where the model is."""
 
+    # Python looks up attributes of an object fast while its dict has at most thirty: these few are not in it.
+    __slots__ = ("forward", "forwards", "has_scripts", "took")
+
     def __init__(self, recording: Recording, origins: Origins, date: Date, deep: bool, unknown: str) -> None:
         super().__init__()
         self.recording = recording
@@ -56,6 +61,9 @@ class Recorder(TorchFunctionMode):
         self.unknown = unknown
         self.draws = Draws(recording.draws, recording.generators)
         self.scope = -1
+        self.forward: CodeType | None = None  # the code of the running module's forward
+        self.forwards: dict[type, CodeType | None] = {}  # by the class of a module
+        self.has_scripts = False  # a module that is TorchScript has run
         self.stateful: list[SourceRecord] = []  # buffers and attributes that were read
         self.opened: set[Any] = set()
         self.opened_site: Site | None = None
@@ -75,6 +83,7 @@ class Recorder(TorchFunctionMode):
         self.contexts: dict[Any, Any] = {}
         self.grad_mode = _grad_enabled()  # as the model set it; beneath a script it is another
         self.in_aten = False
+        self.took = 0  # nanoseconds, of the call that is written down next
 
     def aten(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An ATen call that lies under no recorded call: see Tracer."""
@@ -113,7 +122,9 @@ class Recorder(TorchFunctionMode):
         reads, named = self.read_all(args, kwargs)
         site = self.site()
         with self.draws.around(rule.may_draw, func, args, kwargs) as draw:
+            start = _now()
             out = func(*args, **kwargs)
+            self.took = _now() - start
         tensors = tensors_in(args, kwargs)
         is_undefined = rule.is_undefined or is_new_memory(func, args)
         if is_undefined:
@@ -161,7 +172,16 @@ class Recorder(TorchFunctionMode):
             )
 
     def append(
-        self, func: Any, rule: Rule, args: Any, kwargs: Any, returns: Any, site: Any, draws: Any, dynamic: bool
+        self,
+        func: Any,
+        rule: Rule,
+        args: Any,
+        kwargs: Any,
+        returns: Any,
+        site: Any,
+        draws: Any,
+        dynamic: bool,
+        original: Any = None,
     ) -> None:
         if draws is not None and "generator" in kwargs:
             kwargs = {**kwargs, "generator": Generator(draws)}
@@ -179,7 +199,10 @@ class Recorder(TorchFunctionMode):
             None,
             (),
             self.differentiating,
+            self.took,
+            original,
         )
+        self.took = 0
         self.recording.records.append(record)
 
     def results(self, out: Any, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
@@ -393,7 +416,14 @@ class Recorder(TorchFunctionMode):
         if self.opened_site is not None:
             return self.opened_site
         frame = outside(sys._getframe(1))
-        return user_site(frame) or ((frame.f_code, frame.f_lasti) if frame is not None else None)
+        return self.line(user_frame(frame) or frame)
+
+    def line(self, frame: Any) -> Site:
+        """The line at a frame; who called it too, where it is not the forward of the module that runs itself."""
+        code = frame.f_code
+        if code is self.forward or (is_torch_code(code) and self.forward is not None and is_torch_code(self.forward)):
+            return code, frame.f_lasti
+        return callers(frame) or (code, frame.f_lasti)
 
     def context(self) -> Any:
         """The modes that a call runs under, one object for equal ones."""

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Protocol
 
 import torch
@@ -34,8 +34,16 @@ _listeners: dict[int, list[Listener]] = {}  # of each thread, the innermost last
 _lock = threading.Lock()
 _module_call = nn.Module.__call__
 _function_apply = torch.autograd.Function.__dict__["apply"]
+_boundaries: set[int] = set()  # by id: the functions are ours, and stay
 
 
+def boundary(function: Any) -> Any:
+    """Marks the functions beyond which a line's callers are known otherwise: by the module call that it lies in."""
+    _boundaries.add(id(function.__code__))
+    return function
+
+
+@boundary
 def _traced_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     stack = _listeners.get(get_ident())
     return (
@@ -109,14 +117,31 @@ def addresses(table: list[tuple[nn.Module, int, str]]) -> dict[int, str]:
     return {id(module): address for (module, _, _), address in zip(table, found, strict=True)}
 
 
-def user_site(frame: FrameType | None, depth: int = 6) -> Site | None:
-    """The nearest line that is not torch's, within a few frames."""
+def user_frame(frame: FrameType | None, depth: int = 6) -> FrameType | None:
+    """The nearest frame that is not torch's, within a few."""
     for _ in range(depth):
         if frame is None:
             return None
         code = frame.f_code
         known = torch_code.get(id(code))
         if not (known[1] if known is not None and known[0] is code else is_torch_code(code)):
-            return code, frame.f_lasti
+            return frame
         frame = frame.f_back
     return None
+
+
+def callers(frame: FrameType | None) -> Site | None:
+    """The line at a frame, and the user's lines that it was called from, as far as the module call that it lies in."""
+    lines: list[tuple[CodeType, int]] = []
+    while frame is not None:
+        code = frame.f_code
+        if id(code) in _boundaries:
+            break
+        known = torch_code.get(id(code))
+        if not lines or not (known[1] if known is not None and known[0] is code else is_torch_code(code)):
+            lines.append((code, frame.f_lasti))
+        frame = frame.f_back
+    site: Site | None = None
+    for line in reversed(lines):
+        site = line if site is None else (*line, site)
+    return site

@@ -258,6 +258,9 @@ class Memory:
         base.held = []
         if not held:
             return
+        for handle in held:  # a copy has no history
+            if (history := values[handle].grad_fn) is not None:
+                self.recording.gradients[handle] = type(history).__name__
         with torch.no_grad():
             if storage_key(old) is None:
                 for handle in held:

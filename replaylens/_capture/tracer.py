@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from time import perf_counter_ns as _now
 from types import FunctionType
 from typing import Any
 
@@ -25,7 +26,7 @@ from .origins import Date, Origins
 from .recorder import NeedsDeepLook, Recorder, outside, tensors_in
 from .regions import AtenWatch, apply_call, backward_call, differentiate_call, watched
 from .rules import How, Rule, rule_of
-from .scopes import user_site
+from .scopes import user_frame
 from .writes import assign, reshape, resize, write
 
 _peek = torch._C._functorch.peek_interpreter_stack
@@ -160,8 +161,10 @@ class Tracer(Recorder):
         site = self.opened_site
         if site is None:
             frame = _frame(depth)
-            site = (frame.f_code, frame.f_lasti)
+            site = (frame.f_code, frame.f_lasti) if frame.f_code is self.forward else self.line(frame)
+        start = _now()
         out = func(*args)
+        took = _now() - start
         key = (_grad_enabled(), _inference(), _autocast())
         plain = not key[2] and _saved_hooks(False) is None and _dispatch_modes() == self.outer_modes
         context = (self.contexts.get(key) if plain else None) or self.context()
@@ -177,7 +180,23 @@ class Tracer(Recorder):
         recording.records.append(
             _tuple(
                 CallRecord,
-                (func, rule.kind, refs, None, handle, context, self.scope, site, None, False, None, (), False),
+                (
+                    func,
+                    rule.kind,
+                    refs,
+                    None,
+                    handle,
+                    context,
+                    self.scope,
+                    site,
+                    None,
+                    False,
+                    None,
+                    (),
+                    False,
+                    took,
+                    None,
+                ),
             )
         )
         return out
@@ -188,7 +207,8 @@ class Tracer(Recorder):
         """Run the body of a torch function with the mode on, so that its builtins are the operations."""
         outer = self.opened_site
         if outer is None:
-            self.opened_site = user_site(_frame(3), 4)
+            frame = user_frame(_frame(3), 4)
+            self.opened_site = self.line(frame) if frame is not None else None
         self.opened.add(func)
         work, self.in_leaf = self.in_leaf, 0
         _push(self)
@@ -360,14 +380,19 @@ class Tracer(Recorder):
 
     def module_call(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A module runs: what happens until it returns lies in its scope."""
-        recording, outer, outer_site = self.recording, self.scope, self.opened_site
+        recording, outer, outer_site, forward = self.recording, self.scope, self.opened_site, self.forward
         scopes, frame = recording.scopes, _frame(2)
+        site = (frame.f_code, frame.f_lasti) if frame.f_code is forward else self.line(frame)
         self.scope = index = len(scopes)
-        scopes.append(_tuple(ScopeRecord, (module, outer, (frame.f_code, frame.f_lasti))))
+        scopes.append(_tuple(ScopeRecord, (module, outer, site)))
         self.opened_site = None
+        try:
+            self.forward = self.forwards[type(module)]
+        except KeyError:
+            self._learn_class(type(module))
         records = len(recording.records)
         try:
-            if type(module) not in _plain_modules and is_script(module):
+            if self.has_scripts and isinstance(module, torch.jit.ScriptModule):
                 out = self._script_call(module, call, args, kwargs)
             else:
                 out = call(module, *args, **kwargs)
@@ -383,8 +408,12 @@ class Tracer(Recorder):
             self.failed_scope = max(self.failed_scope, index)
             raise
         finally:
-            self.scope = outer
-            self.opened_site = outer_site
+            self.scope, self.opened_site, self.forward = outer, outer_site, forward
+
+    def _learn_class(self, kind: type) -> None:
+        """A class of modules that runs for the first time. Of TorchScript a function mode sees nothing."""
+        self.has_scripts |= issubclass(kind, torch.jit.ScriptModule)
+        self.forward = self.forwards[kind] = getattr(getattr(kind, "forward", None), "__code__", None)
 
     def _script_call(self, module: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         outer, self.script_is_open = self.script_is_open, "aten::detach" not in str(module.inlined_graph)
@@ -422,12 +451,3 @@ class Tracer(Recorder):
 
 _RELU = Rule(How.FRESH, "relu")
 _IDENTITY = Rule(How.LEAF, "identity", is_identity=True)
-_plain_modules: set[type] = set()
-
-
-def is_script(module: nn.Module) -> bool:
-    """Is the module TorchScript, of which a function mode sees nothing?"""
-    if isinstance(module, torch.jit.ScriptModule):
-        return True
-    _plain_modules.add(type(module))
-    return False

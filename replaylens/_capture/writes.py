@@ -7,6 +7,7 @@ new values of all memory that it wrote. Views that are read later are derived ag
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import perf_counter_ns as _now
 from typing import Any
 
 import torch
@@ -53,7 +54,9 @@ def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, tar
         recorder.memory.preserve(base)
     try:
         with draw:
+            start = _now()
             out = func(*args, **kwargs)
+            recorder.took = _now() - start
     except Exception as error:
         if any(
             counter == -1 or version_of(base.root) != counter for base, counter in zip(bases, counters, strict=True)
@@ -66,7 +69,7 @@ def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, tar
         raise
     if [geometry_of(target) for target in targets] != geometry:
         return _outgrown(recorder, rule, func, args, kwargs, targets, out, site)
-    _append_write(recorder, rule, record, targets, entries, bases, tensors, out, site, draw.key)
+    _append_write(recorder, rule, func, record, targets, entries, bases, tensors, out, site, draw.key)
     return out
 
 
@@ -133,6 +136,7 @@ def _repeats(tensor: torch.Tensor) -> bool:
 def _append_write(
     recorder: Recorder,
     rule: Rule,
+    func: Any,
     record: Any,
     targets: Any,
     entries: Any,
@@ -158,7 +162,7 @@ def _append_write(
         if entry.steps:
             entry.base.held.append(entry.handle)
     if function is not mutate:
-        recorder.append(function, rule, reads, named, whole[0], site, key, False)
+        recorder.append(function, rule, reads, named, whole[0], site, key, False, func)
         return
     fresh: dict[int, Handle] = {}
 
@@ -186,8 +190,22 @@ def _append_write(
     returns = (results, tuple(views), whole)
     context, inside = recorder.context(), recorder.differentiating
     record = CallRecord(
-        mutate, rule.kind, reads, {}, returns, context, recorder.scope, site, key, False, result, (), inside
+        mutate,
+        rule.kind,
+        reads,
+        {},
+        returns,
+        context,
+        recorder.scope,
+        site,
+        key,
+        False,
+        result,
+        (),
+        inside,
+        recorder.took,
     )
+    recorder.took = 0
     recorder.recording.records.append(record)
 
 
@@ -243,7 +261,7 @@ def reshape(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) -
     base.counter = version_of(base.root)
     fill: Callable[[Any], Any] = lambda leaf: source if leaf is Hole.HERE else leaf  # noqa: E731
     reads = [fill(value) for value in step.items[1]]
-    recorder.append(step.items[0].function, rule, reads, {}, handle, site, None, False)
+    recorder.append(step.items[0].function, rule, reads, {}, handle, site, None, False, func)
     record = recorder.recording.records[-1]
     if tensor.requires_grad and isinstance(record, CallRecord):  # it keeps its history, also where gradients are off
         recorder.recording.records[-1] = record._replace(context=(True, *record.context[1:]))

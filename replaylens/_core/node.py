@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import linecache
+from math import prod
 from typing import Any
 
 import torch
@@ -45,6 +46,11 @@ class TensorMeaning:
     strides: tuple[int, ...] | None
 
     @property
+    def nbytes(self) -> int:
+        """How many bytes its elements take."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
     def is_differentiable(self) -> bool:
         """Can it have a gradient? Integers and bools have none."""
         return self.dtype.is_floating_point or self.dtype.is_complex
@@ -66,11 +72,26 @@ class Source:
     file: str
     line: int
     function: str
+    caller: Source | None = field(default=None, eq=False, repr=False)  # up to the line that called the model
+
+    @property
+    def stack(self) -> tuple[Source, ...]:
+        """This line, the one that called it, and so on outwards."""
+        found, source = [self], self.caller
+        while source is not None:
+            found.append(source)
+            source = source.caller
+        return tuple(found)
 
     @property
     def text(self) -> str:
         """The line itself, without indentation; empty where the file cannot be read."""
         return linecache.getline(self.file, self.line).strip()
+
+    def lines(self, around: int = 3) -> list[str]:
+        """The lines around it, as they are in the file."""
+        numbers = range(max(1, self.line - around), self.line + around + 1)
+        return [text for number in numbers if (text := linecache.getline(self.file, number))]
 
     def context(self, around: int = 3) -> str:
         """The lines around it, with a mark at the line itself."""

@@ -76,23 +76,8 @@ def mutate(
     batched = _batched_among((bases, args, kwargs))
     with torch.enable_grad():  # the old value's gradient passes through, also where the write itself has none
         copies = tuple([writable_copy(base, batched) for base in bases])
-    written: tuple[torch.Tensor, ...] = ()
-
-    def concrete(value: Any) -> Any:
-        if isinstance(value, Nth):
-            return written[value.number]
-        if isinstance(value, Derived):
-            return _derive(copies, value)
-        if type(value) in (tuple, list):
-            return type(value)([concrete(item) for item in value])
-        if type(value) is dict:
-            return {key: concrete(item) for key, item in value.items()}
-        if type(value) is slice:
-            return slice(*map(concrete, (value.start, value.stop, value.step)))
-        return value
-
-    written = tuple([_apart(concrete(target), value) for target, value in zip(targets, values, strict=True)])
-    given, named = concrete(args), concrete(kwargs)
+    written = tuple([_apart(_derive(copies, target), v) for target, v in zip(targets, values, strict=True)])
+    given, named = _concrete(args, copies, written), _concrete(kwargs, copies, written)
     result = _into(named.pop("out"), function, given, named) if "out" in named else function.function(*given, **named)
     if torch._C._functorch.peek_interpreter_stack() is None:
         for target, where, value in zip(written, targets, values, strict=True):
@@ -102,6 +87,33 @@ def mutate(
                     f"{function.short} wrote into a copy: a view of what is written is none on these values"
                 )
     return Written(result, written, copies)
+
+
+def before_write(
+    bases: tuple[torch.Tensor, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    targets: tuple[Derived, ...],
+    values: tuple[torch.Tensor | None, ...],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a function that writes was called with, by what `mutate` is given for it."""
+    views = [_derive(bases, target) if v is None else v for target, v in zip(targets, values, strict=True)]
+    return _concrete(args, bases, tuple(views)), _concrete(kwargs, bases, tuple(views))
+
+
+def _concrete(value: Any, bases: tuple[torch.Tensor, ...], written: tuple[torch.Tensor, ...]) -> Any:
+    """The arguments with tensors in the place of what stands for them."""
+    if isinstance(value, Nth):
+        return written[value.number]
+    if isinstance(value, Derived):
+        return _derive(bases, value)
+    if type(value) in (tuple, list):
+        return type(value)([_concrete(item, bases, written) for item in value])
+    if type(value) is dict:
+        return {key: _concrete(item, bases, written) for key, item in value.items()}
+    if type(value) is slice:
+        return slice(*[_concrete(item, bases, written) for item in (value.start, value.stop, value.step)])
+    return value
 
 
 def _apart(view: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor:

@@ -1,77 +1,136 @@
 """print(prog): what a forward pass was, on one screen.
 
-In: a Graph and the sizes of its values. Out: text, and the same as HTML.
+In: the facts of a program. Out: text, and the same as HTML with a table of all layers.
 """
 
 from __future__ import annotations
 
 import html
-from math import prod
+from textwrap import wrap
 from typing import Any
 
-import torch
+from .history import Described
+from .tables import Table
+from .units import cost, duration, human, times
 
-from .._core.graph import Graph
-from .._core.node import Call
-from .layers import Atlas
+WIDTH = 110
 
 
-def summary(graph: Graph, atlas: Atlas, most: int = 60) -> str:
-    """A short summary: sizes, parameters, guards, the layers in order."""
-    count = sum(len(node.meaning) for node in graph.calls)
-    size = sum(_size(meaning) for call in graph.calls for meaning in call.meaning)
-    parameters = [node for node in graph.state_nodes if node.kind == "parameter"]
-    numbers = sum(prod(node.meaning.shape) for node in parameters)
+def summary(prog: Described, most: int = 48) -> str:
+    """The summary, one line a fact; then the tree of modules and the layers in order."""
+    return "\n".join(
+        [
+            *_head(prog),
+            *_modules(prog, most // 3),
+            "    Layers:",
+            *_layers(prog, most),
+        ]
+    )
+
+
+def _head(prog: Described) -> list[str]:
+    graph = prog._lens.graph
     rows = [
-        f"Program of {graph.model_name}: {len(graph.calls)} calls, {len(atlas.order)} layers.",
-        f"    {count} tensors ({human(size)}) computed; {numbers:,} numbers in {len(parameters)} parameters.",
+        f"Program of {graph.model_name}: {len(graph.calls)} calls, {len(prog._lens.atlas.order)} layers.",
+        f"Structure: {_structure(prog)}; {_module_count(prog)}.",
+        f"{times(prog.num_tensors_total, 'tensor')} ({human(prog.tensor_fsize_total)}) computed; "
+        f"{prog.num_tensors_saved:,} ({human(prog.tensor_fsize_saved)}) kept.",
+        f"{times(prog.parameter_reads, 'parameter operation')}; {prog.total_params:,} numbers "
+        f"({human(prog.total_params_fsize)}) in {times(prog.total_param_tensors, 'parameter')}.",
+        _cost(prog),
+        f"Random seed: {prog.random_seed_used}",
     ]
+    if inside := prog.elapsed_time_function_calls:
+        rows.append(f"Time: {duration(prog.elapsed_time_total)}, {duration(inside)} of it in operations")
     if graph.guards:
-        rows.append(f"    {len(graph.guards)} times the model read content in Python; a change there is a divergence.")
+        reads = times(len(graph.guards), "time")
+        rows.append(f"Content read in Python {reads}: a replay in which it changes has left the recorded path.")
     if graph.changes:
-        rows.append(f"    The model writes {', '.join(address for address, _ in graph.changes[:6])}.")
-    rows.append("    Layers:")
-    labels = list(atlas.order)
+        rows.append(f"The model writes {', '.join(address for address, _ in graph.changes[:6])}.")
+    return "\n    ".join(rows).split("\n")
+
+
+def _structure(prog: Described) -> str:
+    loops = f"recurrent (at most {prog.model_max_recurrent_loops} passes)"
+    words = [loops if prog.model_is_recurrent else "purely feedforward"]
+    words.append("with branching" if prog.model_is_branching else "without branching")
+    return ", ".join([*words, *(["with conditions"] if prog.model_has_conditional_branching else [])])
+
+
+def _module_count(prog: Described) -> str:
+    calls = prog._lens.module_calls.counts
+    idle = sum(1 for count in calls.values() if not count)
+    return times(len(calls), "module") + (f", {idle} of them not called" if idle else "")
+
+
+def _cost(prog: Described) -> str:
+    unknown = prog.uncounted
+    least = "at least " if unknown else ""
+    more = f"; not counted: {', '.join(unknown[:5])}{', ...' if len(unknown) > 5 else ''}" if unknown else ""
+    return f"Cost: {least}{cost(prog.flops, prog.macs)}{more}"
+
+
+def _modules(prog: Described, most: int) -> list[str]:
+    """The tree of module calls by address; those that have none below them share lines."""
+    calls = prog._lens.module_calls
+    below: dict[str, dict[str, None]] = {}
+    for name, scope in calls.scopes.items():
+        del name
+        below.setdefault(scope.parent.address if scope.parent else "", {}).setdefault(scope.address)
+    rows: list[str] = []
+    _branch("", below, 2, rows, set())
+    if not rows:
+        return []
+    cut = rows if len(rows) <= most else [*rows[: most - 1], f"        ... ({len(rows) - most + 1} more lines)"]
+    return ["    Module hierarchy:", *cut]
+
+
+def _branch(parent: str, below: dict[str, dict[str, None]], depth: int, rows: list[str], seen: set[str]) -> None:
+    pad = "    " * depth
+    leaves: list[str] = []
+
+    def flush() -> None:
+        rows.extend(wrap(", ".join(leaves), WIDTH, initial_indent=pad, subsequent_indent=pad) if leaves else [])
+        leaves.clear()
+
+    for address in below.get(parent, {}):
+        if address in below and address not in seen:
+            flush()
+            rows.append(f"{pad}{address}:")
+            _branch(address, below, depth + 1, rows, seen | {address})
+        else:
+            leaves.append(address)
+    flush()
+
+
+def _layers(prog: Described, most: int) -> list[str]:
+    labels, passes = prog._lens.atlas.order, prog._lens.atlas.passes
     width = len(str(len(labels)))
-    shown = labels if len(labels) <= most else [*labels[: most // 2], None, *labels[-most // 2 :]]
-    for number, label in _numbered(shown, len(labels)):
-        rows.append(f"        {number:{width}d}: {label}" if label else f"        {'...':>{width}}")
-    return "\n".join(rows)
-
-
-def _numbered(shown: list[Any], total: int) -> list[tuple[int, Any]]:
-    gap = shown.index(None) if None in shown else len(shown)
-    head = list(enumerate(shown[:gap]))
-    tail = shown[gap + 1 :]
-    return [*head, *([(0, None)] if tail else []), *((total - len(tail) + n, label) for n, label in enumerate(tail))]
-
-
-def as_html(graph: Graph, atlas: Atlas) -> str:
-    """The summary for a notebook: a table of layers that unfolds."""
-    head, *_ = summary(graph, atlas).split("    Layers:")
+    numbers: list[int | None] = list(range(len(labels)))
+    if len(labels) > most:
+        numbers = [*numbers[: most // 2], None, *numbers[-most // 2 :]]
     rows = []
-    for number, place in enumerate(atlas.places):
-        node = graph[place.node]
-        meanings = ", ".join(map(str, node.meaning)) if isinstance(node, Call) else str(node.meaning)
-        inside = isinstance(node, Call) and node.scope is not None and place.output is None
-        module = node.scope.address if inside else ""  # type: ignore[union-attr]
-        cells = (str(number), place.label, meanings, module)
-        rows.append(
-            "<tr>" + "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
-        )
-    table = "<table><tr><th>#</th><th>layer</th><th>value</th><th>module</th></tr>" + "".join(rows) + "</table>"
-    return f"<pre>{html.escape(head.rstrip())}</pre><details><summary>{len(rows)} layers</summary>{table}</details>"
+    for number in numbers:
+        if number is None:
+            rows.append(f"        {'...':>{width}}")
+            continue
+        label, _, which = labels[number].partition(":")
+        several = f"  (pass {which} of {len(passes[label])})" if which else ""
+        rows.append(f"        {number:{width}d}: {labels[number]}{several}")
+    return rows
 
 
-def human(size: int) -> str:
-    """A number of bytes for people."""
-    amount = float(size)
-    for unit in ("B", "KB", "MB", "GB"):
-        if amount < 1024 or unit == "GB":
-            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1024
-    return ""
-
-
-def _size(meaning: Any) -> int:
-    return int(prod(meaning.shape)) * torch.empty((), dtype=meaning.dtype).element_size()
+def as_html(prog: Described) -> str:
+    """The summary for a notebook: its head, and tables that unfold."""
+    rows: list[tuple[Any, ...]] = []
+    for number, place in enumerate(prog._lens.atlas.places):
+        layer = prog._layer(place)
+        meanings = ", ".join(map(str, prog._lens.meanings(place)))
+        rows.append((number, place.label, meanings, layer.module, str(layer.source.text) if layer.source else ""))
+    layers = Table(("#", "layer", "value", "module", "line"), tuple(rows))._repr_html_()
+    head = html.escape("\n".join(_head(prog)))
+    modules = prog.modules
+    return (
+        f"<pre>{head}</pre><details><summary>{len(modules)} modules</summary>{modules._repr_html_()}</details>"
+        f"<details><summary>{len(rows)} layers</summary>{layers}</details>"
+    )

@@ -60,7 +60,12 @@ def rerun(
     graph = as_it_came_out(graph, values)
     live = {name: tensor for name, tensor in record.live.items() if sources.get(Ref(name)) is tensor}
     fresh = Record(
-        graph, values, Versions((ref, version(tensor)) for ref, tensor in values.items()), record.draws, live
+        graph,
+        values,
+        Versions((ref, version(tensor)) for ref, tensor in values.items()),
+        record.draws,
+        live,
+        account=record.account.untimed(),
     )
     return fresh, thaw(graph.output, lambda leaf: values[leaf] if type(leaf) is Ref else leaf)
 

@@ -72,7 +72,14 @@ def derive(
     graph = as_it_came_out(graph, {ref: tensor for ref, tensor in values.items() if ref not in work.same})
     if departures:
         graph = evolve(graph, guards=tuple([_as_it_is_now(guard, values) for guard in graph.guards]))
-    made = Record(graph, values, work.versions(values), {**record.draws, **added.draws}, work.live())
+    made = Record(
+        graph,
+        values,
+        work.versions(values),
+        {**record.draws, **added.draws},
+        work.live(),
+        account=record.account.untimed(),
+    )
     return made, thaw(graph.output, lambda leaf: values[leaf] if type(leaf) is Ref else leaf)
 
 

@@ -125,5 +125,6 @@ def cut_out(record: Record, starts: Sequence[Any] | None, output: Any) -> Made:
         Versions((new, record.versions[old]) for new, old in made.values.items()),
         record.draws,
         {name: tensor for name, tensor in record.live.items() if name in names},
+        account=record.account.untimed(),
     )
     return fresh, thaw(made.graph.output, lambda leaf: fresh.value(leaf) if type(leaf) is Ref else leaf)

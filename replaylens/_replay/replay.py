@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from attrs import define, evolve, field, frozen
 
+from .._core.account import NOTHING_KNOWN, Account
 from .._core.graph import Graph
 from .._core.node import Call, Input, Ref, State, refs_of, value_of
 from .._core.pure import fresh_leaf, same_content, standing, untransformed
@@ -50,6 +51,7 @@ class Record:
     draws: dict[str, torch.Tensor]
     live: dict[str, torch.Tensor] = field(factory=dict)  # the model's own parameters, by node name
     plans: dict[Any, Any] = field(factory=dict)
+    account: Account = NOTHING_KNOWN
     histories: frozenset[Ref] | None = None  # which values gradients flow through: see gradients.py
 
     def value(self, ref: Ref) -> torch.Tensor:

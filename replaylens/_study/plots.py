@@ -5,11 +5,12 @@ In: a grid of numbers with names along its axes. Out: matplotlib Axes. What the 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from .._core.optional import optional as optional
 
 
 def heatmap(
@@ -31,12 +32,3 @@ def heatmap(
         ax.tick_params(axis="x", rotation=90)
     ax.figure.colorbar(shown, ax=ax, label=words[2])
     return ax
-
-
-def optional(module: str, extra: str) -> Any:
-    """A library that only some functions need."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        name = module.partition(".")[0]
-        raise ImportError(f"this needs {name}: pip install 'replaylens[{extra}]'") from error

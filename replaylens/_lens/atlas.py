@@ -1,0 +1,218 @@
+"""Every name of every layer, and the ways to find it.
+
+In: a Graph and a name in any of a user's spellings: `conv2d_3_7`, `conv2d_3`, `conv2d_3_7:1`, `features.6`,
+`features.6:2`, `7`, `-5`, `fc.weight`. Out: the place that it means, or an error that offers the nearest names.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from functools import cached_property
+from typing import Any
+
+from attrs import evolve, frozen
+
+from .._core.graph import Graph
+from .._core.node import Ref
+from .._core.trees import leaves
+from ..errors import NoSuchLayer
+
+
+@frozen
+class Place:
+    """Where a layer lies: a node of the graph, or the n-th output of the program."""
+
+    label: str
+    node: str
+    output: Ref | None = None
+    part: Ref | None = None  # of several values that the node gives, the one that a module's address means
+
+
+@frozen(eq=False)
+class Atlas:
+    """Every name of every layer of a graph, worked out when first asked for."""
+
+    graph: Graph
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """The layers in order: inputs, calls, buffers and constants where they were first read, then the outputs."""
+        graph = self.graph
+        found = [Place(node.name, node.name) for node in graph.nodes if self._is_layer(node.name)]
+        number = max((_total(place.label) for place in found), default=-1)
+        refs = list(dict.fromkeys(graph.output_refs))
+        ends = [Place(f"output_{n + 1}_{number + n + 1}", ref.node, ref) for n, ref in enumerate(refs)]
+        return (*found, *ends)
+
+    @cached_property
+    def order(self) -> tuple[str, ...]:
+        return tuple([place.label for place in self.places])
+
+    @cached_property
+    def by_label(self) -> dict[str, Place]:
+        found = {place.label: place for place in self.places}
+        for node in self.graph.nodes:
+            found.setdefault(node.name, Place(node.name, node.name))
+        return found
+
+    @cached_property
+    def aliases(self) -> dict[str, list[Place]]:
+        """Every other spelling: short labels, explicit first passes, module addresses, addresses of state."""
+        found: dict[str, list[Place]] = {}
+        for place in self.places:
+            label, _, call = place.label.partition(":")
+            bare = {short(label), label} if call else {short(place.label), label}
+            names = bare | ({f"{label}:1", f"{short(label)}:1"} if not call else {f"{short(label)}:{call}"})
+            for name in names - {place.label}:
+                found.setdefault(name, []).append(place)
+        for node in self.graph.state_nodes:
+            for name in (node.address, *node.aliases):
+                if name != node.name:
+                    found.setdefault(name, []).append(self.by_label[node.name])
+        for name, place in self.module_places.items():
+            found.setdefault(name, []).insert(0, place)
+        return found
+
+    @cached_property
+    def module_places(self) -> dict[str, Place]:
+        """`features.6`, and `features.6:2` for its second call: the layer of the module's output."""
+        found: dict[str, Place] = {}
+        calls: dict[str, list[Place]] = {}
+        for scope, tree in self.graph.module_outputs:
+            refs = [leaf for leaf in leaves(tree) if type(leaf) is Ref]
+            if refs:
+                place = self.by_label[refs[0].node]
+                if type(tree) is Ref and tree.path and tree != getattr(self.graph[tree.node], "result", None):
+                    place = evolve(place, part=tree)
+                found[str(scope)] = place
+                calls.setdefault(scope.address, []).append(place)
+        found.update({address: places[0] for address, places in calls.items() if len(places) == 1})
+        return found
+
+    @cached_property
+    def module_calls(self) -> dict[str, int]:
+        """How often each module was called."""
+        found: dict[str, int] = {}
+        for scope, _ in self.graph.module_outputs:
+            if scope is not None:
+                found[scope.address] = found.get(scope.address, 0) + 1
+        return found
+
+    @cached_property
+    def output_of(self) -> dict[str, tuple[str, ...]]:
+        found: dict[str, list[str]] = {}
+        for scope, tree in self.graph.module_outputs:
+            for ref in (leaf for leaf in leaves(tree) if type(leaf) is Ref):
+                if scope is not None:
+                    found.setdefault(ref.node, []).append(str(scope))
+        return {label: tuple(names) for label, names in found.items()}
+
+    def find(self, name: Any) -> Place:
+        """The layer that a name means; several passes of a layer need the pass."""
+        if isinstance(known := getattr(name, "_place", None), Place):
+            return known if name._atlas is self else self.find(name.label)
+        if type(name) is int:
+            if not -len(self.order) <= name < len(self.order):
+                raise NoSuchLayer(
+                    f"no layer {name}: the program has {len(self.order)} layers, 0 to {len(self.order) - 1}."
+                )
+            return self.places[name]
+        if not isinstance(name, str):
+            raise NoSuchLayer(
+                f"a layer is named by a label, a module address or an ordinal, not by {type(name).__name__} {name!r}."
+            )
+        if place := self.by_label.get(name):
+            return place
+        if places := self.aliases.get(name):
+            if len(places) > 1 and name not in self.module_places:
+                raise NoSuchLayer(
+                    f"{name!r} runs {len(places)} times: say which pass, {places[0].label!r} to {places[-1].label!r}."
+                )
+            return places[0]
+        if (calls := self.module_calls.get(name, 0)) > 1:
+            raise NoSuchLayer(
+                f"the module {name!r} runs {calls} times: say which call, '{name}:1' to '{name}:{calls}'."
+            )
+        raise NoSuchLayer(f"no layer is called {name!r}.{self.nearest(name)}")
+
+    def nearest(self, name: str) -> str:
+        """The three nearest names, as the end of an error's text."""
+        names = [*self.by_label, *self.aliases]
+        close: list[str] = []
+        for match in get_close_matches(name, names, n=12, cutoff=0.4):  # three layers, not three names of one
+            place = self.by_label.get(match) or self.aliases[match][0]
+            if len(close) < 3 and all(place is not (self.by_label.get(o) or self.aliases[o][0]) for o in close):
+                close.append(match)
+        return f" The nearest names are {', '.join(map(repr, close))}." if close else " `prog.layers` lists them all."
+
+    def parents(self, place: Place) -> tuple[str, ...]:
+        if place.output is not None:
+            return (place.node,)
+        graph = self.graph
+        names = [graph.nodes[p].name for p in graph.parents[graph.positions[place.node]]]
+        return tuple([name for name in names if self._is_layer(name)])
+
+    def _is_layer(self, name: str) -> bool:
+        """Orphans, parameters and what stands for an edge are no layers."""
+        return name not in self.graph.orphans and getattr(self.graph[name], "kind", "") not in ("parameter", "edge")
+
+    def children(self, place: Place) -> tuple[str, ...]:
+        if place.output is not None:
+            return ()
+        graph = self.graph
+        users = [name for p in graph.users[graph.positions[place.node]] if self._is_layer(name := graph.nodes[p].name)]
+        return (*users, *self._ends.get(place.node, ()))
+
+    @cached_property
+    def _ends(self) -> dict[str, list[str]]:
+        """By node: the outputs of the program that are its values."""
+        found: dict[str, list[str]] = {}
+        for place in self.places:
+            if place.output is not None:
+                found.setdefault(place.node, []).append(place.label)
+        return found
+
+    @cached_property
+    def ordinals(self) -> dict[str, int]:
+        """The position of each layer among all."""
+        return {label: number for number, label in enumerate(self.order)}
+
+    @cached_property
+    def _names(self) -> dict[int, list[str]]:
+        """By place: the other names under which it alone is found."""
+        found: dict[int, list[str]] = {}
+        for name, places in self.aliases.items():
+            if len(places) == 1 or name in self.module_places:
+                found.setdefault(id(places[0]), []).append(name)
+        return found
+
+    @cached_property
+    def passes(self) -> dict[str, list[str]]:
+        """The labels of the passes of each layer, by its label without the pass."""
+        found: dict[str, list[str]] = {}
+        for label in self.order:
+            found.setdefault(bare(label), []).append(label)
+        return found
+
+    def keys_of(self, place: Place) -> tuple[Any, ...]:
+        """Every name under which a layer is found: its ordinal from the end, its ordinal, its label, all others."""
+        number = self.ordinals.get(place.label)
+        ordinals = [] if number is None else [number - len(self.order), number]
+        return (*ordinals, place.label, *sorted(self._names.get(id(place), [])))
+
+
+def short(label: str) -> str:
+    """`conv2d_3` for `conv2d_3_7`, `linear_1:2` for `linear_1_1:2`."""
+    name, colon, call = label.partition(":")
+    parts = name.rsplit("_", 1)
+    return (parts[0] if len(parts) == 2 and parts[1].isdigit() and "_" in parts[0] else name) + colon + call
+
+
+def bare(label: str) -> str:
+    """A label without its pass: `linear_1_1` for `linear_1_1:2`."""
+    return label.partition(":")[0]
+
+
+def _total(label: str) -> int:
+    last = label.partition(":")[0].rsplit("_", 1)[-1]
+    return int(last) if last.isdigit() and "." not in label else -1

@@ -1,0 +1,224 @@
+"""What an operation costs: floating-point operations, and multiplications with an addition.
+
+In: a Call and the shapes of what it reads and gives. Out: a Cost. No tensor is touched, so models larger than memory
+can be counted. Matrix products, convolutions, attention and recurrent networks are counted as torch's own counter does:
+a multiplication with its addition is two operations, and what such a function does besides (a bias, a softmax inside
+attention) is none. Other operations count by the tables below; what only moves or makes data counts nothing. What is in
+no table has no cost but None: no sum takes it for zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any
+
+from attrs import frozen
+from torch.utils.flop_counter import conv_flop_count, flop_registry
+
+from .._core.graph import Graph
+from .._core.node import Call, Ref, TensorMeaning, meanings_of
+from .._core.trees import thaw
+from .calls import Made, made_by_model
+
+
+class Dims(tuple[int, ...]):
+    """The shape of a tensor, where it stands among arguments."""
+
+    __slots__ = ()
+
+
+@frozen
+class Cost:
+    """`macs` are those of matrix products; they are in `flops` too, as two each. None: not known."""
+
+    flops: int | None
+    macs: int | None = 0
+
+
+FREE, UNKNOWN = Cost(0), Cost(None, None)
+
+
+def cost_of(call: Call, graph: Graph) -> Cost:
+    """What one call costs."""
+    made, kind = made_by_model(call), call.kind
+    packet = getattr(made.target.function, "_overloadpacket", None)
+    if kind in _FREE:
+        return FREE
+    if kind in _PRODUCTS or packet in flop_registry:
+        args, kwargs = _shaped(made, graph)
+        named = [kwargs[name] for name in _NAMES if name in kwargs]
+        out = Dims(call.meaning[0].shape)
+        flops = (
+            _by_torch(packet, args, kwargs, out) if packet in flop_registry else _PRODUCTS[kind]((*args, *named), out)
+        )
+        return UNKNOWN if flops is None else Cost(flops, flops // 2)
+    if kind in _EACH_OUTPUT:
+        return Cost(_EACH_OUTPUT[kind] * max([prod(meaning.shape) for meaning in call.meaning], default=0))
+    if kind in _EACH_INPUT:
+        return Cost(_EACH_INPUT[kind] * max([prod(_meaning(graph, ref).shape) for ref in call.refs], default=0))
+    if kind in _POOLS:
+        return _pool(_POOLS[kind], made, prod(call.meaning[0].shape))
+    if kind in _DROPOUTS:
+        return Cost(2 * prod(call.meaning[0].shape)) if _drops(made) else FREE
+    return UNKNOWN
+
+
+def _meaning(graph: Graph, ref: Ref) -> TensorMeaning:
+    node = graph[ref.node]
+    return meanings_of(node)[ref] if isinstance(node, Call) else node.meaning
+
+
+def _shaped(made: Made, graph: Graph) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments, with the shapes of tensors in the place of tensors."""
+
+    def fill(leaf: Any) -> Any:
+        return Dims(_meaning(graph, leaf).shape) if type(leaf) is Ref else leaf
+
+    return thaw(made.args, fill), {key: thaw(value, fill) for key, value in made.kwargs.items()}
+
+
+def _shapes(value: Any) -> list[Dims]:
+    if type(value) is Dims:
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [found for item in value for found in _shapes(item)]
+    return []
+
+
+# -- products ------------------------------------------------------------------------------------------------------
+
+
+def _by_torch(packet: Any, args: Any, kwargs: Mapping[str, Any], out: Dims) -> int | None:
+    """An ATen call, by the formula that torch has for it."""
+    plain = [list(arg) if type(arg) is Dims else arg for arg in args]
+    return int(flop_registry[packet](*plain, **kwargs, out_val=list(out)))
+
+
+def _linear(args: Any, out: Dims) -> int:
+    return 2 * prod(out) * args[0][-1]
+
+
+def _added(args: Any, out: Dims) -> int:
+    return 2 * prod(out) * args[1][-1]
+
+
+def _added_batches(args: Any, out: Dims) -> int:
+    return 2 * prod(out) * args[1][-1] * args[1][0]
+
+
+def _convolution(args: Any, out: Dims, transposed: bool = False) -> int:
+    x, weight = args[:2]
+    is_batch = len(x) == len(weight)
+    x, out = (x, out) if is_batch else (Dims((1, *x)), Dims((1, *out)))
+    return int(conv_flop_count(list(x), list(weight), list(out), transposed))
+
+
+def _transposed(args: Any, out: Dims) -> int:
+    return _convolution(args, out, transposed=True)
+
+
+def _attention(args: Any, out: Dims) -> int:
+    query, key, value = args[:3]
+    return 2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+
+def _einsum(args: Any, out: Dims) -> int | None:
+    """Of two operands; of more it depends on the order."""
+    equation, *operands = args
+    shapes = _shapes(operands)
+    if not isinstance(equation, str) or "." in equation or len(shapes) != 2:
+        return None
+    letters = equation.replace(" ", "").partition("->")[0].split(",")
+    sizes = {
+        letter: size
+        for word, shape in zip(letters, shapes, strict=True)
+        for letter, size in zip(word, shape, strict=True)
+    }
+    return 2 * prod(sizes.values())
+
+
+def _recurrent(args: Any, out: Dims) -> int:
+    """At every step, each matrix of weights is multiplied once with each item of the batch."""
+    packed = type(args[1]) is Dims and type(args[2]) in (list, tuple) and type(args[3]) in (list, tuple)
+    weights = args[3] if packed else args[2]
+    return 2 * prod(args[0][:-1]) * sum(prod(shape) for shape in _shapes(weights) if len(shape) == 2)
+
+
+def _cell(args: Any, out: Dims) -> int:
+    return 2 * prod(args[0][:-1]) * sum(prod(shape) for shape in _shapes(args[2:]) if len(shape) == 2)
+
+
+_PRODUCTS: dict[str, Callable[[Any, Dims], int | None]] = {
+    **dict.fromkeys(("linear", "matmul", "mm", "bmm", "mv", "dot", "inner", "vdot"), _linear),
+    **dict.fromkeys(("addmm", "baddbmm", "addmv"), _added),
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _convolution),
+    **dict.fromkeys(("convtranspose1d", "convtranspose2d", "convtranspose3d"), _transposed),
+    **dict.fromkeys(("lstm", "gru", "rnntanh", "rnnrelu"), _recurrent),
+    **dict.fromkeys(("lstmcell", "grucell", "rnntanhcell", "rnnrelucell"), _cell),
+    "addbmm": _added_batches,
+    "scaleddotproductattention": _attention,
+    "einsum": _einsum,
+}
+
+
+_NAMES = "input self query tensor batch1 mat mat1 weight key other vec vec2 mat2 batch2 value".split()  # in their order
+
+# -- the rest -------------------------------------------------------------------------------------------------------
+
+
+def _pool(dims: int, made: Made, count: int) -> Cost:
+    """Each window is gone through once."""
+    size = made.kwargs.get("kernel_size", made.args[1] if len(made.args) > 1 else None)
+    sizes = list(getattr(size, "items", size if isinstance(size, tuple) else (size,)))
+    if not all(type(one) is int for one in sizes):
+        return UNKNOWN
+    return Cost(count * (prod(sizes) if len(sizes) > 1 else sizes[0] ** dims))
+
+
+def _drops(made: Made) -> bool:
+    """Does a dropout drop anything? It does not in evaluation."""
+    train = made.kwargs.get("training", made.kwargs.get("train", made.args[2] if len(made.args) > 2 else True))
+    return train is not False
+
+
+_FREE = frozenset(
+    """identity alias clone contiguous view viewas reshape reshapeas flatten unflatten ravel squeeze unsqueeze
+        permute transpose swapaxes swapdims movedim moveaxis t adjoint expand expandas broadcastto
+        broadcasttensors repeat repeatinterleave tile cat concat concatenate stack hstack vstack dstack
+        columnstack split splitwithsizes tensorsplit chunk unbind getitem setitem select narrow slice
+        indexselect gather scatter indexput indexcopy indexfill take takealongdim maskedfill maskedscatter
+        maskedselect where embedding pad constantpadnd roll flip fliplr flipud rot90 unfold fold pixelshuffle
+        pixelunshuffle channelshuffle diagonal diag diagembed tril triu asstrided to type typeas float double
+        half bfloat16 int long bool cpu cuda copy detach data requiresgrad hook zero fill zeros ones full
+        empty zeroslike oneslike fulllike emptylike newzeros newones newfull newempty newtensor tensor
+        astensor scalartensor arange linspace eye rand randn randint randperm randlike randnlike normal
+        bernoulli uniform multinomial nonzero argsort sort topk unique meshgrid atleast1d atleast2d atleast3d
+        onehot lift real imag viewasreal viewascomplex resize standing mt mh h set""".split()
+)
+_EACH_OUTPUT: dict[str, int] = {
+    **dict.fromkeys(
+        """add radd iadd sub rsub isub mul rmul imul div rdiv truediv rtruediv itruediv floordivide remainder fmod pow
+        rpow ipow neg abs sign reciprocal sqrt rsqrt square exp exp2 expm1 log log2 log10 log1p sin cos tan
+        asin acos atan atan2 sinh cosh tanh erf erfc erfinv sigmoid relu relu6 leakyrelu prelu elu selu celu
+        gelu silu mish softplus softsign hardtanh hardswish hardsigmoid logsigmoid threshold rrelu tanhshrink
+        softshrink hardshrink clamp clip clampmin clampmax minimum maximum fmax fmin floor ceil round trunc
+        frac eq ne lt le gt ge lessthan greater logicaland logicalor logicalnot logicalxor bitwiseand
+        bitwiseor bitwisenot bitwisexor and or xor not isnan isinf isfinite nantonum cumsum cumprod""".split(),
+        1,
+    ),
+    **dict.fromkeys("addcmul addcdiv lerp glu".split(), 2),
+    **dict.fromkeys("softmax logsoftmax softmin logsumexp".split(), 3),
+    **dict.fromkeys("batchnorm layernorm groupnorm instancenorm rmsnorm localresponsenorm normalize".split(), 5),
+}
+_EACH_INPUT: dict[str, int] = {
+    **dict.fromkeys(
+        """sum mean prod max min amax amin argmax argmin any all median norm vectornorm nansum nanmean countnonzero
+        adaptiveavgpool1d adaptiveavgpool2d adaptiveavgpool3d adaptivemaxpool1d adaptivemaxpool2d
+        adaptivemaxpool3d adaptivemaxpool2dwithindices aminmax""".split(),
+        1,
+    ),
+    **dict.fromkeys("var std varmean stdmean".split(), 3),
+}
+_POOLS = {f"{what}pool{dims}d": dims for what in ("max", "avg") for dims in (1, 2, 3)}
+_DROPOUTS = frozenset("dropout dropout1d dropout2d dropout3d featuredropout alphadropout featurealphadropout".split())

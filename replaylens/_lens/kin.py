@@ -1,0 +1,134 @@
+"""Who stands next to whom among the layers, and how far from the ends.
+
+In: an Atlas. Out: a Kin, by ordinal. Every table here is made in one or two walks over the layers in their order, which
+is an order in which they can run. Sets of ancestors are kept as the bits of one number a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+from attrs import frozen
+
+from .._core.node import Call, Const, Input
+from .atlas import Atlas
+
+Span = tuple[int, int] | None  # least and most steps; None where there is no way
+
+
+@frozen(eq=False)
+class Kin:
+    """Parents and children of each layer, and what follows from them."""
+
+    parents: tuple[tuple[int, ...], ...]
+    children: tuple[tuple[int, ...], ...]
+    is_input: tuple[bool, ...]
+    is_output: tuple[bool, ...]
+    is_born: tuple[bool, ...]  # made inside the model, of no other layer
+
+    @cached_property
+    def from_input(self) -> tuple[Span, ...]:
+        """How many steps from an input: the shortest way and the longest."""
+        return _spans(range(len(self.parents)), self.parents, self.is_input)
+
+    @cached_property
+    def to_output(self) -> tuple[Span, ...]:
+        """How many steps to an output."""
+        return _spans(range(len(self.children) - 1, -1, -1), self.children, self.is_output)
+
+    @cached_property
+    def _roots(self) -> tuple[int, ...]:
+        return tuple([number for number, parents in enumerate(self.parents) if not parents])
+
+    @cached_property
+    def _ends(self) -> tuple[int, ...]:
+        return tuple([number for number, is_end in enumerate(self.is_output) if is_end])
+
+    @cached_property
+    def _root_bits(self) -> tuple[int, ...]:
+        return _bits(range(len(self.parents)), self.parents, self._roots)
+
+    @cached_property
+    def _end_bits(self) -> tuple[int, ...]:
+        return _bits(range(len(self.children) - 1, -1, -1), self.children, self._ends)
+
+    def roots_of(self, number: int) -> tuple[int, ...]:
+        """The layers without parents that it comes from; itself, if it has none."""
+        return tuple([root for bit, root in enumerate(self._roots) if self._root_bits[number] >> bit & 1])
+
+    def ends_of(self, number: int) -> tuple[int, ...]:
+        """The output layers that it leads to."""
+        return tuple([end for bit, end in enumerate(self._ends) if self._end_bits[number] >> bit & 1])
+
+    def siblings(self, number: int) -> tuple[int, ...]:
+        """The layers that share a parent with it."""
+        return _others(number, self.parents, self.children)
+
+    def spouses(self, number: int) -> tuple[int, ...]:
+        """The layers that share a child with it."""
+        return _others(number, self.children, self.parents)
+
+    def ancestors(self, number: int) -> Iterator[int]:
+        """All layers that it comes from, nearest ones not first."""
+        seen, stack = {number}, [number]
+        while stack:
+            for parent in self.parents[stack.pop()]:
+                if parent not in seen:
+                    seen.add(parent)
+                    stack.append(parent)
+                    yield parent
+
+
+def kin_of(atlas: Atlas) -> Kin:
+    """The kin of every layer of a program."""
+    graph, places = atlas.graph, atlas.places
+    ordinals = {place.node: number for number, place in enumerate(places) if place.output is None}
+    parents: list[tuple[int, ...]] = []
+    children: list[list[int]] = [[] for _ in places]
+    for number, place in enumerate(places):
+        if place.output is not None:
+            names = [place.node]
+        else:
+            names = [graph.nodes[p].name for p in graph.parents[graph.positions[place.node]]]
+        parents.append(tuple([ordinals[name] for name in names if name in ordinals]))
+        for parent in parents[-1]:
+            children[parent].append(number)
+    nodes = [graph[place.node] if place.output is None else None for place in places]
+    return Kin(
+        tuple(parents),
+        tuple(map(tuple, children)),
+        tuple([isinstance(node, Input) for node in nodes]),
+        tuple([node is None for node in nodes]),
+        tuple([_is_born(node) and not above for node, above in zip(nodes, parents, strict=True)]),
+    )
+
+
+def _is_born(node: object) -> bool:
+    return isinstance(node, Call) or (isinstance(node, Const) and node.origin.startswith("made from"))
+
+
+def _spans(order: range, before: Sequence[tuple[int, ...]], is_start: Sequence[bool]) -> tuple[Span, ...]:
+    found: list[Span] = [None] * len(before)
+    for number in order:
+        known = [span for other in before[number] if (span := found[other]) is not None]
+        if is_start[number]:
+            found[number] = (0, 0)
+        elif known:
+            found[number] = min([least for least, _ in known]) + 1, max([most for _, most in known]) + 1
+    return tuple(found)
+
+
+def _bits(order: range, before: Sequence[tuple[int, ...]], marked: Sequence[int]) -> tuple[int, ...]:
+    found = [0] * len(before)
+    for bit, number in enumerate(marked):
+        found[number] = 1 << bit
+    for number in order:
+        for other in before[number]:
+            found[number] |= found[other]
+    return tuple(found)
+
+
+def _others(number: int, there: Sequence[tuple[int, ...]], back: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    found = {other for one in there[number] for other in back[one] if other != number}
+    return tuple(sorted(found))

@@ -1,0 +1,93 @@
+"""What the layers of one program share: names, kin, module calls, costs. Worked out when first asked for.
+
+In: a Record. Out: a Lens. A fact about one layer is a property of `Layer` (facts_*.py), a fact about the whole program
+one of `Program` (whole.py); both read here what is computed once for all layers.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from attrs import frozen
+
+from .._core.account import Account, Parameter
+from .._core.graph import Graph
+from .._core.node import Ref, State, TensorMeaning, meanings_of, value_of
+from .._core.trees import leaves
+from .._replay.replay import Record
+from .atlas import Atlas, Place
+from .conditions import Conditions, conditions_of
+from .flops import Cost, cost_of
+from .kin import Kin, kin_of
+from .module_calls import ModuleCalls
+
+
+@frozen(eq=False)
+class Lens:
+    """All that is known of a program and its recorded run, for people."""
+
+    record: Record
+    atlas: Atlas
+
+    @property
+    def graph(self) -> Graph:
+        return self.atlas.graph
+
+    @property
+    def account(self) -> Account:
+        return self.record.account
+
+    @cached_property
+    def kin(self) -> Kin:
+        """Who reads whom, and how far each layer is from the inputs and the outputs."""
+        return kin_of(self.atlas)
+
+    @cached_property
+    def module_calls(self) -> ModuleCalls:
+        """Which module calls lie in which, and what each of them computes."""
+        return ModuleCalls(self.graph, dict(zip(self.account.modules, self.account.classes, strict=True)))
+
+    @cached_property
+    def conditions(self) -> Conditions:
+        """Which layers decide over a branch."""
+        return conditions_of(self.graph, self.kin, self.atlas)
+
+    @cached_property
+    def costs(self) -> dict[str, Cost]:
+        """What each call costs, by the name of its node."""
+        return {call.name: cost_of(call, self.graph) for call in self.graph.calls}
+
+    @cached_property
+    def parameters(self) -> dict[str, Parameter]:
+        """The model's parameters by every name that they have, read or not."""
+        read = {node.name: self._parameter(node) for node in self.graph.state_nodes if node.kind == "parameter"}
+        known = (*read.values(), *self.account.unread)
+        return read | {name: parameter for parameter in known for name in (parameter.address, *parameter.aliases)}
+
+    def _parameter(self, node: State) -> Parameter:
+        tensor = self.record.values.get(Ref(node.name))
+        trains = tensor is None or tensor.requires_grad
+        return Parameter(node.address, node.meaning.shape, node.meaning.dtype, trains, node.aliases)
+
+    def refs_of_node(self, name: str) -> tuple[Ref, ...]:
+        """All values that a node gives, as the model saw them."""
+        return tuple(dict.fromkeys([leaf for leaf in leaves(value_of(self.graph[name])) if type(leaf) is Ref]))
+
+    def refs(self, place: Place) -> tuple[Ref, ...]:
+        """The values that a layer gives, as the model saw them."""
+        if (one := place.output or place.part) is not None:
+            return (one,)
+        return self.refs_of_node(place.node)
+
+    def meanings(self, place: Place) -> tuple[TensorMeaning, ...]:
+        """Shape and dtype of each of them."""
+        known = meanings_of(self.graph[place.node])
+        return tuple([known[ref] for ref in self.refs(place)])
+
+    def nbytes(self, place: Place) -> int:
+        """How many bytes its values take."""
+        return sum([meaning.nbytes for meaning in self.meanings(place)])
+
+    def is_saved(self, place: Place) -> bool:
+        """Are its values kept?"""
+        return all(ref in self.record.values for ref in self.refs(place))

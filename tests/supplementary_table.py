@@ -1,0 +1,28 @@
+"""Supplementary Table 1 of the TorchLens paper, as data: the names of what it says of a model and of an operation."""
+
+MODEL = """
+model_name random_seed_used model_is_recurrent model_max_recurrent_loops model_is_branching
+model_has_conditional_branching layer_list input_layers output_layers buffer_layers internally_initialized_layers
+internally_terminated_bool_layers layers_computed_with_params num_tensors_total tensor_fsize_total tensor_fsize_saved
+num_tensors_saved total_param_tensors total_param_layers total_params total_params_fsize module_addresses module_types
+module_num_passes module_pass_children top_level_module_passes pass_start_time pass_end_time elapsed_time_total
+elapsed_time_function_calls elapsed_time_torchlens_logging
+""".split()
+
+OPERATION = """
+layer_label layer_label_w_pass operation_num layer_type layer_type_num layer_total_num pass_num layer_passes_total
+lookup_keys tensor_contents tensor_shape tensor_dtype tensor_fsize creation_args creation_kwargs func_applied
+func_applied_name func_time_elapsed func_rng_states func_position_args_non_tensor func_keyword_args_non_tensor
+function_is_inplace gradfunc_name is_part_of_iterable_output iterable_output_index computed_with_params
+num_param_tensors parent_param_shapes num_params_total parent_params_fsize same_layer_operations parent_layers
+orig_ancestors child_layers sibling_layers spouse_layers is_input_layer has_input_ancestor min_distance_from_input
+max_distance_from_input is_output_layer is_output_ancestor output_descendants min_distance_from_output
+max_distance_from_output is_buffer_layer buffer_address initialized_inside_model internally_initialized_parents
+internally_initialilized_ancestors terminated_inside_model is_terminal_bool_layer in_cond_branch
+is_computed_inside_submodule containing_module_origin containing_module_origin_nested modules_entered
+is_submodule_output modules_exited is_bottom_level_submodule_output
+""".split()
+
+README = """
+layer_labels func_call_stack
+""".split()
