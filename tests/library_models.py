@@ -1,4 +1,4 @@
-"""Models that nobody here wrote: transformers and timm architectures, small, with random weights, never downloaded.
+"""Models that nobody here wrote: transformers, timm and torchvision, small, with random weights, never downloaded.
 
 `NAMES` lists them; `build(name)` gives a model in eval mode and its inputs, the same at every call. Neither library is
 imported before the first `build`, so that collecting the tests costs nothing.
@@ -29,7 +29,8 @@ class LibraryModel(NamedTuple):
     head: str = "AutoModel"
 
     def make(self) -> nn.Module:
-        return {"transformers": self._transformers, "timm": self._timm}[self.library]()
+        makers = {"transformers": self._transformers, "timm": self._timm, "torchvision": self._torchvision}
+        return makers[self.library]()
 
     def _transformers(self) -> nn.Module:
         import_module("torchvision_ops")
@@ -42,6 +43,10 @@ class LibraryModel(NamedTuple):
         import_module("torchvision_ops")
         return import_module("timm").create_model(self.name, pretrained=False, num_classes=10, **self.options)
 
+    def _torchvision(self) -> nn.Module:
+        import_module("torchvision_ops")
+        return import_module("torchvision").models.get_model(self.name, weights=None, **self.options)
+
 
 def build(name: str) -> Built:
     """The model in eval mode, its positional and its keyword inputs. The global generator is put back."""
@@ -51,7 +56,7 @@ def build(name: str) -> Built:
         model = case.make().eval()
         add_noise(model)
         inputs = case.inputs()
-    return (model, (inputs["x"],), {}) if case.library == "timm" else (model, (), inputs)
+    return (model, (), inputs) if case.library == "transformers" else (model, tuple(inputs.values()), {})
 
 
 def is_installed(name: str) -> bool:
@@ -542,6 +547,34 @@ TIMM: dict[str, tuple[int, Options]] = {
     "poolformer_s12": (64, {}),
 }
 
+# ---- torchvision -----------------------------------------------------------------------------------------------------
+
+
+def pair() -> Options:
+    return {"first": torch.rand(1, 3, 128, 128), "second": torch.rand(1, 3, 128, 128)}
+
+
+def clip() -> Options:
+    return {"x": torch.rand(1, 3, 4, 32, 32)}
+
+
+TORCHVISION: dict[str, tuple[Callable[[], Options], Options]] = {
+    "alexnet": (image64, {}),
+    "vgg11": (image64, {}),
+    "resnet18": (image64, {}),
+    "googlenet": (image64, {"init_weights": False}),
+    "squeezenet1_1": (image64, {}),
+    "shufflenet_v2_x0_5": (image64, {}),
+    "mobilenet_v2": (image64, {}),
+    "efficientnet_b0": (image64, {}),
+    "regnet_y_400mf": (image64, {}),
+    "convnext_tiny": (image64, {}),
+    "swin_v2_t": (image64, {}),
+    "r3d_18": (clip, {}),
+    "raft_small": (pair, {}),
+    "lraspp_mobilenet_v3_large": (image64, {"weights_backbone": None}),
+}
+
 MODELS = {
     **{f"transformers/{name}": LibraryModel("transformers", name, *case) for name, case in TRANSFORMERS.items()},
     **{
@@ -552,5 +585,6 @@ MODELS = {
         f"timm/{name}": LibraryModel("timm", name, lambda size=size: image(size, key="x"), options)
         for name, (size, options) in TIMM.items()
     },
+    **{f"torchvision/{name}": LibraryModel("torchvision", name, *case) for name, case in TORCHVISION.items()},
 }
 NAMES = tuple(MODELS)
