@@ -57,7 +57,10 @@ class WrongCount(ReplaylensError, AssertionError):
 
 
 class NotSaved(ReplaylensError, LookupError):
-    """The layer exists, but no value of it was kept, and none can be recomputed from what was."""
+    """The layer exists, but its value was not saved: the program was captured with `save=`.
+
+    `prog.recover("conv2d_3")` computes it again; `prog.saving(["conv2d_3"])` is a program that has it.
+    """
 
 
 class InputMismatch(ReplaylensError, TypeError):

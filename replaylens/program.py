@@ -33,6 +33,7 @@ from ._edit.edges import Edge
 from ._edit.expand import chosen
 from ._edit.patch import Patch, Zero
 from ._edit.select import Selection, Site, Where, find, is_named, sites
+from ._edit.wanted import Wish
 from ._lens.layers import Atlas, Layer, Place
 from ._lens.summary import as_html, summary
 from ._lens.words import Words, as_list
@@ -42,6 +43,7 @@ from ._replay.convert import move, present, rerun
 from ._replay.expanding import expand
 from ._replay.gradients import Asked, Grads, ask, gradients
 from ._replay.guards import Departure, LeftPath
+from ._replay.keeping import completed, keeping, with_values
 from ._replay.module import ProgramModule
 from ._replay.patching import at_place, bound_patches, changes_of
 from ._replay.replay import Record, Versions, detached, function_of, replay, version
@@ -51,11 +53,14 @@ from ._replay.swap import insert, swap
 from .errors import CaptureError, DivergedReplay, NoSuchLayer, NotSaved, ReplaylensError
 
 
-def capture(model: Any, *args: Any, unknown: str = "raise", **kwargs: Any) -> Program:
+def capture(model: Any, *args: Any, save: Any = "all", unknown: str = "raise", **kwargs: Any) -> Program:
     """Run the model once on these inputs, and give back the pure program that it was.
 
-    The model can be any module or function. It is left as a plain forward leaves it. `unknown="constant"` keeps tensors
-    whose origin cannot be known (such as another thread's) as constants, which no patch reaches.
+    The model can be any module or function. It is left as a plain forward leaves it. `save` says which layers' values
+    are kept: `"all"`, `"none"`, a label, a module's address, an ordinal, a type, a part of a name (`"conv"`), a
+    function of a layer, or a list of these. What is not wanted is let go of while the model runs; what needs it later
+    computes it again. `unknown="constant"` keeps tensors whose origin cannot be known (such as another thread's) as
+    constants, which no patch reaches.
 
     >>> prog = capture(torch.nn.Linear(2, 3), torch.ones(1, 2))
     >>> prog.replay().output.shape
@@ -64,10 +69,11 @@ def capture(model: Any, *args: Any, unknown: str = "raise", **kwargs: Any) -> Pr
     if unknown not in ("raise", "constant"):
         raise ValueError(f"unknown must be 'raise' or 'constant', not {unknown!r}.")
     outer = [mode for mode in _function_modes() if not isinstance(mode, DeviceContext)]
-    prog = Program(_captured=record(model, args, kwargs, unknown))
+    wish = Wish.of(save)
+    prog = Program(_captured=record(model, args, kwargs, unknown, wish))
     if outer:
         _require_unchanged(prog, outer)
-    return prog
+    return prog if wish.everything else prog._keeping(wish)
 
 
 def run(model: Any, *args: Any, patch: Mapping[Any, Any] | None = None, grad: bool = False, **kwargs: Any) -> Run:
@@ -176,6 +182,14 @@ class Program(Reference):
         return list(self._atlas.order)
 
     @property
+    def saved_labels(self) -> list[str]:
+        """The layers that `save=` named; of the others only those values are kept without which nothing can be computed
+        again.
+        """
+        saved = self._record.saved
+        return [place.label for place in self._atlas.places if saved is None or place.label in saved]
+
+    @property
     def model_name(self) -> str:
         return self.graph.model_name
 
@@ -232,6 +246,21 @@ class Program(Reference):
     def names_of(self, key: Any) -> tuple[str, ...]:
         """The names of the layers that a key of a mapping of patches means: of a glob, a type, a selection, a name."""
         return tuple([site.name for site in self._sites(key)])
+
+    def recover(self, *names: Any) -> Any:
+        """The value of a layer, computed again if it was not saved. Of several layers, or a type of them, label ->
+        value, in one run. The program stays as it is: `saving` gives one that has them.
+        """
+        if len(names) == 1 and names[0] in self:
+            place = self._atlas.find(names[0])
+            return self._read(place.output or place.part, place.node, again=True)
+        return {
+            layer.label: layer.value for layer in map(self._keeping(Wish.of(names)).__getitem__, self._meant(names))
+        }
+
+    def saving(self, save: Any) -> Program:
+        """The same program with other values saved, as `save=` of a capture says them; what it lacks is computed."""
+        return self._keeping(Wish.of(save))
 
     # -- running it again ----------------------------------------------------------------------------------------------
 
@@ -324,7 +353,9 @@ class Program(Reference):
 
         loners = frozenset([number for number, (_, ends) in enumerate(made) if ends])
         changes = [changed for changed, _ in made]
-        return Together(self._record, tuple(variants), changes, loners, metric, self.output, captured, alone, memory)
+        return Together(
+            completed(self._record), tuple(variants), changes, loners, metric, self.output, captured, alone, memory
+        )
 
     def grads(
         self,
@@ -491,13 +522,28 @@ class Program(Reference):
     def _layer(self, place: Place) -> Layer:
         return Layer(self._atlas, place, self._read)
 
-    def _read(self, part: Ref | None, name: str) -> Any:
+    def _meant(self, save: Any) -> tuple[str, ...]:
+        """The labels of the layers that `save=` means."""
+        return Wish.of(save).labels(self._atlas, self.__getitem__)
+
+    def _keeping(self, wish: Wish) -> Program:
+        """The program with the values that a wish means, and no others."""
+        if wish.everything and self._record.saved is None:
+            return self
+        whole = completed(self._record) if wish.everything else None
+        record = whole or keeping(self._record, frozenset(wish.labels(self._atlas, self.__getitem__)))
+        output = thaw(record.graph.output, lambda leaf: detached(record.value(leaf)) if type(leaf) is Ref else leaf)
+        return Program(_record=record, _output=output, _history=self.history, _beginning=self._beginning)
+
+    def _read(self, part: Ref | None, name: str, again: bool = False) -> Any:
+        """The recorded value of a node, or of a part of it. `again`: also if it must be computed again."""
         record = self._record
         node = self.graph[name]
         tree = part if part is not None else (getattr(node, "result", None) or getattr(node, "returns", Ref(name)))
         missing = [leaf for leaf in leaves(tree) if type(leaf) is Ref and leaf not in record.values]
-        if missing:
-            raise NotSaved(f"the value of {name} was not kept. `prog.replay(to={name!r})[{name!r}]` computes it again.")
+        if missing and not again:
+            raise NotSaved(f"the value of {name} was not saved. `prog.recover({name!r})` computes it again.")
+        record = with_values(record, missing)
         return thaw(tree, lambda leaf: detached(record.value(leaf)) if type(leaf) is Ref else leaf)
 
     def _at(self, name: Any) -> At:
@@ -556,7 +602,7 @@ class Program(Reference):
         return home
 
     def _value_for(self, name: str) -> Any:
-        return self[name].value
+        return self[name]._value_for(name)
 
     def _position(self, name: Any) -> int:
         return self._at(name).position
@@ -736,7 +782,7 @@ def _unflatten(tensors: Iterable[Any], context: Any) -> Program:
     versions = Versions((ref, version(t) if isinstance(t, torch.Tensor) else -1) for ref, t in values.items())
     get = lambda leaf: values[leaf] if type(leaf) is Ref else leaf  # noqa: E731
     return Program(
-        _record=Record(record.graph, values, versions, record.draws),
+        _record=Record(record.graph, values, versions, record.draws, saved=record.saved),
         _output=thaw(record.graph.output, get),
         _history=history,
     )

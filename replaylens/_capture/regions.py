@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._core.graph import Graph
-from .._core.node import Call, Input, Ref, TensorMeaning
+from .._core.node import Call, Input, Ref
 from .._core.target import Target
 from .._core.trees import Branch, leaves, remake
 from .._replay.differentiate import differentiate
@@ -249,7 +249,7 @@ def _graph_of(
     recording: Recording, between: list[int], reads: list[Handle], ends: list[Handle], starts: list[Handle]
 ) -> Graph:
     refs: dict[Handle, Ref] = {handle: Ref(f"value_{int(handle)}") for handle in reads}
-    nodes: list[Any] = [Input(refs[h].node, (n,), TensorMeaning.of(recording.values[h])) for n, h in enumerate(reads)]
+    nodes: list[Any] = [Input(refs[h].node, (n,), recording.meaning(h)) for n, h in enumerate(reads)]
     for number in between:
         record = recording.records[number]
         assert isinstance(record, CallRecord)
@@ -262,7 +262,7 @@ def _graph_of(
     for number in between:
         record = recording.records[number]
         assert isinstance(record, CallRecord)
-        meaning = tuple([TensorMeaning.of(recording.values[h]) for _, h in parts_of(record.returns)])
+        meaning = tuple([recording.meaning(h) for _, h in parts_of(record.returns)])
         nodes.append(
             Call(
                 f"call_{number}",

@@ -19,7 +19,7 @@ from .._core.node import Call, Input, Node, Ref, Source, State
 from .._core.reference import Reference
 from .._core.text import line
 from .._core.trees import leaves
-from ..errors import NoSuchLayer
+from ..errors import NoSuchLayer, NotSaved
 
 
 @frozen
@@ -38,7 +38,7 @@ class Layer(Reference):
 
     _atlas: Atlas
     _place: Place
-    _read: Callable[[Ref | None, str], Any] = field(repr=False)
+    _read: Callable[..., Any] = field(repr=False)
 
     @property
     def label(self) -> str:
@@ -66,6 +66,15 @@ class Layer(Reference):
     def value(self) -> Any:
         """The tensor that it gave when the program was recorded (a tuple of tensors, where it gives several)."""
         return self._read(self._place.output or self._place.part, self._place.node)
+
+    @property
+    def is_saved(self) -> bool:
+        """Is its value at hand? If not, `prog.recover(...)` computes it again."""
+        try:
+            self.value  # noqa: B018
+        except NotSaved:
+            return False
+        return True
 
     @property
     def module(self) -> str | None:
@@ -116,7 +125,7 @@ class Layer(Reference):
         return self._atlas.keys_of(self._place)
 
     def _value_for(self, name: str) -> Any:
-        return self.value
+        return self._read(self._place.output or self._place.part, self._place.node, again=True)
 
     def __repr__(self) -> str:
         return (
