@@ -63,6 +63,13 @@ class NotSaved(ReplaylensError, LookupError):
     """
 
 
+class NoValues(NotSaved):
+    """The program was captured with `fake=True`: it has structure and shapes, and no values. Nothing can be computed.
+
+    Capture the model without it, on a machine where it fits.
+    """
+
+
 class InputMismatch(ReplaylensError, TypeError):
     """The inputs given to a replay differ from the recorded ones in structure, shape, dtype or device.
 

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
 
 from ._capture.capture import Captured, record, record_of
+from ._capture.fake import outlined
 from ._capture.rerun import as_run, lived, rehearsed
 from ._capture.snapshot import Beginning
 from ._capture.spots import Counterparts
@@ -50,17 +51,20 @@ from ._replay.replay import Record, Versions, detached, function_of, replay, ver
 from ._replay.request import At, Request, new_inputs, new_state
 from ._replay.run import Run
 from ._replay.swap import insert, swap
-from .errors import CaptureError, DivergedReplay, NoSuchLayer, NotSaved, ReplaylensError
+from .errors import CaptureError, DivergedReplay, NoSuchLayer, NotSaved, NoValues, ReplaylensError
 
 
-def capture(model: Any, *args: Any, save: Any = "all", unknown: str = "raise", **kwargs: Any) -> Program:
+def capture(
+    model: Any, *args: Any, save: Any = "all", fake: bool = False, unknown: str = "raise", **kwargs: Any
+) -> Program:
     """Run the model once on these inputs, and give back the pure program that it was.
 
     The model can be any module or function. It is left as a plain forward leaves it. `save` says which layers' values
     are kept: `"all"`, `"none"`, a label, a module's address, an ordinal, a type, a part of a name (`"conv"`), a
     function of a layer, or a list of these. What is not wanted is let go of while the model runs; what needs it later
-    computes it again. `unknown="constant"` keeps tensors whose origin cannot be known (such as another thread's) as
-    constants, which no patch reaches.
+    computes it again. With `fake=True` nothing is computed, and no memory taken: the program of a model of any size,
+    also of one on the meta device, has structure and shapes, and no values. `unknown="constant"` keeps tensors whose
+    origin cannot be known (such as another thread's) as constants, which no patch reaches.
 
     >>> prog = capture(torch.nn.Linear(2, 3), torch.ones(1, 2))
     >>> prog.replay().output.shape
@@ -70,6 +74,8 @@ def capture(model: Any, *args: Any, save: Any = "all", unknown: str = "raise", *
         raise ValueError(f"unknown must be 'raise' or 'constant', not {unknown!r}.")
     outer = [mode for mode in _function_modes() if not isinstance(mode, DeviceContext)]
     wish = Wish.of(save)
+    if fake:
+        return Program(_outline=outlined(model, args, kwargs, unknown), _history=("captured without computing",))
     prog = Program(_captured=record(model, args, kwargs, unknown, wish))
     if outer:
         _require_unchanged(prog, outer)
@@ -129,7 +135,9 @@ class Program(Reference):
         _output: Any = None,
         _history: tuple[str, ...] = (),
         _beginning: Beginning | None = None,
+        _outline: Graph | None = None,
     ) -> None:
+        self._outline = _outline  # of a forward that computed nothing
         self._captured = _captured
         self._beginning = _captured.beginning if _captured is not None else _beginning
         self._given = _record
@@ -143,12 +151,12 @@ class Program(Reference):
     @property
     def graph(self) -> Graph:
         """The program's structure: nodes in order, no tensors."""
-        return self._record.graph
+        return self._outline or self._record.graph
 
     @property
     def output(self) -> Any:
         """What the model returned when it was captured."""
-        return self._returned
+        return self._returned if self._outline is None else self._record
 
     @property
     def inputs(self) -> list[torch.Tensor]:
@@ -186,7 +194,7 @@ class Program(Reference):
         """The layers that `save=` named; of the others only those values are kept without which nothing can be computed
         again.
         """
-        saved = self._record.saved
+        saved = self._record.saved if self._outline is None else frozenset[str]()
         return [place.label for place in self._atlas.places if saved is None or place.label in saved]
 
     @property
@@ -509,6 +517,11 @@ class Program(Reference):
     def _record(self) -> Record:
         if self._given is not None:
             return self._given
+        if self._outline is not None:
+            raise NoValues(
+                "the program was captured with fake=True: it has structure and shapes, and no values. "
+                "Capture the model without it."
+            )
         assert self._captured is not None
         with untransformed():  # the program outlives the transform that asks for it first
             record = record_of(self._captured)

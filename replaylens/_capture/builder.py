@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from attrs import define, evolve, field, frozen
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .._core.graph import Graph
 from .._core.laws import require_lawful
@@ -35,6 +36,7 @@ class Gone:
     _version: int  # of its tensor: torch's write counter, as long as it was known
 
 
+PLAIN = frozenset((torch.Tensor, FakeTensor))  # a fake tensor is dealt with as the one that it stands for
 Site = tuple[CodeType, int]  # a line of Python: code object and instruction
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._core.graph import Graph
@@ -288,6 +289,8 @@ def _graph_of(
 
 
 def _require_equal(tracer: Recorder, results: Any, expected: Any) -> None:
+    if any(isinstance(result, FakeTensor) for result in results):
+        return  # without contents there is nothing to compare
     for one, other in zip(results, expected, strict=True):
         if (one is None) != (other is None) or (
             one is not None and not torch.allclose(one, other, rtol=1e-5, atol=1e-7, equal_nan=True)

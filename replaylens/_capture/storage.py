@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from attrs import define, field
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from .._core.pure import Hole, Step, as_strided_from, same_content, take_step
 from .._core.target import Target
@@ -444,6 +445,7 @@ def meet(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     if size > 10_000_000:
         return True
-    marks = torch.zeros(size, dtype=torch.bool)
-    marks.as_strided(one.shape, one.stride(), starts[0]).fill_(True)
-    return bool(marks.as_strided(other.shape, other.stride(), starts[1]).any())
+    with unset_fake_temporarily():
+        marks = torch.zeros(size, dtype=torch.bool)
+        marks.as_strided(one.shape, one.stride(), starts[0]).fill_(True)
+        return bool(marks.as_strided(other.shape, other.stride(), starts[1]).any())
