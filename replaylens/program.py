@@ -22,7 +22,7 @@ from ._capture.rerun import as_run, lived, rehearsed
 from ._capture.snapshot import Beginning
 from ._capture.spots import Counterparts
 from ._core.graph import Graph
-from ._core.node import Call, Guard, Input, Ref
+from ._core.node import Call, Guard, Input, Ref, value_of
 from ._core.pure import same_content, untransformed
 from ._core.reference import Reference
 from ._core.text import code
@@ -42,7 +42,7 @@ from ._many.together import Planned, Together
 from ._replay import editing
 from ._replay.convert import move, present, rerun
 from ._replay.expanding import expand
-from ._replay.gradients import Asked, Grads, ask, gradients
+from ._replay.gradients import Asked, Grads, ask, gradients, seen_from, total
 from ._replay.guards import Departure, LeftPath
 from ._replay.keeping import completed, keeping, with_values
 from ._replay.module import ProgramModule
@@ -51,7 +51,7 @@ from ._replay.replay import Record, Versions, detached, function_of, replay, ver
 from ._replay.request import At, Request, new_inputs, new_state
 from ._replay.run import Run
 from ._replay.swap import insert, swap
-from .errors import CaptureError, DivergedReplay, NoSuchLayer, NotSaved, NoValues, ReplaylensError
+from .errors import CaptureError, DivergedReplay, NoGradient, NoSuchLayer, NotSaved, NoValues, ReplaylensError
 
 
 def capture(
@@ -136,7 +136,9 @@ class Program(Reference):
         _history: tuple[str, ...] = (),
         _beginning: Beginning | None = None,
         _outline: Graph | None = None,
+        _grads: Grads | None = None,
     ) -> None:
+        self._grads = _grads  # of the backward pass that it had
         self._outline = _outline  # of a forward that computed nothing
         self._captured = _captured
         self._beginning = _captured.beginning if _captured is not None else _beginning
@@ -263,7 +265,8 @@ class Program(Reference):
             place = self._atlas.find(names[0])
             return self._read(place.output or place.part, place.node, again=True)
         return {
-            layer.label: layer.value for layer in map(self._keeping(Wish.of(names)).__getitem__, self._meant(names))
+            layer.label: layer.value
+            for layer in map(self._keeping(Wish.of(names)).__getitem__, self._meant(Wish.of(names)))
         }
 
     def saving(self, save: Any) -> Program:
@@ -395,6 +398,36 @@ class Program(Reference):
         _require_choice("on_divergence", on_divergence, ("raise", "ignore"))
         request = self._request(inputs, named_inputs, from_, patch, state, on_divergence, grad=True)
         return gradients(self._record, request, of, asked, self._named)
+
+    def backward(self, of: Any = None, *, from_layer: Any = None, save: Any = "all") -> Program:
+        """The same program after a backward pass: its layers have a `grad`, which is what a hook on the tensor would
+        have been given.
+
+        `of` makes one number of the output, or of the value of the layer that `from_layer` names; a sum, if it is not
+        given. `of="conv2d_3"` is the sum of that layer. `save` says which layers' gradients are kept, as it does for
+        values in a capture; parameters by their names. Nothing collects gradients in the model.
+
+        >>> prog = capture(torch.nn.Linear(2, 1, bias=False), torch.ones(1, 2))
+        >>> prog.backward(of=lambda out: 3 * out.sum())["linear_1"].grad
+        tensor([[3.]])
+        """
+        if of is not None and not callable(of):
+            of, from_layer = None, of if from_layer is None else _require_one_start(of)
+        grads = self._gradients_at(of or total, from_layer, Wish.of(save))
+        words = [_shown(of)] * (of is not None) + [f"from_layer={from_layer!r}"] * (from_layer is not None)
+        history = (*self.history, f"backward({', '.join(words)})")
+        return Program(
+            _record=self._record, _output=self._returned, _history=history, _beginning=self._beginning, _grads=grads
+        )
+
+    @property
+    def gradients(self) -> Grads:
+        """The gradients of the backward pass that this program had, by layer; and why some have none."""
+        if self._grads is None:
+            raise NoGradient(
+                "no gradient is here: the program had no backward pass. `prog.backward(of=...)` gives one that had."
+            )
+        return self._grads
 
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Run:
         """Replay on new inputs of the recorded shapes. All keywords are the model's own."""
@@ -533,18 +566,18 @@ class Program(Reference):
         return Atlas(self.graph)
 
     def _layer(self, place: Place) -> Layer:
-        return Layer(self._atlas, place, self._read)
+        return Layer(self._atlas, place, self._read, self._gradient)
 
-    def _meant(self, save: Any) -> tuple[str, ...]:
-        """The labels of the layers that `save=` means."""
-        return Wish.of(save).labels(self._atlas, self.__getitem__)
+    def _meant(self, wish: Wish) -> tuple[str, ...]:
+        """The labels of the layers that a wish means."""
+        return wish.labels(self._atlas, self.__getitem__)
 
     def _keeping(self, wish: Wish) -> Program:
         """The program with the values that a wish means, and no others."""
         if wish.everything and self._record.saved is None:
             return self
         whole = completed(self._record) if wish.everything else None
-        record = whole or keeping(self._record, frozenset(wish.labels(self._atlas, self.__getitem__)))
+        record = whole or keeping(self._record, frozenset(self._meant(wish)))
         output = thaw(record.graph.output, lambda leaf: detached(record.value(leaf)) if type(leaf) is Ref else leaf)
         return Program(_record=record, _output=output, _history=self.history, _beginning=self._beginning)
 
@@ -682,6 +715,23 @@ class Program(Reference):
         computed = [pair for pair in pairs if isinstance(graph.nodes[pair[1].position], (Call, Input))]
         return ask(self._record, dict(computed), ())
 
+    def _gradients_at(self, of: Callable[[Any], Any], from_layer: Any, wish: Wish) -> Grads:
+        """The gradients of a number at the layers that a wish means."""
+        state = {address for node in self.graph.state_nodes for address in (node.address, *node.aliases)}
+        named = [key for key in wish.keys if isinstance(key, str) and key in state]
+        rest = evolve(wish, keys=tuple([key for key in wish.keys if key not in named]))
+        asked = self._everywhere if wish.everything else self._asked([*self._meant(rest), *named], None)
+        record = self._record
+        if from_layer is not None:
+            at = self._at(from_layer)
+            tree = at.output or at.part or value_of(self.graph.nodes[at.position])
+            record = seen_from(record, tree)
+            asked = evolve(asked, labels={name: one for name, one in asked.labels.items() if one.output is None})
+        return gradients(record, Request(grad=True), of, asked, self._named)
+
+    def _gradient(self, label: str) -> Any:
+        return self.gradients[label]
+
     def _named(self, name: Any) -> tuple[str, At]:
         """The label of a layer, and where it lies, by any of its names."""
         place = self._atlas.find(name)
@@ -776,6 +826,10 @@ def _shown(value: Any) -> str:
     """An argument of an edit, as its history has it."""
     is_function = callable(value) and not isinstance(value, (Patch, torch.Tensor))
     return name_of(value) if is_function else shown(value)
+
+
+def _require_one_start(of: Any) -> Any:
+    raise TypeError(f"of= is a function of the value of from_layer=, not {of!r}.")
 
 
 def _require_mapping(patch: Any) -> Mapping[Any, Any]:

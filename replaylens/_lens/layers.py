@@ -39,6 +39,7 @@ class Layer(Reference):
     _atlas: Atlas
     _place: Place
     _read: Callable[..., Any] = field(repr=False)
+    _grad: Callable[[str], Any] = field(repr=False)
 
     @property
     def label(self) -> str:
@@ -66,6 +67,11 @@ class Layer(Reference):
     def value(self) -> Any:
         """The tensor that it gave when the program was recorded (a tuple of tensors, where it gives several)."""
         return self._read(self._place.output or self._place.part, self._place.node)
+
+    @property
+    def grad(self) -> Any:
+        """Its gradient in the backward pass that the program had: `prog.backward(of=...)` gives such a program."""
+        return self._grad(self.label)
 
     @property
     def is_saved(self) -> bool:
