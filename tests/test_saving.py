@@ -207,6 +207,38 @@ def test_a_program_that_saved_nothing_holds_no_value_and_no_history():
     assert x.grad is not None
 
 
+class Result:
+    """What a model may return: an object of a class of its own."""
+
+    def __init__(self, value, hidden):
+        self.value, self.hidden = value, hidden
+
+
+def test_objects_that_the_model_returns_hold_no_history_either():
+    refs = []
+
+    class Inner(nn.Module):
+        def forward(self, x):
+            y = torch.tanh(x * 2)
+            refs.append(weakref.ref(y))
+            return Result(y.exp(), [y])
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x):
+            inner = self.inner(x)
+            return Result(inner.value * 2, [inner.value.sum()])
+
+    prog = rl.capture(Outer(), torch.randn(3, requires_grad=True), save="none")
+    assert [ref() for ref in refs] == [None]
+    assert type(prog.output) is Result
+    assert prog.output.value.grad_fn is None
+    assert_same(prog.replay().output, prog.output)
+
+
 def test_a_small_part_of_a_large_tensor_does_not_keep_all_of_it():
     prog = rl.capture(lambda x: ((x * 2)[0, :5] + 1).sum(), torch.ones(1000, 50), save="getitem")
     (label,) = prog.saved_labels

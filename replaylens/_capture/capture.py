@@ -121,6 +121,7 @@ def _look(forward: Forward, recording: Recording, origins: Origins, deep: bool) 
                 s.module._backward_hooks or s.module._backward_pre_hooks for s in recording.scopes
             ):
                 recording.one_way.append("a module's backward hook")
+    tracer.watch = None  # they hold each other, and with them every value
     recording.addresses = origins.addresses
     return Captured(recording, output, forward.beginning)
 

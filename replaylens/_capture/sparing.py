@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from attrs import define, field
 
-from .._core.trees import leaves
+from .._core.trees import bare, leaves
 from .._edit.wanted import Wish
 from .builder import CallRecord, Gone, Handle, Recording, SourceRecord, parts_of, version_of
 from .origins import Date, Origins
@@ -79,6 +79,7 @@ class SparingTracer(Tracer):
 
     def _left(self, output: tuple[int, Any]) -> None:
         """A module gave its output, which may be wanted by the module's address."""
+        self.recording.scope_outputs[-1] = (output[0], bare(output[1]))
         if self.guess.module(output[0]):
             for handle in leaves(output[1]):
                 if type(handle) is Handle:

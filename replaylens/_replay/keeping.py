@@ -17,7 +17,7 @@ from .._core.graph import Graph
 from .._core.node import Call, Ref, refs_of
 from .._core.pure import as_leaf
 from .._core.target import Target
-from .._core.trees import leaves
+from .._core.trees import bare, leaves
 from .recover import recovered
 from .replay import Record, Versions, version
 
@@ -53,7 +53,16 @@ def keeping(record: Record, names: frozenset[str]) -> Record:
     small = {ref: tensor.requires_grad_(made[ref].requires_grad) for ref, tensor in small.items()}
     values = {ref: small.get(ref, made.get(ref, whole.values[ref])) for ref in refs}
     counts = Versions((ref, version(small[ref]) if ref in small else whole.versions[ref]) for ref in refs)
-    return evolve(record, values=values, versions=counts, plans={}, saved=names)
+    return evolve(record, graph=_without_objects(graph), values=values, versions=counts, plans={}, saved=names)
+
+
+def _without_objects(graph: Graph) -> Graph:
+    """The graph, holding none of the objects that the model and its modules gave: their tensors have histories."""
+    output, inside = bare(graph.output), tuple([(scope, bare(tree)) for scope, tree in graph.module_outputs])
+    pairs = zip(inside, graph.module_outputs, strict=True)
+    if output is graph.output and all(one[1] is other[1] for one, other in pairs):
+        return graph
+    return evolve(graph, output=output, module_outputs=inside)
 
 
 def _always(graph: Graph) -> list[Ref]:
