@@ -34,7 +34,7 @@ the same models are checked by `make zoo`.
 """
 
 
-REFUSED = """Among the small models of the tests, each made for one difficulty, these may be refused in whole or in part, always
+REFUSED = """Of the small models of the tests, each made for one difficulty, these may be refused, in whole or in part, always
 with an error that says why. [limits.md](limits.md) has what is refused in general.
 """
 
@@ -78,14 +78,11 @@ def page(rows: list[Row]) -> str:
     for library in LIBRARIES:
         of_library = [one for one in rows if one.name.startswith(library + "/")]
         parts.append(f"\n## {library}: {len(of_library)}\n")
-        parts.append(
-            "| model | calls | arguments replaced | of these without effect | holds | remarks |\n|---|--:|--:|--:|---|---|"
-        )
+        parts.append("| model | calls | arguments replaced | of these without effect | holds | remarks |")
+        parts.append("|---|--:|--:|--:|---|---|")
         parts.extend(line(one) for one in of_library)
     parts.append("\n## Refused\n")
-    parts.append(
-        "Among the small models of the tests, each made for one difficulty, these may be refused, always with an error that says why.\n"
-    )
+    parts.append(REFUSED)
     parts.append("| difficulty | why |\n|---|---|")
     parts.extend(f"| {name.replace('_', ' ')} | {why} |" for name, why in refusals().items())
     return "\n".join(parts) + "\n"

@@ -43,6 +43,7 @@ from .errors import (
     NoSuchLayer as NoSuchLayer,
     NotDifferentiable as NotDifferentiable,
     NotSaved as NotSaved,
+    NoValues as NoValues,
     ReplaylensError as ReplaylensError,
     ShapeMismatch as ShapeMismatch,
     StaleValue as StaleValue,

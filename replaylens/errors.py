@@ -57,7 +57,17 @@ class WrongCount(ReplaylensError, AssertionError):
 
 
 class NotSaved(ReplaylensError, LookupError):
-    """The layer exists, but no value of it was kept, and none can be recomputed from what was."""
+    """The layer exists, but its value was not saved: the program was captured with `save=`.
+
+    `prog.recover("conv2d_3")` computes it again; `prog.saving(["conv2d_3"])` is a program that has it.
+    """
+
+
+class NoValues(NotSaved):
+    """The program was captured with `fake=True`: it has structure and shapes, and no values. Nothing can be computed.
+
+    Capture the model without it, on a machine where it fits.
+    """
 
 
 class InputMismatch(ReplaylensError, TypeError):

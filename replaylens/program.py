@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
 
 from ._capture.capture import Captured, record, record_of
+from ._capture.fake import outlined
 from ._capture.rerun import as_run, lived, rehearsed
 from ._capture.snapshot import Beginning
 from ._capture.spots import Counterparts
@@ -25,7 +26,7 @@ from ._check.model import with_model
 from ._check.report import CheckReport
 from ._check.subject import under_check
 from ._core.graph import Graph
-from ._core.node import Call, Guard, Input, Ref
+from ._core.node import Call, Guard, Input, Ref, value_of
 from ._core.pure import same_content, untransformed, writable_copy
 from ._core.reference import Reference
 from ._core.text import code
@@ -37,6 +38,7 @@ from ._edit.edges import Edge
 from ._edit.expand import chosen
 from ._edit.patch import Patch, Zero
 from ._edit.select import Selection, Site, Where, find, is_named, sites
+from ._edit.wanted import Wish
 from ._lens.conditionals import Conditional, Conditionals
 from ._lens.history import Described
 from ._lens.layers import Atlas, Layer, Place
@@ -47,22 +49,29 @@ from ._many.together import Planned, Together
 from ._replay import editing
 from ._replay.convert import move, present, rerun
 from ._replay.expanding import expand
-from ._replay.gradients import Asked, Grads, ask, gradients
+from ._replay.gradients import Asked, Grads, ask, gradients, seen_from, total
 from ._replay.guards import Departure, LeftPath
+from ._replay.keeping import completed, keeping, with_values
 from ._replay.module import ProgramModule
 from ._replay.patching import at_place, bound_patches, changes_of
 from ._replay.replay import Record, Versions, detached, function_of, replay, version
 from ._replay.request import At, Request, new_inputs, new_state
 from ._replay.run import Run
 from ._replay.swap import insert, swap
-from .errors import CaptureError, DivergedReplay, NoSuchLayer, NotSaved, ReplaylensError
+from .errors import CaptureError, DivergedReplay, NoGradient, NoSuchLayer, NotSaved, NoValues, ReplaylensError
 
 
-def capture(model: Any, *args: Any, unknown: str = "raise", **kwargs: Any) -> Program:
+def capture(
+    model: Any, *args: Any, save: Any = "all", fake: bool = False, unknown: str = "raise", **kwargs: Any
+) -> Program:
     """Run the model once on these inputs, and give back the pure program that it was.
 
-    The model can be any module or function. It is left as a plain forward leaves it. `unknown="constant"` keeps tensors
-    whose origin cannot be known (such as another thread's) as constants, which no patch reaches.
+    The model can be any module or function. It is left as a plain forward leaves it. `save` says which layers' values
+    are kept: `"all"`, `"none"`, a label, a module's address, an ordinal, a type, a part of a name (`"conv"`), a
+    function of a layer, or a list of these. What is not wanted is let go of while the model runs; what needs it later
+    computes it again. With `fake=True` nothing is computed, and no memory taken: the program of a model of any size,
+    also of one on the meta device, has structure and shapes, and no values. `unknown="constant"` keeps tensors whose
+    origin cannot be known (such as another thread's) as constants, which no patch reaches.
 
     >>> prog = capture(torch.nn.Linear(2, 3), torch.ones(1, 2))
     >>> prog.replay().output.shape
@@ -71,10 +80,13 @@ def capture(model: Any, *args: Any, unknown: str = "raise", **kwargs: Any) -> Pr
     if unknown not in ("raise", "constant"):
         raise ValueError(f"unknown must be 'raise' or 'constant', not {unknown!r}.")
     outer = [mode for mode in _function_modes() if not isinstance(mode, DeviceContext)]
-    prog = Program(_captured=record(model, args, kwargs, unknown))
+    wish = Wish.of(save)
+    if fake:
+        return Program(_outline=outlined(model, args, kwargs, unknown), _history=("captured without computing",))
+    prog = Program(_captured=record(model, args, kwargs, unknown, wish))
     if outer:
         _require_unchanged(prog, outer)
-    return prog
+    return prog if wish.everything else prog._keeping(wish)
 
 
 def run(model: Any, *args: Any, patch: Mapping[Any, Any] | None = None, grad: bool = False, **kwargs: Any) -> Run:
@@ -149,7 +161,11 @@ class Program(Described, Reference):
         _output: Any = None,
         _history: tuple[str, ...] = (),
         _beginning: Beginning | None = None,
+        _outline: Record | None = None,
+        _grads: Grads | None = None,
     ) -> None:
+        self._grads = _grads  # of the backward pass that it had
+        self._outline = _outline  # of a forward that computed nothing
         self._captured = _captured
         self._beginning = _captured.beginning if _captured is not None else _beginning
         self._given = _record
@@ -163,7 +179,7 @@ class Program(Described, Reference):
     @property
     def graph(self) -> Graph:
         """The program's structure: nodes in order, no tensors."""
-        return self._record.graph
+        return self._told.graph
 
     @property
     def conditionals(self) -> tuple[Conditional, ...]:
@@ -173,7 +189,7 @@ class Program(Described, Reference):
     @property
     def output(self) -> Any:
         """What the model returned when it was captured."""
-        return self._returned
+        return self._returned if self._outline is None else self._record
 
     @property
     def inputs(self) -> list[torch.Tensor]:
@@ -205,6 +221,14 @@ class Program(Described, Reference):
     @property
     def layer_labels(self) -> list[str]:
         return list(self._atlas.order)
+
+    @property
+    def saved_labels(self) -> list[str]:
+        """The layers that `save=` named; of the others only those values are kept without which nothing can be computed
+        again.
+        """
+        saved = self._record.saved if self._outline is None else frozenset[str]()
+        return [place.label for place in self._atlas.places if saved is None or place.label in saved]
 
     @property
     def code(self) -> str:
@@ -259,6 +283,22 @@ class Program(Described, Reference):
     def names_of(self, key: Any) -> tuple[str, ...]:
         """The names of the layers that a key of a mapping of patches means: of a glob, a type, a selection, a name."""
         return tuple([site.name for site in self._sites(key)])
+
+    def recover(self, *names: Any) -> Any:
+        """The value of a layer, computed again if it was not saved. Of several layers, or a type of them, label ->
+        value, in one run. The program stays as it is: `saving` gives one that has them.
+        """
+        if len(names) == 1 and names[0] in self:
+            place = self._atlas.find(names[0])
+            return self._read(place.output or place.part, place.node, again=True)
+        return {
+            layer.label: layer.value
+            for layer in map(self._keeping(Wish.of(names)).__getitem__, self._meant(Wish.of(names)))
+        }
+
+    def saving(self, save: Any) -> Program:
+        """The same program with other values saved, as `save=` of a capture says them; what it lacks is computed."""
+        return self._keeping(Wish.of(save))
 
     # -- running it again ----------------------------------------------------------------------------------------------
 
@@ -351,7 +391,9 @@ class Program(Described, Reference):
 
         loners = frozenset([number for number, (_, ends) in enumerate(made) if ends])
         changes = [changed for changed, _ in made]
-        return Together(self._record, tuple(variants), changes, loners, metric, self.output, captured, alone, memory)
+        return Together(
+            completed(self._record), tuple(variants), changes, loners, metric, self.output, captured, alone, memory
+        )
 
     def grads(
         self,
@@ -393,6 +435,36 @@ class Program(Described, Reference):
         changed. `sample` asks so many nodes, or such a share of them, of a very large program.
         """
         return check_record(self._record, self.output, self._atlas, self.history == ("captured",), sample, progress)
+
+    def backward(self, of: Any = None, *, from_layer: Any = None, save: Any = "all") -> Program:
+        """The same program after a backward pass: its layers have a `grad`, which is what a hook on the tensor would
+        have been given.
+
+        `of` makes one number of the output, or of the value of the layer that `from_layer` names; a sum, if it is not
+        given. `of="conv2d_3"` is the sum of that layer. `save` says which layers' gradients are kept, as it does for
+        values in a capture; parameters by their names. Nothing collects gradients in the model.
+
+        >>> prog = capture(torch.nn.Linear(2, 1, bias=False), torch.ones(1, 2))
+        >>> prog.backward(of=lambda out: 3 * out.sum())["linear_1"].grad
+        tensor([[3.]])
+        """
+        if of is not None and not callable(of):
+            of, from_layer = None, of if from_layer is None else _require_one_start(of)
+        grads = self._gradients_at(of or total, from_layer, Wish.of(save))
+        words = [_shown(of)] * (of is not None) + [f"from_layer={from_layer!r}"] * (from_layer is not None)
+        history = (*self.history, f"backward({', '.join(words)})")
+        return Program(
+            _record=self._record, _output=self._returned, _history=history, _beginning=self._beginning, _grads=grads
+        )
+
+    @property
+    def gradients(self) -> Grads:
+        """The gradients of the backward pass that this program had, by layer; and why some have none."""
+        if self._grads is None:
+            raise NoGradient(
+                "no gradient is here: the program had no backward pass. `prog.backward(of=...)` gives one that had."
+            )
+        return self._grads
 
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Run:
         """Replay on new inputs of the recorded shapes. All keywords are the model's own."""
@@ -515,30 +587,55 @@ class Program(Described, Reference):
     def _record(self) -> Record:
         if self._given is not None:
             return self._given
+        if self._outline is not None:
+            raise NoValues(
+                "the program was captured with fake=True: it has structure and shapes, and no values. "
+                "Capture the model without it."
+            )
         assert self._captured is not None
         with untransformed():  # the program outlives the transform that asks for it first
             record = record_of(self._captured)
         self._captured = None
         return record
 
+    @property
+    def _told(self) -> Record:
+        """What is known of the forward, with its values or without."""
+        return self._outline or self._record
+
     @cached_property
     def _atlas(self) -> Atlas:
         return Atlas(self.graph)
 
     def _layer(self, place: Place) -> Layer:
-        return Layer(self._lens, place, self._read)
+        return Layer(self._lens, place, self._read, self._gradient)
 
     @cached_property
     def _lens(self) -> Lens:
-        return Lens(self._record, self._atlas)
+        return Lens(self._told, self._atlas)
 
-    def _read(self, part: Ref | None, name: str) -> Any:
+    def _meant(self, wish: Wish) -> tuple[str, ...]:
+        """The labels of the layers that a wish means."""
+        return wish.labels(self._atlas, self.__getitem__)
+
+    def _keeping(self, wish: Wish) -> Program:
+        """The program with the values that a wish means, and no others."""
+        if wish.everything and self._record.saved is None:
+            return self
+        whole = completed(self._record) if wish.everything else None
+        record = whole or keeping(self._record, frozenset(self._meant(wish)))
+        output = thaw(record.graph.output, lambda leaf: detached(record.value(leaf)) if type(leaf) is Ref else leaf)
+        return Program(_record=record, _output=output, _history=self.history, _beginning=self._beginning)
+
+    def _read(self, part: Ref | None, name: str, again: bool = False) -> Any:
+        """The recorded value of a node, or of a part of it. `again`: also if it must be computed again."""
         record = self._record
         node = self.graph[name]
         tree = part if part is not None else (getattr(node, "result", None) or getattr(node, "returns", Ref(name)))
         missing = [leaf for leaf in leaves(tree) if type(leaf) is Ref and leaf not in record.values]
-        if missing:
-            raise NotSaved(f"the value of {name} was not kept. `prog.replay(to={name!r})[{name!r}]` computes it again.")
+        if missing and not again:
+            raise NotSaved(f"the value of {name} was not saved. `prog.recover({name!r})` computes it again.")
+        record = with_values(record, missing)
         return thaw(tree, lambda leaf: detached(record.value(leaf)) if type(leaf) is Ref else leaf)
 
     def _at(self, name: Any) -> At:
@@ -597,7 +694,7 @@ class Program(Described, Reference):
         return home
 
     def _value_for(self, name: str) -> Any:
-        return self[name].value
+        return self[name]._value_for(name)
 
     def _position(self, name: Any) -> int:
         return self._at(name).position
@@ -663,6 +760,23 @@ class Program(Described, Reference):
         pairs = [(place.label, At(graph.positions[place.node], place.output)) for place in self._atlas.places]
         computed = [pair for pair in pairs if isinstance(graph.nodes[pair[1].position], (Call, Input))]
         return ask(self._record, dict(computed), ())
+
+    def _gradients_at(self, of: Callable[[Any], Any], from_layer: Any, wish: Wish) -> Grads:
+        """The gradients of a number at the layers that a wish means."""
+        state = {address for node in self.graph.state_nodes for address in (node.address, *node.aliases)}
+        named = [key for key in wish.keys if isinstance(key, str) and key in state]
+        rest = evolve(wish, keys=tuple([key for key in wish.keys if key not in named]))
+        asked = self._everywhere if wish.everything else self._asked([*self._meant(rest), *named], None)
+        record = self._record
+        if from_layer is not None:
+            at = self._at(from_layer)
+            tree = at.output or at.part or value_of(self.graph.nodes[at.position])
+            record = seen_from(record, tree)
+            asked = evolve(asked, labels={name: one for name, one in asked.labels.items() if one.output is None})
+        return gradients(record, Request(grad=True), of, asked, self._named)
+
+    def _gradient(self, label: str) -> Any:
+        return self.gradients[label]
 
     def _named(self, name: Any) -> tuple[str, At]:
         """The label of a layer, and where it lies, by any of its names."""
@@ -768,6 +882,10 @@ def _shown(value: Any) -> str:
     return name_of(value) if is_function else shown(value)
 
 
+def _require_one_start(of: Any) -> Any:
+    raise TypeError(f"of= is a function of the value of from_layer=, not {of!r}.")
+
+
 def _require_mapping(patch: Any) -> Mapping[Any, Any]:
     if not isinstance(patch, Mapping):
         raise ReplaylensError("with_patch takes a mapping that says where: with_patch({'relu_3': Zero()}).")
@@ -785,7 +903,7 @@ def _unflatten(tensors: Iterable[Any], context: Any) -> Program:
     versions = Versions((ref, version(t) if isinstance(t, torch.Tensor) else -1) for ref, t in values.items())
     get = lambda leaf: values[leaf] if type(leaf) is Ref else leaf  # noqa: E731
     return Program(
-        _record=Record(record.graph, values, versions, record.draws, account=record.account),
+        _record=Record(record.graph, values, versions, record.draws, account=record.account, saved=record.saved),
         _output=thaw(record.graph.output, get),
         _history=history,
     )

@@ -19,6 +19,7 @@ import gc
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -263,12 +264,31 @@ def run_plainly(build: Build, args: tuple[Any, ...] | None = None) -> Outcome:
         return Outcome(case, output, belongings(case.model), before, states_of(case.model), state)
 
 
+SAVED: ContextVar[Any] = ContextVar("saved", default="all")
+
+
+def saving(save: Any, ask: Law) -> Law:
+    """The same law of a program that saved less."""
+
+    @functools.wraps(ask)
+    def answer(build: Build) -> str:
+        token = SAVED.set(save)
+        try:
+            return ask(build)
+        finally:
+            SAVED.reset(token)
+
+    answer.__name__ += "_of_little"
+    return answer
+
+
 def capture(build: Build, args: tuple[Any, ...] | None = None) -> tuple[Case, Any]:
     """A twin, captured from the same seeds as a plain run. A refusal that the case allows is not a breach."""
     case = build()
     reseed()
     try:
-        return case, rl.capture(case.model, *(case.args if args is None else args), **case.kwargs)
+        given = case.args if args is None else args
+        return case, rl.capture(case.model, *given, save=SAVED.get(), **case.kwargs)
     except rl.CaptureError as error:
         if case.refusal:
             raise CannotAsk(f"refused, as it may be ({case.refusal}): {str(error).splitlines()[0]}") from error
@@ -332,7 +352,7 @@ def replay_is_the_recorded_run(build: Build) -> None:
     for keep in "output", "all":
         run = replayed(case, functools.partial(prog.replay, keep=keep))
         assert_same(run.output, recorded, f"replay(keep={keep!r}).output")
-    for layer in prog.layers:
+    for layer in prog.saving("all").layers:
         if not layer.layer_type.startswith(UNINITIALISED):
             assert_same(run[layer.label], layer.value, layer.label)
     assert_same(prog.output, recorded, "prog.output after a replay")
@@ -497,7 +517,8 @@ def live_run_is_the_replay(build: Build) -> None:
     case, prog = capture(build)
     if case.asks_identity:
         raise CannotAsk("the model asks which object a tensor is: a patched value is another one")
-    layers = [layer for layer in prog.layers if layer.layer_type != "constant" and has_floats(layer.value)]
+    layers = prog.saving("all").layers
+    layers = [layer for layer in layers if layer.layer_type != "constant" and has_floats(layer.value)]
     for layer in layers[:: max(1, len(layers) // 4)]:
         try:
             wanted = prog.replay(patch={layer.label: changed}, on_divergence="raise")
@@ -628,7 +649,7 @@ def replay_from_the_middle(build: Build) -> None:
     """From any layer, unchanged or set to its own value, the recorded output comes out."""
     run_plainly(build)
     case, prog = capture(build)
-    layers = prog.layers
+    layers = prog.saving("all").layers
     loose = case.loose or torch.is_grad_enabled()  # some kernels take another way when a value requires no gradients
     for layer in layers[:: max(1, len(layers) // 8)]:
         assert_same(prog.replay(from_=layer.label).output, prog.output, f"output from {layer.label}")

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from attrs import define, evolve, field, frozen
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .._core.graph import Graph
 from .._core.laws import require_lawful
@@ -31,6 +32,14 @@ class Handle(int):
     __slots__ = ()
 
 
+@frozen
+class Gone:
+    """Stands for a value that was let go of."""
+
+    _version: int  # of its tensor: torch's write counter, as long as it was known
+
+
+PLAIN = frozenset((torch.Tensor, FakeTensor))  # a fake tensor is dealt with as the one that it stands for
 Site = tuple[Any, ...]  # a line of Python: code object and instruction; and, where it is not plain, who called it
 
 
@@ -121,6 +130,8 @@ class Recording:
     seconds: float = 0.0
     called_from: Site | None = None
     patched: dict[int, int] = field(factory=dict)  # the number of a record that is a patch -> of the one it patches
+    spare: set[Handle] = field(factory=set)  # values that nobody wants: see sparing.py
+    gone: dict[Handle, TensorMeaning] = field(factory=dict)  # what is known of values that were let go of
 
     def keep(self, tensor: torch.Tensor) -> Handle:
         """A Handle for a value that this tensor holds now."""
@@ -128,6 +139,16 @@ class Recording:
         self.values.append(tensor)
         self.versions.append(version_of(tensor))
         return handle
+
+    def let_go(self, handle: Handle) -> None:
+        """Forget a value that nobody wants. What is known of it without its content stays."""
+        values: list[Any] = self.values
+        self.gone[handle] = TensorMeaning.of(values[handle])
+        values[handle] = Gone(self.versions[handle])
+
+    def meaning(self, handle: Handle) -> TensorMeaning:
+        """What is known of a value without looking at its content."""
+        return self.gone.get(handle) or TensorMeaning.of(self.values[handle])
 
 
 @frozen
@@ -301,7 +322,7 @@ def _node(
 ) -> Node:
     if isinstance(record, SourceRecord):
         return _source_node(recording, addresses, record, name)
-    meaning = _meaning(tuple([recording.values[handle] for _, handle in parts_of(record.returns)]))
+    meaning = _shared(tuple([recording.meaning(handle) for _, handle in parts_of(record.returns)]))
     kwargs = record.kwargs or {}
     return Call(
         name=name,
@@ -335,9 +356,8 @@ def _bypassed(recording: Recording) -> set[Handle]:
     return found
 
 
-def _meaning(tensors: tuple[torch.Tensor, ...]) -> tuple[TensorMeaning, ...]:
-    """What is known of some tensors, one object for equal ones: a model has few shapes and many nodes."""
-    found = tuple([TensorMeaning.of(tensor) for tensor in tensors])
+def _shared(found: tuple[TensorMeaning, ...]) -> tuple[TensorMeaning, ...]:
+    """One object for equal ones: a model has few shapes and many nodes."""
     if len(_meanings) > 65536:
         _meanings.clear()
     return _meanings.setdefault(found, found)
@@ -347,7 +367,7 @@ _meanings: dict[tuple[TensorMeaning, ...], tuple[TensorMeaning, ...]] = {}
 
 
 def _source_node(recording: Recording, addresses: Addresses, record: SourceRecord, name: str) -> Node:
-    (meaning,) = _meaning((recording.values[record.returns],))
+    (meaning,) = _shared((recording.meaning(record.returns),))
     if record.kind == "input":
         return Input(name, record.where, meaning)
     if record.kind == "constant":

@@ -14,13 +14,14 @@ from types import GeneratorType
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from .._core.node import Ref, State
 from .._core.text import where as text_of
 from .._core.trees import freeze_deep, leaves, thaw
+from .._edit.wanted import EVERYTHING, Wish
 from .._replay.replay import Record, Versions
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite, UnsupportedModel
 from .account import account_of, timed
@@ -29,6 +30,7 @@ from .origins import Date, Origins, dated, reaches_scripts
 from .recorder import NeedsDeepLook
 from .scopes import boundary, callers, listening
 from .snapshot import Beginning, Dice, Snapshot
+from .sparing import settle, sparing
 from .tracer import Tracer
 
 
@@ -50,14 +52,21 @@ class Forward:
     kwargs: dict[str, Any]
     beginning: Beginning
     tracer: Callable[[Recording, Origins, Date, bool, str], Tracer] = Tracer
+    second: Callable[[Recording, Origins, Date, bool, str], Tracer] | None = None  # of a second look, if another
 
 
-def record(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unknown: str = "raise") -> Captured:
-    """Run the model under the tracer. Looks a second time, at every ATen call, if the first was blind to something."""
+def record(
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unknown: str = "raise", wish: Wish = EVERYTHING
+) -> Captured:
+    """Run the model under the tracer. Looks a second time, at every ATen call, if the first was blind to something, or
+    had let go of a value that turned out to be needed: everything is kept then until the end.
+    """
     require_supported(model)
     origins = Origins(model)
     beginning = Beginning(model, Snapshot(origins.modules, (args, kwargs)), Dice(), unknown)
-    captured = looked(Forward(model, args, kwargs, beginning), put_back, origins)
+    tracer = Tracer if wish.everything else sparing(wish)
+    captured = looked(Forward(model, args, kwargs, beginning, tracer, Tracer), put_back, origins)
+    settle(captured.recording)
     beginning.generators = tuple(captured.recording.generators.values())
     return captured
 
@@ -79,7 +88,8 @@ def looked(forward: Forward, put_back: Callable[[Recording, Beginning], None], o
         deep = False
     put_back(first, forward.beginning)
     try:
-        return _look(forward, Recording(first.model_name), Origins(forward.model), deep)
+        again = evolve(forward, tracer=forward.second or forward.tracer)
+        return _look(again, Recording(first.model_name), Origins(forward.model), deep)
     except NeedsDeepLook:
         if not deep:
             raise
@@ -114,6 +124,7 @@ def _look(forward: Forward, recording: Recording, origins: Origins, deep: bool) 
                 s.module._backward_hooks or s.module._backward_pre_hooks for s in recording.scopes
             ):
                 recording.one_way.append("a module's backward hook")
+    tracer.watch = None  # they hold each other, and with them every value
     recording.addresses = origins.addresses
     return Captured(recording, output, forward.beginning)
 
@@ -149,7 +160,8 @@ def record_of(captured: Captured) -> Record:
     values: dict[Ref, torch.Tensor] = {}
     live: dict[str, torch.Tensor] = {}
     for ref, handle in made.handles.items():
-        values[ref] = recording.values[handle]
+        if handle not in recording.gone:
+            values[ref] = recording.values[handle]
     for source, node in zip(recording.records, graph.nodes, strict=True):
         if isinstance(node, State) and isinstance(source, SourceRecord):
             value = values[Ref(node.name)]
@@ -157,7 +169,7 @@ def record_of(captured: Captured) -> Record:
             values[Ref(node.name)] = (
                 value if value.is_inference() else value.detach().requires_grad_(value.requires_grad)
             )
-    versions = Versions((ref, recording.versions[handle]) for ref, handle in made.handles.items())
+    versions = Versions((ref, recording.versions[handle]) for ref, handle in made.handles.items() if ref in values)
     account = account_of(recording, made)
     return Record(graph, values, versions, recording.draws, live, account=account)
 

@@ -22,7 +22,7 @@ from .._core.pure import Hole, blank, clear
 from .._core.target import Target
 from .._core.trees import freeze
 from ..errors import CaptureError, UnknownOrigin
-from .builder import CallRecord, Handle, Recording, Site, SourceRecord, is_torch_code, user_line, version_of
+from .builder import PLAIN, CallRecord, Handle, Recording, Site, SourceRecord, is_torch_code, user_line, version_of
 from .origins import Date, Origins, is_older, thread_marks
 from .randomness import Draws
 from .rules import PARTING, Rule, is_new_memory
@@ -152,7 +152,7 @@ class Recorder(TorchFunctionMode):
 
         None for calls like `contiguous`: they stay the argument, and are no node. A model may ask `x.to(...) is x`.
         """
-        if not rule.is_identity or type(out) is not torch.Tensor:
+        if not rule.is_identity or type(out) not in PLAIN:
             return None
         if out.requires_grad and not _grad_enabled() and self.recording.ambient[0]:
             return None  # a view made here could not be written later, where gradients are on again

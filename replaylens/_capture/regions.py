@@ -11,10 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._core.graph import Graph
-from .._core.node import Call, Input, Ref, TensorMeaning
+from .._core.node import Call, Input, Ref
 from .._core.target import Target
 from .._core.trees import Branch, leaves, remake
 from .._replay.differentiate import differentiate
@@ -249,7 +250,7 @@ def _graph_of(
     recording: Recording, between: list[int], reads: list[Handle], ends: list[Handle], starts: list[Handle]
 ) -> Graph:
     refs: dict[Handle, Ref] = {handle: Ref(f"value_{int(handle)}") for handle in reads}
-    nodes: list[Any] = [Input(refs[h].node, (n,), TensorMeaning.of(recording.values[h])) for n, h in enumerate(reads)]
+    nodes: list[Any] = [Input(refs[h].node, (n,), recording.meaning(h)) for n, h in enumerate(reads)]
     for number in between:
         record = recording.records[number]
         assert isinstance(record, CallRecord)
@@ -262,7 +263,7 @@ def _graph_of(
     for number in between:
         record = recording.records[number]
         assert isinstance(record, CallRecord)
-        meaning = tuple([TensorMeaning.of(recording.values[h]) for _, h in parts_of(record.returns)])
+        meaning = tuple([recording.meaning(h) for _, h in parts_of(record.returns)])
         nodes.append(
             Call(
                 f"call_{number}",
@@ -288,6 +289,8 @@ def _graph_of(
 
 
 def _require_equal(tracer: Recorder, results: Any, expected: Any) -> None:
+    if any(isinstance(result, FakeTensor) for result in results):
+        return  # without contents there is nothing to compare
     for one, other in zip(results, expected, strict=True):
         if (one is None) != (other is None) or (
             one is not None and not torch.allclose(one, other, rtol=1e-5, atol=1e-7, equal_nan=True)

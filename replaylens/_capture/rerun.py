@@ -257,7 +257,8 @@ def _require_as_recorded(record: Record, found: Record) -> None:
         same = type(one) is type(other)
         if isinstance(one, Call) and isinstance(other, Call):
             same = one.target == other.target and len(one.meaning) == len(other.meaning)
-            same = same and all(_is_close(record.values[ref], found.values[mine]) for ref, mine in _values(one, other))
+            pairs = [(record.values.get(ref), found.values[mine]) for ref, mine in _values(one, other)]
+            same = same and all(old is None or _is_close(old, new) for old, new in pairs)
         if not same:
             raise StaleValue(
                 "the change leads away from the recorded path, and the model cannot be run in its place: before any "

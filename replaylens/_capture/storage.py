@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from attrs import define, field
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from .._core.pure import Hole, Step, as_strided_from, same_content, take_step
 from .._core.target import Target
@@ -159,7 +160,9 @@ class Memory:
         if key is None or key in self.bases:
             return self.bases.get(key) if key is not None else None
         values, live = self.recording.values, self.live
-        for handle in range(self.looked_at, len(values)):
+        for handle in map(Handle, range(self.looked_at, len(values))):
+            if handle in self.recording.gone:
+                continue
             if live.get(id(values[handle])) == handle and (found := storage_key(values[handle])) is not None:
                 self.by_storage[found] = values[handle]
         self.looked_at = len(values)
@@ -221,7 +224,12 @@ class Memory:
                     tensor = entry.tensor if last else take_step(tensor, thaw(step, self._value))
                 known = base.derived[key] = self._emit_step(step, handle, tensor)
                 base.held.append(known)
-            handle, tensor = known, self.recording.values[known]
+            elif known in self.recording.gone and not last:
+                with torch.no_grad():
+                    tensor = take_step(tensor, thaw(step, self._value))
+            if known not in self.recording.gone:
+                tensor = self.recording.values[known]
+            handle = known
         return handle
 
     def _emit_step(self, step: Any, source: Handle, made: torch.Tensor) -> Handle:
@@ -254,7 +262,11 @@ class Memory:
         reference.
         """
         values, old = self.recording.values, (base.root if content is None else content)
-        held = [handle for handle in base.held if storage_key(values[handle]) == storage_key(base.root)]
+        there = [handle for handle in base.held if handle not in self.recording.gone]
+        there = [handle for handle in there if storage_key(values[handle]) == storage_key(base.root)]
+        for handle in self.recording.spare.intersection(there):
+            self.recording.let_go(handle)
+        held = [handle for handle in there if handle not in self.recording.gone]
         base.held = []
         if not held:
             return
@@ -327,7 +339,7 @@ class Memory:
         held = known.base.held if isinstance(known, Entry) else []
         plain = [known] if type(known) is Handle else []
         for handle in (*held, *plain):
-            if self.recording.values[handle] is tensor:
+            if handle not in self.recording.gone and self.recording.values[handle] is tensor:
                 self.recording.values[handle] = tensor.detach()
         if isinstance(known, Entry) and known.base.root is tensor:
             known.base.root = tensor.detach()
@@ -362,7 +374,7 @@ class Memory:
         offset, root = base.root.storage_offset(), base.root
         if root.is_contiguous():
             flat = base.exposed.contiguous().view(-1)
-            for handle in held:
+            for handle in [handle for handle in held if handle not in self.recording.gone]:
                 tensor = values[handle]
                 if tensor.dtype == root.dtype:
                     values[handle] = flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - offset)
@@ -436,6 +448,7 @@ def meet(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     if size > 10_000_000:
         return True
-    marks = torch.zeros(size, dtype=torch.bool)
-    marks.as_strided(one.shape, one.stride(), starts[0]).fill_(True)
-    return bool(marks.as_strided(other.shape, other.stride(), starts[1]).any())
+    with unset_fake_temporarily():
+        marks = torch.zeros(size, dtype=torch.bool)
+        marks.as_strided(one.shape, one.stride(), starts[0]).fill_(True)
+        return bool(marks.as_strided(other.shape, other.stride(), starts[1]).any())

@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from .._core.pure import alias, copied, hooked
 from .._core.trees import ATOMS, freeze, freeze_deep
 from ..errors import ReplaylensError, UnannouncedWrite
-from .builder import CallRecord, GuardRecord, Handle, Recording, ScopeRecord, Site, is_torch_code, version_of
+from .builder import PLAIN, CallRecord, GuardRecord, Handle, Recording, ScopeRecord, Site, is_torch_code, version_of
 from .opening import opened
 from .origins import Date, Origins
 from .recorder import NeedsDeepLook, Recorder, outside, tensors_in
@@ -426,7 +426,7 @@ class Tracer(Recorder):
         """What a module gave, and which values that is."""
         if _peek() is not None:
             return out, freeze_deep(out, self._read_wrapped)
-        if type(out) is not _Tensor:
+        if type(out) not in PLAIN:
             return out, freeze_deep(out, self.memory.read)
         if did_nothing and args and out is args[0]:
             out = self._identity(out)

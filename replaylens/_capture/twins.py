@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from .builder import PLAIN
+
 _UNARY = frozenset(
     """relu_ sigmoid_ tanh_ silu_ hardtanh_ hardswish_ leaky_relu_ elu_ selu_ celu_ mish_ threshold_ hardsigmoid_ exp_
     sqrt_
@@ -29,7 +31,7 @@ def twin_of(func: Any, args: Any, kwargs: Any, target: torch.Tensor, others: lis
     if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) or kwargs.get("out") is not None:
         return None
     if (
-        type(target) not in (torch.Tensor, torch.nn.Parameter)
+        type(target) not in (*PLAIN, torch.nn.Parameter)
         or args[:1] != args[:1][:1]
         or not args
         or args[0] is not target

@@ -13,9 +13,10 @@ import torch
 from attrs import evolve, frozen
 
 from .._core.node import Call, Ref, refs_of
+from .._core.pure import as_leaf
 from .._replay.interpreter import Mode, caller, modes, with_values_apart
 from .._replay.parting import NONE
-from .._replay.replay import Record, as_leaf
+from .._replay.replay import Record
 
 Given = Mapping[Ref, torch.Tensor]
 

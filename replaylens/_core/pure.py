@@ -319,6 +319,16 @@ def laid_out(function: Target, strides: tuple[int, ...], *args: Any, **kwargs: A
     return made if torch._C._functorch.peek_interpreter_stack() is not None else in_layout(made, strides)
 
 
+def as_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """The same value without a history, and with its flag: torch chooses kernels by whether a tensor needs
+    gradients.
+    """
+    if not tensor.requires_grad or tensor.is_inference():
+        return tensor
+    with untransformed():  # a recorded value stands outside of what runs now, and such a transform forbids the flag
+        return tensor.detach().requires_grad_()
+
+
 def fresh_leaf(tensor: torch.Tensor) -> torch.Tensor:
     """The same value as a leaf of autograd's graph: gradients end here."""
     if tensor.is_inference():

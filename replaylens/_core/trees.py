@@ -157,6 +157,22 @@ def remake(tree: Any, leaf: Leaf) -> Any:
     return leaf(tree)
 
 
+def bare(tree: Any) -> Any:
+    """The same frozen tree, holding none of the objects that it was made from, and so none of their tensors."""
+    kind = type(tree)
+    if kind is not tuple and kind is not Branch:
+        return tree
+    old = tree if kind is tuple else tree.items
+    items = tuple([bare(item) for item in old])
+    same = all(new is item for new, item in zip(items, old, strict=True))
+    if kind is tuple:
+        return tree if same else items
+    holds = tree.like is not None and not isinstance(tree.like, (pytree.TreeSpec, dict, list))
+    if same and not holds:
+        return tree
+    return evolve(tree, items=items, like=tree.kind.__new__(tree.kind) if holds else tree.like)
+
+
 def leaves(tree: Any) -> Iterator[Any]:
     """Every leaf and literal of a frozen tree, from left to right."""
     kind = type(tree)

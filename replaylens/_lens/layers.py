@@ -12,7 +12,6 @@ from typing import Any
 
 from attrs import evolve, field, frozen
 
-from .._core.node import Ref
 from .._core.reference import Reference
 from .atlas import Atlas as Atlas, Place as Place, short as short
 from .card import card
@@ -26,7 +25,8 @@ class Layer(LayerInPapersWords, Reference):
 
     _lens: Lens
     _place: Place
-    _read: Callable[[Ref | None, str], Any] = field(repr=False)
+    _read: Callable[..., Any] = field(repr=False)
+    _grad: Callable[[str], Any] = field(repr=False)
 
     @property
     def _atlas(self) -> Atlas:
@@ -38,8 +38,13 @@ class Layer(LayerInPapersWords, Reference):
         refs = self._lens.refs(self._place)
         return tuple([evolve(self, place=evolve(self._place, part=ref)) for ref in refs]) if len(refs) > 1 else (self,)
 
+    @property
+    def grad(self) -> Any:
+        """Its gradient in the backward pass that the program had: `prog.backward(of=...)` gives such a program."""
+        return self._grad(self.label)
+
     def _value_for(self, name: str) -> Any:
-        return self.value
+        return self._read(self._place.output or self._place.part, self._place.node, again=True)
 
     def __repr__(self) -> str:
         shape = f" {tuple(self.shape)}" if self.shape is not None else ""

@@ -14,11 +14,13 @@ from attrs import evolve
 
 from .._core.graph import Graph
 from .._core.node import Call, Node, Ref, TensorMeaning
+from .._core.pure import as_leaf
 from .._core.trees import leaves, remake, thaw
 from .guards import Departure, diverged
 from .interpreter import Mode, compile_plan, interpret, recorded_world
+from .keeping import keeping
 from .plan import plan
-from .replay import Record, Versions, as_leaf, version
+from .replay import Record, Versions, version
 
 
 def present(record: Record, model: Any) -> Record:
@@ -67,6 +69,7 @@ def rerun(
         live,
         account=record.account.untimed(),
     )
+    fresh = fresh if record.saved is None else keeping(fresh, record.saved)
     return fresh, thaw(graph.output, lambda leaf: values[leaf] if type(leaf) is Ref else leaf)
 
 

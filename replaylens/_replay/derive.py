@@ -15,7 +15,7 @@ from attrs import evolve, field, frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Guard, Ref, TensorMeaning, meanings_of, refs_of, value_of
-from .._core.pure import same_content
+from .._core.pure import as_leaf, same_content
 from .._core.text import listing
 from .._core.trees import thaw
 from .._edit.compare import origins, same_values
@@ -24,8 +24,9 @@ from ..errors import ShapeMismatch
 from .convert import as_it_came_out
 from .guards import Departure, diverged, misdirected, same_result
 from .interpreter import Code, Mode, compile_plan, interpret, recorded_world
+from .keeping import keeping
 from .plan import Plan, plan
-from .replay import Record, Versions, as_leaf, version
+from .replay import Record, Versions, version
 
 Values = dict[Ref, torch.Tensor]
 
@@ -80,6 +81,7 @@ def derive(
         work.live(),
         account=record.account.untimed(),
     )
+    made = made if record.saved is None else keeping(made, record.saved)
     return made, thaw(graph.output, lambda leaf: values[leaf] if type(leaf) is Ref else leaf)
 
 

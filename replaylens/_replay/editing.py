@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .._core.graph import Graph
-from .._core.node import Ref, meanings_of, value_of
+from .._core.node import Call, Ref, meanings_of, value_of
 from .._core.trees import thaw
 from .._edit.bypass import bypassed
 from .._edit.cut import cut
@@ -21,6 +21,7 @@ from .._edit.lower import in_recorded_layout, lower
 from .._edit.patch import Patch
 from .._edit.rewrite import unread_sources, without
 from .derive import Added, derive, require_choice
+from .keeping import with_values
 from .replay import Record, Versions, execute, idle_among
 from .request import At, Request, new_state, state_called
 
@@ -117,6 +118,8 @@ def tap(record: Record, sender: tuple[Ref, ...], readers: Sequence[str]) -> tupl
 def cut_out(record: Record, starts: Sequence[Any] | None, output: Any) -> Made:
     """The record of a slice of the program. Nothing runs: its values are those of the whole."""
     made = cut(record.graph, starts, output)
+    sources = [Ref(node.name) for node in made.graph.nodes if not isinstance(node, Call)]
+    record = with_values(record, [made.values[ref] for ref in sources])
     values = {new: record.values[old] for new, old in made.values.items() if old in record.values}
     names = {node.name for node in made.graph.state_nodes} | {node.name for node in made.graph.const_nodes}
     fresh = Record(
@@ -126,5 +129,6 @@ def cut_out(record: Record, starts: Sequence[Any] | None, output: Any) -> Made:
         record.draws,
         {name: tensor for name, tensor in record.live.items() if name in names},
         account=record.account.untimed(),
+        saved=record.saved,
     )
     return fresh, thaw(made.graph.output, lambda leaf: fresh.value(leaf) if type(leaf) is Ref else leaf)

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from attrs import evolve
 
-from .._core.node import Call, Ref, meanings_of
+from .._core.graph import Graph
+from .._core.node import Call, Ref, meanings_of, refs_of
 from .._core.trees import thaw
 from .._edit.expand import as_called, expand as expanded
 from ..errors import ReplaylensError
 from .derive import Added, derive
 from .guards import diverged
 from .interpreter import modes, recorded_world
+from .keeping import with_values
 from .replay import Record
 from .rounding import departures_beyond_rounding
 
@@ -29,7 +31,8 @@ def expand(
     record: Record, names: Iterable[str], recorder: Recorder, on_divergence: str = "raise"
 ) -> tuple[Record, Any]:
     """The program with these calls opened. Numbers that left torch may differ as rounding lets them."""
-    graph, seen = record.graph, {name: _seen(record, record.graph[name], recorder) for name in names}
+    whole = with_values(record, [ref for name in names for ref in _around(record.graph, name)])
+    graph, seen = record.graph, {name: _seen(whole, record.graph[name], recorder) for name in names}
     of_model = {id(tensor): Ref(name) for name, tensor in record.live.items()}
     shared: dict[str, dict[Ref, Ref]] = {}
     for name, look in seen.items():
@@ -47,6 +50,11 @@ def expand(
     if on_divergence == "raise" and (away := next(departures_beyond_rounding(record, found), None)) is not None:
         raise diverged(away)
     return found, output
+
+
+def _around(graph: Graph, name: str) -> tuple[Ref, ...]:
+    """The values that a call reads and gives."""
+    return *graph.refs[graph.positions[name]], *refs_of(graph[name])
 
 
 def _seen(record: Record, call: Any, recorder: Recorder) -> Record:

@@ -156,6 +156,22 @@ def gradients(
     return Grads(metric.detach(), asked, find, values, at_ends, cuts)
 
 
+def seen_from(record: Record, tree: Any) -> Record:
+    """The record as if the model returned these values of it and nothing else."""
+    graph = evolve(record.graph, output=tree, changes=())
+    return evolve(record, graph=graph, plans={}, histories=histories(record))
+
+
+def total(value: Any) -> torch.Tensor:
+    """The sum of a value: what a backward pass begins with, unless it is told otherwise."""
+    if not isinstance(value, torch.Tensor):
+        raise BadMetric(
+            f"there is no one tensor to begin at, but a {type(value).__name__}. Say which number of it is meant: "
+            "of=lambda value: value[0].sum()."
+        )
+    return value.sum()
+
+
 @frozen(eq=False)
 class Asked:
     """At which layers gradients are asked for, by label, and which values those are."""

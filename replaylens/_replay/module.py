@@ -16,12 +16,13 @@ from torch import nn
 
 from .._core.graph import Graph
 from .._core.node import Call, Context, Node, Ref, State
+from .._core.pure import as_leaf
 from .._core.trees import thaw
 from ..errors import ReplaylensError
 from .guards import Departure, diverged
 from .interpreter import Code, Mode, compile_plan, interpret, recorded_world
 from .plan import plan
-from .replay import Record, as_leaf, require_differentiable
+from .replay import Record, require_differentiable
 from .request import Request, new_inputs
 
 

@@ -18,13 +18,14 @@ from attrs import define, evolve, field, frozen
 from .._core.account import NOTHING_KNOWN, Account
 from .._core.graph import Graph
 from .._core.node import Call, Input, Ref, State, refs_of, value_of
-from .._core.pure import fresh_leaf, same_content, standing, untransformed
+from .._core.pure import as_leaf, fresh_leaf, same_content, standing
 from .._core.trees import leaves, thaw
 from ..errors import NotDifferentiable, ReplaylensError, StaleValue
 from .function import as_function
 from .guards import Departure, LeftPath, diverged, misdirected
 from .interpreter import Code, Mode, Patches, compile_plan, interpret, recorded_world
 from .plan import Plan, plan
+from .recover import recovered
 from .request import At, Change, Request
 from .run import Run
 
@@ -53,10 +54,13 @@ class Record:
     plans: dict[Any, Any] = field(factory=dict)
     account: Account = NOTHING_KNOWN
     histories: frozenset[Ref] | None = None  # which values gradients flow through: see gradients.py
+    saved: frozenset[str] | None = None  # the nodes whose values are to be kept, if not all are: see recover.py
 
     def value(self, ref: Ref) -> torch.Tensor:
-        """A recorded value, if nobody overwrote it since."""
-        tensor = self.values[ref]
+        """A recorded value, if nobody overwrote it since; computed again, if it was not kept."""
+        tensor = self.values.get(ref)
+        if tensor is None:
+            return recovered(self, [ref])[ref]
         if self.versions[ref] != version(tensor):
             raise StaleValue(_stale_text(self.graph, ref))
         return tensor
@@ -104,6 +108,7 @@ def execute(record: Record, request: Request, told: Callable[[Code], Code] | Non
     graph = record.graph
     request = _without_idle(record, request)
     wanted = _wanted(graph, request)
+    record = _with_starts(record, request)
     mode = Mode(request.grad, request.fresh, on_departure=departed)
     code, needed = _compiled(record, request, wanted, mode)
     require_differentiable(record, request)
@@ -113,6 +118,16 @@ def execute(record: Record, request: Request, told: Callable[[Code], Code] | Non
     with recorded_world(code.draws, graph), _as_running(departed, request.changed):
         interpret(told(code) if told is not None else code, env)
     return Executed(request, wanted, code, env, departures)
+
+
+def _with_starts(record: Record, request: Request) -> Record:
+    """With the values that gradients end at, where a replay begins at one: what came before has no part in them."""
+    starts = request.start if request.grad and not request.at else ()
+    refs = [ref for position in starts for ref in refs_of(record.graph.nodes[position])]
+    if all(ref in record.values for ref in refs):
+        return record
+    found = recovered(record, [ref for ref in refs if ref not in record.values])
+    return evolve(record, values={**record.values, **found}, plans={})
 
 
 def replay(record: Record, request: Request, resolve: Callable[[Any], At]) -> Run:
@@ -399,16 +414,6 @@ def supply(record: Record, request: Request, ref: Ref) -> Any:
 def _changed_nodes(graph: Graph) -> list[tuple[str, Ref]]:
     by_address = {node.address: node.name for node in graph.state_nodes}
     return [(by_address[address], ref) for address, ref in graph.changes]
-
-
-def as_leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """The same value without a history, and with its flag: torch chooses kernels by whether a tensor needs
-    gradients.
-    """
-    if not tensor.requires_grad or tensor.is_inference():
-        return tensor
-    with untransformed():  # a recorded value stands outside of what runs now, and such a transform forbids the flag
-        return tensor.detach().requires_grad_()
 
 
 def _flagged(given: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:

@@ -125,15 +125,16 @@ def attribution(
         raise ValueError(f"method must be 'patching' or 'integrated', not {method!r}.")
     wanted = as_part(part, axes)
     grads = corrupt.grads(of=metric, at=at)
-    without = grads.without
+    before = clean.saving("all") if isinstance(clean, Program) else clean
+    after, without = corrupt.saving("all"), grads.without
     scores: dict[str, torch.Tensor] = {}
     found: dict[str, Axes] = {}
     for label, gradient in grads.items():
-        change = _change(clean, corrupt, label)
+        change = _change(before, after, label)
         try:
             if wanted is not None:
                 _require_fit(wanted, label, gradient)
-            slopes = _leaves(gradient) if method == "patching" else _mean(corrupt, metric, label, change, steps)
+            slopes = _leaves(gradient) if method == "patching" else _mean(after, metric, label, change, steps)
         except (BadPart, DivergedReplay) as error:
             if at is not None:
                 raise

@@ -1,0 +1,196 @@
+"""A capture that computes nothing: the model runs on fake tensors, which have shapes and dtypes, and no content.
+
+In: a model of any size, on any device, also on meta, and its inputs. Out: the Record of its forward, without values. No
+memory is taken for values; the model is put back as it was. A model whose way depends on contents has no way here: that
+is an error. Tensors on meta are taken for ones where the other tensors are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.autograd import forward_ad
+
+from .._core.trees import freeze_deep, thaw
+from .._replay.replay import Record, Versions
+from ..errors import CaptureError, ReplaylensError
+from .account import account_of
+from .builder import Recording, freeze
+from .capture import Forward, looked, require_supported
+from .origins import Date, Origins
+from .randomness import Draw, Draws, is_idle
+from .recorder import NeedsDeepLook
+from .rules import Rule
+from .snapshot import Beginning, Belongings, Dice, Snapshot
+from .storage import Base, Memory
+from .tracer import Tracer
+
+_peek = torch._C._functorch.peek_interpreter_stack
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_CALLBACKS = frozenset(("map_", "map2_", "apply_"))  # they read memory, of which there is none
+
+
+def outlined(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unknown: str = "raise") -> Record:
+    """The Graph of a forward that computes nothing, and what is known of it besides: a Record without values."""
+    require_supported(model)
+    origins = Origins(model)
+    with _faked(origins.modules, args, kwargs) as (mode, args, kwargs):
+        beginning = Beginning(model, Snapshot(origins.modules, (args, kwargs)), Dice(), unknown)
+        forward = Forward(model, args, kwargs, beginning, FakeTracer)
+        try:
+            with mode:
+                captured = looked(forward, lambda recording, beginning: beginning.put_back(), Origins(model))
+                made = freeze(captured.recording)
+                return Record(made.graph, {}, Versions(()), {}, account=account_of(captured.recording, made))
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise CaptureError(_refusal(error, _place(error))) from error
+        except Exception as error:
+            if not isinstance(error, ReplaylensError) and hasattr(error, "add_note"):
+                error.add_note("replaylens: it was run on fake tensors (fake=True), which not every operation takes.")
+            raise
+
+
+class FakeTracer(Tracer):
+    """One capture of a forward on fake tensors."""
+
+    def __init__(self, recording: Recording, origins: Origins, date: Date, deep: bool, unknown: str) -> None:
+        super().__init__(recording, origins, date, deep, unknown)
+        self.memory = _Blank(recording)
+        self.draws = _Undrawn(recording.draws, recording.generators)
+        self.is_special = True  # every call comes to the slower door
+
+    def _special_door(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
+        if _dispatch_modes() < self.outer_modes:  # how the mode makes fake tensors is no call of the model's
+            return func(*args, **kwargs)
+        if self.watch is None and not self.functorch and _peek() is None and forward_ad._current_level < 0:
+            return self._open_or_call(rule, func, args, kwargs)
+        try:
+            return super()._special_door(rule, func, args, kwargs)
+        finally:
+            self.is_special = True
+
+    def _call(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
+        if getattr(func, "__name__", "") in _CALLBACKS:
+            what = f"`{rule.kind}` calls Python for every number"
+            raise CaptureError(f"{what}, and fake tensors have none.{self.where()}\nCapture it without fake=True.")
+        targets = rule.writes(args, kwargs) if rule.writes is not None else ()
+        if not all(isinstance(target, FakeTensor) for target in targets):
+            raise CaptureError(
+                f"`{rule.kind}` writes a tensor that is no parameter, buffer or attribute of a module, and fake=True "
+                f"changes nothing.{self.where()}\nMake it a buffer, or capture without fake=True."
+            )
+        return super()._call(rule, func, args, kwargs)
+
+    def _escape(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return self._reading(super()._escape, func, args, kwargs)
+
+    def _expose(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
+        return self._reading(super()._expose, rule, func, args, kwargs)
+
+    def _reading(self, read: Callable[..., Any], *args: Any) -> Any:
+        """The model reads contents: it can be told those of constants."""
+        try:
+            return read(*args)
+        except (ReplaylensError, NeedsDeepLook):
+            raise
+        except Exception as error:
+            raise CaptureError(_refusal(error, self.where())) from error
+
+
+class _Undrawn(Draws):
+    """Draws that nobody makes: every call that may draw is taken for one that does."""
+
+    def around(self, may_draw: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
+        draw = Draw(None, torch.default_generator)
+        if may_draw and not is_idle(func.__name__, args, kwargs):
+            draw.key = f"draw_{len(self.kept) + 1}"
+            self.kept[draw.key] = torch.empty(0)
+        return draw
+
+    def keep(self, generator: torch.Generator, state: torch.Tensor) -> str | None:
+        return None
+
+
+class _Blank(Memory):
+    """Memory without content: nothing is lost when it is written."""
+
+    def preserve(self, base: Base, content: torch.Tensor | None = None) -> None:
+        """Nothing."""
+
+
+@contextmanager
+def _faked(modules: list[nn.Module], args: Any, kwargs: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Within, the modules have fake parameters and buffers. Gives the mode, and the inputs as fake tensors."""
+    belongings = Belongings(modules, (args, kwargs))
+    fake = _Fakes(modules, (args, kwargs))
+    tree = freeze_deep((args, kwargs), lambda tensor: _Given(fake(tensor)))
+    args, kwargs = thaw(tree, lambda leaf: leaf.tensor if type(leaf) is _Given else leaf)
+    try:
+        for module in modules:
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # it hands its tensors to nobody: they become fake where they meet others
+            for held in (module._parameters, module._buffers, vars(module)):
+                tensors: dict[str, Any] = held
+                tensors.update({key: fake(value) for key, value in held.items() if isinstance(value, torch.Tensor)})
+        yield fake.mode, args, kwargs
+    finally:
+        belongings.put_back()
+        belongings.put_generators_back()
+
+
+class _Given:
+    """A fake input, in a tree of inputs."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class _Fakes:
+    """Gives the fake tensor for a real one, the same for the same."""
+
+    def __init__(self, modules: list[nn.Module], inputs: Any) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.device = torch.device("cpu")
+        found: list[torch.Tensor] = []
+        freeze_deep(inputs, found.append)
+        found.extend(tensor for module in modules for tensor in module.parameters(recurse=False))
+        if real := [tensor for tensor in found if not tensor.is_meta]:
+            self.device = real[0].device
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self.known:
+            self.known[id(tensor)] = tensor, self._made(tensor)
+        return self.known[id(tensor)][1]
+
+    def _made(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta:
+            return self.mode.from_tensor(tensor)
+        with self.mode:
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        return nn.Parameter(made, tensor.requires_grad) if is_parameter else made.requires_grad_(tensor.requires_grad)
+
+
+def _place(error: Exception) -> str:
+    """Where in the model an exception came from, as its note says."""
+    notes = getattr(error, "__notes__", ())
+    return "".join(f"\n{line}" for note in notes for line in note.splitlines()[1:])
+
+
+def _refusal(error: Exception, where: str) -> str:
+    """What is said of a model that reads contents."""
+    return (
+        f"the model reads the content of a tensor, or has a shape that depends on one ({error}), and fake tensors have "
+        f"no content.{where}\nCapture it without fake=True."
+    )
