@@ -1,0 +1,292 @@
+"""A Scene of a program: its layers, and which of them are drawn as one.
+
+In: a Graph, its Atlas, and what is to be seen of it. Out: a Scene. Passes of a layer (rolled), repeated blocks (fold)
+and modules below some depth are all drawn in one way: many layers get one key, and an arrow between two keys stands for
+every line between their layers. It says for which turns it holds, so that nothing is claimed that is not so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import cached_property
+from math import prod
+
+from attrs import Factory, define, evolve, field, frozen
+
+from .._core.graph import Graph
+from .._core.node import Ref, Scope, TensorMeaning, meanings_of
+from .._core.trees import leaves
+from .._lens.layers import Atlas
+from ..errors import NoSuchLayer
+from .scene import NO_ROLES, Arrow, Frame, Glyph, Roles, Scene, Totals, bytes_of
+from .sketch import Dot, Line, Sketch, common, sketch
+
+
+@frozen
+class Look:
+    """What is to be seen of a program."""
+
+    rolled: bool = False  # all passes of a layer, and all calls of a module, as one
+    depth: int | None = None  # modules nested deeper are drawn as one thing
+    module: str | None = None  # only this module, or this call of one
+    buffers: bool = True
+    gradients: frozenset[Ref] = frozenset()  # values through which gradients flow: drawn along them
+
+
+@frozen
+class _Level:
+    """A frame, or a layer, that a dot belongs to: which one is drawn, and which of its turns this is."""
+
+    key: str
+    turn: str
+    scope: Scope | None = None
+    roles: Roles = NO_ROLES
+
+
+@define
+class _Group:
+    """What is drawn as one glyph, while it is put together."""
+
+    frames: list[tuple[_Level, ...]] = Factory(list)
+    turns: dict[str, int] = Factory(dict)
+    dots: list[tuple[str, Dot]] = Factory(list)
+    scope: Scope | None = field(default=None)
+
+    def add(self, level: _Level, frames: tuple[_Level, ...], dot: Dot) -> None:
+        self.frames.append(frames)
+        self.turns.setdefault(level.turn, len(self.turns) + 1)
+        self.dots.append((level.turn, dot))
+        self.scope = self.scope or level.scope
+
+
+def scene(graph: Graph, atlas: Atlas, look: Look | None = None) -> Scene:
+    """The picture of a program."""
+    look = look or Look()
+    drawn = sketch(graph, atlas, look.buffers)
+    if look.module is not None:
+        drawn = within(drawn, look.module, atlas)
+    return _Gathering(graph, drawn, look).scene()
+
+
+def within(drawn: Sketch, module: str, atlas: Atlas) -> Sketch:
+    """Only what lies in a module, and the layers that it reads from or that read it."""
+    inside = {dot.label: dot for dot in drawn.dots if any(is_call_of(scope, module) for scope in dot.scopes)}
+    if not inside:
+        raise NoSuchLayer(f"no module {module!r} ran an operation.{atlas.nearest(module)}")
+    dots: dict[str, Dot] = {}
+    lines: list[Line] = []
+    for line in drawn.lines:
+        tail, head = line.tail in inside, line.head in inside
+        if tail and head:
+            lines.append(line)
+        elif head:
+            around = _outside(drawn.by_label[line.tail], "from", "input")
+            lines.append(evolve(line, tail=around.label))
+            dots.setdefault(around.label, around)
+        elif tail:
+            around = _outside(drawn.by_label[line.head], "to", "output")
+            lines.append(evolve(line, head=around.label, place=""))
+            dots.setdefault(around.label, around)
+    fed = [dot for dot in dots.values() if "input" in dot.roles]
+    read = [dot for dot in dots.values() if "output" in dot.roles]
+    return Sketch((*fed, *inside.values(), *read), tuple(dict.fromkeys(lines)))
+
+
+def _outside(dot: Dot, word: str, role: str) -> Dot:
+    roles = frozenset({role, "outside"})
+    return Dot(f"{word} {dot.label}", dot.node, dot.kind, (), dot.meanings, roles=roles, layer=dot.label)
+
+
+@frozen(eq=False)
+class _Gathering:
+    graph: Graph
+    drawn: Sketch
+    look: Look
+
+    @cached_property
+    def levels(self) -> dict[str, tuple[_Level, tuple[_Level, ...]]]:
+        """For each layer what it is drawn as, and the frames around that, outermost first."""
+        found = {}
+        for dot in self.drawn.dots:
+            frames = self._frames(dot)
+            limit = None if self.look.depth is None else self.look.depth + (self.look.module is not None)
+            if limit is not None and len(frames) >= limit > 0:
+                found[dot.label] = frames[limit - 1], frames[: limit - 1]
+            else:
+                found[dot.label] = _Level(self._key(dot.label), dot.label), frames
+        return found
+
+    def _frames(self, dot: Dot) -> tuple[_Level, ...]:
+        scopes = [scope for scope in dot.scopes if str(scope) not in self.drawn.single]
+        if self.look.module is not None:
+            wanted = [is_call_of(scope, self.look.module) for scope in scopes]
+            scopes = scopes[wanted.index(True) :] if any(wanted) else []
+        keys = [self._frame_key(scopes[: n + 1]) for n in range(len(scopes))]
+        return tuple([_Level(key, str(scope), scope) for key, scope in zip(keys, scopes, strict=True)])
+
+    def _frame_key(self, stack: list[Scope]) -> str:
+        """Drawn as one, a module that is called from two others is two frames still."""
+        return "@" + (">".join(scope.address for scope in stack) if self.look.rolled else str(stack[-1]))
+
+    def _key(self, label: str) -> str:
+        return without_pass(label) if self.look.rolled else label
+
+    @cached_property
+    def groups(self) -> dict[str, _Group]:
+        found: dict[str, _Group] = {}
+        for dot in self.drawn.dots:
+            level, frames = self.levels[dot.label]
+            found.setdefault(level.key, _Group()).add(level, frames, dot)
+        return found
+
+    def scene(self) -> Scene:
+        return Scene(
+            totals=self._totals(),
+            glyphs=tuple([self._glyph(key, group) for key, group in self.groups.items()]),
+            arrows=(*self._arrows(), *self._gradients()),
+            frames=self._made_frames(),
+            module=self.look.module or "",
+        )
+
+    def _glyph(self, key: str, group: _Group) -> Glyph:
+        turn, first = group.dots[0]
+        frames = common(group.frames)
+        parameters = {state.name: state.meaning for one, dot in group.dots if one == turn for state in dot.parameters}
+        glyph = Glyph(
+            key=key,
+            name=self._key(first.label),
+            kind=first.kind,
+            layers=tuple([dot.layer or dot.label for _, dot in group.dots]),
+            frame=frames[-1].key if frames else None,
+            meanings=first.meanings,
+            parameters=tuple(parameters.values()),
+            times=len(group.turns),
+            roles=_together([dot.roles for _, dot in group.dots]),
+            note="; ".join(_each(dot.note for _, dot in group.dots)),
+            source=first.source,
+        )
+        if group.scope is not None:
+            return self._collapsed(glyph, group.scope)
+        if "operation" in first.roles and first.scopes and str(first.scopes[-1]) in self.drawn.single:
+            return evolve(glyph, module=self._scope_name(first.scopes[-1]), roles=glyph.roles | {"module"})
+        return glyph
+
+    def _collapsed(self, glyph: Glyph, scope: Scope) -> Glyph:
+        """A module in the place of all that is in it."""
+        kept = glyph.roles & {"parameters", "internal", "edited"}
+        note = glyph.note if "edited" in kept else ""
+        return evolve(
+            glyph,
+            name=self._scope_name(scope),
+            kind=scope.kind,
+            meanings=self._given(scope),
+            roles=kept | {"collapsed"},
+            note=note,
+            source="",
+        )
+
+    def _scope_name(self, scope: Scope) -> str:
+        return scope.address if self.look.rolled or scope.address not in self._called_again else str(scope)
+
+    @cached_property
+    def _called_again(self) -> frozenset[str]:
+        """The modules that have several calls."""
+        return frozenset([scope.address for dot in self.drawn.dots for scope in dot.scopes if scope.call > 1])
+
+    def _given(self, scope: Scope) -> tuple[TensorMeaning, ...]:
+        """What is known of the tensors that a module call gave."""
+        refs = [ref for one, tree in self.graph.module_outputs if one == scope for ref in leaves(tree)]
+        known = [meanings_of(self.graph[ref.node]).get(ref) for ref in refs if type(ref) is Ref]
+        return tuple([meaning for meaning in known if meaning is not None])
+
+    def _made_frames(self) -> tuple[Frame, ...]:
+        made: dict[str, Frame] = {}
+        turns: dict[str, dict[str, None]] = {}
+        for _, frames in self.levels.values():
+            for level in frames:
+                turns.setdefault(level.key, {})[level.turn] = None
+        for _, frames in self.levels.values():
+            for outer, level in zip((None, *frames), frames, strict=False):
+                if level.key not in made and level.scope is not None:
+                    calls = tuple(turns[level.key])
+                    made[level.key] = Frame(
+                        key=level.key,
+                        name=self._scope_name(level.scope),
+                        kind=level.scope.kind,
+                        parent=outer.key if outer is not None else None,
+                        times=len(calls),
+                        calls=calls,
+                        roles=level.roles,
+                    )
+        return tuple(made.values())
+
+    def _arrows(self) -> list[Arrow]:
+        found: dict[tuple[str, str], list[Line]] = {}
+        for line in self.drawn.lines:
+            (tail, _), (head, _) = self.levels[line.tail], self.levels[line.head]
+            if (tail.key, tail.turn) != (head.key, head.turn):
+                found.setdefault((tail.key, head.key), []).append(line)
+        return [self._arrow(tail, head, lines) for (tail, head), lines in found.items()]
+
+    def _arrow(self, tail: str, head: str, lines: list[Line]) -> Arrow:
+        collapsed = self.groups[head].scope is not None
+        return Arrow(
+            tail=tail,
+            head=head,
+            places=() if collapsed else _each(line.place for line in lines),
+            parts=() if self.groups[tail].scope is not None else _each(line.part for line in lines),
+            leaves=self._turns(tail, [line.tail for line in lines]),
+            enters=self._turns(head, [line.head for line in lines]),
+            roles=_together([line.roles for line in lines]),
+            note="; ".join(_each(line.note for line in lines)),
+        )
+
+    def _turns(self, key: str, labels: list[str]) -> tuple[int, ...]:
+        """The turns of a glyph that some of its layers belong to; none, where it is all of them."""
+        all_turns = self.groups[key].turns
+        turns = {all_turns[self.levels[label][0].turn] for label in labels}
+        return () if len(turns) == len(all_turns) else tuple(sorted(turns))
+
+    def _gradients(self) -> list[Arrow]:
+        """Where gradients flow, against the way of the data."""
+        if not self.look.gradients:
+            return []
+        nodes = {ref.node for ref in self.look.gradients}
+        pairs = dict.fromkeys(
+            (self.levels[line.head][0].key, self.levels[line.tail][0].key)
+            for line in self.drawn.lines
+            if self.drawn.by_label[line.tail].node in nodes and self.drawn.by_label[line.head].node in nodes
+        )
+        return [Arrow(tail, head, roles=frozenset({"gradient"})) for tail, head in pairs if tail != head]
+
+    def _totals(self) -> Totals:
+        dots = [dot for dot in self.drawn.dots if "outside" not in dot.roles]
+        states = {state.name: state.meaning for dot in dots for state in dot.parameters}.values()
+        return Totals(
+            model=self.graph.model_name,
+            tensors=len(dots),
+            tensor_bytes=sum(bytes_of(meaning) for dot in dots for meaning in dot.meanings),
+            parameters=sum(prod(meaning.shape) for meaning in states),
+            parameter_bytes=sum(map(bytes_of, states)),
+        )
+
+
+def is_call_of(scope: Scope, module: str) -> bool:
+    """Is this a call of a module, `layer3`, or the very call, `layer3:2`?"""
+    return module in (scope.address, str(scope))
+
+
+def without_pass(label: str) -> str:
+    """`linear_1_1` for its second pass, `linear_1_1:2`."""
+    return re.sub(r":\d+", "", label)
+
+
+def _each(words: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys([word for word in words if word]))
+
+
+def _together(roles: list[Roles]) -> Roles:
+    """The roles of what is drawn as one: those that one of them has; internal only if all are."""
+    alone = NO_ROLES if all("internal" in one for one in roles) else frozenset({"internal"})
+    return frozenset().union(*roles) - alone
