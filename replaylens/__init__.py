@@ -35,6 +35,7 @@ from .errors import (
     BadMetric as BadMetric,
     BadPart as BadPart,
     BadPatch as BadPatch,
+    CannotDraw as CannotDraw,
     CaptureError as CaptureError,
     DivergedReplay as DivergedReplay,
     InputMismatch as InputMismatch,

@@ -31,7 +31,11 @@ class Look:
     depth: int | None = None  # modules nested deeper are drawn as one thing
     module: str | None = None  # only this module, or this call of one
     buffers: bool = True
+    fold: bool = False  # repeated blocks as one
     gradients: frozenset[Ref] = frozenset()  # values through which gradients flow: drawn along them
+
+
+OF_ALL: Roles = frozenset({"internal", "added", "removed", "before"})  # roles that hold of several only if of each
 
 
 @frozen
@@ -60,10 +64,10 @@ class _Group:
         self.scope = self.scope or level.scope
 
 
-def scene(graph: Graph, atlas: Atlas, look: Look | None = None) -> Scene:
-    """The picture of a program."""
+def scene(graph: Graph, atlas: Atlas, look: Look | None = None, drawn: Sketch | None = None) -> Scene:
+    """The picture of a program; of a sketch of it, where one is there."""
     look = look or Look()
-    drawn = sketch(graph, atlas, look.buffers)
+    drawn = drawn or sketch(graph, atlas, look.buffers)
     if look.module is not None:
         drawn = within(drawn, look.module, atlas)
     return _Gathering(graph, drawn, look).scene()
@@ -162,7 +166,7 @@ class _Gathering:
             meanings=first.meanings,
             parameters=tuple(parameters.values()),
             times=len(group.turns),
-            roles=_together([dot.roles for _, dot in group.dots]),
+            roles=_together([dot.roles for _, dot in group.dots]) | _altered([dot.roles for _, dot in group.dots]),
             note="; ".join(_each(dot.note for _, dot in group.dots)),
             source=first.source,
         )
@@ -174,7 +178,7 @@ class _Gathering:
 
     def _collapsed(self, glyph: Glyph, scope: Scope) -> Glyph:
         """A module in the place of all that is in it."""
-        kept = glyph.roles & {"parameters", "internal", "edited"}
+        kept = glyph.roles & {"parameters", "internal", "edited", "rerun", "added", "removed", "changed"}
         note = glyph.note if "edited" in kept else ""
         return evolve(
             glyph,
@@ -287,6 +291,11 @@ def _each(words: Iterable[str]) -> tuple[str, ...]:
 
 
 def _together(roles: list[Roles]) -> Roles:
-    """The roles of what is drawn as one: those that one of them has; internal only if all are."""
-    alone = NO_ROLES if all("internal" in one for one in roles) else frozenset({"internal"})
-    return frozenset().union(*roles) - alone
+    """The roles of what is drawn as one: those that one of them has; of some, those that all have."""
+    return frozenset().union(*roles) - (OF_ALL - frozenset.intersection(*roles))
+
+
+def _altered(roles: list[Roles]) -> Roles:
+    """Where only some of what is drawn as one was added or removed, the whole was changed."""
+    some = any(one & {"added", "removed"} for one in roles)
+    return frozenset({"changed"}) if some and not _together(roles) & {"added", "removed"} else NO_ROLES

@@ -7,10 +7,11 @@ how to paint:
     of a glyph   input, output, buffer, constant, operation; module (the only operation of a module), parameters (it
                  has some of its own), internal (comes from no input), boolean (a condition that Python read), collapsed
                  (a module with all that is in it), outside (not in the module that is drawn); edited, before (what an
-                 edit took the place of), rerun (a replay executed it), added, removed, changed (of two programs)
+                 edit took the place of), rerun (behind an edit, or executed by a replay), added, removed, changed (of
+                 two programs)
     of an arrow  internal, if (from here on a condition is computed), gradient (against the data's way), edited, added,
                  removed
-    of a frame   repeat (it was drawn around layers that repeat: no module), rerun
+    of a frame   repeat (it was drawn around layers that repeat: no module)
 
 A glyph or a frame that stands for several (`times`) has turns: the passes of a layer, the calls of a module, the
 repeated blocks, in order of execution. An arrow says for which turns it holds, where that is not for all of them.

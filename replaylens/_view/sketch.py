@@ -102,6 +102,12 @@ class _Pencil:
         return self.graph.descendants([node.name for node in self.graph.input_nodes])
 
     @cached_property
+    def behind_edits(self) -> frozenset[str]:
+        """What an edit can have changed."""
+        edited = [call.name for call in self.graph.edited]
+        return self.graph.descendants(edited).difference(edited)
+
+    @cached_property
     def replaced(self) -> frozenset[str]:
         """What patches took the place of."""
         return frozenset([call.edits for call in self.graph.calls if call.edits is not None])
@@ -130,6 +136,7 @@ class _Pencil:
             "internal": node.name not in self.from_inputs,
             "boolean": node.name in self.conditions,
             "edited": bool(node.edited),
+            "rerun": node.name in self.behind_edits,
             "before": node.name in self.replaced,
         }
         return Dot(
@@ -140,7 +147,9 @@ class _Pencil:
             meanings=self._given(node),
             parameters=parameters,
             roles=frozenset([role for role, holds in roles.items() if holds]),
-            note=node.edited or self.conditions.get(node.name, ""),
+            note=f"{node.kind}, {node.edited}"
+            if node.edited.startswith("was ")
+            else node.edited or self.conditions.get(node.name, ""),
             source=_line_of(node.source),
         )
 

@@ -1,0 +1,128 @@
+"""A Scene of a recorded program with all that is to be laid over it.
+
+In: a record, its Atlas, what is to be seen (Look), and what lies over it (Over). Out: a Scene, for a drawing or a page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from attrs import evolve, frozen
+
+from .._core.graph import Graph
+from .._core.node import Ref, State, value_of
+from .._core.trees import thaw
+from .._edit.content import shown
+from .._lens.layers import Atlas, Place
+from .._replay.gradients import histories
+from .._replay.replay import Record, replay
+from .._replay.request import Request
+from .._replay.run import Run
+from ..errors import CannotDraw, NoGradient
+from .difference import difference
+from .gather import Look, scene
+from .overlay import how_different, with_numbers, with_replay
+from .scene import Scene
+from .sketch import sketch
+
+
+@frozen(kw_only=True, eq=False)
+class Over:
+    """What is laid over a picture."""
+
+    values: Mapping[Any, float] | Callable[[Any], float | None] | None = None  # a number for each layer
+    run: Run | None = None  # a replay of this program
+    against: tuple[Record, Atlas] | None = None  # another program
+    gradients: bool = False
+
+
+def compose(record: Record, atlas: Atlas, layers: Callable[[Place], Any], look: Look, over: Over) -> Scene:
+    """The picture of a program, and what lies over it. `layers` makes the Layer of a place."""
+    graph = record.graph
+    drawn = sketch(graph, atlas, look.buffers)
+    if over.against is not None:
+        drawn = difference(sketch(over.against[0].graph, over.against[1], look.buffers), drawn)
+    if over.gradients:
+        look = evolve(look, gradients=_flowing(record))
+    made = scene(graph, atlas, look, drawn)
+    if over.against is not None:
+        made = evolve(made, legend="green: only here; red: only in the other; orange: another operation or shape")
+    if over.run is not None:
+        made = with_run(made, record, atlas, over.run)
+    if over.values is not None:
+        made = with_numbers(made, _numbers(over.values, atlas, layers))
+    return made
+
+
+def _flowing(record: Record) -> frozenset[Ref]:
+    """The values through which gradients flow, from the output back."""
+    graph, flowing = record.graph, histories(record)
+    used = graph.ancestors([ref.node for ref in graph.output_refs if ref in flowing])
+    found = frozenset([ref for ref in flowing if ref.node in used])
+    if not found:
+        raise NoGradient("no gradient flows from the output of this program: there is none to draw.")
+    return found
+
+
+def _numbers(values: Any, atlas: Atlas, layers: Callable[[Place], Any]) -> dict[str, float]:
+    """The numbers by the labels of layers, whatever names they were given by."""
+    if callable(values):
+        found = {place.label: values(layers(place)) for place in atlas.places}
+    elif isinstance(values, Mapping):
+        found = {atlas.find(name).label: number for name, number in values.items()}
+    else:
+        kind = type(values).__name__
+        raise CannotDraw(f"values are a mapping from names of layers to numbers, or a function of a layer, not {kind}.")
+    return {label: float(number) for label, number in found.items() if number is not None}
+
+
+def with_run(made: Scene, record: Record, atlas: Atlas, run: Run) -> Scene:
+    """The picture with what a replay ran, where it was patched, and how much each layer came to differ."""
+    if run.origin is None or run.origin.program.graph is not record.graph:
+        raise CannotDraw("this run is one of another program: `run.draw()` draws it over the program that it is of.")
+    if run.program is not None:
+        raise CannotDraw(
+            "in this run the model took another path: `run.draw()` draws it, as a difference to the recorded."
+        )
+    patched = _patched(record.graph, atlas, run.origin.request)
+    ran = frozenset(run.executed)
+    touched = [place for place in atlas.places if place.node in ran or place.label in patched]
+    full = _with_all_values(record, run)
+    numbers = {place.label: how_different(_recorded(record, place), full[place.label]) for place in touched}
+    labels = [place.label for place in touched if place.node in ran]
+    return with_numbers(with_replay(made, labels, patched), numbers, "change against the recorded run")
+
+
+def _recorded(record: Record, place: Place) -> Any:
+    """What a layer gave when the program was recorded."""
+    tree = place.output or place.part or value_of(record.graph[place.node])
+    return thaw(tree, lambda leaf: record.value(leaf) if type(leaf) is Ref else leaf)
+
+
+def _with_all_values(record: Record, run: Run) -> Run:
+    """The same replay with every value kept. Fresh draws cannot be repeated: such a run has what it kept."""
+    assert run.origin is not None
+    request = run.origin.request
+    if request.fresh:
+        return run
+    keep = frozenset(range(len(record.graph)))
+    return replay(record, evolve(request, keep=keep, on_divergence="ignore"), run.origin.resolve)
+
+
+def _patched(graph: Graph, atlas: Atlas, request: Request) -> dict[str, str]:
+    """The layers that a replay was given other values for, and in which words."""
+    found = {}
+    for position, changes in request.changed.items():
+        found[graph.nodes[position].name] = "; ".join(dict.fromkeys(shown(change.what) for change in changes))
+    for place in atlas.places:
+        if place.output in request.ends:
+            found[place.label] = shown(request.ends[place.output].what)
+    for position in request.given:
+        node = graph.nodes[position]
+        if isinstance(node, State) and node.kind == "parameter":
+            readers = [graph.nodes[user].name for user in graph.users[position]]
+            found |= {name: f"other {node.address}" for name in readers if name not in found}
+        else:
+            found[node.name] = "another value"
+    return found

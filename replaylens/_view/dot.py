@@ -1,0 +1,190 @@
+"""A Scene as text that graphviz understands.
+
+In: a Scene, a Theme, and how a user wants things labelled and styled. Out: DOT. Every thing stands on a line of its
+own, so that the text can be read, and compared with what it was.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Mapping
+from math import isnan, prod
+from typing import Any
+
+from attrs import frozen
+
+from .._core.node import TensorMeaning
+from .._lens.summary import human
+from .scene import Arrow, Frame, Glyph, Scene, bytes_of
+from .theme import Theme, attributes, colour, ink
+
+Labels = Callable[[Glyph], Any]
+LEFT = '<BR ALIGN="LEFT"/>'
+Styles = Callable[[Glyph], Mapping[str, Any] | None]
+
+
+@frozen
+class Writer:
+    """How a scene is written: colours, the direction of the data, a user's own labels and attributes."""
+
+    theme: Theme
+    direction: str = "TB"
+    labels: Labels | None = None
+    style: Styles | None = None
+
+    def dot(self, scene: Scene) -> str:
+        """The whole text."""
+        theme = self.theme
+        rows = [
+            "digraph program {",
+            f"  graph {_listed({**theme.graph, 'rankdir': self.direction, 'label': _title(scene, theme)})}",
+            f"  node {_listed(theme.glyph)}",
+            f"  edge {_listed(theme.arrow)}",
+            *self._inside(scene, None, "  "),
+            *(self._arrow(arrow) for arrow in scene.arrows),
+            "}",
+        ]
+        return "\n".join(rows) + "\n"
+
+    def _inside(self, scene: Scene, frame: str | None, indent: str) -> list[str]:
+        """What lies in a frame: its glyphs, and the frames in it with all that they hold."""
+        rows: list[str] = []
+        for item in scene.inside.get(frame, ()):
+            if isinstance(item, Glyph):
+                rows.append(f"{indent}{quoted(item.key)} {_listed(self._of_glyph(item, scene))}")
+            else:
+                rows.append(f"{indent}subgraph {quoted('cluster_' + item.key)} {{")
+                of_frame = {**self.theme.frame, **attributes(self.theme.frame, self.theme.frames, item.roles)}
+                rows.append(f"{indent}  graph {_listed({**of_frame, 'label': _frame_label(item, self.theme)})}")
+                rows += self._inside(scene, item.key, indent + "  ")
+                rows.append(f"{indent}}}")
+        return rows
+
+    def _of_glyph(self, glyph: Glyph, scene: Scene) -> dict[str, str]:
+        found = attributes(self.theme.glyph, self.theme.glyphs, glyph.roles)
+        small = self.theme.faint
+        if glyph.value is not None and scene.span is not None and not isnan(glyph.value):
+            fill = colour(self.theme.scale, glyph.value, scene.span)
+            small = ink(fill)
+            found |= {"fillcolor": fill, "fontcolor": small}
+        found = {"label": self._label(glyph, small), **found}
+        if glyph.source:
+            found["tooltip"] = glyph.source
+        own = (self.style(glyph) if self.style else None) or {}
+        return found | {name: _as_html(str(value)) for name, value in own.items()}
+
+    def _label(self, glyph: Glyph, small: str) -> str:
+        lines = lines_of(glyph)
+        if self.labels is not None:
+            made = self.labels(glyph)
+            lines = [made] if isinstance(made, str) else list(made)
+        return _html(lines, small)
+
+    def _arrow(self, arrow: Arrow) -> str:
+        found = attributes(self.theme.arrow, self.theme.arrows, arrow.roles)
+        words = [*(["<B>IF</B>"] if "if" in arrow.roles else []), *map(html.escape, words_of(arrow))]
+        if words:
+            found["label"] = _Html(f"<{'<BR/>'.join(f' {word} ' for word in words)}>")
+        end = f" {_listed(found)}" if found else ""
+        return f"  {quoted(arrow.tail)} -> {quoted(arrow.head)}{end}"
+
+
+def lines_of(glyph: Glyph) -> list[str]:
+    """What is written on a glyph, its name first."""
+    times = f" (x{glyph.times})" if glyph.times > 1 else ""
+    if "collapsed" in glyph.roles:
+        numbers = sum(prod(meaning.shape) for meaning in glyph.parameters)
+        layers = len(glyph.layers) // glyph.times
+        rows = [
+            f"@{glyph.name}{times}",
+            f"({glyph.kind})",
+            shapes(glyph.meanings),
+            f"{layers} layer{'s' if layers > 1 else ''}" + (f", {numbers:,} params" if numbers else ""),
+        ]
+    else:
+        rows = [
+            f"{glyph.name}{times}",
+            shapes(glyph.meanings),
+            f"params: {', '.join(map(shape, glyph.parameters))}" if glyph.parameters else "",
+            f"@{glyph.module}" if glyph.module else "",
+        ]
+    value = f"{glyph.value:.4g}" if glyph.value is not None else ""
+    return [row for row in (*rows, glyph.note, value) if row]
+
+
+def words_of(arrow: Arrow) -> list[str]:
+    """What is written at an arrow: its place among the arguments, and the turns for which it holds."""
+    leaves = [f"Out {turns(arrow.leaves)}"] if arrow.leaves else []
+    enters = [f"In {turns(arrow.enters)}"] if arrow.enters else []
+    return [*leaves, *arrow.parts, *enters, *([", ".join(arrow.places)] if arrow.places else []), *_some(arrow.note)]
+
+
+def turns(numbers: tuple[int, ...]) -> str:
+    """`1-3,5` for 1, 2, 3, 5."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and spans[-1][1] == number - 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+
+
+def shape(meaning: TensorMeaning) -> str:
+    """`5x5` for a matrix, `scalar` for a single number."""
+    return "x".join(map(str, meaning.shape)) or "scalar"
+
+
+def shapes(meanings: tuple[TensorMeaning, ...]) -> str:
+    """The shapes of what a layer gives, and their size."""
+    if not meanings:
+        return ""
+    words = [shape(meaning) for meaning in meanings]
+    alike = f"{len(words)} of {words[0]}" if len(words) > 1 and len(set(words)) == 1 else ", ".join(words[:4])
+    return f"{alike}{', ...' if len(words) > 4 and len(set(words)) > 1 else ''} ({human(sum(map(bytes_of, meanings)))})"
+
+
+def _title(scene: Scene, theme: Theme) -> str:
+    totals = scene.totals
+    name = f"{scene.module} of {totals.model}" if scene.module else totals.model
+    rows = [name, f"{totals.tensors:,} tensors ({human(totals.tensor_bytes)})"]
+    rows.append(f"{totals.parameters:,} params ({human(totals.parameter_bytes)})" if totals.parameters else "no params")
+    return _html([*rows, *_some(scene.legend)], theme.faint, LEFT)
+
+
+def _frame_label(frame: Frame, theme: Theme) -> str:
+    name = f"@{frame.name}" if frame.name and "repeat" not in frame.roles else frame.name
+    times = f" (x{frame.times})" if frame.times > 1 else ""
+    return _html([f"{name}{times}", *_some(f"({frame.kind})" if frame.kind else "")], theme.faint, LEFT)
+
+
+def _html(lines: list[str], faint: str, end: str = "<BR/>") -> str:
+    """The first line bold, the others small."""
+    first, *others = [html.escape(line) for line in lines] or [""]
+    last = end if end != "<BR/>" else ""  # how a line is aligned is said at its end
+    small = f'{end}<FONT POINT-SIZE="10" COLOR="{faint}">{end.join(others)}{last}</FONT>' if others else last
+    return _Html(f"<<B>{first}</B>{small}>")
+
+
+def _some(word: str) -> list[str]:
+    return [word] if word else []
+
+
+class _Html(str):
+    """Text with marks in it, which DOT has in angle brackets in the place of quotes."""
+
+    __slots__ = ()
+
+
+def _as_html(word: str) -> str:
+    return _Html(word) if word.startswith("<") and word.endswith(">") else word
+
+
+def _listed(found: Mapping[str, str]) -> str:
+    words = [f"{name}={value if isinstance(value, _Html) else quoted(value)}" for name, value in found.items()]
+    return f"[{' '.join(words)}]"
+
+
+def quoted(word: str) -> str:
+    """A word as DOT has it."""
+    return '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -1,0 +1,89 @@
+"""What is laid over a picture: numbers as colours, what a replay ran and changed.
+
+In: a Scene, and facts by the labels of layers. Out: a Scene that has them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from attrs import evolve
+
+from .scene import Glyph, Roles, Scene
+
+
+def with_numbers(scene: Scene, numbers: Mapping[str, float], legend: str = "") -> Scene:
+    """The picture with a number for each layer that has one. What stands for several layers shows the one that is
+    farthest from zero.
+    """
+    glyphs = tuple([_with_number(glyph, numbers) for glyph in scene.glyphs])
+    shown = [glyph.value for glyph in glyphs if glyph.value is not None and math.isfinite(glyph.value)]
+    span = (min(shown), max(shown)) if shown else (0.0, 0.0)
+    said = f"{legend or 'colours'}: {span[0]:.4g} to {span[1]:.4g}"
+    return evolve(scene, glyphs=glyphs, span=span, legend=said)
+
+
+def _with_number(glyph: Glyph, numbers: Mapping[str, float]) -> Glyph:
+    found = [numbers[label] for label in glyph.layers if label in numbers]
+    return evolve(glyph, value=max(found, key=_distance)) if found else glyph
+
+
+def _distance(number: float) -> float:
+    return math.inf if math.isnan(number) else abs(number)
+
+
+def with_replay(scene: Scene, ran: Iterable[str], patched: Mapping[str, str]) -> Scene:
+    """The picture with what a replay ran, and what was patched in it: layer -> the patch in words."""
+    ran = frozenset(ran)
+    glyphs = []
+    for glyph in scene.glyphs:
+        roles: Roles = frozenset({"rerun"} if ran.intersection(glyph.layers) else ())
+        words = dict.fromkeys(patched[label] for label in glyph.layers if label in patched)
+        roles |= {"edited"} if words else set()
+        note = "; ".join(filter(None, [glyph.note, *words]))
+        glyphs.append(evolve(glyph, roles=glyph.roles | roles, note=note) if roles else glyph)
+    stained = {glyph.key for glyph in glyphs if glyph.roles & {"rerun", "edited"}}
+    arrows = [
+        evolve(arrow, roles=arrow.roles | {"rerun"}) if arrow.tail in stained and arrow.head in stained else arrow
+        for arrow in scene.arrows
+    ]
+    return evolve(scene, glyphs=tuple(glyphs), arrows=tuple(arrows))
+
+
+def how_different(old: Any, new: Any) -> float:
+    """The size of the difference of two values over the size of the old one; of integers and bools, the share of
+    entries that differ. Infinite where nothing was there before.
+    """
+    before, after = list(_tensors(old)), list(_tensors(new))
+    if [one.shape for one in before] != [one.shape for one in after]:
+        return math.inf
+    if all(not (one.is_floating_point() or one.is_complex()) for one in before):
+        count = sum(one.numel() for one in before)
+        changed = sum(int((one != other).sum()) for one, other in zip(before, after, strict=True))
+        return changed / count if count else 0.0
+    gap = _size([_wide(other) - _wide(one) for one, other in zip(before, after, strict=True)])
+    size = _size([_wide(one) for one in before])
+    return 0.0 if gap == 0 else gap / size if size else math.inf
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value.detach()
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    dense = tensor.dequantize() if tensor.is_quantized else tensor.to_dense() if tensor.is_sparse else tensor
+    return dense.to(torch.complex128 if dense.is_complex() else torch.float64)
+
+
+def _size(tensors: list[torch.Tensor]) -> float:
+    return math.sqrt(sum(float(tensor.abs().square().sum()) for tensor in tensors))
