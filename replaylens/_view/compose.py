@@ -17,7 +17,6 @@ from .._edit.content import shown
 from .._lens.layers import Atlas, Place
 from .._replay.gradients import histories
 from .._replay.replay import Record, replay
-from .._replay.request import Request
 from .._replay.run import Run
 from ..errors import CannotDraw, NoGradient
 from .difference import difference
@@ -43,13 +42,18 @@ def compose(record: Record, atlas: Atlas, layers: Callable[[Place], Any], look: 
     drawn = sketch(graph, atlas, look.buffers)
     if over.against is not None:
         drawn = difference(sketch(over.against[0].graph, over.against[1], look.buffers), drawn)
+    if over.run is not None:
+        _require_of(over.run, record)
+        patched = _patched(graph, atlas, over.run)
+        drawn = with_replay(drawn, _executed(atlas, over.run), patched)
     if over.gradients:
         look = evolve(look, gradients=_flowing(record))
     made = scene(graph, atlas, look, drawn)
     if over.against is not None:
         made = evolve(made, legend="green: only here; red: only in the other; orange: another operation or shape")
     if over.run is not None:
-        made = with_run(made, record, atlas, over.run)
+        changes = _changes(record, atlas, over.run, {*_executed(atlas, over.run), *patched})
+        made = with_numbers(made, changes, "change against the recorded run")
     if over.values is not None:
         made = with_numbers(made, _numbers(over.values, atlas, layers))
     return made
@@ -77,21 +81,27 @@ def _numbers(values: Any, atlas: Atlas, layers: Callable[[Place], Any]) -> dict[
     return {label: float(number) for label, number in found.items() if number is not None}
 
 
-def with_run(made: Scene, record: Record, atlas: Atlas, run: Run) -> Scene:
-    """The picture with what a replay ran, where it was patched, and how much each layer came to differ."""
+def _require_of(run: Run, record: Record) -> None:
+    """Can this run be laid over the picture of this program?"""
     if run.origin is None or run.origin.program.graph is not record.graph:
         raise CannotDraw("this run is one of another program: `run.draw()` draws it over the program that it is of.")
     if run.program is not None:
         raise CannotDraw(
-            "in this run the model took another path: `run.draw()` draws it, as a difference to the recorded."
+            "in this run the model took another path: `run.draw()` draws it, as a difference to the recorded one."
         )
-    patched = _patched(record.graph, atlas, run.origin.request)
+
+
+def _executed(atlas: Atlas, run: Run) -> list[str]:
+    """The layers that a replay ran."""
     ran = frozenset(run.executed)
-    touched = [place for place in atlas.places if place.node in ran or place.label in patched]
+    return [place.label for place in atlas.places if place.node in ran]
+
+
+def _changes(record: Record, atlas: Atlas, run: Run, labels: set[str]) -> dict[str, float]:
+    """How much layers changed in a replay."""
     full = _with_all_values(record, run)
-    numbers = {place.label: how_different(_recorded(record, place), full[place.label]) for place in touched}
-    labels = [place.label for place in touched if place.node in ran]
-    return with_numbers(with_replay(made, labels, patched), numbers, "change against the recorded run")
+    places = [place for place in atlas.places if place.label in labels]
+    return {place.label: how_different(_recorded(record, place), full[place.label]) for place in places}
 
 
 def _recorded(record: Record, place: Place) -> Any:
@@ -110,9 +120,10 @@ def _with_all_values(record: Record, run: Run) -> Run:
     return replay(record, evolve(request, keep=keep, on_divergence="ignore"), run.origin.resolve)
 
 
-def _patched(graph: Graph, atlas: Atlas, request: Request) -> dict[str, str]:
+def _patched(graph: Graph, atlas: Atlas, run: Run) -> dict[str, str]:
     """The layers that a replay was given other values for, and in which words."""
-    found = {}
+    assert run.origin is not None
+    request, found = run.origin.request, {}
     for position, changes in request.changed.items():
         found[graph.nodes[position].name] = "; ".join(dict.fromkeys(shown(change.what) for change in changes))
     for place in atlas.places:

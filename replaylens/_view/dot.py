@@ -55,7 +55,7 @@ class Writer:
             else:
                 rows.append(f"{indent}subgraph {quoted('cluster_' + item.key)} {{")
                 of_frame = {**self.theme.frame, **attributes(self.theme.frame, self.theme.frames, item.roles)}
-                rows.append(f"{indent}  graph {_listed({**of_frame, 'label': _frame_label(item, self.theme)})}")
+                rows.append(f"{indent}  graph {_listed({**of_frame, 'label': _frame_label(item, scene, self.theme)})}")
                 rows += self._inside(scene, item.key, indent + "  ")
                 rows.append(f"{indent}}}")
         return rows
@@ -67,14 +67,14 @@ class Writer:
             fill = colour(self.theme.scale, glyph.value, scene.span)
             small = ink(fill)
             found |= {"fillcolor": fill, "fontcolor": small}
-        found = {"label": self._label(glyph, small), **found}
+        found = {"label": self._label(glyph, scene, small), **found}
         if glyph.source:
             found["tooltip"] = glyph.source
         own = (self.style(glyph) if self.style else None) or {}
         return found | {name: _as_html(str(value)) for name, value in own.items()}
 
-    def _label(self, glyph: Glyph, small: str) -> str:
-        lines = lines_of(glyph)
+    def _label(self, glyph: Glyph, scene: Scene, small: str) -> str:
+        lines = lines_of(glyph, scene.repeated(glyph.frame))
         if self.labels is not None:
             made = self.labels(glyph)
             lines = [made] if isinstance(made, str) else list(made)
@@ -89,9 +89,9 @@ class Writer:
         return f"  {quoted(arrow.tail)} -> {quoted(arrow.head)}{end}"
 
 
-def lines_of(glyph: Glyph) -> list[str]:
-    """What is written on a glyph, its name first."""
-    times = f" (x{glyph.times})" if glyph.times > 1 else ""
+def lines_of(glyph: Glyph, within: int = 1) -> list[str]:
+    """What is written on a glyph, its name first. `within`: how often the repeated block comes that it lies in."""
+    times = f" (x{glyph.times // within})" if glyph.times > within else ""
     if "collapsed" in glyph.roles:
         numbers = sum(prod(meaning.shape) for meaning in glyph.parameters)
         layers = len(glyph.layers) // glyph.times
@@ -152,10 +152,11 @@ def _title(scene: Scene, theme: Theme) -> str:
     return _html([*rows, *_some(scene.legend)], theme.faint, LEFT)
 
 
-def _frame_label(frame: Frame, theme: Theme) -> str:
-    name = f"@{frame.name}" if frame.name and "repeat" not in frame.roles else frame.name
-    times = f" (x{frame.times})" if frame.times > 1 else ""
-    return _html([f"{name}{times}", *_some(f"({frame.kind})" if frame.kind else "")], theme.faint, LEFT)
+def _frame_label(frame: Frame, scene: Scene, theme: Theme) -> str:
+    within = scene.repeated(frame.parent)
+    times = f"(x{frame.times // within})" if frame.times > within else ""
+    words = [f"@{frame.name}" if frame.name else "", times]
+    return _html([" ".join(filter(None, words)), *_some(f"({frame.kind})" if frame.kind else "")], theme.faint, LEFT)
 
 
 def _html(lines: list[str], faint: str, end: str = "<BR/>") -> str:

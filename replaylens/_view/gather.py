@@ -19,6 +19,7 @@ from .._core.node import Ref, Scope, TensorMeaning, meanings_of
 from .._core.trees import leaves
 from .._lens.layers import Atlas
 from ..errors import NoSuchLayer
+from .repeats import NOTHING, Band, Repeats, around, repeats
 from .scene import NO_ROLES, Arrow, Frame, Glyph, Roles, Scene, Totals, bytes_of
 from .sketch import Dot, Line, Sketch, common, sketch
 
@@ -109,32 +110,53 @@ class _Gathering:
     look: Look
 
     @cached_property
+    def repeats(self) -> Repeats:
+        return repeats(self.graph, self.drawn) if self.look.fold else NOTHING
+
+    @cached_property
     def levels(self) -> dict[str, tuple[_Level, tuple[_Level, ...]]]:
         """For each layer what it is drawn as, and the frames around that, outermost first."""
         found = {}
+        limit = None if self.look.depth is None else self.look.depth + (self.look.module is not None)
         for dot in self.drawn.dots:
             frames = self._frames(dot)
-            limit = None if self.look.depth is None else self.look.depth + (self.look.module is not None)
-            if limit is not None and len(frames) >= limit > 0:
-                found[dot.label] = frames[limit - 1], frames[: limit - 1]
+            modules = [n for n, frame in enumerate(frames) if frame.scope is not None]
+            if limit is not None and len(modules) >= limit > 0:
+                end = modules[limit - 1]
+                found[dot.label] = frames[end], frames[:end]
             else:
                 found[dot.label] = _Level(self._key(dot.label), dot.label), frames
         return found
 
     def _frames(self, dot: Dot) -> tuple[_Level, ...]:
-        scopes = [scope for scope in dot.scopes if str(scope) not in self.drawn.single]
-        if self.look.module is not None:
-            wanted = [is_call_of(scope, self.look.module) for scope in scopes]
-            scopes = scopes[wanted.index(True) :] if any(wanted) else []
-        keys = [self._frame_key(scopes[: n + 1]) for n in range(len(scopes))]
-        return tuple([_Level(key, str(scope), scope) for key, scope in zip(keys, scopes, strict=True)])
+        """The frames around a layer: the module calls that it lies in, and the repeated blocks that are no modules."""
+        model = self.drawn.by_label[self.repeats.first.get(dot.label, dot.label)]
+        scopes = self._framed(dot.scopes)
+        models = self._framed(model.scopes)  # the calls of the first of several blocks, which stand for its own
+        bands = self.repeats.bands.get(dot.label, ())
+        shift = len([scope for scope in dot.scopes if str(scope) not in self.drawn.single]) - len(scopes)
+        found = [_of_band(band) for band in around(bands, shift)]
+        for n, scope in enumerate(scopes):
+            roles = frozenset({"repeat"}) if str(scope) in self.repeats.folded else NO_ROLES
+            found.append(_Level(self._frame_key(models[: n + 1]), str(scope), models[n], roles))
+            found += [_of_band(band) for band in around(bands, shift + n + 1)]
+        return tuple(found)
+
+    def _framed(self, scopes: tuple[Scope, ...]) -> list[Scope]:
+        """The module calls that a frame is drawn around: those of several operations, in the module that is drawn."""
+        framed = [scope for scope in scopes if str(scope) not in self.drawn.single]
+        if self.look.module is None:
+            return framed
+        wanted = [is_call_of(scope, self.look.module) for scope in framed]
+        return framed[wanted.index(True) :] if any(wanted) else []
 
     def _frame_key(self, stack: list[Scope]) -> str:
         """Drawn as one, a module that is called from two others is two frames still."""
         return "@" + (">".join(scope.address for scope in stack) if self.look.rolled else str(stack[-1]))
 
     def _key(self, label: str) -> str:
-        return without_pass(label) if self.look.rolled else label
+        model = self.repeats.first.get(label, label)
+        return without_pass(model) if self.look.rolled else model
 
     @cached_property
     def groups(self) -> dict[str, _Group]:
@@ -155,14 +177,14 @@ class _Gathering:
 
     def _glyph(self, key: str, group: _Group) -> Glyph:
         turn, first = group.dots[0]
-        frames = common(group.frames)
+        frames = common([tuple([level.key for level in around]) for around in group.frames])
         parameters = {state.name: state.meaning for one, dot in group.dots if one == turn for state in dot.parameters}
         glyph = Glyph(
             key=key,
             name=self._key(first.label),
             kind=first.kind,
             layers=tuple([dot.layer or dot.label for _, dot in group.dots]),
-            frame=frames[-1].key if frames else None,
+            frame=frames[-1] if frames else None,
             meanings=first.meanings,
             parameters=tuple(parameters.values()),
             times=len(group.turns),
@@ -205,25 +227,18 @@ class _Gathering:
         return tuple([meaning for meaning in known if meaning is not None])
 
     def _made_frames(self) -> tuple[Frame, ...]:
-        made: dict[str, Frame] = {}
-        turns: dict[str, dict[str, None]] = {}
+        found: dict[str, tuple[_Level, str | None, dict[str, None]]] = {}  # what, in which frame, its turns
         for _, frames in self.levels.values():
+            outer = None
             for level in frames:
-                turns.setdefault(level.key, {})[level.turn] = None
-        for _, frames in self.levels.values():
-            for outer, level in zip((None, *frames), frames, strict=False):
-                if level.key not in made and level.scope is not None:
-                    calls = tuple(turns[level.key])
-                    made[level.key] = Frame(
-                        key=level.key,
-                        name=self._scope_name(level.scope),
-                        kind=level.scope.kind,
-                        parent=outer.key if outer is not None else None,
-                        times=len(calls),
-                        calls=calls,
-                        roles=level.roles,
-                    )
-        return tuple(made.values())
+                found.setdefault(level.key, (level, outer, {}))[2][level.turn] = None
+                outer = level.key
+        return tuple([self._frame(level, outer, tuple(turns)) for level, outer, turns in found.values()])
+
+    def _frame(self, level: _Level, outer: str | None, turns: tuple[str, ...]) -> Frame:
+        scope = level.scope
+        name, kind, calls = (self._scope_name(scope), scope.kind, turns) if scope is not None else ("", "", ())
+        return Frame(level.key, name, kind, outer, len(turns), calls, level.roles)
 
     def _arrows(self) -> list[Arrow]:
         found: dict[tuple[str, str], list[Line]] = {}
@@ -279,6 +294,10 @@ class _Gathering:
 def is_call_of(scope: Scope, module: str) -> bool:
     """Is this a call of a module, `layer3`, or the very call, `layer3:2`?"""
     return module in (scope.address, str(scope))
+
+
+def _of_band(band: Band) -> _Level:
+    return _Level(band.key, band.turn, None, frozenset({"repeat"}))
 
 
 def without_pass(label: str) -> str:

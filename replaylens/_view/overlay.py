@@ -1,6 +1,6 @@
 """What is laid over a picture: numbers as colours, what a replay ran and changed.
 
-In: a Scene, and facts by the labels of layers. Out: a Scene that has them.
+In: a Scene or a Sketch, and facts by the labels of layers. Out: one that has them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from attrs import evolve
 
 from .scene import Glyph, Roles, Scene
+from .sketch import Sketch
 
 
 def with_numbers(scene: Scene, numbers: Mapping[str, float], legend: str = "") -> Scene:
@@ -35,22 +36,22 @@ def _distance(number: float) -> float:
     return math.inf if math.isnan(number) else abs(number)
 
 
-def with_replay(scene: Scene, ran: Iterable[str], patched: Mapping[str, str]) -> Scene:
-    """The picture with what a replay ran, and what was patched in it: layer -> the patch in words."""
+def with_replay(drawn: Sketch, ran: Iterable[str], patched: Mapping[str, str]) -> Sketch:
+    """The layers with what a replay ran, and what was patched in it: layer -> the patch in words."""
     ran = frozenset(ran)
-    glyphs = []
-    for glyph in scene.glyphs:
-        roles: Roles = frozenset({"rerun"} if ran.intersection(glyph.layers) else ())
-        words = dict.fromkeys(patched[label] for label in glyph.layers if label in patched)
-        roles |= {"edited"} if words else set()
-        note = "; ".join(filter(None, [glyph.note, *words]))
-        glyphs.append(evolve(glyph, roles=glyph.roles | roles, note=note) if roles else glyph)
-    stained = {glyph.key for glyph in glyphs if glyph.roles & {"rerun", "edited"}}
-    arrows = [
-        evolve(arrow, roles=arrow.roles | {"rerun"}) if arrow.tail in stained and arrow.head in stained else arrow
-        for arrow in scene.arrows
+    dots = []
+    for dot in drawn.dots:
+        roles: Roles = frozenset({"rerun"} if dot.label in ran else ()) | (
+            {"edited"} if dot.label in patched else set()
+        )
+        note = "; ".join(filter(None, [dot.note, patched.get(dot.label)]))
+        dots.append(evolve(dot, roles=dot.roles | roles, note=note) if roles else dot)
+    stained = ran.union(patched)
+    lines = [
+        evolve(line, roles=line.roles | {"rerun"}) if line.tail in stained and line.head in stained else line
+        for line in drawn.lines
     ]
-    return evolve(scene, glyphs=tuple(glyphs), arrows=tuple(arrows))
+    return Sketch(tuple(dots), tuple(lines))
 
 
 def how_different(old: Any, new: Any) -> float:

@@ -11,7 +11,7 @@ how to paint:
                  two programs)
     of an arrow  internal, if (from here on a condition is computed), gradient (against the data's way), edited, added,
                  removed
-    of a frame   repeat (it was drawn around layers that repeat: no module)
+    of a frame   repeat (a block that comes several times; one without a name is no module)
 
 A glyph or a frame that stands for several (`times`) has turns: the passes of a layer, the calls of a module, the
 repeated blocks, in order of execution. An arrow says for which turns it holds, where that is not for all of them.
@@ -117,6 +117,15 @@ class Scene:
     @cached_property
     def frame_by_key(self) -> dict[str, Frame]:
         return {frame.key: frame for frame in self.frames}
+
+    def repeated(self, frame: str | None) -> int:
+        """How often the innermost repeated block comes that this frame is, or lies in."""
+        while frame is not None:
+            found = self.frame_by_key[frame]
+            if "repeat" in found.roles:
+                return found.times
+            frame = found.parent
+        return 1
 
     @cached_property
     def inside(self) -> dict[str | None, tuple[Glyph | Frame, ...]]:

@@ -71,7 +71,7 @@ PAPER = Theme(
         "added": {"color": "#1a7f1a", "penwidth": "2"},
         "removed": {"color": "#b3261e", "penwidth": "2", "style": "dashed"},
     },
-    frames={"repeat": {"style": "dashed,rounded"}},
+    frames={"repeat": {"style": "rounded", "penwidth": "3"}},
 )
 
 DARK = evolve(
