@@ -41,7 +41,7 @@ class Writer:
             f"  node {_listed(theme.glyph)}",
             f"  edge {_listed(theme.arrow)}",
             *self._inside(scene, None, "  "),
-            *(self._arrow(arrow) for arrow in scene.arrows),
+            *(self._arrow(arrow, scene) for arrow in scene.arrows),
             "}",
         ]
         return "\n".join(rows) + "\n"
@@ -80,13 +80,16 @@ class Writer:
             lines = [made] if isinstance(made, str) else list(made)
         return _html(lines, small)
 
-    def _arrow(self, arrow: Arrow) -> str:
+    def _arrow(self, arrow: Arrow, scene: Scene) -> str:
         found = attributes(self.theme.arrow, self.theme.arrows, arrow.roles)
         words = [*(["<B>IF</B>"] if "if" in arrow.roles else []), *map(html.escape, words_of(arrow))]
         if words:
             found["label"] = _Html(f"<{'<BR/>'.join(f' {word} ' for word in words)}>")
-        end = f" {_listed(found)}" if found else ""
-        return f"  {quoted(arrow.tail)} -> {quoted(arrow.head)}{end}"
+        ends = [quoted(arrow.tail), quoted(arrow.head)]
+        if scene.order[arrow.head] < scene.order[arrow.tail]:  # dot ranks by what is written: execution goes one way
+            found["dir"] = "back"
+            ends.reverse()
+        return f"  {' -> '.join(ends)}" + (f" {_listed(found)}" if found else "")
 
 
 def lines_of(glyph: Glyph, within: int = 1) -> list[str]:

@@ -19,6 +19,7 @@ from .._core.node import Call, Ref, Scope
 from .._core.trees import remake
 from .sketch import Dot, Sketch
 
+FEWEST = 3  # how often a row that is no module must come: two alike in a row are chance as often as design
 LONGEST = 24  # how many neighbours in a row, operations or modules, a repeated block may consist of
 
 
@@ -125,7 +126,8 @@ class _Search:
                 if signs[at : at + period] != here or self._wiring(items[at : at + period]) != wiring:
                     break
                 times += 1
-            if times > 1:
+            alone = period == 1 and isinstance(items[start], _Block)
+            if times >= (2 if alone else FEWEST):
                 return period, times
         return 1, 1
 

@@ -110,6 +110,11 @@ class Scene:
         return {glyph.key: glyph for glyph in self.glyphs}
 
     @cached_property
+    def order(self) -> dict[str, int]:
+        """The number of each glyph in order of execution."""
+        return {glyph.key: number for number, glyph in enumerate(self.glyphs)}
+
+    @cached_property
     def by_layer(self) -> dict[str, Glyph]:
         """The glyph that stands for each layer."""
         return {label: glyph for glyph in self.glyphs for label in glyph.layers}
