@@ -31,7 +31,7 @@ class Look:
     rolled: bool = False  # all passes of a layer, and all calls of a module, as one
     depth: int | None = None  # modules nested deeper are drawn as one thing
     module: str | None = None  # only this module, or this call of one
-    buffers: bool = True
+    buffers: bool = True  # buffers, and what is computed for them alone
     fold: bool = False  # repeated blocks as one
     gradients: frozenset[Ref] = frozenset()  # values through which gradients flow: drawn along them
 
@@ -68,6 +68,10 @@ class _Group:
 def scene(graph: Graph, atlas: Atlas, look: Look | None = None, drawn: Sketch | None = None) -> Scene:
     """The picture of a program; of a sketch of it, where one is there."""
     look = look or Look()
+    if look.depth is not None and look.depth < 1:
+        raise ValueError(
+            f"depth is how many levels of modules are drawn open or as one box, 1 at least, not {look.depth}."
+        )
     drawn = drawn or sketch(graph, atlas, look.buffers)
     if look.module is not None:
         drawn = within(drawn, look.module, atlas)
@@ -121,7 +125,7 @@ class _Gathering:
         for dot in self.drawn.dots:
             frames = self._frames(dot)
             modules = [n for n, frame in enumerate(frames) if frame.scope is not None]
-            if limit is not None and len(modules) >= limit > 0:
+            if limit is not None and len(modules) >= limit:
                 end = modules[limit - 1]
                 found[dot.label] = frames[end], frames[:end]
             else:
@@ -189,7 +193,7 @@ class _Gathering:
             parameters=tuple(parameters.values()),
             times=len(group.turns),
             roles=_together([dot.roles for _, dot in group.dots]) | _altered([dot.roles for _, dot in group.dots]),
-            note="; ".join(_each(dot.note for _, dot in group.dots)),
+            note=_short([dot.note for _, dot in group.dots]),
             source=first.source,
         )
         if group.scope is not None:
@@ -303,6 +307,12 @@ def _of_band(band: Band) -> _Level:
 def without_pass(label: str) -> str:
     """`linear_1_1` for its second pass, `linear_1_1:2`."""
     return re.sub(r":\d+", "", label)
+
+
+def _short(notes: list[str]) -> str:
+    """What is said of what is drawn as one: the first two things."""
+    each = _each(notes)
+    return "; ".join(each if len(each) <= 2 else (each[0], "..."))
 
 
 def _each(words: Iterable[str]) -> tuple[str, ...]:

@@ -73,15 +73,20 @@ class Sketch:
 def sketch(graph: Graph, atlas: Atlas, with_buffers: bool = True) -> Sketch:
     """The layers of a program and what each reads."""
     made = _Pencil(graph, atlas)
-    places = [place for place in atlas.places if with_buffers or not _is_buffer(graph[place.node], place)]
+    hidden = frozenset() if with_buffers else _for_buffers(graph)
+    places = [place for place in atlas.places if place.output is not None or place.node not in hidden]
     drawn = {place.label for place in places}
     dots = tuple([made.dot(place) for place in places])
     lines = [line for place in places for line in made.lines(place) if line.tail in drawn]
     return Sketch(dots, tuple(dict.fromkeys(lines)))
 
 
-def _is_buffer(node: Node, place: Place) -> bool:
-    return isinstance(node, State) and node.kind == "buffer" and place.output is None
+def _for_buffers(graph: Graph) -> frozenset[str]:
+    """Buffers, and what is computed from them only to be written to them."""
+    buffers = [node.name for node in graph.state_nodes if node.kind == "buffer"]
+    used = graph.marked_ancestors([ref.node for ref in graph.output_refs])
+    derived = graph.descendants(buffers).difference(graph.descendants([node.name for node in graph.input_nodes]))
+    return frozenset(buffers).union([name for name in derived if not used[graph.positions[name]]])
 
 
 @frozen(eq=False)
@@ -123,7 +128,8 @@ class _Pencil:
             return Dot(place.label, place.node, "output", (), _known(meaning), roles=frozenset({"output"}))
         if isinstance(node, Call):
             return self._operation(place, node)
-        kind = "input" if isinstance(node, Input) else "buffer" if _is_buffer(node, place) else "constant"
+        is_buffer = isinstance(node, State) and node.kind == "buffer"
+        kind = "input" if isinstance(node, Input) else "buffer" if is_buffer else "constant"
         scopes = () if kind == "input" else self._scopes_of_readers(node)
         note = node.address if isinstance(node, State) else ""
         return Dot(place.label, place.node, kind, scopes, (node.meaning,), roles=frozenset({kind}), note=note)
