@@ -281,10 +281,20 @@ def test_edits_stand_out_and_what_is_behind_them_is_shaded():
     assert made.by_key["add_2_18"].note == "Zero('b [d]', d=[0])"
 
 
-def test_a_patched_edge_is_drawn_on_the_edge():
-    prog = stack(2)
-    source = prog.with_patch({rl.Edge("linear_1", "blocks.0"): rl.Zero()})
-    assert any("edited" in arrow.roles | seen(source).by_key[arrow.tail].roles for arrow in seen(source).arrows)
+def test_a_patch_is_drawn_beside_the_box_of_its_module():
+    made = seen(captured(nn.Sequential(nn.Linear(5, 5), nn.ReLU())).lesion("linear_1"))
+    modules = {glyph.name: glyph.module for glyph in made.glyphs if "operation" in glyph.roles}
+    assert modules == {"linear_1_1_before": "0", "linear_1_1": "", "relu_1_2": "1"}
+
+
+def test_a_patched_edge_is_a_node_of_an_edited_program_and_an_arrow_of_a_run():
+    prog, edge = stack(1), rl.Edge("linear_1", "blocks.0")
+    made = seen(prog.with_patch({edge: rl.Zero()}))
+    assert made.by_key["linear_1_1_to_add_1_10"].note == "Zero()"
+    run = prog.replay(patch={edge: rl.Zero()})
+    made = run.origin.program._scene(Look(), run=run)
+    found = [(arrow.tail, arrow.head, arrow.note) for arrow in made.arrows if "edited" in arrow.roles]
+    assert found == [("linear_1_1", "add_1_10", "Zero()")]
 
 
 def test_a_run_shows_how_much_each_layer_changed():

@@ -198,7 +198,8 @@ class _Gathering:
         )
         if group.scope is not None:
             return self._collapsed(glyph, group.scope)
-        if "operation" in first.roles and first.scopes and str(first.scopes[-1]) in self.drawn.single:
+        here = "operation" in first.roles and "patch" not in first.roles and bool(first.scopes)
+        if here and str(first.scopes[-1]) in self.drawn.single:
             return evolve(glyph, module=self._scope_name(first.scopes[-1]), roles=glyph.roles | {"module"})
         return glyph
 
@@ -262,7 +263,7 @@ class _Gathering:
             leaves=self._turns(tail, [line.tail for line in lines]),
             enters=self._turns(head, [line.head for line in lines]),
             roles=_together([line.roles for line in lines]),
-            note="; ".join(_each(line.note for line in lines)),
+            note=_short([line.note for line in lines]),
         )
 
     def _turns(self, key: str, labels: list[str]) -> tuple[int, ...]:

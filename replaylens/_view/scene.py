@@ -6,9 +6,9 @@ how to paint:
 
     of a glyph   input, output, buffer, constant, operation; module (the only operation of a module), parameters (it
                  has some of its own), internal (comes from no input), boolean (a condition that Python read), collapsed
-                 (a module with all that is in it), outside (not in the module that is drawn); edited, before (what an
-                 edit took the place of), rerun (behind an edit, or executed by a replay), added, removed, changed (of
-                 two programs)
+                 (a module with all that is in it), outside (not in the module that is drawn); edited, patch (an edit
+                 put it beside what ran), before (a patch took its place), rerun (behind an edit, or executed by a
+                 replay), added, removed, changed (of two programs)
     of an arrow  internal, if (from here on a condition is computed), gradient (against the data's way), edited, added,
                  removed
     of a frame   repeat (a block that comes several times; one without a name is no module)
