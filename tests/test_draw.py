@@ -21,6 +21,7 @@ import replaylens as rl
 from replaylens._view.gather import Look, scene
 from replaylens._view.overlay import how_different
 from replaylens._view.theme import PAPER
+from replaylens._view.vis import visualize
 
 GOLDEN = Path(__file__).parent / "golden"
 needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="graphviz's dot is not installed")
@@ -270,6 +271,37 @@ def test_a_repeated_row_of_layers_gets_a_frame_of_its_own():
     assert [(frame.name, frame.times) for frame in made.frames] == [("layers", 1), ("", 5)]
 
 
+def test_rows_side_by_side_are_not_taken_for_a_repetition():
+    prog = captured(lambda x: torch.cat([(x + n).exp() * 2 for n in (1, 1, 1, 1)]))
+    assert {glyph.times for glyph in seen(prog, fold=True).glyphs} == {1}
+
+
+def test_repetitions_in_a_repeated_block_count_in_each_turn_of_it():
+    class Stage(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.ModuleList([nn.Sequential(nn.Linear(5, 5), nn.ReLU()) for _ in range(3)])
+            self.rest = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(5, 5), nn.Tanh())])
+
+        def forward(self, x):
+            for layer in self.inner:
+                x = layer(x)
+            return self.rest(x)
+
+    prog = captured(nn.Sequential(*[Stage() for _ in range(6)]))
+    made = seen(prog, fold=True)
+    assert [(frame.name, frame.times) for frame in made.frames] == [
+        ("0", 6),
+        ("0.inner.0", 18),
+        ("0.rest", 6),
+        ("", 24),
+    ]
+    text = prog.draw(fold=True).source
+    assert "@0 (x6)" in text and "@0.inner.0 (x3)" in text and "<B>(x4)</B>" in text
+    (loop,) = re.findall(r'"linear_1_1" -> "relu_1_2" \[label=<(.*?)> dir="back"', text)
+    assert loop == " Out 1-2 <BR/> In 2-3 "
+
+
 # -- interventions ------------------------------------------------------------------------------------------------------
 
 
@@ -491,3 +523,30 @@ def test_two_thousand_operations_fold_into_a_few():
     prog = stack(290)
     assert len(prog.graph.calls) > 2000
     assert len(seen(prog, fold=True).glyphs) < 20
+
+
+# -- in the words of TorchLens ------------------------------------------------------------------------------------------
+
+
+@needs_dot
+def test_vis_options_write_the_picture_that_they_ask_for(tmp_path):
+    prog = captured(figures.NetworkOrganizationDemo())
+    source = visualize(prog, vis_outpath=tmp_path / "graph.gv", vis_fileformat="svg", vis_nesting_depth=1)
+    assert source.source == prog.draw(depth=1, buffers=False, direction="BT").source
+    assert "<svg" in (tmp_path / "graph.gv.svg").read_text()
+    rolled = visualize(captured(Shared()), "rolled", vis_outpath=tmp_path / "rolled.svg", vis_direction="leftright")
+    assert "linear_1_1 (x2)" in rolled.source and 'rankdir="LR"' in rolled.source
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["graph.gv.svg", "rolled.svg"]
+
+
+def test_vis_opt_none_draws_nothing_and_an_unknown_word_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    prog = captured(nn.Linear(5, 5))
+    assert visualize(prog, "none") is None
+    with pytest.raises(ValueError, match=r"vis_opt must be one of 'none', 'unrolled', 'rolled', not 'flat'\."):
+        visualize(prog, "flat")
+    with pytest.raises(
+        ValueError, match=r"vis_direction must be one of 'bottomup', 'topdown', 'leftright', not 'up'\."
+    ):
+        visualize(prog, vis_direction="up")
+    assert not list(tmp_path.iterdir())

@@ -19,7 +19,7 @@ repeated blocks, in order of execution. An arrow says for which turns it holds, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from math import prod
 
@@ -125,12 +125,26 @@ class Scene:
 
     def repeated(self, frame: str | None) -> int:
         """How often the innermost repeated block comes that this frame is, or lies in."""
+        return next(self.repetitions(frame))
+
+    def repetitions(self, frame: str | None) -> Iterator[int]:
+        """How often the repeated blocks come that this frame is, or lies in, the innermost first, the program last."""
         while frame is not None:
             found = self.frame_by_key[frame]
             if "repeat" in found.roles:
-                return found.times
+                yield found.times
             frame = found.parent
-        return 1
+        yield 1
+
+    def common_frame(self, one: str | None, other: str | None) -> str | None:
+        """The innermost frame in which two lie."""
+        around = set()
+        while one is not None:
+            around.add(one)
+            one = self.frame_by_key[one].parent
+        while other is not None and other not in around:
+            other = self.frame_by_key[other].parent
+        return other
 
     @cached_property
     def inside(self) -> dict[str | None, tuple[Glyph | Frame, ...]]:
