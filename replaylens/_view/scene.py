@@ -19,11 +19,11 @@ repeated blocks, in order of execution. An arrow says for which turns it holds, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cached_property
 from math import prod
 
-from attrs import evolve, field, frozen
+from attrs import field, frozen
 
 from .._core.node import TensorMeaning
 
@@ -169,11 +169,6 @@ class Scene:
                 start[key] = number
                 key = self.frame_by_key[key].parent
         return {key: sorted(items, key=lambda item: start[item.key]) for key, items in found.items()}
-
-    def with_roles(self, roles: Mapping[str, Roles]) -> Scene:
-        """The same picture with more roles for some glyphs, by key."""
-        glyphs = [evolve(one, roles=one.roles | roles[one.key]) if one.key in roles else one for one in self.glyphs]
-        return evolve(self, glyphs=tuple(glyphs))
 
 
 def bytes_of(meaning: TensorMeaning) -> int:
