@@ -34,6 +34,7 @@ from ._edit.edges import Edge
 from ._edit.expand import chosen
 from ._edit.patch import Patch, Zero
 from ._edit.select import Selection, Site, Where, find, is_named, sites
+from ._lens.conditionals import Conditional, Conditionals
 from ._lens.layers import Atlas, Layer, Place
 from ._lens.summary import as_html, summary
 from ._lens.words import Words, as_list
@@ -143,6 +144,11 @@ class Program(Reference):
     def graph(self) -> Graph:
         """The program's structure: nodes in order, no tensors."""
         return self._record.graph
+
+    @property
+    def conditionals(self) -> tuple[Conditional, ...]:
+        """Each truth value that the model read: the layer, what it said, the line, and the line that it went on to."""
+        return Conditionals(self.graph).records
 
     @property
     def output(self) -> Any:

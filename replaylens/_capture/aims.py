@@ -7,20 +7,21 @@ stand in a program as a call like others. Nothing runs here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from .._core.graph import Graph
-from .._core.node import Call, Node, Ref, State, TensorMeaning, value_of
+from .._core.node import Call, Node, Ref, Source, State, TensorMeaning, value_of
 from .._core.pure import writable_copy
 from .._core.target import Target
 from .._core.trees import leaves, thaw
 from .._replay.replay import Record
 from .._replay.request import Change, Request
 from ..errors import ShapeMismatch
+from .rounds import Rounds, rounds_of
 from .spots import Spot, spots
 
 
@@ -103,14 +104,17 @@ class Aims:
     layers: dict[Any, Aim] = field(factory=dict)  # the same, by the kind of operation and its parameters' objects
     kinds: dict[str, Aim] = field(factory=dict)  # of patches for all operations of a kind
     sources: dict[str, Aim] = field(factory=dict)  # inputs, parameters, buffers, constants, by the node's name
+    rounds: Rounds = field(factory=Rounds)  # of patches for all passes of a layer that one line runs again
     unseen: list[str] = field(factory=list)  # nodes that no call of the model makes
 
-    def at(self, spot: Spot, parameters: frozenset[int]) -> Aim | None:
-        """What is meant for the operation at a Spot, which reads these parameters."""
-        if spot in self.recorded:
+    def at(self, spot: Spot, parameters: frozenset[int], source: Callable[[], Source | None]) -> Aim | None:
+        """What is meant for the operation at a Spot, which reads these parameters and stands on this line."""
+        is_recorded = spot in self.recorded
+        further = self.rounds.next(spot, source, is_recorded)
+        if is_recorded:
             return self.spots.get(spot)
         wide = self.any_call.get(spot.any_call) or (self.layers.get((spot.kind, parameters)) if parameters else None)
-        return wide or self.kinds.get(spot.kind)
+        return wide or further or self.kinds.get(spot.kind)
 
     def missed(self, reached: set[str]) -> tuple[str, ...]:
         """The nodes that a run did not come to. Of those of a patch for all passes, one that it came to is enough."""
@@ -141,7 +145,8 @@ def aims_of(record: Record, request: Request) -> Aims:
                     aims.layers.setdefault((node.kind, own), aim)
             if node.kind in request.kinds:
                 aims.kinds.setdefault(node.kind, aim)
-    return aims
+    every = {p: aims.spots[where[p]] for p in request.every if p in where and where[p] in aims.spots}
+    return evolve(aims, rounds=rounds_of(graph, where, every))
 
 
 def _aim(node: Node, changes: tuple[Change, ...]) -> Aim:

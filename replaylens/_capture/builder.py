@@ -8,6 +8,7 @@ Handles. Nothing is named or frozen while the model runs: the forward pays for o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -16,10 +17,12 @@ from attrs import define, evolve, field, frozen
 
 from .._core.graph import Graph
 from .._core.laws import require_lawful
-from .._core.node import Call, Const, Context, Guard, Input, Node, Ref, Scope, Source, State, TensorMeaning
+from .._core.node import Call, Const, Context, Generator, Guard, Input, Node, Ref, Scope, Source, State, TensorMeaning
 from .._core.target import Target
 from .._core.trees import leaves, remake
-from .._lens.structure import Draft, labels
+from .._lens.drafts import Draft
+from .._lens.structure import labels
+from .branches import calls, taken
 
 
 class Handle(int):
@@ -148,7 +151,7 @@ def freeze(recording: Recording) -> Frozen:
     """The Graph that a recording stands for: nodes named, Handles turned into Refs, scopes and lines resolved."""
     addresses = recording.addresses() if recording.addresses else Addresses({}, lambda module, key: ())
     scopes = _scopes(recording, addresses)
-    names, orphans = _names(recording, addresses)
+    names, orphans = _names(recording, _drafts(recording, addresses, scopes))
     bypassed = _bypassed(recording)
     refs: dict[Handle, Ref] = {}
     for record, name in zip(recording.records, names, strict=True):
@@ -179,11 +182,11 @@ def freeze(recording: Recording) -> Frozen:
     return Frozen(require_lawful(graph), {ref: handle for handle, ref in refs.items()})
 
 
-def _names(recording: Recording, addresses: Addresses) -> tuple[list[str], list[bool]]:
+def _names(recording: Recording, drafts: list[Draft]) -> tuple[list[str], list[bool]]:
     """A name for each record, and which are orphans. A patch takes the name of what it patches, which is then called
     `relu_1_2_before`; all other names are those that there were without it.
     """
-    drafts, patched = [_draft(addresses, record) for record in recording.records], recording.patched
+    patched = recording.patched
     if not patched:
         return labels(drafts, _ends(recording))
     before = {
@@ -210,7 +213,7 @@ def last_name(recording: Recording) -> str:
     """The name that the last call has, for a message about a forward that did not get to its end."""
     addresses = recording.addresses() if recording.addresses else Addresses({}, lambda module, key: ())
     calls = [number for number, record in enumerate(recording.records) if isinstance(record, CallRecord)]
-    drafts = [_draft(addresses, record) for record in recording.records]
+    drafts = _drafts(recording, addresses, _scopes(recording, addresses))
     return labels(drafts, {int(h) for number in calls for _, h in parts_of(recording.records[number].returns)})[0][
         calls[-1]
     ]
@@ -235,16 +238,39 @@ def parts_of(returns: Any) -> Iterator[tuple[tuple[int, ...], Handle]]:
                 yield (number, *path), handle
 
 
-def _draft(addresses: Addresses, record: CallRecord | SourceRecord) -> Draft:
-    """What the naming of layers needs to know of a record."""
-    if isinstance(record, SourceRecord):
-        given = () if record.kind != "parameter" else None
-        address = None if given is not None else _address(addresses, record.where)
-        return Draft(record.kind, (), (record.returns,), address=address)
+def _drafts(recording: Recording, addresses: Addresses, scopes: list[Scope | None]) -> list[Draft]:
+    """What the naming of layers needs to know of each record."""
+    modules = [tuple([inside.address for inside in scope.stack]) if scope else () for scope in scopes]
+    return [
+        _source_draft(addresses, record)
+        if isinstance(record, SourceRecord)
+        else _call_draft(record, modules[record.scope] if record.scope >= 0 else ())
+        for record in recording.records
+    ]
+
+
+def _source_draft(addresses: Addresses, record: SourceRecord) -> Draft:
+    address = _address(addresses, record.where) if record.kind == "parameter" else None
+    return Draft(record.kind, (), (record.returns,), address=address)
+
+
+def _call_draft(record: CallRecord, modules: tuple[str, ...]) -> Draft:
     trees = (*record.args, *(record.kwargs or {}).values())
     reads = tuple([leaf for leaf in leaves(trees) if type(leaf) is Handle])
     gives = tuple([handle for _, handle in parts_of(record.returns)])
-    return Draft(record.kind, reads, gives, function=record.function)
+    site = record.site and (id(record.site[0]), record.site[1])
+    return Draft(record.kind, reads, gives, record.function, None, modules, site, partial(_literals, record))
+
+
+def _literals(record: CallRecord) -> Any:
+    """The arguments of a call without its tensors, and without the states of generators."""
+    kwargs = record.kwargs or {}
+    return tuple(kwargs), remake((tuple(record.args), tuple(kwargs.values())), _literal)
+
+
+def _literal(leaf: Any) -> Any:
+    kind = type(leaf)
+    return kind if kind is Handle or kind is Generator else (kind, leaf)
 
 
 def _ends(recording: Recording) -> set[int]:
@@ -361,7 +387,18 @@ def _guard(guard: GuardRecord, count: int, to_ref: Any, scopes: list[Any]) -> Gu
         position=min(guard.position, count),
         scope=scopes[guard.scope] if guard.scope >= 0 else None,
         source=line_of(guard.site),
+        taken=_taken(guard),
     )
+
+
+def _taken(guard: GuardRecord) -> Source | None:
+    """Where the model went on after it had read a truth value. What `any` and its kin read is tested by them first."""
+    if type(guard.result) is not bool or guard.site is None:
+        return None
+    code, instruction = guard.site
+    is_call = guard.function is torch.Tensor.__bool__ and calls(code, instruction)
+    where = None if is_call else taken(code, instruction, guard.result)
+    return None if where is None else line_of((code, where))
 
 
 def _scopes(recording: Recording, addresses: Addresses) -> list[Scope | None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,14 +20,14 @@ from torch import nn
 from .._core.trees import thaw
 from ..errors import DivergedReplay, NotDifferentiable
 from .aims import Aim, Aims
-from .builder import CallRecord, Handle, Recording, SourceRecord, parts_of
+from .builder import CallRecord, Handle, Recording, SourceRecord, parts_of, user_line
 from .origins import Date, Origins
 from .randomness import Draw, generator_of
 from .recorder import tensors_in
 from .regions import reads_of
 from .rules import How, Rule
 from .scopes import addresses, listening
-from .spots import Counted
+from .spots import Counted, Spot
 from .standins import StandIns, Waiting
 from .storage import Entry
 from .tracer import Tracer
@@ -204,7 +205,7 @@ class LiveTracer(Tracer):
                 if record.kind == "parameter":
                     self.parameters[record.returns] = id(record.tensor)
             elif number not in self.recording.patched and (spot := self.counted.next(record)) is not None:
-                found.append((number, self.stage.aims.at(spot, self._parameters_of(record))))
+                found.append((number, self._meant(spot, record)))
         self.asked = len(records)
         if len(records) > self.stage.most:
             self.refused = DivergedReplay(
@@ -213,6 +214,14 @@ class LiveTracer(Tracer):
             )
             raise self.refused
         return found
+
+    def _meant(self, spot: Spot, record: CallRecord) -> Aim | None:
+        source = partial(user_line, self.recording, record.site, record.scope)
+        try:
+            return self.stage.aims.at(spot, self._parameters_of(record), source)
+        except DivergedReplay as refusal:
+            self.refused = refusal  # the model may swallow it
+            raise
 
     def _require_reachable(self, aim: Aim, number: int, done: Done, calls: int) -> None:
         record = self.recording.records[number]

@@ -220,6 +220,7 @@ class Guard:
     result: Any = None
     has_result: bool = field(default=False, kw_only=True)
     position: int = field(default=0, kw_only=True)  # how many nodes came before it
+    taken: Source | None = field(default=None, kw_only=True)  # of a truth value: the line that the model went on to
     scope: Scope | None = field(default=None, kw_only=True)
     source: Source | None = field(default=None, kw_only=True)
 

@@ -3,35 +3,24 @@
 In: drafts of nodes in execution order, knowing only what each reads and gives. Out: a label for each. No tensor is
 touched here.
 
-A label is `{type}_{n-th layer of its type}_{n-th layer}`, with `:pass` where a layer runs more than once. Calls of one
-function on the same parameters are passes of one layer. Numbers count layers in execution order, after orphans (what
-neither comes from an input nor reaches an output) are set aside. Inputs count from zero.
+A label is `{type}_{n-th layer of its type}_{n-th layer}`, with `:pass` where a layer runs more than once; recurrence.py
+says which calls are passes of one layer. Numbers count layers in execution order, after orphans (what neither comes
+from an input nor reaches an output) are set aside. Inputs count from zero.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Sequence
 
-from attrs import frozen
-
-
-@frozen
-class Draft:
-    """What naming needs to know of a node: its type, the numbers of the values that it reads and gives."""
-
-    kind: str
-    reads: tuple[int, ...]
-    gives: tuple[int, ...]
-    function: Callable[..., Any] | None = None
-    address: str | None = None  # of a parameter: it is called by it and counts as no layer
+from .drafts import Draft, Wires
+from .recurrence import same_layers
 
 
 def labels(drafts: Sequence[Draft], ends: set[int]) -> tuple[list[str], list[bool]]:
     """A name for each draft, and which of them are orphans."""
     orphans = _orphans(drafts, ends)
-    layers = _layers(drafts)
+    layers = same_layers(Wires(drafts, orphans))
     passes = Counter(layer for layer, draft, orphan in zip(layers, drafts, orphans, strict=True) if not orphan)
     names: list[str] = []
     names_taken: set[str] = set()
@@ -71,15 +60,3 @@ def _orphans(drafts: Sequence[Draft], ends: set[int]) -> list[bool]:
             to_output.update(draft.reads)
     known = from_input | to_output
     return [not any(value in known for value in draft.gives) for draft in drafts]
-
-
-def _layers(drafts: Sequence[Draft]) -> list[int]:
-    """For each draft the position of the first one that is the same layer: same function on the same parameters."""
-    parameters = {value for draft in drafts if draft.address is not None for value in draft.gives}
-    first: dict[tuple[Any, ...], int] = defaultdict(int)
-    found = []
-    for position, draft in enumerate(drafts):
-        own = tuple(sorted(set(draft.reads) & parameters))
-        key = (draft.function, draft.kind, own)
-        found.append(first.setdefault(key, position) if own and draft.function is not None else position)
-    return found

@@ -1,0 +1,176 @@
+"""Stretches of calls without parameters that follow themselves directly: the loops of a program.
+
+In: the Wires of a program. Out: pairs of calls, each the same place in two rounds that follow one another.
+
+A program is cut into chains. Each call is put behind the deepest call that it reads, so that what a loop carries from
+one round to the next lies on one chain, and what feeds it from aside does not. On a chain, calls with parameters are
+left out, and what is left is searched for squares: a stretch of calls, and directly behind it calls like them which
+read, each in its place, what those read: the same values, or the corresponding ones of the next round.
+
+Candidates for the length of a round are the distances between like calls, and between like stretches of 2, 4, 8 ...
+calls: in a round that is no repetition itself some stretch is unique, and its distance to itself is the round's length.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from .drafts import Wires
+
+PARTS = frozenset(("getitem", "select", "narrow", "slice", "unbind", "index_select", "indexselect"))
+DEEPEST = 50  # how far the calls that feed two rounds are followed back to find whether they are alike
+
+
+def loops(wires: Wires) -> Iterator[tuple[int, int]]:
+    """Pairs of calls that are one layer because they lie in rounds of one loop."""
+    for chain in _chains(wires):
+        for stretch in _stretches(wires, chain):
+            yield from _Stretch(wires, stretch).pairs()
+
+
+def _chains(wires: Wires) -> list[list[int]]:
+    """The calls in chains, each behind the deepest call that it reads, where that has no longer chain behind it."""
+    count = len(wires.drafts)
+    depth, height, before = [0] * count, [0] * count, [-1] * count
+    for position in range(count):
+        if wires.is_call[position]:
+            deepest = max([depth[p] for p, _ in wires.parents[position]], default=0)
+            depth[position] = deepest + 1
+            before[position] = next((p for p, _ in wires.parents[position] if depth[p] == deepest > 0), -1)
+    behind = [-1] * count
+    for position in reversed(range(count)):
+        parent = before[position]
+        if parent >= 0 and height[position] >= height[parent]:
+            behind[parent], height[parent] = position, height[position] + 1
+    starts = [p for p in range(count) if wires.is_call[p] and (before[p] < 0 or behind[before[p]] != p)]
+    return [list(_along(behind, start)) for start in starts]
+
+
+def _along(behind: list[int], position: int) -> Iterator[int]:
+    while position >= 0:
+        yield position
+        position = behind[position]
+
+
+def _stretches(wires: Wires, chain: list[int]) -> Iterator[list[int]]:
+    """The stretches of a chain in which every call could come again. What runs once is found by its function first."""
+    without = _cut(chain, lambda position: None if wires.parameters[position] else wires.drafts[position].function)
+    for stretch in without:
+        yield from _cut(stretch, wires.key)
+
+
+def _cut(chain: Sequence[int], name: Any) -> Iterator[list[int]]:
+    """A chain without the calls that have no name or one of their own: what lies between them, if it is two or more."""
+    names = [name(position) for position in chain]
+    counts = Counter(names)
+    found: list[int] = []
+    for position, own in zip(chain, names, strict=True):
+        if own is not None and counts[own] > 1:
+            found.append(position)
+            continue
+        if len(found) > 1:
+            yield found
+        found = []
+    if len(found) > 1:
+        yield found
+
+
+class _Stretch:
+    """Calls that follow one another, and what is alike among them."""
+
+    def __init__(self, wires: Wires, calls: list[int]) -> None:
+        self.wires, self.calls = wires, calls
+        self.place = {position: number for number, position in enumerate(calls)}
+        self.known: dict[tuple[int, int, int], bool] = {}
+
+    def pairs(self) -> Iterator[tuple[int, int]]:
+        """Each call of a round with the corresponding one of the next round."""
+        names = [self.wires.key(position) for position in self.calls]
+        fed = [(name, *self._feeders(number)) for number, name in enumerate(names)]
+        tried: set[tuple[int, int]] = set()
+        for start, length in (*distances(names), *(distances(fed) if len({*fed}) > len({*names}) else ())):
+            if (start, length) not in tried:
+                first, last = self._extent(start, length)
+                tried.update([(number, length) for number in range(first, last)])
+                if last - first >= length:
+                    yield from ((self.calls[n], self.calls[n + length]) for n in range(first, last))
+
+    def _feeders(self, number: int) -> tuple[Any, ...]:
+        """What a call reads from aside, by what it is."""
+        parents = self.wires.parents[self.calls[number]]
+        aside = [(p, part) for p, part in parents if p not in self.place]
+        return tuple([(self.wires.key(p), -1) if self.wires.is_call[p] else (p, part) for p, part in aside])
+
+    def _extent(self, start: int, length: int) -> tuple[int, int]:
+        """From where to where calls are like those `length` further on."""
+        first = last = start
+        while first > 0 and self._corresponds(first - 1, length):
+            first -= 1
+        while last + length < len(self.calls) and self._corresponds(last, length):
+            last += 1
+        return first, last
+
+    def _corresponds(self, number: int, length: int) -> bool:
+        """Is a call like the one `length` further on, and does that read what a next round would?"""
+        wires, one, other = self.wires, self.calls[number], self.calls[number + length]
+        if wires.key(one) != wires.key(other) or wires.drafts[one].modules != wires.drafts[other].modules:
+            return False  # two modules one after the other are no loop, however alike
+        is_same_line = wires.drafts[one].site is not None and wires.drafts[one].site == wires.drafts[other].site
+        reads = zip(wires.parents[one], wires.parents[other], strict=True)
+        return all(
+            old == new
+            or self._is_carried(old[0], new[0], number, length)
+            or (is_same_line and self._is_fed_anew(old[0], new[0]))
+            or (old[1] == new[1] and self._is_alike(old[0], new[0], number, length))
+            for old, new in reads
+        )
+
+    def _is_carried(self, old: int, new: int, number: int, length: int) -> bool:
+        """Does the next round read of this one what this one reads of the round before, or of what came before all?"""
+        to, at = self.place.get(new, -1), self.place.get(old)
+        return to >= number and (at is None or to - at == length)
+
+    def _is_fed_anew(self, old: int, new: int) -> bool:
+        """Do two rounds read two results of one function, two parts of one tensor, two constants? Only where one line
+        runs again is that a loop: in `a + f(b) + f(c)` it is not.
+        """
+        wires = self.wires
+        if not (wires.is_call[old] and wires.is_call[new]):
+            return old == new or wires.drafts[old].kind == wires.drafts[new].kind == "constant"
+        if old == new or wires.key(old) == wires.key(new):
+            return True
+        kind, parents = wires.drafts[old].kind, wires.parents
+        return kind == wires.drafts[new].kind and kind in PARTS and parents[old][:1] == parents[new][:1]
+
+    def _is_alike(self, old: int, new: int, number: int, length: int, deepest: int = DEEPEST) -> bool:
+        """Are two calls from aside the same calls, of the same or of corresponding values?"""
+        wires = self.wires
+        if not deepest or not (wires.is_call[old] and wires.is_call[new]) or wires.key(old) != wires.key(new):
+            return False
+        known = self.known.get((old, new, length))
+        if known is None:
+            known = self.known[old, new, length] = all(
+                a == b
+                or self._is_carried(a[0], b[0], number, length)
+                or (a[1] == b[1] and self._is_alike(a[0], b[0], number, length, deepest - 1))
+                for a, b in zip(wires.parents[old], wires.parents[new], strict=True)
+            )
+        return known
+
+
+def distances(names: Sequence[Any]) -> Iterator[tuple[int, int]]:
+    """Where something is that comes again, and how far on: of single names, then of 2, 4, 8 ... names in a row."""
+    length = 1
+    while names:
+        last: dict[Any, int] = {}
+        for number, name in enumerate(names):
+            if name in last:
+                yield last[name], number - last[name]
+            last[name] = number
+        if len(last) == len(names):
+            return
+        rank = {name: number for number, name in enumerate(last)}
+        names = [(rank[one], rank[two]) for one, two in zip(names, names[length:], strict=False)]
+        length *= 2
