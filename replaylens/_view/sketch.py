@@ -16,8 +16,8 @@ from .._core.graph import Graph
 from .._core.node import Call, Input, Node, Ref, Scope, Source, State, TensorMeaning, meanings_of, value_of
 from .._core.pure import Derived, Nth, blank, laid_out, mutate
 from .._core.trees import Branch, leaves
+from .._lens.conditionals import Conditionals
 from .._lens.layers import Atlas, Place
-from .conditions import branch_starts, conditions
 from .scene import NO_ROLES, Roles
 
 COMMUTATIVE = frozenset("add mul eq ne maximum minimum logicaland logicalor logicalxor bitwiseand bitwiseor".split())
@@ -100,11 +100,14 @@ class _Pencil:
 
     @cached_property
     def conditions(self) -> dict[str, str]:
-        return conditions(self.graph)
+        """The layers that were read as true or false and serve nothing else, with what they said."""
+        found = Conditionals(self.graph)
+        said = {record.layer: str(record.value) for record in found.records}
+        return {layer: said[layer] for layer in found.terminal_bools}
 
     @cached_property
     def branch_starts(self) -> frozenset[tuple[str, str]]:
-        return branch_starts(self.graph, self.conditions)
+        return frozenset(Conditionals(self.graph).starts)
 
     @cached_property
     def from_inputs(self) -> frozenset[str]:
