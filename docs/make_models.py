@@ -34,8 +34,8 @@ the same models are checked by `make zoo`.
 """
 
 
-REFUSED = """Of the small models of the tests, each made for one difficulty, these may be refused, in whole or in part, always
-with an error that says why. [limits.md](limits.md) has what is refused in general.
+REFUSED = """Of the small models of the tests, each made for one difficulty, these may be refused, in whole or in part,
+always with an error that says why. [limits.md](limits.md) has what is refused in general.
 """
 
 

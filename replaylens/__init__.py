@@ -31,11 +31,13 @@ from ._replay.gradients import Grads as Grads
 from ._study.attribution import Attribution as Attribution, attribution as attribution
 from ._study.paths import path_patch as path_patch
 from ._study.sweep import Sweep as Sweep, sweep as sweep
+from ._view.theme import DARK as DARK, PAPER as PAPER, Theme as Theme
 from .errors import (
     BadEdit as BadEdit,
     BadMetric as BadMetric,
     BadPart as BadPart,
     BadPatch as BadPatch,
+    CannotDraw as CannotDraw,
     CaptureError as CaptureError,
     DivergedReplay as DivergedReplay,
     InputMismatch as InputMismatch,

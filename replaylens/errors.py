@@ -137,3 +137,7 @@ class NoGradient(ReplaylensError, LookupError):
 
     Example: `grads["relu_3"]` where all that reads relu_3 runs under `torch.no_grad()`.
     """
+
+
+class CannotDraw(ReplaylensError, RuntimeError):
+    """A picture cannot be written: graphviz's `dot` is missing, or it knows no such format. The message says which."""

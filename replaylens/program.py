@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from attrs import evolve
+from graphviz import Source
 from torch.overrides import _get_current_function_mode_stack as _function_modes
 from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
@@ -56,8 +57,12 @@ from ._replay.module import ProgramModule
 from ._replay.patching import at_place, bound_patches, changes_of
 from ._replay.replay import Record, Versions, detached, function_of, replay, version
 from ._replay.request import At, Request, new_inputs, new_state
-from ._replay.run import Run
+from ._replay.run import Origin, Run
 from ._replay.swap import insert, swap
+from ._view.compose import Over, compose
+from ._view.draw import Wishes, draw
+from ._view.gather import Look
+from ._view.scene import Scene
 from .errors import CaptureError, DivergedReplay, NoGradient, NoSuchLayer, NotSaved, NoValues, ReplaylensError
 
 
@@ -110,10 +115,10 @@ def run(model: Any, *args: Any, patch: Mapping[Any, Any] | None = None, grad: bo
     changed, ends = changes_of(prog.graph, patch, None, prog._sites)
     request = Request(changed=changed, ends=ends, grad=grad, on_divergence="raise", **prog._beyond(patch))
     try:
-        return prog._rerun(request, None, (args, kwargs))
+        return prog._of(request, prog._rerun(request, None, (args, kwargs)))
     except DivergedReplay as refusal:  # a patch that no live run can make is made in a replay, if that keeps the path
         try:
-            return replay(prog._record, request, prog._at)
+            return prog._of(request, replay(prog._record, request, prog._at))
         except DivergedReplay:
             raise refusal from None
 
@@ -299,6 +304,45 @@ class Program(Described, Reference):
     def saving(self, save: Any) -> Program:
         """The same program with other values saved, as `save=` of a capture says them; what it lacks is computed."""
         return self._keeping(Wish.of(save))
+
+    # -- seeing it -----------------------------------------------------------------------------------------------------
+
+    def draw(
+        self,
+        path: Any = None,
+        *,
+        rolled: bool = False,
+        fold: bool = False,
+        depth: int | None = None,
+        module: str | None = None,
+        direction: str = "TB",
+        theme: Any = "paper",
+        labels: Any = None,
+        style: Callable[[Any], Mapping[str, Any] | None] | None = None,
+        values: Any = None,
+        run: Run | None = None,
+        against: Program | None = None,
+        gradients: bool = False,
+        buffers: bool = True,
+        format: str | None = None,
+    ) -> Source:
+        """The program as a picture, by graphviz: a `graphviz.Source`, which notebooks show. With `path` it is written
+        to a file, in the format that its name says: .svg, .png, .pdf, .dot.
+
+        `rolled` draws all passes of a layer as one, `fold` repeated blocks as one, `depth` modules nested deeper as one
+        box each; `module="layer3"` draws that one alone. `values` colours layers by numbers: `{name: number}`, or a
+        function of a layer. `run` lays a replay over it, `against` shows the difference to another program, `gradients`
+        where gradients flow. `labels` ("full", "name", or a function) and `style` (a function that gives attributes of
+        graphviz) get what is drawn as one: `.name`, `.kind`, `.layers`, `.roles`. `theme`: "paper", "dark" or a Theme.
+        """
+        look = Look(rolled=rolled, fold=fold, depth=depth, module=module, buffers=buffers)
+        made = self._scene(look, values=values, run=run, against=against, gradients=gradients)
+        return draw(made, Wishes(path, format, direction, theme, labels, style))
+
+    def _scene(self, look: Look, *, against: Program | None = None, **over: Any) -> Scene:
+        """The program's picture as data, and what lies over it."""
+        other = None if against is None else (against._told, against._atlas)
+        return compose(self._told, self._atlas, self._layer, look, Over(against=other, **over))
 
     # -- running it again ----------------------------------------------------------------------------------------------
 
@@ -798,11 +842,15 @@ class Program(Described, Reference):
     def _replayed(self, request: Request) -> Run:
         state = torch.default_generator.get_state() if request.fresh else None
         try:
-            return replay(self._record, request, self._at)
+            return self._of(request, replay(self._record, request, self._at))
         except LeftPath as left:
             if state is not None:
                 torch.default_generator.set_state(state)
-            return self._rerun(request, left.departure)
+            return self._of(request, self._rerun(request, left.departure))
+
+    def _of(self, request: Request, made: Run) -> Run:
+        """A run that knows where it comes from."""
+        return evolve(made, origin=Origin(self, request, self._at))
 
     def _rerun(self, request: Request, first: Departure | None, given: Any = None) -> Run:
         """The model itself, run with the changes of a request. `first` is what a replay found to be different."""

@@ -89,7 +89,7 @@ def change_at(graph: Graph, at: At, name: str, what: Any) -> Change:
         free, follows = _new_value(node.name, tree, meanings, name, what)
     except (BadPart, BadPatch) as error:
         raise _with_place(error, graph, node.name, what) from error
-    return Change(change, follows, tree, free)
+    return Change(change, follows, tree, free, what)
 
 
 def _with_place(error: Exception, graph: Graph, name: str, what: Any) -> Exception:

@@ -36,6 +36,7 @@ class Change:
     follows: bool
     tree: Any  # the Ref, or tree of Refs, that it is for
     free: Callable[[Any], Any]  # the same for a value that is not of the recorded shape
+    what: Any = None  # as the user gave it
 
     @property
     def ref(self) -> Ref | None:

@@ -18,6 +18,15 @@ from ..errors import NotSaved
 from .guards import Departure
 
 
+@frozen(eq=False)
+class Origin:
+    """Where a run comes from: the program that was replayed, and what it was asked for."""
+
+    program: Any
+    request: Any
+    resolve: Callable[[Any], Any]  # a user's name -> where that lies in the program
+
+
 @frozen(eq=False, repr=False)
 class Run(Reference):
     """What one replay gave. `run.output` is what the model would have returned; `run["relu_3"]` any value on the
@@ -31,6 +40,7 @@ class Run(Reference):
     _has_output: bool
     _lookup: Callable[[Any], Any] = field()
     program: Any = None  # where the model itself was run: the path that it took, as a Program, patches and all
+    origin: Origin | None = None
 
     @property
     def output(self) -> Any:
@@ -45,6 +55,18 @@ class Run(Reference):
     def diverged(self) -> bool:
         """Would the model have taken another path? `departures` says where."""
         return bool(self.departures)
+
+    def draw(self, path: Any = None, **options: Any) -> Any:
+        """The program's picture, each layer in a colour that says how much it changed against the recorded run: the
+        size of the difference over the size of the recorded value. What was patched stands out.
+
+        Options are those of `Program.draw`. Where the model itself was run, the path that it took is drawn as a
+        difference to the recorded one.
+        """
+        assert self.origin is not None
+        if self.program is not None:
+            return self.program.draw(path, against=self.origin.program, **options)
+        return self.origin.program.draw(path, run=self, **options)
 
     def __getitem__(self, name: Any) -> Any:
         return self._lookup(name)

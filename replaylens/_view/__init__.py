@@ -1,0 +1,1 @@
+"""Pictures of a program: drawings, a page to explore, plots."""

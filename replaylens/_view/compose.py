@@ -1,0 +1,134 @@
+"""A Scene of a recorded program with all that is to be laid over it.
+
+In: a record, its Atlas, what is to be seen (Look), and what lies over it (Over). Out: a Scene, for a drawing or a page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from attrs import evolve, frozen
+
+from .._core.graph import Graph
+from .._core.node import Ref, State
+from .._edit.content import shown
+from .._lens.layers import Atlas, Place
+from .._replay.gradients import histories
+from .._replay.replay import Record, replay
+from .._replay.run import Run
+from ..errors import CannotDraw, NoGradient
+from .difference import difference
+from .gather import Look, scene
+from .overlay import how_different, with_numbers, with_replay
+from .scene import Scene
+from .sketch import sketch
+
+Layers = Callable[[Place], Any]  # the Layer of a place
+
+
+@frozen(kw_only=True, eq=False)
+class Over:
+    """What is laid over a picture."""
+
+    values: Mapping[Any, float] | Callable[[Any], float | None] | None = None  # a number for each layer
+    run: Run | None = None  # a replay of this program
+    against: tuple[Record, Atlas] | None = None  # another program
+    gradients: bool = False
+
+
+def compose(record: Record, atlas: Atlas, layers: Layers, look: Look, over: Over) -> Scene:
+    """The picture of a program, and what lies over it."""
+    graph = record.graph
+    drawn = sketch(graph, atlas, look.buffers)
+    if over.against is not None:
+        drawn = difference(sketch(over.against[0].graph, over.against[1], look.buffers), drawn)
+    if over.run is not None:
+        _require_of(over.run, record)
+        patched = _patched(graph, atlas, over.run)
+        drawn = with_replay(drawn, _executed(atlas, over.run), patched)
+    if over.gradients:
+        look = evolve(look, gradients=_flowing(record))
+    made = scene(graph, atlas, look, drawn)
+    if over.against is not None:
+        made = evolve(made, legend="green: only here; red: only in the other; orange: another operation or shape")
+    if over.run is not None:
+        changes = _changes(record, atlas, layers, over.run, {*_executed(atlas, over.run), *patched})
+        made = with_numbers(made, changes, "change against the recorded run")
+    if over.values is not None:
+        made = with_numbers(made, _numbers(over.values, atlas, layers))
+    return made
+
+
+def _flowing(record: Record) -> frozenset[Ref]:
+    """The values through which gradients flow, from the output back."""
+    graph, flowing = record.graph, histories(record)
+    used = graph.ancestors([ref.node for ref in graph.output_refs if ref in flowing])
+    found = frozenset([ref for ref in flowing if ref.node in used])
+    if not found:
+        raise NoGradient("no gradient flows from the output of this program: there is none to draw.")
+    return found
+
+
+def _numbers(values: Any, atlas: Atlas, layers: Layers) -> dict[str, float]:
+    """The numbers by the labels of layers, whatever names they were given by."""
+    if callable(values):
+        found = {place.label: values(layers(place)) for place in atlas.places}
+    elif isinstance(values, Mapping):
+        found = {atlas.find(name).label: number for name, number in values.items()}
+    else:
+        kind = type(values).__name__
+        raise CannotDraw(f"values are a mapping from names of layers to numbers, or a function of a layer, not {kind}.")
+    return {label: float(number) for label, number in found.items() if number is not None}
+
+
+def _require_of(run: Run, record: Record) -> None:
+    """Can this run be laid over the picture of this program?"""
+    if run.origin is None or run.origin.program.graph is not record.graph:
+        raise CannotDraw("this run is one of another program: `run.draw()` draws it over the program that it is of.")
+    if run.program is not None:
+        raise CannotDraw(
+            "in this run the model took another path: `run.draw()` draws it, as a difference to the recorded one."
+        )
+
+
+def _executed(atlas: Atlas, run: Run) -> list[str]:
+    """The layers that a replay ran."""
+    ran = frozenset(run.executed)
+    return [place.label for place in atlas.places if place.node in ran]
+
+
+def _changes(record: Record, atlas: Atlas, layers: Layers, run: Run, labels: set[str]) -> dict[str, float]:
+    """How much layers changed in a replay."""
+    full = _with_all_values(record, run)
+    places = [place for place in atlas.places if place.label in labels]
+    return {place.label: how_different(layers(place).value, full[place.label]) for place in places}
+
+
+def _with_all_values(record: Record, run: Run) -> Run:
+    """The same replay with every value kept. Fresh draws cannot be repeated: such a run has what it kept."""
+    assert run.origin is not None
+    request = run.origin.request
+    if request.fresh:
+        return run
+    keep = frozenset(range(len(record.graph)))
+    return replay(record, evolve(request, keep=keep, on_divergence="ignore"), run.origin.resolve)
+
+
+def _patched(graph: Graph, atlas: Atlas, run: Run) -> dict[str, str]:
+    """The layers that a replay was given other values for, and in which words."""
+    assert run.origin is not None
+    request, found = run.origin.request, {}
+    for position, changes in request.changed.items():
+        found[graph.nodes[position].name] = "; ".join(dict.fromkeys(shown(change.what) for change in changes))
+    for place in atlas.places:
+        if place.output in request.ends:
+            found[place.label] = shown(request.ends[place.output].what)
+    for position in request.given:
+        node = graph.nodes[position]
+        if isinstance(node, State) and node.kind == "parameter":
+            readers = [graph.nodes[user].name for user in graph.users[position]]
+            found |= {name: f"other {node.address}" for name in readers if name not in found}
+        else:
+            found[node.name] = "another value"
+    return found

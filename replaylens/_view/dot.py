@@ -1,0 +1,208 @@
+"""A Scene as text that graphviz understands.
+
+In: a Scene, a Theme, and how a user wants things labelled and styled. Out: DOT. Every thing stands on a line of its
+own, so that the text can be read, and compared with what it was.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Mapping
+from math import isnan, prod
+from typing import Any
+
+from attrs import frozen
+
+from .._core.node import TensorMeaning
+from .._lens.units import human
+from .scene import Arrow, Frame, Glyph, Scene, bytes_of
+from .theme import Theme, attributes, colour, ink
+
+Labels = Callable[[Glyph], Any]
+LEFT = '<BR ALIGN="LEFT"/>'
+Styles = Callable[[Glyph], Mapping[str, Any] | None]
+
+
+@frozen
+class Writer:
+    """How a scene is written: colours, the direction of the data, a user's own labels and attributes."""
+
+    theme: Theme
+    direction: str = "TB"
+    labels: Labels | None = None
+    style: Styles | None = None
+
+    def dot(self, scene: Scene) -> str:
+        """The whole text."""
+        theme = self.theme
+        rows = [
+            "digraph program {",
+            f"  graph {_listed({**theme.graph, 'rankdir': self.direction, 'label': _title(scene, theme)})}",
+            f"  node {_listed(theme.glyph)}",
+            f"  edge {_listed(theme.arrow)}",
+            *self._inside(scene, None, "  "),
+            *(self._arrow(arrow, scene) for arrow in scene.arrows),
+            "}",
+        ]
+        return "\n".join(rows) + "\n"
+
+    def _inside(self, scene: Scene, frame: str | None, indent: str) -> list[str]:
+        """What lies in a frame: its glyphs, and the frames in it with all that they hold."""
+        rows: list[str] = []
+        for item in scene.inside.get(frame, ()):
+            if isinstance(item, Glyph):
+                rows.append(f"{indent}{quoted(item.key)} {_listed(self._of_glyph(item, scene))}")
+            else:
+                rows.append(f"{indent}subgraph {quoted('cluster_' + item.key)} {{")
+                of_frame = {**self.theme.frame, **attributes(self.theme.frame, self.theme.frames, item.roles)}
+                rows.append(f"{indent}  graph {_listed({**of_frame, 'label': _frame_label(item, scene, self.theme)})}")
+                rows += self._inside(scene, item.key, indent + "  ")
+                rows.append(f"{indent}}}")
+        return rows
+
+    def _of_glyph(self, glyph: Glyph, scene: Scene) -> dict[str, str]:
+        found = attributes(self.theme.glyph, self.theme.glyphs, glyph.roles)
+        small = self.theme.faint
+        if glyph.value is not None and scene.span is not None and not isnan(glyph.value):
+            fill = colour(self.theme.scale, glyph.value, scene.span)
+            small = ink(fill)
+            found |= {"fillcolor": fill, "fontcolor": small}
+        found = {"label": self._label(glyph, scene, small), **found}
+        if glyph.source:
+            found["tooltip"] = glyph.source
+        own = (self.style(glyph) if self.style else None) or {}
+        return found | {name: _as_html(str(value)) for name, value in own.items()}
+
+    def _label(self, glyph: Glyph, scene: Scene, small: str) -> str:
+        lines = lines_of(glyph, scene.repeated(glyph.frame))
+        if self.labels is not None:
+            made = self.labels(glyph)
+            lines = [made] if isinstance(made, str) else list(made)
+        return _html(lines, small)
+
+    def _arrow(self, arrow: Arrow, scene: Scene) -> str:
+        found = attributes(self.theme.arrow, self.theme.arrows, arrow.roles)
+        words = [*(["<B>IF</B>"] if "if" in arrow.roles else []), *map(html.escape, words_of(arrow, scene))]
+        if words:
+            found["label"] = _Html(f"<{'<BR/>'.join(f' {word} ' for word in words)}>")
+        ends = [quoted(arrow.tail), quoted(arrow.head)]
+        against = "gradient" in arrow.roles and (arrow.head, arrow.tail) not in scene.backward
+        if against or (arrow.tail, arrow.head) in scene.backward:  # dot ranks by what is written
+            found["dir"] = "back"
+            ends.reverse()
+        return f"  {' -> '.join(ends)}" + (f" {_listed(found)}" if found else "")
+
+
+def lines_of(glyph: Glyph, within: int = 1) -> list[str]:
+    """What is written on a glyph, its name first. `within`: how often the repeated block comes that it lies in."""
+    times = f" (x{glyph.times // within})" if glyph.times > within else ""
+    if "collapsed" in glyph.roles:
+        numbers = sum(prod(meaning.shape) for meaning in glyph.parameters)
+        layers = len(glyph.layers) // glyph.times
+        rows = [
+            f"@{glyph.name}{times}",
+            f"({glyph.kind})",
+            shapes(glyph.meanings),
+            f"{layers} layer{'s' if layers > 1 else ''}" + (f", {numbers:,} params" if numbers else ""),
+        ]
+    else:
+        rows = [
+            f"{glyph.name}{times}",
+            shapes(glyph.meanings),
+            f"params: {', '.join(map(shape, glyph.parameters))}" if glyph.parameters else "",
+            f"@{glyph.module}" if glyph.module else "",
+        ]
+    value = f"{glyph.value:.4g}" if glyph.value is not None else ""
+    return [row for row in (*rows, glyph.note, value) if row]
+
+
+def words_of(arrow: Arrow, scene: Scene) -> list[str]:
+    """What is written at an arrow: its place among the arguments, and the turns for which it holds."""
+    tail, head = scene.by_key[arrow.tail], scene.by_key[arrow.head]
+    for within in scene.repetitions(scene.common_frame(tail.frame, head.frame)):
+        left, entered = in_one(arrow.leaves, tail.times, within), in_one(arrow.enters, head.times, within)
+        if left is not None and entered is not None:
+            break
+    leaves = [f"Out {turns(left)}"] if left else []
+    enters = [f"In {turns(entered)}"] if entered else []
+    return [*leaves, *arrow.parts, *enters, *([", ".join(arrow.places)] if arrow.places else []), *_some(arrow.note)]
+
+
+def in_one(numbers: tuple[int, ...], times: int, within: int) -> tuple[int, ...] | None:
+    """The turns in one turn of a repeated block around them, if they are the same in each of its turns."""
+    each = times // within
+    inner = tuple(sorted({(number - 1) % each + 1 for number in numbers}))
+    return inner if len(inner) * within == len(numbers) or not numbers else None
+
+
+def turns(numbers: tuple[int, ...]) -> str:
+    """`1-3,5` for 1, 2, 3, 5; the first ones of many."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and spans[-1][1] == number - 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
+    return ",".join(words if len(words) <= 5 else [*words[:4], "..."])
+
+
+def shape(meaning: TensorMeaning) -> str:
+    """`5x5` for a matrix, `scalar` for a single number."""
+    return "x".join(map(str, meaning.shape)) or "scalar"
+
+
+def shapes(meanings: tuple[TensorMeaning, ...]) -> str:
+    """The shapes of what a layer gives, and their size."""
+    if not meanings:
+        return ""
+    words = [shape(meaning) for meaning in meanings]
+    alike = f"{len(words)} of {words[0]}" if len(words) > 1 and len(set(words)) == 1 else ", ".join(words[:4])
+    return f"{alike}{', ...' if len(words) > 4 and len(set(words)) > 1 else ''} ({human(sum(map(bytes_of, meanings)))})"
+
+
+def _title(scene: Scene, theme: Theme) -> str:
+    totals = scene.totals
+    name = f"{scene.module} of {totals.model}" if scene.module else totals.model
+    rows = [name, f"{totals.tensors:,} tensors ({human(totals.tensor_bytes)})"]
+    rows.append(f"{totals.parameters:,} params ({human(totals.parameter_bytes)})" if totals.parameters else "no params")
+    return _html([*rows, *_some(scene.legend)], theme.faint, LEFT)
+
+
+def _frame_label(frame: Frame, scene: Scene, theme: Theme) -> str:
+    within = scene.repeated(frame.parent)
+    times = f"(x{frame.times // within})" if frame.times > within else ""
+    words = [f"@{frame.name}" if frame.name else "", times]
+    return _html([" ".join(filter(None, words)), *_some(f"({frame.kind})" if frame.kind else "")], theme.faint, LEFT)
+
+
+def _html(lines: list[str], faint: str, end: str = "<BR/>") -> str:
+    """The first line bold, the others small."""
+    first, *others = [html.escape(line) for line in lines] or [""]
+    last = end if end != "<BR/>" else ""  # how a line is aligned is said at its end
+    small = f'{end}<FONT POINT-SIZE="10" COLOR="{faint}">{end.join(others)}{last}</FONT>' if others else last
+    return _Html(f"<<B>{first}</B>{small}>")
+
+
+def _some(word: str) -> list[str]:
+    return [word] if word else []
+
+
+class _Html(str):
+    """Text with marks in it, which DOT has in angle brackets in the place of quotes."""
+
+    __slots__ = ()
+
+
+def _as_html(word: str) -> str:
+    return _Html(word) if word.startswith("<") and word.endswith(">") else word
+
+
+def _listed(found: Mapping[str, str]) -> str:
+    words = [f"{name}={value if isinstance(value, _Html) else quoted(value)}" for name, value in found.items()]
+    return f"[{' '.join(words)}]"
+
+
+def quoted(word: str) -> str:
+    """A word as DOT has it."""
+    return '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -1,0 +1,220 @@
+"""A Scene of a program: its layers, and which of them are drawn as one.
+
+In: a Graph, its Atlas, and what is to be seen of it. Out: a Scene. Passes of a layer (rolled), repeated blocks (fold)
+and modules below some depth are all drawn in one way: many layers get one key, and an arrow between two keys stands for
+every line between their layers. It says for which turns it holds, so that nothing is claimed that is not so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from attrs import Factory, define, evolve, field, frozen
+
+from .._core.graph import Graph
+from .._core.node import Ref, Scope, TensorMeaning, meanings_of
+from .._core.trees import leaves
+from .._lens.layers import Atlas
+from .levels import Level, Levels, Look as Look, within
+from .scene import NO_ROLES, Arrow, Frame, Glyph, Roles, Scene, Totals, bytes_of
+from .sketch import Dot, Line, Sketch, common, sketch
+
+OF_ALL: Roles = frozenset({"internal", "added", "removed", "before"})  # roles that hold of several only if of each
+
+
+@define
+class _Group:
+    """What is drawn as one glyph, while it is put together."""
+
+    frames: list[tuple[Level, ...]] = Factory(list)
+    turns: dict[str, int] = Factory(dict)
+    dots: list[tuple[str, Dot]] = Factory(list)
+    scope: Scope | None = field(default=None)
+
+    @property
+    def around(self) -> tuple[str, ...]:
+        """The frames that all of it lies in."""
+        return common([tuple([level.key for level in frames]) for frames in self.frames])
+
+    def add(self, level: Level, frames: tuple[Level, ...], dot: Dot) -> None:
+        self.frames.append(frames)
+        self.turns.setdefault(level.turn, len(self.turns) + 1)
+        self.dots.append((level.turn, dot))
+        self.scope = self.scope or level.scope
+
+
+def scene(graph: Graph, atlas: Atlas, look: Look | None = None, drawn: Sketch | None = None) -> Scene:
+    """The picture of a program; of a sketch of it, where one is there."""
+    look = look or Look()
+    if look.depth is not None and look.depth < 1:
+        raise ValueError(
+            f"depth is how many levels of modules are drawn open or as one box, 1 at least, not {look.depth}."
+        )
+    drawn = drawn or sketch(graph, atlas, look.buffers)
+    if look.module is not None:
+        drawn = within(drawn, look.module, atlas)
+    return _Gathering(graph, drawn, look).scene()
+
+
+@frozen(eq=False)
+class _Gathering:
+    graph: Graph
+    drawn: Sketch
+    look: Look
+
+    @cached_property
+    def levels(self) -> Levels:
+        return Levels(self.graph, self.drawn, self.look)
+
+    @cached_property
+    def groups(self) -> dict[str, _Group]:
+        found: dict[str, _Group] = {}
+        for dot in self.drawn.dots:
+            level, frames = self.levels.of[dot.label]
+            found.setdefault(level.key, _Group()).add(level, frames, dot)
+        return found
+
+    def scene(self) -> Scene:
+        return Scene(
+            totals=self._totals(),
+            glyphs=tuple([self._glyph(key, group) for key, group in self.groups.items()]),
+            arrows=(*self._arrows(), *self._gradients()),
+            frames=self._made_frames(),
+            module=self.look.module or "",
+        )
+
+    def _glyph(self, key: str, group: _Group) -> Glyph:
+        turn, first = group.dots[0]
+        parameters = {state.name: state.meaning for one, dot in group.dots if one == turn for state in dot.parameters}
+        glyph = Glyph(
+            key=key,
+            name=self.levels.key(first.label),
+            kind=first.kind,
+            layers=tuple([dot.layer or dot.label for _, dot in group.dots]),
+            frame=group.around[-1] if group.around else None,
+            meanings=first.meanings,
+            parameters=tuple(parameters.values()),
+            times=len(group.turns),
+            roles=_together([dot.roles for _, dot in group.dots]) | _altered([dot.roles for _, dot in group.dots]),
+            note=_short([dot.note for _, dot in group.dots]),
+            source=first.source,
+        )
+        if group.scope is not None:
+            done = [dot.note for _, dot in group.dots if "edited" in dot.roles]
+            return self._collapsed(glyph, group.scope, _short(done))
+        here = "operation" in first.roles and "patch" not in first.roles and bool(first.scopes)
+        if here and str(first.scopes[-1]) in self.drawn.single:
+            return evolve(glyph, module=self.levels.scope_name(first.scopes[-1]), roles=glyph.roles | {"module"})
+        return glyph
+
+    def _collapsed(self, glyph: Glyph, scope: Scope, note: str) -> Glyph:
+        """A module in the place of all that is in it."""
+        kept = glyph.roles & {"parameters", "internal", "edited", "rerun", "added", "removed", "changed"}
+        return evolve(
+            glyph,
+            name=self.levels.scope_name(scope),
+            kind=scope.kind,
+            meanings=self._given(scope),
+            roles=kept | {"collapsed"},
+            note=note,
+            source="",
+        )
+
+    def _given(self, scope: Scope) -> tuple[TensorMeaning, ...]:
+        """What is known of the tensors that a module call gave."""
+        refs = leaves(self._outputs.get(str(scope), ()))
+        known = [meanings_of(self.graph[ref.node]).get(ref) for ref in refs if type(ref) is Ref]
+        return tuple([meaning for meaning in known if meaning is not None])
+
+    @cached_property
+    def _outputs(self) -> dict[str, Any]:
+        return {str(scope): tree for scope, tree in self.graph.module_outputs}
+
+    def _made_frames(self) -> tuple[Frame, ...]:
+        found: dict[str, tuple[Level, str | None, dict[str, None]]] = {}  # what, in which frame, its turns
+        for _, frames in self.levels.of.values():
+            outer = None
+            for level in frames:
+                found.setdefault(level.key, (level, outer, {}))[2][level.turn] = None
+                outer = level.key
+        used = {key for group in self.groups.values() for key in group.around}
+        return tuple([self._frame(*one) for key, one in found.items() if key in used])
+
+    def _frame(self, level: Level, outer: str | None, turns: dict[str, None]) -> Frame:
+        scope = level.scope
+        name, kind, calls = (self.levels.scope_name(scope), scope.kind, tuple(turns)) if scope else ("", "", ())
+        return Frame(level.key, name, kind, outer, len(turns), calls, level.roles)
+
+    def _arrows(self) -> list[Arrow]:
+        found: dict[tuple[str, str], list[Line]] = {}
+        for line in self.drawn.lines:
+            (tail, _), (head, _) = self.levels.of[line.tail], self.levels.of[line.head]
+            if (tail.key, tail.turn) != (head.key, head.turn):
+                found.setdefault((tail.key, head.key), []).append(line)
+        return [self._arrow(tail, head, lines) for (tail, head), lines in found.items()]
+
+    def _arrow(self, tail: str, head: str, lines: list[Line]) -> Arrow:
+        collapsed = self.groups[head].scope is not None
+        return Arrow(
+            tail=tail,
+            head=head,
+            places=() if collapsed else _each(line.place for line in lines),
+            parts=() if self.groups[tail].scope is not None else _each(line.part for line in lines),
+            leaves=self._turns(tail, [line.tail for line in lines]),
+            enters=self._turns(head, [line.head for line in lines]),
+            roles=_together([line.roles for line in lines]),
+            note=_short([line.note for line in lines]),
+        )
+
+    def _turns(self, key: str, labels: list[str]) -> tuple[int, ...]:
+        """The turns of a glyph that some of its layers belong to; none, where it is all of them."""
+        all_turns = self.groups[key].turns
+        turns = {all_turns[self.levels.of[label][0].turn] for label in labels}
+        return () if len(turns) == len(all_turns) else tuple(sorted(turns))
+
+    def _gradients(self) -> list[Arrow]:
+        """Where gradients flow, against the way of the data."""
+        if not self.look.gradients:
+            return []
+        nodes = {ref.node for ref in self.look.gradients}
+        pairs = dict.fromkeys(
+            (self.levels.of[line.head][0].key, self.levels.of[line.tail][0].key)
+            for line in self.drawn.lines
+            if self.drawn.by_label[line.tail].node in nodes and self.drawn.by_label[line.head].node in nodes
+        )
+        return [Arrow(tail, head, roles=frozenset({"gradient"})) for tail, head in pairs if tail != head]
+
+    def _totals(self) -> Totals:
+        dots = [dot for dot in self.drawn.dots if not dot.roles & {"outside", "removed"}]
+        states = {state.name: state.meaning for dot in dots for state in dot.parameters}.values()
+        return Totals(
+            model=self.graph.model_name,
+            tensors=len(dots),
+            tensor_bytes=sum(bytes_of(meaning) for dot in dots for meaning in dot.meanings),
+            parameters=sum(prod(meaning.shape) for meaning in states),
+            parameter_bytes=sum(map(bytes_of, states)),
+        )
+
+
+def _short(notes: list[str]) -> str:
+    """What is said of what is drawn as one: the first two things."""
+    each = _each(notes)
+    return "; ".join(each if len(each) <= 2 else (each[0], "..."))
+
+
+def _each(words: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys([word for word in words if word]))
+
+
+def _together(roles: list[Roles]) -> Roles:
+    """The roles of what is drawn as one: those that one of them has; of some, those that all have."""
+    return frozenset().union(*roles) - (OF_ALL - frozenset.intersection(*roles))
+
+
+def _altered(roles: list[Roles]) -> Roles:
+    """Where only some of what is drawn as one was added or removed, the whole was changed."""
+    some = any(one & {"added", "removed"} for one in roles)
+    return frozenset({"changed"}) if some and not _together(roles) & {"added", "removed"} else NO_ROLES

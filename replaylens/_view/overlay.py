@@ -1,0 +1,93 @@
+"""What is laid over a picture: numbers as colours, what a replay ran and changed.
+
+In: a Scene or a Sketch, and facts by the labels of layers. Out: one that has them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from attrs import evolve
+
+from .scene import Glyph, Roles, Scene
+from .sketch import Line, Sketch
+
+
+def with_numbers(scene: Scene, numbers: Mapping[str, float], legend: str = "") -> Scene:
+    """The picture with a number for each layer that has one. What stands for several layers shows the one that is
+    farthest from zero.
+    """
+    glyphs = tuple([_with_number(glyph, numbers) for glyph in scene.glyphs])
+    shown = [glyph.value for glyph in glyphs if glyph.value is not None and math.isfinite(glyph.value)]
+    span = (min(shown), max(shown)) if shown else (0.0, 0.0)
+    said = f"{legend or 'colours'}: {span[0]:.4g} to {span[1]:.4g}"
+    return evolve(scene, glyphs=glyphs, span=span, legend=said)
+
+
+def _with_number(glyph: Glyph, numbers: Mapping[str, float]) -> Glyph:
+    found = [numbers[label] for label in glyph.layers if label in numbers]
+    return evolve(glyph, value=max(found, key=_distance)) if found else glyph
+
+
+def _distance(number: float) -> float:
+    return math.inf if math.isnan(number) else abs(number)
+
+
+def with_replay(drawn: Sketch, ran: Iterable[str], patched: Mapping[str, str]) -> Sketch:
+    """The layers with what a replay ran, and what was patched in it: layer -> the patch in words."""
+    ran = frozenset(ran)
+    dots = []
+    for dot in drawn.dots:
+        roles: Roles = frozenset({"rerun"} if dot.label in ran else ()) | (
+            {"edited"} if dot.label in patched else set()
+        )
+        note = "; ".join(filter(None, [dot.note, patched.get(dot.label)]))
+        dots.append(evolve(dot, roles=dot.roles | roles, note=note) if roles else dot)
+    stained = ran.union(patched)
+    lines = [_stained(line, stained, patched) for line in drawn.lines]
+    return Sketch(tuple(dots), tuple(lines))
+
+
+def _stained(line: Line, stained: frozenset[str], patched: Mapping[str, str]) -> Line:
+    if line.edge in patched:
+        return evolve(line, roles=line.roles | {"edited"}, note=patched[line.edge])
+    return evolve(line, roles=line.roles | {"rerun"}) if {line.tail, line.head} <= stained else line
+
+
+def how_different(old: Any, new: Any) -> float:
+    """The size of the difference of two values over the size of the old one; of integers and bools, the share of
+    entries that differ. Infinite where nothing was there before.
+    """
+    before, after = list(_tensors(old)), list(_tensors(new))
+    if [one.shape for one in before] != [one.shape for one in after]:
+        return math.inf
+    if all(not (one.is_floating_point() or one.is_complex()) for one in before):
+        count = sum(one.numel() for one in before)
+        changed = sum(int((one != other).sum()) for one, other in zip(before, after, strict=True))
+        return changed / count if count else 0.0
+    gap = _size([_wide(other) - _wide(one) for one, other in zip(before, after, strict=True)])
+    size = _size([_wide(one) for one in before])
+    return 0.0 if gap == 0 else gap / size if size else math.inf
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value.detach()
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    dense = tensor.dequantize() if tensor.is_quantized else tensor.to_dense() if tensor.is_sparse else tensor
+    return dense.to(torch.complex128 if dense.is_complex() else torch.float64)
+
+
+def _size(tensors: list[torch.Tensor]) -> float:
+    return math.sqrt(sum(float(tensor.abs().square().sum()) for tensor in tensors))

@@ -1,0 +1,231 @@
+"""Blocks of layers that are repeated one after another: each is found, and drawn once.
+
+In: a Sketch and its Graph. Out: for each layer of a repeated block the layer of the first one that it is drawn as. Two
+blocks are alike when they consist of the same operations on the same shapes with the same arguments that are no
+tensors, in modules of the same classes, wired in the same way inside. How a block is connected to what is around it may
+differ; the arrows of the picture say for which turns they hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+from attrs import Factory, define, field, frozen
+
+from .._core.graph import Graph
+from .._core.node import Call, Ref, Scope
+from .._core.trees import remake
+from .sketch import Dot, Sketch
+
+FEWEST = 3  # how often a row that is no module must come, one reading the other: less is chance as often as design
+LONGEST = 24  # how many neighbours in a row, operations or modules, a repeated block may consist of
+
+
+@frozen
+class Band:
+    """A repeated block that is no module: a frame of its own is drawn around it."""
+
+    key: str
+    turn: str
+    depth: int  # how many module calls it lies in
+
+
+@frozen
+class Repeats:
+    """What is drawn as what."""
+
+    first: Mapping[str, str]  # a layer -> the layer of the first block that it is drawn as
+    bands: Mapping[str, tuple[Band, ...]]  # around the layers of the blocks that are no modules, outermost first
+    folded: frozenset[str] = frozenset()  # the module calls that were repeated blocks
+
+
+NOTHING: Repeats = Repeats({}, {})
+
+
+@define(eq=False)
+class _Block:
+    """A module call, or the whole program, with what ran in it in order."""
+
+    scope: Scope | None = None
+    depth: int = 0
+    items: list[_Block | Dot] = Factory(list)
+    dots: list[Dot] = field(factory=list)  # all in it, at any depth
+
+
+def repeats(graph: Graph, drawn: Sketch) -> Repeats:
+    """The repeated blocks of a program."""
+    return _Search(graph, drawn).found()
+
+
+@frozen(eq=False)
+class _Search:
+    graph: Graph
+    drawn: Sketch
+    first: dict[str, str] = field(factory=dict)
+    windows: dict[str, str] = field(factory=dict)  # a layer -> the repeated block that it lies in
+    bands: dict[str, list[Band]] = field(factory=dict)
+    folded: set[str] = field(factory=set)
+
+    def found(self) -> Repeats:
+        self._search(self._tree())
+        bands = {dot.label: tuple(self._bands(dot.label)) for dot in self.drawn.dots}
+        for label in list(self.first):
+            self.first[label] = self._resolved(label)
+        self._sources()
+        return Repeats(self.first, bands, frozenset(self.folded))
+
+    def _bands(self, label: str) -> list[Band]:
+        """The bands around a layer: those that were found around it, and those in the block that it is drawn as."""
+        own = self.bands.get(label, [])
+        if label not in self.first:
+            return own
+        keys = {band.key for band in own}
+        inner = [band for band in self._bands(self.first[label]) if band.key not in keys]
+        return own + [Band(band.key, f"{band.turn} in {self.windows[label]}", band.depth) for band in inner]
+
+    def _resolved(self, label: str) -> str:
+        while label in self.first:
+            label = self.first[label]
+        return label
+
+    def _tree(self) -> _Block:
+        root = _Block()
+        blocks: dict[str, _Block] = {}
+        for dot in self.drawn.dots:
+            if "operation" not in dot.roles:
+                continue
+            at = root
+            at.dots.append(dot)
+            for scope in dot.scopes:
+                if str(scope) in self.drawn.single:
+                    break
+                if str(scope) not in blocks:
+                    blocks[str(scope)] = _Block(scope, at.depth + 1)
+                    at.items.append(blocks[str(scope)])
+                at = blocks[str(scope)]
+                at.dots.append(dot)
+            at.items.append(dot)
+        return root
+
+    def _search(self, block: _Block) -> None:
+        """Find repeats among the items of a block, then in those items that are drawn."""
+        signs = [self._sign(item) for item in block.items]
+        n = 0
+        while n < len(block.items):
+            period, times = self._repeat(block.items, signs, n)
+            if times > 1:
+                self._fold(block, n, period, times)
+            for item in block.items[n : n + period]:
+                if isinstance(item, _Block):
+                    self._search(item)
+            n += period * times
+
+    def _repeat(self, items: list[_Block | Dot], signs: list[Any], start: int) -> tuple[int, int]:
+        """The shortest row of items from here that comes at least twice, and how often it comes."""
+        for period in range(1, min(LONGEST, (len(items) - start) // 2) + 1):
+            here = signs[start : start + period]
+            if here != signs[start + period : start + 2 * period]:
+                continue
+            if len(_dots(items[start : start + period])) < 2:
+                continue
+            wiring, times = self._wiring(items[start : start + period]), 1
+            while True:
+                at = start + times * period
+                if signs[at : at + period] != here or self._wiring(items[at : at + period]) != wiring:
+                    break
+                times += 1
+            is_module = period == 1 and isinstance(items[start], _Block)
+            if times > 1 and (is_module or (times >= FEWEST and self._is_chain(items[start : start + 2 * period]))):
+                return period, times
+        return 1, 1
+
+    def _is_chain(self, items: list[_Block | Dot]) -> bool:
+        """Of two rows of items, is each of one piece, and does the second read from the first?"""
+        labels = [dot.label for dot in _dots(items)]
+        first, second = labels[: len(labels) // 2], labels[len(labels) // 2 :]
+        reads = {tail for label in second for tail, _ in self._reads.get(label, ())}
+        return not reads.isdisjoint(first) and self._is_one_piece(first)
+
+    def _is_one_piece(self, labels: list[str]) -> bool:
+        piece: dict[str, set[str]] = {}
+        for label in labels:
+            joined = {label}.union(*(piece[tail] for tail, _ in self._reads.get(label, ()) if tail in piece))
+            piece |= dict.fromkeys(joined, joined)
+        return len(piece[labels[0]]) == len(labels)
+
+    def _fold(self, block: _Block, start: int, period: int, times: int) -> None:
+        whole = _dots(block.items[start : start + period])
+        for turn in range(times):
+            items = block.items[start + turn * period : start + (turn + 1) * period]
+            for dot, model in zip(_dots(items), whole, strict=True):
+                if turn:
+                    self.first[dot.label] = model.label
+                    self.windows[dot.label] = f"{whole[0].label} {turn}"
+                if period > 1:
+                    band = Band(f"repeat {whole[0].label}", f"{whole[0].label} {turn}", block.depth)
+                    self.bands.setdefault(dot.label, []).append(band)
+            if period == 1 and isinstance(items[0], _Block):
+                self.folded.add(str(items[0].scope))
+
+    def _sign(self, item: _Block | Dot) -> Any:
+        """What an item is, as something that can be compared."""
+        if isinstance(item, Dot):
+            return self._signs[item.label]
+        inside = tuple([self._sign(one) for one in item.items])
+        return hash((item.scope.kind if item.scope else "", inside, self._wiring([item])))
+
+    @cached_property
+    def _signs(self) -> dict[str, Any]:
+        return {dot.label: self._of_dot(dot) for dot in self.drawn.dots if "operation" in dot.roles}
+
+    def _of_dot(self, dot: Dot) -> Any:
+        position = self.graph.positions.get(dot.node)  # none has what another program has besides
+        node = self.graph.nodes[position] if position is not None else None
+        given = repr(remake((node.args, node.kwargs), _blank)) if isinstance(node, Call) else ""
+        meanings = [(one.shape, str(one.dtype)) for one in dot.meanings]
+        parameters = [one.meaning.shape for one in dot.parameters]
+        kinds = [scope.kind for scope in dot.scopes if str(scope) in self.drawn.single]
+        return hash((dot.kind, given, str(meanings), str(parameters), str(kinds), dot.roles, dot.note))
+
+    def _wiring(self, items: list[_Block | Dot]) -> tuple[Any, ...]:
+        """Who reads whom inside of a row of items, by their numbers in it; and how much is read from outside."""
+        number = {dot.label: n for n, dot in enumerate(_dots(items))}
+        return tuple(
+            tuple([(number.get(tail, -1), place) for tail, place in self._reads.get(label, ())]) for label in number
+        )
+
+    @cached_property
+    def _reads(self) -> dict[str, list[tuple[str, str]]]:
+        found: dict[str, list[tuple[str, str]]] = {}
+        for line in self.drawn.lines:
+            found.setdefault(line.head, []).append((line.tail, line.place + line.part))
+        return found
+
+    def _sources(self) -> None:
+        """Buffers and constants that are read by the same layers of repeated blocks are drawn as one."""
+        readers: dict[str, set[tuple[str, str]]] = {}
+        for line in self.drawn.lines:
+            if "operation" not in self.drawn.by_label[line.tail].roles:
+                readers.setdefault(line.tail, set()).add((self.first.get(line.head, line.head), line.place))
+        known: dict[Any, str] = {}
+        for label, read in readers.items():
+            dot = self.drawn.by_label[label]
+            if dot.roles & {"buffer", "constant"}:
+                sign = (frozenset(read), dot.kind, str(dot.meanings))
+                if known.setdefault(sign, label) != label:
+                    self.first[label] = known[sign]
+
+
+def _dots(items: list[_Block | Dot]) -> list[Dot]:
+    return [dot for item in items for dot in (item.dots if isinstance(item, _Block) else (item,))]
+
+
+def _blank(leaf: Any) -> Any:
+    return "·" if type(leaf) is Ref else leaf
+
+
+def around(bands: tuple[Band, ...], depth: int) -> Iterator[Band]:
+    """The bands that lie directly in a module call at some depth."""
+    return (band for band in bands if band.depth == depth)

@@ -1,0 +1,177 @@
+"""What is in a picture of a program, as pure data: no colours, no fonts, no positions.
+
+A Scene holds glyphs (what is drawn as one thing: a layer, all passes of a layer, a whole module), arrows between them,
+and frames around them (calls of modules, nested). What each of them is, is said in `roles`, words that a theme knows
+how to paint:
+
+    of a glyph   input, output, buffer, constant, operation; module (the only operation of a module), parameters (it
+                 has some of its own), internal (comes from no input), boolean (a condition that Python read), collapsed
+                 (a module with all that is in it), outside (not in the module that is drawn); edited, patch (an edit
+                 put it beside what ran), before (a patch took its place), rerun (behind an edit, or executed by a
+                 replay), added, removed, changed (of two programs)
+    of an arrow  internal, if (from here on a condition is computed), gradient (against the data's way), edited, added,
+                 removed
+    of a frame   repeat (a block that comes several times; one without a name is no module)
+
+A glyph or a frame that stands for several (`times`) has turns: the passes of a layer, the calls of a module, the
+repeated blocks, in order of execution. An arrow says for which turns it holds, where that is not for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from math import prod
+
+from attrs import field, frozen
+
+from .._core.node import TensorMeaning
+from .cycles import backward
+
+Roles = frozenset[str]
+NO_ROLES: Roles = frozenset()
+
+
+@frozen
+class Glyph:
+    """One thing that is drawn: a layer, all passes of one, or a module with all that is in it."""
+
+    key: str
+    name: str  # what people call it: `linear_1_1:2`, `linear_1_1` where passes are drawn as one, `layer3.0` of a module
+    kind: str  # type of operation: `linear`; of a collapsed module its class
+    layers: tuple[str, ...]  # the labels of the layers that it stands for, in order of execution
+    frame: str | None = None  # the innermost frame that it lies in
+    module: str = ""  # where it is a module's only operation: the module's address, and call, where it has several
+    meanings: tuple[TensorMeaning, ...] = ()  # of the tensors that it gives (in its first turn)
+    parameters: tuple[TensorMeaning, ...] = ()
+    times: int = 1
+    roles: Roles = NO_ROLES
+    note: str = ""  # what an edit did, which value a condition had
+    source: str = ""  # the user's line of code
+    value: float | None = None  # a number that is laid over the picture
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the tensors that it gives, in one turn."""
+        return sum(map(bytes_of, self.meanings))
+
+
+@frozen
+class Arrow:
+    """Data that goes from one glyph to another."""
+
+    tail: str
+    head: str
+    places: tuple[str, ...] = ()  # among the head's arguments, where their order matters: `arg 0`, `weight`
+    parts: tuple[str, ...] = ()  # of a tail that gives several tensors: `[1]`
+    leaves: tuple[int, ...] = ()  # the tail's turns for which it holds; empty: all
+    enters: tuple[int, ...] = ()  # the head's turns for which it holds; empty: all
+    roles: Roles = NO_ROLES
+    note: str = ""
+
+
+@frozen
+class Frame:
+    """A box around glyphs: a call of a module, all calls of one, or layers that repeat."""
+
+    key: str
+    name: str  # the module's address, with its call where each is drawn: `fc:2`
+    kind: str  # the module's class
+    parent: str | None = None
+    times: int = 1
+    calls: tuple[str, ...] = ()  # the module calls that it stands for: `fc:1`, `fc:2`
+    roles: Roles = NO_ROLES
+
+
+@frozen
+class Totals:
+    """What the title says of the whole program."""
+
+    model: str
+    tensors: int
+    tensor_bytes: int
+    parameters: int
+    parameter_bytes: int
+
+
+@frozen
+class Scene:
+    """A picture as data. Glyphs are in order of execution; a frame comes after the frame that it lies in."""
+
+    totals: Totals
+    glyphs: tuple[Glyph, ...]
+    arrows: tuple[Arrow, ...]
+    frames: tuple[Frame, ...]
+    module: str = ""  # the only module that is drawn
+    legend: str = ""  # what the numbers mean that are laid over it
+    span: tuple[float, float] | None = field(default=None)  # the least and the greatest of them
+
+    @cached_property
+    def by_key(self) -> dict[str, Glyph]:
+        return {glyph.key: glyph for glyph in self.glyphs}
+
+    @cached_property
+    def backward(self) -> frozenset[tuple[str, str]]:
+        """The arrows that go back in the order of execution, as pairs of keys."""
+        pairs = [(one.tail, one.head) for one in self.arrows if "gradient" not in one.roles]
+        return backward([glyph.key for glyph in self.glyphs], pairs)
+
+    @cached_property
+    def by_layer(self) -> dict[str, Glyph]:
+        """The glyph that stands for each layer."""
+        return {label: glyph for glyph in self.glyphs for label in glyph.layers}
+
+    @cached_property
+    def frame_by_key(self) -> dict[str, Frame]:
+        return {frame.key: frame for frame in self.frames}
+
+    def repeated(self, frame: str | None) -> int:
+        """How often the innermost repeated block comes that this frame is, or lies in."""
+        return next(self.repetitions(frame))
+
+    def repetitions(self, frame: str | None) -> Iterator[int]:
+        """How often the repeated blocks come that this frame is, or lies in, the innermost first, the program last."""
+        while frame is not None:
+            found = self.frame_by_key[frame]
+            if "repeat" in found.roles:
+                yield found.times
+            frame = found.parent
+        yield 1
+
+    def common_frame(self, one: str | None, other: str | None) -> str | None:
+        """The innermost frame in which two lie."""
+        around = set()
+        while one is not None:
+            around.add(one)
+            one = self.frame_by_key[one].parent
+        while other is not None and other not in around:
+            other = self.frame_by_key[other].parent
+        return other
+
+    @cached_property
+    def inside(self) -> dict[str | None, tuple[Glyph | Frame, ...]]:
+        """What lies directly in each frame, and (under None) in none, in order of execution."""
+        first: dict[str | None, list[Glyph | Frame]] = {}
+        placed: set[str] = set()
+        for glyph in self.glyphs:
+            first.setdefault(glyph.frame, []).append(glyph)
+            key = glyph.frame
+            while key is not None and key not in placed:
+                placed.add(key)
+                first.setdefault(self.frame_by_key[key].parent, []).append(self.frame_by_key[key])
+                key = self.frame_by_key[key].parent
+        return {key: tuple(items) for key, items in self._in_order(first).items()}
+
+    def _in_order(self, found: dict[str | None, list[Glyph | Frame]]) -> dict[str | None, list[Glyph | Frame]]:
+        start: dict[str, int] = {}
+        for number, glyph in enumerate(self.glyphs):
+            start[glyph.key] = number
+            key = glyph.frame
+            while key is not None and key not in start:
+                start[key] = number
+                key = self.frame_by_key[key].parent
+        return {key: sorted(items, key=lambda item: start[item.key]) for key, items in found.items()}
+
+
+def bytes_of(meaning: TensorMeaning) -> int:
+    return prod(meaning.shape) * meaning.dtype.itemsize

@@ -1,0 +1,266 @@
+"""Every layer of a program and every arrow between two, one by one, before any are drawn as one.
+
+In: a Graph and its Atlas. Out: a Sketch. What belongs together in the picture is decided in `gather.py`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+from attrs import frozen
+
+from .._core.graph import Graph
+from .._core.node import Call, Input, Node, Ref, Scope, Source, State, TensorMeaning, meanings_of, value_of
+from .._core.pure import Derived, Nth, blank, laid_out, mutate
+from .._core.trees import Branch, leaves
+from .._lens.conditionals import Conditionals
+from .._lens.layers import Atlas, Place
+from .scene import NO_ROLES, Roles
+
+COMMUTATIVE = frozenset("add mul eq ne maximum minimum logicaland logicalor logicalxor bitwiseand bitwiseor".split())
+IN_PLACE = ("was ", "reads ")  # how an edit is worded that made a call another one, and put none beside it
+
+
+@frozen
+class Dot:
+    """One layer to be drawn."""
+
+    label: str
+    node: str
+    kind: str
+    scopes: tuple[Scope, ...] = ()  # the module calls that it lies in, outermost first
+    meanings: tuple[TensorMeaning, ...] = ()
+    parameters: tuple[State, ...] = ()
+    roles: Roles = NO_ROLES
+    note: str = ""
+    source: str = ""
+    layer: str = ""  # of what lies outside of the module that is drawn: the label that it has in the program
+
+
+@frozen
+class Line:
+    """One layer reads another."""
+
+    tail: str
+    head: str
+    place: str = ""
+    part: str = ""
+    roles: Roles = NO_ROLES
+    edge: str = ""  # the node that stands for it, where it can be patched itself
+    note: str = ""
+
+
+@frozen(eq=False)
+class Sketch:
+    """All dots and lines of a program."""
+
+    dots: tuple[Dot, ...]
+    lines: tuple[Line, ...]
+
+    @cached_property
+    def by_label(self) -> dict[str, Dot]:
+        return {dot.label: dot for dot in self.dots}
+
+    @cached_property
+    def single(self) -> frozenset[str]:
+        """The module calls that consist of one operation: it is drawn as a box, and no frame around it."""
+        own = [dot for dot in self.dots if "operation" in dot.roles and "patch" not in dot.roles]
+        inside = Counter(str(scope) for dot in own for scope in dot.scopes)
+        inner = [str(dot.scopes[-1]) for dot in own if dot.scopes]
+        return frozenset([name for name in inner if inside[name] == 1])
+
+
+def sketch(graph: Graph, atlas: Atlas, with_buffers: bool = True) -> Sketch:
+    """The layers of a program and what each reads."""
+    hidden = frozenset() if with_buffers else _for_buffers(graph)
+    places = [place for place in atlas.places if place.output is not None or place.node not in hidden]
+    drawn = {place.label for place in places}
+    made = _Pencil(graph, atlas, hidden)
+    dots = tuple([made.dot(place) for place in places])
+    lines = [line for place in places for line in made.lines(place) if line.tail in drawn]
+    return Sketch(dots, tuple(dict.fromkeys(lines)))
+
+
+def _for_buffers(graph: Graph) -> frozenset[str]:
+    """Buffers, and what is computed from them only to be written to them."""
+    buffers = [node.name for node in graph.state_nodes if node.kind == "buffer"]
+    used = graph.marked_ancestors([ref.node for ref in graph.output_refs])
+    derived = graph.descendants(buffers).difference(graph.descendants([node.name for node in graph.input_nodes]))
+    return frozenset(buffers).union([name for name in derived if not used[graph.positions[name]]])
+
+
+@frozen(eq=False)
+class _Pencil:
+    graph: Graph
+    atlas: Atlas
+    hidden: frozenset[str]
+
+    @cached_property
+    def conditions(self) -> dict[str, str]:
+        """The layers that were read as true or false and serve nothing else, with what they said."""
+        found = Conditionals(self.graph)
+        said = {record.layer: str(record.value) for record in found.records}
+        return {layer: said[layer] for layer in found.terminal_bools}
+
+    @cached_property
+    def branch_starts(self) -> frozenset[tuple[str, str]]:
+        return frozenset(Conditionals(self.graph).starts)
+
+    @cached_property
+    def from_inputs(self) -> frozenset[str]:
+        return self.graph.descendants([node.name for node in self.graph.input_nodes])
+
+    @cached_property
+    def behind_edits(self) -> frozenset[str]:
+        """What an edit can have changed."""
+        edited = [call.name for call in self.graph.edited]
+        return self.graph.descendants(edited).difference(edited)
+
+    @cached_property
+    def replaced(self) -> frozenset[str]:
+        """What patches took the place of."""
+        return frozenset([call.edits for call in self.graph.calls if call.edits is not None])
+
+    @cached_property
+    def drawn(self) -> frozenset[str]:
+        return frozenset([place.node for place in self.atlas.places if place.output is None])
+
+    def dot(self, place: Place) -> Dot:
+        node = self.graph[place.node]
+        if place.output is not None:
+            meaning = meanings_of(node).get(place.output)
+            return Dot(place.label, place.node, "output", (), _known(meaning), roles=frozenset({"output"}))
+        if isinstance(node, Call):
+            return self._operation(place, node)
+        is_buffer = isinstance(node, State) and node.kind == "buffer"
+        kind = "input" if isinstance(node, Input) else "buffer" if is_buffer else "constant"
+        scopes = () if kind == "input" else self._scopes_of_readers(node)
+        note = node.address if isinstance(node, State) else ""
+        return Dot(place.label, place.node, kind, scopes, (node.meaning,), roles=frozenset({kind}), note=note)
+
+    def _operation(self, place: Place, node: Call) -> Dot:
+        parameters = self._parameters(node)
+        roles = {
+            "operation": True,
+            "parameters": bool(parameters),
+            "internal": node.name not in self.from_inputs,
+            "boolean": node.name in self.conditions,
+            "edited": bool(node.edited),
+            "rerun": node.name in self.behind_edits,
+            "before": node.name in self.replaced,
+            "patch": bool(node.edited) and not node.edited.startswith(IN_PLACE),
+        }
+        return Dot(
+            label=place.label,
+            node=place.node,
+            kind=node.kind,
+            scopes=node.scope.stack if node.scope else (),
+            meanings=self._given(node),
+            parameters=parameters,
+            roles=frozenset([role for role, holds in roles.items() if holds]),
+            note=f"{node.kind}, {node.edited}"
+            if node.edited.startswith("was ")
+            else node.edited or self.conditions.get(node.name, ""),
+            source=_line_of(node.source),
+        )
+
+    def _given(self, node: Call) -> tuple[TensorMeaning, ...]:
+        """What is known of the tensors that the model saw of a call."""
+        known = meanings_of(node)
+        refs = dict.fromkeys([leaf for leaf in leaves(value_of(node)) if type(leaf) is Ref])
+        return tuple([known[ref] for ref in refs if ref in known])
+
+    def _parameters(self, node: Call) -> tuple[State, ...]:
+        read = [self.graph[name] for name in dict.fromkeys(ref.node for ref in node.refs)]
+        return tuple([one for one in read if isinstance(one, State) and one.kind == "parameter"])
+
+    def _scopes_of_readers(self, node: Node) -> tuple[Scope, ...]:
+        """The module calls in which all that read a buffer or constant lie; of a buffer, those of its own module."""
+        users = [self.graph.nodes[p] for p in self.graph.users[self.graph.positions[node.name]]]
+        stacks = [user.scope.stack if user.scope else () for user in users if isinstance(user, Call)]
+        scopes = common(stacks)
+        if isinstance(node, State):
+            scopes = tuple([scope for scope in scopes if f"{node.address}.".startswith(f"{scope.address}.")])
+        return scopes
+
+    def lines(self, place: Place) -> Iterator[Line]:
+        """What a layer reads."""
+        if place.output is not None:
+            yield from self._from(place.output, place.label)
+            return
+        node = self.graph[place.node]
+        if not isinstance(node, Call):
+            return
+        named = _arguments(node)
+        several = len({ref for ref, _ in named if ref.node in self.drawn and ref.node not in self.hidden}) > 1
+        in_order = node.kind in COMMUTATIVE and not dict(node.kwargs).get("alpha")
+        for ref, word in named:
+            yield from self._from(ref, place.label, word if several and not in_order else "")
+
+    def _from(self, ref: Ref, head: str, word: str = "", edge: str = "") -> Iterator[Line]:
+        """The line from a value's layer; what stands for an edge between two layers is passed through."""
+        tail = self.graph[ref.node]
+        if ref.node in self.drawn:
+            roles = {
+                "if": (ref.node, head) in self.branch_starts,
+                "internal": isinstance(tail, Call) and ref.node not in self.from_inputs,
+            }
+            several = isinstance(tail, Call) and type(value_of(tail)) is not Ref and ref.path
+            part = "".join(f"[{step}]" for step in ref.path) if several else ""
+            yield Line(ref.node, head, word, part, frozenset([role for role, is_so in roles.items() if is_so]), edge)
+        elif isinstance(tail, Call):
+            for before in dict.fromkeys(tail.refs):
+                yield from self._from(before, head, word, ref.node)
+
+
+def common(stacks: list[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """How far several stacks are the same."""
+    found: list[Any] = []
+    for level in zip(*stacks, strict=False):
+        if len(set(level)) > 1:
+            break
+        found.append(level[0])
+    return tuple(found)
+
+
+def _arguments(node: Call) -> list[tuple[Ref, str]]:
+    """Each value that a call reads, with its place among the arguments as the user wrote the call."""
+    args, kwargs, bases, targets = node.args, node.kwargs, (), ()
+    if node.target.function is mutate:
+        bases, args, named, targets = node.args[1:5]
+        kwargs = tuple(zip(named.keys or (), named.items, strict=True))
+    elif node.target.function is laid_out:
+        args = node.args[2:]
+    elif node.target.function is blank:
+        args = node.args[1:]
+    found = []
+    for word, tree in [*((f"arg {n}", arg) for n, arg in enumerate(args)), *kwargs]:
+        found += list(_places(tree, word, bases, targets))
+    known = {ref for ref, _ in found}
+    return found + [(ref, "") for ref in dict.fromkeys(node.refs) if ref not in known]
+
+
+def _places(tree: Any, word: str, bases: Any, targets: Any) -> Iterator[tuple[Ref, str]]:
+    if type(tree) is Ref:
+        yield tree, word
+    elif type(tree) is tuple:
+        for number, item in enumerate(tree):
+            yield from _places(item, f"{word}[{number}]", bases, targets)
+    elif isinstance(tree, Branch) and tree.kind is Nth:
+        yield from _places(targets[tree.items[0]], word, bases, targets)
+    elif isinstance(tree, Branch) and tree.kind is Derived:
+        yield from _places(bases[tree.items[0]], word, bases, targets)
+    elif isinstance(tree, Branch):
+        for key, item in zip(tree.keys or range(len(tree.items)), tree.items, strict=True):
+            yield from _places(item, f"{word}[{key}]", bases, targets)
+
+
+def _known(meaning: TensorMeaning | None) -> tuple[TensorMeaning, ...]:
+    return () if meaning is None else (meaning,)
+
+
+def _line_of(source: Source | None) -> str:
+    return "" if source is None else f"{source.file.rsplit('/', 1)[-1]}:{source.line}  {source.text}"
