@@ -425,7 +425,7 @@ def _taken(guard: GuardRecord) -> Source | None:
     """Where the model went on after it had read a truth value. What `any` and its kin read is tested by them first."""
     if type(guard.result) is not bool or guard.site is None:
         return None
-    code, instruction = guard.site
+    code, instruction, *_ = guard.site
     is_call = guard.function is torch.Tensor.__bool__ and calls(code, instruction)
     where = None if is_call else taken(code, instruction, guard.result)
     return None if where is None else line_of((code, where))
