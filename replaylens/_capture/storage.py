@@ -17,7 +17,7 @@ import torch
 from attrs import define, field
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from .._core.pure import Hole, Step, as_strided_from, same_content, take_step
+from .._core.pure import Hole, Step, as_strided_from, history_of, same_content, take_step
 from .._core.target import Target
 from .._core.trees import Branch, freeze, remake, thaw
 from ..errors import CaptureError
@@ -271,8 +271,8 @@ class Memory:
         if not held:
             return
         for handle in held:  # a copy has no history
-            if (history := values[handle].grad_fn) is not None:
-                self.recording.gradients[handle] = type(history).__name__
+            if (history := history_of(values[handle])) is not None:
+                self.recording.gradients[handle] = history
         with torch.no_grad():
             if storage_key(old) is None:
                 for handle in held:

@@ -129,6 +129,14 @@ def untransformed() -> AbstractContextManager[Any]:
     return temporarily_clear_interpreter_stack()
 
 
+def history_of(tensor: torch.Tensor) -> str | None:
+    """What autograd would do for a tensor, by name; None where it has no history, or one that torch will not show."""
+    try:
+        return type(tensor.grad_fn).__name__ if tensor.grad_fn is not None else None
+    except RuntimeError:  # a view that was made without gradients and written with them
+        return None
+
+
 def same_content(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Bit for bit the same, NaN included."""
     if one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:

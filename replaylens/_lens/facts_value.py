@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .._core.node import Ref, value_of
+from .._core.pure import history_of
 from .facts import Facts
 
 
@@ -62,4 +63,4 @@ class ValueFacts(Facts):
         if not refs or refs[0] in self._lens.account.gradients:
             return self._lens.account.gradients[refs[0]] if refs else None
         tensor = self._lens.record.values.get(refs[0])
-        return type(tensor.grad_fn).__name__ if tensor is not None and tensor.grad_fn is not None else None
+        return history_of(tensor) if tensor is not None else None
