@@ -103,8 +103,8 @@ def test_the_documentation_has_every_name(name):
 def test_the_layers_of_the_model_below(prog):
     assert prog.layer_list == prog.layer_labels
     assert [re.sub(r"_\d+$", "", label.split(":")[0]) for label in prog.layer_list] == (
-        "input_1 sub_1 mean_1 lt_1 mul_1 linear_1 rand_1 add_1 buffer_1 mul_2 relu_1 split_1 sum_1 add_2 linear_1 rand_2 "
-        "add_3 mul_3 output_1 output_2"
+        "input_1 sub_1 mean_1 lt_1 mul_1 linear_1 rand_1 add_1 buffer_1 mul_2 relu_1 split_1 sum_1 add_2 linear_1 rand_1 "
+        "add_1 mul_2 output_1 output_2"
     ).split()
 
 
@@ -127,7 +127,7 @@ def test_lists_of_layers_of_a_kind(prog):
     assert prog.input_layers == [prog["input_1"].label]
     assert prog.output_layers == [prog["output_1"].label, prog["output_2"].label]
     assert prog.buffer_layers == [prog["inner.scale"].label]
-    assert prog.internally_initialized_layers == [prog["rand_1"].label, prog["rand_2"].label]
+    assert prog.internally_initialized_layers == [prog["rand_1:1"].label, prog["rand_1:2"].label]
     assert prog.internally_terminated_layers == [prog["lt_1"].label, prog["sum_1"].label]
     assert prog.internally_terminated_bool_layers == [prog["lt_1"].label]
     assert prog.layers_computed_with_params == [prog["linear_1:1"].label, prog["linear_1:2"].label]
@@ -286,8 +286,8 @@ def test_what_does_not_write_its_value_is_not_in_place(prog):
 
 def test_the_state_of_the_generator_gives_the_same_draw_again(prog):
     generator = torch.Generator()
-    generator.set_state(prog["rand_2"].func_rng_states)
-    assert torch.equal(torch.rand(4, generator=generator), prog["rand_2"].value)
+    generator.set_state(prog["rand_1:2"].func_rng_states)
+    assert torch.equal(torch.rand(4, generator=generator), prog["rand_1:2"].value)
     assert prog["linear_1:1"].func_rng_states is None
 
 
@@ -316,7 +316,7 @@ def test_one_of_several_outputs_says_which_it_is(prog):
 def test_the_call_stack_goes_from_the_line_outwards(prog):
     rows = [line("return self.fc(x) + torch.rand(4)"), line("return self.shifted(x) * self.scale")]
     rows += [line("x = self.act(self.inner(x))"), line("return rl.capture(Model(), torch.rand(3, 4))")]
-    for name in ("linear_1:1", "rand_1"):
+    for name in ("linear_1:1", "rand_1:1"):
         stack = prog[name].func_call_stack
         assert [entry["call_linenum"] for entry in stack[:4]] == rows
         assert [entry["function"] for entry in stack[:4]] == ["shifted", "forward", "forward", "prog"]
@@ -337,7 +337,7 @@ def test_the_call_stack_has_the_forward_that_called_its_parents_forward():
 
     prog = rl.capture(Child(), torch.rand(2))
     assert [s.line for s in prog["sin_1"].stack[:2]] == [line("return x.sin()"), line("return super().forward(x) + 1")]
-    assert [s.line for s in prog["add_1"].stack[:1]] == [line("return super().forward(x) + 1")]
+    assert [s.line for s in prog["add_1:1"].stack[:1]] == [line("return super().forward(x) + 1")]
 
 
 # ---- parameters -----------------------------------------------------------------------------------------------------
@@ -368,12 +368,12 @@ def test_parents_children_siblings_and_spouses(prog):
 
 
 def test_where_a_layer_comes_from_and_leads_to(prog):
-    assert prog["relu_1"].orig_ancestors == labels(prog, "input_1 rand_1 buffer_1")
-    assert prog["relu_1"].internally_initialized_ancestors == labels(prog, "rand_1")
-    assert prog["relu_1"].internally_initialilized_ancestors == labels(prog, "rand_1")
-    assert prog["add_1"].internally_initialized_parents == labels(prog, "rand_1")
+    assert prog["relu_1"].orig_ancestors == labels(prog, "input_1 rand_1:1 buffer_1")
+    assert prog["relu_1"].internally_initialized_ancestors == labels(prog, "rand_1:1")
+    assert prog["relu_1"].internally_initialilized_ancestors == labels(prog, "rand_1:1")
+    assert prog["add_1:1"].internally_initialized_parents == labels(prog, "rand_1:1")
     assert prog["relu_1"].output_descendants == labels(prog, "output_1 output_2")
-    assert prog["mul_3"].output_descendants == labels(prog, "output_1")
+    assert prog["mul_2:2"].output_descendants == labels(prog, "output_1")
     assert prog["sum_1"].output_descendants == []
 
 
@@ -389,7 +389,7 @@ def test_distances_are_counted_in_steps_between_layers(prog):
     assert ends("relu_1") == (5, 5, 2, 6)
     assert ends("output_1") == (10, 11, 0, 0)
     assert ends("add_2") == (6, 7, 4, 4)
-    assert ends("rand_2") == (None, None, 3, 3)
+    assert ends("rand_1:2") == (None, None, 3, 3)
     assert ends("sum_1") == (7, 7, None, None)
 
 
@@ -405,7 +405,7 @@ def test_ends_and_beginnings(prog):
     assert which("terminated_inside_model") == prog.internally_terminated_layers
     assert which("is_terminal_bool_layer") == labels(prog, "lt_1")
     assert which("in_cond_branch") == labels(prog, "sub_1 mean_1 lt_1")
-    outside = labels(prog, "rand_1 buffer_1 rand_2")
+    outside = labels(prog, "rand_1:1 buffer_1 rand_1:2")
     assert [label for label in prog.layer_labels if not prog[label].has_input_ancestor] == outside
     no_way = labels(prog, "sub_1 mean_1 lt_1 sum_1")
     assert [label for label in prog.layer_labels if not prog[label].is_output_ancestor] == no_way
@@ -422,14 +422,14 @@ def test_what_the_model_writes_to_a_buffer_does_not_end_inside():
             return x * 2
 
     prog = rl.capture(Counts(), torch.rand(2))
-    assert prog["add_1"].children == () and not prog["add_1"].terminated_inside_model
+    assert prog["add_1:1"].children == () and not prog["add_1:1"].terminated_inside_model
 
 
 # ---- modules --------------------------------------------------------------------------------------------------------
 
 
 def test_the_modules_around_a_layer(prog):
-    linear, add, scaled = prog["linear_1:1"], prog["add_1"], prog["mul_2"]
+    linear, add, scaled = prog["linear_1:1"], prog["add_1:1"], prog["mul_2:1"]
     assert linear.containing_module_origin == "inner.fc"
     assert linear.containing_module_origin_nested == ["inner", "inner.fc"]
     assert linear.is_computed_inside_submodule and not prog["add_2"].is_computed_inside_submodule

@@ -127,7 +127,7 @@ def test_passes_of_a_layer_and_orphans_do_not_lead_the_names_astray():
     whole = rl.capture(forward, torch.ones(1, 3))
     for label in prog.saved_labels:
         assert_same(prog[label].value, whole[label].value, label)
-    assert prog.saved_labels == [whole[name].label for name in ("linear_1:2", "tanh_2", "linear_2")]
+    assert prog.saved_labels == [whole[name].label for name in ("linear_1:2", "linear_2", "tanh_2")]
 
 
 # ---- the model is run once, and memory follows -----------------------------------------------------------------------
@@ -179,7 +179,7 @@ def test_what_is_not_wanted_is_let_go_of_while_the_model_runs(step, mode):
 def test_of_what_is_wanted_no_more_is_kept_while_the_model_runs():
     with torch.no_grad():
         model = Counting(torch.tanh)
-        prog = rl.capture(model, torch.randn(4, 4), save=["tanh_3", "tanh_7"])
+        prog = rl.capture(model, torch.randn(4, 4), save=["tanh_1:3", "tanh_1:7"])
     assert model.calls == 1
     assert max(model.alive) <= 4
     assert len(prog.saved_labels) == 2
