@@ -37,6 +37,8 @@ def reading_elsewhere(node: Call, parent: Ref, other: Ref) -> Iterator[Call]:
         yield evolve(node, args=tuple([remake(arg, change) for arg in node.args]), kwargs=kwargs)
     if node.target.function is mutate and parent in node.args[1]:
         yield from _writing_elsewhere(node, node.args[1].index(parent), other)
+    if node.target.function is mutate and parent in node.args[-1]:
+        yield from _reading_apart(node, node.args[-1].index(parent), other)
 
 
 def _instead(parent: Ref, other: Ref, place: int, turns: Iterator[int], leaf: Any) -> Any:
@@ -52,6 +54,15 @@ def _writing_elsewhere(node: Call, base: int, other: Ref) -> Iterator[Call]:
             moved = evolve(view, items=(len(bases), *view.items[1:]))
             changed = (*args[:place], moved, *args[place + 1 :])
             yield evolve(node, args=(function, (*bases, other), changed, kwargs, targets, values))
+
+
+def _reading_apart(node: Call, target: int, other: Ref) -> Iterator[Call]:
+    """For `x -= x` on a view that is a tensor of its own by now: what is written is also read, as another such."""
+    function, bases, args, kwargs, targets, values = node.args
+    for place, arg in enumerate(args[1:], 1):
+        if isinstance(arg, Branch) and arg.kind is Nth and arg.items[0] == target:
+            changed = (*args[:place], evolve(arg, items=(len(targets),)), *args[place + 1 :])
+            yield evolve(node, args=(function, bases, changed, kwargs, (*targets, targets[target]), (*values, other)))
 
 
 def _others(leaf: Any) -> tuple[Any, ...]:

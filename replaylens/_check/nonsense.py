@@ -57,6 +57,7 @@ def _dense(value: torch.Tensor, wide: bool) -> Iterator[torch.Tensor]:
         yield reordered
     if value.dtype == torch.bool:
         yield from (_bools(value, 0), ~value, _rolled(value), torch.ones_like(value), torch.zeros_like(value))
+        yield _one_flipped(value)  # for who takes no more trues than there are numbers for them
     elif value.dtype.is_floating_point or value.dtype.is_complex:
         yield from _numbers(value)
     else:
