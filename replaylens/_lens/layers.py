@@ -39,6 +39,7 @@ class Layer(Reference):
     _atlas: Atlas
     _place: Place
     _read: Callable[[Ref | None, str], Any] = field(repr=False)
+    _plot: Callable[..., Any] = field(repr=False)
 
     @property
     def label(self) -> str:
@@ -114,6 +115,13 @@ class Layer(Reference):
     def lookup_keys(self) -> tuple[Any, ...]:
         """Every name under which the program finds it."""
         return self._atlas.keys_of(self._place)
+
+    def plot(self, kind: str | None = None, ax: Any = None, **options: Any) -> Any:
+        """Its value by matplotlib: feature maps or attention patterns where it has them, else a histogram.
+
+        `kind` says which: "maps", "attention", "histogram". Options go to matplotlib. Gives the Axes.
+        """
+        return self._plot(self.label, self.value, kind, ax, options)
 
     def _value_for(self, name: str) -> Any:
         return self.value

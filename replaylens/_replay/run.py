@@ -68,6 +68,13 @@ class Run(Reference):
             return self.program.draw(path, against=self.origin.program, **options)
         return self.origin.program.draw(path, run=self, **options)
 
+    def diff(self) -> Any:
+        """How much each layer differs from the recorded run, as a table: `print(run.diff())`, `run.diff()["relu_3"]`,
+        `.to_pandas()`, `.plot()`.
+        """
+        assert self.origin is not None
+        return self.origin.program._diff(self)
+
     def __getitem__(self, name: Any) -> Any:
         return self._lookup(name)
 

@@ -1,25 +1,23 @@
-"""Pictures of findings, by matplotlib, which is asked for where it is missing.
+"""Pictures of findings, by matplotlib.
 
 In: a grid of numbers with names along its axes. Out: matplotlib Axes. What the numbers mean is not known here.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from .._view.plots import new_axes, optional as optional
 
 
 def heatmap(
     grid: torch.Tensor, rows: Sequence[str], columns: Sequence[str], words: tuple[str, str, str], ax: Any, options: Any
 ) -> Any:
     """Numbers as colours, symmetric around zero where they are differences. `words`: of the rows, columns, numbers."""
-    if ax is None:
-        ax = optional("matplotlib.pyplot", "plot").subplots(
-            figsize=(min(16, 3 + 0.32 * len(columns)), min(14, 1.6 + 0.28 * len(rows))), layout="constrained"
-        )[1]
+    ax = ax or new_axes(min(16, 3 + 0.32 * len(columns)), min(14, 1.6 + 0.28 * len(rows)))
     limit = float(torch.nan_to_num(grid.abs(), nan=0.0).max()) or 1.0
     shown = ax.imshow(grid.numpy(), **{"cmap": "RdBu_r", "vmin": -limit, "vmax": limit, "aspect": "auto", **options})
     for axis, names in ((ax.yaxis, rows), (ax.xaxis, columns)):
@@ -31,12 +29,3 @@ def heatmap(
         ax.tick_params(axis="x", rotation=90)
     ax.figure.colorbar(shown, ax=ax, label=words[2])
     return ax
-
-
-def optional(module: str, extra: str) -> Any:
-    """A library that only some functions need."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        name = module.partition(".")[0]
-        raise ImportError(f"this needs {name}: pip install 'replaylens[{extra}]'") from error

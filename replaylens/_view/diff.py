@@ -1,0 +1,161 @@
+"""How much each layer of a run differs from the recorded run.
+
+In: the layers of a program, and a run of it. Out: a Diff, a table that can be printed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from attrs import field, frozen
+
+from .._lens.layers import Atlas, Layer
+from .._replay.replay import Record
+from .._replay.run import Run
+from ..errors import NoSuchLayer, NotSaved, ReplaylensError
+from .compose import _executed, _patched, _with_all_values
+from .plots import bars, optional
+from .values import numbers_of, tensors_in
+
+
+@frozen
+class LayerChange:
+    """How much one layer's value differs from the recorded one.
+
+    `change` is the size of the difference as a share of the recorded value's size (roots of sums of squares); of whole
+    numbers and bools it is the share that differs. `largest` is the greatest difference of two numbers, `share` the
+    share of numbers that differ. They are None where there is nothing to compare: `note` says why.
+    """
+
+    label: str
+    change: float | None
+    largest: float | None = None
+    share: float | None = None
+    note: str = ""
+
+    @property
+    def is_changed(self) -> bool:
+        """Does it differ at all, or was it not to be compared?"""
+        return self.change is None or bool(self.share)
+
+
+@frozen(repr=False)
+class Diff:
+    """How much each layer of a run differs from the recorded run: `diff["relu_3"].change`, `print(diff)`, `.plot()`.
+
+    `rows` has the layers that ran, or were patched, in order. All others have their recorded values.
+    """
+
+    rows: tuple[LayerChange, ...]
+    _same: frozenset[str] = field(alias="same")  # the layers that did not run
+    _find: Callable[[Any], str] = field(alias="find", eq=False)
+
+    def __getitem__(self, name: Any) -> LayerChange:
+        label = self._find(name)
+        return next((row for row in self.rows if row.label == label), LayerChange(label, 0.0, 0.0, 0.0))
+
+    def __iter__(self) -> Iterator[LayerChange]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def changed(self) -> tuple[LayerChange, ...]:
+        """The layers whose values differ."""
+        return tuple([row for row in self.rows if row.is_changed])
+
+    def __repr__(self) -> str:
+        return f"<Diff: {len(self.changed)} of {len(self.rows) + len(self._same)} layers changed>"
+
+    def __str__(self) -> str:
+        width = max((len(row.label) for row in self.rows), default=0)
+        top = max((row.change or 0.0 for row in self.rows), default=0.0)
+        lines = [
+            f"{len(self.changed)} of {len(self.rows) + len(self._same)} layers changed; {len(self._same)} did not run "
+            "again.",
+            f"    {'layer':{width}}  change   largest  numbers",
+            *(_line(row, width, top) for row in (self.rows if len(self.rows) <= 60 else self.rows[:30])),
+        ]
+        if len(self.rows) > 60:
+            lines += [f"    {'...':{width}}", *(_line(row, width, top) for row in self.rows[-30:])]
+        return "\n".join(lines)
+
+    def to_pandas(self) -> Any:
+        """A row per layer that ran."""
+        columns = ("label", "change", "largest", "share", "note")
+        rows = [{name: getattr(row, name) for name in columns} for row in self.rows]
+        return optional("pandas", "pandas").DataFrame(rows, columns=columns)
+
+    def plot(self, ax: Any = None, **options: Any) -> Any:
+        """The change of each layer that ran, as bars. Gives matplotlib's Axes."""
+        shown = [row for row in self.rows if row.change is not None]
+        if not shown:
+            raise ReplaylensError("there is no change to plot: no layer ran again.")
+        words = "change (share of the recorded value)"
+        return bars([row.label for row in shown], [row.change or 0.0 for row in shown], words, ax, options)
+
+
+def diff(record: Record, atlas: Atlas, layers: Sequence[Layer], run: Run) -> Diff:
+    """The table for a run of this program, in which every value of the run is looked at."""
+    labels = frozenset(atlas.order)
+    if run.program is not None:  # the model itself ran, from the beginning
+        ran, values = labels, run
+    else:
+        ran = labels & {*_executed(atlas, run), *_patched(record.graph, atlas, run)}
+        values = _with_all_values(record, run)
+    rows = [_compared(layer, values) for layer in layers if layer.label in ran]
+    return Diff(tuple(rows), labels - ran, lambda name: atlas.find(name).label)
+
+
+def _compared(layer: Layer, values: Run) -> LayerChange:
+    try:
+        value = values[layer.label]
+    except NoSuchLayer:
+        return LayerChange(layer.label, None, note="did not run on the path that the model took")
+    try:
+        old = layer.value
+    except NotSaved:
+        return LayerChange(layer.label, None, note="the recorded value was not kept")
+    return compare(layer.label, tensors_in(old), tensors_in(value))
+
+
+def compare(label: str, old: list[torch.Tensor], new: list[torch.Tensor]) -> LayerChange:
+    """Two values of one layer. NaN where there was NaN, and infinity where there was the same, is no difference."""
+    shapes = [tuple(tensor.shape) for tensor in old], [tuple(tensor.shape) for tensor in new]
+    if shapes[0] != shapes[1]:
+        return LayerChange(label, None, note=f"was {_words(shapes[0])}, is {_words(shapes[1])}")
+    pairs = [(_doubles(one), _doubles(other)) for one, other in zip(old, new, strict=True)]
+    if any(one is None or other is None for one, other in pairs):
+        return LayerChange(label, None, note="of a kind of tensor that is not compared")
+    before = torch.cat([one.reshape(-1) for one, _ in pairs]) if pairs else torch.empty(0)  # type: ignore[union-attr]
+    after = torch.cat([other.reshape(-1) for _, other in pairs]) if pairs else torch.empty(0)  # type: ignore[union-attr]
+    differs = (before != after) & ~(before.isnan() & after.isnan())
+    if not bool(differs.any()):
+        return LayerChange(label, 0.0, 0.0, 0.0)
+    distance, share = (after - before)[differs].abs(), float(differs.double().mean())
+    if not any(one.is_floating_point() or one.is_complex() for one in old):
+        return LayerChange(label, share, float(distance.max()), share)
+    length, size = float(distance.norm()), float(before[before.isfinite()].norm())
+    return LayerChange(label, length / size if size else float("inf"), float(distance.max()), share)
+
+
+def _doubles(tensor: torch.Tensor) -> torch.Tensor | None:
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.detach().resolve_conj())
+    numbers = numbers_of(tensor)
+    return None if numbers is None else numbers.double()
+
+
+def _words(shapes: list[tuple[int, ...]]) -> str:
+    return ", ".join(map(str, shapes)) or "no tensor"
+
+
+def _line(row: LayerChange, width: int, top: float) -> str:
+    if row.change is None:
+        return f"    {row.label:{width}}  {row.note}"
+    share = row.change / top if 0 < top < float("inf") else float(row.change > 0)
+    bar = "#" * max(round(20 * share), int(row.is_changed)) if share == share else "?"
+    return f"    {row.label:{width}}  {row.change:<8.3g} {row.largest:<8.3g} {row.share:7.1%}  {bar}".rstrip()
