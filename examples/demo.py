@@ -1,36 +1,12 @@
-"""The main job on AlexNet with random weights: capture, look, lesion a channel, replay, and prove that it was right.
+"""The main job on AlexNet with random weights: capture, look, lesion a channel, replay, draw, and prove that it was right.
 
 Run it by `make demo`, or `python examples/demo.py`.
 """
 
 import torch
-from torch import nn
+from figure_models import AlexNet
 
 import replaylens
-
-
-class AlexNet(nn.Module):
-    """Krizhevsky's one-tower network, as it is usually written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.features = nn.Sequential(
-            *(nn.Conv2d(3, 64, 11, 4, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2)),
-            *(nn.Conv2d(64, 192, 5, padding=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2)),
-            *(nn.Conv2d(192, 384, 3, padding=1), nn.ReLU(inplace=True)),
-            *(nn.Conv2d(384, 256, 3, padding=1), nn.ReLU(inplace=True)),
-            *(nn.Conv2d(256, 256, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2)),
-        )
-        self.avgpool = nn.AdaptiveAvgPool2d((6, 6))
-        self.classifier = nn.Sequential(
-            *(nn.Dropout(), nn.Linear(256 * 6 * 6, 4096), nn.ReLU(inplace=True)),
-            *(nn.Dropout(), nn.Linear(4096, 4096), nn.ReLU(inplace=True)),
-            nn.Linear(4096, 1000),
-        )
-
-    def forward(self, x):
-        x = self.avgpool(self.features(x))
-        return self.classifier(torch.flatten(x, 1))
 
 
 def lesion(activation):
@@ -51,6 +27,13 @@ run = prog.replay(from_="relu_3", patch=lesion)
 print(f"\nA lesion of two channels at relu_3 executes {len(run.executed)} of {len(prog.graph.calls)} calls:")
 print("   ", ", ".join(run.executed[:4]), "...")
 print(f"    the output moves by {(run.output - prog.output).abs().max():.4f}")
+
+try:
+    prog.draw("demo_alexnet.svg")
+    run.draw("demo_lesion.svg")
+    print("    drawn to demo_alexnet.svg, and how much each layer changed to demo_lesion.svg")
+except replaylens.CannotDraw as missing:
+    print(f"    no picture: {missing}")
 
 with torch.no_grad():
     plain = model(image)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -78,3 +79,12 @@ def test_steering_makes_the_model_say_the_letter_and_projecting_off_forbids_it(t
     assert number(r"\+0\.00 x direction: says 'q' in +(\S+)%", text) < 10
     assert number(r"\+1\.50 x direction: says 'q' in +(\S+)%", text) > 95
     assert number(r"where it said 'q', it says so in (\d+)\.", text) == 0
+
+
+def test_every_picture_of_the_documentation_is_drawn(tmp_path):
+    if shutil.which("dot") is None:
+        pytest.skip("graphviz's dot is not installed")
+    printed("draw", "pictures", cwd=tmp_path)
+    wanted = set(re.findall(r"pictures/(\w+\.svg)", (ROOT / "docs" / "drawing.md").read_text()))
+    assert {path.name for path in (tmp_path / "pictures").iterdir()} == wanted
+    assert {path.name for path in (ROOT / "docs" / "pictures").iterdir()} >= wanted

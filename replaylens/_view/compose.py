@@ -11,8 +11,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from .._core.graph import Graph
-from .._core.node import Ref, State, value_of
-from .._core.trees import thaw
+from .._core.node import Ref, State
 from .._edit.content import shown
 from .._lens.layers import Atlas, Place
 from .._replay.gradients import histories
@@ -25,6 +24,8 @@ from .overlay import how_different, with_numbers, with_replay
 from .scene import Scene
 from .sketch import sketch
 
+Layers = Callable[[Place], Any]  # the Layer of a place
+
 
 @frozen(kw_only=True, eq=False)
 class Over:
@@ -36,8 +37,8 @@ class Over:
     gradients: bool = False
 
 
-def compose(record: Record, atlas: Atlas, layers: Callable[[Place], Any], look: Look, over: Over) -> Scene:
-    """The picture of a program, and what lies over it. `layers` makes the Layer of a place."""
+def compose(record: Record, atlas: Atlas, layers: Layers, look: Look, over: Over) -> Scene:
+    """The picture of a program, and what lies over it."""
     graph = record.graph
     drawn = sketch(graph, atlas, look.buffers)
     if over.against is not None:
@@ -52,7 +53,7 @@ def compose(record: Record, atlas: Atlas, layers: Callable[[Place], Any], look: 
     if over.against is not None:
         made = evolve(made, legend="green: only here; red: only in the other; orange: another operation or shape")
     if over.run is not None:
-        changes = _changes(record, atlas, over.run, {*_executed(atlas, over.run), *patched})
+        changes = _changes(record, atlas, layers, over.run, {*_executed(atlas, over.run), *patched})
         made = with_numbers(made, changes, "change against the recorded run")
     if over.values is not None:
         made = with_numbers(made, _numbers(over.values, atlas, layers))
@@ -69,7 +70,7 @@ def _flowing(record: Record) -> frozenset[Ref]:
     return found
 
 
-def _numbers(values: Any, atlas: Atlas, layers: Callable[[Place], Any]) -> dict[str, float]:
+def _numbers(values: Any, atlas: Atlas, layers: Layers) -> dict[str, float]:
     """The numbers by the labels of layers, whatever names they were given by."""
     if callable(values):
         found = {place.label: values(layers(place)) for place in atlas.places}
@@ -97,17 +98,11 @@ def _executed(atlas: Atlas, run: Run) -> list[str]:
     return [place.label for place in atlas.places if place.node in ran]
 
 
-def _changes(record: Record, atlas: Atlas, run: Run, labels: set[str]) -> dict[str, float]:
+def _changes(record: Record, atlas: Atlas, layers: Layers, run: Run, labels: set[str]) -> dict[str, float]:
     """How much layers changed in a replay."""
     full = _with_all_values(record, run)
     places = [place for place in atlas.places if place.label in labels]
-    return {place.label: how_different(_recorded(record, place), full[place.label]) for place in places}
-
-
-def _recorded(record: Record, place: Place) -> Any:
-    """What a layer gave when the program was recorded."""
-    tree = place.output or place.part or value_of(record.graph[place.node])
-    return thaw(tree, lambda leaf: record.value(leaf) if type(leaf) is Ref else leaf)
+    return {place.label: how_different(layers(place).value, full[place.label]) for place in places}
 
 
 def _with_all_values(record: Record, run: Run) -> Run:

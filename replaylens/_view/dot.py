@@ -82,7 +82,7 @@ class Writer:
 
     def _arrow(self, arrow: Arrow, scene: Scene) -> str:
         found = attributes(self.theme.arrow, self.theme.arrows, arrow.roles)
-        words = [*(["<B>IF</B>"] if "if" in arrow.roles else []), *map(html.escape, words_of(arrow))]
+        words = [*(["<B>IF</B>"] if "if" in arrow.roles else []), *map(html.escape, words_of(arrow, scene))]
         if words:
             found["label"] = _Html(f"<{'<BR/>'.join(f' {word} ' for word in words)}>")
         ends = [quoted(arrow.tail), quoted(arrow.head)]
@@ -115,22 +115,35 @@ def lines_of(glyph: Glyph, within: int = 1) -> list[str]:
     return [row for row in (*rows, glyph.note, value) if row]
 
 
-def words_of(arrow: Arrow) -> list[str]:
+def words_of(arrow: Arrow, scene: Scene) -> list[str]:
     """What is written at an arrow: its place among the arguments, and the turns for which it holds."""
-    leaves = [f"Out {turns(arrow.leaves)}"] if arrow.leaves else []
-    enters = [f"In {turns(arrow.enters)}"] if arrow.enters else []
+    tail, head = scene.by_key[arrow.tail], scene.by_key[arrow.head]
+    for within in scene.repetitions(scene.common_frame(tail.frame, head.frame)):
+        left, entered = in_one(arrow.leaves, tail.times, within), in_one(arrow.enters, head.times, within)
+        if left is not None and entered is not None:
+            break
+    leaves = [f"Out {turns(left)}"] if left else []
+    enters = [f"In {turns(entered)}"] if entered else []
     return [*leaves, *arrow.parts, *enters, *([", ".join(arrow.places)] if arrow.places else []), *_some(arrow.note)]
 
 
+def in_one(numbers: tuple[int, ...], times: int, within: int) -> tuple[int, ...] | None:
+    """The turns in one turn of a repeated block around them, if they are the same in each of its turns."""
+    each = times // within
+    inner = tuple(sorted({(number - 1) % each + 1 for number in numbers}))
+    return inner if len(inner) * within == len(numbers) or not numbers else None
+
+
 def turns(numbers: tuple[int, ...]) -> str:
-    """`1-3,5` for 1, 2, 3, 5."""
+    """`1-3,5` for 1, 2, 3, 5; the first ones of many."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and spans[-1][1] == number - 1:
             spans[-1][1] = number
         else:
             spans.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
+    return ",".join(words if len(words) <= 5 else [*words[:4], "..."])
 
 
 def shape(meaning: TensorMeaning) -> str:

@@ -7,10 +7,10 @@ every line between their layers. It says for which turns it holds, so that nothi
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from functools import cached_property
 from math import prod
+from typing import Any
 
 from attrs import Factory, define, evolve, field, frozen
 
@@ -18,47 +18,28 @@ from .._core.graph import Graph
 from .._core.node import Ref, Scope, TensorMeaning, meanings_of
 from .._core.trees import leaves
 from .._lens.layers import Atlas
-from ..errors import NoSuchLayer
-from .repeats import NOTHING, Band, Repeats, around, repeats
+from .levels import Level, Levels, Look as Look, within
 from .scene import NO_ROLES, Arrow, Frame, Glyph, Roles, Scene, Totals, bytes_of
 from .sketch import Dot, Line, Sketch, common, sketch
 
-
-@frozen
-class Look:
-    """What is to be seen of a program."""
-
-    rolled: bool = False  # all passes of a layer, and all calls of a module, as one
-    depth: int | None = None  # modules nested deeper are drawn as one thing
-    module: str | None = None  # only this module, or this call of one
-    buffers: bool = True
-    fold: bool = False  # repeated blocks as one
-    gradients: frozenset[Ref] = frozenset()  # values through which gradients flow: drawn along them
-
-
 OF_ALL: Roles = frozenset({"internal", "added", "removed", "before"})  # roles that hold of several only if of each
-
-
-@frozen
-class _Level:
-    """A frame, or a layer, that a dot belongs to: which one is drawn, and which of its turns this is."""
-
-    key: str
-    turn: str
-    scope: Scope | None = None
-    roles: Roles = NO_ROLES
 
 
 @define
 class _Group:
     """What is drawn as one glyph, while it is put together."""
 
-    frames: list[tuple[_Level, ...]] = Factory(list)
+    frames: list[tuple[Level, ...]] = Factory(list)
     turns: dict[str, int] = Factory(dict)
     dots: list[tuple[str, Dot]] = Factory(list)
     scope: Scope | None = field(default=None)
 
-    def add(self, level: _Level, frames: tuple[_Level, ...], dot: Dot) -> None:
+    @property
+    def around(self) -> tuple[str, ...]:
+        """The frames that all of it lies in."""
+        return common([tuple([level.key for level in frames]) for frames in self.frames])
+
+    def add(self, level: Level, frames: tuple[Level, ...], dot: Dot) -> None:
         self.frames.append(frames)
         self.turns.setdefault(level.turn, len(self.turns) + 1)
         self.dots.append((level.turn, dot))
@@ -68,39 +49,14 @@ class _Group:
 def scene(graph: Graph, atlas: Atlas, look: Look | None = None, drawn: Sketch | None = None) -> Scene:
     """The picture of a program; of a sketch of it, where one is there."""
     look = look or Look()
+    if look.depth is not None and look.depth < 1:
+        raise ValueError(
+            f"depth is how many levels of modules are drawn open or as one box, 1 at least, not {look.depth}."
+        )
     drawn = drawn or sketch(graph, atlas, look.buffers)
     if look.module is not None:
         drawn = within(drawn, look.module, atlas)
     return _Gathering(graph, drawn, look).scene()
-
-
-def within(drawn: Sketch, module: str, atlas: Atlas) -> Sketch:
-    """Only what lies in a module, and the layers that it reads from or that read it."""
-    inside = {dot.label: dot for dot in drawn.dots if any(is_call_of(scope, module) for scope in dot.scopes)}
-    if not inside:
-        raise NoSuchLayer(f"no module {module!r} ran an operation.{atlas.nearest(module)}")
-    dots: dict[str, Dot] = {}
-    lines: list[Line] = []
-    for line in drawn.lines:
-        tail, head = line.tail in inside, line.head in inside
-        if tail and head:
-            lines.append(line)
-        elif head:
-            around = _outside(drawn.by_label[line.tail], "from", "input")
-            lines.append(evolve(line, tail=around.label))
-            dots.setdefault(around.label, around)
-        elif tail:
-            around = _outside(drawn.by_label[line.head], "to", "output")
-            lines.append(evolve(line, head=around.label, place=""))
-            dots.setdefault(around.label, around)
-    fed = [dot for dot in dots.values() if "input" in dot.roles]
-    read = [dot for dot in dots.values() if "output" in dot.roles]
-    return Sketch((*fed, *inside.values(), *read), tuple(dict.fromkeys(lines)))
-
-
-def _outside(dot: Dot, word: str, role: str) -> Dot:
-    roles = frozenset({role, "outside"})
-    return Dot(f"{word} {dot.label}", dot.node, dot.kind, (), dot.meanings, roles=roles, layer=dot.label)
 
 
 @frozen(eq=False)
@@ -110,59 +66,14 @@ class _Gathering:
     look: Look
 
     @cached_property
-    def repeats(self) -> Repeats:
-        return repeats(self.graph, self.drawn) if self.look.fold else NOTHING
-
-    @cached_property
-    def levels(self) -> dict[str, tuple[_Level, tuple[_Level, ...]]]:
-        """For each layer what it is drawn as, and the frames around that, outermost first."""
-        found = {}
-        limit = None if self.look.depth is None else self.look.depth + (self.look.module is not None)
-        for dot in self.drawn.dots:
-            frames = self._frames(dot)
-            modules = [n for n, frame in enumerate(frames) if frame.scope is not None]
-            if limit is not None and len(modules) >= limit > 0:
-                end = modules[limit - 1]
-                found[dot.label] = frames[end], frames[:end]
-            else:
-                found[dot.label] = _Level(self._key(dot.label), dot.label), frames
-        return found
-
-    def _frames(self, dot: Dot) -> tuple[_Level, ...]:
-        """The frames around a layer: the module calls that it lies in, and the repeated blocks that are no modules."""
-        model = self.drawn.by_label[self.repeats.first.get(dot.label, dot.label)]
-        scopes = self._framed(dot.scopes)
-        models = self._framed(model.scopes)  # the calls of the first of several blocks, which stand for its own
-        bands = self.repeats.bands.get(dot.label, ())
-        shift = len([scope for scope in dot.scopes if str(scope) not in self.drawn.single]) - len(scopes)
-        found = [_of_band(band) for band in around(bands, shift)]
-        for n, scope in enumerate(scopes):
-            roles = frozenset({"repeat"}) if str(scope) in self.repeats.folded else NO_ROLES
-            found.append(_Level(self._frame_key(models[: n + 1]), str(scope), models[n], roles))
-            found += [_of_band(band) for band in around(bands, shift + n + 1)]
-        return tuple(found)
-
-    def _framed(self, scopes: tuple[Scope, ...]) -> list[Scope]:
-        """The module calls that a frame is drawn around: those of several operations, in the module that is drawn."""
-        framed = [scope for scope in scopes if str(scope) not in self.drawn.single]
-        if self.look.module is None:
-            return framed
-        wanted = [is_call_of(scope, self.look.module) for scope in framed]
-        return framed[wanted.index(True) :] if any(wanted) else []
-
-    def _frame_key(self, stack: list[Scope]) -> str:
-        """Drawn as one, a module that is called from two others is two frames still."""
-        return "@" + (">".join(scope.address for scope in stack) if self.look.rolled else str(stack[-1]))
-
-    def _key(self, label: str) -> str:
-        model = self.repeats.first.get(label, label)
-        return without_pass(model) if self.look.rolled else model
+    def levels(self) -> Levels:
+        return Levels(self.graph, self.drawn, self.look)
 
     @cached_property
     def groups(self) -> dict[str, _Group]:
         found: dict[str, _Group] = {}
         for dot in self.drawn.dots:
-            level, frames = self.levels[dot.label]
+            level, frames = self.levels.of[dot.label]
             found.setdefault(level.key, _Group()).add(level, frames, dot)
         return found
 
@@ -177,25 +88,25 @@ class _Gathering:
 
     def _glyph(self, key: str, group: _Group) -> Glyph:
         turn, first = group.dots[0]
-        frames = common([tuple([level.key for level in around]) for around in group.frames])
         parameters = {state.name: state.meaning for one, dot in group.dots if one == turn for state in dot.parameters}
         glyph = Glyph(
             key=key,
-            name=self._key(first.label),
+            name=self.levels.key(first.label),
             kind=first.kind,
             layers=tuple([dot.layer or dot.label for _, dot in group.dots]),
-            frame=frames[-1] if frames else None,
+            frame=group.around[-1] if group.around else None,
             meanings=first.meanings,
             parameters=tuple(parameters.values()),
             times=len(group.turns),
             roles=_together([dot.roles for _, dot in group.dots]) | _altered([dot.roles for _, dot in group.dots]),
-            note="; ".join(_each(dot.note for _, dot in group.dots)),
+            note=_short([dot.note for _, dot in group.dots]),
             source=first.source,
         )
         if group.scope is not None:
             return self._collapsed(glyph, group.scope)
-        if "operation" in first.roles and first.scopes and str(first.scopes[-1]) in self.drawn.single:
-            return evolve(glyph, module=self._scope_name(first.scopes[-1]), roles=glyph.roles | {"module"})
+        here = "operation" in first.roles and "patch" not in first.roles and bool(first.scopes)
+        if here and str(first.scopes[-1]) in self.drawn.single:
+            return evolve(glyph, module=self.levels.scope_name(first.scopes[-1]), roles=glyph.roles | {"module"})
         return glyph
 
     def _collapsed(self, glyph: Glyph, scope: Scope) -> Glyph:
@@ -204,7 +115,7 @@ class _Gathering:
         note = glyph.note if "edited" in kept else ""
         return evolve(
             glyph,
-            name=self._scope_name(scope),
+            name=self.levels.scope_name(scope),
             kind=scope.kind,
             meanings=self._given(scope),
             roles=kept | {"collapsed"},
@@ -212,38 +123,35 @@ class _Gathering:
             source="",
         )
 
-    def _scope_name(self, scope: Scope) -> str:
-        return scope.address if self.look.rolled or scope.address not in self._called_again else str(scope)
-
-    @cached_property
-    def _called_again(self) -> frozenset[str]:
-        """The modules that have several calls."""
-        return frozenset([scope.address for dot in self.drawn.dots for scope in dot.scopes if scope.call > 1])
-
     def _given(self, scope: Scope) -> tuple[TensorMeaning, ...]:
         """What is known of the tensors that a module call gave."""
-        refs = [ref for one, tree in self.graph.module_outputs if one == scope for ref in leaves(tree)]
+        refs = leaves(self._outputs.get(str(scope), ()))
         known = [meanings_of(self.graph[ref.node]).get(ref) for ref in refs if type(ref) is Ref]
         return tuple([meaning for meaning in known if meaning is not None])
 
+    @cached_property
+    def _outputs(self) -> dict[str, Any]:
+        return {str(scope): tree for scope, tree in self.graph.module_outputs}
+
     def _made_frames(self) -> tuple[Frame, ...]:
-        found: dict[str, tuple[_Level, str | None, dict[str, None]]] = {}  # what, in which frame, its turns
-        for _, frames in self.levels.values():
+        found: dict[str, tuple[Level, str | None, dict[str, None]]] = {}  # what, in which frame, its turns
+        for _, frames in self.levels.of.values():
             outer = None
             for level in frames:
                 found.setdefault(level.key, (level, outer, {}))[2][level.turn] = None
                 outer = level.key
-        return tuple([self._frame(level, outer, tuple(turns)) for level, outer, turns in found.values()])
+        used = {key for group in self.groups.values() for key in group.around}
+        return tuple([self._frame(*one) for key, one in found.items() if key in used])
 
-    def _frame(self, level: _Level, outer: str | None, turns: tuple[str, ...]) -> Frame:
+    def _frame(self, level: Level, outer: str | None, turns: dict[str, None]) -> Frame:
         scope = level.scope
-        name, kind, calls = (self._scope_name(scope), scope.kind, turns) if scope is not None else ("", "", ())
+        name, kind, calls = (self.levels.scope_name(scope), scope.kind, tuple(turns)) if scope else ("", "", ())
         return Frame(level.key, name, kind, outer, len(turns), calls, level.roles)
 
     def _arrows(self) -> list[Arrow]:
         found: dict[tuple[str, str], list[Line]] = {}
         for line in self.drawn.lines:
-            (tail, _), (head, _) = self.levels[line.tail], self.levels[line.head]
+            (tail, _), (head, _) = self.levels.of[line.tail], self.levels.of[line.head]
             if (tail.key, tail.turn) != (head.key, head.turn):
                 found.setdefault((tail.key, head.key), []).append(line)
         return [self._arrow(tail, head, lines) for (tail, head), lines in found.items()]
@@ -258,13 +166,13 @@ class _Gathering:
             leaves=self._turns(tail, [line.tail for line in lines]),
             enters=self._turns(head, [line.head for line in lines]),
             roles=_together([line.roles for line in lines]),
-            note="; ".join(_each(line.note for line in lines)),
+            note=_short([line.note for line in lines]),
         )
 
     def _turns(self, key: str, labels: list[str]) -> tuple[int, ...]:
         """The turns of a glyph that some of its layers belong to; none, where it is all of them."""
         all_turns = self.groups[key].turns
-        turns = {all_turns[self.levels[label][0].turn] for label in labels}
+        turns = {all_turns[self.levels.of[label][0].turn] for label in labels}
         return () if len(turns) == len(all_turns) else tuple(sorted(turns))
 
     def _gradients(self) -> list[Arrow]:
@@ -273,14 +181,14 @@ class _Gathering:
             return []
         nodes = {ref.node for ref in self.look.gradients}
         pairs = dict.fromkeys(
-            (self.levels[line.head][0].key, self.levels[line.tail][0].key)
+            (self.levels.of[line.head][0].key, self.levels.of[line.tail][0].key)
             for line in self.drawn.lines
             if self.drawn.by_label[line.tail].node in nodes and self.drawn.by_label[line.head].node in nodes
         )
         return [Arrow(tail, head, roles=frozenset({"gradient"})) for tail, head in pairs if tail != head]
 
     def _totals(self) -> Totals:
-        dots = [dot for dot in self.drawn.dots if "outside" not in dot.roles]
+        dots = [dot for dot in self.drawn.dots if not dot.roles & {"outside", "removed"}]
         states = {state.name: state.meaning for dot in dots for state in dot.parameters}.values()
         return Totals(
             model=self.graph.model_name,
@@ -291,18 +199,10 @@ class _Gathering:
         )
 
 
-def is_call_of(scope: Scope, module: str) -> bool:
-    """Is this a call of a module, `layer3`, or the very call, `layer3:2`?"""
-    return module in (scope.address, str(scope))
-
-
-def _of_band(band: Band) -> _Level:
-    return _Level(band.key, band.turn, None, frozenset({"repeat"}))
-
-
-def without_pass(label: str) -> str:
-    """`linear_1_1` for its second pass, `linear_1_1:2`."""
-    return re.sub(r":\d+", "", label)
+def _short(notes: list[str]) -> str:
+    """What is said of what is drawn as one: the first two things."""
+    each = _each(notes)
+    return "; ".join(each if len(each) <= 2 else (each[0], "..."))
 
 
 def _each(words: Iterable[str]) -> tuple[str, ...]:

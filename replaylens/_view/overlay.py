@@ -13,7 +13,7 @@ import torch
 from attrs import evolve
 
 from .scene import Glyph, Roles, Scene
-from .sketch import Sketch
+from .sketch import Line, Sketch
 
 
 def with_numbers(scene: Scene, numbers: Mapping[str, float], legend: str = "") -> Scene:
@@ -47,11 +47,14 @@ def with_replay(drawn: Sketch, ran: Iterable[str], patched: Mapping[str, str]) -
         note = "; ".join(filter(None, [dot.note, patched.get(dot.label)]))
         dots.append(evolve(dot, roles=dot.roles | roles, note=note) if roles else dot)
     stained = ran.union(patched)
-    lines = [
-        evolve(line, roles=line.roles | {"rerun"}) if line.tail in stained and line.head in stained else line
-        for line in drawn.lines
-    ]
+    lines = [_stained(line, stained, patched) for line in drawn.lines]
     return Sketch(tuple(dots), tuple(lines))
+
+
+def _stained(line: Line, stained: frozenset[str], patched: Mapping[str, str]) -> Line:
+    if line.edge in patched:
+        return evolve(line, roles=line.roles | {"edited"}, note=patched[line.edge])
+    return evolve(line, roles=line.roles | {"rerun"}) if {line.tail, line.head} <= stained else line
 
 
 def how_different(old: Any, new: Any) -> float:

@@ -19,7 +19,7 @@ from .._core.node import Call, Ref, Scope
 from .._core.trees import remake
 from .sketch import Dot, Sketch
 
-FEWEST = 3  # how often a row that is no module must come: two alike in a row are chance as often as design
+FEWEST = 3  # how often a row that is no module must come, one reading the other: less is chance as often as design
 LONGEST = 24  # how many neighbours in a row, operations or modules, a repeated block may consist of
 
 
@@ -64,16 +64,26 @@ class _Search:
     graph: Graph
     drawn: Sketch
     first: dict[str, str] = field(factory=dict)
+    windows: dict[str, str] = field(factory=dict)  # a layer -> the repeated block that it lies in
     bands: dict[str, list[Band]] = field(factory=dict)
     folded: set[str] = field(factory=set)
 
     def found(self) -> Repeats:
         self._search(self._tree())
+        bands = {dot.label: tuple(self._bands(dot.label)) for dot in self.drawn.dots}
         for label in list(self.first):
             self.first[label] = self._resolved(label)
         self._sources()
-        bands = {label: tuple(around) for label, around in self.bands.items()}
         return Repeats(self.first, bands, frozenset(self.folded))
+
+    def _bands(self, label: str) -> list[Band]:
+        """The bands around a layer: those that were found around it, and those in the block that it is drawn as."""
+        own = self.bands.get(label, [])
+        if label not in self.first:
+            return own
+        keys = {band.key for band in own}
+        inner = [band for band in self._bands(self.first[label]) if band.key not in keys]
+        return own + [Band(band.key, f"{band.turn} in {self.windows[label]}", band.depth) for band in inner]
 
     def _resolved(self, label: str) -> str:
         while label in self.first:
@@ -126,10 +136,24 @@ class _Search:
                 if signs[at : at + period] != here or self._wiring(items[at : at + period]) != wiring:
                     break
                 times += 1
-            alone = period == 1 and isinstance(items[start], _Block)
-            if times >= (2 if alone else FEWEST):
+            is_module = period == 1 and isinstance(items[start], _Block)
+            if times > 1 and (is_module or (times >= FEWEST and self._is_chain(items[start : start + 2 * period]))):
                 return period, times
         return 1, 1
+
+    def _is_chain(self, items: list[_Block | Dot]) -> bool:
+        """Of two rows of items, is each of one piece, and does the second read from the first?"""
+        labels = [dot.label for dot in _dots(items)]
+        first, second = labels[: len(labels) // 2], labels[len(labels) // 2 :]
+        reads = {tail for label in second for tail, _ in self._reads.get(label, ())}
+        return not reads.isdisjoint(first) and self._is_one_piece(first)
+
+    def _is_one_piece(self, labels: list[str]) -> bool:
+        piece: dict[str, set[str]] = {}
+        for label in labels:
+            joined = {label}.union(*(piece[tail] for tail, _ in self._reads.get(label, ()) if tail in piece))
+            piece |= dict.fromkeys(joined, joined)
+        return len(piece[labels[0]]) == len(labels)
 
     def _fold(self, block: _Block, start: int, period: int, times: int) -> None:
         whole = _dots(block.items[start : start + period])
@@ -138,6 +162,7 @@ class _Search:
             for dot, model in zip(_dots(items), whole, strict=True):
                 if turn:
                     self.first[dot.label] = model.label
+                    self.windows[dot.label] = f"{whole[0].label} {turn}"
                 if period > 1:
                     band = Band(f"repeat {whole[0].label}", f"{whole[0].label} {turn}", block.depth)
                     self.bands.setdefault(dot.label, []).append(band)

@@ -6,9 +6,9 @@ how to paint:
 
     of a glyph   input, output, buffer, constant, operation; module (the only operation of a module), parameters (it
                  has some of its own), internal (comes from no input), boolean (a condition that Python read), collapsed
-                 (a module with all that is in it), outside (not in the module that is drawn); edited, before (what an
-                 edit took the place of), rerun (behind an edit, or executed by a replay), added, removed, changed (of
-                 two programs)
+                 (a module with all that is in it), outside (not in the module that is drawn); edited, patch (an edit
+                 put it beside what ran), before (a patch took its place), rerun (behind an edit, or executed by a
+                 replay), added, removed, changed (of two programs)
     of an arrow  internal, if (from here on a condition is computed), gradient (against the data's way), edited, added,
                  removed
     of a frame   repeat (a block that comes several times; one without a name is no module)
@@ -19,11 +19,11 @@ repeated blocks, in order of execution. An arrow says for which turns it holds, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from functools import cached_property
 from math import prod
 
-from attrs import evolve, field, frozen
+from attrs import field, frozen
 
 from .._core.node import TensorMeaning
 
@@ -125,12 +125,26 @@ class Scene:
 
     def repeated(self, frame: str | None) -> int:
         """How often the innermost repeated block comes that this frame is, or lies in."""
+        return next(self.repetitions(frame))
+
+    def repetitions(self, frame: str | None) -> Iterator[int]:
+        """How often the repeated blocks come that this frame is, or lies in, the innermost first, the program last."""
         while frame is not None:
             found = self.frame_by_key[frame]
             if "repeat" in found.roles:
-                return found.times
+                yield found.times
             frame = found.parent
-        return 1
+        yield 1
+
+    def common_frame(self, one: str | None, other: str | None) -> str | None:
+        """The innermost frame in which two lie."""
+        around = set()
+        while one is not None:
+            around.add(one)
+            one = self.frame_by_key[one].parent
+        while other is not None and other not in around:
+            other = self.frame_by_key[other].parent
+        return other
 
     @cached_property
     def inside(self) -> dict[str | None, tuple[Glyph | Frame, ...]]:
@@ -155,11 +169,6 @@ class Scene:
                 start[key] = number
                 key = self.frame_by_key[key].parent
         return {key: sorted(items, key=lambda item: start[item.key]) for key, items in found.items()}
-
-    def with_roles(self, roles: Mapping[str, Roles]) -> Scene:
-        """The same picture with more roles for some glyphs, by key."""
-        glyphs = [evolve(one, roles=one.roles | roles[one.key]) if one.key in roles else one for one in self.glyphs]
-        return evolve(self, glyphs=tuple(glyphs))
 
 
 def bytes_of(meaning: TensorMeaning) -> int:

@@ -21,6 +21,7 @@ from .conditions import branch_starts, conditions
 from .scene import NO_ROLES, Roles
 
 COMMUTATIVE = frozenset("add mul eq ne maximum minimum logicaland logicalor logicalxor bitwiseand bitwiseor".split())
+IN_PLACE = ("was ", "reads ")  # how an edit is worded that made a call another one, and put none beside it
 
 
 @frozen
@@ -48,6 +49,7 @@ class Line:
     place: str = ""
     part: str = ""
     roles: Roles = NO_ROLES
+    edge: str = ""  # the node that stands for it, where it can be patched itself
     note: str = ""
 
 
@@ -65,23 +67,29 @@ class Sketch:
     @cached_property
     def single(self) -> frozenset[str]:
         """The module calls that consist of one operation: it is drawn as a box, and no frame around it."""
-        inside = Counter(str(scope) for dot in self.dots if "operation" in dot.roles for scope in dot.scopes)
-        inner = [str(dot.scopes[-1]) for dot in self.dots if "operation" in dot.roles and dot.scopes]
+        own = [dot for dot in self.dots if "operation" in dot.roles and "patch" not in dot.roles]
+        inside = Counter(str(scope) for dot in own for scope in dot.scopes)
+        inner = [str(dot.scopes[-1]) for dot in own if dot.scopes]
         return frozenset([name for name in inner if inside[name] == 1])
 
 
 def sketch(graph: Graph, atlas: Atlas, with_buffers: bool = True) -> Sketch:
     """The layers of a program and what each reads."""
     made = _Pencil(graph, atlas)
-    places = [place for place in atlas.places if with_buffers or not _is_buffer(graph[place.node], place)]
+    hidden = frozenset() if with_buffers else _for_buffers(graph)
+    places = [place for place in atlas.places if place.output is not None or place.node not in hidden]
     drawn = {place.label for place in places}
     dots = tuple([made.dot(place) for place in places])
     lines = [line for place in places for line in made.lines(place) if line.tail in drawn]
     return Sketch(dots, tuple(dict.fromkeys(lines)))
 
 
-def _is_buffer(node: Node, place: Place) -> bool:
-    return isinstance(node, State) and node.kind == "buffer" and place.output is None
+def _for_buffers(graph: Graph) -> frozenset[str]:
+    """Buffers, and what is computed from them only to be written to them."""
+    buffers = [node.name for node in graph.state_nodes if node.kind == "buffer"]
+    used = graph.marked_ancestors([ref.node for ref in graph.output_refs])
+    derived = graph.descendants(buffers).difference(graph.descendants([node.name for node in graph.input_nodes]))
+    return frozenset(buffers).union([name for name in derived if not used[graph.positions[name]]])
 
 
 @frozen(eq=False)
@@ -123,7 +131,8 @@ class _Pencil:
             return Dot(place.label, place.node, "output", (), _known(meaning), roles=frozenset({"output"}))
         if isinstance(node, Call):
             return self._operation(place, node)
-        kind = "input" if isinstance(node, Input) else "buffer" if _is_buffer(node, place) else "constant"
+        is_buffer = isinstance(node, State) and node.kind == "buffer"
+        kind = "input" if isinstance(node, Input) else "buffer" if is_buffer else "constant"
         scopes = () if kind == "input" else self._scopes_of_readers(node)
         note = node.address if isinstance(node, State) else ""
         return Dot(place.label, place.node, kind, scopes, (node.meaning,), roles=frozenset({kind}), note=note)
@@ -138,6 +147,7 @@ class _Pencil:
             "edited": bool(node.edited),
             "rerun": node.name in self.behind_edits,
             "before": node.name in self.replaced,
+            "patch": bool(node.edited) and not node.edited.startswith(IN_PLACE),
         }
         return Dot(
             label=place.label,
@@ -186,21 +196,20 @@ class _Pencil:
         for ref, word in named:
             yield from self._from(ref, place.label, word if several and not in_order else "")
 
-    def _from(self, ref: Ref, head: str, word: str = "", note: str = "") -> Iterator[Line]:
+    def _from(self, ref: Ref, head: str, word: str = "", edge: str = "") -> Iterator[Line]:
         """The line from a value's layer; what stands for an edge between two layers is passed through."""
         tail = self.graph[ref.node]
         if ref.node in self.drawn:
             roles = {
                 "if": (ref.node, head) in self.branch_starts,
                 "internal": isinstance(tail, Call) and ref.node not in self.from_inputs,
-                "edited": bool(note),
             }
             several = isinstance(tail, Call) and type(value_of(tail)) is not Ref and ref.path
             part = "".join(f"[{step}]" for step in ref.path) if several else ""
-            yield Line(ref.node, head, word, part, frozenset([role for role, is_so in roles.items() if is_so]), note)
+            yield Line(ref.node, head, word, part, frozenset([role for role, is_so in roles.items() if is_so]), edge)
         elif isinstance(tail, Call):
             for before in dict.fromkeys(tail.refs):
-                yield from self._from(before, head, word, tail.edited or note)
+                yield from self._from(before, head, word, ref.node)
 
 
 def common(stacks: list[tuple[Any, ...]]) -> tuple[Any, ...]:
