@@ -18,6 +18,7 @@ from .scene import Scene
 
 Links = tuple[tuple[int, int], ...]
 TIMEOUT_SECONDS = 60
+MOST_FOR_DOT = 2500  # places in the rows of one frame: its time grows with their square, to a minute for 18,000
 SWEEPS = 8
 
 
@@ -50,9 +51,8 @@ class _Level:
 def rows_of(scene: Scene) -> dict[str | None, Rows]:
     """The rows of each frame, and (under None) of what lies in none."""
     drafts = {frame: _in_rows(level) for frame, level in _levels(scene).items()}
-    ordered = _by_dot(list(drafts.values())) if shutil.which("dot") else None
-    found = ordered or [_ordered(draft) for draft in drafts.values()]
-    return dict(zip(drafts, found, strict=True))
+    by_dot = _by_dot(drafts) if shutil.which("dot") else {}
+    return {frame: by_dot[frame] if frame in by_dot else _ordered(draft) for frame, draft in drafts.items()}
 
 
 def _levels(scene: Scene) -> dict[str | None, _Level]:
@@ -200,16 +200,16 @@ def _rearranged(draft: Rows, orders: list[list[int]]) -> Rows:
     )
 
 
-def _by_dot(drafts: list[Rows]) -> list[Rows] | None:
-    """All rows in the order that graphviz gives them, by one process; None where it fails or takes too long."""
-    hard = [number for number, draft in enumerate(drafts) if any(len(row) > 1 for row in draft.rows)]
-    text = "\n".join(_dot(drafts[number]) for number in hard)
+def _by_dot(drafts: dict[str | None, Rows]) -> dict[str | None, Rows]:
+    """Rows in the order that graphviz gives them, by one process; none, where it fails or takes too long."""
+    hard = {frame: draft for frame, draft in drafts.items() if _is_for_dot(draft)}
+    text = "\n".join(map(_dot, hard.values()))
     try:
         done = subprocess.run(
             ["dot", "-Tplain"], input=text, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True
         )
     except (OSError, subprocess.SubprocessError):
-        return None
+        return {}
     placed: list[dict[str, float]] = []
     for row in done.stdout.splitlines():
         words = row.split()
@@ -217,10 +217,12 @@ def _by_dot(drafts: list[Rows]) -> list[Rows] | None:
             placed.append({})
         elif words[:1] == ["node"]:
             placed[-1][words[1]] = float(words[2])
-    found = list(drafts)
-    for number, at in zip(hard, placed, strict=True):
-        found[number] = _rearranged(drafts[number], _orders(drafts[number], at))
-    return found
+    found = zip(hard.items(), placed, strict=True)
+    return {frame: _rearranged(draft, _orders(draft, at)) for (frame, draft), at in found}
+
+
+def _is_for_dot(draft: Rows) -> bool:
+    return any(len(row) > 1 for row in draft.rows) and sum(map(len, draft.rows)) <= MOST_FOR_DOT
 
 
 def _orders(draft: Rows, at: dict[str, float]) -> list[list[int]]:

@@ -39,10 +39,54 @@ function placeAcross(rows) {
     const shift = n % 2 ? narrowest.right - widths[n].right : narrowest.left - widths[n].left;
     for (const row of centres) row.forEach((_, at) => { row[at] += shift; });
   });
-  return rows.map((row, r) => row.map((_, n) => {
+  const found = rows.map((row, r) => row.map((_, n) => {
     const four = tries.map((centres) => centres[r][n]).sort((one, other) => one - other);
     return (four[1] + four[2]) / 2;
   }));
+  const { left, right } = extent(rows, found);
+  const widest = Math.max(...rows.map((row) => row.reduce((sum, box) => sum + box.w + GAP.across, 0)));
+  return right - left > 4 * widest ? relaxed(rows) : found;
+}
+
+const apartFrom = (one, other) => (one.w + other.w) / 2 + (isWay(one.item) && isWay(other.item) ? GAP.way : GAP.across);
+
+// Where straight columns would take too much room, for lines cross too often: each box near the mean of what it is linked
+// to, down and up again. It is narrow, and its lines bend.
+function relaxed(rows) {
+  const distances = rows.map((row) => row.slice(1).map((box, n) => apartFrom(row[n], box)));
+  const centres = rows.map((row, r) => {
+    let x = 0;
+    const found = row.map((_, n) => (x += n ? distances[r][n - 1] : 0));
+    return found.map((one) => one - x / 2);
+  });
+  const move = (r, beside, side) => {
+    const wanted = rows[r].map((box, n) => {
+      const linked = box[side].map((place) => centres[beside][place]);
+      return linked.length ? linked.reduce((sum, one) => sum + one, 0) / linked.length : centres[r][n];
+    });
+    centres[r] = spread(wanted, distances[r]);
+  };
+  for (let sweep = 0; sweep < 6; sweep++) {
+    for (let r = 1; r < rows.length; r++) move(r, r - 1, "up");
+    for (let r = rows.length - 2; r >= 0; r--) move(r, r + 1, "down");
+  }
+  return centres;
+}
+
+// Centres as near to `wanted` as can be, by least squares, in this order and at these distances at least: neighbours that
+// would overlap move together, to the mean of what they want.
+function spread(wanted, distances) {
+  const groups = [], shifts = [];
+  wanted.forEach((want, n) => {
+    shifts.push(n ? shifts[n - 1] + distances[n - 1] : 0);
+    let group = { at: want - shifts[n], count: 1 };
+    while (groups.length && groups[groups.length - 1].at > group.at) {
+      const last = groups.pop(), count = last.count + group.count;
+      group = { at: (last.at * last.count + group.at * group.count) / count, count };
+    }
+    groups.push(group);
+  });
+  return groups.flatMap(({ at, count }) => Array(count).fill(at)).map((at, n) => at + shifts[n]);
 }
 
 function extent(rows, centres) {
@@ -106,7 +150,7 @@ function packed(rows, head, isLeft) {
     const m = n - sign;
     if (!row[m]) return;
     const other = columnOf(r, m);
-    const apart = (box.w + row[m].w) / 2 + (isWay(box.item) && isWay(row[m].item) ? GAP.way : GAP.across);
+    const apart = apartFrom(box, row[m]);
     column.before.set(other, Math.max(apart, column.before.get(other) || 0));
     other.after.set(column, Math.max(apart, other.after.get(column) || 0));
   }));

@@ -316,8 +316,6 @@ function begin() {
   showLegend();
   drawAll();
   fit(0.75);
-  VIEW.y = Math.min(VIEW.y, 20);
-  moveView();
   showTree();
   showCard();
   let wanted = "";

@@ -72,6 +72,11 @@ function pointsOf(arrow, { boxes, frames }) {
   const up = stackOf(arrow.from), down = stackOf(arrow.to);
   let shared = 0;
   while (up[shared] === down[shared]) shared++;
+  if (to.y < from.y + from.h) { // back, around what stands in between
+    const between = [...boxes.values()].filter((box) => !box.isOpen && box.y < from.y + from.h && box.y + box.h > to.y);
+    const side = Math.max(...between.map((box) => box.x + box.w)) + 14;
+    return [[from.x + from.w / 2, from.y + from.h], [side, from.y + from.h], [side, to.y], [to.x + to.w / 2, to.y]];
+  }
   const points = [[from.x + from.w / 2, from.y + from.h]];
   const pass = (frame, way, first, last) => {
     const inside = frames.get(frame);
@@ -81,8 +86,16 @@ function pointsOf(arrow, { boxes, frames }) {
       if (place) points.push([inside.x + place.x + place.w / 2, inside.y + place.y], [inside.x + place.x + place.w / 2, inside.y + place.bottom]);
     }
   };
+  const toRowEnd = (key) => { // straight to the end of its row: what stands beside it may be taller
+    const { bottom } = boxes.get(key), [x, y] = points[points.length - 1];
+    if (bottom > y) points.push([x, bottom]);
+  };
   const around = (stack, n) => (n ? stack[n - 1] : "root");
-  for (let n = up.length - 1; n > shared; n--) pass(around(up, n), "~" + up[n], boxes.get(up[n]).row + 1, frames.get(around(up, n)).last);
+  for (let n = up.length - 1; n > shared; n--) {
+    toRowEnd(up[n]);
+    pass(around(up, n), "~" + up[n], boxes.get(up[n]).row + 1, frames.get(around(up, n)).last);
+  }
+  toRowEnd(up[shared]);
   const [one, other] = [boxes.get(up[shared]), boxes.get(down[shared])];
   if (one.row < other.row) pass(around(up, shared), "~" + up[shared], one.row + 1, other.row - 1);
   for (let n = shared + 1; n < down.length; n++) pass(around(down, n), "^" + arrow.tail, 0, boxes.get(down[n]).row - 1);
@@ -92,6 +105,10 @@ function pointsOf(arrow, { boxes, frames }) {
 
 function pathOf(points) {
   let path = `M${points[0].map(Math.round)}`;
+  if (points.at(-1)[1] < points[0][1]) {
+    const [[a, b], [side], , [c, d]] = points.map((point) => point.map(Math.round));
+    return `${path}C${a},${b + 26} ${side},${b + 26} ${side},${b - 8}L${side},${d + 8}C${side},${d - 26} ${c},${d - 26} ${c},${d}`;
+  }
   for (let n = 1; n < points.length; n++) {
     const [[a, b], [c, d]] = [points[n - 1], points[n]];
     const bend = d > b ? (d - b) / 2 : 40;
@@ -200,11 +217,14 @@ function zoom(factor, x = svg.clientWidth / 2, y = svg.clientHeight / 2) {
   moveView();
 }
 
+// Everything, or where it begins, if all of it were smaller than `least`.
 function fit(least = 0.02) {
-  const { w, h } = DRAWN.world, [width, height] = [svg.clientWidth, svg.clientHeight];
+  const { w, h, boxes } = DRAWN.world, [width, height] = [svg.clientWidth, svg.clientHeight];
   VIEW.scale = Math.max(least, Math.min(1.2, width / w, height / h));
-  VIEW.x = (width - w * VIEW.scale) / 2;
-  VIEW.y = Math.max(0, (height - h * VIEW.scale) / 2);
+  const first = [...boxes].find(([key]) => itemOf(key).isGlyph);
+  const middle = w * VIEW.scale > width && first ? first[1].x + first[1].w / 2 : w / 2;
+  VIEW.x = width / 2 - middle * VIEW.scale;
+  VIEW.y = Math.max(0, Math.min(20, (height - h * VIEW.scale) / 2));
   moveView();
 }
 
