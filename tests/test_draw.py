@@ -150,6 +150,12 @@ def test_a_value_that_is_given_by_name_is_labelled_with_the_name():
     assert [arrow.places for arrow in made.arrows] == [("arg 0",), ("other",), ()]
 
 
+def test_buffers_that_are_not_drawn_have_no_places():
+    made = seen(captured(nn.BatchNorm1d(5).eval()), buffers=False)
+    assert [glyph.name for glyph in made.glyphs] == ["input_1_0", "batchnorm_1_3", "output_1_4"]
+    assert not any(arrow.places for arrow in made.arrows)
+
+
 def test_a_condition_is_marked_with_its_value_and_where_it_leaves_the_way_to_the_output():
     made = seen(captured(figures.NetworkOrganizationDemo()))
     assert [(glyph.name, glyph.note) for glyph in made.glyphs if "boolean" in glyph.roles] == [("gt_1_2", "True")]
@@ -368,6 +374,21 @@ def test_a_run_that_left_the_recorded_path_is_drawn_as_a_difference():
     assert str(raised.value) == (
         "in this run the model took another path: `run.draw()` draws it, as a difference to the recorded one."
     )
+
+
+def test_a_live_run_is_drawn_with_its_patches():
+    model = nn.Sequential(nn.Linear(5, 5), nn.ReLU())
+    run = rl.run(model, torch.rand(5, 5), patch={"linear_1": lambda value: value * 2})
+    assert '"linear_1_1_before"' in run.draw().source
+
+
+def test_a_run_with_fresh_draws_can_be_drawn_where_it_kept_its_values():
+    prog = captured(figures.DemoNetwork())
+    made = prog._scene(Look(), run=prog.replay(rng="fresh", keep="all"))
+    values = {glyph.name: glyph.value for glyph in made.glyphs}
+    assert values["relu_2_4"] is None and values["randn_1_5"] > 0 and values["output_1_11"] > 0
+    with pytest.raises(rl.ReplaylensError, match="fresh draws cannot be repeated"):
+        prog.replay(rng="fresh").draw()
 
 
 def test_a_run_of_another_program_cannot_be_laid_over():

@@ -75,10 +75,10 @@ class Sketch:
 
 def sketch(graph: Graph, atlas: Atlas, with_buffers: bool = True) -> Sketch:
     """The layers of a program and what each reads."""
-    made = _Pencil(graph, atlas)
     hidden = frozenset() if with_buffers else _for_buffers(graph)
     places = [place for place in atlas.places if place.output is not None or place.node not in hidden]
     drawn = {place.label for place in places}
+    made = _Pencil(graph, atlas, hidden)
     dots = tuple([made.dot(place) for place in places])
     lines = [line for place in places for line in made.lines(place) if line.tail in drawn]
     return Sketch(dots, tuple(dict.fromkeys(lines)))
@@ -96,6 +96,7 @@ def _for_buffers(graph: Graph) -> frozenset[str]:
 class _Pencil:
     graph: Graph
     atlas: Atlas
+    hidden: frozenset[str]
 
     @cached_property
     def conditions(self) -> dict[str, str]:
@@ -191,7 +192,7 @@ class _Pencil:
         if not isinstance(node, Call):
             return
         named = _arguments(node)
-        several = len({ref for ref, _ in named if ref.node in self.drawn}) > 1
+        several = len({ref for ref, _ in named if ref.node in self.drawn and ref.node not in self.hidden}) > 1
         in_order = node.kind in COMMUTATIVE and not dict(node.kwargs).get("alpha")
         for ref, word in named:
             yield from self._from(ref, place.label, word if several and not in_order else "")
