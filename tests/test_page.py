@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from zoo import MODELS, silence
 
 import replaylens as rl
 from replaylens._view.cards import cards
@@ -261,6 +262,18 @@ def test_a_run_is_laid_over_the_page(prog, tmp_path):
     assert "edited" in next(glyph["roles"] for glyph in data["glyphs"] if glyph["name"] == "relu_1_3")
 
 
+def test_a_run_has_a_page_of_its_own(prog, tmp_path):
+    run = prog.replay(patch={"relu_1": rl.Zero()})
+    assert run.page(tmp_path / "one.html").read_text() == prog.page(tmp_path / "other.html", run=run).read_text()
+
+
+def test_a_run_on_another_path_is_a_page_of_that_path_and_its_differences(tmp_path):
+    prog = rl.capture(lambda x: x.sin() if x.sum() > 0 else x.cos(), torch.ones(2))
+    _, data = read(prog.replay(-torch.ones(2)).page(tmp_path / "page.html"))
+    roles = {glyph["kind"]: glyph["roles"] for glyph in data["glyphs"]}
+    assert "added" in roles["cos"] and "removed" in roles["sin"]
+
+
 def test_a_sweep_is_laid_over_the_page(prog, tmp_path):
     sweep = rl.sweep(prog, ["relu_1", "left"], "b [c] h w", rl.Zero(), metric=lambda out: out[0, 0, 0, 0])
     _, data = read(prog.page(tmp_path / "page.html", sweep=sweep))
@@ -319,3 +332,23 @@ def test_one_module_alone_has_the_cards_of_what_is_drawn(prog, tmp_path):
     _, data = read(prog.page(tmp_path / "page.html", module="left"))
     assert data["module"] == "left"
     assert set(data["cards"]) == {"conv2d_1_1", "conv2d_2_2", "relu_1_3", "conv2d_3_4", "add_1_9"}
+
+
+# -- every model ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_has_a_page_and_a_replay_changes_nothing(name, tmp_path):
+    case = MODELS[name]()
+    try:
+        with silence():
+            prog = rl.capture(case.model, *case.args, **case.kwargs)
+    except (rl.ReplaylensError, RuntimeError):  # what cannot be captured has no page
+        return
+    for options in ({}, {"rolled": True}, {"fold": True}):
+        _, data = read(prog.page(tmp_path / "page.html", **options))
+        assert [label for glyph in data["glyphs"] for label in glyph["layers"]] == prog.layer_labels or options
+        assert set(data["cards"]) == set(prog.layer_labels)
+    if not (case.loose or case.refusal):
+        assert prog.replay().diff().changed == ()

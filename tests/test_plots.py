@@ -72,6 +72,23 @@ def test_of_whole_numbers_the_change_is_the_share_that_differs():
     assert (row.change, row.largest, row.share) == (0.25, 3.0, 0.25)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x.to_sparse(),
+        lambda x: torch.quantize_per_tensor(x, 0.01, 0, torch.qint8),
+        lambda x: x + 1j,
+        lambda x: x.bool(),
+    ],
+    ids=["sparse", "quantised", "complex", "bools"],
+)
+def test_every_kind_of_tensor_is_compared(make):
+    prog = rl.capture(make, torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
+    assert prog.replay().diff().changed == ()
+    row = prog.replay(torch.tensor([[0.0, 1.0], [0.0, 0.0]])).diff()[1]
+    assert (row.largest, row.note) == (pytest.approx(1.0), "") and row.change > 0
+
+
 def test_a_diff_is_the_same_whatever_the_run_kept(prog):
     patch = {"relu_1": rl.Zero("b [c] h w", c=0)}
     assert prog.replay(patch=patch).diff().rows == prog.replay(patch=patch, keep="all").diff().rows

@@ -8,37 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from attrs import field, frozen
 
 from .._lens.layers import Atlas, Layer
 from .._replay.replay import Record
 from .._replay.run import Run
 from ..errors import NoSuchLayer, NotSaved, ReplaylensError
+from .change import LayerChange, compare
 from .compose import _executed, _patched, _with_all_values
 from .plots import bars, optional
-from .values import numbers_of, tensors_in
-
-
-@frozen
-class LayerChange:
-    """How much one layer's value differs from the recorded one.
-
-    `change` is the size of the difference as a share of the recorded value's size (roots of sums of squares); of whole
-    numbers and bools it is the share that differs. `largest` is the greatest difference of two numbers, `share` the
-    share of numbers that differ. They are None where there is nothing to compare: `note` says why.
-    """
-
-    label: str
-    change: float | None
-    largest: float | None = None
-    share: float | None = None
-    note: str = ""
-
-    @property
-    def is_changed(self) -> bool:
-        """Does it differ at all, or was it not to be compared?"""
-        return self.change is None or bool(self.share)
+from .values import tensors_in
 
 
 @frozen(repr=False)
@@ -120,37 +99,6 @@ def _compared(layer: Layer, values: Run) -> LayerChange:
     except NotSaved:
         return LayerChange(layer.label, None, note="the recorded value was not kept")
     return compare(layer.label, tensors_in(old), tensors_in(value))
-
-
-def compare(label: str, old: list[torch.Tensor], new: list[torch.Tensor]) -> LayerChange:
-    """Two values of one layer. NaN where there was NaN, and infinity where there was the same, is no difference."""
-    shapes = [tuple(tensor.shape) for tensor in old], [tuple(tensor.shape) for tensor in new]
-    if shapes[0] != shapes[1]:
-        return LayerChange(label, None, note=f"was {_words(shapes[0])}, is {_words(shapes[1])}")
-    pairs = [(_doubles(one), _doubles(other)) for one, other in zip(old, new, strict=True)]
-    if any(one is None or other is None for one, other in pairs):
-        return LayerChange(label, None, note="of a kind of tensor that is not compared")
-    before = torch.cat([one.reshape(-1) for one, _ in pairs]) if pairs else torch.empty(0)  # type: ignore[union-attr]
-    after = torch.cat([other.reshape(-1) for _, other in pairs]) if pairs else torch.empty(0)  # type: ignore[union-attr]
-    differs = (before != after) & ~(before.isnan() & after.isnan())
-    if not bool(differs.any()):
-        return LayerChange(label, 0.0, 0.0, 0.0)
-    distance, share = (after - before)[differs].abs(), float(differs.double().mean())
-    if not any(one.is_floating_point() or one.is_complex() for one in old):
-        return LayerChange(label, share, float(distance.max()), share)
-    length, size = float(distance.norm()), float(before[before.isfinite()].norm())
-    return LayerChange(label, length / size if size else float("inf"), float(distance.max()), share)
-
-
-def _doubles(tensor: torch.Tensor) -> torch.Tensor | None:
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.detach().resolve_conj())
-    numbers = numbers_of(tensor)
-    return None if numbers is None else numbers.double()
-
-
-def _words(shapes: list[tuple[int, ...]]) -> str:
-    return ", ".join(map(str, shapes)) or "no tensor"
 
 
 def _line(row: LayerChange, width: int, top: float) -> str:

@@ -72,9 +72,16 @@ function showTree(focused = null) {
   tree.parentNode.scrollTop = scrolled;
   const current = tree.querySelector(`[data-key="${held || STATE.chosen}"]`) || tree.querySelector('[role="treeitem"]');
   if (current) current.tabIndex = 0;
-  if (held && current) current.focus();
+  if (held && current) current.focus({ preventScroll: true });
   const chosen = tree.querySelector('[aria-selected="true"] > .row');
-  if (chosen) chosen.scrollIntoView({ block: "nearest" });
+  if (chosen) scrollTo(tree.parentNode, chosen);
+}
+
+// Scroll one panel, and not the page around it, until something in it is seen.
+function scrollTo(panel, one) {
+  const outer = panel.getBoundingClientRect(), inner = one.getBoundingClientRect();
+  if (inner.top < outer.top) panel.scrollTop -= outer.top - inner.top;
+  else if (inner.bottom > outer.bottom) panel.scrollTop += inner.bottom - outer.bottom;
 }
 
 // A module's address as it is called in the module around it: `attn` in `h.0`.
@@ -84,7 +91,7 @@ function within(address, item) {
 }
 
 function colourOfRole(item) {
-  const role = ["edited", "boolean", "input", "output", "buffer", "rerun", "parameters"].find((one) => item.roles.includes(one));
+  const role = ["edited", "added", "removed", "changed", "boolean", "input", "output", "buffer", "rerun", "parameters"].find((one) => item.roles.includes(one));
   return role ? `var(--${role})` : "var(--glyph)";
 }
 
@@ -171,7 +178,7 @@ search.addEventListener("keydown", (event) => {
     event.preventDefault();
     if (!shownResults.length) return;
     current = (current + (event.key === "ArrowDown" ? 1 : -1) + shownResults.length) % shownResults.length;
-    [...results.querySelectorAll(".choice")].forEach((one, n) => { one.setAttribute("aria-selected", n === current); if (n === current) one.scrollIntoView({ block: "nearest" }); });
+    [...results.querySelectorAll(".choice")].forEach((one, n) => { one.setAttribute("aria-selected", n === current); if (n === current) scrollTo(results, one); });
     setResults(true);
   } else if (event.key === "Enter") { event.preventDefault(); pick(current); }
   else if (event.key === "Escape") { search.value = ""; STATE.found = null; setResults(false); mark(); }
@@ -293,8 +300,8 @@ function showLegend() {
     legend.append(el("div", {}, over.legend), el("div", { class: "scale " + (isSigned ? "signed" : "plain") }), el("div", { class: "ends" }, el("small", {}, number(isSigned ? -size : 0)), el("small", {}, number(size))));
   }
   const roles = new Set([...ITEMS.values()].flatMap((item) => item.roles || []));
-  const keys = ["input", "output", "parameters", "buffer", "boolean", "edited", "rerun", "added", "removed"].filter((role) => roles.has(role));
-  const words = { parameters: "has parameters", boolean: "condition", rerun: "ran again", buffer: "buffer" };
+  const keys = ["input", "output", "parameters", "buffer", "boolean", "edited", "rerun", "added", "removed", "changed"].filter((role) => roles.has(role));
+  const words = { parameters: "has parameters", boolean: "condition", rerun: "ran again", added: "only here", removed: "only in the other", changed: "another operation or shape" };
   legend.append(el("div", { class: "keys" }, ...keys.map((role) => {
     const swatch = el("span", { class: "swatch" });
     swatch.style.background = `var(--${role})`;
