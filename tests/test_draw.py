@@ -18,6 +18,7 @@ from torch import nn
 from zoo import MODELS
 
 import replaylens as rl
+from replaylens._view.cycles import backward
 from replaylens._view.gather import Look, scene
 from replaylens._view.overlay import how_different
 from replaylens._view.theme import PAPER
@@ -229,6 +230,22 @@ def test_a_module_that_did_not_run_is_an_error_that_offers_the_nearest():
     assert str(raised.value) == (
         "no module 'blocks.7' ran an operation. The nearest names are 'blocks.1', 'blocks.0', 'blocks.1.up'."
     )
+
+
+def test_only_what_closes_a_circle_goes_back():
+    made = seen(captured(Shared()), rolled=True)
+    assert ("input_1_0", "linear_1_1") not in made.backward and len(made.backward) == 1
+    assert {head for _, head in made.backward} == {"linear_1_1"}
+    assert seen(stack(2), depth=1).backward == frozenset()  # a buffer comes after the box that reads it first
+    assert backward("abc", [("a", "b"), ("b", "c"), ("c", "a"), ("c", "b")]) == {("c", "a"), ("c", "b")}
+
+
+def test_a_box_says_what_was_edited_in_it_and_nothing_else():
+    made = seen(stack(2).lesion("blocks.0", "b [d]", d=[1]), depth=1)
+    assert {glyph.name: glyph.note for glyph in made.glyphs if "collapsed" in glyph.roles} == {
+        "blocks.0": "Zero('b [d]', d=[1])",
+        "blocks.1": "",
+    }
 
 
 # -- repeated blocks ----------------------------------------------------------------------------------------------------

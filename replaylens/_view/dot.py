@@ -86,7 +86,8 @@ class Writer:
         if words:
             found["label"] = _Html(f"<{'<BR/>'.join(f' {word} ' for word in words)}>")
         ends = [quoted(arrow.tail), quoted(arrow.head)]
-        if scene.order[arrow.head] < scene.order[arrow.tail]:  # dot ranks by what is written: execution goes one way
+        against = "gradient" in arrow.roles and (arrow.head, arrow.tail) not in scene.backward
+        if against or (arrow.tail, arrow.head) in scene.backward:  # dot ranks by what is written
             found["dir"] = "back"
             ends.reverse()
         return f"  {' -> '.join(ends)}" + (f" {_listed(found)}" if found else "")

@@ -103,16 +103,16 @@ class _Gathering:
             source=first.source,
         )
         if group.scope is not None:
-            return self._collapsed(glyph, group.scope)
+            done = [dot.note for _, dot in group.dots if "edited" in dot.roles]
+            return self._collapsed(glyph, group.scope, _short(done))
         here = "operation" in first.roles and "patch" not in first.roles and bool(first.scopes)
         if here and str(first.scopes[-1]) in self.drawn.single:
             return evolve(glyph, module=self.levels.scope_name(first.scopes[-1]), roles=glyph.roles | {"module"})
         return glyph
 
-    def _collapsed(self, glyph: Glyph, scope: Scope) -> Glyph:
+    def _collapsed(self, glyph: Glyph, scope: Scope, note: str) -> Glyph:
         """A module in the place of all that is in it."""
         kept = glyph.roles & {"parameters", "internal", "edited", "rerun", "added", "removed", "changed"}
-        note = glyph.note if "edited" in kept else ""
         return evolve(
             glyph,
             name=self.levels.scope_name(scope),

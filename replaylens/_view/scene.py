@@ -26,6 +26,7 @@ from math import prod
 from attrs import field, frozen
 
 from .._core.node import TensorMeaning
+from .cycles import backward
 
 Roles = frozenset[str]
 NO_ROLES: Roles = frozenset()
@@ -110,9 +111,10 @@ class Scene:
         return {glyph.key: glyph for glyph in self.glyphs}
 
     @cached_property
-    def order(self) -> dict[str, int]:
-        """The number of each glyph in order of execution."""
-        return {glyph.key: number for number, glyph in enumerate(self.glyphs)}
+    def backward(self) -> frozenset[tuple[str, str]]:
+        """The arrows that go back in the order of execution, as pairs of keys."""
+        pairs = [(one.tail, one.head) for one in self.arrows if "gradient" not in one.roles]
+        return backward([glyph.key for glyph in self.glyphs], pairs)
 
     @cached_property
     def by_layer(self) -> dict[str, Glyph]:
