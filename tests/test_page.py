@@ -309,8 +309,18 @@ def test_a_sweep_without_one_number_for_each_variant_is_refused(prog, tmp_path):
     )
 
 
-def test_a_sweep_of_variants_without_layers_is_refused(prog, tmp_path):
-    sweep = rl.sweep(prog, variants={"mine": {"relu_1": rl.Zero()}}, metric=torch.sum)
+def test_what_is_no_sweep_is_refused(prog, tmp_path):
+    with pytest.raises(rl.CannotDraw) as caught:
+        prog.page(tmp_path / "page.html", sweep={"relu_1": 1.0})
+    assert str(caught.value) == (
+        "sweep= takes what replaylens.sweep gives, and a dict has no axes. Numbers by the names of layers are laid over "
+        "a page by values=."
+    )
+
+
+@pytest.mark.parametrize("key", ["mine", 3])
+def test_a_sweep_of_variants_without_layers_is_refused(prog, tmp_path, key):
+    sweep = rl.sweep(prog, variants={key: {"relu_1": rl.Zero()}}, metric=torch.sum)
     with pytest.raises(rl.CannotDraw) as caught:
         prog.page(tmp_path / "page.html", sweep=sweep)
     assert str(caught.value) == "no variant of this sweep is named by a layer, so there is nowhere to lay it."

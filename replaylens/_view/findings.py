@@ -50,6 +50,11 @@ def findings(atlas: Atlas, run: Run | None, sweep: Any, values: Any) -> Findings
 
 def _of_sweep(atlas: Atlas, sweep: Any) -> Findings:
     """The change of the metric that was farthest from zero at each layer, and all of them for its card."""
+    if missing := [word for word in ("axes", "keys", "values", "baseline") if not hasattr(type(sweep), word)]:
+        raise CannotDraw(
+            f"sweep= takes what replaylens.sweep gives, and a {type(sweep).__name__} has no {missing[0]}. Numbers by the "
+            "names of layers are laid over a page by values=."
+        )
     baseline = torch.as_tensor(sweep.baseline)
     numbers = torch.as_tensor(sweep.values)
     if baseline.numel() != 1 or numbers.numel() != len(sweep.keys):
@@ -72,5 +77,5 @@ def _of_sweep(atlas: Atlas, sweep: Any) -> Findings:
 
 def _labels(atlas: Atlas, site: Any) -> Iterable[str]:
     """The layer that a variant is named by; none, where its key is a word of the user's own."""
-    known = isinstance(site, int) or site in atlas.by_label or site in atlas.aliases
+    known = isinstance(site, str) and (site in atlas.by_label or site in atlas.aliases)
     return [atlas.find(site).label] if known else []
