@@ -52,8 +52,8 @@ def _of_sweep(atlas: Atlas, sweep: Any) -> Findings:
     """The change of the metric that was farthest from zero at each layer, and all of them for its card."""
     if missing := [word for word in ("axes", "keys", "values", "baseline") if not hasattr(type(sweep), word)]:
         raise CannotDraw(
-            f"sweep= takes what replaylens.sweep gives, and a {type(sweep).__name__} has no {missing[0]}. Numbers by the "
-            "names of layers are laid over a page by values=."
+            f"sweep= takes what replaylens.sweep gives, and a {type(sweep).__name__} has no {missing[0]}. Numbers by "
+            "the names of layers are laid over a page by values=."
         )
     baseline = torch.as_tensor(sweep.baseline)
     numbers = torch.as_tensor(sweep.values)

@@ -107,6 +107,7 @@ def _frame(frame: Frame, keys: Mapping[str, str]) -> Data:
         "kind": frame.kind,
         "frame": keys[frame.parent] if frame.parent is not None else "root",
         "times": frame.times,
+        "calls": frame.calls,
         "roles": sorted(frame.roles),
     }
 

@@ -31,7 +31,7 @@ function links(labels) {
 function moduleLink(call) {
   const bare = call.replace(/:\d+$/, "");
   const key = FRAMES_BY_NAME.get(call) || FRAMES_BY_NAME.get(bare) || GLYPHS_BY_MODULE.get(call) || GLYPHS_BY_MODULE.get(bare);
-  const name = FRAMES_BY_NAME.has(call) || GLYPHS_BY_MODULE.has(call) ? call : call.replace(/:1$/, "");
+  const name = call.replace(/:1$/, "");
   return key ? link(name, key) : el("span", {}, name);
 }
 
@@ -97,7 +97,7 @@ function findings(label) {
 function layerCard(item, label) {
   const found = DATA.cards[label] || {};
   const out = [el("h2", {}, label), el("p", {}, [found.kind, item.kind !== found.kind && item.kind, item.times > 1 ? `drawn for ${item.layers.length} layers` : ""].filter(Boolean).join(", "))];
-  if (item.layers.length > 1) out.push(...section("Passes", el("div", { class: "links" }, ...item.layers.map((one) => link(one, item.key, one)))));
+  if (item.layers.length > 1) out.push(...section("Drawn as one", el("div", { class: "links" }, ...item.layers.map((one) => link(one, item.key, one)))));
   if (typeof item.value !== "undefined") out.push(table([[DATA.overlay.legend.replace(/:.*/, ""), number(item.value)]]));
   if (found.note) out.push(el("p", {}, found.note));
   out.push(...(found.gives ? section("Gives", ...found.gives.map((text) => el("p", { class: "mono" }, text))) : []));
@@ -118,10 +118,10 @@ function layerCard(item, label) {
 function moduleCard(item) {
   const count = item.layers.length, isOpen = STATE.open.has(item.key);
   const toggleIt = el("button", { type: "button", id: "card-toggle", on: { click: () => toggle(item.key) } }, isOpen ? "Fold" : "Unfold");
-  const inside = item.inside.map((one) => link(one.isGlyph ? one.name : "@" + one.name, one.key));
+  const inside = item.inside.map((one) => link(nameOf(one), one.key));
   const most = 80;
   return [
-    el("h2", {}, "@" + item.name), el("p", {}, `${item.kind}${item.times > 1 ? `, ${item.times} calls` : ""}, ${count} layer${count === 1 ? "" : "s"}`), toggleIt,
+    el("h2", {}, nameOf(item)), el("p", {}, `${item.kind}${item.times > 1 ? `, ${item.times} calls` : ""}, ${count} layer${count === 1 ? "" : "s"}`), toggleIt,
     ...(item.value !== undefined && DATA.overlay ? [table([[DATA.overlay.legend.replace(/:.*/, "") + " (the greatest inside)", number(item.value)]])] : []),
     ...section("Inside", el("div", { class: "links" }, ...inside.slice(0, most), inside.length > most ? `and ${inside.length - most} more` : "")),
   ];

@@ -16,7 +16,7 @@ function choose(key, { label = null, focus = false } = {}) {
   showCard();
   showTree();
   if (focus) focusOn(key);
-  try { history.replaceState(null, "", key ? "#" + encodeURIComponent(STATE.label || "@" + item.name) : "#"); } catch { /* a page in a frame may not */ }
+  try { history.replaceState(null, "", key ? "#" + encodeURIComponent(STATE.label || nameOf(item)) : "#"); } catch { /* a page in a frame may not */ }
 }
 
 function focusOn(key) {
@@ -60,7 +60,7 @@ function showTree(focused = null) {
     const dot = el("span", { class: "dot" });
     if (item.isGlyph) dot.style.background = colourOf(item.value) || colourOfRole(item);
     made.append(el("div", { class: "row" }, el("span", { class: "twist", "aria-hidden": "true" }, item.isGlyph ? "" : isOpen ? "\u25be" : "\u25b8"), item.isGlyph ? dot : "",
-      el("span", {}, item.isGlyph ? item.name : "@" + within(item.name, item)), el("small", {}, item.isGlyph ? item.module && "@" + within(item.module, item) : item.kind)));
+      el("span", {}, within(nameOf(item), item)), el("small", {}, item.isGlyph ? item.module && within("@" + item.module, item) : item.kind)));
     if (!item.isGlyph) {
       made.setAttribute("aria-expanded", isOpen);
       if (isOpen) made.append(el("ul", { role: "group", class: "inside" }, ...rowsOf(item.inside, level + 1)));
@@ -84,10 +84,10 @@ function scrollTo(panel, one) {
   else if (inner.bottom > outer.bottom) panel.scrollTop += inner.bottom - outer.bottom;
 }
 
-// A module's address as it is called in the module around it: `attn` in `h.0`.
-function within(address, item) {
-  const around = item.frame === "root" ? "" : itemOf(item.frame).name.replace(/:\d+$/, "") + ".";
-  return around && address.startsWith(around) ? address.slice(around.length) : address;
+// A module's address as it is called in the module around it: `@attn` in `@h.0`.
+function within(name, item) {
+  const around = item.frame === "root" ? "" : "@" + itemOf(item.frame).name.replace(/:\d+$/, "") + ".";
+  return around && name.startsWith(around) ? "@" + name.slice(around.length) : name;
 }
 
 function colourOfRole(item) {
@@ -123,7 +123,7 @@ tree.addEventListener("keydown", (event) => {
 // -- searching --------------------------------------------------------------------------------------------------------
 
 const ENTRIES = [...ITEMS.values()].map((item) => {
-  const names = item.isGlyph ? [item.name, ...(item.times > 1 ? item.layers : [])] : [item.name, "@" + item.name];
+  const names = item.isGlyph ? [item.name, ...(item.times > 1 ? item.layers : [])] : [item.name, nameOf(item)];
   const around = stackOf(item.key).slice(0, -1).map((key) => itemOf(key).name);
   const more = [item.kind, item.module || "", item.note || "", around.at(-1) || ""];
   return { item, name: names[0].toLowerCase(), kind: item.kind.toLowerCase(), text: [...names, ...more].join(" ").toLowerCase() };
@@ -149,7 +149,7 @@ function showResults() {
   STATE.found = found.length ? new Set(found.map((item) => item.key)) : null;
   mark();
   results.replaceChildren(...shownResults.map((item, n) => el("li", { role: "option", id: "result-" + n, class: "choice", "aria-selected": n === current, "data-key": item.key },
-    el("span", {}, item.isGlyph ? item.name : "@" + item.name), el("small", {}, [item.kind, item.module && "@" + item.module, item.shape].filter(Boolean).join("  ")))));
+    el("span", {}, nameOf(item)), el("small", {}, [item.kind, item.module && "@" + item.module, item.shape].filter(Boolean).join("  ")))));
   if (found.length > most) results.append(el("li", {}, el("small", {}, `and ${found.length - most} more`)));
   if (!found.length && search.value.trim()) results.append(el("li", {}, el("small", {}, "Nothing has this name.")));
   setResults(Boolean(search.value.trim()));
@@ -327,8 +327,8 @@ function begin() {
   showCard();
   let wanted = "";
   try { wanted = decodeURIComponent(location.hash.slice(1)); } catch { /* no name */ }
-  const key = KEY_OF_LABEL.get(wanted) || (wanted[0] === "@" && FRAMES_BY_NAME.get(wanted.slice(1)));
-  if (key) choose(key, { label: wanted[0] === "@" ? null : wanted });
+  const key = KEY_OF_LABEL.get(wanted) || FRAMES_BY_NAME.get(wanted.replace(/^@/, ""));
+  if (key) choose(key, { label: KEY_OF_LABEL.has(wanted) ? wanted : null });
   document.documentElement.dataset.ready = "yes";
 }
 begin();

@@ -27,7 +27,7 @@ function wordsOf(item) {
   const times = item.times > 1 ? ` (x${item.times})` : "";
   if (!item.isGlyph) {
     const count = item.layers.length;
-    return [cut("@" + item.name, 44) + times, cut(item.kind, 40), `${count} layer${count === 1 ? "" : "s"}`];
+    return [cut(nameOf(item), 44) + times, cut(item.kind, 40), `${count} layer${count === 1 ? "" : "s"}`];
   }
   const module = item.module ? "@" + item.module : "";
   return [cut(item.name, 44) + times, cut(item.shape, 40), cut(module, 44), cut(item.note, 44)].filter(Boolean);
@@ -46,7 +46,7 @@ const WORLD = {
   size: sizeOf,
   titleWidth: (key) => widthOf(titleOf(itemOf(key)), "600 12px " + FONT) + 24,
 };
-const titleOf = (frame) => `@${cut(frame.name, 44)}${frame.times > 1 ? ` (x${frame.times})` : ""}  ${cut(frame.kind, 40)}`;
+const titleOf = (frame) => `${cut(nameOf(frame), 44)}${frame.times > 1 ? ` (x${frame.times})` : ""}  ${cut(frame.kind, 40)}`;
 
 // Where everything that is seen lies in the picture: boxes by key, and for each frame where its content begins.
 function placed() {

@@ -21,8 +21,12 @@ for (const item of ITEMS.values()) {
 }
 for (const item of [ROOT, ...ITEMS.values()]) item.inside.sort((a, b) => a.first - b.first);
 
+// What a thing is called: a module by its address, `@layer1.0`; what was drawn around layers that repeat is no module.
+const nameOf = (item) => (item.isGlyph || item.roles.includes("repeat") ? item.name || item.kind : "@" + item.name);
+
 const FRAMES_BY_NAME = new Map();
-for (const item of ITEMS.values()) if (!item.isGlyph && !FRAMES_BY_NAME.has(item.name)) FRAMES_BY_NAME.set(item.name, item.key);
+for (const item of ITEMS.values())
+  for (const name of item.isGlyph ? [] : [item.name, ...item.calls]) if (!FRAMES_BY_NAME.has(name)) FRAMES_BY_NAME.set(name, item.key);
 
 const GLYPHS_BY_MODULE = new Map([...ITEMS.values()].filter((item) => item.module).map((item) => [item.module, item.key]));
 
