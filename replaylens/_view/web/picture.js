@@ -201,7 +201,8 @@ function mark() {
     if (!near) continue;
     arrow.line.parentNode.append(arrow.line);
     const text = arrow.words.join("; ");
-    if (text) DRAWN.near.append(draw("text", { class: "word", x: arrow.points.at(-1)[0] + 5, y: arrow.points.at(-1)[1] - 6 }, cut(text, 40)));
+    const [[a, b], [c, d]] = arrow.points.slice(-2); // in the middle of the last stretch: at the head all of them meet
+    if (text) DRAWN.near.append(draw("text", { class: "word", x: (a + c) / 2 + 4, y: (b + d) / 2 + 4 }, cut(text, 40)));
   }
 }
 
