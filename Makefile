@@ -20,7 +20,7 @@ ZOO := $(VENV)/.zoo
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test zoo lint bench clean dot
+.PHONY: help demo test zoo lint bench clean dot browser
 
 help:
 	@echo "make demo    a first look: runs examples/demo.py"
@@ -36,7 +36,7 @@ demo: $(PACKAGE) dot
 test: $(DEV) dot
 	$(TEST_ENV) $(PYTEST)
 
-zoo: $(ZOO)
+zoo: $(ZOO) dot browser
 	$(TEST_ENV) $(PYTEST) -m zoo
 
 lint: $(DEV)
@@ -86,3 +86,16 @@ dot:
 	fi; \
 	echo "SKIPPED: rendering pictures, for graphviz's dot is missing. Everything else works."; \
 	echo "         Install the system package 'graphviz' and run this again."
+
+# The tests of the page look at it in headless Chromium. Without it all other tests run.
+browser:
+	@command -v chromium >/dev/null 2>&1 && command -v chromedriver >/dev/null 2>&1 && exit 0; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then \
+	    echo "chromium or its driver is missing: installing them with apt-get"; \
+	    said=$$( { apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+	        apt-get install -y -qq --no-install-recommends chromium chromium-driver; } 2>&1 </dev/null ); \
+	    command -v chromedriver >/dev/null 2>&1 && exit 0; \
+	    echo "$$said"; \
+	fi; \
+	echo "SKIPPED: the page in a browser, for chromium or chromedriver is missing. Everything else works."; \
+	echo "         Install the system packages 'chromium' and 'chromium-driver' and run this again."

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, reduce
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -60,8 +61,12 @@ from ._replay.request import At, Request, new_inputs, new_state
 from ._replay.run import Origin, Run
 from ._replay.swap import insert, swap
 from ._view.compose import Over, compose
+from ._view.diff import Diff, diff
 from ._view.draw import Wishes, draw
+from ._view.findings import findings
 from ._view.gather import Look
+from ._view.page import save_page
+from ._view.plots import plot_value
 from ._view.scene import Scene
 from .errors import CaptureError, DivergedReplay, NoGradient, NoSuchLayer, NotSaved, NoValues, ReplaylensError
 
@@ -338,6 +343,33 @@ class Program(Described, Reference):
         look = Look(rolled=rolled, fold=fold, depth=depth, module=module, buffers=buffers)
         made = self._scene(look, values=values, run=run, against=against, gradients=gradients)
         return draw(made, Wishes(path, format, direction, theme, labels, style))
+
+    def page(
+        self,
+        path: Any,
+        *,
+        run: Run | None = None,
+        sweep: Any = None,
+        values: Any = None,
+        against: Program | None = None,
+        rolled: bool = False,
+        fold: bool = False,
+        module: str | None = None,
+    ) -> Path:
+        """The program as one page to explore, `prog.page("model.html")`: it needs no server and no network.
+
+        Modules fold and unfold; a search finds layers by label, module and operation; a click shows a layer's card:
+        shapes, source line, statistics, pictures of its value, what it reads and what reads it. `run`, `sweep` and
+        `values` (as in `draw`) are laid over it, `against` shows the difference to another program. Gives the path.
+        """
+        found = findings(self._atlas, run, sweep, values)
+        look = Look(rolled=rolled, fold=fold, module=module)
+        made = found.named(self._scene(look, values=found.numbers, run=run, against=against))
+        return save_page(path, made, self.graph, self.layers, found.details)
+
+    def _diff(self, run: Run) -> Diff:
+        """How much each layer of a run of this program differs from what was recorded."""
+        return diff(self._record, self._atlas, self.layers, run)
 
     def _scene(self, look: Look, *, against: Program | None = None, **over: Any) -> Scene:
         """The program's picture as data, and what lies over it."""
@@ -652,7 +684,7 @@ class Program(Described, Reference):
         return Atlas(self.graph)
 
     def _layer(self, place: Place) -> Layer:
-        return Layer(self._lens, place, self._read, self._gradient)
+        return Layer(self._lens, place, self._read, self._gradient, plot_value)
 
     @cached_property
     def _lens(self) -> Lens:

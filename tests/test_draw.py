@@ -18,9 +18,9 @@ from torch import nn
 from zoo import MODELS
 
 import replaylens as rl
+from replaylens._view.change import compare
 from replaylens._view.cycles import backward
 from replaylens._view.gather import Look, scene
-from replaylens._view.overlay import how_different
 from replaylens._view.theme import PAPER
 from replaylens._view.vis import visualize
 
@@ -418,6 +418,9 @@ def test_a_run_of_another_program_cannot_be_laid_over():
 
 
 def test_how_different_two_values_are():
+    def how_different(old, new):
+        return compare("relu_1", *(list(value) if isinstance(value, tuple) else [value] for value in (old, new))).change
+
     one, two = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 0.0])
     assert how_different(one, one) == 0.0
     assert how_different(one, two) == pytest.approx(0.8)
@@ -425,6 +428,8 @@ def test_how_different_two_values_are():
     assert how_different(torch.zeros(2), torch.zeros(2)) == 0.0
     assert how_different(torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 3, 5])) == 0.25
     assert how_different((one, one), (one, two)) == pytest.approx(4 / 50**0.5)
+    masked = torch.tensor([1.0, float("-inf")])
+    assert how_different(masked, masked.clone()) == 0.0
 
 
 def test_two_programs_are_drawn_as_what_one_has_and_the_other_has_not():

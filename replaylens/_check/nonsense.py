@@ -90,6 +90,13 @@ def _integers(value: torch.Tensor, wide: bool) -> Iterator[torch.Tensor]:
         yield from (torch.full_like(value, end) for end in (0, min(high + 1, bounds.max)))
 
 
+def _one_flipped(value: torch.Tensor) -> torch.Tensor:
+    """Its own values, but for the first."""
+    flat = value.reshape(-1).clone()
+    flat[0] = ~flat[0]
+    return flat.view(value.shape)
+
+
 def _rolled(value: torch.Tensor) -> torch.Tensor:
     """Its own values, each one place further: as many of each as there were."""
     return value.reshape(-1).roll(1).view(value.shape)

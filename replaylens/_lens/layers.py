@@ -27,6 +27,7 @@ class Layer(LayerInPapersWords, Reference):
     _place: Place
     _read: Callable[..., Any] = field(repr=False)
     _grad: Callable[[str], Any] = field(repr=False)
+    _plot: Callable[..., Any] = field(repr=False)
 
     @property
     def _atlas(self) -> Atlas:
@@ -42,6 +43,13 @@ class Layer(LayerInPapersWords, Reference):
     def grad(self) -> Any:
         """Its gradient in the backward pass that the program had: `prog.backward(of=...)` gives such a program."""
         return self._grad(self.label)
+
+    def plot(self, kind: str | None = None, ax: Any = None, **options: Any) -> Any:
+        """Its value by matplotlib: feature maps or attention patterns where it has them, else a histogram.
+
+        `kind` says which: "maps", "attention", "histogram". Options go to matplotlib. Gives the Axes.
+        """
+        return self._plot(self.label, self.value, kind, ax, options)
 
     def _value_for(self, name: str) -> Any:
         return self._read(self._place.output or self._place.part, self._place.node, again=True)

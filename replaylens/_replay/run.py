@@ -68,6 +68,20 @@ class Run(Reference):
             return self.program.draw(path, against=self.origin.program, **options)
         return self.origin.program.draw(path, run=self, **options)
 
+    def page(self, path: Any, **options: Any) -> Any:
+        """The program's page with this run laid over it, as `run.draw()` lays it over a picture."""
+        assert self.origin is not None
+        if self.program is not None:
+            return self.program.page(path, against=self.origin.program, **options)
+        return self.origin.program.page(path, run=self, **options)
+
+    def diff(self) -> Any:
+        """How much each layer differs from the recorded run, as a table: `print(run.diff())`, `run.diff()["relu_3"]`,
+        `.to_pandas()`, `.plot()`.
+        """
+        assert self.origin is not None
+        return self.origin.program._diff(self)
+
     def __getitem__(self, name: Any) -> Any:
         return self._lookup(name)
 

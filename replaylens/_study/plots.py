@@ -1,4 +1,4 @@
-"""Pictures of findings, by matplotlib, which is asked for where it is missing.
+"""Pictures of findings, by matplotlib.
 
 In: a grid of numbers with names along its axes. Out: matplotlib Axes. What the numbers mean is not known here.
 """
@@ -11,16 +11,14 @@ from typing import Any
 import torch
 
 from .._core.optional import optional as optional
+from .._view.plots import new_axes
 
 
 def heatmap(
     grid: torch.Tensor, rows: Sequence[str], columns: Sequence[str], words: tuple[str, str, str], ax: Any, options: Any
 ) -> Any:
     """Numbers as colours, symmetric around zero where they are differences. `words`: of the rows, columns, numbers."""
-    if ax is None:
-        ax = optional("matplotlib.pyplot", "plot").subplots(
-            figsize=(min(16, 3 + 0.32 * len(columns)), min(14, 1.6 + 0.28 * len(rows))), layout="constrained"
-        )[1]
+    ax = ax or new_axes(min(16, 3 + 0.32 * len(columns)), min(14, 1.6 + 0.28 * len(rows)))
     limit = float(torch.nan_to_num(grid.abs(), nan=0.0).max()) or 1.0
     shown = ax.imshow(grid.numpy(), **{"cmap": "RdBu_r", "vmin": -limit, "vmax": limit, "aspect": "auto", **options})
     for axis, names in ((ax.yaxis, rows), (ax.xaxis, columns)):

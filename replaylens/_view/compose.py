@@ -13,16 +13,18 @@ from attrs import evolve, frozen
 from .._core.graph import Graph
 from .._core.node import Ref, State
 from .._edit.content import shown
-from .._lens.layers import Atlas, Place
+from .._lens.layers import Atlas, Layer, Place
 from .._replay.gradients import histories
 from .._replay.replay import Record, replay
 from .._replay.run import Run
-from ..errors import CannotDraw, NoGradient
+from ..errors import CannotDraw, NoGradient, NoSuchLayer, NotSaved
+from .change import LayerChange, compare
 from .difference import difference
 from .gather import Look, scene
-from .overlay import how_different, with_numbers, with_replay
+from .overlay import with_numbers, with_replay
 from .scene import Scene
 from .sketch import sketch
+from .values import tensors_in
 
 Layers = Callable[[Place], Any]  # the Layer of a place
 
@@ -45,15 +47,15 @@ def compose(record: Record, atlas: Atlas, layers: Layers, look: Look, over: Over
         drawn = difference(sketch(over.against[0].graph, over.against[1], look.buffers), drawn)
     if over.run is not None:
         _require_of(over.run, record)
-        patched = _patched(graph, atlas, over.run)
-        drawn = with_replay(drawn, _executed(atlas, over.run), patched)
+        patched = patched_in(graph, atlas, over.run)
+        drawn = with_replay(drawn, executed_in(atlas, over.run), patched)
     if over.gradients:
         look = evolve(look, gradients=_flowing(record))
     made = scene(graph, atlas, look, drawn)
     if over.against is not None:
         made = evolve(made, legend="green: only here; red: only in the other; orange: another operation or shape")
     if over.run is not None:
-        changes = _changes(record, atlas, layers, over.run, {*_executed(atlas, over.run), *patched})
+        changes = _changes(record, atlas, layers, over.run, {*executed_in(atlas, over.run), *patched})
         made = with_numbers(made, changes, "change against the recorded run")
     if over.values is not None:
         made = with_numbers(made, _numbers(over.values, atlas, layers))
@@ -92,7 +94,7 @@ def _require_of(run: Run, record: Record) -> None:
         )
 
 
-def _executed(atlas: Atlas, run: Run) -> list[str]:
+def executed_in(atlas: Atlas, run: Run) -> list[str]:
     """The layers that a replay ran."""
     ran = frozenset(run.executed)
     return [place.label for place in atlas.places if place.node in ran]
@@ -100,12 +102,25 @@ def _executed(atlas: Atlas, run: Run) -> list[str]:
 
 def _changes(record: Record, atlas: Atlas, layers: Layers, run: Run, labels: set[str]) -> dict[str, float]:
     """How much layers changed in a replay."""
-    full = _with_all_values(record, run)
-    places = [place for place in atlas.places if place.label in labels]
-    return {place.label: how_different(layers(place).value, full[place.label]) for place in places}
+    full = with_all_values(record, run)
+    found = [compared(layers(place), full) for place in atlas.places if place.label in labels]
+    return {change.label: change.change for change in found if change.change is not None}
 
 
-def _with_all_values(record: Record, run: Run) -> Run:
+def compared(layer: Layer, run: Run) -> LayerChange:
+    """How much a layer's value in a run differs from the recorded one."""
+    try:
+        value = run[layer.label]
+    except NoSuchLayer:
+        return LayerChange(layer.label, None, note="did not run on the path that the model took")
+    try:
+        old = layer.value
+    except NotSaved:
+        return LayerChange(layer.label, None, note="the recorded value was not kept")
+    return compare(layer.label, tensors_in(old), tensors_in(value))
+
+
+def with_all_values(record: Record, run: Run) -> Run:
     """The same replay with every value kept. Fresh draws cannot be repeated: such a run has what it kept."""
     assert run.origin is not None
     request = run.origin.request
@@ -115,7 +130,7 @@ def _with_all_values(record: Record, run: Run) -> Run:
     return replay(record, evolve(request, keep=keep, on_divergence="ignore"), run.origin.resolve)
 
 
-def _patched(graph: Graph, atlas: Atlas, run: Run) -> dict[str, str]:
+def patched_in(graph: Graph, atlas: Atlas, run: Run) -> dict[str, str]:
     """The layers that a replay was given other values for, and in which words."""
     assert run.origin is not None
     request, found = run.origin.request, {}

@@ -6,10 +6,8 @@ In: a Scene or a Sketch, and facts by the labels of layers. Out: one that has th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
-import torch
 from attrs import evolve
 
 from .scene import Glyph, Roles, Scene
@@ -55,39 +53,3 @@ def _stained(line: Line, stained: frozenset[str], patched: Mapping[str, str]) ->
     if line.edge in patched:
         return evolve(line, roles=line.roles | {"edited"}, note=patched[line.edge])
     return evolve(line, roles=line.roles | {"rerun"}) if {line.tail, line.head} <= stained else line
-
-
-def how_different(old: Any, new: Any) -> float:
-    """The size of the difference of two values over the size of the old one; of integers and bools, the share of
-    entries that differ. Infinite where nothing was there before.
-    """
-    before, after = list(_tensors(old)), list(_tensors(new))
-    if [one.shape for one in before] != [one.shape for one in after]:
-        return math.inf
-    if all(not (one.is_floating_point() or one.is_complex()) for one in before):
-        count = sum(one.numel() for one in before)
-        changed = sum(int((one != other).sum()) for one, other in zip(before, after, strict=True))
-        return changed / count if count else 0.0
-    gap = _size([_wide(other) - _wide(one) for one, other in zip(before, after, strict=True)])
-    size = _size([_wide(one) for one in before])
-    return 0.0 if gap == 0 else gap / size if size else math.inf
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value.detach()
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    dense = tensor.dequantize() if tensor.is_quantized else tensor.to_dense() if tensor.is_sparse else tensor
-    return dense.to(torch.complex128 if dense.is_complex() else torch.float64)
-
-
-def _size(tensors: list[torch.Tensor]) -> float:
-    return math.sqrt(sum(float(tensor.abs().square().sum()) for tensor in tensors))
