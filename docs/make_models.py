@@ -29,7 +29,8 @@ HEAD = """# Models that were checked
 give what the model gives, does each operation on its own, does each argument matter, is no ATen call missing, does a
 hook on each module see what was recorded? What that proves is said in [checking.md](checking.md).
 
-{verdict} This page is written by `python docs/make_models.py`, with {versions};
+{verdict} This page is written by `python docs/make_models.py`,
+with {versions};
 the same models are checked by `make zoo`.
 """
 

@@ -29,14 +29,14 @@ class ValueFacts(Facts):
     @property
     def shape(self) -> tuple[int, ...] | None:
         """The shape of its value; None where it gives several tensors."""
-        meanings = self._lens.meanings(self._place)
-        return meanings[0].shape if len(meanings) == 1 else None
+        meaning = self._lens.meaning(self._place)
+        return meaning.shape if meaning is not None else None
 
     @property
     def dtype(self) -> torch.dtype | None:
         """The dtype of its value; None where it gives several tensors."""
-        meanings = self._lens.meanings(self._place)
-        return meanings[0].dtype if len(meanings) == 1 else None
+        meaning = self._lens.meaning(self._place)
+        return meaning.dtype if meaning is not None else None
 
     @property
     def nbytes(self) -> int:

@@ -84,6 +84,11 @@ class Lens:
         known = meanings_of(self.graph[place.node])
         return tuple([known[ref] for ref in self.refs(place)])
 
+    def meaning(self, place: Place) -> TensorMeaning | None:
+        """Shape and dtype of its value, where that is a tensor; None where it is a container of tensors, also of one."""
+        tree = place.output or place.part or value_of(self.graph[place.node])
+        return meanings_of(self.graph[place.node])[tree] if type(tree) is Ref else None
+
     def nbytes(self, place: Place) -> int:
         """How many bytes its values take."""
         return sum([meaning.nbytes for meaning in self.meanings(place)])
