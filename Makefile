@@ -47,6 +47,8 @@ lint: $(DEV)
 bench: $(ZOO)
 	$(BIN)/python bench/run.py
 	$(BIN)/python bench/sweeps.py
+	$(BIN)/python bench/check.py
+	$(BIN)/python bench/summary.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .hypothesis

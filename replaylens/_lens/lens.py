@@ -85,7 +85,7 @@ class Lens:
         return tuple([known[ref] for ref in self.refs(place)])
 
     def meaning(self, place: Place) -> TensorMeaning | None:
-        """Shape and dtype of its value, where that is a tensor; None where it is a container of tensors, also of one."""
+        """Shape and dtype of its value, where that is a tensor; None for a container of tensors, even of one."""
         tree = place.output or place.part or value_of(self.graph[place.node])
         return meanings_of(self.graph[place.node])[tree] if type(tree) is Ref else None
 
