@@ -13,6 +13,7 @@ from .._core.node import Call
 from .._lens.layers import Atlas
 from .._many.progress import bar
 from .._replay.replay import Record
+from .proven import Proven
 from .report import CheckReport, Law
 from .saved import saved_values, stale_values
 from .structure import graph_law, metadata_law
@@ -35,9 +36,10 @@ def check(
     stale = stale_values(record)
     chosen = _chosen(graph, sample)
     left_out = f"a sample of {len(chosen):,} of {len(graph.calls):,} nodes" if len(chosen) < len(graph.calls) else ""
-    whole = whole_replay(record, returned, stale)
+    proven = Proven(record)
+    whole = whole_replay(record, returned, stale, proven)
     with bar(len(chosen), progress, "node") as tick:
-        walked = laws_of(walk(record, stale, chosen, tick), left_out, len(graph.calls))
+        walked = laws_of(walk(proven, stale, chosen, tick), left_out, len(graph.calls))
     others = (lawful, saved_values(record, stale), metadata_law(atlas, as_captured))
     return CheckReport(graph.model_name, (whole, *walked, *others))
 

@@ -24,6 +24,7 @@ from .kernels import varies
 from .literals import otherwise
 from .nonsense import others_than
 from .perturbing import UNREAD, Trial, unseen
+from .proven import Proven
 from .report import Finding, Law
 from .sameness import difference, same
 
@@ -36,6 +37,7 @@ class Walk:
     """What was found so far. One object for each walk."""
 
     record: Record
+    proven: set[int]  # calls that are known to give their saved values on saved values
     stale: frozenset[Ref]
     values: Values
     apart: Mapping[str, frozenset[Ref]]  # views that an edit has parted from their memory, by the call that writes
@@ -50,9 +52,10 @@ class Walk:
         return self.record.graph
 
 
-def walk(record: Record, stale: frozenset[Ref], chosen: frozenset[int], tick: Callable[[int], None]) -> Walk:
-    """Ask each chosen call, in order."""
-    made = Walk(record, stale, Values(record), parted(record.graph, ()))
+def walk(proven: Proven, stale: frozenset[Ref], chosen: frozenset[int], tick: Callable[[int], None]) -> Walk:
+    """Ask each chosen call, in order. What a whole replay proved of it is not run again."""
+    record = proven.record
+    made = Walk(record, proven.positions, stale, Values(record), parted(record.graph, ()))
     with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
         warnings.simplefilter("ignore")  # nonsense makes calls complain
         for position, node in enumerate(record.graph.nodes):
@@ -75,7 +78,8 @@ def _visit(walk: Walk, position: int, node: Call, is_asked: bool) -> None:
         before = torch.default_generator.get_state()
         alone = ready(as_replayed(node, walk.apart), walk.record.draws)
         given = {ref: walk.values[ref] for ref in dict.fromkeys(node.refs)}
-        value = _run(walk, alone, given)
+        own = position in walk.proven
+        value = {ref: walk.record.values[ref] for ref in alone.gives} if own else _run(walk, alone, given)
         if isinstance(value, Exception):
             fact = f"raises {type(value).__name__} on the saved values of its parents"
             walk.alone.append(found_at(walk.graph, ALONE, node, fact))

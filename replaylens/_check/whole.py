@@ -19,20 +19,21 @@ from .._replay.request import Request
 from .._replay.run import Run
 from ..errors import DivergedReplay
 from .findings import found_named
+from .proven import Proven
 from .report import Finding, Law
 from .sameness import difference, kind_of, same
 
 NAME = "whole replay"
 
 
-def whole_replay(record: Record, returned: Any, stale: frozenset[Ref]) -> Law:
-    """The output and the state changes of a replay without changes."""
+def whole_replay(record: Record, returned: Any, stale: frozenset[Ref], proven: Proven) -> Law:
+    """The output and the state changes of a replay without changes. Which calls it ran rightly goes to `proven`."""
     graph = record.graph
     count, unit = len(graph.output_refs), f"outputs, {len(graph.changes)} state changes"
     if stale:
         return Law(NAME, skipped="a saved value was overwritten")
     try:
-        run = replay(record, Request(whole=True, on_divergence="raise"), lambda name: name)
+        run = replay(record, Request(whole=True, on_divergence="raise"), lambda name: name, proven.told)
     except DivergedReplay as error:
         return Law(NAME, count, (Finding(NAME, "", f"leaves the recorded path: {_first_line(error)}"),), unit=unit)
     except Exception as error:

@@ -130,9 +130,11 @@ def _with_starts(record: Record, request: Request) -> Record:
     return evolve(record, values={**record.values, **found}, plans={})
 
 
-def replay(record: Record, request: Request, resolve: Callable[[Any], At]) -> Run:
+def replay(
+    record: Record, request: Request, resolve: Callable[[Any], At], told: Callable[[Code], Code] | None = None
+) -> Run:
     """Run what the request needs. `resolve` finds what a user's name means, for the Run's own lookups."""
-    ran = execute(record, request)
+    ran = execute(record, request, told)
     graph, request, code, env = record.graph, ran.request, ran.code, ran.env
     kept = ran.wanted | request.keep
 

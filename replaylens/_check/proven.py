@@ -1,0 +1,61 @@
+"""Which calls did a whole replay run on the saved values of what they read, and with their own saved values as outcome?
+
+In: a record, and the code of a replay of it. Out: code that does the same and looks on. What was seen there need not be
+run a second time: a call is given the same bits, and gave the same bits.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from attrs import define, evolve, field
+
+from .._core.node import Call, refs_of
+from .._replay.interpreter import Code
+from .._replay.replay import Record
+from .sameness import same
+
+
+@define
+class Proven:
+    """The positions of the calls that were seen to be right. One object for each check."""
+
+    record: Record
+    positions: set[int] = field(factory=set)
+
+    def told(self, code: Code) -> Code:
+        """The same code, of which each call is looked at."""
+        count = len(self.record.graph)
+
+        def row(read: Any, call: Any, slot: int, *rest: Any) -> Any:
+            return read, partial(self._looked_at, slot, call) if slot < count else call, slot, *rest
+
+        told = [evolve(stretch, rows=tuple([row(*one) for one in stretch.rows])) for stretch in code.stretches]
+        return evolve(code, stretches=tuple(told))
+
+    def _looked_at(self, position: int, call: Any, *args: Any) -> Any:
+        before = torch.default_generator.get_state()
+        made = call(*args)
+        node = self.record.graph.nodes[position]
+        if isinstance(node, Call) and self._is_right(position, node, made):
+            drew = not torch.equal(before, torch.default_generator.get_state())
+            if node.draws is not None or not drew:
+                self.positions.add(position)
+        return made
+
+    def _is_right(self, position: int, node: Call, made: Any) -> bool:
+        graph, saved = self.record.graph, self.record.values
+        if node.through or not all(ref in saved for ref in (*node.refs, *refs_of(node))):
+            return False
+        calls = [parent for parent in graph.parents[position] if isinstance(graph.nodes[parent], Call)]
+        return self.positions.issuperset(calls) and all(
+            same(_part(made, ref.path), saved[ref]) for ref in refs_of(node)
+        )
+
+
+def _part(value: Any, path: tuple[int, ...]) -> Any:
+    for step in path:
+        value = value[step]
+    return value
