@@ -41,7 +41,6 @@ from ._edit.expand import chosen
 from ._edit.patch import Patch, Zero
 from ._edit.select import Selection, Site, Where, find, is_named, sites
 from ._edit.wanted import Wish
-from ._lens.conditionals import Conditional, Conditionals
 from ._lens.history import Described
 from ._lens.layers import Atlas, Layer, Place
 from ._lens.lens import Lens
@@ -190,11 +189,6 @@ class Program(Described, Reference):
     def graph(self) -> Graph:
         """The program's structure: nodes in order, no tensors."""
         return self._told.graph
-
-    @property
-    def conditionals(self) -> tuple[Conditional, ...]:
-        """Each truth value that the model read: the layer, what it said, the line, and the line that it went on to."""
-        return Conditionals(self.graph).records
 
     @property
     def output(self) -> Any:
