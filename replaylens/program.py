@@ -227,14 +227,6 @@ class Program(Described, Reference):
         return list(self._atlas.order)
 
     @property
-    def saved_labels(self) -> list[str]:
-        """The layers that `save=` named; of the others only those values are kept without which nothing can be computed
-        again.
-        """
-        saved = self._record.saved if self._outline is None else frozenset[str]()
-        return [place.label for place in self._atlas.places if saved is None or place.label in saved]
-
-    @property
     def code(self) -> str:
         """The program as readable Python, one line a node, the user's source line above each block."""
         return code(self.graph)
@@ -259,7 +251,7 @@ class Program(Described, Reference):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
-        return pytree.tree_map(_copied, self)
+        return self if self._outline is not None else pytree.tree_map(_copied, self)
 
     def __repr__(self) -> str:
         return f"<Program of {self.model_name}: {len(self.graph.calls)} calls, {len(self._atlas.order)} layers>"

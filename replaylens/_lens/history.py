@@ -134,8 +134,16 @@ class Described:
         return sum([self._lens.nbytes(place) for place in self._lens.atlas.places if self._lens.is_saved(place)])
 
     @property
+    def saved_labels(self) -> list[str]:
+        """The layers that `save=` named; of the others only those values are kept without which nothing can be computed
+        again.
+        """
+        saved = self._lens.record.saved
+        return [label for label in self._lens.atlas.order if saved is None or label in saved]
+
+    @property
     def num_tensors_saved(self) -> int:
-        """How many of the tensors are kept."""
+        """How many of the tensors are kept: those that `save=` named, and inputs, state, outputs."""
         saved = [place for place in self._lens.atlas.places if self._lens.is_saved(place)]
         return sum([len(self._lens.refs(place)) for place in saved])
 

@@ -66,7 +66,7 @@ class Lens:
 
     def _parameter(self, node: State) -> Parameter:
         tensor = self.record.values.get(Ref(node.name))
-        trains = tensor is None or tensor.requires_grad
+        trains = tensor.requires_grad if tensor is not None else node.name not in self.account.untrained
         return Parameter(node.address, node.meaning.shape, node.meaning.dtype, trains, node.aliases)
 
     def refs_of_node(self, name: str) -> tuple[Ref, ...]:
