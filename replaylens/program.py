@@ -496,7 +496,7 @@ class Program(Described, Reference):
         names are well formed. What could not be seen (a mask hides a value) is listed with its reason. Nothing is
         changed. `sample` asks so many nodes, or such a share of them, of a very large program.
         """
-        return check_record(self._record, self.output, self._atlas, self.history == ("captured",), sample, progress)
+        return check_record(self._record, self.output, self._lens, self.history == ("captured",), sample, progress)
 
     def backward(self, of: Any = None, *, from_layer: Any = None, save: Any = "all") -> Program:
         """The same program after a backward pass: its layers have a `grad`, which is what a hook on the tensor would
