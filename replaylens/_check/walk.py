@@ -15,6 +15,7 @@ from attrs import define, evolve, field
 
 from .._core.graph import Graph
 from .._core.node import Call, Ref, State, identifier, refs_of
+from .._core.sameness import difference, same
 from .._replay.interpreter import recorded_world
 from .._replay.parting import parted
 from .._replay.replay import Record
@@ -25,7 +26,6 @@ from .literals import otherwise
 from .nonsense import others_than
 from .perturbing import UNREAD, Trial, unseen
 from .report import Finding, Law
-from .sameness import difference, same
 
 ALONE, NONSENSE, DRAWS = "each node alone", "nonsense parents", "draws"
 _STALE = "a value that it reads or gives was overwritten since"

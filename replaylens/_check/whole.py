@@ -12,6 +12,7 @@ import torch
 
 from .._core.graph import Graph
 from .._core.node import Ref
+from .._core.sameness import difference, kind_of, same
 from .._core.text import expression
 from .._core.trees import Branch, freeze_deep, leaves
 from .._replay.replay import Record, replay
@@ -20,7 +21,6 @@ from .._replay.run import Run
 from ..errors import DivergedReplay
 from .findings import found_named
 from .report import Finding, Law
-from .sameness import difference, kind_of, same
 
 NAME = "whole replay"
 
