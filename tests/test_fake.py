@@ -196,6 +196,7 @@ ODD = {  # where fake tensors are made, copied and differentiated otherwise than
     "forward_mode_dual",
     "vmap_with_a_write",
     "constants_from_everywhere",
+    "write_through_a_parameter_alias",
 }
 
 
