@@ -164,8 +164,10 @@ def test_the_papers_names_are_there_too():
 
 @pytest.mark.zoo
 def test_the_readme_runs_on_its_own_model(tmp_path, monkeypatch):
-    import torchvision
     import torchvision_ops  # noqa: F401
+
+    # isort: split
+    import torchvision
 
     monkeypatch.chdir(tmp_path)
     alexnet = torchvision.models.alexnet()
