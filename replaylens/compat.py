@@ -9,37 +9,38 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from os import PathLike
 from typing import Any
 
 import torch
+from graphviz import Source
 
 from ._capture.snapshot import Dice
 from ._lens.layers import Layer
-from .errors import ReplaylensError
-from .program import Program, capture
+from ._view.vis import require_known, visualize
+from .program import Program, capture, check
 
 
 class ModelHistory(Program):
     """A Program that counts and lists the layers that were asked for, as TorchLens does; by name all are found."""
 
-    _listed: tuple[str, ...] | None = None
-
     @property
     def layer_labels(self) -> list[str]:
-        """The labels of the layers that were asked for."""
-        return super().layer_labels if self._listed is None else list(self._listed)
+        """The labels of the layers that were asked for; of all, where none was."""
+        return self.saved_labels or super().layer_labels
 
     @property
     def layers(self) -> list[Layer]:
         """The layers that were asked for."""
-        return [Program.__getitem__(self, label) for label in self.layer_labels]
+        return [super(ModelHistory, self).__getitem__(label) for label in self.layer_labels]
 
     def __getitem__(self, name: Any) -> Layer:
-        if type(name) is int and self._listed is not None:
-            if not -len(self._listed) <= name < len(self._listed):
-                raise IndexError(f"no layer {name}: {len(self._listed)} layers were saved.")
-            return super().__getitem__(self._listed[name])
-        return super().__getitem__(name)
+        if type(name) is not int:
+            return super().__getitem__(name)
+        labels = self.layer_labels
+        if not -len(labels) <= name < len(labels):
+            raise IndexError(f"no layer {name}: {len(labels)} layers were saved.")
+        return super().__getitem__(labels[name])
 
     def __len__(self) -> int:
         return len(self.layer_labels)
@@ -52,31 +53,31 @@ def log_forward_pass(
     layers_to_save: Any = "all",
     vis_opt: str = "none",
     vis_nesting_depth: int = 1000,
-    vis_outpath: str | None = None,
+    vis_outpath: str | PathLike[str] = "graph.gv",
+    vis_fileformat: str = "pdf",
+    vis_buffer_layers: bool = False,
+    vis_direction: str = "bottomup",
     random_seed: int | None = None,
 ) -> ModelHistory:
     """Run the model once and keep what every layer gave, or the layers that are named.
 
     `input_args` is a tensor, or a list of what the model takes. `layers_to_save` is `"all"`, `"none"`, or a list of
-    labels, module addresses, ordinals and parts of names (`"conv"`). `vis_opt` is `"none"`, `"unrolled"` or `"rolled"`.
-    With `random_seed` the forward draws from that seed; the generators are put back.
+    labels, module addresses, ordinals and parts of names (`"conv"`): what else there is, is not kept. `vis_opt` is
+    `"none"`, `"unrolled"` or `"rolled"`; the picture is written to `graph.gv.pdf`, if nothing else is said. With
+    `random_seed` the forward draws from that seed; the generators are put back.
     """
-    if vis_opt not in ("none", "unrolled", "rolled"):
-        raise ValueError(f"vis_opt must be 'none', 'unrolled' or 'rolled', not {vis_opt!r}.")
-    args = input_args if isinstance(input_args, (list, tuple)) else [input_args]
+    require_known(vis_opt, vis_direction)  # before the model runs
     with _seeded(random_seed):
-        prog = capture(model, *args, **(input_kwargs or {}))
-    made = ModelHistory(_record=prog._record, _output=prog.output, _beginning=prog._beginning)
-    made._listed = None if layers_to_save in ("all", "none", None, []) else _meant(prog, layers_to_save)
-    if vis_opt != "none":
-        depth = vis_nesting_depth if vis_nesting_depth < 1000 else None
-        _method(made, "draw")(vis_outpath, rolled=vis_opt == "rolled", depth=depth)
-    return made
+        prog = capture(model, *_listed(input_args), save=layers_to_save, **(input_kwargs or {}))
+    visualize(prog, vis_opt, vis_nesting_depth, vis_outpath, vis_fileformat, vis_buffer_layers, vis_direction)
+    return ModelHistory(_record=prog._record, _output=prog.output, _beginning=prog._beginning)
 
 
-def get_model_metadata(model: Any, input_args: Any, input_kwargs: dict[str, Any] | None = None) -> ModelHistory:
-    """All that is known of the layers; no activations are meant to be looked at."""
-    return log_forward_pass(model, input_args, input_kwargs, layers_to_save=None)
+def get_model_metadata(
+    model: Any, input_args: Any, input_kwargs: dict[str, Any] | None = None, random_seed: int | None = None
+) -> ModelHistory:
+    """All that is known of the layers; no activations are kept."""
+    return log_forward_pass(model, input_args, input_kwargs, layers_to_save="none", random_seed=random_seed)
 
 
 def show_model_graph(
@@ -85,37 +86,38 @@ def show_model_graph(
     input_kwargs: dict[str, Any] | None = None,
     vis_opt: str = "unrolled",
     vis_nesting_depth: int = 1000,
-    vis_outpath: str | None = None,
+    vis_outpath: str | PathLike[str] = "graph.gv",
+    vis_fileformat: str = "pdf",
+    vis_buffer_layers: bool = False,
+    vis_direction: str = "bottomup",
     random_seed: int | None = None,
-) -> None:
-    """Draw the model's graph."""
-    log_forward_pass(
-        model, input_args, input_kwargs, None, vis_opt, vis_nesting_depth, vis_outpath, random_seed=random_seed
-    )
+) -> Source | None:
+    """Draw the model's graph, and keep nothing. The picture is written to `graph.gv.pdf`, if nothing else is said, and
+    given back: notebooks show it.
+    """
+    require_known(vis_opt, vis_direction)
+    prog = get_model_metadata(model, input_args, input_kwargs, random_seed)
+    return visualize(prog, vis_opt, vis_nesting_depth, vis_outpath, vis_fileformat, vis_buffer_layers, vis_direction)
 
 
 def validate_model_activations(
     model: Any, input_args: Any, input_kwargs: dict[str, Any] | None = None, random_seed: int | None = None
 ) -> bool:
-    """Are the saved activations right? `capture(...).check()` says more: which laws were asked, and what broke."""
-    return bool(_method(log_forward_pass(model, input_args, input_kwargs, random_seed=random_seed), "check")())
+    """Are the saved activations right, and was nothing missed? `replaylens.check(model, ...)` says more: which laws
+    were asked, and what broke.
+    """
+    with _seeded(random_seed):
+        return bool(check(model, *_listed(input_args), **(input_kwargs or {})))
 
 
-def _meant(prog: Program, names: Any) -> tuple[str, ...]:
-    """The labels of the layers that were asked for, in their order."""
-    asked = [names] if isinstance(names, (str, int)) else list(names)
-    found: set[str] = set()
-    for name in asked:
-        parts = [label for label in prog.layer_labels if isinstance(name, str) and name in label]
-        found.update([prog[name].label] if name in prog or not parts else parts)
-    return tuple([label for label in prog.layer_labels if label in found])
+get_model_activations = log_forward_pass  # as the paper calls them
+get_model_structure = get_model_metadata
+validate_saved_activations = validate_model_activations
 
 
-def _method(prog: Program, name: str) -> Any:
-    method = getattr(prog, name, None)
-    if method is None:
-        raise ReplaylensError(f"this version of replaylens has no `Program.{name}`, which this needs.")
-    return method
+def _listed(inputs: Any) -> list[Any]:
+    """The positional inputs: one alone needs no list around it."""
+    return list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]
 
 
 @contextmanager
@@ -128,6 +130,8 @@ def _seeded(seed: int | None) -> Iterator[None]:
     try:
         random.seed(seed)
         torch.manual_seed(seed)
+        if dice.numpy is not None:
+            dice.numpy.seed(seed % 2**32)
         yield
     finally:
         dice.put_back()

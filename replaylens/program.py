@@ -41,7 +41,6 @@ from ._edit.expand import chosen
 from ._edit.patch import Patch, Zero
 from ._edit.select import Selection, Site, Where, find, is_named, sites
 from ._edit.wanted import Wish
-from ._lens.conditionals import Conditional, Conditionals
 from ._lens.history import Described
 from ._lens.layers import Atlas, Layer, Place
 from ._lens.lens import Lens
@@ -192,11 +191,6 @@ class Program(Described, Reference):
         return self._told.graph
 
     @property
-    def conditionals(self) -> tuple[Conditional, ...]:
-        """Each truth value that the model read: the layer, what it said, the line, and the line that it went on to."""
-        return Conditionals(self.graph).records
-
-    @property
     def output(self) -> Any:
         """What the model returned when it was captured."""
         return self._returned if self._outline is None else self._record
@@ -233,14 +227,6 @@ class Program(Described, Reference):
         return list(self._atlas.order)
 
     @property
-    def saved_labels(self) -> list[str]:
-        """The layers that `save=` named; of the others only those values are kept without which nothing can be computed
-        again.
-        """
-        saved = self._record.saved if self._outline is None else frozenset[str]()
-        return [place.label for place in self._atlas.places if saved is None or place.label in saved]
-
-    @property
     def code(self) -> str:
         """The program as readable Python, one line a node, the user's source line above each block."""
         return code(self.graph)
@@ -265,7 +251,7 @@ class Program(Described, Reference):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
-        return pytree.tree_map(_copied, self)
+        return self if self._outline is not None else pytree.tree_map(_copied, self)
 
     def __repr__(self) -> str:
         return f"<Program of {self.model_name}: {len(self.graph.calls)} calls, {len(self._atlas.order)} layers>"
@@ -510,7 +496,7 @@ class Program(Described, Reference):
         names are well formed. What could not be seen (a mask hides a value) is listed with its reason. Nothing is
         changed. `sample` asks so many nodes, or such a share of them, of a very large program.
         """
-        return check_record(self._record, self.output, self._atlas, self.history == ("captured",), sample, progress)
+        return check_record(self._record, self.output, self._lens, self.history == ("captured",), sample, progress)
 
     def backward(self, of: Any = None, *, from_layer: Any = None, save: Any = "all") -> Program:
         """The same program after a backward pass: its layers have a `grad`, which is what a hook on the tensor would

@@ -140,7 +140,7 @@ def test_a_report_is_a_table():
             "    draws             1 draw                     come out the same",
             "    graph             9 nodes                    well formed",
             "    saved values      9 values                   none overwritten, all of the recorded kind",
-            "    metadata          6 layers, 4 module calls   labels, passes, modules agree",
+            "    metadata          6 layers, 4 module calls   labels, passes, modules, distances agree",
         ]
     )
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import replaylens as rl
-from replaylens._lens.conditionals import Conditionals, has_conditional_branching
+from replaylens._lens.conditionals import Conditionals
 from replaylens._lens.traits import is_branching, is_recurrent, max_recurrent_loops, passes
 
 
@@ -99,9 +99,22 @@ def test_a_condition_that_is_also_used_is_no_terminal_one():
     assert found.terminal_bools == () and found.in_branch == frozenset() and found.starts == ()
 
 
+def test_layers_know_their_part_in_a_condition_also_one_on_a_number():
+    def model(x):
+        if (x - 5).sum():
+            return x * 2
+        return x
+
+    prog, _ = of(model)
+    assert [one.label for one in prog if one.is_cond_branch_start] == ["sub_1_1"]
+    assert [one.label for one in prog if one.in_cond_branch] == ["sub_1_1", "sum_1_2"]
+    assert [one.label for one in prog if one.is_terminal_bool_layer] == ["sum_1_2"]
+    assert prog.internally_terminated_bool_layers == ["sum_1_2"]
+
+
 def test_a_truth_value_that_nobody_read_is_no_condition():
     prog, found = of(lambda x: (x.sum() > 0, x + 1)[1])
-    assert prog.conditionals == () and found.terminal_bools == () and not has_conditional_branching(prog.graph)
+    assert prog.conditionals == () and found.terminal_bools == () and not prog.model_has_conditional_branching
     assert "gt_1_2" in prog
 
 
@@ -124,9 +137,9 @@ def test_recurrence_and_branching_are_as_the_paper_says():
         (lambda x: x.cos() + x.sin(), 1, True, False),
         (paper, 1, True, True),
     ):
-        graph = rl.capture(model, x()).graph
-        assert (max_recurrent_loops(graph), is_recurrent(graph)) == (loops, loops > 1)
-        assert is_branching(graph) == branches and has_conditional_branching(graph) == decides
+        prog = rl.capture(model, x())
+        assert (max_recurrent_loops(prog.graph), is_recurrent(prog.graph)) == (loops, loops > 1)
+        assert is_branching(prog.graph) == branches and prog.model_has_conditional_branching == decides
     assert passes(rl.capture(recurrent, x()).graph) == {"linear_1_1": 4, "relu_1_2": 4}
 
 

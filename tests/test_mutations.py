@@ -381,6 +381,40 @@ def output_of_a_module_that_another_gave(prog):
     return as_captured(with_graph(prog, change)), later
 
 
+def with_distance(prog: Any, which: str, name: str, span: Any) -> Any:
+    """The program whose layer of this name says that it is another distance away."""
+    kin = prog._lens.kin
+    spans = list(getattr(kin, which))
+    spans[prog[name].ordinal] = span
+    object.__setattr__(kin, which, tuple(spans))
+    return prog
+
+
+@caught_by("metadata")
+def longest_way_from_the_input_counted_too_short(prog):
+    layer = prog[call(prog, "div").name]
+    least, most = layer.steps_from_input
+    return with_distance(prog, "from_input", layer.label, (least, most - 1)), layer.label
+
+
+@caught_by("metadata")
+def shortest_way_to_the_output_counted_too_long(prog):
+    layer = prog[call(prog, "sub").name]
+    least, most = layer.steps_to_output
+    return with_distance(prog, "to_output", layer.label, (least + 1, most)), layer.label
+
+
+@caught_by("metadata")
+def way_to_an_output_that_there_is_not(prog):
+    name = prog.conditionals[0].layer
+    return with_distance(prog, "to_output", name, (1, 1)), name
+
+
+@caught_by("metadata")
+def output_that_says_it_comes_from_no_input(prog):
+    return with_distance(prog, "from_input", prog[-1].label, None), prog[-1].label
+
+
 # ---- the specification ----
 
 # What follows from a break: a replay, and who reads a wrong value, come out wrong too. Nothing else is claimed.

@@ -14,6 +14,7 @@ from torch import nn
 from zoo import MODELS, silence
 
 import replaylens as rl
+from replaylens._lens.units import human
 
 
 class Small(nn.Module):
@@ -100,6 +101,20 @@ def test_a_value_that_was_not_saved_says_how_to_get_it(model, x):
     with pytest.raises(rl.NotSaved) as error:
         _ = prog["conv2d_2"].value
     assert str(error.value) == "the value of conv2d_2_3 was not saved. `prog.recover('conv2d_2_3')` computes it again."
+
+
+def test_what_is_kept_is_counted_as_it_is_and_what_is_not_is_still_known(model, x):
+    prog, whole = rl.capture(model, x, save="conv2d_2"), rl.capture(model, x)
+    kept = [layer.value for layer in prog if layer.is_saved]
+    assert (prog.num_tensors_saved, prog.tensor_fsize_saved) == (len(kept), sum(value.nbytes for value in kept))
+    assert prog.num_tensors_total == whole.num_tensors_total
+    assert f"{len(kept)} ({human(prog.tensor_fsize_saved)}) kept, 1 layer of it by `save=`.\n" in str(prog)
+    for name in ("gradfunc_name", "creation_kwargs", "tensor_shape", "tensor_fsize", "flops", "steps_from_input"):
+        assert [getattr(layer, name) for layer in prog] == [getattr(layer, name) for layer in whole], name
+    assert prog["relu_1"].gradfunc_name == "ReluBackward0" and "(not kept)" in str(prog["relu_1"])
+    with pytest.raises(rl.NotSaved) as error:
+        _ = prog["relu_1"].creation_args
+    assert str(error.value).endswith("`prog.recover('conv2d_1_1')` computes it again.")
 
 
 def test_a_name_that_means_nothing_is_an_error(model, x):

@@ -29,8 +29,9 @@ def timed(recording: Recording) -> Iterator[None]:
 def account_of(recording: Recording, made: Frozen) -> Account:
     """What a recording says of its forward, by the names of the nodes that it became."""
     modules = _modules(made.addresses)
-    pairs = zip(made.graph.nodes, recording.records, strict=True)
+    pairs = list(zip(made.graph.nodes, recording.records, strict=True))
     calls = [(node.name, record) for node, record in pairs if isinstance(record, CallRecord)]
+    held = [(node.name, record.tensor) for node, record in pairs if isinstance(record, SourceRecord)]
     lost = recording.gradients
     return Account(
         seed=recording.seed,
@@ -42,6 +43,7 @@ def account_of(recording: Recording, made: Frozen) -> Account:
         modules=tuple(modules),
         classes=tuple(modules.values()),
         unread=_unread(recording, made.addresses),
+        untrained=frozenset([name for name, tensor in held if not tensor.requires_grad]),
         called_from=linked(recording.called_from, None),
     )
 

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .._core.graph import Graph
 from .._core.laws import require_lawful
 from .._core.node import Call, Const, Context, Generator, Guard, Input, Node, Ref, Scope, Source, State, TensorMeaning
+from .._core.pure import history_of
 from .._core.target import Target
 from .._core.trees import leaves, remake
 from .._lens.drafts import Draft
@@ -143,6 +144,8 @@ class Recording:
     def let_go(self, handle: Handle) -> None:
         """Forget a value that nobody wants. What is known of it without its content stays."""
         values: list[Any] = self.values
+        if (history := history_of(values[handle])) is not None:
+            self.gradients[handle] = history
         self.gone[handle] = TensorMeaning.of(values[handle])
         values[handle] = Gone(self.versions[handle])
 

@@ -51,7 +51,8 @@ def outlined(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unknown:
             with mode:
                 captured = looked(forward, lambda recording, beginning: beginning.put_back(), Origins(model))
                 made = freeze(captured.recording)
-                return Record(made.graph, {}, Versions(()), {}, account=account_of(captured.recording, made))
+                account = account_of(captured.recording, made).untimed()
+                return Record(made.graph, {}, Versions(()), {}, account=account, saved=frozenset())
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise CaptureError(_refusal(error, _place(error))) from error
         except Exception as error:

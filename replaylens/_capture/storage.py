@@ -95,14 +95,6 @@ class Memory:
             known.version = base.version
         return known.handle
 
-    def object_of(self, key: int) -> torch.Tensor | None:
-        """The tensor object with this id."""
-        known = self.live.get(key)
-        if isinstance(known, Entry):
-            return known.tensor
-        tensor = self.recording.values[known] if known is not None else None
-        return tensor if id(tensor) == key else None
-
     def take_back(self, first: int) -> None:
         """Forget every tensor first seen since a value of this number."""
         for key, known in list(self.live.items()):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from attrs import evolve, frozen
+from attrs import frozen
 
 from .._core.node import Call, Ref, refs_of
 from .._core.pure import as_leaf
@@ -99,8 +99,3 @@ def drawing_otherwise(node: Call, draws: Mapping[str, torch.Tensor], seed: int) 
     assert node.draws is not None
     state = torch.Generator().manual_seed(seed).get_state()
     return ready(node, {**draws, node.draws: state})
-
-
-def with_literals(node: Call, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Call:
-    """The call with other arguments that are no tensors."""
-    return evolve(node, args=args, kwargs=kwargs)

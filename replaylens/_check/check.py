@@ -1,7 +1,7 @@
 """check: every law that a program can be held to without its model.
 
-In: the record of a program, what the model returned, its names. Out: a CheckReport. Nothing of the program is changed,
-nor any generator; the laws are asked one after the other, the walk over the calls last.
+In: the record of a program, what the model returned, what is known of its layers. Out: a CheckReport. Nothing of the
+program is changed, nor any generator; the laws are asked one after the other, the walk over the calls last.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from .._core.graph import Graph
 from .._core.node import Call
-from .._lens.layers import Atlas
+from .._lens.lens import Lens
 from .._many.progress import bar
 from .._replay.replay import Record
 from .proven import Proven
@@ -24,7 +24,7 @@ _UNLAWFUL = "the graph is not well formed"
 
 
 def check(
-    record: Record, returned: Any, atlas: Atlas, as_captured: bool, sample: float | None, progress: bool | None
+    record: Record, returned: Any, lens: Lens, as_captured: bool, sample: float | None, progress: bool | None
 ) -> CheckReport:
     """Ask every law. `as_captured`: no edit has put nodes between others, so that numbers run on."""
     graph = record.graph
@@ -40,7 +40,7 @@ def check(
     whole = whole_replay(record, returned, stale, proven)
     with bar(len(chosen), progress, "node") as tick:
         walked = laws_of(walk(proven, stale, chosen, tick), left_out, len(graph.calls))
-    others = (lawful, saved_values(record, stale), metadata_law(atlas, as_captured))
+    others = (lawful, saved_values(record, stale), metadata_law(lens, as_captured))
     return CheckReport(graph.model_name, (whole, *walked, *others))
 
 

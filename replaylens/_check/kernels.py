@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from .._core.node import Ref
+from .._core.sameness import plain, same
 from .alone import Alone, Given
-from .sameness import plain, same
 
 _TIMES = 5
 _MOST = 1e-3  # how far repetitions may lie apart, as a share of the largest number in them

@@ -13,8 +13,8 @@ import torch
 from attrs import frozen
 
 from .._core.node import Ref, TensorMeaning
+from .._core.sameness import difference, same
 from .._core.trees import Branch, freeze_deep
-from .sameness import difference, same
 
 _PLAIN = (bool, int, float, complex, str)
 Recorded = Callable[[Ref], torch.Tensor]

@@ -14,12 +14,12 @@ import torch
 from attrs import evolve, field, frozen
 
 from .._core.node import Call, Ref
+from .._core.sameness import same
 from .._core.trees import leaves
 from .alone import Alone, Given, ready
 from .literals import otherwise, reading_elsewhere
 from .nonsense import hinted, others_than, specials
 from .reasons import known_reason, trusts
-from .sameness import same
 
 Draws = Mapping[str, torch.Tensor]
 UNREAD = "no nonsense in its place changes the value: nothing depends on it"

@@ -13,9 +13,9 @@ import torch
 from attrs import define, evolve, field
 
 from .._core.node import Call, refs_of
+from .._core.sameness import same
 from .._replay.interpreter import Code
 from .._replay.replay import Record
-from .sameness import same
 
 
 @define

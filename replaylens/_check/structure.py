@@ -1,7 +1,7 @@
-"""Is the graph well formed, and do names, passes and module calls agree with one another?
+"""Is the graph well formed, and do names, passes, module calls and distances agree with one another?
 
-In: a graph and its names. Out: two laws. Everything is worked out anew here, in the simplest way, so that a fault in
-how it was worked out before is seen.
+In: a graph; what its layers share. Out: two laws. Everything is worked out anew here, in the simplest way, so that a
+fault in how it was worked out before is seen.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from .._core.laws import problems
 from .._core.node import Call, Input, Node, Ref, Scope, State, refs_of
 from .._core.trees import leaves
 from .._lens.layers import Atlas, Place, short
+from .._lens.lens import Lens
+from .distances import distances
 from .findings import found_at, found_named
 from .report import Finding, Law
 
@@ -75,15 +77,16 @@ def _orphans(graph: Graph) -> Iterator[Finding]:
             yield found_at(graph, GRAPH, node, "is set aside as an orphan, and comes from an input")
 
 
-def metadata_law(atlas: Atlas, as_captured: bool) -> Law:
-    """Labels, passes, module calls and lookups agree."""
-    graph = atlas.graph
+def metadata_law(lens: Lens, as_captured: bool) -> Law:
+    """Labels, passes, module calls, lookups and distances agree."""
+    atlas, graph = lens.atlas, lens.graph
     found = [*_modules(graph, as_captured), *_passes(graph, as_captured), *_neighbours(atlas), *_lookups(atlas)]
+    found += distances(lens, METADATA)
     if as_captured:
         found += _numbers(graph)
     calls = len(graph.module_outputs)
     unit = f"layers, {calls:,} module calls"
-    return Law(METADATA, len(atlas.order), tuple(found), unit=unit, holds="labels, passes, modules agree")
+    return Law(METADATA, len(atlas.order), tuple(found), unit=unit, holds="labels, passes, modules, distances agree")
 
 
 def _numbers(graph: Graph) -> Iterator[Finding]:

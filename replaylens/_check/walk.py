@@ -15,6 +15,7 @@ from attrs import define, evolve, field
 
 from .._core.graph import Graph
 from .._core.node import Call, Ref, State, identifier, refs_of
+from .._core.sameness import difference, same
 from .._replay.interpreter import recorded_world
 from .._replay.parting import parted
 from .._replay.replay import Record
@@ -26,7 +27,6 @@ from .nonsense import others_than
 from .perturbing import UNREAD, Trial, unseen
 from .proven import Proven
 from .report import Finding, Law
-from .sameness import difference, same
 
 ALONE, NONSENSE, DRAWS = "each node alone", "nonsense parents", "draws"
 _STALE = "a value that it reads or gives was overwritten since"

@@ -12,6 +12,7 @@ import torch
 
 from .._core.graph import Graph
 from .._core.node import Ref
+from .._core.sameness import difference, kind_of, same
 from .._core.text import expression
 from .._core.trees import Branch, freeze_deep, leaves
 from .._replay.replay import Record, replay
@@ -21,7 +22,6 @@ from ..errors import DivergedReplay
 from .findings import found_named
 from .proven import Proven
 from .report import Finding, Law
-from .sameness import difference, kind_of, same
 
 NAME = "whole replay"
 

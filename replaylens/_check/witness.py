@@ -23,11 +23,11 @@ from .._capture.scopes import addresses
 from .._core.graph import Graph
 from .._core.node import Ref, Scope
 from .._core.pure import untransformed
+from .._core.sameness import difference, same
 from .._core.trees import leaves
 from .._replay.replay import Record
 from .outputs import unlike
 from .report import Finding, Law
-from .sameness import difference, same
 from .subject import UNSTEADY, Subject, open_layers
 
 NAME = "witness"

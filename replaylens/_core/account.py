@@ -50,10 +50,11 @@ class Account:
     seconds: float = 0.0  # the whole forward, with what the recording cost
     nanoseconds: Sequence[int] = ()  # of each node, by its position
     originals: Mapping[str, Any] = NONE  # of what was written in place: the function that the model called
-    gradients: Mapping[Ref, str] = NONE  # of values that were overwritten: what autograd would have done for them
+    gradients: Mapping[Ref, str] = NONE  # of values overwritten or not kept: what autograd would have done for them
     modules: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()  # of the modules
     unread: tuple[Parameter, ...] = ()
+    untrained: frozenset[str] = frozenset()  # the nodes of state that was read, and that asks for no gradient
     called_from: Source | None = None  # the line that asked for the capture
 
     def untimed(self) -> Account:

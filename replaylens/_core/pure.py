@@ -138,7 +138,7 @@ def history_of(tensor: torch.Tensor) -> str | None:
 
 
 def same_content(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Bit for bit the same, NaN included."""
+    """The same in every number, NaN included; 0.0 is -0.0. For tensors under a capture: sameness.py has the bits."""
     if one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:
         return False
     if one.is_meta:

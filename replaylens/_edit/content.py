@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from .._core.sameness import same
+
 
 class _Content:
     """A tensor or number as what it is equal to: bit for bit."""
@@ -19,24 +21,11 @@ class _Content:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Content) and same_bits(self.value, other.value)
+        return isinstance(other, _Content) and same(self.value, other.value)
 
     def __hash__(self) -> int:
         value = self.value
         return hash((tuple(value.shape), value.dtype)) if isinstance(value, torch.Tensor) else hash(repr(value))
-
-
-def same_bits(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return type(one) is type(other) and repr(one) == repr(other)
-    if (one.shape, one.dtype, one.device, one.layout) != (other.shape, other.dtype, other.device, other.layout):
-        return False
-    if one.layout is not torch.strided or one.is_quantized or one.is_meta:
-        return False
-    bits = [t.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8) for t in (one, other)]
-    return torch.equal(*bits)
 
 
 def content(value: Any) -> Any:

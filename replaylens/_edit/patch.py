@@ -14,10 +14,11 @@ import torch
 from attrs import field, fields, frozen
 
 from .._core.reference import Reference
+from .._core.sameness import same
 from .._core.target import Target
 from ..errors import BadPart, BadPatch
 from . import acts
-from .content import content, same_bits, shown
+from .content import content, shown
 from .given import axes_over, directions, operand, orthonormal, permutation_of, source_of
 from .locate import Part, as_part
 
@@ -99,7 +100,7 @@ class Patch:
         words = [shown(getattr(self, name)) for name in self._first]
         for one in fields(type(self)):
             value = getattr(self, one.name)
-            if one.name not in (*self._first, "part") and not same_bits(value, one.default) and value != one.default:
+            if one.name not in (*self._first, "part") and not same(value, one.default) and value != one.default:
                 words.append(f"{one.name}={shown(value)}")
         if self.part is not None:
             at = len(self._first) if self._first or not self._has_optional else len(words)

@@ -98,15 +98,6 @@ class Atlas:
                 found[scope.address] = found.get(scope.address, 0) + 1
         return found
 
-    @cached_property
-    def output_of(self) -> dict[str, tuple[str, ...]]:
-        found: dict[str, list[str]] = {}
-        for scope, tree in self.graph.module_outputs:
-            for ref in (leaf for leaf in leaves(tree) if type(leaf) is Ref):
-                if scope is not None:
-                    found.setdefault(ref.node, []).append(str(scope))
-        return {label: tuple(names) for label, names in found.items()}
-
     def find(self, name: Any) -> Place:
         """The layer that a name means; several passes of a layer need the pass."""
         if isinstance(known := getattr(name, "_place", None), Place):

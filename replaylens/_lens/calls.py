@@ -30,11 +30,17 @@ class Made:
 
     def filled(self, fill: Fill) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with values in the place of Refs."""
-        args, kwargs = thaw(self.args, fill), {key: thaw(value, fill) for key, value in self.kwargs.items()}
         if self.write is None:
-            return args, kwargs
+            return thaw(self.args, fill), self.named(fill)
         bases, targets, values = thaw(self.write, fill)
-        return before_write(bases, args, kwargs, targets, values)
+        named = {key: thaw(value, fill) for key, value in self.kwargs.items()}
+        return before_write(bases, thaw(self.args, fill), named, targets, values)
+
+    def named(self, fill: Fill) -> dict[str, Any]:
+        """The keyword arguments alone, which often hold no value that would have to be there."""
+        if self.write is not None:
+            return self.filled(fill)[1] if any(map(_has_tensor, self.kwargs.values())) else self.plain(fill)[1]
+        return {key: thaw(value, fill) for key, value in self.kwargs.items()}
 
     def plain(self, fill: Fill) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Those arguments that hold no tensor."""

@@ -45,14 +45,14 @@ class Conditionals:
         """The layers of a single value that were read so, and that nothing else reads."""
         graph = self.graph
         read = dict.fromkeys([ref for guard in self._guards for ref in guard.refs if self._is_single(ref)])
-        ends = {ref.node for ref in graph.wanted_refs}
+        others = graph.orphans.union([ref.node for ref in graph.wanted_refs])
         return tuple(
             dict.fromkeys(
                 ref.node
                 for ref in read
                 if isinstance(graph[ref.node], Call)
                 and not graph.users[graph.positions[ref.node]]
-                and ref.node not in ends | graph.orphans
+                and ref.node not in others
             )
         )
 
@@ -60,23 +60,20 @@ class Conditionals:
     def in_branch(self) -> frozenset[str]:
         """The layers that are computed to evaluate a condition, and for nothing that the model gives."""
         graph = self.graph
-        useful = graph.ancestors([ref.node for ref in graph.wanted_refs])
-        return frozenset(
-            name for name in graph.ancestors(self.terminal_bools) - useful if isinstance(graph[name], Call)
-        )
+        found = graph.ancestors(self.terminal_bools) - self._useful
+        return frozenset([name for name in found if isinstance(graph[name], Call)])
 
     @cached_property
     def starts(self) -> tuple[tuple[str, str], ...]:
         """Where a condition's own layers begin: (the layer that also serves an output, the first that does not)."""
         graph = self.graph
-        useful = graph.ancestors([ref.node for ref in graph.wanted_refs])
         return tuple(
             [
                 (before.name, node.name)
                 for node, parents in zip(graph.nodes, graph.parents, strict=True)
                 if node.name in self.in_branch
                 for before in map(graph.nodes.__getitem__, parents)
-                if before.name in useful
+                if before.name in self._useful
             ]
         )
 
@@ -85,6 +82,11 @@ class Conditionals:
         """The first layers of each condition: where a drawing says IF."""
         return frozenset(name for _, name in self.starts)
 
+    @cached_property
+    def _useful(self) -> frozenset[str]:
+        """What the model gives or writes, and all that it comes from."""
+        return self.graph.ancestors([ref.node for ref in self.graph.wanted_refs])
+
     @property
     def _guards(self) -> list[Guard]:
         return [guard for guard in self.graph.guards if type(guard.result) is bool and guard.refs]
@@ -92,8 +94,3 @@ class Conditionals:
     def _is_single(self, ref: Ref) -> bool:
         meaning = meanings_of(self.graph[ref.node]).get(ref)
         return meaning is not None and prod(meaning.shape) == 1
-
-
-def has_conditional_branching(graph: Graph) -> bool:
-    """Did the model read a truth value of a tensor?"""
-    return bool(Conditionals(graph).records)

@@ -56,7 +56,7 @@ class CallFacts(Facts):
     @property
     def keywords(self) -> dict[str, Any]:
         """The keyword arguments, tensors by their recorded values."""
-        return self._made.filled(self._leaf)[1] if self._made is not None else {}
+        return self._made.named(self._leaf) if self._made is not None else {}
 
     @property
     def plain_arguments(self) -> tuple[Any, ...]:

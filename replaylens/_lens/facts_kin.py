@@ -66,18 +66,18 @@ class KinFacts(Facts):
 
     @property
     def is_condition(self) -> bool:
-        """Did the model branch on it: one boolean, which `if` read and nothing else?"""
-        return self.ordinal in self._lens.conditions.ends
+        """Did the model branch on it: a single value, which `if` read and nothing else?"""
+        return self._place.label in self._lens.conditions.terminal_bools
 
     @property
     def starts_condition(self) -> bool:
         """Does what a branch is decided by leave the way to the output here?"""
-        return self.ordinal in self._lens.conditions.starts
+        return self._place.label in self._lens.conditions.start_layers
 
     @property
     def is_in_condition(self) -> bool:
         """Is it computed to decide over a branch, and for nothing else?"""
-        return self.ordinal in self._lens.conditions.inside
+        return self._place.label in self._lens.conditions.in_branch
 
     @property
     def buffer(self) -> str | None:

@@ -10,7 +10,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from .._core.node import Call, Input, State
+from . import traits
 from .atlas import Place, bare
+from .conditionals import Conditional
 from .layers import Layer
 from .lens import Lens
 from .tables import Table
@@ -41,22 +43,27 @@ class Described:
     @property
     def model_is_recurrent(self) -> bool:
         """Does a layer run more than once?"""
-        return self.model_max_recurrent_loops > 1
+        return traits.is_recurrent(self._lens.graph)
 
     @property
     def model_max_recurrent_loops(self) -> int:
         """The most passes that a layer has."""
-        return max(map(len, self._lens.atlas.passes.values()), default=1)
+        return traits.max_recurrent_loops(self._lens.graph)
 
     @property
     def model_is_branching(self) -> bool:
-        """Has a layer more than one child?"""
-        return any(len(set(children)) > 1 for children in self._lens.kin.children)
+        """Has a layer more than one child? What is held (buffers, constants) may be read by many."""
+        return traits.is_branching(self._lens.graph)
 
     @property
     def model_has_conditional_branching(self) -> bool:
-        """Does the model branch in Python on what it computed?"""
-        return bool(self._lens.conditions.ends)
+        """Did the model read a truth value of a tensor?"""
+        return bool(self._lens.conditions.records)
+
+    @property
+    def conditionals(self) -> tuple[Conditional, ...]:
+        """Each truth value that the model read: the layer, what it said, the line, and the line that it went on to."""
+        return self._lens.conditions.records
 
     # -- layers -----------------------------------------------------------------------------------------------------
 
@@ -92,8 +99,8 @@ class Described:
 
     @property
     def internally_terminated_bool_layers(self) -> list[str]:
-        """The single booleans on which the model branched, and that nothing else read."""
-        return self._marked(sorted(self._lens.conditions.ends))
+        """The single values on which the model branched, and that nothing else read."""
+        return list(self._lens.conditions.terminal_bools)
 
     @property
     def layers_computed_with_params(self) -> list[str]:
@@ -127,8 +134,16 @@ class Described:
         return sum([self._lens.nbytes(place) for place in self._lens.atlas.places if self._lens.is_saved(place)])
 
     @property
+    def saved_labels(self) -> list[str]:
+        """The layers that `save=` named; of the others only those values are kept without which nothing can be computed
+        again.
+        """
+        saved = self._lens.record.saved
+        return [label for label in self._lens.atlas.order if saved is None or label in saved]
+
+    @property
     def num_tensors_saved(self) -> int:
-        """How many of the tensors are kept."""
+        """How many of the tensors are kept: those that `save=` named, and inputs, state, outputs."""
         saved = [place for place in self._lens.atlas.places if self._lens.is_saved(place)]
         return sum([len(self._lens.refs(place)) for place in saved])
 

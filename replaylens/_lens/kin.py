@@ -82,19 +82,14 @@ class Kin:
 
 def kin_of(atlas: Atlas) -> Kin:
     """The kin of every layer of a program."""
-    graph, places = atlas.graph, atlas.places
-    ordinals = {place.node: number for number, place in enumerate(places) if place.output is None}
-    parents: list[tuple[int, ...]] = []
+    places = atlas.places
+    ordinals = atlas.ordinals
+    parents = [tuple([ordinals[label] for label in atlas.parents(place) if label in ordinals]) for place in places]
     children: list[list[int]] = [[] for _ in places]
-    for number, place in enumerate(places):
-        if place.output is not None:
-            names = [place.node]
-        else:
-            names = [graph.nodes[p].name for p in graph.parents[graph.positions[place.node]]]
-        parents.append(tuple([ordinals[name] for name in names if name in ordinals]))
-        for parent in parents[-1]:
+    for number, above in enumerate(parents):
+        for parent in above:
             children[parent].append(number)
-    nodes = [graph[place.node] if place.output is None else None for place in places]
+    nodes = [atlas.graph[place.node] if place.output is None else None for place in places]
     return Kin(
         tuple(parents),
         tuple(map(tuple, children)),

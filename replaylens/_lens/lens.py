@@ -16,7 +16,7 @@ from .._core.node import Ref, State, TensorMeaning, meanings_of, value_of
 from .._core.trees import leaves
 from .._replay.replay import Record
 from .atlas import Atlas, Place
-from .conditions import Conditions, conditions_of
+from .conditionals import Conditionals
 from .flops import Cost, cost_of
 from .kin import Kin, kin_of
 from .module_calls import ModuleCalls
@@ -48,9 +48,9 @@ class Lens:
         return ModuleCalls(self.graph, dict(zip(self.account.modules, self.account.classes, strict=True)))
 
     @cached_property
-    def conditions(self) -> Conditions:
-        """Which layers decide over a branch."""
-        return conditions_of(self.graph, self.kin, self.atlas)
+    def conditions(self) -> Conditionals:
+        """Which truth values the model read, and what it computed for them."""
+        return Conditionals(self.graph)
 
     @cached_property
     def costs(self) -> dict[str, Cost]:
@@ -66,7 +66,7 @@ class Lens:
 
     def _parameter(self, node: State) -> Parameter:
         tensor = self.record.values.get(Ref(node.name))
-        trains = tensor is None or tensor.requires_grad
+        trains = tensor.requires_grad if tensor is not None else node.name not in self.account.untrained
         return Parameter(node.address, node.meaning.shape, node.meaning.dtype, trains, node.aliases)
 
     def refs_of_node(self, name: str) -> tuple[Ref, ...]:

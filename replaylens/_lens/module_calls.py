@@ -73,15 +73,6 @@ class ModuleCalls:
         return found
 
     @cached_property
-    def first_layers(self) -> dict[str, str]:
-        """The first operation in each call: the order in which calls appear."""
-        found: dict[str, str] = {}
-        for node in self.graph.calls:
-            for scope in _stack(node):
-                found.setdefault(str(scope), node.name)
-        return found
-
-    @cached_property
     def outputs(self) -> dict[str, tuple[str, ...]]:
         """By node: the calls that return its value, the innermost first."""
         found: dict[str, list[str]] = {}

@@ -34,7 +34,7 @@ def _head(prog: Described) -> list[str]:
         f"Program of {graph.model_name}: {len(graph.calls)} calls, {len(prog._lens.atlas.order)} layers.",
         f"Structure: {_structure(prog)}; {_module_count(prog)}.",
         f"{times(prog.num_tensors_total, 'tensor')} ({human(prog.tensor_fsize_total)}) computed; "
-        f"{prog.num_tensors_saved:,} ({human(prog.tensor_fsize_saved)}) kept.",
+        f"{prog.num_tensors_saved:,} ({human(prog.tensor_fsize_saved)}) kept{_named(prog)}.",
         f"{times(prog.parameter_reads, 'parameter operation')}; {prog.total_params:,} numbers "
         f"({human(prog.total_params_fsize)}) in {times(prog.total_param_tensors, 'parameter')}.",
         _cost(prog),
@@ -48,6 +48,12 @@ def _head(prog: Described) -> list[str]:
     if graph.changes:
         rows.append(f"The model writes {', '.join(address for address, _ in graph.changes[:6])}.")
     return "\n    ".join(rows).split("\n")
+
+
+def _named(prog: Described) -> str:
+    """How many layers `save=` named, where it did not name all: of inputs, state and outputs more is kept."""
+    named = prog.saved_labels if prog._lens.record.saved is not None else []
+    return f", {times(len(named), 'layer')} of it by `save=`" if named else ""
 
 
 def _structure(prog: Described) -> str:

@@ -15,7 +15,7 @@ from attrs import evolve
 
 from .._core.graph import Graph
 from .._core.node import Call, Ref, refs_of
-from .._core.pure import as_leaf
+from .._core.pure import as_leaf, history_of
 from .._core.target import Target
 from .._core.trees import bare, leaves
 from .recover import recovered
@@ -53,7 +53,16 @@ def keeping(record: Record, names: frozenset[str]) -> Record:
     small = {ref: tensor.requires_grad_(made[ref].requires_grad) for ref, tensor in small.items()}
     values = {ref: small.get(ref, made.get(ref, whole.values[ref])) for ref in refs}
     counts = Versions((ref, version(small[ref]) if ref in small else whole.versions[ref]) for ref in refs)
-    return evolve(record, graph=_without_objects(graph), values=values, versions=counts, plans={}, saved=names)
+    account = evolve(record.account, gradients={**_histories(record), **record.account.gradients})
+    return evolve(
+        record, graph=_without_objects(graph), values=values, versions=counts, plans={}, account=account, saved=names
+    )
+
+
+def _histories(record: Record) -> dict[Ref, str]:
+    """What autograd would do for each value that has a history, which it is about to lose."""
+    found = {ref: history_of(value) for ref, value in record.values.items() if isinstance(record.graph[ref.node], Call)}
+    return {ref: history for ref, history in found.items() if history is not None}
 
 
 def _without_objects(graph: Graph) -> Graph:

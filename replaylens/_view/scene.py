@@ -50,11 +50,6 @@ class Glyph:
     source: str = ""  # the user's line of code
     value: float | None = None  # a number that is laid over the picture
 
-    @property
-    def size_bytes(self) -> int:
-        """The size of the tensors that it gives, in one turn."""
-        return sum(map(bytes_of, self.meanings))
-
 
 @frozen
 class Arrow:

@@ -101,13 +101,16 @@ class _Pencil:
     @cached_property
     def conditions(self) -> dict[str, str]:
         """The layers that were read as true or false and serve nothing else, with what they said."""
-        found = Conditionals(self.graph)
-        said = {record.layer: str(record.value) for record in found.records}
-        return {layer: said[layer] for layer in found.terminal_bools}
+        said = {record.layer: str(record.value) for record in self._conditionals.records}
+        return {layer: said[layer] for layer in self._conditionals.terminal_bools}
 
     @cached_property
     def branch_starts(self) -> frozenset[tuple[str, str]]:
-        return frozenset(Conditionals(self.graph).starts)
+        return frozenset(self._conditionals.starts)
+
+    @cached_property
+    def _conditionals(self) -> Conditionals:
+        return Conditionals(self.graph)
 
     @cached_property
     def from_inputs(self) -> frozenset[str]:

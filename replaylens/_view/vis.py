@@ -25,10 +25,7 @@ def visualize(
     vis_direction: str = "bottomup",
 ) -> Source | None:
     """The program's picture, which is also written: to `graph.gv.pdf`, if nothing else is said. None for "none"."""
-    if vis_opt not in OPTIONS:
-        raise ValueError(f"vis_opt must be one of {', '.join(map(repr, OPTIONS))}, not {vis_opt!r}.")
-    if vis_direction not in DIRECTIONS:
-        raise ValueError(f"vis_direction must be one of {', '.join(map(repr, DIRECTIONS))}, not {vis_direction!r}.")
+    require_known(vis_opt, vis_direction)
     if vis_opt == "none":
         return None
     path, kind = _file(fspath(vis_outpath), vis_fileformat)
@@ -41,6 +38,14 @@ def visualize(
         direction=DIRECTIONS[vis_direction],
     )
     return source
+
+
+def require_known(vis_opt: str, vis_direction: str) -> None:
+    """Are these words for ways to draw? If not, that is an error, best raised before a model runs."""
+    if vis_opt not in OPTIONS:
+        raise ValueError(f"vis_opt must be one of {', '.join(map(repr, OPTIONS))}, not {vis_opt!r}.")
+    if vis_direction not in DIRECTIONS:
+        raise ValueError(f"vis_direction must be one of {', '.join(map(repr, DIRECTIONS))}, not {vis_direction!r}.")
 
 
 def _file(path: str, kind: str) -> tuple[str, str]:

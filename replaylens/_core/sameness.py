@@ -53,7 +53,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
     if tensor.is_quantized:
-        return tensor.int_repr()
+        return tensor.dequantize()  # not its integers: they mean other numbers on another scale
     tensor = tensor.resolve_conj().resolve_neg()
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
