@@ -88,3 +88,10 @@ def test_every_picture_of_the_documentation_is_drawn(tmp_path):
     wanted = set(re.findall(r"pictures/(\w+\.svg)", (ROOT / "docs" / "drawing.md").read_text()))
     assert {path.name for path in (tmp_path / "pictures").iterdir()} == wanted
     assert {path.name for path in (ROOT / "docs" / "pictures").iterdir()} >= wanted
+
+
+def test_the_page_of_the_documentation_is_written(tmp_path):
+    text = printed("page", cwd=tmp_path)
+    assert "layers changed" in text
+    page = (tmp_path / "demo_page.html").read_text(encoding="utf-8")
+    assert "pattern_2" in page and "change against the recorded run" in page

@@ -1,0 +1,38 @@
+"""The page of docs/page.md, of a small trained transformer: what changes where one letter of its input does.
+
+python examples/page.py                          writes demo_page.html
+python examples/page.py docs/pictures/page.png   and a picture of it, by headless Chromium
+"""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from small_models import induction, pair, words
+
+import replaylens as rl
+
+page, picture = Path("demo_page.html"), sys.argv[1] if len(sys.argv) > 1 else None
+
+both = pair()
+prog = rl.capture(induction(), both.clean).expand("scaleddotproductattention")  # so that the patterns can be seen
+run = prog.replay(both.corrupt)
+print(f"recorded: {words(both.clean)}\nreplayed: {words(both.corrupt)}\n")
+print(run.diff())
+
+run.page(page)
+print(f"\n{page}: {page.stat().st_size / 1e3:.0f} KB. Open it in a browser.")
+
+if picture is not None:
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        raise SystemExit("No picture: Chromium is not installed.")
+    command = [chromium, "--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1240,640"]
+    subprocess.run(
+        [*command, f"--screenshot={picture}", f"{page.absolute().as_uri()}#{prog['pattern_2'].label}"],
+        check=True,
+        capture_output=True,
+    )
+    print(f"{picture}: its picture")
