@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
 from small_models import induction, pair, words
 
 import replaylens as rl
