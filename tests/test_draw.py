@@ -224,6 +224,25 @@ def test_one_module_alone_shows_what_it_reads_and_who_reads_it():
     assert [frame.name for frame in made.frames] == ["blocks.1"]
 
 
+def test_the_title_counts_every_tensor_and_the_models_parameters_read_or_not():
+    class OneOfTwo(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.used, self.other = nn.LSTM(3, 2), nn.Linear(2, 1), nn.Linear(2, 5)
+
+        def forward(self, x):
+            hidden, _ = self.lstm(x)  # three tensors of one layer
+            return self.used(hidden)
+
+    model = OneOfTwo()
+    prog = rl.capture(model, torch.rand(4, 1, 3))
+    title = prog.draw().source.partition("subgraph")[0]
+    assert f"{prog.num_tensors_total} tensors" in title and prog.num_tensors_total == len(prog.layers) + 2
+    assert f"{sum(p.numel() for p in model.parameters())} params" in title
+    alone = prog.draw(module="lstm").source.partition("subgraph")[0]
+    assert f"{sum(p.numel() for p in model.lstm.parameters())} params" in alone
+
+
 def test_a_module_that_did_not_run_is_an_error_that_offers_the_nearest():
     with pytest.raises(rl.NoSuchLayer) as raised:
         stack(2).draw(module="blocks.7")

@@ -10,6 +10,7 @@ from typing import Any
 
 from attrs import evolve, frozen
 
+from .._core.account import Parameter
 from .._core.graph import Graph
 from .._core.node import Ref, State
 from .._edit.content import shown
@@ -51,7 +52,7 @@ def compose(record: Record, atlas: Atlas, layers: Layers, look: Look, over: Over
         drawn = with_replay(drawn, executed_in(atlas, over.run), patched)
     if over.gradients:
         look = evolve(look, gradients=_flowing(record))
-    made = scene(graph, atlas, look, drawn)
+    made = _with_unread(scene(graph, atlas, look, drawn), record.account.unread)
     if over.against is not None:
         made = evolve(made, legend="green: only here; red: only in the other; orange: another operation or shape")
     if over.run is not None:
@@ -60,6 +61,18 @@ def compose(record: Record, atlas: Atlas, layers: Layers, look: Look, over: Over
     if over.values is not None:
         made = with_numbers(made, _numbers(over.values, atlas, layers))
     return made
+
+
+def _with_unread(made: Scene, unread: tuple[Parameter, ...]) -> Scene:
+    """The title counts parameters that no layer read, too: of the whole model, or of the module that is drawn."""
+    within = f"{made.module.partition(':')[0]}." if made.module else ""
+    own = [one for one in unread if any(name.startswith(within) for name in (one.address, *one.aliases))]
+    totals = evolve(
+        made.totals,
+        parameters=made.totals.parameters + sum([one.count for one in own]),
+        parameter_bytes=made.totals.parameter_bytes + sum([one.nbytes for one in own]),
+    )
+    return evolve(made, totals=totals)
 
 
 def _flowing(record: Record) -> frozenset[Ref]:

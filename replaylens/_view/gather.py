@@ -192,7 +192,7 @@ class _Gathering:
         states = {state.name: state.meaning for dot in dots for state in dot.parameters}.values()
         return Totals(
             model=self.graph.model_name,
-            tensors=len(dots),
+            tensors=sum(len(dot.meanings) for dot in dots),
             tensor_bytes=sum(bytes_of(meaning) for dot in dots for meaning in dot.meanings),
             parameters=sum(prod(meaning.shape) for meaning in states),
             parameter_bytes=sum(map(bytes_of, states)),
