@@ -828,7 +828,11 @@ class Program(Described, Reference):
         state = {address for node in self.graph.state_nodes for address in (node.address, *node.aliases)}
         named = [key for key in wish.keys if isinstance(key, str) and key in state]
         rest = evolve(wish, keys=tuple([key for key in wish.keys if key not in named]))
-        asked = self._everywhere if wish.everything else self._asked([*self._meant(rest), *named], None)
+        labels = dict(self._everywhere.labels) if wish.everything else {}
+        one_by_one = rest.names_itself(self._atlas, self.__getitem__)
+        for name in (*self._meant(evolve(rest, everything=False)), *named):
+            labels.setdefault(*self._named(name))
+        asked = ask(self._record, labels, {*one_by_one, *[self._named(name)[0] for name in named]})
         record = self._record
         if from_layer is not None:
             at = self._at(from_layer)

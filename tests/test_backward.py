@@ -130,6 +130,24 @@ def test_gradients_are_saved_selectively(model, x):
     assert str(error.value).startswith("the gradient at linear_3_10 was not asked for. It was at linear_1_1, relu_1_2")
 
 
+def test_a_parameter_is_saved_beside_all_layers(model, x):
+    prog = captured(model, x)
+    back = prog.backward(of=weighted, save=["all", "first.weight"])
+    assert list(back.gradients) == [*prog.backward(of=weighted).gradients, "first.weight"]
+
+
+def test_a_function_asks_for_what_hooks_would_see_and_no_more():
+    normed = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+    prog = rl.capture(normed, torch.rand(3, 4))
+    back = prog.backward(save=lambda layer: True)
+    assert (
+        list(back.gradients)
+        == list(prog.backward().gradients)
+        == ["input_1_0", "linear_1_1", "batchnorm_1_4", "output_1_5"]
+    )
+    assert set(back.gradients.without) == {"buffer_1_2", "buffer_2_3"}
+
+
 def test_where_no_gradient_comes_back_the_layer_says_why(model, x):
     back = rl.capture(lambda x: F.relu(x).detach() * x, x).backward()
     assert_same(back["input_1"].grad, F.relu(x))

@@ -373,6 +373,16 @@ def test_a_constant_has_a_gradient_by_its_name():
     assert_same(prog.grads(of=torch.sum, at="arange_1")["arange_1"], x().sum(0))
 
 
+def test_what_torch_does_not_differentiate_by_has_no_gradient_by_its_name_either():
+    prog = rl.capture(nn.BatchNorm1d(4).eval(), x())
+    with pytest.raises(rl.NoGradient) as error:
+        prog.grads(of=torch.sum, at=["running_mean", "input_1"])
+    assert str(error.value).startswith(
+        "no gradient can begin at all of buffer_1_1: the function 'native_batch_norm' is not differentiable with respect "
+        "to argument 'running_mean'. Leave out what it reads so.\nreplaylens: raised by node batchnorm_1_3 of the program"
+    )
+
+
 def test_what_the_metric_does_not_depend_on_has_zeros():
     def model(x):
         x.cos()

@@ -15,7 +15,7 @@ from typing import Any
 from attrs import frozen
 
 from ..errors import NoSuchLayer
-from .select import Names, Selection, Where, sites
+from .select import Names, Selection, Where, is_named, sites
 
 _WHOLE = ("all", "none")
 _LABEL = re.compile(r"[a-z0-9]+_\d+(_\d+)?(:\d+)?")  # the form of a layer's name: no mere part of one is meant by it
@@ -55,6 +55,19 @@ class Wish:
             return names.order
         found = {label for key in self.keys for label in _meant(names, layer, key)}
         return tuple([label for label in names.order if label in found])
+
+    def names_itself(self, names: Names, layer: Callable[[str], Any]) -> tuple[str, ...]:
+        """The labels of those layers that it names one by one: not by a type, a part of a name, or a function."""
+        found: list[str] = []
+        for key in self.keys:
+            is_loose = callable(key) or isinstance(key, (Selection, Where))
+            if not is_loose and (not isinstance(key, str) or _is_known(names, key)):
+                found += [site.place.label for site in sites(names, layer, key) if is_named(key, site)]
+        return tuple(found)
+
+
+def _is_known(names: Names, key: str) -> bool:
+    return key in names.by_label or key in names.aliases or key in names.module_calls
 
 
 def _flat(save: Any) -> Iterator[Any]:

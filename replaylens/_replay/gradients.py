@@ -135,7 +135,7 @@ def gradients(
     """One replay, one backward pass. `of` may read any part of the output."""
     graph = record.graph
     with _differentiating():
-        ran = execute(record, evolve(request, at=asked.refs, whole=False))
+        ran = _executed(record, evolve(request, at=asked.refs, whole=False), asked)
         outputs = _outputs(ran, graph)
         metric = _metric(of, graph, outputs)
         places = ran.code.places
@@ -154,6 +154,20 @@ def gradients(
         replaced=frozenset([graph.nodes[position].name for position in constant]),
     )
     return Grads(metric.detach(), asked, find, values, at_ends, cuts)
+
+
+def _executed(record: Record, request: Request, asked: Asked) -> Executed:
+    """The replay. A gradient may have been asked for at what torch does not differentiate a function by."""
+    try:
+        return execute(record, request)
+    except RuntimeError as error:
+        if "is not differentiable with respect to argument" not in str(error):
+            raise
+        nodes = [record.graph.nodes[at.position] for at in asked.labels.values()]
+        begins = [node.name for node in nodes if not _begins(record, node) and Ref(node.name) in asked.refs]
+        why = str(error).partition(" This input")[0]
+        why = f"no gradient can begin at all of {_some(begins)}: {why[:1].lower()}{why[1:]} Leave out what it reads so."
+        raise NoGradient("\n".join([why, *getattr(error, "__notes__", ())])) from None
 
 
 def seen_from(record: Record, tree: Any) -> Record:
