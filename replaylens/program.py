@@ -67,7 +67,16 @@ from ._view.gather import Look
 from ._view.page import save_page
 from ._view.plots import plot_value
 from ._view.scene import Scene
-from .errors import CaptureError, DivergedReplay, NoGradient, NoSuchLayer, NotSaved, NoValues, ReplaylensError
+from .errors import (
+    CannotDraw,
+    CaptureError,
+    DivergedReplay,
+    NoGradient,
+    NoSuchLayer,
+    NotSaved,
+    NoValues,
+    ReplaylensError,
+)
 
 
 def capture(
@@ -359,7 +368,7 @@ class Program(Described, Reference):
 
     def _scene(self, look: Look, *, against: Program | None = None, **over: Any) -> Scene:
         """The program's picture as data, and what lies over it."""
-        other = None if against is None else (against._told, against._atlas)
+        other = None if against is None else (_require_program(against)._told, against._atlas)
         return compose(self._told, self._atlas, self._layer, look, Over(against=other, **over))
 
     # -- running it again ----------------------------------------------------------------------------------------------
@@ -954,6 +963,12 @@ def _shown(value: Any) -> str:
 
 def _require_one_start(of: Any) -> Any:
     raise TypeError(f"of= is a function of the value of from_layer=, not {of!r}.")
+
+
+def _require_program(against: Any) -> Program:
+    if not isinstance(against, Program):
+        raise CannotDraw(f"against= takes another program, as capture gives, not {type(against).__name__}.")
+    return against
 
 
 def _require_mapping(patch: Any) -> Mapping[Any, Any]:

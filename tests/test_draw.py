@@ -534,12 +534,41 @@ def test_where_no_gradient_flows_there_is_none_to_draw():
         ({"theme": "pink"}, "theme must be one of 'paper', 'dark', or a Theme, not 'pink'."),
         ({"labels": "long"}, "labels must be one of 'full', 'name', or a function, not 'long'."),
         ({"depth": 0}, "depth is how many levels of modules are drawn open or as one box, 1 at least, not 0."),
+        ({"depth": "1"}, "depth is how many levels of modules are drawn open or as one box, 1 at least, not '1'."),
+        ({"module": 3}, "module is the address of the module that is drawn alone, 'layer3', not 3."),
     ],
 )
 def test_a_wish_that_cannot_be_met_is_an_error(wish, text):
     with pytest.raises(ValueError, match=next(iter(wish))) as raised:
         captured(nn.Linear(5, 5)).draw(**wish)
     assert str(raised.value) == text
+
+
+@pytest.mark.parametrize(
+    ("wish", "text"),
+    [
+        ({"values": {"linear_1": "much"}}, "a layer is coloured by one number, and the value of linear_1_1 is 'much'."),
+        (
+            {"values": lambda layer: layer.value},
+            "a layer is coloured by one number, and the value of input_1_0 is a tensor of shape (5, 5).",
+        ),
+        ({"run": 3}, "run= takes what `prog.replay()` gives, not int."),
+        ({"against": nn.ReLU()}, "against= takes another program, as capture gives, not ReLU."),
+        (
+            {"style": lambda drawn: "red"},
+            "style gives graphviz's attributes as a mapping, or None, not 'red' (at input_1_0).",
+        ),
+    ],
+)
+def test_what_cannot_be_laid_over_a_picture_is_an_error(wish, text, tmp_path):
+    prog = captured(nn.Linear(5, 5))
+    with pytest.raises(rl.CannotDraw) as raised:
+        prog.draw(**wish)
+    assert str(raised.value) == text
+    if "style" not in wish:
+        with pytest.raises(rl.CannotDraw) as raised:
+            prog.page(tmp_path / "model.html", **wish)
+        assert str(raised.value) == text and not list(tmp_path.iterdir())
 
 
 # -- files --------------------------------------------------------------------------------------------------------------

@@ -94,11 +94,21 @@ def _numbers(values: Any, atlas: Atlas, layers: Layers) -> dict[str, float]:
     else:
         kind = type(values).__name__
         raise CannotDraw(f"values are a mapping from names of layers to numbers, or a function of a layer, not {kind}.")
-    return {label: float(number) for label, number in found.items() if number is not None}
+    return {label: _number(label, number) for label, number in found.items() if number is not None}
+
+
+def _number(label: str, number: Any) -> float:
+    try:
+        return float(number)
+    except (TypeError, ValueError, RuntimeError):
+        what = f"a tensor of shape {tuple(number.shape)}" if hasattr(number, "shape") else repr(number)
+        raise CannotDraw(f"a layer is coloured by one number, and the value of {label} is {what}.") from None
 
 
 def _require_of(run: Run, record: Record) -> None:
     """Can this run be laid over the picture of this program?"""
+    if not isinstance(run, Run):
+        raise CannotDraw(f"run= takes what `prog.replay()` gives, not {type(run).__name__}.")
     if run.origin is None or run.origin.program.graph is not record.graph:
         raise CannotDraw("this run is one of another program: `run.draw()` draws it over the program that it is of.")
     if run.program is not None:

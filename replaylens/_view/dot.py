@@ -15,6 +15,7 @@ from attrs import frozen
 
 from .._core.node import TensorMeaning
 from .._lens.units import human
+from ..errors import CannotDraw
 from .scene import Arrow, Frame, Glyph, Scene, bytes_of
 from .theme import Theme, attributes, colour, ink
 
@@ -71,6 +72,8 @@ class Writer:
         if glyph.source:
             found["tooltip"] = glyph.source
         own = (self.style(glyph) if self.style else None) or {}
+        if not isinstance(own, Mapping):
+            raise CannotDraw(f"style gives graphviz's attributes as a mapping, or None, not {own!r} (at {glyph.name}).")
         return found | {name: _as_html(str(value)) for name, value in own.items()}
 
     def _label(self, glyph: Glyph, scene: Scene, small: str) -> str:

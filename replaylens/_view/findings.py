@@ -33,13 +33,13 @@ class Findings:
         return evolve(scene, legend=self.legend) if self.legend and scene.span is not None else scene
 
 
-def findings(atlas: Atlas, run: Run | None, sweep: Any, values: Any) -> Findings:
+def findings(atlas: Atlas, run: Any, sweep: Any, values: Any) -> Findings:
     """What is to be laid over a page: one of a run, a sweep, a user's own numbers, or nothing."""
     given = [word for word, one in (("run", run), ("sweep", sweep), ("values", values)) if one is not None]
     if len(given) > 1:
         raise CannotDraw(f"a page shows one thing in colours, and {' and '.join(given)} were given. Give one of them.")
     if run is not None:
-        if run.program is not None or run.origin is None:
+        if not isinstance(run, Run) or run.program is not None or run.origin is None:
             return Findings()  # the picture refuses it, and says why
         numbers = {row.label: row.change for row in run.diff() if row.change is not None}
         return Findings(numbers, "change against the recorded run")

@@ -49,10 +49,12 @@ class _Group:
 def scene(graph: Graph, atlas: Atlas, look: Look | None = None, drawn: Sketch | None = None) -> Scene:
     """The picture of a program; of a sketch of it, where one is there."""
     look = look or Look()
-    if look.depth is not None and look.depth < 1:
+    if look.depth is not None and (type(look.depth) is not int or look.depth < 1):
         raise ValueError(
-            f"depth is how many levels of modules are drawn open or as one box, 1 at least, not {look.depth}."
+            f"depth is how many levels of modules are drawn open or as one box, 1 at least, not {look.depth!r}."
         )
+    if look.module is not None and not isinstance(look.module, str):
+        raise ValueError(f"module is the address of the module that is drawn alone, 'layer3', not {look.module!r}.")
     drawn = drawn or sketch(graph, atlas, look.buffers)
     if look.module is not None:
         drawn = within(drawn, look.module, atlas)
