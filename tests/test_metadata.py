@@ -4,6 +4,7 @@ import inspect
 import re
 import time
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -463,6 +464,7 @@ class Everything(nn.Module):
             torch.addmm(b[0, :, 0], b[0], b[0].T),
             torch.baddbmm(b[:, :, :1], b, b.mT),
             torch.einsum("bij,bkj->bik", b, b),
+            torch.linalg.matmul(b, b.mT),
             F.scaled_dot_product_attention(q, q, q),
         )
 
@@ -475,6 +477,15 @@ def test_products_cost_what_torch_counts_for_them():
     prog = rl.capture(model, *args)
     assert prog.uncounted == []
     assert 2 * prog.macs == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("equation", ["bchw,bcij->bhi", "bchw,bihw->", "bchw,xyzw->cy", "bchw,chwb", "bchh,bchh->ch"])
+def test_an_einsum_costs_what_torch_makes_of_it(equation):
+    one, other = torch.rand(2, 3, 4, 4), torch.rand(*([3, 4, 4, 2] if equation == "bchw,chwb" else [2, 3, 4, 4]))
+    with FlopCounterMode(display=False) as counter:
+        torch.einsum(equation, one, other)
+    prog = rl.capture(partial(torch.einsum, equation), one, other)
+    assert 2 * prog.macs == prog.flops == counter.get_total_flops() > 0
 
 
 def test_a_matrix_by_a_vector_costs_its_matrix():

@@ -124,18 +124,19 @@ def _attention(args: Any, out: Dims) -> int:
 
 
 def _einsum(args: Any, out: Dims) -> int | None:
-    """Of two operands; of more it depends on the order."""
+    """Of two operands; of more it depends on the order. What only one has is summed before, unless it is given out."""
     equation, *operands = args
     shapes = _shapes(operands)
     if not isinstance(equation, str) or "." in equation or len(shapes) != 2:
         return None
-    letters = equation.replace(" ", "").partition("->")[0].split(",")
-    sizes = {
-        letter: size
-        for word, shape in zip(letters, shapes, strict=True)
-        for letter, size in zip(word, shape, strict=True)
-    }
-    return 2 * prod(sizes.values())
+    left, arrow, given = equation.replace(" ", "").partition("->")
+    one, other = left.split(",")
+    if not arrow:
+        given = "".join([letter for letter in left if left.count(letter) == 1])
+    sizes = dict(zip(one, shapes[0], strict=True))
+    for letter, size in zip(other, shapes[1], strict=True):
+        sizes[letter] = max(size, sizes.get(letter, 1))  # a size of one is broadcast
+    return 2 * prod(size for letter, size in sizes.items() if letter in given or (letter in one and letter in other))
 
 
 def _recurrent(args: Any, out: Dims) -> int:
@@ -150,7 +151,7 @@ def _cell(args: Any, out: Dims) -> int:
 
 
 _PRODUCTS: dict[str, Callable[[Any, Dims], int | None]] = {
-    **dict.fromkeys(("linear", "matmul", "mm", "bmm", "mv", "dot", "inner", "vdot"), _linear),
+    **dict.fromkeys(("linear", "matmul", "linalgmatmul", "mm", "bmm", "mv", "dot", "inner", "vdot"), _linear),
     **dict.fromkeys(("addmm", "baddbmm", "addmv"), _added),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _convolution),
     **dict.fromkeys(("convtranspose1d", "convtranspose2d", "convtranspose3d"), _transposed),
