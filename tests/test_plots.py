@@ -118,6 +118,13 @@ def test_a_layer_is_plotted_as_what_it_is(prog):
     assert prog["relu_1"].plot(kind="histogram").get_title() == "relu_1_2  100 numbers"
 
 
+def test_a_title_fits_into_its_figure(prog):
+    figure = prog["softmax_1"].plot().figure
+    figure.draw_without_rendering()
+    box = figure.axes[0].title.get_window_extent()
+    assert box.x0 >= 0 and box.x1 <= figure.bbox.x1
+
+
 def test_a_vector_is_plotted_as_a_histogram():
     prog = rl.capture(lambda x: x.log(), torch.tensor([0.0, 1.0, 2.0]))
     ax = prog["log_1"].plot(bins=7)

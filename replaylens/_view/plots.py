@@ -32,12 +32,15 @@ def plot_value(label: str, value: Any, kind: str | None, ax: Any, options: dict[
 
 def grids(label: str, found: Pictures, ax: Any, options: dict[str, Any]) -> Any:
     """Small pictures beside one another, of one scale; on one Axes, so that they fit into any figure."""
-    ax = ax or new_axes(1.3 * min(8, len(found.grids)) + 0.9, 1.4 * -(-len(found.grids) // 8) + 0.6)
+    title = f"{label}  {found.title}"
+    ax = ax or new_axes(
+        max(1.3 * min(8, len(found.grids)), len(title) / 14) + 0.9, 1.4 * -(-len(found.grids) // 8) + 0.6
+    )
     sheet = contact_sheet(found.grids)
     colours = {"cmap": "viridis" if found.is_pattern else "gray", "interpolation": "nearest"}
     shown = ax.imshow(sheet.numpy(), **{**colours, **options})
     ax.set_axis_off()
-    ax.set_title(f"{label}  {found.title}", fontsize=9)
+    ax.set_title(title, fontsize=9)
     ax.figure.colorbar(shown, ax=ax, fraction=0.03, pad=0.01)
     return ax
 
