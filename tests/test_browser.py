@@ -246,6 +246,25 @@ def test_an_address_of_a_page_can_name_a_layer(opened, residuals):
     assert heading(browser) == "relu_24_95"
 
 
+def test_an_address_of_a_page_can_name_all_passes_of_a_layer(opened):
+    cell = nn.Linear(3, 3)
+    browser = opened(rl.capture(lambda x: cell(cell(x).relu()).relu(), torch.rand(1, 3)), rolled=True)
+    url = browser.current_url.split("#")[0]
+    browser.get("about:blank")
+    browser.get(f"{url}#relu_1_2")
+    assert heading(browser) == "relu_1_2:1"
+
+
+def test_what_is_not_finite_is_coloured_as_far_as_can_be(opened):
+    prog = rl.capture(nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), nn.Linear(3, 3)), torch.rand(1, 3))
+    browser = opened(prog, values={"linear_1": 1.0, "relu_1": float("nan"), "linear_2": float("-inf")})
+    fill = lambda name: thing(browser, name).find_elements(By.CSS_SELECTOR, ".box")[-1].get_attribute("style")  # noqa: E731
+    hot = fill("relu_1_2")
+    assert "var(--hot)" in hot and "var(--cold)" in fill("linear_2_3")
+    browser.find_element(By.ID, "fold").click()
+    assert fill("module 0") == hot
+
+
 def test_a_sweep_is_on_the_cards(opened, convolutions):
     sweep = rl.sweep(convolutions, ["relu_1"], "b [c] h w", rl.Zero(), metric=lambda out: out.square().sum())
     browser = opened(convolutions, sweep=sweep)

@@ -486,6 +486,18 @@ def test_numbers_colour_layers_by_any_of_their_names():
     assert low == ("linear_1_1", "#a2baea") and high == ("relu_1_2", PAPER.scale[2])
 
 
+def test_what_is_not_finite_is_coloured_as_far_as_can_be():
+    prog = captured(nn.Sequential(nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 5)))
+    text = prog.draw(values={"linear_1": float("nan"), "relu_1": float("-inf"), "linear_2": -1.0}).source
+    assert "colours: -1 to -1; not finite at 2" in text
+    assert dict(re.findall(r'"(linear_1_1|relu_1_2)" .* fillcolor="(#\w+)"', text)) == {
+        "linear_1_1": PAPER.scale[2],
+        "relu_1_2": PAPER.scale[0],
+    }
+    run = prog.replay(patch={"relu_1": lambda value: value * float("nan")})
+    assert len(re.findall(rf'fillcolor="{PAPER.scale[2]}"', run.draw().source)) == 3  # though no change is a number
+
+
 def test_numbers_can_come_from_a_function_of_a_layer():
     prog = captured(nn.Sequential(nn.Linear(5, 5), nn.ReLU()))
     made = prog._scene(Look(), values=lambda layer: layer.value.numel() if layer.layer_type == "relu" else None)

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import replaylens as rl
+from replaylens._view.change import LayerChange
+from replaylens._view.diff import Diff
 
 matplotlib = pytest.importorskip("matplotlib")
 matplotlib.use("Agg")
@@ -144,6 +146,17 @@ def test_a_diff_is_plotted_as_bars(prog):
     ax = diff.plot()
     assert [patch.get_width() for patch in ax.patches] == [row.change for row in diff]
     assert [label.get_text() for label in ax.get_yticklabels()] == [row.label for row in diff]
+
+
+def test_a_change_that_is_not_finite_is_the_longest_bar_and_says_so(prog):
+    change = [1.0, 2.0, float("inf"), float("nan")]
+    rows = tuple([LayerChange(f"relu_{n}_{n}", one, one, 1.0) for n, one in enumerate(change)])
+    diff = Diff(rows, same=frozenset(), find=str)
+    ax = diff.plot()
+    assert [patch.get_width() for patch in ax.patches] == [1.0, 2.0, 2.0, 2.0]
+    assert [patch.get_hatch() for patch in ax.patches] == [None, None, "///", "///"]
+    assert [text.get_text() for text in ax.texts] == [" inf ", " nan "]
+    assert [line.count("#") for line in str(diff).splitlines()[2:]] == [10, 20, 20, 20]
 
 
 def test_everything_is_plotted_on_axes_that_are_given(prog):

@@ -6,6 +6,7 @@ In: the layers of a program, and a run of it. Out: a Diff, a table that can be p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from math import isfinite
 from typing import Any
 
 from attrs import field, frozen
@@ -51,7 +52,7 @@ class Diff:
 
     def __str__(self) -> str:
         width = max((len(row.label) for row in self.rows), default=0)
-        top = max((row.change or 0.0 for row in self.rows), default=0.0)
+        top = max((row.change for row in self.rows if row.change is not None and isfinite(row.change)), default=0.0)
         lines = [
             f"{len(self.changed)} of {len(self.rows) + len(self._same)} layers changed; {len(self._same)} did not run "
             "again.",
@@ -92,6 +93,6 @@ def diff(record: Record, atlas: Atlas, layers: Sequence[Layer], run: Run) -> Dif
 def _line(row: LayerChange, width: int, top: float) -> str:
     if row.change is None:
         return f"    {row.label:{width}}  {row.note}"
-    share = row.change / top if 0 < top < float("inf") else float(row.change > 0)
-    bar = "#" * max(round(20 * share), int(row.is_changed)) if share == share else "?"
+    share = (row.change / top if top else 0.0) if isfinite(row.change) else 1.0  # what is not finite is the most
+    bar = "#" * max(round(20 * share), int(row.is_changed))
     return f"    {row.label:{width}}  {row.change:<8.3g} {row.largest:<8.3g} {row.share:7.1%}  {bar}".rstrip()

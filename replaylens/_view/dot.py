@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Mapping
-from math import isnan, prod
+from math import prod
 from typing import Any
 
 from attrs import frozen
@@ -64,7 +64,7 @@ class Writer:
     def _of_glyph(self, glyph: Glyph, scene: Scene) -> dict[str, str]:
         found = attributes(self.theme.glyph, self.theme.glyphs, glyph.roles)
         small = self.theme.faint
-        if glyph.value is not None and scene.span is not None and not isnan(glyph.value):
+        if glyph.value is not None and scene.span is not None:
             fill = colour(self.theme.scale, glyph.value, scene.span)
             small = ink(fill)
             found |= {"fillcolor": fill, "fontcolor": small}

@@ -21,7 +21,8 @@ def with_numbers(scene: Scene, numbers: Mapping[str, float], legend: str = "") -
     glyphs = tuple([_with_number(glyph, numbers) for glyph in scene.glyphs])
     shown = [glyph.value for glyph in glyphs if glyph.value is not None and math.isfinite(glyph.value)]
     span = (min(shown), max(shown)) if shown else (0.0, 0.0)
-    said = f"{legend or 'colours'}: {span[0]:.4g} to {span[1]:.4g}"
+    odd = sum(glyph.value is not None and not math.isfinite(glyph.value) for glyph in glyphs)
+    said = f"{legend or 'colours'}: {span[0]:.4g} to {span[1]:.4g}{f'; not finite at {odd}' if odd else ''}"
     return evolve(scene, glyphs=glyphs, span=span, legend=said)
 
 

@@ -6,6 +6,7 @@ In: tensors, names, numbers. Out: matplotlib Axes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any
 
 import torch
@@ -78,9 +79,14 @@ def histogram(label: str, tensors: list[torch.Tensor], ax: Any, options: dict[st
 
 
 def bars(names: Sequence[str], numbers: Sequence[float], word: str, ax: Any, options: dict[str, Any]) -> Any:
-    """A number for each name, the first on top."""
+    """A number for each name, the first on top. What is not finite is hatched, as long as the longest, and named."""
     ax = ax or new_axes(6, min(14, 1 + 0.22 * len(names)))
-    ax.barh(range(len(names)), numbers, **options)
+    longest = max([abs(number) for number in numbers if isfinite(number)], default=0.0) or 1.0
+    drawn = ax.barh(range(len(names)), [one if isfinite(one) else longest for one in numbers], **options)
+    for row, (number, patch) in enumerate(zip(numbers, drawn, strict=True)):
+        if not isfinite(number):
+            patch.set(hatch="///", facecolor="none", edgecolor=patch.get_facecolor())
+            ax.annotate(f" {number} ", (0, row), va="center", fontsize=8, backgroundcolor="white")
     step = max(1, len(names) // 60)
     ax.set_yticks(range(0, len(names), step), labels=[names[n] for n in range(0, len(names), step)], fontsize=8)
     ax.invert_yaxis()

@@ -8,6 +8,7 @@ grey parameters, yellow conditions; boxes for modules, ellipses for what is comp
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf, isinf, isnan
 
 from attrs import evolve, field, frozen
 
@@ -118,11 +119,14 @@ def attributes(base: Attributes, table: Table, roles: frozenset[str]) -> dict[st
 
 
 def colour(scale: tuple[str, str, str], value: float, span: tuple[float, float]) -> str:
-    """The colour of a number: the middle one at zero, or at the least where none is negative."""
+    """The colour of a number: the middle one at zero, or at the least where none is negative. What is not finite is
+    as far as can be.
+    """
     low, high = span
+    value = inf if isnan(value) else value
     end = scale[2] if value >= 0 or low >= 0 else scale[0]
     size = max(abs(low), abs(high)) if low < 0 else high
-    share = min(1.0, abs(value) / size) if size else 0.0
+    share = 1.0 if isinf(value) else min(1.0, abs(value) / size) if size else 0.0
     channels = [(int(scale[1][n : n + 2], 16), int(end[n : n + 2], 16)) for n in (1, 3, 5)]
     return "#" + "".join(f"{round(middle + share * (far - middle)):02x}" for middle, far in channels)
 

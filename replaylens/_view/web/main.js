@@ -328,7 +328,7 @@ function begin() {
   let wanted = "";
   try { wanted = decodeURIComponent(location.hash.slice(1)); } catch { /* no name */ }
   const key = KEY_OF_LABEL.get(wanted) || FRAMES_BY_NAME.get(wanted.replace(/^@/, ""));
-  if (key) choose(key, { label: KEY_OF_LABEL.has(wanted) ? wanted : null });
+  if (key) choose(key, { label: itemOf(key).layers.includes(wanted) ? wanted : null });
   document.documentElement.dataset.ready = "yes";
 }
 begin();

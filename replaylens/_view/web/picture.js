@@ -120,7 +120,7 @@ function pathOf(points) {
 // The colour of a number, as a mixture of the page's own colours, so that it goes with light and dark.
 function colourOf(value) {
   if (!DATA.overlay || value === undefined) return null;
-  if (typeof value !== "number") return "var(--hot)";
+  if (typeof value !== "number") return `var(${value === "-inf" ? "--cold" : "--hot"})`; // not finite: as far as can be
   const [low, high] = DATA.overlay.span;
   const size = low < 0 ? Math.max(-low, high) : high;
   const share = size ? Math.min(1, Math.abs(value) / size) : 0;

@@ -7,16 +7,18 @@ DATA.frames.forEach((frame, n) => ITEMS.set("f" + n, { key: "f" + n, first: Infi
 const ROOT = { key: "root", inside: [] };
 const itemOf = (key) => (key === "root" ? ROOT : ITEMS.get(key));
 
+const distance = (value) => (value === undefined ? -1 : typeof value === "number" ? Math.abs(value) : Infinity);
+
 const KEY_OF_LABEL = new Map();
 for (const item of ITEMS.values()) {
   itemOf(item.frame).inside.push(item);
   if (!item.isGlyph) continue;
-  for (const label of item.layers) if (!KEY_OF_LABEL.has(label)) KEY_OF_LABEL.set(label, item.key);
+  for (const label of [...item.layers, ...(item.times > 1 ? [item.name] : [])]) if (!KEY_OF_LABEL.has(label)) KEY_OF_LABEL.set(label, item.key);
   for (let frame = item.frame; frame !== "root"; frame = itemOf(frame).frame) {
     const around = itemOf(frame);
     around.first = Math.min(around.first, item.first);
     around.layers.push(...item.layers);
-    if (typeof item.value === "number" && !(Math.abs(around.value) > Math.abs(item.value))) around.value = item.value;
+    if (item.value !== undefined && !(distance(around.value) > distance(item.value))) around.value = item.value;
   }
 }
 for (const item of [ROOT, ...ITEMS.values()]) item.inside.sort((a, b) => a.first - b.first);
