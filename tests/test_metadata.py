@@ -558,6 +558,16 @@ def test_the_table_of_parameters(prog):
     assert "<table>" in prog.params._repr_html_()
     with pytest.raises(KeyError, match="no row of this table has the address 'nothing'"):
         prog.params["nothing"]
+    with pytest.raises(KeyError, match=r"the address 'inner\.weight'\. The nearest names are 'inner\.fc\.weight'"):
+        prog.params["inner.weight"]
+
+
+def test_a_tied_parameter_is_a_row_by_all_its_names():
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
+    model[1].weight = model[0].weight
+    params = rl.capture(model, torch.tensor([1, 2])).params
+    assert len(params) == 1 and params["0.weight"] == params["1.weight"]
+    assert params["1.weight"]["read_by"] == ("embedding_1_1", "linear_1_2")
 
 
 # ---- print ----------------------------------------------------------------------------------------------------------

@@ -302,7 +302,7 @@ class Described:
             for p in self._parameters
         ]
         columns = ("address", "shape", "dtype", "numbers", "bytes", "trainable", "read_by")
-        return Table(columns, tuple(rows))
+        return Table(columns, tuple(rows), {name: p.address for p in self._parameters for name in p.aliases})
 
     def to_pandas(self) -> Any:
         """A DataFrame with a row for each operation."""

@@ -6,10 +6,11 @@ In: names of columns, and rows. What they mean is not known here.
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any
 
-from attrs import frozen
+from attrs import field, frozen
 
 from .._core.optional import optional
 
@@ -20,6 +21,7 @@ class Table:
 
     columns: tuple[str, ...]
     rows: tuple[tuple[Any, ...], ...]
+    aliases: Mapping[str, str] = field(factory=dict)  # further names of rows
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -29,9 +31,11 @@ class Table:
 
     def __getitem__(self, name: Any) -> dict[str, Any]:
         for row in self.rows:
-            if row[0] == name:
+            if row[0] == self.aliases.get(name, name):
                 return dict(zip(self.columns, row, strict=True))
-        raise KeyError(f"no row of this table has the {self.columns[0]} {name!r}.")
+        close = get_close_matches(str(name), [str(row[0]) for row in self.rows], n=3)
+        more = f" The nearest names are {', '.join(map(repr, close))}." if close else ""
+        raise KeyError(f"no row of this table has the {self.columns[0]} {name!r}.{more}")
 
     def column(self, name: str) -> list[Any]:
         """All that stands under a name."""
