@@ -1,0 +1,289 @@
+"""Held: what a program holds, and what a user's words for places in it mean. Nothing is run here.
+
+In: a captured forward, or the record that an edit gave. Out: layers by any of their names, the sites that a key of
+patches means, requests in positions and tensors. What is done with them is for `Program`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from attrs import evolve
+
+from ._capture.capture import Captured, record_of
+from ._core.graph import Graph
+from ._core.node import Call, Input, Ref
+from ._core.pure import untransformed
+from ._core.reference import Reference
+from ._core.trees import leaves, thaw
+from ._edit.bind import refers
+from ._edit.edges import Edge
+from ._edit.select import Selection, Site, Where, find, is_named, sites
+from ._edit.wanted import Wish
+from ._lens.history import Described
+from ._lens.layers import Atlas, Layer, Place
+from ._lens.lens import Lens
+from ._lens.words import Words, as_list
+from ._replay.gradients import Asked, Grads, ask
+from ._replay.keeping import with_values
+from ._replay.patching import at_place, changes_of
+from ._replay.replay import Record, detached
+from ._replay.request import At, Request, new_inputs, new_state
+from ._view.plots import plot_value
+from .errors import (
+    NoGradient,
+    NoSuchLayer,
+    NotSaved,
+    NoValues,
+    ReplaylensError,
+)
+
+
+class Held(Described, Reference):
+    """The record of a forward, and the names for what is in it."""
+
+    def __init__(
+        self, captured: Captured | None, record: Record | None, outline: Record | None, grads: Grads | None
+    ) -> None:
+        self._captured = captured
+        self._given = record
+        self._outline = outline  # of a forward that computed nothing
+        self._grads = grads  # of the backward pass that it had
+        self._edges: dict[Edge, tuple[Site, ...]] = {}  # nodes of their own for what one node reads from another
+
+    @property
+    def graph(self) -> Graph:
+        """The program's structure: nodes in order, no tensors."""
+        return self._told.graph
+
+    @property
+    def layers(self) -> list[Layer]:
+        """Every layer in execution order, inputs and outputs included."""
+        return [self._layer(place) for place in self._atlas.places]
+
+    @property
+    def layer_labels(self) -> list[str]:
+        return list(self._atlas.order)
+
+    def __getitem__(self, name: Any) -> Layer:
+        return self._layer(self._atlas.find(name))
+
+    def __contains__(self, name: Any) -> bool:
+        try:
+            self._atlas.find(name)
+        except NoSuchLayer:
+            return False
+        return True
+
+    def __iter__(self) -> Iterator[Layer]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self._atlas.order)
+
+    def find(
+        self,
+        op: str | None = None,
+        module: str | None = None,
+        input_of: str | None = None,
+        where: Callable[[Layer], Any] | None = None,
+    ) -> Selection:
+        """The layers for which all of this holds, as a value: for patches, for iteration, for `assert_count`.
+
+        `op` is a type of operation, `module` the address of a module that they ran in, `input_of` a layer or module
+        that reads them; all three may be globs (`"layer4.*"`). `where` is a function of a layer.
+        """
+        return find(self._atlas, self.__getitem__, op, module, input_of, where)
+
+    def names_of(self, key: Any) -> tuple[str, ...]:
+        """The names of the layers that a key of a mapping of patches means: of a glob, a type, a selection, a name."""
+        return tuple([site.name for site in self._sites(key)])
+
+    @property
+    def gradients(self) -> Grads:
+        """The gradients of the backward pass that this program had, by layer; and why some have none."""
+        if self._grads is None:
+            raise NoGradient(
+                "no gradient is here: the program had no backward pass. `prog.backward(of=...)` gives one that had."
+            )
+        return self._grads
+
+    # -- below ---------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _record(self) -> Record:
+        if self._given is not None:
+            return self._given
+        if self._outline is not None:
+            raise NoValues(
+                "the program was captured with fake=True: it has structure and shapes, and no values. "
+                "Capture the model without it."
+            )
+        assert self._captured is not None
+        with untransformed():  # the program outlives the transform that asks for it first
+            record = record_of(self._captured)
+        self._captured = None
+        return record
+
+    @property
+    def _told(self) -> Record:
+        """What is known of the forward, with its values or without."""
+        return self._outline or self._record
+
+    @cached_property
+    def _atlas(self) -> Atlas:
+        return Atlas(self.graph)
+
+    def _layer(self, place: Place) -> Layer:
+        return Layer(self._lens, place, self._read, self._gradient, plot_value)
+
+    @cached_property
+    def _lens(self) -> Lens:
+        return Lens(self._told, self._atlas)
+
+    def _gradient(self, label: str) -> Any:
+        return self.gradients[label]
+
+    def _meant(self, wish: Wish) -> tuple[str, ...]:
+        """The labels of the layers that a wish means."""
+        return wish.labels(self._atlas, self.__getitem__)
+
+    def _read(self, part: Ref | None, name: str, again: bool = False) -> Any:
+        """The recorded value of a node, or of a part of it. `again`: also if it must be computed again."""
+        record = self._record
+        node = self.graph[name]
+        tree = part if part is not None else (getattr(node, "result", None) or getattr(node, "returns", Ref(name)))
+        missing = [leaf for leaf in leaves(tree) if type(leaf) is Ref and leaf not in record.values]
+        if missing and not again:
+            raise NotSaved(f"the value of {name} was not saved. `prog.recover({name!r})` computes it again.")
+        record = with_values(record, missing)
+        return thaw(tree, lambda leaf: detached(record.value(leaf)) if type(leaf) is Ref else leaf)
+
+    def _at(self, name: Any) -> At:
+        return at_place(self.graph, self._atlas.find(name))
+
+    def _site(self, name: Any) -> Site:
+        place = self._atlas.find(name)
+        return Site(place, name if isinstance(name, str) else place.label)
+
+    def _sites(self, key: Any) -> tuple[Site, ...]:
+        if isinstance(key, Edge):
+            return self._edges[key]
+        if type(key) is not str:
+            return sites(self._atlas, self.__getitem__, key)
+        known = self._named_sites.get(key)
+        if known is None:
+            known = self._named_sites[key] = sites(self._atlas, self.__getitem__, key)
+        return known
+
+    @cached_property
+    def _named_sites(self) -> dict[str, tuple[Site, ...]]:
+        """What names were found to mean: a sweep asks for the same ones again and again."""
+        return {}
+
+    @cached_property
+    def _words(self) -> Words:
+        return Words(self._atlas, self._sites)
+
+    def _value_for(self, name: str) -> Any:
+        return self[name]._value_for(name)
+
+    def _position(self, name: Any) -> int:
+        return self._at(name).position
+
+    def _inputs(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> dict[int, torch.Tensor]:
+        return new_inputs(self.graph, inputs, named) if inputs or named else {}
+
+    def _request(
+        self,
+        inputs: tuple[Any, ...],
+        named_inputs: dict[str, Any],
+        from_: Any,
+        patch: Any,
+        state: Mapping[str, torch.Tensor] | None,
+        on_divergence: str,
+        **more: Any,
+    ) -> Request:
+        """What a user asks for, in positions and tensors."""
+        given = self._inputs(inputs, named_inputs)
+        if state:
+            given.update(new_state(self.graph, dict(state), self._atlas.nearest))
+        start = self._site(from_) if from_ is not None else None
+        if start and (inputs or named_inputs):
+            raise ReplaylensError(
+                "from_= begins at a recorded value, and new inputs change what comes before it. Give one."
+            )
+        changed, ends = changes_of(self.graph, patch, start, self._sites)
+        request = Request(
+            changed=changed,
+            ends=ends,
+            given=given,
+            start=(at_place(self.graph, start.place).position,) if start else (),
+            on_divergence=on_divergence,
+            **self._beyond(patch),
+            **more,
+        )
+        asks = start or changed or ends or given or request.to is not None or request.fresh
+        return request if asks else evolve(request, whole=True)
+
+    def _asked(self, at: Any, from_: Any) -> Asked:
+        """The layers at which gradients are asked for."""
+        labels, named = self._everywhere.labels, ()
+        if at is not None:
+            one_key = isinstance(at, (str, int, Selection, Where, Layer))
+            sites = {key: self._sites(key) for key in ([at] if one_key else at)}
+            named = tuple([site.place.label for key, found in sites.items() for site in found if is_named(key, site)])
+            labels = {site.place.label: at_place(self.graph, site.place) for found in sites.values() for site in found}
+        elif from_ is None:
+            return self._everywhere
+        if from_ is not None:
+            begin = self.graph.nodes[self._position(from_)].name
+            below = self.graph.descendants([begin])
+            beside = [label for label, one in labels.items() if self.graph.nodes[one.position].name not in below]
+            if at is not None and beside:
+                raise ReplaylensError(f"{beside[0]} does not follow {begin}, which is where from_= begins.")
+            labels = {label: one for label, one in labels.items() if label not in beside}
+        return ask(self._record, labels, named)
+
+    @cached_property
+    def _everywhere(self) -> Asked:
+        """The inputs, and every layer that the forward computed."""
+        graph = self.graph
+        pairs = [(place.label, At(graph.positions[place.node], place.output)) for place in self._atlas.places]
+        computed = [pair for pair in pairs if isinstance(graph.nodes[pair[1].position], (Call, Input))]
+        return ask(self._record, dict(computed), ())
+
+    def _named(self, name: Any) -> tuple[str, At]:
+        """The label of a layer, and where it lies, by any of its names."""
+        place = self._atlas.find(name)
+        return place.label, At(self.graph.positions[place.node], place.output, place.part)
+
+    def _beyond(self, patch: Any) -> dict[str, Any]:
+        """Which patches hold beyond what was recorded, where the model itself is run: those for all passes of a layer,
+        and those for a type of operation. What takes from another program at each site does not: it has none there.
+        """
+        keys = [key for key, what in patch.items() if not refers(what)] if isinstance(patch, Mapping) else []
+        found = {key: self._sites(key) for key in keys if isinstance(key, str) and not _has_pass(key)}
+        nodes = {key: [self.graph[site.place.node] for site in of_key] for key, of_key in found.items()}
+        kinds = [key for key, of in nodes.items() if all(isinstance(n, Call) and n.kind == key != n.name for n in of)]
+        return {
+            "every": frozenset(self.graph.positions[node.name] for of_key in nodes.values() for node in of_key),
+            "kinds": frozenset(kind for kind in kinds if kind not in self._atlas.module_calls),
+        }
+
+    def _keep(self, keep: Any) -> frozenset[int]:
+        if keep in ("all", "everything"):
+            return frozenset(range(len(self.graph)))
+        if keep is None or keep == "output":
+            return frozenset()
+        if callable(keep):
+            return frozenset(self._position(layer.label) for layer in self.layers if keep(layer))
+        return frozenset(self._position(name) for name in as_list(keep))
+
+
+def _has_pass(name: str) -> bool:
+    """Does a name say which pass it means, as `linear_1_1:2` does?"""
+    return name.rpartition(":")[2].isdigit()
