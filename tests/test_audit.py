@@ -133,6 +133,35 @@ def test_what_a_raw_pointer_gave_is_seen_on_other_inputs() -> None:
     assert [law.name for law in report.laws if not law] == ["other inputs"]
 
 
+class HandsOut(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.bias = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+        self.register_buffer("scale", torch.full((4,), 2.0))
+        self.table = torch.arange(4.0)
+
+    def forward(self, x):
+        return self.fc(x), self.bias, self.scale, self.table
+
+
+class AddsLater(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = HandsOut()
+
+    def forward(self, x):
+        x, bias, scale, table = self.inner(x)
+        return x * scale + bias + table
+
+
+def test_a_module_that_hands_out_its_own_tensors_before_anything_read_them_gives_values_of_the_program() -> None:
+    report = rl.check(AddsLater(), torch.randn(3, 4))
+    assert report, str(report)
+    graph = rl.capture(AddsLater(), torch.randn(3, 4)).graph
+    given = next(tree for scope, tree in graph.module_outputs if scope.address == "inner")
+    assert [graph[ref.node].address for ref in given[1:]] == ["inner.bias", "inner.scale", "inner.table"]
+
+
 def test_a_cache_outside_of_the_model_is_no_fault_and_is_said() -> None:
     cache: list[torch.Tensor] = []
 
