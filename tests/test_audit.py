@@ -354,6 +354,85 @@ def test_a_wrong_change_of_state_is_seen_by_the_witness() -> None:
     assert found.fact == "a plain forward leaves something else in `norm.running_mean` than was recorded"
 
 
+def with_graph(**changes: Callable):
+    """A change of the record: each field of its graph by what a function makes of it."""
+    return lambda record: evolve(
+        record, graph=evolve(record.graph, **{name: f(getattr(record.graph, name)) for name, f in changes.items()})
+    )
+
+
+def test_a_change_of_state_that_the_program_lost_is_seen_by_the_witness() -> None:
+    found = broken(witness, with_graph(changes=lambda changes: ()))
+    assert [finding.fact for finding in found] == [
+        f"a plain forward leaves something else in `norm.{name}` than was recorded"
+        for name in ("num_batches_tracked", "running_mean", "running_var")
+    ]
+
+
+def test_a_change_of_state_that_the_program_made_up_is_seen_by_the_witness() -> None:
+    def change(record):
+        more = ("norm.bias", dict(record.graph.changes)["norm.running_mean"])
+        return with_graph(changes=lambda changes: (*changes, more))(record)
+
+    (found,) = broken(witness, change)
+    assert found.fact == "a plain forward leaves something else in `norm.bias` than was recorded"
+
+
+def test_parameters_that_changed_their_addresses_are_seen_by_the_witness() -> None:
+    other = {"norm.weight": "norm.bias", "norm.bias": "norm.weight"}
+
+    def swapped(nodes):
+        return tuple([evolve(n, address=other[n.address]) if getattr(n, "address", "") in other else n for n in nodes])
+
+    facts = [finding.fact for finding in broken(witness, with_graph(nodes=swapped))]
+    assert facts[:2] == [
+        "the model holds another parameter at `norm.bias` than is recorded",
+        "the model holds another parameter at `norm.weight` than is recorded",
+    ]
+
+
+def test_a_parameter_that_is_recorded_as_a_buffer_or_under_one_name_of_two_is_seen_by_the_witness() -> None:
+    def wrongly(nodes):
+        wrong = {"norm.weight": {"kind": "buffer"}, "norm.bias": {"aliases": ("fc.bias",)}}
+        return tuple([evolve(node, **wrong.get(getattr(node, "address", ""), {})) for node in nodes])
+
+    facts = [finding.fact for finding in broken(witness, with_graph(nodes=wrongly))]
+    assert facts[:2] == [
+        "`norm.weight` is a parameter of the model, and recorded as a buffer",
+        "the model holds it at `norm.bias`, and recorded is `fc.bias`, `norm.bias`",
+    ]
+
+
+def test_a_parameter_that_lost_its_gradient_is_seen_by_the_witness() -> None:
+    def change(record):
+        ref = Ref(next(node.name for node in record.graph.state_nodes if node.address == "fc.weight"))
+        return evolve(record, values=record.values | {ref: record.values[ref].detach()})
+
+    (found,) = broken(witness, change)
+    assert found.fact == "`fc.weight` needs a gradient, and is recorded otherwise"
+
+
+def test_inputs_in_another_order_are_seen_by_the_witness() -> None:
+    model, one, other = (lambda x, y: x - y * 2), torch.randn(3), torch.randn(3)
+    with under_check(model, (one, other), {}) as subject:
+        turned = with_graph(inputs=lambda inputs: (inputs[0][::-1], inputs[1]))(subject.record)
+        assert witness(subject)
+        (found,) = witness(evolve(subject, record=turned)).failures
+    assert found.fact == "the inputs are recorded otherwise than they were given: other numbers"
+
+
+@pytest.mark.parametrize("kind", ["exp", "mean"])
+def test_a_call_that_runs_without_gradients_in_the_program_alone_is_named(kind: str) -> None:
+    def change(record):
+        call = by_kind(record, kind)
+        return with_call(record, call.name, context=evolve(call.context, grad=False))
+
+    (found,) = broken(audit, change)
+    assert found.node.startswith(kind) and found.fact.endswith(
+        "gradients are on in 0 of these calls in a replay, in 1 in a plain forward"
+    )
+
+
 def test_a_module_call_that_the_program_lost_is_seen_by_the_witness() -> None:
     def change(record):
         return evolve(record, graph=evolve(record.graph, module_outputs=record.graph.module_outputs[1:]))

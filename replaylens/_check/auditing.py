@@ -60,7 +60,7 @@ def _settled(subject: Subject, plain: list[Seen]) -> tuple[Account, str]:
     """
     replayed = replayed_calls(subject.record)
     account = account_of(plain, replayed, subject.record.graph.guards)
-    if not account.leftover:
+    if not (account.missing or account.extra):
         return account, ""
     second = subject.again()
     plain, later = plain_calls(second)[0], replayed_calls(second.record)
