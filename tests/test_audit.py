@@ -3,6 +3,7 @@
 import ctypes
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -477,6 +478,69 @@ def test_a_model_that_raises_raises_its_own_error_and_is_left_as_it_was() -> Non
     with pytest.raises(KeyError, match="mine"):
         rl.check(model, torch.randn(3, 4, generator=torch.Generator()))
     assert not hasattr(model, "seen") and torch.equal(torch.get_rng_state(), state)
+
+
+def writes(m, x):
+    x.add_(1)
+    return m.norm(m.fc(x))
+
+
+def trains(m, x):
+    with torch.enable_grad():
+        optimizer = torch.optim.SGD(m.parameters(), 0.1)
+        m.fc(x).square().sum().backward()
+        optimizer.step()
+    return m.fc(x)
+
+
+def replaces(m, x):
+    m.fc.weight = nn.Parameter(m.fc.weight * 2)
+    m.norm.running_mean = m.norm.running_mean + 1
+    return m.fc(x)
+
+
+def turns_switches(m, x):
+    m.eval().requires_grad_(False)
+    x.grad = torch.ones_like(x)
+    torch.set_grad_enabled(False)
+    torch.use_deterministic_algorithms(True)
+    torch.autograd.set_detect_anomaly(True)
+    torch.set_default_dtype(torch.float64)
+    return m.fc(x)
+
+
+def switches() -> tuple:
+    return (
+        torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_anomaly_enabled(),
+        torch.get_default_dtype(),
+        torch.backends.mha.get_fastpath_enabled(),
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("raises", [False, True], ids=["", "and raises"])
+@pytest.mark.parametrize("steps", [writes, trains, replaces, turns_switches])
+def test_whatever_a_forward_does_before_it_raises_or_returns_is_undone(steps: Callable, raises: bool) -> None:
+    def forward(m, x):
+        made = steps(m, x)
+        if raises:
+            raise KeyError("mine")
+        return made
+
+    torch.manual_seed(0)
+    model, x = Model(forward), torch.randn(3, 4)
+    model.fc.weight.grad = torch.ones(4, 4)
+    held = dict(model.named_parameters()) | dict(model.named_buffers())
+    before = [repr(belongings(model)), repr(generators()), switches(), x.clone()]
+    with pytest.raises(KeyError, match="mine") if raises else nullcontext():
+        assert rl.check(model, x)
+    after = [repr(belongings(model)), repr(generators()), switches(), x]
+    assert after[:3] == before[:3] and torch.equal(after[3], before[3]) and x.grad is None
+    assert torch.equal(model.fc.weight.grad, torch.ones(4, 4))
+    now = dict(model.named_parameters()) | dict(model.named_buffers())
+    assert all(now[name] is tensor for name, tensor in held.items()) and now.keys() == held.keys()
 
 
 def test_hooks_of_the_users_are_seen_and_none_is_left_behind() -> None:
