@@ -543,6 +543,18 @@ def test_whatever_a_forward_does_before_it_raises_or_returns_is_undone(steps: Ca
     assert all(now[name] is tensor for name, tensor in held.items()) and now.keys() == held.keys()
 
 
+def test_a_model_that_gives_a_parameter_other_data_is_checked_like_others() -> None:
+    def steps(m, x):
+        m.fc.weight.data = m.fc.weight.data * 2
+        return m.fc(x)
+
+    torch.manual_seed(0)
+    model = Model(steps)
+    before = model.fc.weight.detach().clone()
+    assert rl.check(model, torch.randn(3, 4))
+    assert torch.equal(model.fc.weight, before)
+
+
 def test_hooks_of_the_users_are_seen_and_none_is_left_behind() -> None:
     model = Model(lambda m, x: m.norm(m.fc(x)))
     model.fc.register_forward_hook(lambda module, args, output: output * 2)

@@ -19,6 +19,7 @@ from .._capture.builder import Recording, SourceRecord
 from .._capture.capture import Captured, eager_compiler, held, put_back, record, record_of, require_supported
 from .._capture.origins import Origins
 from .._capture.snapshot import Beginning, Belongings
+from .._core.node import Ref
 from .._replay.replay import Record, Versions, version
 from .outputs import apart, copied
 
@@ -104,12 +105,23 @@ def _captured(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], belongi
 
 
 def _sheltered(made: Record, recording: Recording) -> Record:
-    """The record with copies of the values that lie in memory which is put back: what the model wrote at its end."""
-    doomed = {memory for source in recording.records if (memory := _memory_put_back(source, recording)) is not None}
+    """The record with copies of the values that lie in memory which is put back: what the model wrote at its end; and
+    of what was there first, which by `.data =` has other memory by now, but one write counter with it.
+    """
+    pairs = list(zip(recording.records, made.graph.nodes, strict=True))
+    doomed = {memory for source, _ in pairs if (memory := _memory_put_back(source, recording)) is not None}
     if not doomed:
         return made
-    values = {ref: value.clone() if _memory_of(value) in doomed else value for ref, value in made.values.items()}
+    firsts = {Ref(node.name) for source, node in pairs if _memory_put_back(source, recording) is not None}
+    values = {
+        ref: _copy(value) if ref in firsts or _memory_of(value) in doomed else value
+        for ref, value in made.values.items()
+    }
     return evolve(made, values=values, versions=Versions((ref, version(value)) for ref, value in values.items()))
+
+
+def _copy(value: torch.Tensor) -> torch.Tensor:
+    return value.clone() if value.grad_fn is not None else value.detach().clone().requires_grad_(value.requires_grad)
 
 
 def _memory_put_back(source: Any, recording: Recording) -> int | None:
