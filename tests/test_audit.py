@@ -214,6 +214,27 @@ def test_a_fused_layer_is_said_with_how_far_it_is_from_the_open_one() -> None:
     assert 0 <= special.difference < 1e-4
 
 
+def test_padding_that_a_fused_encoder_leaves_zero_is_said_and_nothing_else_differs() -> None:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with torch.no_grad():
+        report = rl.check(encoder, torch.randn(2, 5, 8), src_key_padding_mask=padding)
+    assert report, str(report)
+    (fact,) = report["completeness"].reasons
+    assert fact == (
+        "a plain forward runs it as one fused kernel, which leaves zeros where tokens are padding; the program has it "
+        "open, and other numbers there"
+    )
+
+
+def test_a_fused_encoder_whose_padding_reaches_other_numbers_is_no_fault_of_the_kernels_rounding() -> None:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with torch.no_grad():
+        report = rl.check(lambda x: encoder(x, src_key_padding_mask=padding).mean(1), torch.randn(2, 5, 8))
+    assert {failure.node for failure in report.failures} == {"_transformer_encoder_layer_fwd"}, str(report)
+
+
 # ---- programs that were broken on purpose ------------------------------------------------------------------------------
 
 
