@@ -33,6 +33,8 @@ def main(words: Sequence[str] | None = None) -> int:
             return int(asked.act(asked))
     except (BadWords, ReplaylensError) as error:
         print(f"replaylens: {error}", file=sys.stderr)
+    except SystemExit as error:  # the model's own, which must not pass for a status of ours
+        print(f"replaylens: the model, or its module, ended Python by SystemExit({error.code!r}).", file=sys.stderr)
     except Exception as error:  # the model's own
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
         print(f"replaylens: {type(error).__name__}: {error}{notes}", file=sys.stderr)
@@ -91,7 +93,9 @@ def _subject(asked: argparse.Namespace) -> Asked:
 def _found(name: str) -> Any:
     """What `package.module:name` leads to. The current directory is searched first, as by `python -m`."""
     module, colon, path = name.partition(":")
-    if not (module and colon and path):
+    if not (module and colon and path) or not all(
+        word.isidentifier() for word in (*module.split("."), *path.split("."))
+    ):
         raise BadWords(f"{name!r} is no place of a model. Write package.module:factory.")
     if "" not in sys.path:
         sys.path.insert(0, "")
@@ -121,13 +125,17 @@ def _made(found: Any) -> Any:
 
 def _input(shape: str, dtype: str, high: int) -> torch.Tensor:
     """A random tensor of this shape: floats around zero, integers from zero on."""
-    kind = getattr(torch, dtype, None)
+    kind = getattr(torch, dtype.removeprefix("torch."), None)
     if not isinstance(kind, torch.dtype):
         raise BadWords(f"{dtype!r} is no dtype of torch's. Write one such as float32 or int64.")
     try:
         sizes = [int(size) for size in shape.split(",") if size.strip()]
     except ValueError:
         raise BadWords(f"{shape!r} is no shape. Write the sizes with commas between: 1,3,224,224.") from None
+    if any(size < 0 for size in sizes):
+        raise BadWords(f"{shape!r} is no shape: sizes are not negative. Write 1,3,224,224.")
+    if high < 1:
+        raise BadWords(f"integers from zero on lie below 1 or more, not below {high}.")
     if kind is torch.bool:
         return torch.rand(sizes) < 0.5
     if kind.is_floating_point or kind.is_complex:
@@ -137,4 +145,10 @@ def _input(shape: str, dtype: str, high: int) -> torch.Tensor:
 
 def _count(word: str) -> float:
     """A number of nodes, or a share of them: `200`, `0.1`."""
-    return float(word) if "." in word else int(word)
+    try:
+        count = float(word) if "." in word else int(word)
+    except ValueError:
+        count = 0
+    if count <= 0 or (isinstance(count, float) and count > 1):
+        raise argparse.ArgumentTypeError(f"{word!r} is no number of nodes, and no share of them such as 0.1")
+    return count

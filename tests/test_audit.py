@@ -3,6 +3,7 @@
 import ctypes
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -133,6 +134,35 @@ def test_what_a_raw_pointer_gave_is_seen_on_other_inputs() -> None:
     assert [law.name for law in report.laws if not law] == ["other inputs"]
 
 
+class HandsOut(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.bias = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+        self.register_buffer("scale", torch.full((4,), 2.0))
+        self.table = torch.arange(4.0)
+
+    def forward(self, x):
+        return self.fc(x), self.bias, self.scale, self.table
+
+
+class AddsLater(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = HandsOut()
+
+    def forward(self, x):
+        x, bias, scale, table = self.inner(x)
+        return x * scale + bias + table
+
+
+def test_a_module_that_hands_out_its_own_tensors_before_anything_read_them_gives_values_of_the_program() -> None:
+    report = rl.check(AddsLater(), torch.randn(3, 4))
+    assert report, str(report)
+    graph = rl.capture(AddsLater(), torch.randn(3, 4)).graph
+    given = next(tree for scope, tree in graph.module_outputs if scope.address == "inner")
+    assert [graph[ref.node].address for ref in given[1:]] == ["inner.bias", "inner.scale", "inner.table"]
+
+
 def test_a_cache_outside_of_the_model_is_no_fault_and_is_said() -> None:
     cache: list[torch.Tensor] = []
 
@@ -182,6 +212,27 @@ def test_a_fused_layer_is_said_with_how_far_it_is_from_the_open_one() -> None:
     assert report and special.node == "_transformer_encoder_layer_fwd"
     assert special.fact == "a plain forward runs it as one fused kernel, the program has it open"
     assert 0 <= special.difference < 1e-4
+
+
+def test_padding_that_a_fused_encoder_leaves_zero_is_said_and_nothing_else_differs() -> None:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with torch.no_grad():
+        report = rl.check(encoder, torch.randn(2, 5, 8), src_key_padding_mask=padding)
+    assert report, str(report)
+    (fact,) = report["completeness"].reasons
+    assert fact == (
+        "a plain forward runs it as one fused kernel, which leaves zeros where tokens are padding; the program has it "
+        "open, and other numbers there"
+    )
+
+
+def test_a_fused_encoder_whose_padding_reaches_other_numbers_is_no_fault_of_the_kernels_rounding() -> None:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with torch.no_grad():
+        report = rl.check(lambda x: encoder(x, src_key_padding_mask=padding).mean(1), torch.randn(2, 5, 8))
+    assert {failure.node for failure in report.failures} == {"_transformer_encoder_layer_fwd"}, str(report)
 
 
 # ---- programs that were broken on purpose ------------------------------------------------------------------------------
@@ -325,6 +376,85 @@ def test_a_wrong_change_of_state_is_seen_by_the_witness() -> None:
     assert found.fact == "a plain forward leaves something else in `norm.running_mean` than was recorded"
 
 
+def with_graph(**changes: Callable):
+    """A change of the record: each field of its graph by what a function makes of it."""
+    return lambda record: evolve(
+        record, graph=evolve(record.graph, **{name: f(getattr(record.graph, name)) for name, f in changes.items()})
+    )
+
+
+def test_a_change_of_state_that_the_program_lost_is_seen_by_the_witness() -> None:
+    found = broken(witness, with_graph(changes=lambda changes: ()))
+    assert [finding.fact for finding in found] == [
+        f"a plain forward leaves something else in `norm.{name}` than was recorded"
+        for name in ("num_batches_tracked", "running_mean", "running_var")
+    ]
+
+
+def test_a_change_of_state_that_the_program_made_up_is_seen_by_the_witness() -> None:
+    def change(record):
+        more = ("norm.bias", dict(record.graph.changes)["norm.running_mean"])
+        return with_graph(changes=lambda changes: (*changes, more))(record)
+
+    (found,) = broken(witness, change)
+    assert found.fact == "a plain forward leaves something else in `norm.bias` than was recorded"
+
+
+def test_parameters_that_changed_their_addresses_are_seen_by_the_witness() -> None:
+    other = {"norm.weight": "norm.bias", "norm.bias": "norm.weight"}
+
+    def swapped(nodes):
+        return tuple([evolve(n, address=other[n.address]) if getattr(n, "address", "") in other else n for n in nodes])
+
+    facts = [finding.fact for finding in broken(witness, with_graph(nodes=swapped))]
+    assert facts[:2] == [
+        "the model holds another parameter at `norm.bias` than is recorded",
+        "the model holds another parameter at `norm.weight` than is recorded",
+    ]
+
+
+def test_a_parameter_that_is_recorded_as_a_buffer_or_under_one_name_of_two_is_seen_by_the_witness() -> None:
+    def wrongly(nodes):
+        wrong = {"norm.weight": {"kind": "buffer"}, "norm.bias": {"aliases": ("fc.bias",)}}
+        return tuple([evolve(node, **wrong.get(getattr(node, "address", ""), {})) for node in nodes])
+
+    facts = [finding.fact for finding in broken(witness, with_graph(nodes=wrongly))]
+    assert facts[:2] == [
+        "`norm.weight` is a parameter of the model, and recorded as a buffer",
+        "the model holds it at `norm.bias`, and recorded is `fc.bias`, `norm.bias`",
+    ]
+
+
+def test_a_parameter_that_lost_its_gradient_is_seen_by_the_witness() -> None:
+    def change(record):
+        ref = Ref(next(node.name for node in record.graph.state_nodes if node.address == "fc.weight"))
+        return evolve(record, values=record.values | {ref: record.values[ref].detach()})
+
+    (found,) = broken(witness, change)
+    assert found.fact == "`fc.weight` needs a gradient, and is recorded otherwise"
+
+
+def test_inputs_in_another_order_are_seen_by_the_witness() -> None:
+    model, one, other = (lambda x, y: x - y * 2), torch.randn(3), torch.randn(3)
+    with under_check(model, (one, other), {}) as subject:
+        turned = with_graph(inputs=lambda inputs: (inputs[0][::-1], inputs[1]))(subject.record)
+        assert witness(subject)
+        (found,) = witness(evolve(subject, record=turned)).failures
+    assert found.fact == "the inputs are recorded otherwise than they were given: other numbers"
+
+
+@pytest.mark.parametrize("kind", ["exp", "mean"])
+def test_a_call_that_runs_without_gradients_in_the_program_alone_is_named(kind: str) -> None:
+    def change(record):
+        call = by_kind(record, kind)
+        return with_call(record, call.name, context=evolve(call.context, grad=False))
+
+    (found,) = broken(audit, change)
+    assert found.node.startswith(kind) and found.fact.endswith(
+        "gradients are on in 0 of these calls in a replay, in 1 in a plain forward"
+    )
+
+
 def test_a_module_call_that_the_program_lost_is_seen_by_the_witness() -> None:
     def change(record):
         return evolve(record, graph=evolve(record.graph, module_outputs=record.graph.module_outputs[1:]))
@@ -369,6 +499,81 @@ def test_a_model_that_raises_raises_its_own_error_and_is_left_as_it_was() -> Non
     with pytest.raises(KeyError, match="mine"):
         rl.check(model, torch.randn(3, 4, generator=torch.Generator()))
     assert not hasattr(model, "seen") and torch.equal(torch.get_rng_state(), state)
+
+
+def writes(m, x):
+    x.add_(1)
+    return m.norm(m.fc(x))
+
+
+def trains(m, x):
+    with torch.enable_grad():
+        optimizer = torch.optim.SGD(m.parameters(), 0.1)
+        m.fc(x).square().sum().backward()
+        optimizer.step()
+    return m.fc(x)
+
+
+def replaces(m, x):
+    m.fc.weight = nn.Parameter(m.fc.weight * 2)
+    m.norm.running_mean = m.norm.running_mean + 1
+    return m.fc(x)
+
+
+def turns_switches(m, x):
+    m.eval().requires_grad_(False)
+    x.grad = torch.ones_like(x)
+    torch.set_grad_enabled(False)
+    torch.use_deterministic_algorithms(True)
+    torch.autograd.set_detect_anomaly(True)
+    torch.set_default_dtype(torch.float64)
+    return m.fc(x)
+
+
+def switches() -> tuple:
+    return (
+        torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_anomaly_enabled(),
+        torch.get_default_dtype(),
+        torch.backends.mha.get_fastpath_enabled(),
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("raises", [False, True], ids=["", "and raises"])
+@pytest.mark.parametrize("steps", [writes, trains, replaces, turns_switches])
+def test_whatever_a_forward_does_before_it_raises_or_returns_is_undone(steps: Callable, raises: bool) -> None:
+    def forward(m, x):
+        made = steps(m, x)
+        if raises:
+            raise KeyError("mine")
+        return made
+
+    torch.manual_seed(0)
+    model, x = Model(forward), torch.randn(3, 4)
+    model.fc.weight.grad = torch.ones(4, 4)
+    held = dict(model.named_parameters()) | dict(model.named_buffers())
+    before = [repr(belongings(model)), repr(generators()), switches(), x.clone()]
+    with pytest.raises(KeyError, match="mine") if raises else nullcontext():
+        assert rl.check(model, x)
+    after = [repr(belongings(model)), repr(generators()), switches(), x]
+    assert after[:3] == before[:3] and torch.equal(after[3], before[3]) and x.grad is None
+    assert torch.equal(model.fc.weight.grad, torch.ones(4, 4))
+    now = dict(model.named_parameters()) | dict(model.named_buffers())
+    assert all(now[name] is tensor for name, tensor in held.items()) and now.keys() == held.keys()
+
+
+def test_a_model_that_gives_a_parameter_other_data_is_checked_like_others() -> None:
+    def steps(m, x):
+        m.fc.weight.data = m.fc.weight.data * 2
+        return m.fc(x)
+
+    torch.manual_seed(0)
+    model = Model(steps)
+    before = model.fc.weight.detach().clone()
+    assert rl.check(model, torch.randn(3, 4))
+    assert torch.equal(model.fc.weight, before)
 
 
 def test_hooks_of_the_users_are_seen_and_none_is_left_behind() -> None:

@@ -216,6 +216,30 @@ def test_what_cannot_be_seen_has_its_reason(reason):
     assert reason in report["nonsense parents"].reasons, report
 
 
+@pytest.mark.parametrize("keys", ["by place", "by name"])
+def test_attention_to_a_single_key_puts_all_weight_on_it(keys):
+    def model(query, key, value):
+        if keys == "by name":
+            return nn.functional.scaled_dot_product_attention(query=query, key=key, value=value)
+        return nn.functional.scaled_dot_product_attention(query, key, value)
+
+    report = rl.capture(model, torch.randn(1, 2, 5, 4), torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 4)).check()
+    assert report, report
+    assert report["nonsense parents"].reasons == {"a share of one thing, which is always the same": 2}
+
+
+def test_what_shows_only_where_another_argument_is_zero_is_hidden_by_it():
+    report = rl.capture(lambda x: x.heaviside(torch.tensor(0.5)), torch.ones(3)).check()
+    assert report, report
+    assert report["nonsense parents"].reasons == {"hidden by what another argument holds": 1}
+
+
+def test_what_a_far_larger_number_absorbs_is_hidden_by_it():
+    report = rl.capture(lambda x: torch.full((2, 3), -1e38) + x, torch.randn(3)).check()
+    assert report, report
+    assert "hidden by what another argument holds" in report["nonsense parents"].reasons
+
+
 def test_a_tensor_that_is_subtracted_from_itself_in_place_cancels_out():
     def model(x):
         y = x.clone()

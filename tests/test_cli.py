@@ -35,6 +35,7 @@ def test_python_m_replaylens_finds_models_in_the_current_directory_and_exits_wit
         ("cli_models:with_inputs",),
         ("cli_models:with_inputs", "--input", "7", "--dtype", "int64", "--high", "10"),
         ("cli_models:with_keywords",),
+        ("cli_models:linear", "--input", "3,4", "--dtype", "torch.float32"),
     ],
     ids=" ".join,
 )
@@ -55,6 +56,16 @@ def test_the_status_is_1_where_a_law_is_broken(capsys: pytest.CaptureFixture) ->
         (("cli_models",), "'cli_models' is no place of a model. Write package.module:factory."),
         (("no_such_file:model",), "no module 'no_such_file' is found from here. Write package.module:factory."),
         (("cli_models:nothing",), "cli_models has no 'nothing'."),
+        (
+            ("./cli_models.py:linear", "--input", "3,4"),
+            "'./cli_models.py:linear' is no place of a model. Write package.module:factory.",
+        ),
+        (("cli_models:leaves",), "the model, or its module, ended Python by SystemExit(0)."),
+        (("cli_models:linear", "--input=-3,4"), "'-3,4' is no shape: sizes are not negative. Write 1,3,224,224."),
+        (
+            ("cli_models:with_inputs", "--input", "3", "--dtype", "int64", "--high", "0"),
+            "integers from zero on lie below 1 or more, not below 0.",
+        ),
         (
             ("cli_models:not_a_model",),
             "the factory gave int. It gives a model, (model, args) or (model, args, kwargs).",
@@ -79,6 +90,14 @@ def test_the_status_is_2_and_the_reason_is_on_stderr_where_nothing_could_be_aske
     status, out, err = asked(capsys, "check", *words)
     assert (status, out) == (2, "")
     assert err.startswith(f"replaylens: {said}")
+
+
+@pytest.mark.parametrize("sample", ["all", "0", "1.5", "-1"])
+def test_a_sample_that_makes_no_sense_is_refused(sample: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["check", "cli_models:linear", "--input", "3,4", f"--sample={sample}"])
+    assert left.value.code == 2
+    assert capsys.readouterr().err.endswith(f"{sample!r} is no number of nodes, and no share of them such as 0.1\n")
 
 
 def test_show_prints_the_summary_or_the_program(capsys: pytest.CaptureFixture) -> None:

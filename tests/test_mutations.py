@@ -31,6 +31,7 @@ class Everything(nn.Module):
         x = self.first(x)
         self.seen.add_(x.detach().mean(0))
         x = self.again(self.again(x)).tanh()
+        torch.full((2,), 7.0)
         row = x[0]
         x[:, 1] = 0.5
         x = x - row * 3
@@ -306,6 +307,12 @@ def layer_set_aside_as_an_orphan(prog):
 
 
 @caught_by("graph")
+def orphan_that_is_not_set_aside(prog):
+    (name,) = prog.graph.orphans
+    return as_captured(with_graph(prog, lambda graph: evolve(graph, orphans=frozenset()))), name
+
+
+@caught_by("graph")
 def one_address_for_two_parameters(prog):
     return with_node(prog, "again.weight", address="first.weight"), "first.weight"
 
@@ -349,6 +356,12 @@ def pass_of_another_layer(prog):
     old = call(prog, "linear", 4).name
     new = call(prog, "linear", 2).name.replace(":1", ":3")
     return renamed(prog, old, new), new
+
+
+@caught_by("metadata")
+def another_type_than_the_label_says(prog):
+    name = call(prog, "exp").name
+    return as_captured(with_node(prog, name, kind="log")), name
 
 
 @caught_by("metadata")

@@ -53,10 +53,16 @@ class Forward:
     beginning: Beginning
     tracer: Callable[[Recording, Origins, Date, bool, str], Tracer] = Tracer
     second: Callable[[Recording, Origins, Date, bool, str], Tracer] | None = None  # of a second look, if another
+    failed: Callable[[Recording, Beginning], None] | None = None  # is told of a look that raises, and how far it came
 
 
 def record(
-    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unknown: str = "raise", wish: Wish = EVERYTHING
+    model: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    unknown: str = "raise",
+    wish: Wish = EVERYTHING,
+    failed: Callable[[Recording, Beginning], None] | None = None,
 ) -> Captured:
     """Run the model under the tracer. Looks a second time, at every ATen call, if the first was blind to something, or
     had let go of a value that turned out to be needed: everything is kept then until the end.
@@ -65,7 +71,7 @@ def record(
     origins = Origins(model)
     beginning = Beginning(model, Snapshot(origins.modules, (args, kwargs)), Dice(), unknown)
     tracer = Tracer if wish.everything else sparing(wish)
-    captured = looked(Forward(model, args, kwargs, beginning, tracer, Tracer), put_back, origins)
+    captured = looked(Forward(model, args, kwargs, beginning, tracer, Tracer, failed), put_back, origins)
     settle(captured.recording)
     beginning.generators = tuple(captured.recording.generators.values())
     return captured
@@ -114,7 +120,7 @@ def _look(forward: Forward, recording: Recording, origins: Origins, deep: bool) 
         stack.enter_context(tracer)
         if tracer.deep and tracer.watch is not None:
             stack.enter_context(tracer.watch)
-        with timed(recording):
+        with timed(recording), _told_of_failure(forward, recording):
             output = _call(forward.model, args, kwargs, tracer)
         with torch._C.DisableTorchFunction(), tracer.at_work():
             recording.output = freeze_deep(output, tracer.read)
@@ -127,6 +133,19 @@ def _look(forward: Forward, recording: Recording, origins: Origins, deep: bool) 
     tracer.watch = None  # they hold each other, and with them every value
     recording.addresses = origins.addresses
     return Captured(recording, output, forward.beginning)
+
+
+@contextmanager
+def _told_of_failure(forward: Forward, recording: Recording) -> Iterator[None]:
+    try:
+        yield
+    except NeedsDeepLook:
+        raise  # all is put back before the second look
+    except BaseException:
+        if forward.failed is not None:
+            with torch._C.DisableTorchFunction():
+                forward.failed(recording, forward.beginning)
+        raise
 
 
 @boundary

@@ -20,6 +20,8 @@ import torch
 from attrs import define
 from torch import nn
 
+from .._core.trees import freeze_deep
+
 _REGISTERED = frozenset(("_modules", "_parameters", "_buffers"))
 _TORCHS = frozenset(vars(nn.Module())) - {"training"}  # what every module has: its tensors, its hooks
 _DICTS = frozenset((dict, OrderedDict, defaultdict))
@@ -190,6 +192,7 @@ class Belongings:
         generators = beginning.generators if beginning is not None else ()
         self.generators = [(generator, generator.get_state()) for generator, _ in generators]
         tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+        freeze_deep(inputs, tensors.append)
         self.leaves = [(t, t.requires_grad, t.grad) for t in tensors if t.is_leaf]
 
     def put_back(self) -> None:

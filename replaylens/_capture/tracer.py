@@ -22,7 +22,7 @@ from .._core.trees import ATOMS, freeze, freeze_deep
 from ..errors import ReplaylensError, UnannouncedWrite
 from .builder import PLAIN, CallRecord, GuardRecord, Handle, Recording, ScopeRecord, Site, is_torch_code, version_of
 from .opening import opened
-from .origins import Date, Origins
+from .origins import Date, Origins, is_older
 from .recorder import NeedsDeepLook, Recorder, outside, tensors_in
 from .regions import AtenWatch, apply_call, backward_call, differentiate_call, watched
 from .rules import How, Rule, rule_of
@@ -427,10 +427,17 @@ class Tracer(Recorder):
         if _peek() is not None:
             return out, freeze_deep(out, self._read_wrapped)
         if type(out) not in PLAIN:
-            return out, freeze_deep(out, self.memory.read)
+            return out, freeze_deep(out, self._handed_out)
         if did_nothing and args and out is args[0]:
             out = self._identity(out)
-        return out, self.memory.read(out)
+        return out, self._handed_out(out)
+
+    def _handed_out(self, tensor: torch.Tensor) -> Handle | None:
+        """The value of a tensor that a module gave. One of the model's own begins here, if nothing has read it yet."""
+        handle = self.memory.read(tensor)
+        if handle is not None:
+            return handle
+        return self.read(tensor) if self.origins.own_among(tensor) or is_older(tensor, self.date) else None
 
     def _read_wrapped(self, tensor: torch.Tensor) -> Handle | None:
         """The plain tensor beneath functorch's wrappers."""

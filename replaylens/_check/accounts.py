@@ -68,6 +68,7 @@ def account_of(plain: list[Seen], replayed: list[Seen], guards: tuple[Guard, ...
     leftover = (
         *_findings(missing, wanted, given, "was missed: a plain forward makes {0} of these calls, a replay {1}"),
         *_findings(extra, given, wanted, "is too much: a replay makes {0} of these calls, a plain forward {1}"),
+        *_in_other_modes(wanted, given),
     )
     return Account(theirs.total(), leftover, missing, extra, +added)
 
@@ -115,6 +116,30 @@ def _reason(seen: Seen) -> str:
     if seen.kernel.sort is sort:
         return reason
     return CASTS if seen.kernel.sort is Sort.CAST and seen.step.context.autocast else ""
+
+
+def _in_other_modes(wanted: list[Seen], given: list[Seen]) -> Iterator[Finding]:
+    """Calls that are as many on both sides, but with gradients on where the other has them off. Guards and gradients
+    have modes of their own.
+    """
+    mine = [seen for seen in given if isinstance(seen.step, Call) and not seen.step.through]
+    theirs = [seen for seen in wanted if not seen.in_gradient]
+    here, there = (Counter(seen.kernel for seen in calls) for calls in (mine, theirs))
+    on_here, on_there = (Counter(seen.kernel for seen in calls if seen.builds) for calls in (mine, theirs))
+    free = {seen.kernel for seen in (*mine, *theirs) if seen.builds is None}
+    for kernel in here:
+        is_asked = kernel.sort is Sort.COMPUTE and kernel not in free and here[kernel] == there[kernel]
+        if is_asked and on_here[kernel] != on_there[kernel]:
+            on = f"{on_here[kernel]} of these calls in a replay, in {on_there[kernel]} in a plain forward"
+            node = _first_otherwise([s for s in mine if s.kernel == kernel], [s for s in theirs if s.kernel == kernel])
+            yield Finding(NAME, node.name, f"`{kernel}`: gradients are on in {on}", node.source, line=line(node))
+
+
+def _first_otherwise(mine: list[Seen], theirs: list[Seen]) -> Call:
+    """The node of the first call that is in other modes than its like; both come in the order in which they ran."""
+    pairs = zip(mine, theirs, strict=True)
+    found: Any = next(one.step for one, other in pairs if one.builds is not other.builds)
+    return found
 
 
 def _findings(left: Counter[Kernel], those: list[Seen], others: list[Seen], fact: str) -> Iterator[Finding]:

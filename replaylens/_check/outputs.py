@@ -57,14 +57,24 @@ def unlike(value: Any, tree: Any, recorded: Recorded) -> tuple[str, float | None
     return "", None
 
 
-def furthest(value: Any, tree: Any, recorded: Recorded) -> float | None:
-    """The largest absolute difference among all tensors; None where they cannot be told apart by numbers."""
-    found = [
-        difference(mine.tensor, recorded(theirs))
+def furthest(value: Any, tree: Any, recorded: Recorded, but_zeros: bool = False) -> float | None:
+    """The largest absolute difference among all tensors; None where they cannot be told apart by numbers. `but_zeros`:
+    rows that are all zeros in the value are left out.
+    """
+    pairs = [
+        (mine.tensor, recorded(theirs))
         for mine, theirs in _pairs(freeze_deep(value, _held), tree)
         if isinstance(mine, _Held) and isinstance(theirs, Ref)
     ]
+    found = [difference(one, _zero_where(one, other) if but_zeros else other) for one, other in pairs]
     return None if not found or None in found else max(number for number in found if number is not None)
+
+
+def _zero_where(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """A tensor with zeros in the rows in which another has nothing else."""
+    if one.shape != other.shape or not one.dim() or one.layout is not torch.strided or one.is_nested:
+        return other
+    return other.detach().masked_fill(~(one != 0).any(-1, keepdim=True), 0)
 
 
 def _held(tensor: torch.Tensor) -> _Held:

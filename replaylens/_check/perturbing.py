@@ -86,7 +86,7 @@ def _reason(trial: Trial, parent: Ref, outcomes: list[bool | None]) -> str:
     """Why it is right that nothing was seen; "" where nobody knows."""
     if not outcomes:
         return "no other value of its kind could be made"
-    if reason := known_reason(trial.alone.node, parent, trial.value):
+    if reason := known_reason(trial.alone.node, parent, trial.value, trial.given):
         return reason
     if all(outcome is None for outcome in outcomes):
         return f"on other values it raises {type(trial.problems[0]).__name__}"
@@ -186,12 +186,18 @@ def _words(value: torch.Tensor) -> str:
 
 def _is_noticed(trial: Trial, parent: Ref, beside: list[Ref]) -> bool:
     """Is nonsense for the parent noticed where others hold nonsense too?"""
-    streams = [others_than(trial.given[ref]) for ref in beside]
+    streams = [_beside(trial.given[ref]) for ref in beside]
     for several in zip(*streams, strict=False):
         moved = trial.moved(dict(zip(beside, several, strict=True)))
         if moved is not None and _changes_there(moved, parent):
             return True
     return False
+
+
+def _beside(value: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Nonsense for what may hide another value. Zeros and ones hide nothing by their size."""
+    yield from others_than(value)
+    yield from hinted(value, (0, 1))
 
 
 def _changes_there(trial: Trial, parent: Ref) -> bool:

@@ -36,6 +36,7 @@ _OF_ONE = frozenset(
     "native_group_norm instance_norm batch_norm native_batch_norm normalize var std argsort logcumsumexp median mode "
     "gumbel_softmax var_mean std_mean scaled_dot_product_attention _safe_softmax rms_norm".split()
 )
+_ATTENTION = frozenset(("scaled_dot_product_attention",))
 _TRUSTING = frozenset(
     "_pad_packed_sequence _pack_padded_sequence lstm gru rnn_tanh rnn_relu ctc_loss _ctc_loss segment_reduce "
     "embedding_bag _embedding_bag _embedding_bag_forward_only sparse_csr_tensor sparse_csc_tensor sparse_bsr_tensor "
@@ -54,7 +55,7 @@ def trusts(node: Call, value: torch.Tensor) -> bool:
     return is_custom or is_own or short in _TRUSTING or "sparse" in short or "nested" in short or "jagged" in short
 
 
-def known_reason(node: Call, parent: Ref, value: Mapping[Ref, Any]) -> str:
+def known_reason(node: Call, parent: Ref, value: Mapping[Ref, Any], given: Mapping[Ref, torch.Tensor]) -> str:
     """Why this value need not matter to a call of this kind."""
     if not any(_has_numbers(made) for made in value.values()):
         return "the value has no elements"
@@ -74,7 +75,7 @@ def known_reason(node: Call, parent: Ref, value: Mapping[Ref, Any]) -> str:
         return _SHAPE
     if short in _OVERWRITERS and _stands(args[:1], parent):
         return "all of it is overwritten"
-    if short in _OF_ONE and _is_of_one(value):
+    if (short in _OF_ONE and _is_of_one(value)) or (short in _ATTENTION and _weighs_one(node, parent, given)):
         return "a share of one thing, which is always the same"
     return ""
 
@@ -119,6 +120,13 @@ def _stands(tree: Any, parent: Ref) -> bool:
 
 def _has_numbers(made: Any) -> bool:
     return not isinstance(made, torch.Tensor) or made.is_nested or bool(made.numel())
+
+
+def _weighs_one(node: Call, parent: Ref, given: Mapping[Ref, torch.Tensor]) -> bool:
+    """Is there a single key to attend to? Then all weight is on it, whatever query, key and mask are."""
+    known = dict(zip(("query", "key", "value"), node.args, strict=False)) | dict(node.kwargs)
+    key = known.get("key")
+    return type(key) is Ref and given[key].shape[-2] == 1 and parent != known.get("value")
 
 
 def _is_of_one(value: Mapping[Ref, Any]) -> bool:

@@ -75,6 +75,8 @@ def _orphans(graph: Graph) -> Iterator[Finding]:
             yield found_at(graph, GRAPH, node, "is set aside as an orphan, and reaches an output")
         if node.name in graph.orphans and node.name in below and isinstance(node, Call):
             yield found_at(graph, GRAPH, node, "is set aside as an orphan, and comes from an input")
+        if isinstance(node, Call) and node.name not in graph.orphans | above | below:
+            yield found_at(graph, GRAPH, node, "comes from no input and reaches no output, and is not set aside")
 
 
 def metadata_law(lens: Lens, as_captured: bool) -> Law:
@@ -104,6 +106,8 @@ def _numbers(graph: Graph) -> Iterator[Finding]:
             yield found_at(graph, METADATA, node, "is the first of its layer to run, and is not called its first pass")
         bases.add(label)
         kind = "input" if isinstance(node, Input) else label.rsplit("_", 2)[0]
+        if isinstance(node, Call) and node.kind != kind:
+            yield found_at(graph, METADATA, node, f"is called {label}, and its type is {node.kind}")
         total, of_kind[kind] = total + 1, of_kind[kind] + 1
         wanted = f"{kind}_{of_kind[kind]}_{total}"
         if label.rstrip("'") != wanted:

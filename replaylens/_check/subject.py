@@ -18,7 +18,8 @@ from torch import nn
 from .._capture.builder import Recording, SourceRecord
 from .._capture.capture import Captured, eager_compiler, held, put_back, record, record_of, require_supported
 from .._capture.origins import Origins
-from .._capture.snapshot import Belongings
+from .._capture.snapshot import Beginning, Belongings
+from .._core.node import Ref
 from .._replay.replay import Record, Versions, version
 from .outputs import apart, copied
 
@@ -48,7 +49,7 @@ class Subject:
         self.begin()
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
-            for context in (_same_dtype(), eager_compiler(), *around):
+            for context in (_same_world(), eager_compiler(), *around):
                 stack.enter_context(context)
             return self.model(*args, **kwargs)
 
@@ -82,7 +83,7 @@ def under_check(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> It
     belongings = Belongings(Origins(model).modules, (args, kwargs))
     subject = None
     try:
-        with _same_dtype():
+        with _same_world():
             subject = _captured(model, args, kwargs, belongings)
         yield subject
     finally:
@@ -93,18 +94,34 @@ def under_check(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> It
 
 
 def _captured(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], belongings: Belongings) -> Subject:
-    captured = record(model, args, kwargs)
+    def undo(recording: Recording, beginning: Beginning) -> None:
+        """What a forward did before it raised."""
+        belongings.put_back()
+        put_back(recording, beginning)
+
+    captured = record(model, args, kwargs, failed=undo)
     made = _sheltered(record_of(captured), captured.recording)
     return Subject(model, args, kwargs, captured, made, belongings)
 
 
 def _sheltered(made: Record, recording: Recording) -> Record:
-    """The record with copies of the values that lie in memory which is put back: what the model wrote at its end."""
-    doomed = {memory for source in recording.records if (memory := _memory_put_back(source, recording)) is not None}
+    """The record with copies of the values that lie in memory which is put back: what the model wrote at its end; and
+    of what was there first, which by `.data =` has other memory by now, but one write counter with it.
+    """
+    pairs = list(zip(recording.records, made.graph.nodes, strict=True))
+    doomed = {memory for source, _ in pairs if (memory := _memory_put_back(source, recording)) is not None}
     if not doomed:
         return made
-    values = {ref: value.clone() if _memory_of(value) in doomed else value for ref, value in made.values.items()}
+    firsts = {Ref(node.name) for source, node in pairs if _memory_put_back(source, recording) is not None}
+    values = {
+        ref: _copy(value) if ref in firsts or _memory_of(value) in doomed else value
+        for ref, value in made.values.items()
+    }
     return evolve(made, values=values, versions=Versions((ref, version(value)) for ref, value in values.items()))
+
+
+def _copy(value: torch.Tensor) -> torch.Tensor:
+    return value.clone() if value.grad_fn is not None else value.detach().clone().requires_grad_(value.requires_grad)
 
 
 def _memory_put_back(source: Any, recording: Recording) -> int | None:
@@ -137,9 +154,22 @@ def open_layers() -> Iterator[None]:
 
 
 @contextmanager
-def _same_dtype() -> Iterator[None]:
-    dtype = torch.get_default_dtype()
+def _same_world() -> Iterator[None]:
+    """Torch's switches that a forward may turn, afterwards as they were."""
+    dtype, grad, threads = torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()
+    is_open, is_checked = torch.backends.mha.get_fastpath_enabled(), torch.is_anomaly_enabled()
+    is_strict, warns = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     try:
         yield
     finally:
         torch.set_default_dtype(dtype)
+        torch.set_grad_enabled(grad)
+        torch.backends.mha.set_fastpath_enabled(is_open)
+        torch.autograd.set_detect_anomaly(is_checked, torch.is_anomaly_check_nan_enabled())
+        if torch.are_deterministic_algorithms_enabled() != is_strict:
+            torch.use_deterministic_algorithms(is_strict, warn_only=warns)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)

@@ -11,6 +11,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._capture.builder import Site, is_torch_code, line_of
@@ -26,6 +27,7 @@ class Seen(NamedTuple):
     step: Node | Guard | None = None
     within: str = ""  # which part of torch's own it lies beneath: see WITHIN
     in_gradient: bool = False  # the engine that takes gradients made it
+    builds: bool | None = False  # were gradients on? None where a program need not have them as the model has
 
     @property
     def source(self) -> Source | None:
@@ -36,6 +38,8 @@ class Seen(NamedTuple):
 # Files of torch beneath which calls are no operations of the model's: what content left torch there is guarded.
 WITHIN = {"torch/_tensor_str.py": "text", "torch/storage.py": "storage"}
 
+# Files of torch whose functions run others with gradients on or off as they need it, which a program has open.
+TRANSFORMS = ("torch/_functorch/", "torch/utils/checkpoint.py")
 GRADIENTS = frozenset(("_engine_run_backward", "_make_grads"))  # functions of torch's that take gradients
 
 
@@ -58,26 +62,32 @@ class Watch(TorchDispatchMode):
         if _is_composite(func):  # where autograd is off (inference mode), torch would take it apart below this mode
             with self:
                 return func.decompose(*args, **kwargs)
+        builds = torch.is_grad_enabled() if forward_ad._current_level < 0 else None
         out = func(*args, **kwargs)
-        site, within, in_gradient = self._place()
-        self.seen.append(Seen(kernel_of(func, args, kwargs, out), site, self.step, within, in_gradient))
+        site, within, in_gradient, is_transformed = self._place()
+        builds = None if is_transformed else builds
+        self.seen.append(Seen(kernel_of(func, args, kwargs, out), site, self.step, within, in_gradient, builds))
         return out
 
-    def _place(self) -> tuple[Site | None, str, bool]:
-        """The nearest line that is not torch's, else a module's own; the part of torch beneath it; is it a gradient?"""
+    def _place(self) -> tuple[Site | None, str, bool, bool]:
+        """The nearest line that is not torch's, else a module's own; the part of torch beneath it; is it a gradient? Is
+        it in a transform?
+        """
         frame: FrameType | None = sys._getframe(2)
-        users, modules, within, in_gradient = None, None, "", False
+        users, modules, within, in_gradient, is_transformed = None, None, "", False, False
         while frame is not None and frame.f_code is not self.until:
             code = frame.f_code
             if not is_torch_code(code):
                 users = users or (code, frame.f_lasti)
             elif code.co_name in GRADIENTS:
                 in_gradient = True
+            elif _is_transform(code):
+                is_transformed = True
             elif users is None:
                 within = within or _word(code)
                 modules = modules or ((code, frame.f_lasti) if "/torch/nn/" in code.co_filename else None)
             frame = frame.f_back
-        return users or modules, within, in_gradient
+        return users or modules, within, in_gradient, is_transformed
 
 
 @cache
@@ -85,6 +95,11 @@ def _is_composite(func: Any) -> bool:
     """Is it written in terms of other operators, so that those do the work?"""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return isinstance(func, torch._ops.OpOverload) and bool(has_kernel(func.name(), "CompositeImplicitAutograd"))
+
+
+@cache
+def _is_transform(code: CodeType) -> bool:
+    return any(part in code.co_filename for part in TRANSFORMS)
 
 
 def _word(code: CodeType) -> str:

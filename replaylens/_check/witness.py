@@ -1,8 +1,8 @@
 """An independent witness: what plain forward hooks see is what the program has recorded.
 
 In: a captured model. Out: a Law. Hooks stand on every module while the model runs plainly, and compare each call's
-output on the spot with the recorded value of that call; nothing is kept. The model's own output and what it wrote are
-compared too. The hooks are taken away whatever happens.
+output on the spot with the recorded value of that call; nothing is kept. The model's own output is compared too, and
+what it holds before and after (see holdings.py). The hooks are taken away whatever happens.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from attrs import define, field
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .._capture.capture import held
 from .._capture.origins import Origins
 from .._capture.scopes import addresses
 from .._core.graph import Graph
 from .._core.node import Ref, Scope
 from .._core.pure import untransformed
-from .._core.sameness import difference, same
 from .._core.trees import leaves
 from .._replay.replay import Record
+from .holdings import wrong_beginning, wrong_ending
 from .outputs import unlike
 from .report import Finding, Law
 from .subject import UNSTEADY, Subject, open_layers
@@ -38,10 +37,12 @@ def witness(subject: Subject) -> Law:
     """The outputs of all module calls, of the model itself and what it wrote: of a plain forward, and as recorded."""
     origins = Origins(subject.model)
     hooks = _Hooks(subject.record, addresses(origins.table))
+    subject.begin()
+    beginning = [*wrong_beginning(subject, origins)]
     output = subject.forward(open_layers(), hooks.on(origins.modules))
     graph = subject.record.graph
     fact, far = unlike(output, graph.output, subject.record.value)
-    failures = [*hooks.failures, *_missing(hooks, graph), *_unwritten(subject)]
+    failures = [*beginning, *hooks.failures, *_missing(hooks, graph), *wrong_ending(subject, origins)]
     if fact:
         failures.append(Finding(NAME, "", f"the output of a plain forward is {fact}", difference=far))
     if failures and subject.is_unsteady:
@@ -137,16 +138,6 @@ def _missing(hooks: _Hooks, graph: Graph) -> Iterator[Finding]:
         else:
             fact = "calls of modules on which no hook is: scripts, and modules that are not registered with the model"
             hooks.special.append(Finding(NAME, _label(call), fact, scope.source))
-
-
-def _unwritten(subject: Subject) -> Iterator[Finding]:
-    """Parameters and buffers in which a plain forward left something else than was recorded."""
-    recording, graph = subject.captured.recording, subject.record.graph
-    for (where, _), (address, ref) in zip(recording.changes, graph.changes, strict=False):
-        now, wanted = held(*where), subject.record.value(ref)
-        if address.endswith(where[1]) and now is not None and not same(now, wanted):
-            fact = f"a plain forward leaves something else in `{address}` than was recorded"
-            yield Finding(NAME, ref.node, fact, difference=difference(now, wanted))
 
 
 def _label(call: Call) -> str:
