@@ -826,3 +826,30 @@ def test_writes_through_a_patched_view_stay_with_it_however_many():
     y, line = rl.capture(model, x).replay(patch={"diagonal_1": changed}).output
     assert_same(y, x, "the memory that the view lay in")
     assert_same(line, torch.tensor([0.5, 1.5, 1.5]))
+
+
+def reshaped(y, view):
+    view.unsqueeze_(0)
+    y.mul_(2)
+    return view + 1
+
+
+def assigned(y, view):
+    other = torch.zeros(0)
+    other.data = view
+    y.mul_(2)
+    return other + 1
+
+
+@pytest.mark.parametrize("goes_on", [reshaped, assigned])
+def test_a_patched_view_that_goes_on_by_another_geometry_does_not_see_writes_to_the_old_memory(goes_on):
+    def model(x, by_hand=lambda view: view):
+        y = x * 1
+        return goes_on(y, by_hand(y.t()))
+
+    prog, given = rl.capture(model, x()), x()
+    wanted = model(given, lambda view: view * 0.5)
+    assert_same(prog.replay(patch={"t_1": rl.Scale(0.5)}).output, wanted)
+    assert "which the model writes later and reads again" in said(
+        rl.DivergedReplay, lambda: prog.replay(patch={"t_1": rl.Scale(0.5)}, on_divergence="raise")
+    )

@@ -592,3 +592,15 @@ def test_a_refreshed_program_has_the_parameters_that_the_model_holds_now():
     prog = rl.capture(model, torch.ones(2, 4))
     model.weight = torch.nn.Parameter(torch.zeros(3, 4))
     assert torch.equal(prog.refresh().output, model(torch.ones(2, 4)))
+
+
+def test_a_write_by_index_that_reads_its_own_memory_reads_it_while_it_writes():
+    def model(x, scale=1.0):
+        y = (torch.zeros(15) + x.sum() * scale).as_strided((2, 2, 2), (8, 4, 2))  # with gaps: torch does not refuse it
+        y = y.copy_(x * scale)
+        y[torch.tensor([1, 0])] = y[:]
+        return y
+
+    prog = rl.capture(model, torch.arange(8.0).view(2, 2, 2))
+    others = torch.arange(8.0).view(2, 2, 2) * 3 + 1
+    assert_same(prog.replay(others).output, model(others))

@@ -117,13 +117,12 @@ def _reads_apart(func: Any, args: Any, source: torch.Tensor, targets: Any) -> bo
 
     So it is where the call writes nothing of what it reads, or copies each element to where it is.
     """
+    copies = func is torch.Tensor.copy_
     if func is torch.Tensor.__setitem__ and isinstance(args[0][args[1]], torch.Tensor):
         part = args[0][args[1]]
-        is_view = storage_key(part) == storage_key(args[0])
-        targets = [part] if is_view else targets
-    elif func is not torch.Tensor.copy_:
-        return not any(meet(source, target) for target in targets)
-    return all(geometry_of(source) == geometry_of(target) or not meet(source, target) for target in targets)
+        if copies := storage_key(part) == storage_key(args[0]):
+            targets = [part]
+    return not any(meet(source, t) and not (copies and geometry_of(source) == geometry_of(t)) for t in targets)
 
 
 def _repeats(tensor: torch.Tensor) -> bool:
@@ -257,6 +256,8 @@ def reshape(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) -
     if func.__name__ == "as_strided_":
         steps, step = (), geometry_step(tensor, base)
     handle = recorder.recording.keep(tensor)
+    if entry.steps:
+        recorder.recording.view_of[handle] = (source,)
     recorder.memory.look(tensor, base, (*steps, step), handle)
     base.counter = version_of(base.root)
     fill: Callable[[Any], Any] = lambda leaf: source if leaf is Hole.HERE else leaf  # noqa: E731
@@ -283,6 +284,8 @@ def assign(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) ->
     if straight:
         step = step_tree(standing, (old, Hole.HERE), None, (), True)
     handle = recorder.recording.keep(tensor)
+    if steps:
+        recorder.recording.view_of[handle] = (source,)
     recorder.memory.look(tensor, base, (*steps, step), handle)
     function, reads = (standing, [old, source]) if straight else (torch.Tensor.detach, [source])
     recorder.append(function, Rule(How.LEAF, "data"), reads, {}, handle, recorder.site(), None, False)
