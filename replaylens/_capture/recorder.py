@@ -167,7 +167,8 @@ class Recorder(TorchFunctionMode):
         """Refuse to reshape an object of which the model holds what it takes for the very same one."""
         if id(tensor) in self.doubled:
             raise CaptureError(
-                f"`{rule.kind}` gives another shape or memory to what dropout or nn.Identity handed on.{self.where()}\n"
+                f"`{rule.kind}` gives another shape or memory to what dropout or nn.Identity handed on, or to an input "
+                f"that is the model's own tensor.{self.where()}\n"
                 "A capture gives such values a name of their own, so that the object is not the same. Reshape a copy."
             )
 
@@ -330,7 +331,7 @@ class Recorder(TorchFunctionMode):
             state = None  # assigned in the forward: it is what it was made from
         key = storage_key(tensor) if state is not None and self.memory.written else None
         base = self.memory.base_anywhere(tensor) if state is None else self.memory.bases.get(key or 0)
-        if base is not None:
+        if base is not None and not self._is_own(tensor, base):
             return self.alias_without_call(tensor, base)
         if state is not None:
             return self.source(state[0], tensor, state[1])
@@ -348,6 +349,12 @@ class Recorder(TorchFunctionMode):
         if not self.deep:
             raise NeedsDeepLook
         raise UnknownOrigin(self._unknown_text(tensor))
+
+    def _is_own(self, tensor: torch.Tensor, base: Base) -> bool:
+        """Was it there before the capture, over the memory of an input that nobody has written yet? What the model
+        has of its own and what it was given are two things.
+        """
+        return base.version == 0 and self.memory.is_input(base) and is_older(tensor, self.date)
 
     def _from_outside(self, tensor: torch.Tensor) -> Handle:
         """An array of numpy's and its like. What is written to it can be read outside of torch at any time."""
