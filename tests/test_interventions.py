@@ -853,3 +853,18 @@ def test_a_patched_view_that_goes_on_by_another_geometry_does_not_see_writes_to_
     assert "which the model writes later and reads again" in said(
         rl.DivergedReplay, lambda: prog.replay(patch={"t_1": rl.Scale(0.5)}, on_divergence="raise")
     )
+
+
+def test_the_gaps_in_the_memory_of_a_patched_value_are_zeros():
+    def model(x):
+        return (x * 1)[:, ::2].t().as_strided((3,), (1,), 0)
+
+    prog, patch = rl.capture(model, x()), {"t_1": rl.Scale(2.0)}
+    wanted = torch.stack([x()[0, 0] * 2, torch.zeros(()), x()[0, 2] * 2])
+    for _ in range(5):
+        waste = torch.full((11,), 7.0)  # what new memory may hold
+        del waste
+        assert_same(prog.replay(patch=patch).output, wanted)
+        waste = torch.full((11,), 7.0)
+        del waste
+        assert_same(rl.run(model, x(), patch=patch).output, wanted)
