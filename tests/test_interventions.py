@@ -868,3 +868,14 @@ def test_the_gaps_in_the_memory_of_a_patched_value_are_zeros():
         waste = torch.full((11,), 7.0)
         del waste
         assert_same(rl.run(model, x(), patch=patch).output, wanted)
+
+
+def test_two_views_of_a_patched_value_that_one_call_writes_stay_one_memory():
+    def model(x, by_hand=lambda value: value):
+        part = by_hand((x * 1)[1:])
+        line = part.view(-1)
+        torch._foreach_mul_([line, part], [line, line.view_as(part)])
+        return part
+
+    prog, wanted = rl.capture(model, x()), model(x(), lambda value: value * 2)
+    assert_same(prog.replay(patch={"getitem_1": rl.Scale(2.0)}).output, wanted)

@@ -90,6 +90,10 @@ def _write_record(
     sources = [t for t in shared if recorder.memory.entry(t).steps and not _reads_apart(func, args, t, targets)]
     viewed = [*targets, *{id(source): source for source in sources}.values()]
     entries = [*entries, *[recorder.memory.entry(source) for source in viewed[len(targets) :]]]
+    for base in bases:
+        views = [entry.handle for entry in entries if entry.base is base and entry.steps]
+        if len(views) > 1:  # patched ones would have memory apart from each other
+            recorder.recording.overwritten.update(views)
 
     def leaf(tensor: torch.Tensor) -> Any:
         for number, one in enumerate(viewed):
