@@ -879,3 +879,14 @@ def test_two_views_of_a_patched_value_that_one_call_writes_stay_one_memory():
 
     prog, wanted = rl.capture(model, x()), model(x(), lambda value: value * 2)
     assert_same(prog.replay(patch={"getitem_1": rl.Scale(2.0)}).output, wanted)
+
+
+def test_a_write_through_a_patched_view_that_repeats_elements_does_not_reach_the_old_memory():
+    def model(x, by_hand=lambda value: value):
+        y = x * 1
+        wide, other = by_hand(y.expand(2, 3, 4)), y.expand(2, 3, 4)
+        wide.fill_(0.5)
+        return wide * other
+
+    prog, wanted = rl.capture(model, x()), model(x(), lambda value: value * 2)
+    assert_same(prog.replay(patch={"expand_1": rl.Scale(2.0)}).output, wanted)

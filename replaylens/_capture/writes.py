@@ -91,9 +91,9 @@ def _write_record(
     viewed = [*targets, *{id(source): source for source in sources}.values()]
     entries = [*entries, *[recorder.memory.entry(source) for source in viewed[len(targets) :]]]
     for base in bases:
-        views = [entry.handle for entry in entries if entry.base is base and entry.steps]
-        if len(views) > 1:  # patched ones would have memory apart from each other
-            recorder.recording.overwritten.update(views)
+        views = [entry for entry in entries if entry.base is base and entry.steps]
+        if len(views) > 1 or any(_repeats(view.tensor) for view in views):  # patched, they would not be one memory
+            recorder.recording.overwritten.update(view.handle for view in views)
 
     def leaf(tensor: torch.Tensor) -> Any:
         for number, one in enumerate(viewed):
