@@ -910,3 +910,17 @@ def test_a_model_run_again_is_without_hooks_that_were_added_since():
     model.fc.register_forward_pre_hook(lambda module, args: args[0] + 1)
     assert_same(prog.replay(patch={"fc": lambda y: -y.abs()}).output, wanted.detach())
     assert hooks_of(model)[1] == (0, 1)
+
+
+def test_a_patch_stays_with_its_line_where_the_model_takes_a_branch_before_it():
+    def forward(x, at=lambda name, value: value):
+        a = at("sin", x.sin())
+        if a.sum() < 0:
+            a = F.relu(a) + 1
+        return at("relu", F.relu(a)) * 2 + a
+
+    changes = {"sin": lambda value: -value, "relu": lambda value: value + 5}
+    wanted = forward(torch.ones(3), lambda name, value: changes[name](value))
+    patch = {"sin_1": changes["sin"], "relu_1": changes["relu"]}
+    assert_same(rl.capture(forward, torch.ones(3)).replay(patch=patch).output, wanted)
+    assert_same(rl.run(forward, torch.ones(3), patch=patch).output, wanted)
