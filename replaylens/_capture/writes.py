@@ -6,6 +6,7 @@ new values of all memory that it wrote. Views that are read later are derived ag
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from time import perf_counter_ns as _now
 from typing import Any
@@ -90,10 +91,7 @@ def _write_record(
     sources = [t for t in shared if recorder.memory.entry(t).steps and not _reads_apart(func, args, t, targets)]
     viewed = [*targets, *{id(source): source for source in sources}.values()]
     entries = [*entries, *[recorder.memory.entry(source) for source in viewed[len(targets) :]]]
-    for base in bases:
-        views = [entry for entry in entries if entry.base is base and entry.steps]
-        if len(views) > 1 or any(_repeats(view.tensor) for view in views):  # patched, they would not be one memory
-            recorder.recording.overwritten.update(view.handle for view in views)
+    recorder.recording.overwritten.update(_parting(recorder, [entry for entry in entries if entry.steps]))
 
     def leaf(tensor: torch.Tensor) -> Any:
         for number, one in enumerate(viewed):
@@ -114,6 +112,27 @@ def _write_record(
     ]
     values = tuple([entry.handle if entry.steps and not _repeats(entry.tensor) else None for entry in entries])
     return mutate, [*given, written, values], {}
+
+
+def _parting(recorder: Recorder, views: list[Entry]) -> set[Handle]:
+    """The values that cannot be patched before a call that writes these views: they would be one memory no more.
+
+    So it is with what several of them are views of, and with a view that repeats elements, of which is no copy.
+    """
+    several = views if len(views) > 1 else []
+    above = Counter(handle for view in several for handle in _lineage(recorder, view.handle))
+    repeating = {view.handle for view in views if _repeats(view.tensor)}
+    return repeating | {handle for handle, count in above.items() if count > 1}
+
+
+def _lineage(recorder: Recorder, view: Handle) -> set[Handle]:
+    """A view, and the views that it is one of."""
+    found, stack = set(), [view]
+    while stack:
+        if (handle := stack.pop()) not in found:
+            found.add(handle)
+            stack.extend(recorder.recording.view_of.get(handle, ()))
+    return found
 
 
 def _reads_apart(func: Any, args: Any, source: torch.Tensor, targets: Any) -> bool:
