@@ -3,6 +3,7 @@
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from oracle import assert_same
@@ -561,3 +562,30 @@ def test_a_function_that_is_gone(name):
     assert said(errors.UnresolvedTarget, lambda: Target.named(name)) == (
         f"no function is found under the name {name!r}. Import the module that defines it first."
     )
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("tensor", [torch.from_numpy, torch.as_tensor, torch.asarray])
+def test_an_array_that_two_tensors_look_at_and_one_writes_is_refused(tensor, mode):
+    def forward(x):
+        room = np.zeros((3, 4), dtype=np.float32)
+        first = tensor(room)
+        first += x
+        return tensor(room) * 2
+
+    with mode():
+        text = said(rl.CaptureError, lambda: captured(forward, x()))
+    assert text.startswith("a tensor shares its memory with another one through numpy, dlpack or the like.\n")
+    assert text.endswith("\nWhich value is in it when cannot be known. Use torch's own views, or copy.")
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("tensor", [torch.from_numpy, torch.as_tensor, torch.asarray])
+def test_an_array_that_one_tensor_looks_at_is_a_constant(tensor, mode):
+    def forward(x):
+        room = tensor(np.ones((3, 4), dtype=np.float32))
+        room += x
+        return room * 2
+
+    with mode():
+        assert torch.equal(captured(forward, x()).replay(x(1)).output, forward(x(1)))

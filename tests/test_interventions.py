@@ -826,3 +826,67 @@ def test_writes_through_a_patched_view_stay_with_it_however_many():
     y, line = rl.capture(model, x).replay(patch={"diagonal_1": changed}).output
     assert_same(y, x, "the memory that the view lay in")
     assert_same(line, torch.tensor([0.5, 1.5, 1.5]))
+
+
+def reshaped(y, view):
+    view.unsqueeze_(0)
+    y.mul_(2)
+    return view + 1
+
+
+def assigned(y, view):
+    other = torch.zeros(0)
+    other.data = view
+    y.mul_(2)
+    return other + 1
+
+
+@pytest.mark.parametrize("goes_on", [reshaped, assigned])
+def test_a_patched_view_that_goes_on_by_another_geometry_does_not_see_writes_to_the_old_memory(goes_on):
+    def model(x, by_hand=lambda view: view):
+        y = x * 1
+        return goes_on(y, by_hand(y.t()))
+
+    prog, given = rl.capture(model, x()), x()
+    wanted = model(given, lambda view: view * 0.5)
+    assert_same(prog.replay(patch={"t_1": rl.Scale(0.5)}).output, wanted)
+    assert "which the model writes later and reads again" in said(
+        rl.DivergedReplay, lambda: prog.replay(patch={"t_1": rl.Scale(0.5)}, on_divergence="raise")
+    )
+
+
+def test_the_gaps_in_the_memory_of_a_patched_value_are_zeros():
+    def model(x):
+        return (x * 1)[:, ::2].t().as_strided((3,), (1,), 0)
+
+    prog, patch = rl.capture(model, x()), {"t_1": rl.Scale(2.0)}
+    wanted = torch.stack([x()[0, 0] * 2, torch.zeros(()), x()[0, 2] * 2])
+    for _ in range(5):
+        waste = torch.full((11,), 7.0)  # what new memory may hold
+        del waste
+        assert_same(prog.replay(patch=patch).output, wanted)
+        waste = torch.full((11,), 7.0)
+        del waste
+        assert_same(rl.run(model, x(), patch=patch).output, wanted)
+
+
+def test_two_views_of_a_patched_value_that_one_call_writes_stay_one_memory():
+    def model(x, by_hand=lambda value: value):
+        part = by_hand((x * 1)[1:])
+        line = part.view(-1)
+        torch._foreach_mul_([line, part], [line, line.view_as(part)])
+        return part
+
+    prog, wanted = rl.capture(model, x()), model(x(), lambda value: value * 2)
+    assert_same(prog.replay(patch={"getitem_1": rl.Scale(2.0)}).output, wanted)
+
+
+def test_a_write_through_a_patched_view_that_repeats_elements_does_not_reach_the_old_memory():
+    def model(x, by_hand=lambda value: value):
+        y = x * 1
+        wide, other = by_hand(y.expand(2, 3, 4)), y.expand(2, 3, 4)
+        wide.fill_(0.5)
+        return wide * other
+
+    prog, wanted = rl.capture(model, x()), model(x(), lambda value: value * 2)
+    assert_same(prog.replay(patch={"expand_1": rl.Scale(2.0)}).output, wanted)

@@ -588,7 +588,7 @@ def test_a_refreshed_program_runs_its_model_on_what_is_there_now():
 def test_a_model_that_does_something_else_by_now_is_found_out():
     model = seeded(leave_early, **PARTS)
     prog = rl.capture(model, x())
-    model.fc.register_forward_pre_hook(lambda module, args: args[0] + 1)
+    model.fc.forward = lambda value: F.linear(value + 1, model.fc.weight, model.fc.bias)
     with pytest.raises(rl.StaleValue, match="it no longer does what was recorded"):
         prog.replay(patch={"fc": lambda y: -y.abs()})
 
@@ -842,3 +842,85 @@ def test_modules_that_a_patch_calls_are_none_of_the_models():
     run = rl.run(model, x(), patch={"fc": lambda y: -other(y)})
     assert_same(run.output, hooked(model, lambda y: -other(y), x()).detach())
     assert "relu" not in {layer.layer_type for layer in run.program}
+
+
+# ---- hooks that the forward itself installs ------------------------------------------------------------------------
+
+
+def installs_hooks_once(m, x):
+    if not hasattr(m, "installed"):
+        m.installed = True
+        m.fc.register_forward_hook(lambda module, args, output: output * 2)
+        m.fc.register_forward_pre_hook(lambda module, args: args[0] + 1)
+    y = m.fc(x)
+    return y if y.sum() < 100 else y - 1
+
+
+def installs_hooks_and_hides_a_call(m, x):
+    return installs_hooks_once(m, x) + getattr(torch, "Ten" + "sor")([1.0, 2.0, 3.0, 4.0])
+
+
+def removes_a_hook(m, x):
+    y = m.fc(x)
+    if not hasattr(m, "handle"):
+        m.handle = m.fc.register_forward_hook(lambda module, args, output: output * 2)
+    else:
+        m.handle.remove()
+    y = m.fc(y)
+    return y if y.sum() < 100 else y - 1
+
+
+def hooks_of(model):
+    return [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
+
+
+@pytest.mark.parametrize("runs_before", [0, 1])
+@pytest.mark.parametrize("steps", [installs_hooks_once, installs_hooks_and_hides_a_call, removes_a_hook])
+def test_hooks_that_a_forward_installs_or_removes_are_installed_once(steps, runs_before):
+    plain, model, live = (seeded(steps, fc=four) for _ in range(3))
+    for one in (plain, model, live):
+        for _ in range(runs_before):
+            one(x())
+    wanted, prog = plain(x()), rl.capture(model, x())
+    assert_same(prog.output, wanted)
+    assert hooks_of(model) == hooks_of(plain)
+
+    def far(value):
+        return value * 0 + 1000
+
+    before = hooks_of(live)
+    run = rl.run(live, x(), patch={"linear_1": far})
+    assert hooks_of(live) == before
+    assert_same(prog.replay(patch={"linear_1": far}).output, run.output, "the model run again")
+    assert hooks_of(model) == hooks_of(plain)
+    assert_same(model(x()), plain(x()), "the model afterwards")
+
+
+def test_a_model_run_again_has_the_hooks_of_its_first_run():
+    model, changed = seeded(installs_hooks_once, fc=four), seeded(installs_hooks_once, fc=four)
+    changed.fc.register_forward_hook(lambda module, args, output: output * 0 + 1000)
+    run = rl.capture(model, x()).replay(patch={"linear_1": lambda value: value * 0 + 1000})
+    assert run.diverged
+    assert_same(run.output, changed(x()))
+
+
+def test_a_model_run_again_is_without_hooks_that_were_added_since():
+    model, given = seeded(leave_early, **PARTS), x()
+    prog, wanted = rl.capture(model, given), hooked(model, lambda y: -y.abs(), given)
+    model.fc.register_forward_pre_hook(lambda module, args: args[0] + 1)
+    assert_same(prog.replay(patch={"fc": lambda y: -y.abs()}).output, wanted.detach())
+    assert hooks_of(model)[1] == (0, 1)
+
+
+def test_a_patch_stays_with_its_line_where_the_model_takes_a_branch_before_it():
+    def forward(x, at=lambda name, value: value):
+        a = at("sin", x.sin())
+        if a.sum() < 0:
+            a = F.relu(a) + 1
+        return at("relu", F.relu(a)) * 2 + a
+
+    changes = {"sin": lambda value: -value, "relu": lambda value: value + 5}
+    wanted = forward(torch.ones(3), lambda name, value: changes[name](value))
+    patch = {"sin_1": changes["sin"], "relu_1": changes["relu"]}
+    assert_same(rl.capture(forward, torch.ones(3)).replay(patch=patch).output, wanted)
+    assert_same(rl.run(forward, torch.ones(3), patch=patch).output, wanted)

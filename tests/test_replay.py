@@ -592,3 +592,87 @@ def test_a_refreshed_program_has_the_parameters_that_the_model_holds_now():
     prog = rl.capture(model, torch.ones(2, 4))
     model.weight = torch.nn.Parameter(torch.zeros(3, 4))
     assert torch.equal(prog.refresh().output, model(torch.ones(2, 4)))
+
+
+def test_a_write_by_index_that_reads_its_own_memory_reads_it_while_it_writes():
+    def model(x, scale=1.0):
+        y = (torch.zeros(15) + x.sum() * scale).as_strided((2, 2, 2), (8, 4, 2))  # with gaps: torch does not refuse it
+        y = y.copy_(x * scale)
+        y[torch.tensor([1, 0])] = y[:]
+        return y
+
+    prog = rl.capture(model, torch.arange(8.0).view(2, 2, 2))
+    others = torch.arange(8.0).view(2, 2, 2) * 3 + 1
+    assert_same(prog.replay(others).output, model(others))
+
+
+class Holder(nn.Module):
+    """Has a tensor that is no buffer, in a list too, and does with it and its input what it is told."""
+
+    def __init__(self, does):
+        super().__init__()
+        self.does, self.own, self.kept = does, torch.arange(4.0), [torch.ones(4)]
+
+    def forward(self, x):
+        return self.does(self, x)
+
+
+def writes_its_own(m, x):
+    m.own.add_(1)
+    m.kept[0].add_(1)
+    return x * 2
+
+
+def writes_the_input(m, x):
+    x.add_(1)
+    return m.own * 2, m.kept[0] * 2
+
+
+def writes_through_views_of_both(m, x):
+    view, mine, kept = x[1:], m.own[1:], m.kept[0][1:]
+    mine.add_(1)
+    kept.add_(1)
+    return view * 2 + x.sum()
+
+
+def writes_nothing(m, x):
+    return x * 2 + m.own + m.kept[0]
+
+
+GIVEN = {
+    "attribute": lambda m: m.own,
+    "view of an attribute": lambda m: m.own.view(4),
+    "kept in a list": lambda m: m.kept[0],
+    "detached from what is kept in a list": lambda m: m.kept[0].detach(),
+}
+
+
+@pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+@pytest.mark.parametrize("does", [writes_its_own, writes_the_input, writes_through_views_of_both])
+def test_an_input_over_the_memory_of_the_models_own_tensor_that_is_written_can_be_no_other(does, mode, given):
+    with mode():
+        plain, model, live = Holder(does), Holder(does), Holder(does)
+        prog, wanted = rl.capture(model, given(model)), plain(given(plain))
+        assert_same(prog.output, wanted)
+        assert_same(prog.replay().output, wanted)
+        assert_same(rl.run(live, given(live)).output, wanted, "live")
+        with pytest.raises(rl.InputMismatch, match="shared its memory"):
+            prog.replay(torch.ones(4))
+
+
+@pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
+def test_an_input_over_the_memory_of_the_models_own_tensor_may_be_another_where_nothing_is_written(given):
+    model = Holder(writes_nothing)
+    assert_same(rl.capture(model, given(model)).replay(torch.ones(4) * 5).output, model(torch.ones(4) * 5))
+
+
+@pytest.mark.parametrize("of", ["own", "the input"])
+def test_an_input_that_is_the_models_own_tensor_is_not_given_other_memory(of):
+    def assigns(m, x):
+        (m.own if of == "own" else x).data = x * 2
+        return x + m.own
+
+    model = Holder(assigns)
+    with pytest.raises(rl.CaptureError, match="an input that is the model's own tensor"):
+        rl.capture(model, model.own)

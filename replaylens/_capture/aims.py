@@ -15,7 +15,7 @@ from attrs import define, evolve, field, frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Node, Ref, Source, State, TensorMeaning, value_of
-from .._core.pure import writable_copy
+from .._core.pure import spread, writable_copy
 from .._core.target import Target
 from .._core.trees import leaves, thaw
 from .._replay.replay import Record
@@ -67,8 +67,7 @@ class Aim:
         strided = old.layout is torch.strided and new.layout is torch.strided
         if not strided or old.stride() == new.stride() or 0 in old.stride():
             return writable_copy(new)
-        made = torch.empty_strided(old.shape, old.stride(), dtype=new.dtype, device=new.device)
-        return made.copy_(new)  # in a way that gradients can go
+        return spread(new, tuple(old.shape), old.stride()).copy_(new)  # in a way that gradients can go
 
 
 def _places(tree: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Ref]]:

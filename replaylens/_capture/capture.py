@@ -233,8 +233,8 @@ def _name_of(model: Any) -> str:
 def _take_inputs(tracer: Tracer, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     """A node for each tensor among the inputs; one that is given twice is one node.
 
-    An input that is also a parameter or buffer of the model is handed on as an alias: what the model reads of its own
-    and what it was given are two things.
+    An input that is also a parameter, buffer or attribute of the model is handed on as an alias: what the model reads
+    of its own and what it was given are two things.
     """
     counter: list[Any] = []
     own = tracer.origins.own_among
@@ -244,7 +244,9 @@ def _take_inputs(tracer: Tracer, args: Any, kwargs: Any) -> tuple[Any, Any, Any]
         if id(tensor) in swapped:
             tensor = swapped[id(tensor)]
         elif own(tensor):
+            tracer.doubled.add(id(tensor))
             tensor = swapped[id(tensor)] = tensor.view_as(tensor)
+            tracer.doubled.add(id(tensor))
             tracer.memory.keep_alive.append(tensor)
         known = tracer.memory.read(tensor)
         if known is not None:

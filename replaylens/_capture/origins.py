@@ -137,10 +137,12 @@ class Origins:
         return not isinstance(tensor, nn.Parameter) or id(tensor) in self.start_ids or bool(self.extra)
 
     def own_among(self, tensor: torch.Tensor) -> bool:
-        """Is this object itself a parameter or buffer of the model?"""
-        if isinstance(tensor, nn.Parameter):
-            return id(tensor) in self.whole
-        return any(value is tensor for _, _, value in self.buffers())
+        """Is this object itself a parameter or buffer of the model, or another tensor that a module of it holds?"""
+        if isinstance(tensor, nn.Parameter) and id(tensor) in self.whole:
+            return True
+        if any(value is tensor for _, _, value in self.buffers()):
+            return True
+        return any(_holds(value, tensor) for module, _, _ in self.table for value in vars(module).values())
 
     def buffers(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
         """Every buffer of the model as it is now."""
@@ -273,6 +275,16 @@ def _modules_of(model: Any) -> Iterator[nn.Module]:
             stack.extend(value for value in vars(thing).values() if isinstance(value, nn.Module))
     inner = {id(m) for module in found.values() for m in module.modules() if m is not module}
     return (module for key, module in found.items() if key not in inner)
+
+
+def _holds(value: Any, tensor: torch.Tensor) -> bool:
+    """Is it the tensor, or a container with it?"""
+    kind = type(value)
+    if kind is dict:
+        value = value.values()
+    elif kind is not list and kind is not tuple:
+        return value is tensor
+    return any(item is tensor for item in value)
 
 
 def _is_set(cell: Any) -> bool:

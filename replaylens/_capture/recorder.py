@@ -126,6 +126,8 @@ class Recorder(TorchFunctionMode):
             out = func(*args, **kwargs)
             self.took = _now() - start
         tensors = tensors_in(args, kwargs)
+        if not tensors and isinstance(out, torch.Tensor) and self.from_outside(out):  # `as_tensor` of an array
+            return out
         is_undefined = rule.is_undefined or is_new_memory(func, args)
         if is_undefined:
             clear(out)
@@ -167,7 +169,8 @@ class Recorder(TorchFunctionMode):
         """Refuse to reshape an object of which the model holds what it takes for the very same one."""
         if id(tensor) in self.doubled:
             raise CaptureError(
-                f"`{rule.kind}` gives another shape or memory to what dropout or nn.Identity handed on.{self.where()}\n"
+                f"`{rule.kind}` gives another shape or memory to what dropout or nn.Identity handed on, or to an input "
+                f"that is the model's own tensor.{self.where()}\n"
                 "A capture gives such values a name of their own, so that the object is not the same. Reshape a copy."
             )
 
@@ -330,7 +333,7 @@ class Recorder(TorchFunctionMode):
             state = None  # assigned in the forward: it is what it was made from
         key = storage_key(tensor) if state is not None and self.memory.written else None
         base = self.memory.base_anywhere(tensor) if state is None else self.memory.bases.get(key or 0)
-        if base is not None:
+        if base is not None and not self._is_own(tensor, base):
             return self.alias_without_call(tensor, base)
         if state is not None:
             return self.source(state[0], tensor, state[1])
@@ -339,8 +342,8 @@ class Recorder(TorchFunctionMode):
             return self.source("attribute", tensor, where)
         if older:
             return self.source("constant", tensor, "older than the capture")
-        if not _owns_memory(tensor) and tensor.grad_fn is None:
-            return self._from_outside(tensor)
+        if self.from_outside(tensor):
+            return self.memory.read(tensor)  # type: ignore[return-value]
         if self.deep and tensor.dim() == 0 and not tensor.requires_grad and self._is_alone():
             return self.source("constant", tensor, "a number that a script made a tensor")
         if self.unknown == "constant":
@@ -349,20 +352,28 @@ class Recorder(TorchFunctionMode):
             raise NeedsDeepLook
         raise UnknownOrigin(self._unknown_text(tensor))
 
-    def _from_outside(self, tensor: torch.Tensor) -> Handle:
-        """An array of numpy's and its like. What is written to it can be read outside of torch at any time."""
+    def _is_own(self, tensor: torch.Tensor, base: Base) -> bool:
+        """Was it there before the capture, over the memory of an input that nobody has written yet? What the model
+        has of its own and what it was given are two things.
+        """
+        return base.version == 0 and self.memory.is_input(base) and is_older(tensor, self.date)
+
+    def from_outside(self, tensor: torch.Tensor) -> bool:
+        """Is it an array of numpy's or its like? What is written to it can be read outside of torch at any time."""
+        if _owns_memory(tensor) or tensor.grad_fn is not None:
+            return False
         twin = self.memory.overlapping(tensor)
         if twin is not None and (twin.exposed is None or twin.version):
             raise CaptureError(
                 f"a tensor shares its memory with another one through numpy, dlpack or the like.{self.where()}\n"
                 "Which value is in it when cannot be known. Use torch's own views, or copy."
             )
-        handle = self.source("constant", tensor, "made outside torch")
+        self.source("constant", tensor, "made outside torch")
         self.memory.expose(tensor)
         if twin is not None:
             self.memory.entry(tensor).base.twin = twin
             twin.twin = self.memory.entry(tensor).base
-        return handle
+        return True
 
     def _is_alone(self) -> bool:
         """Did no other thread begin, and is there no pool whose workers may have worked?"""

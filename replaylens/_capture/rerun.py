@@ -263,7 +263,7 @@ def _require_as_recorded(record: Record, found: Record) -> None:
             raise StaleValue(
                 "the change leads away from the recorded path, and the model cannot be run in its place: before any "
                 f"patch it no longer does what was recorded.\n{listing(record.graph, one.name, 'another value now')}\n"
-                "Its code, its attributes or its hooks changed since. Capture it again."
+                "Its code or its attributes changed since. Capture it again."
             )
 
 

@@ -1,8 +1,8 @@
 """What a forward may change besides tensors, so that it can begin again where it began.
 
-In: the model's modules and the inputs. Out: a Snapshot, which can be put back: attributes of modules, and the content
-of containers and plain objects among them and among the inputs; Dice, the states of the generators; a Beginning, which
-is both and the model; Belongings, which are all that hangs on it. Tensors are not looked into.
+In: the model's modules and the inputs. Out: a Snapshot, which can be put back: attributes and hooks of modules, the
+content of containers and plain objects among them and among the inputs; Dice, the states of the generators; a
+Beginning, which is both and the model; Belongings, which are all that hangs on it. Tensors are not looked into.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from .._core.trees import freeze_deep
 
 _REGISTERED = frozenset(("_modules", "_parameters", "_buffers"))
 _TORCHS = frozenset(vars(nn.Module())) - {"training"}  # what every module has: its tensors, its hooks
+_HOOKS = tuple(key for key, value in vars(nn.Module()).items() if type(value) is OrderedDict and key not in _REGISTERED)
 _DICTS = frozenset((dict, OrderedDict, defaultdict))
 _CONTAINERS = _DICTS | {list, set, deque}
 
@@ -35,10 +36,13 @@ class Snapshot:
         self.attributes: list[tuple[nn.Module, dict[str, Any]]] = []
         self.training: list[tuple[nn.Module, bool]] = []
         self.containers: list[tuple[Any, Any]] = []
+        self.hooked: list[nn.Module] = []  # all modules, and the hooks of those that have some
+        self.hooks: dict[int, dict[Any, Any]] = {}
         self.restored: list[tuple[Any, Callable[[], object]]] = []  # arrays and generators: puts back what they held
         self.apart = _REGISTERED if whole else _TORCHS
         self._seen: set[int] = set()
         for module in modules:
+            self._note_hooks(module)
             of_torch = type(module).__module__.startswith("torch.nn.")
             if (module._buffers or whole or not of_torch) and type(module._buffers) in _DICTS:
                 self.containers.append((module._buffers, dict(module._buffers)))
@@ -53,6 +57,10 @@ class Snapshot:
                 self._note(value, 3)
         self._note(inputs, 6)
         del self._seen
+
+    def _note_hooks(self, module: nn.Module) -> None:
+        self.hooked.append(module)
+        self.hooks.update((id(hooks), dict(hooks)) for hooks in _hooks_of(module) if hooks)
 
     def _note(self, value: Any, depth: int) -> None:
         kind = type(value)
@@ -83,6 +91,9 @@ class Snapshot:
         now = Snapshot.__new__(Snapshot)
         now.apart = self.apart
         now.attributes = [(m, {k: v for k, v in vars(m).items() if k not in self.apart}) for m, _ in self.attributes]
+        now.hooked, now.hooks = [], {}
+        for module in self.hooked:
+            now._note_hooks(module)
         now.training = [(module, module.training) for module, _ in self.training]
         now.containers = [(container, type(content)(container)) for container, content in self.containers]
         now.restored = [(value, _restorer(value)) for value, _ in self.restored]
@@ -95,6 +106,11 @@ class Snapshot:
             for key in [key for key in now if key not in attributes and key not in self.apart]:
                 del now[key]
             now.update(attributes)
+        for hooks in [hooks for module in self.hooked for hooks in _hooks_of(module)]:
+            content = self.hooks.get(id(hooks), {})
+            if not _same(hooks, content):
+                hooks.clear()
+                hooks.update(content)
         for module, training in self.training:
             module.training = training
         for _, restore in self.restored:
@@ -103,6 +119,11 @@ class Snapshot:
             if not _same(container, content):
                 container.clear()
                 (container.update if isinstance(container, (dict, set)) else container.extend)(content)
+
+
+def _hooks_of(module: nn.Module) -> list[dict[Any, Any]]:
+    attributes = vars(module)
+    return [attributes[name] for name in _HOOKS if name in attributes]
 
 
 @lru_cache(maxsize=4096)

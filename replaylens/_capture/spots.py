@@ -1,4 +1,4 @@
-"""Where an operation stands in a forward: the n-th of its kind in a call of a module.
+"""Where an operation stands in a forward: the n-th of its kind that a line of code makes in a call of a module.
 
 In: a Graph, or a recording while it grows. Out: a Spot for each call. Two forwards of one model have the same Spots
 where they take the same path, and beyond it where they still do the same thing: labels, which count through the whole
@@ -13,10 +13,10 @@ from typing import Any
 from attrs import field, frozen
 
 from .._core.graph import Graph
-from .._core.node import Call, Input, Node, Ref, Scope, State
+from .._core.node import Call, Input, Node, Ref, Scope, Source, State
 from .._core.trees import leaves
 from .._replay.request import At
-from .builder import CallRecord, Recording, SourceRecord
+from .builder import CallRecord, Recording, SourceRecord, linked, user_line
 
 
 @frozen
@@ -26,12 +26,13 @@ class Spot:
     address: str
     call: int
     kind: str
+    source: Source | None
     number: int
 
     @property
     def any_call(self) -> Spot:
         """The same operation in whichever call of the module."""
-        return Spot(self.address, 0, self.kind, self.number)
+        return Spot(self.address, 0, self.kind, self.source, self.number)
 
 
 def spots(graph: Graph) -> dict[int, Spot]:
@@ -40,7 +41,7 @@ def spots(graph: Graph) -> dict[int, Spot]:
     found: dict[int, Spot] = {}
     for position, node in enumerate(graph.nodes):
         if isinstance(node, Call) and (node.scope is not None or node.source is not None):
-            found[position] = _next(seen, _of_scope(node.scope), node.kind)
+            found[position] = _next(seen, _of_scope(node.scope), node.kind, node.source)
     return found
 
 
@@ -48,9 +49,9 @@ def _of_scope(scope: Scope | None) -> tuple[str, int]:
     return (scope.address, scope.call) if scope is not None else ("", 0)
 
 
-def _next(seen: Counter[Any], scope: tuple[str, int], kind: str) -> Spot:
-    seen[scope, kind] += 1
-    return Spot(*scope, kind, seen[scope, kind])
+def _next(seen: Counter[Any], scope: tuple[str, int], kind: str, source: Source | None) -> Spot:
+    seen[scope, kind, source] += 1
+    return Spot(*scope, kind, source, seen[scope, kind, source])
 
 
 @frozen(eq=False)
@@ -67,7 +68,8 @@ class Counted:
         """The Spot of the record that follows."""
         if isinstance(record, SourceRecord) or (record.scope < 0 and record.site is None):
             return None
-        return _next(self.seen, self._scope(record.scope), record.kind)
+        source = linked(record.site, None) or user_line(self.recording, record.site, record.scope)
+        return _next(self.seen, self._scope(record.scope), record.kind, source)
 
     def _scope(self, number: int) -> tuple[str, int]:
         """How a frozen Scope will be called; see builder.py."""

@@ -133,8 +133,9 @@ class StandIns:
             steps = (geometry_step(tensor, Base(root, base.handle, base.first)),)
         with torch._C.DisableTorchFunction(), self.recorder.at_work():
             made = take_step(base.root, thaw(steps[0], self._value)) if steps else base.root
-        if steps:
+        if id(made) not in memory.live:
             memory.look(made, base, steps, base.handle)
+        if steps:
             memory.entry(made).version = -1  # to be derived when it is read
         self.share(tensor, made)
 

@@ -127,9 +127,22 @@ class Memory:
         self.shared_to = len(records)
         for source in self.sources.get(key, ()):
             known = self.live.get(id(source.tensor))
-            if source.tensor is not base.root and isinstance(known, Handle):
-                self.recording.aliased |= source.kind == "input" or self.is_input(base)
+            if source.tensor is base.root or known is None or (isinstance(known, Entry) and known.base is base):
+                continue
+            self.recording.aliased |= source.kind == "input" or self.is_input(base)
+            if isinstance(known, Entry):
+                self._join(known.base, base)
+            else:
                 self.look(source.tensor, base, (geometry_step(source.tensor, base),), known)
+        self.bases[key] = base
+
+    def _join(self, other: Base, base: Base) -> None:
+        """Two tensors over one memory were looked at apart from each other. From now on all are views of one."""
+        step = geometry_step(other.root, base)
+        for known in self.live.values():
+            if isinstance(known, Entry) and known.base is other:
+                known.base, known.steps, known.version = base, (step, *known.steps), base.version
+        base.held.extend(other.held)
 
     def is_input(self, base: Base) -> bool:
         """Is this the memory of an input?"""

@@ -304,7 +304,7 @@ class Tracer(Recorder):
     def _special_lift(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         """`torch.Tensor([1, 2])`: numbers of Python become a tensor. What they were read from is guarded."""
         result = func(*args, **kwargs)
-        if self.memory.read(result) is None:
+        if self.memory.read(result) is None and not self.from_outside(result):
             self.source("constant", result, "made from Python numbers")
         return result
 

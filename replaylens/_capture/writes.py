@@ -6,6 +6,7 @@ new values of all memory that it wrote. Views that are read later are derived ag
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from time import perf_counter_ns as _now
 from typing import Any
@@ -90,6 +91,7 @@ def _write_record(
     sources = [t for t in shared if recorder.memory.entry(t).steps and not _reads_apart(func, args, t, targets)]
     viewed = [*targets, *{id(source): source for source in sources}.values()]
     entries = [*entries, *[recorder.memory.entry(source) for source in viewed[len(targets) :]]]
+    recorder.recording.overwritten.update(_parting(recorder, [entry for entry in entries if entry.steps]))
 
     def leaf(tensor: torch.Tensor) -> Any:
         for number, one in enumerate(viewed):
@@ -112,18 +114,38 @@ def _write_record(
     return mutate, [*given, written, values], {}
 
 
+def _parting(recorder: Recorder, views: list[Entry]) -> set[Handle]:
+    """The values that cannot be patched before a call that writes these views: they would be one memory no more.
+
+    So it is with what several of them are views of, and with a view that repeats elements, of which is no copy.
+    """
+    several = views if len(views) > 1 else []
+    above = Counter(handle for view in several for handle in _lineage(recorder, view.handle))
+    repeating = {view.handle for view in views if _repeats(view.tensor)}
+    return repeating | {handle for handle, count in above.items() if count > 1}
+
+
+def _lineage(recorder: Recorder, view: Handle) -> set[Handle]:
+    """A view, and the views that it is one of."""
+    found, stack = set(), [view]
+    while stack:
+        if (handle := stack.pop()) not in found:
+            found.add(handle)
+            stack.extend(recorder.recording.view_of.get(handle, ()))
+    return found
+
+
 def _reads_apart(func: Any, args: Any, source: torch.Tensor, targets: Any) -> bool:
     """Is it all the same whether a source that lies in the written memory is read from there or from a copy?
 
     So it is where the call writes nothing of what it reads, or copies each element to where it is.
     """
+    copies = func is torch.Tensor.copy_
     if func is torch.Tensor.__setitem__ and isinstance(args[0][args[1]], torch.Tensor):
         part = args[0][args[1]]
-        is_view = storage_key(part) == storage_key(args[0])
-        targets = [part] if is_view else targets
-    elif func is not torch.Tensor.copy_:
-        return not any(meet(source, target) for target in targets)
-    return all(geometry_of(source) == geometry_of(target) or not meet(source, target) for target in targets)
+        if copies := storage_key(part) == storage_key(args[0]):
+            targets = [part]
+    return not any(meet(source, t) and not (copies and geometry_of(source) == geometry_of(t)) for t in targets)
 
 
 def _repeats(tensor: torch.Tensor) -> bool:
@@ -257,6 +279,8 @@ def reshape(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) -
     if func.__name__ == "as_strided_":
         steps, step = (), geometry_step(tensor, base)
     handle = recorder.recording.keep(tensor)
+    if entry.steps:
+        recorder.recording.view_of[handle] = (source,)
     recorder.memory.look(tensor, base, (*steps, step), handle)
     base.counter = version_of(base.root)
     fill: Callable[[Any], Any] = lambda leaf: source if leaf is Hole.HERE else leaf  # noqa: E731
@@ -283,6 +307,8 @@ def assign(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) ->
     if straight:
         step = step_tree(standing, (old, Hole.HERE), None, (), True)
     handle = recorder.recording.keep(tensor)
+    if steps:
+        recorder.recording.view_of[handle] = (source,)
     recorder.memory.look(tensor, base, (*steps, step), handle)
     function, reads = (standing, [old, source]) if straight else (torch.Tensor.detach, [source])
     recorder.append(function, Rule(How.LEAF, "data"), reads, {}, handle, recorder.site(), None, False)

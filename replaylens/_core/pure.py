@@ -308,7 +308,7 @@ def in_layout(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Te
         return tensor
     if any(stride == 0 for stride in strides) or tensor.requires_grad:
         return tensor.contiguous() if strides == _contiguous(tuple(tensor.shape)) else tensor
-    made = tensor.new_empty_strided(tuple(tensor.shape), strides)
+    made = spread(tensor, tuple(tensor.shape), strides)
     made.copy_(tensor)
     return made
 
@@ -319,6 +319,15 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
+
+
+def spread(like: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    """New memory in a layout, to be written. Its gaps hold zeros: `as_strided` may look at them."""
+    made = like.new_empty_strided(shape, strides)
+    span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    if 0 < made.numel() < span:
+        made.as_strided((span,), (1,), 0).zero_()
+    return made
 
 
 def laid_out(function: Target, strides: tuple[int, ...], *args: Any, **kwargs: Any) -> torch.Tensor:
