@@ -437,7 +437,8 @@ class Tracer(Recorder):
         handle = self.memory.read(tensor)
         if handle is not None:
             return handle
-        return self.read(tensor) if self.origins.own_among(tensor) or is_older(tensor, self.date) else None
+        with torch._C.DisableTorchFunction(), self.at_work():  # what is looked at here, the model did not ask
+            return self.read(tensor) if self.origins.own_among(tensor) or is_older(tensor, self.date) else None
 
     def _read_wrapped(self, tensor: torch.Tensor) -> Handle | None:
         """The plain tensor beneath functorch's wrappers."""
