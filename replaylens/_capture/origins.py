@@ -142,7 +142,20 @@ class Origins:
             return True
         if any(value is tensor for _, _, value in self.buffers()):
             return True
-        return any(_holds(value, tensor) for module, _, _ in self.table for value in vars(module).values())
+        return self._hangs_on_a_module(tensor)
+
+    def _hangs_on_a_module(self, tensor: torch.Tensor) -> bool:
+        """Is it an attribute, or in one? Of torch's own classes, only modules with something added are looked at."""
+        seen: dict[type, int] = {}
+        for module, _, _ in self.table:
+            kind, attributes = type(module), vars(module)
+            if seen.get(kind) == len(attributes):
+                continue
+            if any(_holds(value, tensor) for value in attributes.values()):
+                return True
+            if kind.__module__.startswith("torch.nn."):
+                seen[kind] = len(attributes)
+        return False
 
     def buffers(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
         """Every buffer of the model as it is now."""

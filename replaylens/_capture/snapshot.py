@@ -24,7 +24,10 @@ from .._core.trees import freeze_deep
 
 _REGISTERED = frozenset(("_modules", "_parameters", "_buffers"))
 _TORCHS = frozenset(vars(nn.Module())) - {"training"}  # what every module has: its tensors, its hooks
-_HOOKS = tuple(key for key, value in vars(nn.Module()).items() if type(value) is OrderedDict and key not in _REGISTERED)
+_HOOKS = (
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    *("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"),
+)
 _DICTS = frozenset((dict, OrderedDict, defaultdict))
 _CONTAINERS = _DICTS | {list, set, deque}
 
@@ -60,7 +63,9 @@ class Snapshot:
 
     def _note_hooks(self, module: nn.Module) -> None:
         self.hooked.append(module)
-        self.hooks.update((id(hooks), dict(hooks)) for hooks in _hooks_of(module) if hooks)
+        get = vars(module).get
+        if get("_forward_hooks") or get("_forward_pre_hooks") or get("_backward_hooks") or get("_backward_pre_hooks"):
+            self.hooks.update((id(hooks), dict(hooks)) for hooks in _hooks_of(module) if hooks)
 
     def _note(self, value: Any, depth: int) -> None:
         kind = type(value)
