@@ -271,8 +271,9 @@ class Program(Held):
         `rolled` draws all passes of a layer as one, `fold` repeated blocks as one, `depth` modules nested deeper as one
         box each; `module="layer3"` draws that one alone. `values` colours layers by numbers: `{name: number}`, or a
         function of a layer. `run` lays a replay over it, `against` shows the difference to another program, `gradients`
-        where gradients flow. `labels` ("full", "name", or a function) and `style` (a function that gives attributes of
-        graphviz) get what is drawn as one: `.name`, `.kind`, `.layers`, `.roles`. `theme`: "paper", "dark" or a Theme.
+        where gradients flow, or flowed in a backward pass. `labels` ("full", "name", or a function) and `style` (a
+        function that gives attributes of graphviz) get what is drawn as one: `.name`, `.kind`, `.layers`, `.roles`.
+        `theme`: "paper", "dark" or a Theme.
         """
         look = Look(rolled=rolled, fold=fold, depth=depth, module=module, buffers=buffers)
         made = self._scene(look, values=values, run=run, against=against, gradients=gradients)
@@ -308,7 +309,8 @@ class Program(Held):
     def _scene(self, look: Look, *, against: Program | None = None, **over: Any) -> Scene:
         """The program's picture as data, and what lies over it."""
         other = None if against is None else (_require_program(against)._told, against._atlas)
-        return compose(self._told, self._atlas, self._layer, look, Over(against=other, **over))
+        begins = self._grads.begins if self._grads is not None else None
+        return compose(self._told, self._atlas, self._layer, look, Over(against=other, begins=begins, **over))
 
     # -- running it again ----------------------------------------------------------------------------------------------
 

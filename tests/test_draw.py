@@ -533,6 +533,21 @@ def test_gradients_are_drawn_against_the_data_where_they_flow():
     ]
 
 
+def test_the_gradients_of_a_backward_pass_are_drawn_from_where_it_began():
+    def two_outputs(x):
+        hidden = x.exp()
+        return hidden.sin(), hidden * 2, x.cos()
+
+    def gradients(prog):
+        return [(a.tail, a.head) for a in prog._scene(Look(), gradients=True).arrows if "gradient" in a.roles]
+
+    prog = captured(two_outputs)
+    first = [("exp_1_1", "input_1_0"), ("sin_1_2", "exp_1_1"), ("output_1_5", "sin_1_2")]
+    assert sorted(gradients(prog.backward(of=lambda out: out[0].sum()))) == sorted(first)
+    assert gradients(prog.backward(of="exp_1")) == first[:1]
+    assert {*first, ("output_2_6", "mul_1_3"), ("output_3_7", "cos_1_4")} < {*gradients(prog)}
+
+
 def test_where_no_gradient_flows_there_is_none_to_draw():
     with pytest.raises(rl.NoGradient) as raised:
         captured(lambda x: x > 0).draw(gradients=True)

@@ -44,6 +44,11 @@ class Grads(Mapping[str, Any]):
     _ends: Found  # at the outputs of the program
     _cuts: Cuts
 
+    @property
+    def begins(self) -> frozenset[str]:
+        """The nodes whose values the number was made of: there the backward pass began."""
+        return self._cuts.read
+
     def __getitem__(self, name: Any) -> Any:
         if isinstance(name, str) and name in self._gradients:
             return self._gradients[name]

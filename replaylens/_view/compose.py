@@ -38,6 +38,7 @@ class Over:
     run: Run | None = None  # a replay of this program
     against: tuple[Record, Atlas] | None = None  # another program
     gradients: bool = False
+    begins: frozenset[str] | None = None  # the nodes where a backward pass began; all outputs, if there was none
 
 
 def compose(record: Record, atlas: Atlas, layers: Layers, look: Look, over: Over) -> Scene:
@@ -51,7 +52,7 @@ def compose(record: Record, atlas: Atlas, layers: Layers, look: Look, over: Over
         patched = patched_in(graph, atlas, over.run)
         drawn = with_replay(drawn, executed_in(atlas, over.run), patched)
     if over.gradients:
-        look = evolve(look, gradients=_flowing(record))
+        look = evolve(look, gradients=_flowing(record, over.begins), begins=over.begins)
     made = _with_unread(scene(graph, atlas, look, drawn), record.account.unread)
     if over.against is not None:
         made = evolve(made, legend="green: only here; red: only in the other; orange: another operation or shape")
@@ -75,10 +76,10 @@ def _with_unread(made: Scene, unread: tuple[Parameter, ...]) -> Scene:
     return evolve(made, totals=totals)
 
 
-def _flowing(record: Record) -> frozenset[Ref]:
-    """The values through which gradients flow, from the output back."""
+def _flowing(record: Record, begins: frozenset[str] | None) -> frozenset[Ref]:
+    """The values through which gradients flow, from the output back, or from where a backward pass began."""
     graph, flowing = record.graph, histories(record)
-    used = graph.ancestors([ref.node for ref in graph.output_refs if ref in flowing])
+    used = graph.ancestors([ref.node for ref in graph.output_refs if ref in flowing] if begins is None else begins)
     found = frozenset([ref for ref in flowing if ref.node in used])
     if not found:
         raise NoGradient("no gradient flows from the output of this program: there is none to draw.")

@@ -181,13 +181,23 @@ class _Gathering:
         """Where gradients flow, against the way of the data."""
         if not self.look.gradients:
             return []
-        nodes = {ref.node for ref in self.look.gradients}
         pairs = dict.fromkeys(
             (self.levels.of[line.head][0].key, self.levels.of[line.tail][0].key)
             for line in self.drawn.lines
-            if self.drawn.by_label[line.tail].node in nodes and self.drawn.by_label[line.head].node in nodes
+            if self._flows(self.drawn.by_label[line.tail].node, self.drawn.by_label[line.head].node)
         )
         return [Arrow(tail, head, roles=frozenset({"gradient"})) for tail, head in pairs if tail != head]
+
+    def _flows(self, tail: str, head: str) -> bool:
+        """Does a gradient go from one node to what it reads? From an output, which is of the same node, if it is one
+        of those where the gradients begin.
+        """
+        nodes, begins = self._flowing, self.look.begins
+        return tail in nodes and head in nodes and (tail != head or begins is None or head in begins)
+
+    @cached_property
+    def _flowing(self) -> frozenset[str]:
+        return frozenset([ref.node for ref in self.look.gradients])
 
     def _totals(self) -> Totals:
         dots = [dot for dot in self.drawn.dots if not dot.roles & {"outside", "removed"}]

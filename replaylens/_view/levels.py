@@ -30,6 +30,7 @@ class Look:
     buffers: bool = True  # buffers, and what is computed for them alone
     fold: bool = False  # repeated blocks as one
     gradients: frozenset[Ref] = frozenset()  # values through which gradients flow: drawn along them
+    begins: frozenset[str] | None = None  # the nodes where they begin, where not at every output
 
 
 @frozen
