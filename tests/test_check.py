@@ -291,3 +291,43 @@ def test_every_value_that_a_call_gives_is_asked():
     values = {**record.values, Ref(split.name, (1,)): torch.zeros(2)}
     report = rl.Program(_record=evolve(record, values=values, plans={}), _output=prog.output).check()
     assert [finding.node for finding in report["each node alone"].failures] == [split.name]
+
+
+class HandsOnTheSecond(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, first, second, scale):
+        ctx.save_for_backward(scale)
+        return second
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0], None, None
+
+
+class IgnoresTheFirst(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, first, second):
+        return second * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None, gradient * 2
+
+
+def test_what_a_custom_function_reads_in_its_backward_alone_has_that_reason():
+    def model(x, y, scale):
+        return HandsOnTheSecond.apply(x * 1, y * 2, scale + 1) + 1
+
+    inputs = torch.randn(3), torch.randn(3), torch.randn(3)
+    for mode in (torch.no_grad, torch.enable_grad):
+        with mode():
+            report = rl.capture(model, *inputs).check()
+        assert report, report
+        assert report["nonsense parents"].reasons == {"read in the backward of a custom function alone": 2}
+
+
+def test_what_a_custom_function_reads_nowhere_is_said():
+    report = rl.capture(lambda x, y: IgnoresTheFirst.apply(x * 1, y * 2), torch.randn(3), torch.randn(3)).check()
+    (case,) = report["nonsense parents"].special
+    assert report and (case.node, case.parent) == ("ignoresthefirst_1_4", "mul_1_2")
+    assert case.fact == "taken by code that is not torch's, which does not read it"

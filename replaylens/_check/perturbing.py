@@ -17,6 +17,7 @@ from .._core.node import Call, Ref
 from .._core.sameness import same
 from .._core.trees import leaves
 from .alone import Alone, Given, ready
+from .backwards import is_foreign, is_read_backward
 from .literals import otherwise, reading_elsewhere
 from .nonsense import hinted, others_than, specials
 from .reasons import known_reason, trusts
@@ -154,6 +155,10 @@ def _hidden(trial: Trial, parent: Ref) -> str:
         return "hidden by the recorded draw"
     if _is_noticed_with_other_literals(trial, parent):
         return "hidden by a number among the arguments, as in x * 0"
+    if is_read_backward(trial.alone.node, trial.draws, trial.given, parent, _nonsense(trial, parent)):
+        return "read in the backward of a custom function alone"
+    if is_foreign(trial.alone.node):
+        return "taken by code that is not torch's, which does not read it"
     return ""
 
 
