@@ -2904,3 +2904,36 @@ def counter_and_a_constructor_that_is_not_named(m, x):
     m.forwards += 1
     make = getattr(torch, "Float" + "Tensor")
     return m.fc(x) * m.forwards + make([1.0]) + random.random()
+
+
+@whole
+def ring_of_differentiable_rows():
+    def steps(m, x):
+        rows = []
+        for turn, row in enumerate(x):
+            m.kept.index_copy_(0, torch.tensor([turn % 2]), m.fc(row)[None])  # the buffer has a history from here on
+            rows.append(m.kept.sum(0))
+        return torch.stack(rows)
+
+    model = Net(steps, fc=nn.Linear(4, 4))
+    model.register_buffer("kept", torch.zeros(2, 4))
+    return Case(model, batch(), stateful=True)
+
+
+@small(stateful=True)
+def weight_exchanged_by_data_and_put_back(m, x):
+    own = m.fc.weight.data
+    m.fc.weight.data = torch.ones(4, 4) * 2 + 1
+    other = m.fc(x).detach()
+    m.fc.weight.data = own
+    return other + m.fc(x)
+
+
+@small(stateful=True)
+def weight_exchanged_by_data_without_gradients(m, x):
+    with torch.no_grad():
+        own = m.fc.weight.data
+        m.fc.weight.data = own * 2 + 1
+    other = m.fc(x)  # its gradient goes to the weight, whatever the weight holds now
+    m.fc.weight.data = own
+    return other + m.fc(x) ** 2

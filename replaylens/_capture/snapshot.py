@@ -227,6 +227,8 @@ class Belongings:
             self.begun.put_back()
         self.snapshot.put_back()
         for tensor, flag, grad in self.leaves:
+            if not tensor.is_leaf and not tensor._is_view():  # a buffer into which something differentiable was written
+                tensor.detach_()
             if tensor.requires_grad != flag:
                 tensor.requires_grad_(flag)
             if tensor.grad is not grad:

@@ -286,10 +286,16 @@ def reshape(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) -
     fill: Callable[[Any], Any] = lambda leaf: source if leaf is Hole.HERE else leaf  # noqa: E731
     reads = [fill(value) for value in step.items[1]]
     recorder.append(step.items[0].function, rule, reads, {}, handle, site, None, False, func)
-    record = recorder.recording.records[-1]
-    if tensor.requires_grad and isinstance(record, CallRecord):  # it keeps its history, also where gradients are off
-        recorder.recording.records[-1] = record._replace(context=(True, *record.context[1:]))
+    if tensor.requires_grad:
+        _keep_history(recorder)
     return out
+
+
+def _keep_history(recorder: Recorder) -> None:
+    """The object of the last call keeps its history, also where gradients are off."""
+    record = recorder.recording.records[-1]
+    if isinstance(record, CallRecord):
+        recorder.recording.records[-1] = record._replace(context=(True, *record.context[1:]))
 
 
 def assign(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
@@ -312,6 +318,8 @@ def assign(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) ->
     recorder.memory.look(tensor, base, (*steps, step), handle)
     function, reads = (standing, [old, source]) if straight else (torch.Tensor.detach, [source])
     recorder.append(function, Rule(How.LEAF, "data"), reads, {}, handle, recorder.site(), None, False)
+    if straight:
+        _keep_history(recorder)
     return result
 
 

@@ -114,10 +114,15 @@ def _sheltered(made: Record, recording: Recording) -> Record:
         return made
     firsts = {Ref(node.name) for source, node in pairs if _memory_put_back(source, recording) is not None}
     values = {
-        ref: _copy(value) if ref in firsts or _memory_of(value) in doomed else value
+        ref: _copy(value) if ref in firsts or _memory_of(value) in doomed or _is_assigned(made, ref) else value
         for ref, value in made.values.items()
     }
     return evolve(made, values=values, versions=Versions((ref, version(value)) for ref, value in values.items()))
+
+
+def _is_assigned(made: Record, ref: Ref) -> bool:
+    """Was it given to a tensor by `.data =`? It has one write counter with it from then on."""
+    return getattr(made.graph[ref.node], "kind", "") == "data"
 
 
 def _copy(value: torch.Tensor) -> torch.Tensor:

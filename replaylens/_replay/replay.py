@@ -406,6 +406,8 @@ def supply(record: Record, request: Request, ref: Ref) -> Any:
             return live
         if not any(ref.node == address for address, _ in _changed_nodes(record.graph)):
             raise StaleValue(_stale_text(record.graph, ref))
+        if live.grad_fn is not None:  # a buffer with the history of what was written into it since
+            return recorded
         return standing(live, recorded)
     value = record.value(ref)
     if request.grad and value.is_inference():
