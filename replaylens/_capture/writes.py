@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter_ns as _now
 from typing import Any
 
@@ -169,66 +170,65 @@ def _append_write(
     key: Any,
 ) -> None:
     function, reads, named = record
-    keep, memory = recorder.recording.keep, recorder.memory
     for base in bases:
-        memory.wrote(base, keep(base.root), not recorder.in_aten)
+        recorder.memory.wrote(base, recorder.recording.keep(base.root), not recorder.in_aten)
     whole = tuple([base.handle for base in bases])
-    views = []
-    for target, entry in zip(targets, entries, strict=True):
-        before = entry.handle
-        entry.handle = keep(target) if entry.steps else entry.base.handle
-        if entry.steps:
-            recorder.recording.view_of[entry.handle] = (before,)
-        entry.version = entry.base.version
-        views.append(entry.handle)
-        if entry.steps:
-            entry.base.held.append(entry.handle)
+    views = _renewed(recorder, targets, entries)
     if function is not mutate:
         recorder.append(function, rule, reads, named, whole[0], site, key, False, func)
         return
     fresh: dict[int, Handle] = {}
-
-    def leaf(tensor: torch.Tensor, part: Any) -> Any:
-        known = recorder.memory.live.get(id(tensor))
-        if known is not None and any(tensor is other for other in tensors):
-            return None
-        base = memory.base_at(storage_key(tensor), tensors)
-        handle = fresh[id(tensor)] = keep(tensor)
-        if base is None:
-            memory.know(tensor, handle)
-        else:
-            memory.look(tensor, base, (geometry_step(tensor, base),), handle)
-        return handle
-
-    results = number_parts(out, leaf, ())
+    results = number_parts(out, partial(_fresh_result, recorder, tensors, fresh), ())
 
     def seen(tensor: torch.Tensor) -> Any:
         return fresh.get(id(tensor)) or recorder.read(tensor)
 
-    result = freeze(out, seen) if tensors_in((out,), {}) else (views[0] if len(views) == 1 else tuple(views))
-    if key is not None and "generator" in dict(zip(reads[3].keys or (), reads[3].items, strict=True)):
-        items = [Generator(key) if k == "generator" else v for k, v in zip(reads[3].keys, reads[3].items, strict=True)]
-        reads[3] = Branch(dict, tuple(items), reads[3].keys)
-    returns = (results, tuple(views), whole)
-    context, inside = recorder.context(), recorder.differentiating
-    record = CallRecord(
-        mutate,
-        rule.kind,
-        reads,
-        {},
-        returns,
-        context,
-        recorder.scope,
-        site,
-        key,
-        False,
-        result,
-        (),
-        inside,
-        recorder.took,
-    )
+    result = freeze(out, seen) if tensors_in((out,), {}) else (views[0] if len(views) == 1 else views)
+    reads = _with_generator(reads, key)
+    returns, context = (results, views, whole), recorder.context()
+    kind, scope, inside, took = rule.kind, recorder.scope, recorder.differentiating, recorder.took
+    record = CallRecord(mutate, kind, reads, {}, returns, context, scope, site, key, False, result, (), inside, took)
     recorder.took = 0
     recorder.recording.records.append(record)
+
+
+def _renewed(recorder: Recorder, targets: Any, entries: Any) -> tuple[Handle, ...]:
+    """The values that hold after a write: of what it was told to write, which may be views."""
+    views = []
+    for target, entry in zip(targets, entries, strict=True):
+        before = entry.handle
+        entry.handle = recorder.recording.keep(target) if entry.steps else entry.base.handle
+        entry.version = entry.base.version
+        views.append(entry.handle)
+        if entry.steps:
+            recorder.recording.view_of[entry.handle] = (before,)
+            entry.base.held.append(entry.handle)
+    return tuple(views)
+
+
+def _fresh_result(
+    recorder: Recorder, tensors: Any, fresh: dict[int, Handle], tensor: torch.Tensor, part: Any
+) -> Handle | None:
+    """What a call that wrote gave besides; None for what it was given."""
+    memory = recorder.memory
+    if memory.live.get(id(tensor)) is not None and any(tensor is other for other in tensors):
+        return None
+    base = memory.base_at(storage_key(tensor), tensors)
+    handle = fresh[id(tensor)] = recorder.recording.keep(tensor)
+    if base is None:
+        memory.know(tensor, handle)
+    else:
+        memory.look(tensor, base, (geometry_step(tensor, base),), handle)
+    return handle
+
+
+def _with_generator(reads: list[Any], key: str | None) -> list[Any]:
+    """The arguments with a generator of the recorded state in the place of the user's."""
+    words = reads[3]
+    if key is None or "generator" not in (words.keys or ()):
+        return reads
+    items = [Generator(key) if k == "generator" else v for k, v in zip(words.keys, words.items, strict=True)]
+    return [*reads[:3], Branch(dict, tuple(items), words.keys), *reads[4:]]
 
 
 def _outgrown(
