@@ -1,42 +1,143 @@
 """Where a model went on after it had read a truth value.
 
-In: the instruction that read it, and what it said. Out: where the branch begins that was taken, by the jump that stands
-behind that instruction; None where no jump does, because the value was kept and tested later or not at all.
+In: the instruction that read it, and what it said. Out: the instruction that ran next and is no part of the test; None
+where the value was kept and tested later, or not at all.
+
+The way is walked as Python walks it, jump by jump. What a compiler puts at a branch besides (the jump back of a loop,
+the tidying behind a chained comparison) has the very positions of the test: by them it is told from a statement of the
+user's, such as `continue`. Which of these a Python writes differs from version to version; the positions do not.
 """
 
 from __future__ import annotations
 
 import dis
+import linecache
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, repeat
 from types import CodeType
+from typing import Any, NamedTuple
 
-_BETWEEN = frozenset(("CACHE", "TO_BOOL", "COPY"))
+_NOTHING = frozenset(("CACHE", "EXTENDED_ARG", "NOT_TAKEN", "TO_BOOL"))
+_SHUFFLES = frozenset(("SWAP", "ROT_TWO", "COPY", "DUP_TOP"))
+_PATIENCE = 50  # instructions
+_BOOL_OF_COMPARISON = 16  # in the argument of COMPARE_OP, from Python 3.13 on
 
 
-def taken(code: CodeType, instruction: int, value: bool) -> int | None:
-    """The instruction at which the code went on, by the jump at or behind the one that read a truth value."""
-    found = _jump(code, instruction)
-    if found is None:
-        return None
-    when, there, behind = found
-    return there if value is when else behind
+class _Step(NamedTuple):
+    """One instruction, and where in the source it stands, as exactly as this Python knows."""
+
+    name: str
+    arg: int
+    to: int | None  # where it jumps to
+    offset: int
+    place: Any  # None where it stands for nothing in the source
 
 
 @lru_cache(maxsize=4096)
-def _jump(code: CodeType, instruction: int) -> tuple[bool, int, int] | None:
-    """The first jump from an instruction on: the truth value at which it jumps, to where, and what follows it."""
-    rest = [one for one in dis.get_instructions(code) if one.offset >= instruction]
-    for one, following in pairwise(rest):
-        word = "TRUE" if "IF_TRUE" in one.opname else "FALSE" if "IF_FALSE" in one.opname else None
-        if word and "JUMP" in one.opname:
-            return word == "TRUE", one.argval, following.offset
-        if one.opname not in _BETWEEN and not (one is rest[0] and "CALL" in one.opname):
-            return None
+def taken(code: CodeType, instruction: int, value: bool) -> int | None:
+    """The instruction at which the code went on, where the one that read a truth value leads to a jump on it."""
+    steps, numbers = _steps(code)
+    at, stack = _number(numbers, instruction), [value]
+    test: set[Any] = {None}  # where the jumps so far stand
+    if _leaves_it(steps[at]):
+        at += 1
+    for _ in range(_PATIENCE):
+        one = steps[at]
+        if not _is_of_the_test(one, stack, test) or (to := _walk(one, stack)) is None:
+            return one.offset if len(test) > 1 else None
+        if "IF_" in one.name:
+            test.add(one.place)
+        at = at + 1 if to < 0 else numbers[to]
     return None
 
 
+def _number(numbers: dict[int, int], instruction: int) -> int:
+    """The instruction that is running: while it calls Python, a frame may stand behind it, in its cache."""
+    while instruction not in numbers:
+        instruction -= 1
+    return numbers[instruction]
+
+
+def _leaves_it(one: _Step) -> bool:
+    """Does the instruction that read it leave the truth value itself on the stack?"""
+    return "CALL" in one.name or (one.name == "COMPARE_OP" and one.arg & _BOOL_OF_COMPARISON > 0)
+
+
+def _is_of_the_test(one: _Step, stack: list[Any], test: set[Any]) -> bool:
+    """Is it about the value that was read, or put there by the compiler and not by a statement of the user's?"""
+    if one.name in _NOTHING or one.name in _SHUFFLES:
+        return True
+    if "IF_" in one.name or one.name == "UNARY_NOT":
+        return bool(stack) and stack[-1] is not None
+    return one.place in test
+
+
+def _walk(one: _Step, stack: list[Any]) -> int | None:
+    """Do what an instruction does: the offset that it jumps to, -1 for the next; None where it is more than a test.
+
+    On the stack stand truth values, and None for anything else.
+    """
+    if one.name in _NOTHING or one.name == "NOP":
+        return -1
+    if one.to is None:
+        return _shuffle(one, stack)
+    if "IF_TRUE" not in one.name and "IF_FALSE" not in one.name:
+        return one.to if one.name.startswith("JUMP") else None
+    jumps = stack[-1] is ("IF_TRUE" in one.name)
+    if "OR_POP" not in one.name or not jumps:
+        stack.pop()
+    return one.to if jumps else -1
+
+
+def _shuffle(one: _Step, stack: list[Any]) -> int | None:
+    """What moves things on the stack, or turns a truth value round."""
+    depth = one.arg if one.name in ("SWAP", "COPY") else 2 if one.name == "ROT_TWO" else 1
+    stack[:] = [None] * (depth - len(stack)) + stack
+    if one.name == "POP_TOP":
+        stack.pop()
+    elif one.name in ("COPY", "DUP_TOP"):
+        stack.append(stack[-depth])
+    elif one.name in ("SWAP", "ROT_TWO"):
+        stack[-1], stack[-depth] = stack[-depth], stack[-1]
+    elif one.name == "UNARY_NOT":
+        stack[-1] = not stack[-1]
+    else:
+        return None
+    return -1
+
+
+@lru_cache(maxsize=256)
+def _steps(code: CodeType) -> tuple[list[_Step], dict[int, int]]:
+    """The instructions of a code object, and their numbers by offset."""
+    jumps = {*dis.hasjrel, *dis.hasjabs}
+    steps = [
+        _Step(one.opname, one.arg or 0, one.argval if one.opcode in jumps else None, one.offset, place)
+        for one, place in zip(dis.get_instructions(code), _places(code), strict=False)
+    ]
+    return steps, {one.offset: number for number, one in enumerate(steps)}
+
+
+def _places(code: CodeType) -> Any:
+    """Of each instruction: line, last line, first and last column; before Python 3.11 the line alone."""
+    spots = [one.offset for one in dis.get_instructions(code)]
+    if hasattr(code, "co_positions"):
+        found = [place if place[0] else None for place in code.co_positions()]
+        return [found[offset // 2] for offset in spots]
+    lines = list(chain.from_iterable(repeat(line, (end - start) // 2) for start, end, line in code.co_lines()))
+    return [lines[offset // 2] for offset in spots]
+
+
 @lru_cache(maxsize=4096)
-def calls(code: CodeType, instruction: int) -> bool:
-    """Is it a call, of `any` or `bool`, that read the value?"""
-    return any(one.offset == instruction and "CALL" in one.opname for one in dis.get_instructions(code))
+def keeps(code: CodeType, instruction: int) -> bool:
+    """Is it a call that reads the value for itself, as `any` does? `bool(x)` hands it on as it is."""
+    steps, numbers = _steps(code)
+    return "CALL" in steps[_number(numbers, instruction)].name and not _text(code, instruction).startswith("bool(")
+
+
+def _text(code: CodeType, instruction: int) -> str:
+    """The line from where an instruction's expression begins; "" where this Python does not say."""
+    place = _steps(code)[0][_number(_steps(code)[1], instruction)].place
+    if type(place) is not tuple or place[2] is None:
+        return ""
+    line, _, column, _ = place
+    return linecache.getline(code.co_filename, line).encode()[column:].decode(errors="replace")

@@ -24,7 +24,7 @@ from .._core.target import Target
 from .._core.trees import leaves, remake
 from .._lens.drafts import Draft
 from .._lens.structure import labels
-from .branches import calls, taken
+from .branches import keeps, taken
 
 
 class Handle(int):
@@ -429,8 +429,8 @@ def _taken(guard: GuardRecord) -> Source | None:
     if type(guard.result) is not bool or guard.site is None:
         return None
     code, instruction, *_ = guard.site
-    is_call = guard.function is torch.Tensor.__bool__ and calls(code, instruction)
-    where = None if is_call else taken(code, instruction, guard.result)
+    is_kept = guard.function is torch.Tensor.__bool__ and keeps(code, instruction)
+    where = None if is_kept else taken(code, instruction, guard.result)
     return None if where is None else line_of((code, where))
 
 
