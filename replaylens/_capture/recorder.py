@@ -225,6 +225,8 @@ class Recorder(TorchFunctionMode):
                 return self.know_again(tensor)
             base = self.memory.base_at(storage_key(tensor), tensors)
             handle = self.recording.keep(tensor)
+            if tensor.layout is not torch.strided:
+                self.memory.lend(tensor, tensors)
             if base is None:
                 self.memory.know(tensor, handle)
             else:

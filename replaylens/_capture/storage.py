@@ -58,6 +58,17 @@ def storage_key(tensor: torch.Tensor) -> int | None:
         return None
 
 
+def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that a sparse one is made of; none of any other."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []
+
+
 @define(eq=False)
 class Memory:
     """Every tensor that the program knows, by identity and by storage."""
@@ -72,6 +83,7 @@ class Memory:
     written: list[Handle] = field(factory=list)  # the first values of bases, once for each write
     bases: dict[int, Base] = field(factory=dict)
     keep_alive: list[Any] = field(factory=list)
+    lent: set[int] = field(factory=set)  # storages of tensors that a sparse tensor was made of
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -135,6 +147,16 @@ class Memory:
             else:
                 self.look(source.tensor, base, (geometry_step(source.tensor, base),), known)
         self.bases[key] = base
+
+    def lend(self, made: torch.Tensor, tensors: Iterable[torch.Tensor]) -> None:
+        """A sparse tensor was made: it may lie in the memory of what it was made of, which no view step says."""
+        parts = {storage_key(part) for part in sparse_parts(made)}
+        given = [part for tensor in tensors for part in (tensor, *sparse_parts(tensor))]
+        self.lent.update(key for one in given if (key := storage_key(one)) is not None and key in parts)
+
+    def is_lent(self, tensor: torch.Tensor) -> bool:
+        """Does a sparse tensor lie in this memory besides others?"""
+        return bool(self.lent) and any(storage_key(one) in self.lent for one in (tensor, *sparse_parts(tensor)))
 
     def _join(self, other: Base, base: Base) -> None:
         """Two tensors over one memory were looked at apart from each other. From now on all are views of one."""

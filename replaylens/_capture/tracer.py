@@ -130,10 +130,7 @@ class Tracer(Recorder):
             return getattr(self, f"_special_{rule.special}")(rule, func, args, kwargs)
         if how is How.OPAQUE:
             return self._opaque(rule, func, args, kwargs)
-        targets = rule.writes(args, kwargs) if rule.writes is not None else []
-        if kwargs.get("out") is not None:
-            out = kwargs["out"]
-            targets = [*targets, *(out if isinstance(out, (tuple, list)) else (out,))]
+        targets = _written_by(rule, args, kwargs)
         if targets:
             return (
                 reshape(self, rule, func, args, kwargs)
@@ -259,7 +256,7 @@ class Tracer(Recorder):
     def _opaque(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         """A call of which nothing is known: what it wrote and drew is found by looking."""
         tensors = tensors_in(args, kwargs)
-        if rule.writes is not None and (targets := rule.writes(args, kwargs)):
+        if targets := _written_by(rule, args, kwargs):
             return write(self, rule, func, args, kwargs, targets)
         before = [version_of(tensor) for tensor in tensors]
         with self.at_work():  # a custom Function that it may call is no call of the model's
@@ -455,6 +452,12 @@ class Tracer(Recorder):
     def function_apply(self, kind: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A custom `autograd.Function`: one node with its own backward, if all that it reads are its arguments."""
         return apply_call(self, kind, call, args, kwargs)
+
+
+def _written_by(rule: Rule, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """What a call announces that it writes: by its name or schema, and by `out=`."""
+    targets = rule.writes(args, kwargs) if rule.writes is not None else []
+    return targets if kwargs.get("out") is None else [*targets, *tensors_in((kwargs["out"],), {})]
 
 
 _RELU = Rule(How.FRESH, "relu")

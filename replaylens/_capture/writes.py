@@ -49,6 +49,11 @@ def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, tar
             f"`.data =`.{recorder.where()}\n"
             "Where its gradient goes cannot be said. Write before the assignment, or assign a copy."
         )
+    if any(recorder.memory.is_lent(base.root) for base in bases):
+        raise CaptureError(
+            f"`{rule.kind}` writes memory that a sparse tensor was made of.{recorder.where()}\n"
+            "A program cannot say that both change. Make the sparse tensor of a copy (`values.clone()`)."
+        )
     record = _write_record(recorder, func, args, kwargs, targets, entries, bases, draw.draws is not None)
     geometry = [geometry_of(target) for target in targets]
     counters = [version_of(base.root) for base in bases]

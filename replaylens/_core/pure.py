@@ -82,7 +82,8 @@ def mutate(
     if torch._C._functorch.peek_interpreter_stack() is None:
         for target, where, value in zip(written, targets, values, strict=True):
             copy = copies[where.base]
-            if value is None and target.untyped_storage().data_ptr() != copy.untyped_storage().data_ptr():
+            strided = target.layout is torch.strided and not target.is_nested
+            if value is None and strided and target.untyped_storage().data_ptr() != copy.untyped_storage().data_ptr():
                 raise ReplaylensError(
                     f"{function.short} wrote into a copy: a view of what is written is none on these values"
                 )
@@ -107,13 +108,19 @@ def _concrete(value: Any, bases: tuple[torch.Tensor, ...], written: tuple[torch.
         return written[value.number]
     if isinstance(value, Derived):
         return _derive(bases, value)
-    if type(value) in (tuple, list):
-        return type(value)([_concrete(item, bases, written) for item in value])
+    if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
+        items = [_concrete(item, bases, written) for item in value]
+        return tuple_of(type(value), items) if isinstance(value, tuple) else items
     if type(value) is dict:
         return {key: _concrete(item, bases, written) for key, item in value.items()}
     if type(value) is slice:
         return slice(*[_concrete(item, bases, written) for item in (value.start, value.stop, value.step)])
     return value
+
+
+def tuple_of(kind: type, items: list[Any]) -> Any:
+    """A tuple of a kind. Named ones take their items one by one, torch's named results (`torch.sort`) in a list."""
+    return getattr(kind, "_make", kind)(items)
 
 
 def _apart(view: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor:

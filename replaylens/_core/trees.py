@@ -80,6 +80,8 @@ def freeze(value: Any, leaf: Leaf) -> Any:
         return Branch(dict, tuple([freeze(item, leaf) for item in value.values()]), tuple(value))
     if isinstance(value, tuple) and not isinstance(value, torch.Size):
         return Branch(kind, tuple([freeze(item, leaf) for item in value]))
+    if isinstance(value, list):  # of a user's own class: torch reads it as any other
+        return Branch(list, tuple([freeze(item, leaf) for item in value]))
     return value
 
 
