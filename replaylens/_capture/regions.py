@@ -193,14 +193,10 @@ def _stretch(
     states = {key: tracer.source("constant", recording.draws[key].clone(), "a generator's state") for key in drawn}
     pulled = tuple([tracer.read(c) if isinstance(c, torch.Tensor) else None for c in cotangents])
     values = recording.values
-    expected = differentiate(
-        graph,
-        tuple([values[h] for h in roots]),
-        tuple([values[h] for h in others]),
-        cotangents,
-        {key: values[h] for key, h in states.items()},
-        False,
-    )
+    drawn_states = {key: values[h] for key, h in states.items()}
+    begins, rest = tuple([values[h] for h in roots]), tuple([values[h] for h in others])
+    with tracer.at_work():  # a custom function that it runs again is no call of the model's
+        expected = differentiate(graph, begins, rest, cotangents, drawn_states, False)
     tree = Branch(dict, tuple(states.values()), tuple(states))
     args = [graph, tuple(roots), tuple(others), pulled, tree, keep_graph]
     context, site = tracer.context(), tracer.site()
@@ -308,13 +304,17 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 # -- custom autograd functions -----------------------------------------------------------------------------------------
 
 
+_function_apply = torch.autograd.Function.__dict__["apply"]
+
+
 def apply_call(tracer: Recorder, kind: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """A custom `autograd.Function`: one node that keeps its own backward, if it reads nothing but its arguments.
 
     Its body runs under the mode, so that what it reads and writes is known. If it is closed, the body's records are
     taken back and one call stands for them; else they stay, and gradients through them are refused.
     """
-    if torch._C._functorch.peek_interpreter_stack() is not None or tracer.in_leaf:
+    is_whole = issubclass(kind, torch.autograd.Function)  # else: a part of one, which functorch makes
+    if torch._C._functorch.peek_interpreter_stack() is not None or tracer.in_leaf or not is_whole:
         return call(*args, **kwargs)
     if tracer.functorch:
         tracer.leave_functorch()
@@ -349,9 +349,10 @@ def apply_call(tracer: Recorder, kind: type, call: Callable[..., Any], args: Any
         key = tracer.draws.keep(torch.default_generator, state)
         tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
         rule = Rule(How.LEAF, kind.__name__.lower().replace("_", "") or "function", is_dynamic=True)
-        returns = tracer.results(out, call, args, kwargs, tensors)
+        whole = _function_apply.__get__(None, kind)
+        returns = tracer.results(out, whole, args, kwargs, tensors)
         if returns is not None:
-            tracer.append(call, rule, reads, named, returns, site, key, True)
+            tracer.append(whole, rule, reads, named, returns, site, key, True)
     return out
 
 

@@ -3,7 +3,8 @@
 In: module calls as they happen. Out: for each the module, which call of it, from where, and what it gave. While
 captures run, `nn.Module.__call__` is one function of ours, which looks for a capture of its own thread and else
 passes on; it is counted, and put back when the last capture ends. (Global forward hooks cost six times as much and
-see a module's output before the user's own hooks have changed it.)
+see a module's output before the user's own hooks have changed it.) So is `apply` of a custom `autograd.Function`, one
+class below `Function` itself: an `apply` that was taken from its class before (`swish = Swish.apply`) comes by there.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.autograd.function import _SingleLevelFunction
 
 from .builder import Site, is_torch_code, torch_code
 
@@ -33,7 +35,7 @@ class Listener(Protocol):
 _listeners: dict[int, list[Listener]] = {}  # of each thread, the innermost last
 _lock = threading.Lock()
 _module_call = nn.Module.__call__
-_function_apply = torch.autograd.Function.__dict__["apply"]
+_function_apply = torch._C._FunctionBase.__dict__["apply"]
 _boundaries: set[int] = set()  # by id: the functions are ours, and stay
 
 
@@ -55,7 +57,7 @@ def _traced_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _traced_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
     stack = _listeners.get(get_ident())
-    call = _originals["apply"].__get__(None, cls)
+    call = _function_apply.__get__(None, cls)
     return stack[-1].function_apply(cls, call, args, kwargs) if stack else call(*args, **kwargs)
 
 
@@ -67,9 +69,9 @@ def listening(listener: Listener) -> Iterator[None]:
     """Module calls and custom functions of this thread are told to the listener."""
     with _lock:
         if not any(_listeners.values()):
-            _originals.update(call=nn.Module.__call__, apply=torch.autograd.Function.__dict__["apply"])
+            _originals.update(call=nn.Module.__call__)
             nn.Module.__call__ = _traced_call  # type: ignore[method-assign]
-            torch.autograd.Function.apply = classmethod(_traced_apply)  # type: ignore[assignment, method-assign]
+            _SingleLevelFunction.apply = classmethod(_traced_apply)  # type: ignore[attr-defined]
         _listeners.setdefault(get_ident(), []).append(listener)
     try:
         yield
@@ -81,7 +83,7 @@ def listening(listener: Listener) -> Iterator[None]:
                 del _listeners[get_ident()]
             if not _listeners:
                 nn.Module.__call__ = _originals["call"]  # type: ignore[method-assign]
-                torch.autograd.Function.apply = _originals["apply"]  # type: ignore[method-assign]
+                del _SingleLevelFunction.apply  # type: ignore[attr-defined]
 
 
 def module_table(model: nn.Module | None) -> list[tuple[nn.Module, int, str]]:
