@@ -13,7 +13,7 @@ import torch
 from .builder import PLAIN
 
 _UNARY = frozenset(
-    """relu_ sigmoid_ tanh_ silu_ hardtanh_ hardswish_ leaky_relu_ elu_ selu_ celu_ mish_ threshold_ hardsigmoid_ exp_
+    """relu_ sigmoid_ tanh_ silu_ hardtanh_ hardswish_ leaky_relu_ mish_ threshold_ hardsigmoid_ exp_
     sqrt_
     rsqrt_ neg_ abs_ sin_ cos_ square_ reciprocal_ log_ floor_ ceil_ round_ erf_ clamp_ clamp_min_ clamp_max_
     relu6_""".split()
