@@ -73,7 +73,8 @@ class NoValues(NotSaved):
 class InputMismatch(ReplaylensError, TypeError):
     """The inputs given to a replay differ from the recorded ones in structure, shape, dtype or device.
 
-    A program has the shapes of one forward pass. Capture again for other shapes.
+    A program has the shapes of one forward pass. Where it holds its model, the model is run on such inputs instead,
+    unless `on_divergence="raise"`. Else capture again for them.
     """
 
 

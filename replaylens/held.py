@@ -28,10 +28,11 @@ from ._lens.layers import Atlas, Layer, Place
 from ._lens.lens import Lens
 from ._lens.words import Words, as_list
 from ._replay.gradients import Asked, Grads, ask
+from ._replay.inputs import Given, new_inputs, new_state
 from ._replay.keeping import with_values
 from ._replay.patching import at_place, changes_of
 from ._replay.replay import Record, detached
-from ._replay.request import At, Request, new_inputs, new_state
+from ._replay.request import At, Request
 from ._view.plots import plot_value
 from .errors import (
     NoGradient,
@@ -194,8 +195,8 @@ class Held(Described, Reference):
     def _position(self, name: Any) -> int:
         return self._at(name).position
 
-    def _inputs(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> dict[int, torch.Tensor]:
-        return new_inputs(self.graph, inputs, named) if inputs or named else {}
+    def _inputs(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> Given:
+        return new_inputs(self.graph, inputs, named, self._record.live) if inputs or named else Given()
 
     def _request(
         self,
@@ -209,8 +210,7 @@ class Held(Described, Reference):
     ) -> Request:
         """What a user asks for, in positions and tensors."""
         given = self._inputs(inputs, named_inputs)
-        if state:
-            given.update(new_state(self.graph, dict(state), self._atlas.nearest))
+        other = new_state(self.graph, dict(state), self._atlas.nearest) if state else Given()
         start = self._site(from_) if from_ is not None else None
         if start and (inputs or named_inputs):
             raise ReplaylensError(
@@ -220,13 +220,17 @@ class Held(Described, Reference):
         request = Request(
             changed=changed,
             ends=ends,
-            given=given,
+            given={**given.tensors, **other.tensors},
+            mismatches=(*given.mismatches, *other.mismatches),
+            inputs=given.whole,
             start=(at_place(self.graph, start.place).position,) if start else (),
             on_divergence=on_divergence,
             **self._beyond(patch),
             **more,
         )
-        asks = start or changed or ends or given or request.to is not None or request.fresh
+        asks = (
+            start or changed or ends or request.given or request.mismatches or request.to is not None or request.fresh
+        )
         return request if asks else evolve(request, whole=True)
 
     def _asked(self, at: Any, from_: Any) -> Asked:

@@ -333,13 +333,14 @@ class Program(Held):
         gives other values on the way: `{"relu_3": Zero("b [c] h w", c=3)}`. Its keys name layers, inputs, parameters;
         all passes of a layer, all layers of a type (`"relu"`), of a glob (`"layer4.*"`), of `where(predicate)` or
         `prog.find(...)`. Its values are patches, lists of them, tensors, functions of the old value, layers of another
-        program; with `from_`, a bare one is for that layer. New inputs of the recorded shapes, or other parameters
+        program; with `from_`, a bare one is for that layer. New inputs, or other parameters
         (`state={"fc.weight": w}`), may be given. `to` stops early. `keep="all"` holds every value; else what
         `run[name]` asks for is computed again. With `grad=True` gradients flow to inputs, to patches and to the model's
         own parameters, as through the model, and every value is held.
 
-        A change may make the model read another value in Python (`if x.sum() > 0`). Then the model itself is run with
-        the same change made while it runs, from where the recorded forward began, and all that it changes is put back:
+        A change may make the model read another value in Python (`if x.sum() > 0`), and new inputs may be of another
+        shape or structure. Then the model itself is run with the same change made while it runs, from
+        where the recorded forward began, and all that it changes is put back:
         `run.diverged` is true and `run.departures` say what was read. `on_divergence="raise"` raises `DivergedReplay`
         instead, as a program does that holds no model; `"ignore"` goes on along the recorded path.
         """
@@ -470,9 +471,11 @@ class Program(Held):
         )
 
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Run:
-        """Replay on new inputs of the recorded shapes. All keywords are the model's own."""
+        """Replay on new inputs. All keywords are the model's own."""
         given = self._inputs(inputs, named_inputs)
-        return self._replayed(Request(given=given, whole=not given, on_divergence=self._when_diverged(None)))
+        request = Request(given=given.tensors, mismatches=given.mismatches, inputs=given.whole)
+        whole = not given.tensors and not given.mismatches
+        return self._replayed(evolve(request, whole=whole, on_divergence=self._when_diverged(None)))
 
     def function(self, inputs: Any = None, outputs: Any = None) -> Callable[..., Any]:
         """A pure function of tensors, fit for `torch.func.grad`, `vmap`, `jvp`, `jacrev` and `torch.compile`.
@@ -670,10 +673,14 @@ class Program(Held):
         """The model itself, run with the changes of a request. `first` is what a replay found to be different."""
         assert self._beginning is not None
         try:
-            made = lived(self._beginning, self._record, request, given)
+            made = lived(self._beginning, self._record, request, given or request.inputs)
         except DivergedReplay as refusal:
             why = f"the change leads away from the recorded path: {first}\n" if first is not None else ""
             raise DivergedReplay(f"{why}{refusal}") from None
+        except Exception as error:
+            if first is not None and hasattr(error, "add_note"):
+                error.add_note(f"replaylens: raised where the model was run again, because {first}")
+            raise
         prog = Program(_record=made.record, _history=(*self.history, "run again with patches"))
         prog._returned = thaw(prog.graph.output, lambda leaf: made.record.values[leaf] if type(leaf) is Ref else leaf)
         places = Counterparts(self.graph, prog.graph)

@@ -109,32 +109,32 @@ ONE_STRUCTURE = "A program holds for one structure of inputs. Give the same stru
 
 
 def test_an_input_of_another_shape():
-    assert said(rl.InputMismatch, lambda: captured()(torch.ones(5, 4))) == (
+    assert said(rl.InputMismatch, lambda: captured().replay(torch.ones(5, 4), on_divergence="raise")) == (
         f"the input at args[0] is float32[5, 4] on cpu; the program was recorded with float32[3, 4] on cpu.\n{CAPTURE_AGAIN}"
     )
 
 
 def test_an_input_of_another_dtype():
-    assert said(rl.InputMismatch, lambda: captured()(x().double())) == (
+    assert said(rl.InputMismatch, lambda: captured().replay(x().double(), on_divergence="raise")) == (
         f"the input at args[0] is float64[3, 4] on cpu; the program was recorded with float32[3, 4] on cpu.\n{CAPTURE_AGAIN}"
     )
 
 
 def test_an_input_on_another_device():
-    assert said(rl.InputMismatch, lambda: captured()(x().to("meta"))) == (
+    assert said(rl.InputMismatch, lambda: captured().replay(x().to("meta"), on_divergence="raise")) == (
         f"the input at args[0] is float32[3, 4] on meta; the program was recorded with float32[3, 4] on cpu.\n{CAPTURE_AGAIN}"
     )
 
 
 def test_an_input_that_is_missing():
     prog = captured(None, x(), scale=x(1))
-    assert said(rl.InputMismatch, lambda: prog(x())) == (
+    assert said(rl.InputMismatch, lambda: prog.replay(x(), on_divergence="raise")) == (
         f"the input at kwargs['scale'] is missing; the program was recorded with a tensor.\n{ONE_STRUCTURE}"
     )
 
 
 def test_an_input_too_many():
-    text = said(rl.InputMismatch, lambda: captured()(x(), x()))
+    text = said(rl.InputMismatch, lambda: captured().replay(x(), x(), on_divergence="raise"))
     assert text.startswith("the input at args[1] is a tensor; ") and text.endswith(ONE_STRUCTURE)
     assert "recorded with missing" not in text
 
@@ -142,28 +142,28 @@ def test_an_input_too_many():
 def test_an_input_that_is_no_tensor_is_part_of_the_program():
     prog = captured(None, x(), 2.0)
     assert_same(prog(x(), 2.0).output, prog.output.detach())
-    assert said(rl.InputMismatch, lambda: prog(x(), 3.0)) == (
+    assert said(rl.InputMismatch, lambda: prog.replay(x(), 3.0, on_divergence="raise")) == (
         f"the input at args[1] is 3.0; the program was recorded with 2.0.\n{ONE_STRUCTURE}"
     )
 
 
 def test_an_input_deep_in_a_structure():
     prog = captured(lambda tree: tree["k"][1] + 1, {"k": (1, x())})
-    assert said(rl.InputMismatch, lambda: prog({"k": (1, x()[0])})).startswith(
+    assert said(rl.InputMismatch, lambda: prog.replay({"k": (1, x()[0])}, on_divergence="raise")).startswith(
         "the input at args[0]['k'][1] is float32[4] on cpu; the program was recorded with float32[3, 4] on cpu."
     )
 
 
 def test_a_list_is_not_a_tuple():
     prog = captured(lambda pair: pair[0] + pair[1] if isinstance(pair, tuple) else pair[0], (x(), x(1)))
-    assert said(rl.InputMismatch, lambda: prog([x(), x(1)])).endswith(ONE_STRUCTURE)
+    assert said(rl.InputMismatch, lambda: prog.replay([x(), x(1)], on_divergence="raise")).endswith(ONE_STRUCTURE)
 
 
 def test_one_input_given_twice_can_be_another_given_twice_but_not_two():
     prog = captured(lambda query, key: query @ key.T, same := x(), same)
     assert_same(prog(other := x(1), other).output, x(1) @ x(1).T)
     with pytest.raises(rl.InputMismatch):
-        prog(x(1), x(2))
+        prog.replay(x(1), x(2), on_divergence="raise")
 
 
 def test_a_state_that_does_not_exist():
@@ -173,9 +173,9 @@ def test_a_state_that_does_not_exist():
 
 
 def test_a_state_of_another_shape():
-    assert said(rl.InputMismatch, lambda: captured().replay(state={"fc.weight": torch.eye(5)})) == (
-        "the state at 'fc.weight' is float32[5, 5]; the program was recorded with float32[4, 4]."
-    )
+    assert said(
+        rl.InputMismatch, lambda: captured().replay(state={"fc.weight": torch.eye(5)}, on_divergence="raise")
+    ) == ("the state at 'fc.weight' is float32[5, 5]; the program was recorded with float32[4, 4].")
 
 
 def test_inputs_that_share_memory_and_are_written_can_be_no_others():
@@ -184,7 +184,7 @@ def test_inputs_that_share_memory_and_are_written_can_be_no_others():
         return b * 2
 
     prog = captured(writes, base := torch.zeros(3, 4), base.view(12))
-    assert said(rl.InputMismatch, lambda: prog(x(), x(1).view(12))) == (
+    assert said(rl.InputMismatch, lambda: prog.replay(x(), x(1).view(12), on_divergence="raise")) == (
         "when this program was recorded, an input shared its memory with another input or with a buffer, and was written. "
         "Other inputs do not share it in this way: capture again with them."
     )

@@ -76,4 +76,4 @@ def test_a_mistake_is_answered_with_what_would_have_been_right():
     with pytest.raises(rl.NoSuchLayer, match="'relu_1"):
         prog["relu_3"]
     with pytest.raises(rl.InputMismatch, match="Give the recorded shape"):
-        prog(torch.randn(5, 4))
+        prog.replay(torch.randn(5, 4), on_divergence="raise")

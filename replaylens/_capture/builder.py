@@ -20,6 +20,7 @@ from .._core.graph import Graph
 from .._core.laws import require_lawful
 from .._core.node import Call, Const, Context, Generator, Guard, Input, Node, Ref, Scope, Source, State, TensorMeaning
 from .._core.pure import history_of
+from .._core.sharing import NO_OVERLAPS, Overlaps
 from .._core.target import Target
 from .._core.trees import leaves, remake
 from .._lens.drafts import Draft
@@ -113,6 +114,10 @@ class Recording:
         factory=dict
     )  # a view's value -> views that it was made of, or was
     asks_gradient: bool = False  # the model asked whether some tensor needs gradients
+    input_types: dict[Handle, type] = field(factory=dict)  # the classes of the inputs, as they were given
+    touched: set[Handle] = field(factory=set)  # sources that were written, or asked for their address
+    literals: tuple[tuple[tuple[Any, ...], str], ...] = ()  # plain objects among the inputs
+    takes_any_keyword: bool = False  # the forward has `**kwargs`
     aliased: bool = False  # an input shares memory with another tensor of the model's, and one of them was written
     hidden_no_grad: bool = False  # a no_grad block was entered where the whole model ran without gradients
     generators: dict[int, tuple[torch.Generator, torch.Tensor]] = field(
@@ -206,6 +211,9 @@ def freeze(recording: Recording) -> Frozen:
         orphans=frozenset(name for name, orphan in zip(names, orphans, strict=True) if orphan),
         asks_gradient=recording.asks_gradient,
         shares_inputs=recording.aliased,
+        literals=recording.literals,
+        overlaps=_overlaps(recording, names),
+        takes_any_keyword=recording.takes_any_keyword,
         one_way=tuple(_one_way(recording)),
         ambient=frozen_context(recording.ambient),
         default_dtype=recording.default_dtype,
@@ -372,11 +380,23 @@ _meanings: dict[tuple[TensorMeaning, ...], tuple[TensorMeaning, ...]] = {}
 def _source_node(recording: Recording, addresses: Addresses, record: SourceRecord, name: str) -> Node:
     (meaning,) = _shared((recording.meaning(record.returns),))
     if record.kind == "input":
-        return Input(name, record.where, meaning)
+        return Input(name, record.where, meaning, recording.input_types.get(record.returns))
     if record.kind == "constant":
         return Const(name, record.where, meaning, user_line(recording, record.site, -1))
     address, aliases = _address(addresses, record.where), addresses.aliases(*record.where)
     return State(name, address, record.kind, meaning, tuple(a for a in aliases if a != address))
+
+
+def _overlaps(recording: Recording, names: list[str]) -> Overlaps:
+    """Which inputs share memory, with each other and with what the model holds, where that can matter."""
+    if not recording.touched:
+        return NO_OVERLAPS
+    pairs = zip(recording.records, names, strict=True)
+    sources = {name: record for record, name in pairs if isinstance(record, SourceRecord)}
+    inputs = frozenset(name for name, record in sources.items() if record.kind == "input")
+    found = Overlaps.among({name: record.tensor for name, record in sources.items()}, inputs, deep=True)
+    touched = frozenset(name for name, record in sources.items() if record.returns in recording.touched)
+    return evolve(found, touched=touched)
 
 
 def _address(addresses: Addresses, where: tuple[Any, str]) -> str:

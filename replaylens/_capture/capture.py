@@ -6,9 +6,11 @@ buffers, its hooks, the generators and torch itself are left as a plain forward 
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from threading import Lock
 from types import GeneratorType
 from typing import Any
@@ -20,7 +22,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from .._core.node import Ref, State
 from .._core.text import where as text_of
-from .._core.trees import freeze_deep, leaves, thaw
+from .._core.trees import ATOMS, fingerprint, freeze_deep, leaves, named_paths, thaw
 from .._edit.wanted import EVERYTHING, Wish
 from .._replay.replay import Record, Versions
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite, UnsupportedModel
@@ -31,6 +33,7 @@ from .recorder import NeedsDeepLook
 from .scopes import boundary, callers, listening
 from .snapshot import Beginning, Dice, Snapshot
 from .sparing import settle, sparing
+from .storage import Entry
 from .tracer import Tracer
 
 
@@ -113,6 +116,7 @@ def _look(forward: Forward, recording: Recording, origins: Origins, deep: bool) 
         recording.ambient = tracer.context()
         recording.default_dtype = torch.get_default_dtype()
         recording.default_device = str(torch.get_default_device())
+        recording.takes_any_keyword = _takes_any_keyword(forward.model)
         recording.called_from = callers(sys._getframe())
         recording.inputs, args, kwargs = _take_inputs(tracer, forward.args, forward.kwargs)
         stack.enter_context(eager_compiler())
@@ -125,6 +129,7 @@ def _look(forward: Forward, recording: Recording, origins: Origins, deep: bool) 
         with torch._C.DisableTorchFunction(), tracer.at_work():
             recording.output = freeze_deep(output, tracer.read)
             _take_changes(tracer)
+            _take_touched(tracer)
             recording.versions = _require_announced(tracer)
             if not recording.ambient[0] and any(
                 s.module._backward_hooks or s.module._backward_pre_hooks for s in recording.scopes
@@ -253,11 +258,15 @@ def _take_inputs(tracer: Tracer, args: Any, kwargs: Any) -> tuple[Any, Any, Any]
             return known
         counter.append(tensor)
         handle = tracer.recording.keep(tensor)
+        if id(tensor) not in tracer.doubled:
+            tracer.recording.input_types[handle] = type(tensor)
         tracer.recording.records.append(SourceRecord("input", handle, (len(counter) - 1,), None, tensor))
         tracer.memory.know(tensor, handle)
         return handle
 
     tree = freeze_deep((tuple(args), dict(kwargs)), leaf)
+    plain = [(path, item) for path, item in named_paths(tree) if type(item) is not Handle and type(item) not in ATOMS]
+    tracer.recording.literals = tuple([(path, fingerprint(item)) for path, item in plain])
     if swapped:
         args, kwargs = thaw(tree, lambda leaf: tracer.recording.values[leaf] if type(leaf) is Handle else leaf)
     return tree, *tracer.given(tree, args, kwargs)
@@ -281,6 +290,28 @@ def _take_changes(tracer: Tracer) -> None:
     for module, key, tensor in tracer.origins.buffers():
         if (id(module), key) not in addresses and (last := memory.read(tensor)) is not None:
             recording.changes.append(((module, key), last))
+
+
+def _take_touched(tracer: Tracer) -> None:
+    """Which sources hold memory that was written, or whose address was asked for."""
+    if not tracer.memory.written and not tracer.exposed:
+        return
+    for record in tracer.recording.records:
+        if isinstance(record, SourceRecord):
+            known = tracer.memory.live.get(id(record.tensor))
+            if isinstance(known, Entry) and (known.base.version or known.base.exposed is not None):
+                tracer.recording.touched.add(record.returns)
+
+
+def _takes_any_keyword(model: Any) -> bool:
+    """Can the forward see in which order its keywords were given?"""
+    while isinstance(model, partial):
+        model = model.func
+    forward = type(model).forward if isinstance(model, nn.Module) else getattr(model, "__func__", model)
+    code = getattr(forward, "__code__", None) or getattr(
+        inspect.getattr_static(model, "__call__", None), "__code__", None
+    )
+    return code is None or bool(code.co_flags & inspect.CO_VARKEYWORDS)
 
 
 def held(module: Any, key: str) -> torch.Tensor | None:

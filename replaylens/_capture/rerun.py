@@ -20,6 +20,7 @@ from .._core.node import Call, Const, Node, Ref, State, value_of
 from .._core.text import listing
 from .._core.trees import leaves, thaw
 from .._replay.guards import Departure, departures
+from .._replay.inputs import numbers_of
 from .._replay.interpreter import modes, one_draws, recorded_world
 from .._replay.replay import Record, detached, supply
 from .._replay.request import At, Request
@@ -63,17 +64,19 @@ def lived(beginning: Beginning, record: Record, request: Request, given: Any = N
             f"the patch at {aims.unseen[0]} cannot be made while the model runs: it is a view that is read again after "
             "its memory was written, and no call of the model's gives it."
         )
-    inputs = {node.path[0]: aims.sources[node.name] for node in graph.input_nodes if node.name in aims.sources}
+    numbers = numbers_of(graph, *(given or ())) if given else {node.name: node.path[0] for node in graph.input_nodes}
+    inputs = {numbers[name]: aim for name, aim in aims.sources.items() if name in numbers}
     made = partial(_stand_ins, record, request, aims)
     most = max(10_000, 100 * len(graph))
     stage = Stage(aims, inputs, made, grad=request.grad, fresh=request.fresh, most=most)
-    recorded = thaw(graph.inputs, lambda leaf: supply(record, request, leaf) if type(leaf) is Ref else leaf)
-    args, kwargs = given or recorded
+    args, kwargs = given or thaw(
+        graph.inputs, lambda leaf: supply(record, request, leaf) if type(leaf) is Ref else leaf
+    )
     ambient = evolve(graph.ambient, grad=True, inference=False) if request.grad else graph.ambient
     with one_draws, recorded_world(not request.fresh, graph), modes(ambient):
-        captured, tracer = _run(beginning, args, kwargs, stage)
+        captured, tracer = _run(beginning, args, kwargs, stage, request.inputs is not None)
     found = record_of(captured)
-    if not request.given and not request.fresh:
+    if not request.given and request.inputs is None and not request.fresh:
         _require_as_recorded(record, found)
     unreached = aims.missed(tracer.reached)
     if unreached and not tracer.reached and not request.ends:
@@ -106,7 +109,8 @@ def as_run(
             return ended[at.output]
         return thaw(at.output or at.part or value_of(graph.nodes[at.position]), get)
 
-    found = list(departures(recorded.graph, graph, recorded.value, record.value))
+    found = [mismatch.departure for mismatch in request.mismatches]
+    found += departures(recorded.graph, graph, recorded.value, record.value)
     if first is not None and all(str(first) != str(other) for other in found):
         found.insert(0, first)
     found.extend(Departure(f"the patch at {name}", "reached", "on a path not taken") for name in made.unreached)
@@ -135,9 +139,15 @@ def _ended(request: Request, recorded: Graph, graph: Graph, get: Callable[[Any],
     return found
 
 
-def _run(beginning: Beginning, args: Any, kwargs: Any, stage: Stage) -> tuple[Captured, LiveTracer]:
-    """One run of the model from its beginning. What hangs on the model now, and the generators, are as before."""
+def _run(
+    beginning: Beginning, args: Any, kwargs: Any, stage: Stage, are_new: bool = False
+) -> tuple[Captured, LiveTracer]:
+    """One run of the model from its beginning. What hangs on the model now, and the generators, are as before.
+
+    `are_new`: the inputs are not those that the forward began with, and hold what they hold now.
+    """
     looks: list[LiveTracer] = []
+    inputs = Snapshot((), (args, kwargs)) if are_new else None
     origins, dtype = Origins(beginning.model), torch.get_default_dtype()
     belongings = Belongings(origins.modules, (args, kwargs), beginning)
 
@@ -157,6 +167,8 @@ def _run(beginning: Beginning, args: Any, kwargs: Any, stage: Stage) -> tuple[Ca
         beginning.snapshot.put_back()
         if not stage.fresh:
             beginning.put_back()
+        if inputs is not None:
+            inputs.put_back()
 
     def begin_again(recording: Recording, of: Beginning) -> None:
         leave()

@@ -14,6 +14,7 @@ import torch
 from attrs import field, frozen
 
 from .node import NO_MODES, Call, Const, Context, Guard, Input, Node, Ref, Scope, State, refs_of
+from .sharing import NO_OVERLAPS, Overlaps
 from .trees import leaves
 
 
@@ -31,6 +32,9 @@ class Graph:
     asks_gradient: bool = False  # the model asked whether some tensor needs gradients, and may act on it
     apart: frozenset[Ref] = frozenset()  # inputs of a slice: values that are no views here of what they were views of
     shares_inputs: bool = False  # an input shares memory with other input or state that was written: no others will do
+    overlaps: Overlaps = NO_OVERLAPS  # which inputs share memory, and of which that matters
+    literals: tuple[tuple[tuple[Any, ...], str], ...] = ()  # plain objects among the inputs: way to one, and how it was
+    takes_any_keyword: bool = False  # the forward can see the order of its keywords
     one_way: tuple[str, ...] = ()  # custom functions whose backward could not be kept
     ambient: Context = NO_MODES  # the modes around the whole model
     default_dtype: torch.dtype = torch.float32

@@ -143,6 +143,7 @@ class Input:
     name: str
     path: tuple[Any, ...]
     meaning: TensorMeaning
+    python_type: type | None = None  # its class, which the model can ask for; None where that says nothing
 
 
 @frozen

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import enum
 import types
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -139,6 +140,25 @@ def _attributes(value: Any) -> list[tuple[str, Any]]:
     return found
 
 
+def fingerprint(value: Any, depth: int = 0) -> str:
+    """What can be seen of an object that holds no tensor, as text: it tells when the object was changed in place."""
+    kind = type(value)
+    if kind in ATOMS and kind is not torch.Generator:
+        return f"{kind.__name__}:{value!r}"
+    if isinstance(value, (*_OPAQUE, torch.nn.Module, torch.Tensor)) or depth > 20:
+        return f"{kind.__name__} at {id(value)}"
+    if isinstance(value, (list, tuple)):
+        return f"{kind.__name__}({', '.join([fingerprint(item, depth + 1) for item in value])})"
+    if isinstance(value, (set, frozenset)):
+        return f"{kind.__name__}({', '.join(sorted([fingerprint(item, depth + 1) for item in value]))})"
+    pairs = [*(value.items() if isinstance(value, dict) else ()), *_attributes(value)]
+    if pairs or isinstance(value, dict):
+        return f"{kind.__name__}({', '.join([f'{key!r}={fingerprint(item, depth + 1)}' for key, item in pairs])})"
+    if kind.__module__ in ("builtins", "numpy"):
+        return f"{kind.__name__}:{value.tobytes() if hasattr(value, 'tobytes') else value!r}"
+    return f"{kind.__name__} at {id(value)}"
+
+
 def thaw(tree: Any, leaf: Leaf) -> Any:
     """The nested value that a frozen tree stands for: `leaf` gives the value of every leaf and literal."""
     kind = type(tree)
@@ -198,3 +218,27 @@ def paths(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...]
             yield from paths(item, (*at, key))
     else:
         yield at, tree
+
+
+def named_paths(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Every leaf with the way to it; the items of any mapping by their keys."""
+    if not isinstance(tree, Branch) and type(tree) is not tuple:
+        yield at, tree
+        return
+    for key, item in named(tree):
+        yield from named_paths(item, (*at, key))
+
+
+def named(tree: Any) -> list[tuple[Any, Any]]:
+    """What a container holds, by name or number."""
+    if type(tree) is tuple:
+        return list(enumerate(tree))
+    return list(zip(_keys(tree) or range(len(tree.items)), tree.items, strict=True))
+
+
+def _keys(tree: Branch) -> tuple[Any, ...] | None:
+    """The names of what it holds; of a mapping that torch takes apart, its keys."""
+    if tree.keys is not None or not isinstance(tree.like, pytree.TreeSpec) or not issubclass(tree.kind, Mapping):
+        return tree.keys
+    context = tree.like.context[1] if issubclass(tree.kind, defaultdict) else tree.like.context
+    return tuple(context) if isinstance(context, (list, tuple)) and len(context) == len(tree.items) else None

@@ -21,9 +21,10 @@ from .._edit.lower import in_recorded_layout, lower
 from .._edit.patch import Patch
 from .._edit.rewrite import unread_sources, without
 from .derive import Added, derive, require_choice
+from .inputs import new_state, state_called
 from .keeping import with_values
 from .replay import Record, Versions, execute, idle_among
-from .request import At, Request, new_state, state_called
+from .request import At, Request
 
 Made = tuple[Record, Any]
 Bound = Sequence[tuple[At, Sequence[tuple[Any, Patch]]]]
@@ -97,7 +98,7 @@ def with_state(record: Record, address: str, value: Any, nearest: Callable[[str]
         node = state_called(record.graph, address, nearest)
         with torch.no_grad():
             value = value(record.value(Ref(node.name)).detach().clone())
-    ((position, tensor),) = new_state(record.graph, {address: value}, nearest).items()
+    ((position, tensor),) = new_state(record.graph, {address: value}, nearest).fitting.items()
     name = record.graph.nodes[position].name
     held = _with_flag(tensor, record.values[Ref(name)].requires_grad)
     added = Added({name: held}, {name: tensor if tensor.requires_grad else held})

@@ -21,7 +21,7 @@ def as_function(
     inputs: Sequence[int],
     finish: Callable[[list[Any]], Any],
     graph: Graph,
-    watch: Callable[[], None],
+    watch: Callable[[Sequence[torch.Tensor]], None],
 ) -> Callable[..., Any]:
     """`f(*tensors)`: the tensors go into the slots `inputs`, what is supplied into its own, and `finish` reads
     the env.
@@ -34,7 +34,7 @@ def as_function(
         if len(tensors) != len(inputs):
             raise TypeError(f"the function takes {len(inputs)} tensors, and was given {len(tensors)}.")
         if not torch.compiler.is_compiling():
-            watch()
+            watch(tensors)
         env = list(beginning)
         for slot, tensor in zip(inputs, tensors, strict=True):
             env[slot] = tensor

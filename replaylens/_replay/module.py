@@ -20,10 +20,11 @@ from .._core.pure import as_leaf
 from .._core.trees import thaw
 from ..errors import ReplaylensError
 from .guards import Departure, diverged
+from .inputs import new_inputs
 from .interpreter import Code, Mode, compile_plan, interpret, recorded_world
 from .plan import plan
 from .replay import Record, require_differentiable
-from .request import Request, new_inputs
+from .request import Request
 
 
 class Holder(nn.Module):
@@ -54,7 +55,8 @@ class ProgramModule(Holder):
         """What the program gives for these inputs, of the recorded shapes."""
         record = self._record
         graph = record.graph
-        given = {graph.nodes[p].name: tensor for p, tensor in new_inputs(graph, args, kwargs).items()}
+        held = {name: held() for name, held in self._held.items()}
+        given = {graph.nodes[p].name: tensor for p, tensor in new_inputs(graph, args, kwargs, held).fitting.items()}
         sources = {node.name: self._source(node, given) for node in graph.nodes if not isinstance(node, Call)}
         grad = torch.is_grad_enabled()
         if grad and any(tensor.requires_grad for tensor in sources.values()):

@@ -21,7 +21,8 @@ from .._edit.bind import bind
 from .._edit.patch import Apply, From, Patch, Set, patch_of
 from .._edit.select import Site
 from ..errors import BadPart, BadPatch, ReplaylensError, ShapeMismatch
-from .request import At, Change, with_strides
+from .inputs import with_strides
+from .request import At, Change
 
 Changes = dict[int, tuple[Change, ...]]
 

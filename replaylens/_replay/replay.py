@@ -7,7 +7,7 @@ here the request is translated into positions and values, and the result read ba
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -20,9 +20,10 @@ from .._core.graph import Graph
 from .._core.node import Call, Input, Ref, State, refs_of, value_of
 from .._core.pure import as_leaf, fresh_leaf, same_content, standing
 from .._core.trees import leaves, thaw
-from ..errors import NotDifferentiable, ReplaylensError, StaleValue
+from ..errors import InputMismatch, NotDifferentiable, ReplaylensError, StaleValue
 from .function import as_function
 from .guards import Departure, LeftPath, diverged, misdirected
+from .inputs import require_arguments
 from .interpreter import Code, Mode, Patches, compile_plan, interpret, recorded_world
 from .plan import Plan, plan
 from .recover import recovered
@@ -105,6 +106,10 @@ def execute(record: Record, request: Request, told: Callable[[Code], Code] | Non
             raise LeftPath(departure)
         departures.append(departure)
 
+    for mismatch in request.mismatches:
+        if request.on_divergence == "raise" or (request.on_divergence == "ignore" and not mismatch.can_follow):
+            raise InputMismatch(mismatch.text)
+        departed(mismatch.departure)
     graph = record.graph
     request = _without_idle(record, request)
     wanted = _wanted(graph, request)
@@ -501,12 +506,15 @@ def _reader(tree: Any, slots: dict[Ref, int]) -> Callable[[list[Any]], Any]:
     return lambda env: thaw(tree, lambda leaf: env[slots[leaf]] if type(leaf) is Ref else leaf)
 
 
-def _watch(record: Record, supply: tuple[int, ...], inputs: list[int]) -> Callable[[], None]:
-    """Asks whether any value that a function holds was overwritten since."""
+def _watch(record: Record, supply: tuple[int, ...], inputs: list[int]) -> Callable[[Sequence[torch.Tensor]], None]:
+    """Asks whether a value that a function holds was overwritten since, and whether its arguments fit."""
     refs = [ref for position in supply if position not in inputs for ref in refs_of(record.graph.nodes[position])]
     tensors, versions = [record.values[ref] for ref in refs], [record.versions[ref] for ref in refs]
 
-    def watch() -> None:
+    names = [record.graph.nodes[position].name for position in inputs]
+
+    def watch(arguments: Sequence[torch.Tensor]) -> None:
+        require_arguments(record.graph, names, arguments, record.live)
         if -1 not in versions and [tensor._version for tensor in tensors] != versions:
             for ref in refs:
                 record.value(ref)  # raises for the one that was

@@ -1,0 +1,80 @@
+"""Which tensors are one object, and which look at the same memory.
+
+In: tensors by name. Out: pairs of names. A program remembers these facts of its inputs and of what its model holds:
+where one of them is written, or asked for its address, other tensors that share memory otherwise give other values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from attrs import frozen
+
+Pair = tuple[str, str]
+
+
+@frozen
+class Overlaps:
+    """Pairs of names, each in alphabetical order."""
+
+    same: frozenset[Pair] = frozenset()  # one and the same object
+    meeting: frozenset[Pair] = frozenset()  # look at some same element, in objects of their own
+    touched: frozenset[str] = frozenset()  # those that the model writes, or asks for their address
+
+    @staticmethod
+    def among(tensors: Mapping[str, torch.Tensor], new: frozenset[str], deep: bool) -> Overlaps:
+        """The facts of those in `new`, with each other and with all others. `deep`: of their memory, too."""
+        same: set[Pair] = set()
+        by_id: dict[int, str] = {}
+        for name in sorted(new):
+            first = by_id.setdefault(id(tensors[name]), name)
+            if first != name:
+                same.add((first, name))
+        return Overlaps(frozenset(same), _meeting(tensors, new) if deep else frozenset())
+
+
+NO_OVERLAPS = Overlaps()
+
+
+def _meeting(tensors: Mapping[str, torch.Tensor], new: frozenset[str]) -> frozenset[Pair]:
+    extents = {name: found for name, tensor in tensors.items() if (found := extent(tensor)) is not None}
+    pairs = (
+        (one, other)
+        for one in new.intersection(extents)
+        for other in extents
+        if (other not in new or one < other) and _cross(extents[one], extents[other])
+    )
+    return frozenset((min(pair), max(pair)) for pair in pairs if _meet(tensors[pair[0]], tensors[pair[1]]))
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """The first address that a tensor looks at, and the first after it; None where it has none to compare."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor.layout is not torch.strided:
+        return None
+    try:
+        start = tensor.data_ptr()
+    except RuntimeError:  # fake and other tensors without memory
+        return None
+    return (start, start + span(tensor) * tensor.element_size()) if start else None
+
+
+def span(tensor: torch.Tensor) -> int:
+    """How many elements of its memory lie between its first and its last, both counted."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _cross(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    return one[0] < other[1] and other[0] < one[1]
+
+
+def _meet(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Do two tensors whose extents cross look at any same element? Yes, where that would be dear to find out."""
+    if one.dtype != other.dtype or span(one) + span(other) > 10_000_000:
+        return True
+    shift = (other.data_ptr() - one.data_ptr()) // one.element_size()
+    marks = torch.zeros(max(span(one), span(other)) + abs(shift), dtype=torch.bool)
+    marks.as_strided(one.shape, one.stride(), max(-shift, 0)).fill_(True)
+    return bool(marks.as_strided(other.shape, other.stride(), max(shift, 0)).any())

@@ -1,0 +1,295 @@
+"""New inputs and other state next to what was recorded: what they stand for, and where they are not alike.
+
+In: what the user gave, and the graph. Out: a tensor for each Input and State node that gets one, and a Mismatch for
+each fact of the recorded inputs that is another now: a shape, a dtype, a class, a container, the order of keys, which
+inputs are one tensor or share memory. Whether that is an error or the model is run again is not decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from attrs import field, frozen
+
+from .._core.graph import Graph
+from .._core.node import Input, Ref, State, TensorMeaning, meanings_of
+from .._core.pure import in_layout
+from .._core.sharing import Overlaps
+from .._core.trees import Branch, fingerprint, freeze_deep, named, named_paths
+from ..errors import InputMismatch
+from .guards import Departure
+
+CAPTURE_AGAIN = "A program has the shapes of one forward pass. Give the recorded shape and dtype, or capture again."
+ONE_STRUCTURE = "A program holds for one structure of inputs. Give the same structure, or capture again."
+SHARED = (
+    "when this program was recorded, an input shared its memory with another input or with a buffer, and was written. "
+    "Other inputs do not share it in this way: capture again with them."
+)
+Tensors = Mapping[str, torch.Tensor]
+NONE: Tensors = MappingProxyType({})
+
+
+@frozen(eq=False)
+class Mismatch:
+    """One fact of the recorded inputs that is another now. `can_follow`: the recorded path can be gone all the same."""
+
+    text: str
+    departure: Departure
+    can_follow: bool = False
+
+
+@frozen(eq=False)
+class Given:
+    """Tensors by the position of their node, what is not as recorded, and the inputs as the user gave them."""
+
+    tensors: dict[int, torch.Tensor] = field(factory=dict)
+    mismatches: tuple[Mismatch, ...] = ()
+    whole: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+
+    @property
+    def fitting(self) -> dict[int, torch.Tensor]:
+        """The tensors, where nothing else can be done than to go the recorded way."""
+        if self.mismatches:
+            raise InputMismatch(self.mismatches[0].text)
+        return self.tensors
+
+
+def new_inputs(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any], held: Tensors = NONE) -> Given:
+    """The tensors of new inputs. `held` are those of the model, by the names of their nodes."""
+    tensors: list[torch.Tensor] = []
+
+    def leaf(tensor: torch.Tensor) -> _Given:
+        tensors.append(tensor)
+        return _Given(len(tensors) - 1)
+
+    tree = freeze_deep((tuple(args), dict(kwargs)), leaf)
+    found: dict[str, torch.Tensor] = {}
+    mismatches = [_other("which inputs share memory", "some that are written", "others", SHARED)] * graph.shares_inputs
+    if (container := _other_container(graph.inputs, tree)) is not None:
+        mismatches.append(container)
+    else:
+        mismatches.extend(_other_leaves(graph, tree, tensors, found))
+        mismatches.extend(_other_order(graph, graph.inputs, tree))
+    if not mismatches:
+        mismatches.extend(_other_sharing(graph, found, held))
+    positions = {graph.positions[name]: _laid_out(graph, name, tensor) for name, tensor in found.items()}
+    return Given(positions, tuple(mismatches), (tuple(args), dict(kwargs)))
+
+
+def new_state(graph: Graph, state: dict[str, torch.Tensor], nearest: Callable[[str], str]) -> Given:
+    """Other parameters and buffers. Any of a tied tensor's addresses will do."""
+    found: dict[int, torch.Tensor] = {}
+    mismatches = []
+    for address, tensor in state.items():
+        node, meaning = state_called(graph, address, nearest), TensorMeaning.of(tensor)
+        if (meaning.shape, meaning.dtype) != (node.meaning.shape, node.meaning.dtype):
+            text = f"the state at {address!r} is {meaning}; the program was recorded with {node.meaning}."
+            mismatches.append(_other(f"the state at {address!r}", node.meaning, meaning, text))
+            found[graph.positions[node.name]] = tensor
+        else:
+            found[graph.positions[node.name]] = with_strides(tensor, node.meaning)
+    return Given(found, tuple(mismatches))
+
+
+def state_called(graph: Graph, address: str, nearest: Callable[[str], str]) -> State:
+    """The State node with this address, or with this name."""
+    by_address = {address: node for node in graph.state_nodes for address in (node.address, *node.aliases, node.name)}
+    node = by_address.get(address)
+    if node is None:
+        raise InputMismatch(f"no parameter or buffer that the forward read is called {address!r}.{nearest(address)}")
+    return node
+
+
+def with_strides(tensor: torch.Tensor, meaning: TensorMeaning) -> torch.Tensor:
+    """The tensor in the recorded memory layout: views that the model took need it."""
+    return in_layout(tensor, meaning.strides)
+
+
+def numbers_of(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:
+    """By the name of a recorded input, the number that the tensor in its place has among new inputs."""
+    seen: list[torch.Tensor] = []
+
+    def leaf(tensor: torch.Tensor) -> _Given:
+        known = next((number for number, other in enumerate(seen) if other is tensor), len(seen))
+        if known == len(seen):
+            seen.append(tensor)
+        return _Given(known)
+
+    new = dict(named_paths(freeze_deep((tuple(args), dict(kwargs)), leaf)))
+    old = ((path, ref.node) for path, ref in named_paths(graph.inputs) if isinstance(ref, Ref))
+    return {name: other.number for path, name in old if isinstance(other := new.get(path), _Given)}
+
+
+def require_arguments(graph: Graph, names: Sequence[str], tensors: Sequence[torch.Tensor], held: Tensors) -> None:
+    """The arguments of a function are what the values in their places were."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in zip(names, tensors, strict=True):
+        node, what = graph[name], f"the argument for {name}"
+        mismatch = (
+            _other_tensor(graph, what, name, tensor, found)
+            if isinstance(node, Input)
+            else _other_meaning(what, next(iter(meanings_of(node).values())), tensor)
+        )
+        if mismatch is not None:
+            raise InputMismatch(mismatch.text)
+    for mismatch in _other_sharing(graph, found, held):
+        raise InputMismatch(mismatch.text)
+
+
+# -- leaves ------------------------------------------------------------------------------------------------------------
+
+_MISSING = object()
+
+
+@frozen
+class _Given:
+    number: int
+
+
+def _other(what: str, recorded: Any, new: Any, text: str, can_follow: bool = False) -> Mismatch:
+    return Mismatch(text, Departure(what, recorded, new), can_follow)
+
+
+def _laid_out(graph: Graph, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    node = graph[name]
+    return with_strides(tensor, node.meaning) if isinstance(node, Input) else tensor
+
+
+def _other_leaves(
+    graph: Graph, tree: Any, tensors: list[torch.Tensor], found: dict[str, torch.Tensor]
+) -> Iterator[Mismatch]:
+    """Where tensors and plain values differ from the recorded ones. `found` gets the tensors that stand for inputs."""
+    recorded, new = dict(named_paths(graph.inputs)), dict(named_paths(tree))
+    as_it_was = dict(graph.literals)
+    for path in sorted({*recorded, *new}, key=str):
+        one, other = recorded.get(path, _MISSING), new.get(path, _MISSING)
+        if isinstance(one, Ref) and isinstance(other, _Given):
+            tensor = tensors[other.number]
+            if (mismatch := _other_tensor(graph, f"the input at {_words(path)}", one.node, tensor, found)) is not None:
+                yield mismatch
+        elif isinstance(one, Ref) or isinstance(other, _Given) or not _same_literal(one, other, as_it_was.get(path)):
+            what, was = f"the input at {_words(path)}", "without it" if one is _MISSING else f"with {_describe(one)}"
+            was += ", which was changed since" if one is other else ""
+            text = f"{what} is {_describe(other)}; the program was recorded {was}.\n{ONE_STRUCTURE}"
+            yield _other(what, _describe(one), _describe(other), text)
+
+
+def _other_tensor(
+    graph: Graph, what: str, name: str, tensor: torch.Tensor, found: dict[str, torch.Tensor]
+) -> Mismatch | None:
+    node = graph[name]
+    assert isinstance(node, Input)
+    if (mismatch := _other_meaning(what, node.meaning, tensor)) is not None:
+        return mismatch
+    before = found.setdefault(name, tensor)
+    if before is not tensor:
+        text = (
+            f"{what} was the very same tensor as another input when the program was recorded, and is another one now. "
+            "Give one tensor twice, or capture again with two."
+        )
+        return _other(what, "the very same tensor as another", "one of its own", text, _same_memory(before, tensor))
+    hidden = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    if node.python_type is not None and not hidden and _class_name(node.python_type) != _class_name(type(tensor)):
+        was, now = node.python_type.__name__, type(tensor).__name__
+        text = f"{what} is a {now}; the program was recorded with a {was}.\n{ONE_STRUCTURE}"
+        return _other(f"the class of {what}", was, now, text, can_follow=True)
+    return None
+
+
+def _other_meaning(what: str, meaning: TensorMeaning, tensor: torch.Tensor) -> Mismatch | None:
+    new = TensorMeaning.of(tensor)
+    if (new.shape, new.dtype, new.device) == (meaning.shape, meaning.dtype, meaning.device):
+        return None
+    now, was = f"{new} on {new.device}", f"{meaning} on {meaning.device}"
+    return _other(what, was, now, f"{what} is {now}; the program was recorded with {was}.\n{CAPTURE_AGAIN}")
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if torch._C._functorch.is_functorch_wrapped_tensor(one) or torch._C._functorch.is_functorch_wrapped_tensor(other):
+        return False
+    return one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
+
+
+def _same_literal(one: Any, other: Any, print_of_one: str | None) -> bool:
+    if one is _MISSING or other is _MISSING or (print_of_one is not None and fingerprint(other) != print_of_one):
+        return False
+    if one is other:
+        return True
+    try:
+        return bool(type(one) is type(other) and one == other)
+    except Exception:  # a user's class whose comparison fails is another value
+        return False
+
+
+def _describe(value: Any) -> str:
+    if value is _MISSING:
+        return "missing"
+    if isinstance(value, (_Given, Ref)):
+        return "a tensor"
+    return repr(value) if len(repr(value)) < 60 else f"a {type(value).__name__}"
+
+
+def _words(path: tuple[Any, ...]) -> str:
+    if not path:
+        return "the top"
+    word = "args" if path[0] == 0 else "kwargs"
+    return word + "".join(f"[{step!r}]" for step in path[1:])
+
+
+# -- containers --------------------------------------------------------------------------------------------------------
+
+
+def _other_container(one: Any, other: Any, at: tuple[Any, ...] = ()) -> Mismatch | None:
+    """Where two trees of inputs first have containers of different kinds."""
+    kinds = [tree.kind if isinstance(tree, Branch) else tuple if type(tree) is tuple else None for tree in (one, other)]
+    if kinds[0] is None or kinds[1] is None:
+        return None
+    if _class_name(kinds[0]) != _class_name(kinds[1]):
+        what, was, now = f"the input at {_words(at)}", f"a {kinds[0].__name__}", f"a {kinds[1].__name__}"
+        return _other(what, was, now, f"{what} is {now}; the program was recorded with {was}.\n{ONE_STRUCTURE}")
+    new = dict(named(other))
+    found = (_other_container(item, new[key], (*at, key)) for key, item in named(one) if key in new)
+    return next((place for place in found if place is not None), None)
+
+
+def _class_name(kind: type) -> tuple[str, str]:
+    return kind.__module__, kind.__qualname__  # a class that was defined again is the same to a user
+
+
+def _other_order(graph: Graph, one: Any, other: Any, at: tuple[Any, ...] = ()) -> Iterator[Mismatch]:
+    """Mappings with the recorded keys in another order: a forward may go by it."""
+    if not all(isinstance(tree, Branch) or type(tree) is tuple for tree in (one, other)):
+        return
+    was, now = [[key for key, _ in named(tree)] for tree in (one, other)]
+    if was != now and set(was) == set(now) and (at != (1,) or graph.takes_any_keyword):
+        what = f"the order of the keys at {_words(at)}"
+        text = f"{what} is {_listed(now)}; the program was recorded with {_listed(was)}.\n{ONE_STRUCTURE}"
+        yield _other(what, _listed(was), _listed(now), text, can_follow=True)
+    new = dict(named(other))
+    for key, item in named(one):
+        yield from _other_order(graph, item, new.get(key), (*at, key))
+
+
+def _listed(keys: list[Any]) -> str:
+    return ", ".join(map(repr, keys))
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def _other_sharing(graph: Graph, found: Tensors, held: Tensors) -> Iterator[Mismatch]:
+    """Inputs that are one object or share memory, with each other or with what the model holds, as none did before."""
+    now = Overlaps.among({**held, **found}, frozenset(found), bool(graph.overlaps.touched))
+    for one, other in sorted(now.same - graph.overlaps.same):
+        what, was = f"whether {one} and {other} are one tensor", "False"
+        text = f"{one} and {other} are the very same tensor; the program was recorded with two.\n{ONE_STRUCTURE}"
+        yield _other(what, was, "True", text, can_follow=True)
+    for pair in sorted(now.meeting ^ graph.overlaps.meeting):
+        if pair not in now.same and graph.overlaps.touched.intersection(pair) and found.keys() & set(pair):
+            one, other = pair
+            shared = ("apart", "shared") if pair in now.meeting else ("shared", "apart")
+            text = f"the memory of {one} and {other} is {shared[1]}; it was {shared[0]} when recorded, and is written."
+            yield _other(f"the memory of {one} and {other}", *shared, text, can_follow=True)
