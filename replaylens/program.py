@@ -14,9 +14,6 @@ from typing import Any
 import torch
 from attrs import evolve
 from graphviz import Source
-from torch.overrides import _get_current_function_mode_stack as _function_modes
-from torch.utils import _pytree as pytree
-from torch.utils._device import DeviceContext
 
 from ._capture.capture import Captured, record
 from ._capture.fake import outlined
@@ -30,6 +27,7 @@ from ._check.subject import under_check
 from ._core.node import Guard, Ref, value_of
 from ._core.pure import same_content, writable_copy
 from ._core.text import code
+from ._core.torch_private import DeviceContext, function_modes as _function_modes, pytree, without_function_modes
 from ._core.trees import freeze_deep, thaw
 from ._edit.arguments import name_of
 from ._edit.content import shown
@@ -148,7 +146,7 @@ def check(
 
 def _require_unchanged(prog: Program, modes: list[Any]) -> None:
     """Do the torch function modes around a capture only look on? What they change would be missing in a replay."""
-    with torch._C.DisableTorchFunction():
+    with without_function_modes():
         again = prog.replay(on_divergence="ignore").output
         found: list[list[torch.Tensor]] = [[], []]
         for tensors, output in zip(found, (prog.output, again), strict=True):

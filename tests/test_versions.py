@@ -1,11 +1,17 @@
 """What differs from one Python or torch to the next: how conditions are compiled, and which private names there are."""
 
+import ast
 import linecache
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import replaylens as rl
+from replaylens._core import torch_private
 
 
 def taken(model, *inputs):
@@ -194,3 +200,100 @@ def test_a_truth_value_that_is_only_kept_has_no_way():
         return x * 2, flags
 
     assert [way for _, way in taken(model, number(1))] == [None] * 4
+
+
+# -- private names of torch ---------------------------------------------------------------------------------------------
+
+PACKAGE = Path(rl.__file__).parent
+HOME = PACKAGE / "_core" / "torch_private.py"
+
+
+def chains(tree):
+    """Every dotted name in a file, as it is written."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch" and not node.level:
+            yield from (f"{node.module}.{one.name}" for one in node.names)
+        if isinstance(node, ast.Import):
+            yield from (one.name for one in node.names)
+        if isinstance(node, ast.Attribute):
+            yield ast.unparse(node)
+
+
+def is_private(word):
+    return word.startswith("_") and not word.endswith("__")
+
+
+def test_every_private_name_of_torch_stands_in_one_file():
+    owners = torch.ones(1), nn.Linear(1, 1), torch.ones(1).untyped_storage()
+    known = {path.split(".")[1] for path in torch_private.ATTRIBUTES}
+    for file in PACKAGE.rglob("*.py"):
+        names = set(chains(ast.parse(file.read_text()))) if file != HOME else set()
+        stray = {name for name in names if name.startswith("torch.") and any(map(is_private, name.split(".")))}
+        assert not stray, file
+        words = {name.split(".")[-1] for name in names if not name.startswith(("self.", "cls."))}
+        used = {word for word in words if is_private(word) and any(hasattr(owner, word) for owner in owners)}
+        assert used <= known, file
+
+
+def test_this_torch_has_every_private_name_but_those_that_are_said_here():
+    """Where this fails, a newer torch has dropped a name: see what torch_private.py does without it."""
+    missing = {one.path for one in torch_private.NAMES if not one.is_there}
+    assert missing == MISSING.get(tuple(map(int, torch.__version__.split(".")[:2])), set())
+    assert all(one.path and one.purpose for one in torch_private.NAMES) and not torch_private.LACKING
+    owners = {"Tensor": torch.ones(1).to_sparse(), "Module": nn.Linear(1, 1)}
+    owners["UntypedStorage"] = torch.ones(1).untyped_storage()
+    for path in torch_private.ATTRIBUTES:
+        owner, word = path.split(".")
+        assert hasattr(owners[owner], word), path
+
+
+MISSING = {}  # by torch's version: what it has not
+
+
+def test_the_names_of_the_compiler_are_there_when_it_is():
+    script = (
+        "import torch._dynamo.eval_frame, replaylens._core.torch_private as private\n"
+        "print([one.path for one in private.OF_THE_COMPILER if private._found(one.path) is None])\n"
+    )
+    made = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=True)
+    assert made.stdout.strip() == "[]"
+
+
+def test_a_torch_that_lacks_what_is_needed_is_refused_with_its_name():
+    script = "import torch\ndel torch._C._autograd._top_saved_tensors_default_hooks\nimport replaylens\n"
+    made = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert made.returncode == 1
+    assert made.stderr.splitlines()[-1] == (
+        f"ImportError: replaylens needs torch 2.8 or later. This one is {torch.__version__}, and it lacks "
+        "torch._C._autograd._top_saved_tensors_default_hooks."
+    )
+
+
+def test_without_a_name_that_can_be_missing_the_public_way_gives_the_same():
+    script = """
+import torch
+del torch._C._functorch._add_batch_dim, torch._C._is_any_autocast_enabled, torch._C._jit_get_schemas_for_operator
+import replaylens as rl
+from replaylens._core import torch_private
+assert {one.path.split(".")[-1] for one in torch_private.NAMES if not one.is_there} == {
+    "_add_batch_dim", "_is_any_autocast_enabled", "_jit_get_schemas_for_operator"}
+model, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2)), torch.ones(2, 4)
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    prog = rl.capture(model, x)
+assert torch.equal(prog.replay().output, prog.output) and prog.output.dtype is torch.bfloat16 and prog.check()
+prog = rl.capture(model, x)
+found = rl.sweep(prog, variants={k: {"relu_1": rl.Scale(k)} for k in (0.0, 2.0, 3.0)}, metric=torch.sum)
+assert abs(found.values[1] - prog.replay(patch={"relu_1": rl.Scale(2)}).output.sum()) < 1e-5
+print("same")
+"""
+    made = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=False)
+    assert made.stdout.strip() == "same", made.stderr
+
+
+def test_where_torch_cannot_say_its_default_device_a_capture_takes_the_cpu(monkeypatch):
+    def none():
+        raise AttributeError("'NoneType' object has no attribute 'device'")  # torch 2.8 after set_default_device(None)
+
+    monkeypatch.setattr(torch, "get_default_device", none)
+    prog = rl.capture(torch.relu, torch.ones(2))
+    assert torch.equal(prog.replay(-torch.ones(2)).output, torch.zeros(2)) and prog.check()

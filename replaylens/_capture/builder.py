@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from attrs import define, evolve, field, frozen
-from torch._subclasses.fake_tensor import FakeTensor
 
 from .._core.graph import Graph
 from .._core.laws import require_lawful
@@ -22,6 +21,7 @@ from .._core.node import Call, Const, Context, Generator, Guard, Input, Node, Re
 from .._core.pure import history_of
 from .._core.sharing import NO_OVERLAPS, Overlaps
 from .._core.target import Target
+from .._core.torch_private import FakeTensor
 from .._core.trees import leaves, remake
 from .._lens.drafts import Draft
 from .._lens.structure import labels

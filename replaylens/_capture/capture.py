@@ -22,6 +22,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from .._core.node import Ref, State
 from .._core.text import where as text_of
+from .._core.torch_private import compiler_if_loaded, default_device, without_function_modes
 from .._core.trees import ATOMS, fingerprint, freeze_deep, leaves, named_paths, thaw
 from .._edit.wanted import EVERYTHING, Wish
 from .._replay.replay import Record, Versions
@@ -82,7 +83,7 @@ def record(
 
 def looked(forward: Forward, put_back: Callable[[Recording, Beginning], None], origins: Origins) -> Captured:
     """What a first look gave, or a second one, before which all that the first one changed is put back."""
-    compiler_at_start = "torch._dynamo" in sys.modules
+    compiler_at_start = compiler_if_loaded()
     first = Recording(_name_of(forward.model))
     deep = torch.is_inference_mode_enabled()  # its tensors have no write counters: every write must be seen
     try:
@@ -92,7 +93,7 @@ def looked(forward: Forward, put_back: Callable[[Recording, Beginning], None], o
     except ReplaylensError:
         raise
     except Exception:
-        if compiler_at_start or "torch._dynamo" not in sys.modules:
+        if compiler_at_start or not compiler_if_loaded():
             raise  # else: the compiler was loaded in the middle, and did not know of the capture
         deep = False
     put_back(first, forward.beginning)
@@ -115,7 +116,7 @@ def _look(forward: Forward, recording: Recording, origins: Origins, deep: bool) 
         tracer = forward.tracer(recording, origins, date, deep, forward.beginning.unknown)
         recording.ambient = tracer.context()
         recording.default_dtype = torch.get_default_dtype()
-        recording.default_device = str(torch.get_default_device())
+        recording.default_device = default_device()
         recording.takes_any_keyword = _takes_any_keyword(forward.model)
         recording.called_from = callers(sys._getframe())
         recording.inputs, args, kwargs = _take_inputs(tracer, forward.args, forward.kwargs)
@@ -126,7 +127,7 @@ def _look(forward: Forward, recording: Recording, origins: Origins, deep: bool) 
             stack.enter_context(tracer.watch)
         with timed(recording), _told_of_failure(forward, recording):
             output = _call(forward.model, args, kwargs, tracer)
-        with torch._C.DisableTorchFunction(), tracer.at_work():
+        with without_function_modes(), tracer.at_work():
             recording.output = freeze_deep(output, tracer.read)
             _take_changes(tracer)
             _take_touched(tracer)
@@ -148,7 +149,7 @@ def _told_of_failure(forward: Forward, recording: Recording) -> Iterator[None]:
         raise  # all is put back before the second look
     except BaseException:
         if forward.failed is not None:
-            with torch._C.DisableTorchFunction():
+            with without_function_modes():
                 forward.failed(recording, forward.beginning)
         raise
 
@@ -388,7 +389,7 @@ _compiler_lock, _compiler_count, _compiler_stance = Lock(), 0, None
 def eager_compiler() -> Iterator[None]:
     """Compiled modules run eagerly meanwhile. The stance is process-wide: counted, and put back by the last capture."""
     global _compiler_count, _compiler_stance
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    dynamo = compiler_if_loaded("torch._dynamo.eval_frame")
     if dynamo is None:
         yield
         return

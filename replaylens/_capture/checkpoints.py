@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import torch
+from .._core.torch_private import leave_saving_hooks_alone, top_saving_hooks
 
-_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
-_leave_hooks_alone: Any = torch._C._autograd._saved_tensors_hooks_set_tracing
+_hooks: Any = top_saving_hooks
+_leave_hooks_alone: Any = leave_saving_hooks_alone
 
 
 def nothing_computed_again() -> AbstractContextManager[Any]:

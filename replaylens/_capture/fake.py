@@ -13,14 +13,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
+from torch.autograd import forward_ad
+
+from .._core.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    count_dispatch_modes,
+    peek_interpreter_stack,
 )
-from torch.autograd import forward_ad
-
 from .._core.trees import freeze_deep, thaw
 from .._replay.replay import Record, Versions
 from ..errors import CaptureError, ReplaylensError
@@ -35,8 +37,8 @@ from .snapshot import Beginning, Belongings, Dice, Snapshot
 from .storage import Base, Memory
 from .tracer import Tracer
 
-_peek = torch._C._functorch.peek_interpreter_stack
-_dispatch_modes = torch._C._len_torch_dispatch_stack
+_peek = peek_interpreter_stack
+_dispatch_modes = count_dispatch_modes
 _CALLBACKS = frozenset(("map_", "map2_", "apply_"))  # they read memory, of which there is none
 
 

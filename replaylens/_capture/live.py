@@ -17,6 +17,13 @@ import torch
 from attrs import evolve, frozen
 from torch import nn
 
+from .._core.torch_private import (
+    OpOverload,
+    count_function_modes,
+    function_mode_at,
+    pop_function_mode,
+    push_function_mode,
+)
 from .._core.trees import thaw
 from ..errors import DivergedReplay, NotDifferentiable
 from .aims import Aim, Aims
@@ -33,8 +40,8 @@ from .standins import StandIns, Waiting
 from .storage import Entry
 from .tracer import Tracer
 
-_push = torch._C._push_on_torch_function_stack
-_pop = torch._C._pop_torch_function_stack
+_push = push_function_mode
+_pop = pop_function_mode
 
 
 @frozen(eq=False)
@@ -104,7 +111,7 @@ class LiveTracer(Tracer):
         return self._asked(Done(super().aten(func, args, kwargs), (args, kwargs), targets, is_hidden=True))
 
     def _watched_call(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        if isinstance(func, torch._ops.OpOverload):
+        if isinstance(func, OpOverload):
             self._require_seen()
         return super()._watched_call(rule, func, args, kwargs)
 
@@ -353,7 +360,7 @@ class LiveTracer(Tracer):
     def _unseen(self) -> Iterator[None]:
         """Within, the mode sees no calls, wherever it is entered from."""
         depth = 0
-        while (count := torch._C._len_torch_function_stack()) and torch._C._get_function_stack_at(count - 1) is self:
+        while (count := count_function_modes()) and function_mode_at(count - 1) is self:
             _pop()
             depth += 1
         try:

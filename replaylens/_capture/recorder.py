@@ -20,6 +20,13 @@ from torch.overrides import TorchFunctionMode
 from .._core.node import Generator
 from .._core.pure import Hole, blank, clear
 from .._core.target import Target
+from .._core.torch_private import (
+    count_dispatch_modes,
+    is_any_autocast_on,
+    pop_function_mode,
+    push_function_mode,
+    top_saving_hooks,
+)
 from .._core.trees import freeze
 from ..errors import CaptureError, UnknownOrigin
 from .builder import PLAIN, CallRecord, Handle, Recording, Site, SourceRecord, is_torch_code, user_line, version_of
@@ -31,11 +38,11 @@ from .storage import Base, Entry, Memory, geometry_step, step_tree, storage_key
 
 _grad_enabled = torch.is_grad_enabled
 _inference = torch.is_inference_mode_enabled
-_autocast = torch._C._is_any_autocast_enabled
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_saved_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_push = torch._C._push_on_torch_function_stack
-_pop = torch._C._pop_torch_function_stack
+_autocast = is_any_autocast_on
+_dispatch_modes = count_dispatch_modes
+_saved_hooks = top_saving_hooks
+_push = push_function_mode
+_pop = pop_function_mode
 _tuple = tuple.__new__
 _Parameter = nn.Parameter
 _HOME = __file__.rsplit("/", 2)[0] + "/"

@@ -11,12 +11,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._core.graph import Graph
 from .._core.node import Call, Input, Ref
 from .._core.target import Target
+from .._core.torch_private import (
+    FakeTensor,
+    HigherOrderOperator,
+    TorchDispatchMode,
+    count_function_modes,
+    is_function_mode_seen,
+    peek_interpreter_stack,
+    without_function_modes,
+)
 from .._core.trees import Branch, leaves, remake
 from .._replay.differentiate import differentiate
 from ..errors import CaptureError
@@ -44,7 +51,7 @@ class AtenWatch(TorchDispatchMode):
         kwargs = kwargs or {}
         self.handling += 1
         try:
-            if self.tracer.in_leaf or isinstance(func, torch._ops.HigherOrderOperator) or _function_mode_sees():
+            if self.tracer.in_leaf or isinstance(func, HigherOrderOperator) or _function_mode_sees():
                 return func(*args, **kwargs)  # beneath a recorded call, or about to be seen by the function mode
             return self.tracer.aten(func, args, kwargs)
         finally:
@@ -53,7 +60,7 @@ class AtenWatch(TorchDispatchMode):
 
 def _function_mode_sees() -> bool:
     """Will the function mode see a call that is made now?"""
-    return bool(torch._C._len_torch_function_stack() and torch._C._is_torch_function_enabled())
+    return bool(count_function_modes() and is_function_mode_seen())
 
 
 def watched(tracer: Recorder, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -314,7 +321,7 @@ def apply_call(tracer: Recorder, kind: type, call: Callable[..., Any], args: Any
     taken back and one call stands for them; else they stay, and gradients through them are refused.
     """
     is_whole = issubclass(kind, torch.autograd.Function)  # else: a part of one, which functorch makes
-    if torch._C._functorch.peek_interpreter_stack() is not None or tracer.in_leaf or not is_whole:
+    if peek_interpreter_stack() is not None or tracer.in_leaf or not is_whole:
         return call(*args, **kwargs)
     if tracer.functorch:
         tracer.leave_functorch()
@@ -323,7 +330,7 @@ def apply_call(tracer: Recorder, kind: type, call: Callable[..., Any], args: Any
     if kind.__name__ == "BackwardHookFunction":
         tracer.recording.one_way.append("a module's backward hook")
         return call(*args, **kwargs)
-    with torch._C.DisableTorchFunction(), tracer.at_work():
+    with without_function_modes(), tracer.at_work():
         reads, named = tracer.read_all(args, kwargs)
         state = torch.default_generator.get_state()
     recording, memory, site = tracer.recording, tracer.memory, tracer.site()
@@ -345,7 +352,7 @@ def apply_call(tracer: Recorder, kind: type, call: Callable[..., Any], args: Any
         recording.values[mark[2] :],
         recording.versions[mark[2] :],
     )
-    with torch._C.DisableTorchFunction(), tracer.at_work():
+    with without_function_modes(), tracer.at_work():
         key = tracer.draws.keep(torch.default_generator, state)
         tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
         rule = Rule(How.LEAF, kind.__name__.lower().replace("_", "") or "function", is_dynamic=True)

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from attrs import frozen
 
+from .._core.torch_private import HigherOrderOperator, OpOverload, OpOverloadPacket
+
 
 class How(enum.Enum):
     """What the tracer does with a call."""
@@ -124,9 +126,9 @@ FRESH = frozenset(
 @cache
 def rule_of(function: Callable[..., Any]) -> Rule:
     """The rule for a function, by its name, its schema and what it is written in."""
-    if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if isinstance(function, (OpOverload, OpOverloadPacket)):
         return _operator_rule(function)
-    if isinstance(function, torch._ops.HigherOrderOperator):
+    if isinstance(function, HigherOrderOperator):
         return Rule(How.SPECIAL, kind_of(function.name()), special="higher_order")
     name = str(getattr(function, "__name__", ""))
     if name in ("__get__", "__set__", "__delete__"):
@@ -205,7 +207,7 @@ def _property_rule(function: Any, word: str) -> Rule:
 
 def _operator_rule(function: Any) -> Rule:
     """The rule of a `torch.ops` call: its schema tells."""
-    is_packet = isinstance(function, torch._ops.OpOverloadPacket)
+    is_packet = isinstance(function, OpOverloadPacket)
     overloads = [getattr(function, o) for o in function.overloads()] if is_packet else [function]
     name = function.__name__ if is_packet else function._schema.name.split("::")[-1]
     tags = {tag for overload in overloads for tag in overload.tags}
@@ -302,7 +304,7 @@ def is_seeded(name: str) -> bool:
     """Is an ATen operator of this name tagged as drawing random numbers?"""
     for spelling in {name, name.rstrip("_")}:
         packet = getattr(torch.ops.aten, spelling, None) if spelling and not spelling.startswith("__") else None
-        overloads = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ()
+        overloads = packet.overloads() if isinstance(packet, OpOverloadPacket) else ()
         if any(torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags for overload in overloads):
             return True
     return False

@@ -9,7 +9,6 @@ class below `Function` itself: an `apply` that was taken from its class before (
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,10 +16,9 @@ from threading import get_ident
 from types import CodeType, FrameType
 from typing import Any, Protocol
 
-import torch
 from torch import nn
-from torch.autograd.function import _SingleLevelFunction
 
+from .._core.torch_private import FunctionBase, SingleLevelFunction, compiler_if_loaded
 from .builder import Site, is_torch_code, torch_code
 
 
@@ -35,7 +33,7 @@ class Listener(Protocol):
 _listeners: dict[int, list[Listener]] = {}  # of each thread, the innermost last
 _lock = threading.Lock()
 _module_call = nn.Module.__call__
-_function_apply = torch._C._FunctionBase.__dict__["apply"]
+_function_apply = FunctionBase.__dict__["apply"]
 _boundaries: set[int] = set()  # by id: the functions are ours, and stay
 
 
@@ -71,7 +69,7 @@ def listening(listener: Listener) -> Iterator[None]:
         if not any(_listeners.values()):
             _originals.update(call=nn.Module.__call__)
             nn.Module.__call__ = _traced_call  # type: ignore[method-assign]
-            _SingleLevelFunction.apply = classmethod(_traced_apply)  # type: ignore[attr-defined]
+            SingleLevelFunction.apply = classmethod(_traced_apply)
         _listeners.setdefault(get_ident(), []).append(listener)
     try:
         yield
@@ -83,7 +81,7 @@ def listening(listener: Listener) -> Iterator[None]:
                 del _listeners[get_ident()]
             if not _listeners:
                 nn.Module.__call__ = _originals["call"]  # type: ignore[method-assign]
-                del _SingleLevelFunction.apply  # type: ignore[attr-defined]
+                del SingleLevelFunction.apply
 
 
 def module_table(model: nn.Module | None) -> list[tuple[nn.Module, int, str]]:
@@ -104,13 +102,10 @@ def module_table(model: nn.Module | None) -> list[tuple[nn.Module, int, str]]:
 def addresses(table: list[tuple[nn.Module, int, str]]) -> dict[int, str]:
     """The dotted address of each module: that of its first place in the tree."""
     found: list[str] = []
+    compiler = compiler_if_loaded()
     for module, parent, name in table:
         prefix = found[parent] if parent >= 0 else ""
-        if (
-            isinstance(module, getattr(torch._dynamo, "OptimizedModule", ()))
-            if "torch._dynamo" in sys.modules
-            else False
-        ):
+        if compiler is not None and isinstance(module, compiler.OptimizedModule):
             found.append(f"{prefix}.{name}" if prefix else name)
         elif name == "_orig_mod":
             found.append(prefix)  # the compiler's wrapper is no level of the user's

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from attrs import define, field
 
+from .._core.torch_private import storage_holders
 from .._core.trees import bare, leaves
 from .._edit.wanted import Wish
 from .builder import CallRecord, Gone, Handle, Recording, SourceRecord, parts_of, version_of
@@ -310,7 +311,7 @@ def _base_holders(view: torch.Tensor) -> int:
 
 def _holders(tensor: torch.Tensor) -> int:
     """How many there are that hold on to the tensor's memory."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+    return int(storage_holders(tensor.untyped_storage()._cdata))
 
 
 def _alone() -> tuple[int, int, int, int]:

@@ -15,6 +15,7 @@ import torch
 from attrs import define, field, frozen
 
 from .._core.pure import take_step, writable_copy
+from .._core.torch_private import without_function_modes
 from .._core.trees import thaw
 from .builder import Handle, SourceRecord, version_of
 from .recorder import Recorder, geometry_of, tensors_in
@@ -115,7 +116,7 @@ class StandIns:
         base = memory.entry(target).base
         memory.share(base)
         self.parted[key] = base, base.root
-        with torch._C.DisableTorchFunction(), self.recorder.at_work():
+        with without_function_modes(), self.recorder.at_work():
             with torch.enable_grad():  # the way of gradients to the user's own tensor stays open
                 root = writable_copy(base.root)
             self._move(base, root)
@@ -131,7 +132,7 @@ class StandIns:
         steps: tuple[Any, ...] = ()
         if geometry_of(tensor) != geometry_of(root):
             steps = (geometry_step(tensor, Base(root, base.handle, base.first)),)
-        with torch._C.DisableTorchFunction(), self.recorder.at_work():
+        with without_function_modes(), self.recorder.at_work():
             made = take_step(base.root, thaw(steps[0], self._value)) if steps else base.root
         if id(made) not in memory.live:
             memory.look(made, base, steps, base.handle)

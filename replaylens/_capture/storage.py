@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from attrs import define, field
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from .._core.pure import Hole, Step, as_strided_from, history_of, same_content, take_step
 from .._core.target import Target
+from .._core.torch_private import unset_fake_temporarily, without_function_modes
 from .._core.trees import Branch, freeze, remake, thaw
 from ..errors import CaptureError
 from .builder import CallRecord, GuardRecord, Handle, Recording, SourceRecord, version_of
@@ -234,7 +234,7 @@ class Memory:
 
     def _derive(self, entry: Entry) -> Handle:
         """A view read after its base was written: its steps again, on the base's present value."""
-        with torch._C.DisableTorchFunction():
+        with without_function_modes():
             return self._derive_unseen(entry)
 
     def _derive_unseen(self, entry: Entry) -> Handle:
@@ -382,7 +382,7 @@ class Memory:
 
     def _look_at_exposed(self, base: Base) -> None:
         assert base.exposed is not None
-        with torch._C.DisableTorchFunction():
+        with without_function_modes():
             if same_content(base.root, base.exposed):
                 return
             now = base.root.detach().clone()

@@ -18,6 +18,20 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from .._core.pure import alias, copied, hooked
+from .._core.torch_private import (
+    OpOverload,
+    TransformType,
+    count_dispatch_modes,
+    interpreter_stack,
+    is_any_autocast_on,
+    is_wrapped,
+    peek_interpreter_stack,
+    pop_function_mode,
+    push_function_mode,
+    top_saving_hooks,
+    unwrapped,
+    without_function_modes,
+)
 from .._core.trees import ATOMS, freeze, freeze_deep
 from ..errors import ReplaylensError, UnannouncedWrite
 from .builder import PLAIN, CallRecord, GuardRecord, Handle, Recording, ScopeRecord, Site, is_torch_code, version_of
@@ -29,15 +43,15 @@ from .rules import How, Rule, rule_of
 from .scopes import user_frame
 from .writes import assign, reshape, resize, write
 
-_peek = torch._C._functorch.peek_interpreter_stack
+_peek = peek_interpreter_stack
 _grad_enabled = torch.is_grad_enabled
 _inference = torch.is_inference_mode_enabled
-_autocast = torch._C._is_any_autocast_enabled
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_saved_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_autocast = is_any_autocast_on
+_dispatch_modes = count_dispatch_modes
+_saved_hooks = top_saving_hooks
 _aten_detach = torch.ops.aten.detach.default
-_push = torch._C._push_on_torch_function_stack
-_pop = torch._C._pop_torch_function_stack
+_push = push_function_mode
+_pop = pop_function_mode
 _frame = sys._getframe
 _tuple = tuple.__new__
 _rules: dict[Any, Rule] = {}
@@ -88,7 +102,7 @@ class Tracer(Recorder):
         """A call while a dispatch mode is on. An ATen call that is seen here comes from a script or a hidden
         stretch.
         """
-        outer, self.in_aten = self.in_aten, isinstance(func, torch._ops.OpOverload)
+        outer, self.in_aten = self.in_aten, isinstance(func, OpOverload)
         try:
             with self.at_work():
                 if func is _aten_detach and not self.functorch:
@@ -350,8 +364,8 @@ class Tracer(Recorder):
             if self.watch is None:
                 self.watch = AtenWatch(self)
                 self.watch.__enter__()
-        keys = {level.key() for level in torch._C._functorch.get_interpreter_stack() or ()}
-        gradients = {torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp}
+        keys = {level.key() for level in interpreter_stack() or ()}
+        gradients = {TransformType.Grad, TransformType.Jvp}
         self.differentiating = bool(keys & gradients) or forward_ad._current_level >= 0
         return func(*args, **kwargs)
 
@@ -434,18 +448,18 @@ class Tracer(Recorder):
         handle = self.memory.read(tensor)
         if handle is not None:
             return handle
-        with torch._C.DisableTorchFunction(), self.at_work():  # what is looked at here, the model did not ask
+        with without_function_modes(), self.at_work():  # what is looked at here, the model did not ask
             return self.read(tensor) if self.origins.own_among(tensor) or is_older(tensor, self.date) else None
 
     def _read_wrapped(self, tensor: torch.Tensor) -> Handle | None:
         """The plain tensor beneath functorch's wrappers."""
-        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            tensor = torch._C._functorch.get_unwrapped(tensor)
+        while is_wrapped(tensor):
+            tensor = unwrapped(tensor)
         return self.memory.read(tensor)
 
     def _identity(self, tensor: torch.Tensor) -> torch.Tensor:
         """A module that hands its input on: its output gets a name of its own."""
-        with torch._C.DisableTorchFunction(), self.at_work():
+        with without_function_modes(), self.at_work():
             hidden = tensor.requires_grad and not _grad_enabled() and self.recording.ambient[0]
             return tensor if self.functorch or hidden else self.leaf(_IDENTITY, alias, (tensor,), {})
 

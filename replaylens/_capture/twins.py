@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .._core.torch_private import OpOverload, OpOverloadPacket, kernels
 from .builder import PLAIN
 
 _UNARY = frozenset(
@@ -28,7 +29,7 @@ Twin = tuple[Any, tuple[Any, ...], dict[str, Any]]
 def twin_of(func: Any, args: Any, kwargs: Any, target: torch.Tensor, others: list[torch.Tensor]) -> Twin | None:
     """A pure call that gives what the write leaves in its target."""
     name = getattr(func, "__name__", "")
-    if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)) or kwargs.get("out") is not None:
+    if isinstance(func, (OpOverload, OpOverloadPacket)) or kwargs.get("out") is not None:
         return None
     if (
         type(target) not in (*PLAIN, torch.nn.Parameter)
@@ -56,10 +57,10 @@ def twin_of(func: Any, args: Any, kwargs: Any, target: torch.Tensor, others: lis
 def _pure_function(func: Any, name: str) -> Any:
     """`torch.relu` for `torch.relu_`, `torch.Tensor.relu` for the method."""
     pure = name.rstrip("_")
-    for place in (torch.Tensor, torch, torch._C._nn):
+    for place in (torch.Tensor, torch, kernels):
         if getattr(place, name, None) is func and hasattr(place, pure):
             return getattr(place, pure)
-    return getattr(torch._C._nn, pure, None) or getattr(torch, pure)
+    return getattr(kernels, pure, None) or getattr(torch, pure)
 
 
 def _fits(other: torch.Tensor, target: torch.Tensor) -> bool:

@@ -17,6 +17,7 @@ import torch
 from .._core.node import Generator
 from .._core.pure import Derived, Hole, Nth, clear, fill_new, mutate, resized, standing
 from .._core.target import Target
+from .._core.torch_private import OpOverload
 from .._core.trees import Branch, freeze
 from ..errors import CaptureError
 from .builder import CallRecord, Handle, version_of
@@ -272,7 +273,7 @@ def reshape(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) -
     recorder.require_single(tensor, rule)
     recorder.read(tensor)
     entry = recorder.memory.entry(tensor)
-    pure = getattr(torch.Tensor, func.__name__[:-1]) if not isinstance(func, torch._ops.OpOverload) else None
+    pure = getattr(torch.Tensor, func.__name__[:-1]) if not isinstance(func, OpOverload) else None
     if pure is None:
         pure = getattr(torch.ops.aten, func._schema.name.split("::")[1][:-1])
     with torch.enable_grad():

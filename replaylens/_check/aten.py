@@ -17,6 +17,7 @@ import torch
 
 from .._capture.rules import How, rule_of
 from .._core.node import TensorMeaning
+from .._core.torch_private import OpOverload
 
 
 class Sort(enum.Enum):
@@ -49,7 +50,7 @@ UNSAFE = ("_unsafe_", "unsafe_")  # views that autograd may not see through
 
 def kernel_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Kernel:
     """What a call was. `out` is what it gave."""
-    if not isinstance(op, torch._ops.OpOverload):  # a higher-order operator
+    if not isinstance(op, OpOverload):  # a higher-order operator
         return Kernel(Sort.COMPUTE, op.name(), tuple(map(described, _tensors((args, kwargs)))))
     sort, name = reduced(op)
     if sort is Sort.FILL:

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from .._core.torch_private import quantized_per_channel, quantized_per_tensor
+
 _LARGE = 2**18  # numbers from which on a tensor's own values in another order will do first
 _POOL = 65521  # a prime, so that the repeated pool does not fall in step with the rows of a tensor
 _LOOKED_AT = 4096  # numbers by which the range of a large tensor is judged
@@ -160,10 +162,10 @@ def _quantized(value: torch.Tensor) -> Iterator[torch.Tensor]:
     codes = value.int_repr()
     for made in _unflagged(codes, False):
         if value.qscheme() == torch.per_tensor_affine:
-            yield torch._make_per_tensor_quantized_tensor(made, value.q_scale(), value.q_zero_point())
+            yield quantized_per_tensor(made, value.q_scale(), value.q_zero_point())
         elif value.qscheme() == torch.per_channel_affine:
             scales = value.q_per_channel_scales(), value.q_per_channel_zero_points(), value.q_per_channel_axis()
-            yield torch._make_per_channel_quantized_tensor(made, *scales)
+            yield quantized_per_channel(made, *scales)
 
 
 def _that_can_be_made(value: torch.Tensor, makers: Iterable[Callable[[torch.Tensor], Any]]) -> Iterator[torch.Tensor]:

@@ -14,6 +14,7 @@ from attrs import frozen
 
 from .._core.node import Ref, TensorMeaning
 from .._core.sameness import difference, same
+from .._core.torch_private import is_wrapped, unwrapped
 from .._core.trees import Branch, freeze_deep
 
 _PLAIN = (bool, int, float, complex, str)
@@ -79,8 +80,8 @@ def _zero_where(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 def _held(tensor: torch.Tensor) -> _Held:
     """The plain tensor beneath functorch's wrappers, which is what is recorded."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+    while is_wrapped(tensor):
+        tensor = unwrapped(tensor)
     return _Held(tensor)
 
 

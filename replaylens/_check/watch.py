@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._capture.builder import Site, is_torch_code, line_of
 from .._core.node import Call, Guard, Node, Source
+from .._core.torch_private import HigherOrderOperator, OpOverload, TorchDispatchMode, has_kernel
 from .aten import Kernel, kernel_of
 
 
@@ -56,7 +56,7 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if isinstance(func, torch._ops.HigherOrderOperator) and func.name() == "cond" and len(args) >= 3:
+        if isinstance(func, HigherOrderOperator) and func.name() == "cond" and len(args) >= 3:
             with self:  # the branch that is taken, as it is recorded
                 return (args[1] if bool(args[0]) else args[2])(*(args[3] if len(args) > 3 else ()))
         if _is_composite(func):  # where autograd is off (inference mode), torch would take it apart below this mode
@@ -93,8 +93,7 @@ class Watch(TorchDispatchMode):
 @cache
 def _is_composite(func: Any) -> bool:
     """Is it written in terms of other operators, so that those do the work?"""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return isinstance(func, torch._ops.OpOverload) and bool(has_kernel(func.name(), "CompositeImplicitAutograd"))
+    return isinstance(func, OpOverload) and bool(has_kernel(func.name(), "CompositeImplicitAutograd"))
 
 
 @cache

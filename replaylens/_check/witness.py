@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from attrs import define, field
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from .._capture.origins import Origins
 from .._capture.scopes import addresses
 from .._core.graph import Graph
 from .._core.node import Ref, Scope
 from .._core.pure import untransformed
+from .._core.torch_private import without_any_modes, without_function_modes
 from .._core.trees import leaves
 from .._replay.replay import Record
 from .holdings import wrong_beginning, wrong_ending
@@ -113,7 +113,7 @@ class _Hooks:
         if not self.expected[call]:
             self.failures.append(Finding(NAME, _label(call), "a hook sees this module call, the program has none"))
             return
-        with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes(), untransformed():
+        with torch.no_grad(), without_function_modes(), without_any_modes(), untransformed():
             self.compare(call, output)
 
     def compare(self, call: Call, output: Any) -> None:

@@ -13,10 +13,10 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from ..errors import ReplaylensError
 from .target import Target
+from .torch_private import is_batched, outside_of_transforms, peek_interpreter_stack
 
 differentiate_name = "replaylens._replay.differentiate.differentiate"
 
@@ -79,7 +79,7 @@ def mutate(
     written = tuple([_apart(_derive(copies, target), v) for target, v in zip(targets, values, strict=True)])
     given, named = _concrete(args, copies, written), _concrete(kwargs, copies, written)
     result = _into(named.pop("out"), function, given, named) if "out" in named else function.function(*given, **named)
-    if torch._C._functorch.peek_interpreter_stack() is None:
+    if peek_interpreter_stack() is None:
         for target, where, value in zip(written, targets, values, strict=True):
             copy = copies[where.base]
             strided = target.layout is torch.strided and not target.is_nested
@@ -127,13 +127,13 @@ def _apart(view: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor:
     """The view that is to be written, or a copy of the value that a patch has put in its place."""
     if value is None:
         return view
-    hidden = torch._C._functorch.peek_interpreter_stack() is not None  # contents cannot be compared there
+    hidden = peek_interpreter_stack() is not None  # contents cannot be compared there
     return view if not hidden and same_content(view, value) else writable_copy(value)
 
 
 def untransformed() -> AbstractContextManager[Any]:
     """Outside of every `torch.func` transform that runs: for what outlives it, and for draws, which it forbids."""
-    return temporarily_clear_interpreter_stack()
+    return outside_of_transforms()
 
 
 def history_of(tensor: torch.Tensor) -> str | None:
@@ -160,7 +160,7 @@ def _into(out: Any, function: Target, args: tuple[Any, ...], kwargs: dict[str, A
     """`function(..., out=out)`. Torch forbids `out=` where gradients flow, and under vmap: then by copying."""
     given = (*args, *kwargs.values())
     flows = torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in (*given, out))
-    if not flows and torch._C._functorch.peek_interpreter_stack() is None:
+    if not flows and peek_interpreter_stack() is None:
         return function.function(*args, **kwargs, out=out)
     result = function.function(*args, **kwargs)
     pairs = zip(out, result, strict=True) if isinstance(out, (tuple, list)) else ((out, result),)
@@ -191,7 +191,7 @@ def take_step(tensor: torch.Tensor, step: Step) -> torch.Tensor:
 
 def writable_copy(tensor: torch.Tensor, batched: torch.Tensor | None = None) -> torch.Tensor:
     """A copy with the same strides, the bytes in its gaps included."""
-    if batched is not None and not torch._C._functorch.is_batchedtensor(tensor):
+    if batched is not None and not is_batched(tensor):
         one = batched.detach().reshape(-1)[:1].sum().to(tensor.dtype)
         never = torch.zeros((), dtype=torch.bool, device=tensor.device)
         return torch.where(never, one, tensor)
@@ -206,10 +206,10 @@ def writable_copy(tensor: torch.Tensor, batched: torch.Tensor | None = None) -> 
 
 
 def _batched_among(value: Any) -> torch.Tensor | None:
-    if torch._C._functorch.peek_interpreter_stack() is None:
+    if peek_interpreter_stack() is None:
         return None
     if isinstance(value, torch.Tensor):
-        return value if torch._C._functorch.is_batchedtensor(value) else None
+        return value if is_batched(value) else None
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
     return next((found for item in items if (found := _batched_among(item)) is not None), None)
 
@@ -340,7 +340,7 @@ def spread(like: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...])
 def laid_out(function: Target, strides: tuple[int, ...], *args: Any, **kwargs: Any) -> torch.Tensor:
     """What a function gives, in the memory layout that was recorded: views that the model took need it."""
     made = function.function(*args, **kwargs)
-    return made if torch._C._functorch.peek_interpreter_stack() is not None else in_layout(made, strides)
+    return made if peek_interpreter_stack() is not None else in_layout(made, strides)
 
 
 def as_leaf(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 import torch
 from attrs import frozen
 
+from .torch_private import is_wrapped
+
 Pair = tuple[str, str]
 
 
@@ -50,7 +52,7 @@ def _meeting(tensors: Mapping[str, torch.Tensor], new: frozenset[str]) -> frozen
 
 def extent(tensor: torch.Tensor) -> tuple[int, int] | None:
     """The first address that a tensor looks at, and the first after it; None where it has none to compare."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor.layout is not torch.strided:
+    if is_wrapped(tensor) or tensor.layout is not torch.strided:
         return None
     try:
         start = tensor.data_ptr()

@@ -15,19 +15,13 @@ import torch
 from attrs import field, frozen
 
 from ..errors import UnresolvedTarget
+from .torch_private import OPERATOR_PLACES, OpOverload, OpOverloadPacket
 
 _PLACES = (
     ("torch.Tensor", torch.Tensor),
     ("torch.nn.functional", torch.nn.functional),
     ("torch", torch),
-    ("torch._C._nn", torch._C._nn),
-    ("torch._C._fft", getattr(torch._C, "_fft", None)),
-    ("torch._C._linalg", getattr(torch._C, "_linalg", None)),
-    ("torch._C._special", getattr(torch._C, "_special", None)),
-    ("torch._C._sparse", getattr(torch._C, "_sparse", None)),
-    ("torch._VF", torch._VF),
-    ("torch._C", torch._C),
-    ("torch.Tensor", torch._C.TensorBase),
+    *OPERATOR_PLACES,
 )
 
 
@@ -103,10 +97,10 @@ def _candidates(function: Any) -> list[str]:
     word = getattr(function, "__name__", "")
     if word in ("__get__", "__set__", "__delete__"):
         return [f"torch.Tensor.{getattr(owner, '__name__', '')}.{word}"]
-    if isinstance(function, torch._ops.OpOverload):
+    if isinstance(function, OpOverload):
         packet, overload = function._schema.name.replace("::", "."), function._overloadname
         return [f"torch.ops.{packet}.{overload}"]
-    if isinstance(function, torch._ops.OpOverloadPacket):
+    if isinstance(function, OpOverloadPacket):
         return [f"torch.ops.{function._qualified_op_name.replace('::', '.')}"]
     if word == "apply" and isinstance(owner, type):
         return [f"{owner.__module__}.{owner.__qualname__}.apply"]

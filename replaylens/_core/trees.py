@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from attrs import evolve, field, frozen
-from torch.utils import _pytree as pytree
+
+from .torch_private import pytree
 
 Leaf = Callable[[Any], Any]
 

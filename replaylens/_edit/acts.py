@@ -17,6 +17,7 @@ from attrs import frozen
 
 from .._core.pure import untransformed, writable_copy
 from .._core.target import Target
+from .._core.torch_private import is_any_autocast_on
 from ..errors import BadPatch, ShapeMismatch
 from .access import broadcasts, require_number
 from .locate import Part
@@ -257,7 +258,7 @@ def _changed(value: Tensor, part: Part | None, word: str, change: Callable[[Tens
 
 def _exactly(value: Tensor) -> Any:
     """Without autocast: the model's own precision is no reason to round what a patch computes."""
-    if torch.compiler.is_compiling() or not torch._C._is_any_autocast_enabled():
+    if torch.compiler.is_compiling() or not is_any_autocast_on():
         return nullcontext()
     return torch.autocast(value.device.type, enabled=False)
 

@@ -21,6 +21,7 @@ from attrs import evolve, frozen
 from .._core.graph import Graph
 from .._core.node import Call, Input, Node, Ref, TensorMeaning, meanings_of, value_of
 from .._core.target import Target
+from .._core.torch_private import HigherOrderOperator
 from .._core.trees import remake
 from ..errors import NoSuchLayer
 from .open_attention import (
@@ -72,7 +73,7 @@ class Expanded:
 
 def open_form(target: Target) -> OpenForm | None:
     """The open form of a torch function, if it has one."""
-    if isinstance(target.function, torch._ops.HigherOrderOperator):
+    if isinstance(target.function, HigherOrderOperator):
         return OPEN_FORMS.get(target.function.name())
     is_torchs = target.name.startswith("torch.") and not target.name.startswith("torch.ops.")
     return OPEN_FORMS.get(target.short) if is_torchs or target.name.startswith("torch.ops.aten.") else None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .._core.reference import Reference
+from .._core.torch_private import peek_interpreter_stack
 from ..errors import BadPatch
 from .content import shown
 from .locate import Part
@@ -90,4 +91,4 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 def _is_hidden(tensor: torch.Tensor) -> bool:
     """Can its content not be looked at, as under vmap?"""
-    return tensor.is_meta or torch._C._functorch.peek_interpreter_stack() is not None
+    return tensor.is_meta or peek_interpreter_stack() is not None

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout, gelu, layer_norm, linear, relu
 
+from .._core.torch_private import safe_softmax
 from .open_form import Opened, in_full
 
 
@@ -44,7 +45,7 @@ def scaled_dot_product_attention(
     if attn_mask is not None:
         is_allowed = attn_mask.dtype is torch.bool
         scores = torch.where(attn_mask, scores, -torch.inf) if is_allowed else scores + attn_mask
-    pattern = torch._safe_softmax(scores, -1)
+    pattern = safe_softmax(scores, -1)
     used = dropout(pattern, dropout_p) if dropout_p > 0 else pattern
     output = used @ value
     return Opened(output.to(dtype), {"scores": scores, "pattern": pattern})
@@ -106,7 +107,7 @@ def flex_attention(
     places = [torch.arange(n, device=query.device).view([-1 if d == dim else 1 for d in range(4)]) for dim, n in sizes]
     changed = score_mod(scaled, *places, *score_mod_other_buffers).expand(scaled.shape)
     scores = torch.where(block_mask[-1](*places, *mask_mod_other_buffers), changed, -torch.inf)
-    pattern = torch._safe_softmax(scores, -1)
+    pattern = safe_softmax(scores, -1)
     given = (pattern @ value).to(dtype), torch.logsumexp(scores, -1) / math.log(2), scores.amax(-1) / math.log(2)
     return Opened(given, {"scores": scores, "pattern": pattern})
 

@@ -9,6 +9,7 @@ import torch
 
 from .._core.node import Call, State
 from .._core.text import line
+from .._core.torch_private import without_function_modes
 from ..errors import NotSaved, StaleValue
 from .kin import Span
 from .papers_names import LayerInPapersWords
@@ -52,7 +53,7 @@ def _preview(layer: LayerInPapersWords) -> str:
         return ""
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return ""
-    with torch._C.DisableTorchFunction(), torch.no_grad():
+    with without_function_modes(), torch.no_grad():
         corner = tensor.detach()[(0,) * max(0, tensor.dim() - 2)]
         whole = corner.numel() == tensor.numel() and all(size <= 5 for size in corner.shape)
         corner = corner[tuple(slice(5) for _ in corner.shape)]

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from attrs import define, field, frozen
-from torch.utils import _pytree as pytree
 
 from .._core.node import Ref
+from .._core.torch_private import pytree
 from .._core.trees import freeze_deep, thaw
 from .._replay.guards import Departure
 from .._replay.replay import Record

@@ -16,6 +16,7 @@ from attrs import define, evolve, field, frozen
 
 from .._core.node import Call, Ref, TensorMeaning
 from .._core.pure import mutate
+from .._core.torch_private import add_batch, remove_batch, vmap_begins, vmap_ends, warn_of_vmap_fallbacks
 from .._core.trees import Branch, leaves, remake
 from .._replay.interpreter import Mode, caller
 from .delta import Delta, Pairs, dense, numbers, rows_of, stacked, together
@@ -284,12 +285,7 @@ def _close(one: Tensor, other: Tensor) -> bool:
     return bool(torch.isclose(one, other, rtol=tolerance, atol=tolerance * float(scale), equal_nan=True).all())
 
 
-_functorch: Any = torch._C._functorch
-_warn_of_fallbacks = getattr(_functorch, "_set_vmap_fallback_warning_enabled", lambda wanted: None)
-_IS_RAW = all(
-    hasattr(_functorch, name)
-    for name in ("_vmap_increment_nesting", "_vmap_decrement_nesting", "_add_batch_dim", "_remove_batch_dim")
-)
+_IS_RAW = None not in (vmap_begins, vmap_ends, add_batch, remove_batch)
 
 
 def batched(
@@ -303,17 +299,16 @@ def batched(
         dims = (tuple([None if data is None else 0 for data in changed]),)
         given = [value if data is None else data for data, value in zip(changed, others, strict=True)]
         return list(torch.func.vmap(lambda values: tuple(function(values)), dims, randomness="same")(tuple(given)))
-    level = _functorch._vmap_increment_nesting(count, "same")
-    _warn_of_fallbacks(False)  # slow, and right: `Sweep.alone` tells what ran one by one
+    level = vmap_begins(count, "same")
+    warn_of_vmap_fallbacks(False)  # slow, and right: `Sweep.alone` tells what ran one by one
     try:
         given = [
-            value if data is None else _functorch._add_batch_dim(data, 0, level)
-            for data, value in zip(changed, others, strict=True)
+            value if data is None else add_batch(data, 0, level) for data, value in zip(changed, others, strict=True)
         ]
-        return [_functorch._remove_batch_dim(part, level, count, 0) for part in function(given)]
+        return [remove_batch(part, level, count, 0) for part in function(given)]
     finally:
-        _warn_of_fallbacks(True)
-        _functorch._vmap_decrement_nesting()
+        warn_of_vmap_fallbacks(True)
+        vmap_ends()
 
 
 # ---- making steps --------------------------------------------------------------------------------------------------

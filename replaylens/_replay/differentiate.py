@@ -15,6 +15,7 @@ from attrs import evolve
 
 from .._core.graph import Graph
 from .._core.node import Ref
+from .._core.torch_private import peek_interpreter_stack
 from .._core.trees import leaves, remake
 from .interpreter import Mode, Patches, compile_plan, interpret, recorded_world
 from .plan import plan
@@ -36,7 +37,7 @@ def differentiate(
     The graph's inputs are the starts, then the others. Its output is (outputs, with respect to what). Patches at nodes
     of the stretch, by their number among its calls, take part: gradients go through them.
     """
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if peek_interpreter_stack() is not None:
         return _by_transform(graph, starts, others, cotangents, states, patches)
     with torch.enable_grad():
         begun = tuple([start if start.requires_grad else start.detach().requires_grad_() for start in starts])

@@ -18,6 +18,7 @@ from .._core.graph import Graph
 from .._core.node import Input, Ref, State, TensorMeaning, meanings_of
 from .._core.pure import in_layout
 from .._core.sharing import Overlaps
+from .._core.torch_private import is_wrapped
 from .._core.trees import Branch, fingerprint, freeze_deep, named, named_paths
 from ..errors import InputMismatch
 from .guards import Departure
@@ -191,7 +192,7 @@ def _other_tensor(
             "Give one tensor twice, or capture again with two."
         )
         return _other(what, "the very same tensor as another", "one of its own", text, _same_memory(before, tensor))
-    hidden = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    hidden = is_wrapped(tensor)
     if node.python_type is not None and not hidden and _class_name(node.python_type) != _class_name(type(tensor)):
         was, now = node.python_type.__name__, type(tensor).__name__
         text = f"{what} is a {now}; the program was recorded with a {was}.\n{ONE_STRUCTURE}"
@@ -208,7 +209,7 @@ def _other_meaning(what: str, meaning: TensorMeaning, tensor: torch.Tensor) -> M
 
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if torch._C._functorch.is_functorch_wrapped_tensor(one) or torch._C._functorch.is_functorch_wrapped_tensor(other):
+    if is_wrapped(one) or is_wrapped(other):
         return False
     return one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
 

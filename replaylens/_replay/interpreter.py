@@ -22,6 +22,7 @@ from .._core.graph import Graph
 from .._core.node import NO_MODES, Call, Context, Generator, Guard, Ref, Source
 from .._core.pure import all_placed, mutate, placed
 from .._core.text import where as text_of
+from .._core.torch_private import default_device, is_any_autocast_on
 from .._core.trees import leaves, thaw
 from .guards import Departure, content_departure, guard_departure, shape_departure
 from .parting import NONE, parted
@@ -398,7 +399,7 @@ def modes(context: Context) -> Any:
     """The grad, inference and autocast modes that a stretch runs under; nothing at all where they are on already."""
     if torch.compiler.is_compiling():
         return torch.set_grad_enabled(context.grad)
-    autocast = torch._C._is_any_autocast_enabled()
+    autocast = is_any_autocast_on()
     if context.inference or torch.is_inference_mode_enabled() or context.autocast or autocast:
         return _all_modes(context)
     if torch.is_grad_enabled() != context.grad:
@@ -427,7 +428,7 @@ def recorded_world(draws: bool, graph: Graph) -> Any:
     """The generators are put back afterwards; the recorded default dtype and device hold meanwhile."""
     if torch.compiler.is_compiling():
         return nullcontext()
-    same = torch.get_default_dtype() == graph.default_dtype and str(torch.get_default_device()) == graph.default_device
+    same = torch.get_default_dtype() == graph.default_dtype and default_device() == graph.default_device
     return nullcontext() if same and not draws else _recorded_world(draws, graph)
 
 
@@ -438,7 +439,7 @@ def _recorded_world(draws: bool, graph: Graph) -> Any:
         if draws:
             stack.enter_context(one_draws)
         before = torch.default_generator.get_state() if draws else None
-        if str(torch.get_default_device()) != graph.default_device:
+        if default_device() != graph.default_device:
             stack.enter_context(torch.device(graph.default_device))
         try:
             if outer != dtype:

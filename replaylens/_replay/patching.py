@@ -15,6 +15,7 @@ from .._core.graph import Graph
 from .._core.node import Ref, TensorMeaning, meanings_of, value_of
 from .._core.reference import Reference
 from .._core.text import listing
+from .._core.torch_private import peek_interpreter_stack
 from .._core.trees import freeze_deep, leaves, thaw
 from .._edit.acts import own_copy
 from .._edit.bind import bind
@@ -172,7 +173,7 @@ def _fitting(graph: Graph, node: Any, meaning: TensorMeaning, new: Any) -> torch
             f"{listing(graph, node.name, f'patched with {what}')}\nGive a tensor of shape "
             f"{meaning.shape} and dtype {meaning.dtype}."
         )
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if peek_interpreter_stack() is not None:
         return new
     return with_strides(new, meaning)
 

@@ -19,6 +19,7 @@ from .._core.account import NOTHING_KNOWN, Account
 from .._core.graph import Graph
 from .._core.node import Call, Input, Ref, State, refs_of, value_of
 from .._core.pure import as_leaf, fresh_leaf, same_content, standing
+from .._core.torch_private import peek_interpreter_stack
 from .._core.trees import leaves, thaw
 from ..errors import InputMismatch, NotDifferentiable, ReplaylensError, StaleValue
 from .function import as_function
@@ -221,7 +222,7 @@ def idle_among(record: Record, changed: Mapping[int, tuple[Change, ...]]) -> lis
 
 def _is_recorded(record: Record, change: Change) -> bool:
     """Does a constant patch give what was recorded anyway?"""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if peek_interpreter_stack() is not None:
         return False  # contents cannot be compared there
     refs = [leaf for leaf in leaves(change.tree) if type(leaf) is Ref]
     value = change(thaw(change.tree, lambda leaf: record.value(leaf) if type(leaf) is Ref else leaf))
@@ -429,7 +430,7 @@ def _flagged(given: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
     """A given value without a history, and with the flag that the recorded one had."""
     if given.is_inference():
         return given
-    hidden = torch._C._functorch.peek_interpreter_stack() is not None  # a transform forbids the flag
+    hidden = peek_interpreter_stack() is not None  # a transform forbids the flag
     return given.detach() if hidden else given.detach().requires_grad_(recorded.requires_grad)
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from attrs import field, frozen
-from torch.utils import _pytree as pytree
 
+from .._core.torch_private import pytree
 from .._edit.locate import Part
 from .._edit.patch import patch_of
 from .._edit.select import Selection

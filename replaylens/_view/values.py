@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from attrs import frozen
 
+from .._core.torch_private import pytree
+
 
 @frozen
 class Statistics:
@@ -115,4 +117,4 @@ def _smaller(stack: torch.Tensor, side: int | None) -> torch.Tensor:
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors of a layer's value: one, or several in a structure."""
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,195 @@
+"""Every private name of torch that replaylens uses: what it is for, and what is done where a torch has it not.
+
+Out: the names, without their underscores, and `NAMES`, a table of them. Nothing else in the package says `torch._...`
+or takes an underscored name out of a module of torch; attributes of tensors, modules and storages are in `ATTRIBUTES`.
+A torch that lacks a name without which no number could be trusted is refused at import, with all that it lacks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import frozen
+
+if TYPE_CHECKING:
+    from torch._ops import (
+        HigherOrderOperator as HigherOrderOperator,
+        OpOverload as OpOverload,
+        OpOverloadPacket as OpOverloadPacket,
+    )
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException as DataDependentOutputException,
+        DynamicOutputShapeException as DynamicOutputShapeException,
+        FakeTensor as FakeTensor,
+        FakeTensorMode as FakeTensorMode,
+        unset_fake_temporarily as unset_fake_temporarily,
+    )
+    from torch.utils._device import DeviceContext as DeviceContext
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+
+@frozen
+class Private:
+    """One private name. `without` is what is done where it is missing; "" where replaylens cannot do without it."""
+
+    path: str
+    purpose: str
+    without: str = ""
+    is_there: bool = True
+
+
+def _found(path: str) -> Any:
+    """What stands at a dotted path; None where nothing does."""
+    parts = path.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        try:
+            place: Any = importlib.import_module(".".join(parts[:count]))
+        except ImportError:
+            continue
+        for part in parts[count:]:
+            place = getattr(place, part, None)
+        return place
+    return None
+
+
+def _name(path: str, purpose: str, without: str = "", instead: Any = None) -> Any:
+    found = _found(path)
+    _listed.append(Private(path, purpose, without, found is not None))
+    return instead if found is None else found
+
+
+def _autocast_is_on() -> bool:
+    return any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+
+
+_listed: list[Private] = []
+
+# -- modes and where they are on ---------------------------------------------------------------------------------------
+
+push_function_mode = _name("torch._C._push_on_torch_function_stack", "the tracer sees the calls beneath one of its own")
+pop_function_mode = _name("torch._C._pop_torch_function_stack", "the same, at its end")
+count_function_modes = _name("torch._C._len_torch_function_stack", "which function modes are on")
+function_mode_at = _name("torch._C._get_function_stack_at", "whether the one on top is a live run's own")
+function_modes = _name("torch.overrides._get_current_function_mode_stack", "modes around a capture may change values")
+is_function_mode_seen = _name("torch._C._is_torch_function_enabled", "whether a function mode sees the call as well")
+without_function_modes = _name("torch._C.DisableTorchFunction", "what the tracer computes for itself is not recorded")
+count_dispatch_modes = _name("torch._C._len_torch_dispatch_stack", "a dispatch mode of the model's own is refused")
+without_any_modes = _name("torch.utils._python_dispatch._disable_current_modes", "a hook compares values unseen")
+is_any_autocast_on = _name(
+    "torch._C._is_any_autocast_enabled", "each call's own modes", "the public switches are asked", _autocast_is_on
+)
+top_saving_hooks = _name(
+    "torch._C._autograd._top_saved_tensors_default_hooks",
+    "gradients that a model's own saving changes are not promised",
+)
+leave_saving_hooks_alone = _name(
+    "torch._C._autograd._saved_tensors_hooks_set_tracing", "a checkpoint must not compute again what a live run changed"
+)
+
+# -- transforms of torch.func ------------------------------------------------------------------------------------------
+
+_FUNCTORCH = "torch._C._functorch."
+peek_interpreter_stack = _name(_FUNCTORCH + "peek_interpreter_stack", "whether a transform runs")
+interpreter_stack = _name(_FUNCTORCH + "get_interpreter_stack", "whether a gradient is among those that run")
+TransformType = _name(_FUNCTORCH + "TransformType", "the same")
+is_wrapped = _name(_FUNCTORCH + "is_functorch_wrapped_tensor", "what a module gave inside a transform is unwrapped")
+unwrapped = _name(_FUNCTORCH + "get_unwrapped", "the same")
+is_batched = _name(_FUNCTORCH + "is_batchedtensor", "a write in place under vmap goes to a copy with the batch")
+outside_of_transforms = _name(
+    "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", "draws and recorded values inside a transform"
+)
+_PUBLIC_VMAP = "torch.func.vmap, ten times slower"
+vmap_begins = _name(_FUNCTORCH + "_vmap_increment_nesting", "many variants in one pass", _PUBLIC_VMAP)
+vmap_ends = _name(_FUNCTORCH + "_vmap_decrement_nesting", "the same", _PUBLIC_VMAP)
+add_batch = _name(_FUNCTORCH + "_add_batch_dim", "the same", _PUBLIC_VMAP)
+remove_batch = _name(_FUNCTORCH + "_remove_batch_dim", "the same", _PUBLIC_VMAP)
+warn_of_vmap_fallbacks = _name(
+    _FUNCTORCH + "_set_vmap_fallback_warning_enabled", "no warning there", "torch warns", lambda wanted: None
+)
+
+# -- operators, and where they stand -----------------------------------------------------------------------------------
+
+TensorBase = _name("torch._C.TensorBase", "methods of tensors have names")
+kernels = _name("torch._C._nn", "the functional twin of a write in place")
+schemas_of = _name(
+    "torch._C._jit_get_schemas_for_operator", "the names of a call's arguments", "they have none", lambda name: []
+)
+has_kernel = _name("torch._C._dispatch_has_kernel_for_dispatch_key", "which ATen calls consist of others, in checks")
+pytree = _name("torch.utils._pytree", "containers that users registered with torch")
+safe_softmax = _name("torch._safe_softmax", "attention in its open form, rows without a key")
+quantized_per_tensor = _name("torch._make_per_tensor_quantized_tensor", "other quantized values, in checks")
+quantized_per_channel = _name("torch._make_per_channel_quantized_tensor", "the same")
+storage_holders = _name("torch._C._storage_Use_Count", "whether a value can be let go while the forward runs")
+OPERATOR_PLACES = tuple(
+    (path, _name(path, "a torch function is found again by its name", "those of another place are kept as they are"))
+    for path in ("torch._C._nn", "torch._C._fft", "torch._C._linalg", "torch._C._special", "torch._C._sparse")
+) + (
+    ("torch._VF", _name("torch._VF", "the same", "the same")),
+    ("torch._C", torch._C),
+    ("torch.Tensor", TensorBase),
+)
+
+
+def compiler_if_loaded(module: str = "torch._dynamo") -> Any:
+    """A module of the compiler's, which takes seconds to load: None where nobody has loaded it."""
+    return sys.modules.get(module)
+
+
+def default_device() -> str:
+    """Where new tensors go. Torch 2.8 cannot say it after `torch.set_default_device(None)`."""
+    try:
+        return str(torch.get_default_device())
+    except AttributeError:
+        return "cpu"
+
+
+# -- custom functions --------------------------------------------------------------------------------------------------
+
+FunctionBase = _name("torch._C._FunctionBase", "the `apply` of every custom function is one that was bound before")
+SingleLevelFunction = _name("torch.autograd.function._SingleLevelFunction", "calls of custom functions are seen there")
+
+# -- classes -----------------------------------------------------------------------------------------------------------
+
+if not TYPE_CHECKING:
+    OpOverload = _name("torch._ops.OpOverload", "which calls are of operators")
+    OpOverloadPacket = _name("torch._ops.OpOverloadPacket", "the same")
+    HigherOrderOperator = _name("torch._ops.HigherOrderOperator", "the same")
+    TorchDispatchMode = _name("torch.utils._python_dispatch.TorchDispatchMode", "to see ATen calls beneath transforms")
+    DeviceContext = _name("torch.utils._device.DeviceContext", "the mode of a default device changes no values")
+    _FAKE = "torch._subclasses.fake_tensor."
+    FakeTensor = _name(_FAKE + "FakeTensor", "captures that compute nothing")
+    FakeTensorMode = _name(_FAKE + "FakeTensorMode", "the same")
+    DataDependentOutputException = _name(_FAKE + "DataDependentOutputException", "the same: what has no answer there")
+    DynamicOutputShapeException = _name(_FAKE + "DynamicOutputShapeException", "the same")
+    unset_fake_temporarily = _name(_FAKE + "unset_fake_temporarily", "the same: what is computed all the same")
+
+NAMES: tuple[Private, ...] = tuple(_listed)
+OF_THE_COMPILER = (  # looked for where the compiler is loaded only
+    Private("torch._dynamo.OptimizedModule", "the compiler's wrapper is no level of a model"),
+    Private("torch._dynamo.eval_frame._set_stance", "compiled modules run eagerly in a capture"),
+    Private("torch._dynamo.eval_frame.DynamoStance", "the same"),
+)
+ATTRIBUTES = {
+    "Tensor._version": "was it written since?",
+    "Tensor._base": "is it a view?",
+    "Tensor._is_view": "the same",
+    "Tensor._use_count": "does anybody hold it?",
+    "Tensor._grad": "the gradient, without the warning for tensors that are no leaves",
+    "Tensor._backward_hooks": "is there a hook on its gradient?",
+    "Tensor._indices": "what a sparse tensor is made of",
+    "Tensor._values": "the same",
+    "UntypedStorage._cdata": "which memory it is",
+    "Module._parameters": "parameters and buffers by name, without asking a module's `__getattr__`",
+    "Module._buffers": "the same",
+    "Module._modules": "the same",
+    "Module._backward_pre_hooks": "are there hooks?",
+}
+LACKING = tuple([one.path for one in NAMES if not one.is_there and not one.without])
+
+if LACKING:
+    raise ImportError(
+        f"replaylens needs torch 2.8 or later. This one is {torch.__version__}, and it lacks {', '.join(LACKING)}."
+    )
