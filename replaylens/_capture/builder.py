@@ -17,7 +17,21 @@ from attrs import define, evolve, field, frozen
 
 from .._core.graph import Graph
 from .._core.laws import require_lawful
-from .._core.node import Call, Const, Context, Generator, Guard, Input, Node, Ref, Scope, Source, State, TensorMeaning
+from .._core.node import (
+    Call,
+    Const,
+    Context,
+    Generator,
+    Guard,
+    Input,
+    Node,
+    Ref,
+    Scope,
+    Source,
+    State,
+    TensorMeaning,
+    meanings_of,
+)
 from .._core.pure import history_of
 from .._core.sharing import NO_OVERLAPS, Overlaps
 from .._core.target import Target
@@ -26,6 +40,7 @@ from .._core.trees import leaves, remake
 from .._lens.drafts import Draft
 from .._lens.structure import labels
 from .branches import keeps, taken
+from .dynamic import with_dynamic_shapes
 
 
 class Handle(int):
@@ -201,11 +216,12 @@ def freeze(recording: Recording) -> Frozen:
         made.append(_node(recording, addresses, record, name, to_ref, scopes, lines, names, bypassed))
     for number, before in recording.patched.items():
         made[number] = _patch_node(made[number], names[before])
+    made = with_dynamic_shapes(made)
     graph = Graph(
         nodes=tuple(made),
         output=remake(recording.output, to_ref),
         inputs=remake(recording.inputs, to_ref),
-        guards=_guards(recording, names, to_ref, scopes),
+        guards=_guards(recording, made, to_ref, scopes),
         module_outputs=tuple([(scope, remake(t, to_ref)) for n, t in recording.scope_outputs if (scope := scopes[n])]),
         changes=tuple([(_address(addresses, where), refs[last]) for where, last in recording.changes]),
         orphans=frozenset(name for name, orphan in zip(names, orphans, strict=True) if orphan),
@@ -420,14 +436,31 @@ def frozen_context(context: tuple[Any, ...]) -> Context:
 _contexts: dict[tuple[Any, ...], Context] = {}
 
 
-def _guards(recording: Recording, names: list[str], to_ref: Any, scopes: list[Any]) -> tuple[Guard, ...]:
+def _guards(recording: Recording, made: list[Node], to_ref: Any, scopes: list[Any]) -> tuple[Guard, ...]:
     """The guards, each where what it reads is there: inside a custom function it is read before that is noted."""
-    if not recording.guards:
+    shapes = [_shape_guard(node, number) for number, node in enumerate(made) if type(node) is Call and node.is_dynamic]
+    if not recording.guards and not shapes:
         return ()
-    places = {name: number for number, name in enumerate(names)}
-    found = [_guard(guard, len(names), to_ref, scopes) for guard in recording.guards]
+    places = {node.name: number for number, node in enumerate(made)}
+    found = [_guard(guard, len(made), to_ref, scopes) for guard in recording.guards]
     after = [max([places[ref.node] + 1 for ref in guard.refs], default=0) for guard in found]
-    return tuple([evolve(g, position=max(g.position, place)) for g, place in zip(found, after, strict=True)])
+    read = [evolve(g, position=max(g.position, place)) for g, place in zip(found, after, strict=True)]
+    return tuple(sorted((*shapes, *read), key=lambda guard: guard.position))
+
+
+def _shape_guard(call: Call, number: int) -> Guard:
+    """Any Python may read the sizes that content decided on: nobody sees it do so."""
+    known = meanings_of(call)
+    return Guard(
+        call.target,
+        tuple(known),
+        result=tuple([each.sizes for each in known.values()]),
+        has_result=True,
+        kind="shape",
+        position=number + 1,
+        scope=call.scope,
+        source=call.source,
+    )
 
 
 def _guard(guard: GuardRecord, count: int, to_ref: Any, scopes: list[Any]) -> Guard:

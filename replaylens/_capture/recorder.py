@@ -151,9 +151,7 @@ class Recorder(TorchFunctionMode):
         func = blank if is_undefined else func
         if not tensors and torch.get_default_dtype() != self.recording.default_dtype and isinstance(out, torch.Tensor):
             named = {**named, "dtype": out.dtype}
-        self.append(
-            func, rule, reads, named, returns, site, draw.key, rule.is_dynamic or self.depends_on_content(func, args)
-        )
+        self.append(func, rule, reads, named, returns, site, draw.key, rule.is_dynamic)
         return out
 
     def own_name(self, rule: Rule, out: torch.Tensor) -> torch.Tensor | None:
@@ -467,24 +465,6 @@ class Recorder(TorchFunctionMode):
             if torch.is_autocast_enabled(device):
                 modes.append((device, torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()))
         return key[0], key[1], tuple(modes)
-
-    @staticmethod
-    def depends_on_content(func: Any, args: Any) -> bool:
-        """An index by a mask, or a whole number that is a tensor: the shape of the output is content."""
-        name = getattr(func, "__name__", "")
-        if name == "__getitem__":
-            index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            flat = [
-                part
-                for item in index
-                for part in ((item.start, item.stop, item.step) if type(item) is slice else (item,))
-            ]
-            return any(isinstance(i, (torch.Tensor, list)) for i in flat)
-        if name == "where":
-            return len(args) == 1
-        return any(
-            isinstance(value, torch.Tensor) and not value.is_floating_point() and value.dim() == 0 for value in args[1:]
-        )
 
 
 def outside(frame: Any) -> Any:

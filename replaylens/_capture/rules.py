@@ -1,7 +1,7 @@
 """What kind of call is this? One Rule for each torch function, made once and kept.
 
 In: a callable as the function mode sees it. Out: a Rule: pass it on, open it, record it; does it write, draw, let
-content out of torch, depend on content for its shape. Names and schemas decide; the tables are data.
+content out of torch. Names and schemas decide; the tables are data.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Rule:
     writes: Callable[[tuple[Any, ...], dict[str, Any]], list[torch.Tensor]] | None = None
     reshapes: bool = False  # changes its first argument's geometry, not its content
     may_draw: bool = False
-    is_dynamic: bool = False
+    is_dynamic: bool = False  # nothing is known of the shape that it gives: of other calls, dynamic.py knows
     is_identity: bool = False  # may give its argument back: its value gets a name of its own
     is_undefined: bool = False  # gives memory with undefined content
     special: str = ""
@@ -103,11 +103,6 @@ PARTING = frozenset(
 )
 STATISTICS = frozenset(
     "batch_norm native_batch_norm _native_batch_norm_legit _batch_norm_impl_index instance_norm".split()
-)
-DYNAMIC = frozenset(
-    """nonzero argwhere masked_select unique unique_consecutive _unique2 unique_dim bincount repeat_interleave
-    combinations
-    one_hot nonzero_static _unique histogramdd tensor_split narrow_copy triu_indices""".split()
 )
 IDENTITIES = frozenset(
     "dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout".split()
@@ -172,7 +167,6 @@ def _named_rule(function: Callable[..., Any], name: str) -> Rule:
         kind,
         writes,
         may_draw=draws,
-        is_dynamic=name in DYNAMIC,
         is_identity=name in IDENTITIES,
         is_undefined=name in UNDEFINED,
     )
@@ -223,7 +217,6 @@ def _operator_rule(function: Any) -> Rule:
     if torch.Tag.inplace_view in tags:
         return Rule(How.LEAF, kind_of(name), writes=_first_tensors, reshapes=True)
     seeded = torch.Tag.nondeterministic_seeded in tags
-    dynamic = torch.Tag.dynamic_output_shape in tags
     if name in UNDEFINED and namespace == "aten":
         return Rule(How.LEAF, kind_of(name), is_undefined=True)
     known = namespace in ("aten", "prim", "prims")
@@ -232,7 +225,7 @@ def _operator_rule(function: Any) -> Rule:
         kind_of(name),
         writes,
         may_draw=seeded or not known,
-        is_dynamic=dynamic or not known,
+        is_dynamic=not known,
     )
 
 

@@ -80,7 +80,7 @@ def _is_of_bytes(kernel: Kernel) -> bool:
 
 def _is_watched(seen: Seen) -> bool:
     """Does a replay only compare what left torch there with what was recorded?"""
-    return isinstance(seen.step, Guard) and not seen.step.has_result
+    return isinstance(seen.step, Guard) and seen.step.compares_content
 
 
 def _forward_alone(wanted: list[Seen], given: list[Seen]) -> Counter[Kernel]:

@@ -44,6 +44,12 @@ class TensorMeaning:
     dtype: torch.dtype
     device: str
     strides: tuple[int, ...] | None
+    stored: int | None = None  # of a sparse tensor: how many of its elements are stored
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """All sizes that content may decide on: of a sparse tensor, how much it stores too."""
+        return self.shape if self.stored is None else (*self.shape, self.stored)
 
     @property
     def nbytes(self) -> int:
@@ -59,10 +65,22 @@ class TensorMeaning:
     def of(tensor: torch.Tensor) -> TensorMeaning:
         strided = tensor.layout is torch.strided and not tensor.is_nested
         shape = tuple(tensor.shape) if not tensor.is_nested else ()
-        return TensorMeaning(shape, tensor.dtype, str(tensor.device), tensor.stride() if strided else None)
+        if strided:
+            return TensorMeaning(shape, tensor.dtype, str(tensor.device), tensor.stride())
+        return TensorMeaning(shape, tensor.dtype, str(tensor.device), None, stored_by(tensor))
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
+
+
+def stored_by(tensor: torch.Tensor) -> int | None:
+    """How many elements a sparse tensor stores: a size of it that content decides."""
+    if tensor.layout not in _SPARSE or tensor.is_meta:
+        return None
+    return int(tensor._nnz())
+
+
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 @frozen
@@ -231,9 +249,16 @@ def meanings_of(node: Node) -> dict[Ref, TensorMeaning]:
 
 @frozen
 class Guard:
-    """Content that left torch: `bool(t)`, `.item()`, `.numpy()`. The recorded path holds while it stays the same.
+    """A fact that the model, or Python beside it, can have read: the recorded path holds while it stays the same.
 
-    `result` is what the model read, where that is a plain number, a bool or a string; else the content is compared.
+    It is a question asked of values, and what the answer was. `kind` says how it is asked:
+
+    content    `target(*args)` took content out of torch: `bool(t)`, `.item()`, `.numpy()`. `result` is what the model
+               read, where that is a plain number, a bool or a string; else the content is compared as a whole.
+    shape      the sizes of `args`, which the call `target` gave: content decides on them, and any Python may read them.
+    exception  the name of the exception that `target(*args)` raised and the model caught; None where it raised none.
+
+    Every other kind is a question that `target(*args)` answers with a plain value.
     """
 
     target: Target
@@ -241,10 +266,16 @@ class Guard:
     kwargs: tuple[tuple[str, Arg], ...] = ()
     result: Any = None
     has_result: bool = field(default=False, kw_only=True)
+    kind: str = field(default="content", kw_only=True)
     position: int = field(default=0, kw_only=True)  # how many nodes came before it
     taken: Source | None = field(default=None, kw_only=True)  # of a truth value: the line that the model went on to
     scope: Scope | None = field(default=None, kw_only=True)
     source: Source | None = field(default=None, kw_only=True)
+
+    @property
+    def compares_content(self) -> bool:
+        """Is what it reads compared as a whole with what was recorded?"""
+        return self.kind == "content" and not self.has_result
 
     @property
     def refs(self) -> tuple[Ref, ...]:

@@ -89,7 +89,11 @@ class Conditionals:
 
     @property
     def _guards(self) -> list[Guard]:
-        return [guard for guard in self.graph.guards if type(guard.result) is bool and guard.refs]
+        return [
+            guard
+            for guard in self.graph.guards
+            if type(guard.result) is bool and guard.kind == "content" and guard.refs
+        ]
 
     def _is_single(self, ref: Ref) -> bool:
         meaning = meanings_of(self.graph[ref.node]).get(ref)

@@ -6,9 +6,11 @@ In: the facts of a program. Out: text, and the same as HTML with a table of all 
 from __future__ import annotations
 
 import html
+from collections import Counter
 from textwrap import wrap
 from typing import Any
 
+from .._core.graph import Graph
 from .history import Described
 from .tables import Table
 from .units import cost, duration, human, times
@@ -43,11 +45,19 @@ def _head(prog: Described) -> list[str]:
     if inside := prog.elapsed_time_function_calls:
         rows.append(f"Time: {duration(prog.elapsed_time_total)}, {duration(inside)} of it in operations")
     if graph.guards:
-        reads = times(len(graph.guards), "time")
-        rows.append(f"Content read in Python {reads}: a replay in which it changes has left the recorded path.")
+        rows.append(f"{_facts(graph)}: a replay in which it changes has left the recorded path.")
     if graph.changes:
         rows.append(f"The model writes {', '.join(address for address, _ in graph.changes[:6])}.")
     return "\n    ".join(rows).split("\n")
+
+
+def _facts(graph: Graph) -> str:
+    """What the recorded path depends on, by kind."""
+    counts = Counter(guard.kind for guard in graph.guards)
+    read = counts.pop("content", 0)
+    words = [f"Content read in Python {times(read, 'time')}"] if read else []
+    others = ", ".join(times(count, kind) for kind, count in sorted(counts.items()))
+    return ", and ".join([*words, *([f"{'facts' if read else 'Facts'} that may be read ({others})"] if others else [])])
 
 
 def _named(prog: Described) -> str:

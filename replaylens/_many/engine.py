@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from attrs import frozen
 
 from .._core.node import Context, Guard, Ref
 from .._core.trees import leaves, thaw
-from .._replay.guards import Departure, content_departure, guard_departure, shape_departure
+from .._replay.guards import Departure, departure
 from .._replay.interpreter import modes, recorded_world
 from .._replay.request import Change
 from .delta import Delta, Pairs, chosen, folded, joined, kept, lane_value, packed, stacked, without
@@ -121,9 +122,7 @@ class _Chunk:
                 if not at_once:
                     self.machine.alone[step.node.name] = step.node.kind
         except Departed as error:
-            shapes = error.shapes
-            wanted = step.node.meaning[0].shape
-            self._drop(shapes, lambda lane: shape_departure(step.node, wanted, shapes[lane]))
+            self._drop(error.departures, error.departures.__getitem__)
             self._execute(step)
             return
         for slot, delta, result in zip(step.gives, found, step.results, strict=False):  # no rows, no values
@@ -292,21 +291,13 @@ class _Chunk:
         lanes = {lane for slot in slots if (delta := self.env[slot]) is not None for lane in delta.pairs.lanes}
         found: dict[int, Departure] = {}
         for lane in sorted(lanes):
-            if (departure := self._departure(guard, lane)) is not None:
-                found[lane] = departure
+            value = partial(self._of, lane)
+            if (left := departure(guard, value, lambda ref: self.machine.values[self.machine.slot[ref]])) is not None:
+                found[lane] = left
         self._drop(found, found.__getitem__)
 
-    def _departure(self, guard: Guard, lane: int) -> Departure | None:
-        slot = self.machine.slot
-
-        def leaf(value: Any) -> Any:
-            return self._value(slot[value], lane) if type(value) is Ref else value
-
-        if guard.has_result:
-            args, kwargs = [thaw(arg, leaf) for arg in guard.args], {k: thaw(v, leaf) for k, v in guard.kwargs}
-            return guard_departure(guard, guard.target.function(*args, **kwargs))
-        found = (content_departure(guard, self.machine.values[slot[ref]], leaf(ref)) for ref in guard.refs)
-        return next((one for one in found if one is not None), None)
+    def _of(self, lane: int, ref: Ref) -> Tensor:
+        return self._value(self.machine.slot[ref], lane)
 
     def _drop(self, lanes: Iterable[int], why: Callable[[int], Departure]) -> None:
         gone = set(lanes)

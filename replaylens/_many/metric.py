@@ -15,7 +15,6 @@ from .._core.laws import require_lawful
 from .._core.node import Call, Generator, Input, Node, Ref
 from .._core.trees import paths, remake
 from .._replay.replay import Record, Versions
-from .rules import RULES
 
 
 def with_metric(record: Record, metric: Record) -> Record:
@@ -58,11 +57,5 @@ def _moved(node: Node, name: str, moved: Any) -> Node:
 def is_pure(graph: Graph) -> bool:
     """Is a metric nothing but tensor operations, the same for every variant, whatever the contents?"""
     ends = [leaf for _, leaf in paths(graph.output)]
-    is_plain = not graph.guards and not graph.changes and not any(_is_odd(call) for call in graph.calls)
+    is_plain = not graph.guards and not graph.changes and not any(call.draws is not None for call in graph.calls)
     return is_plain and bool(ends) and all(type(leaf) is Ref for leaf in ends)
-
-
-def _is_odd(call: Call) -> bool:
-    """Does a call draw, or give a shape that contents decide?"""
-    static = call.target.short.strip("_") in RULES and call.target.short != "__getitem__"
-    return call.draws is not None or (call.is_dynamic and not static)

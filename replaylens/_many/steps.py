@@ -18,6 +18,7 @@ from .._core.node import Call, Ref, TensorMeaning
 from .._core.pure import mutate
 from .._core.torch_private import add_batch, remove_batch, vmap_begins, vmap_ends, warn_of_vmap_fallbacks
 from .._core.trees import Branch, leaves, remake
+from .._replay.guards import Departure
 from .._replay.interpreter import Mode, caller
 from .delta import Delta, Pairs, dense, numbers, rows_of, stacked, together
 from .rules import Alignment, Facts, Operand, alignments, unread
@@ -224,7 +225,8 @@ class Step:
                 for data, value in zip(changed, self.recorded, strict=True)
             ]
             rows.append(self.parts(self.call(values)))
-        return [_stacked_or_departed(self.node, lanes, column) for column in zip(*rows, strict=True)]
+        columns = zip(zip(*rows, strict=True), self.results, strict=True)
+        return [_stacked_or_departed(self.node, lanes, column, recorded) for column, recorded in columns]
 
     def parts(self, result: Any) -> list[Tensor]:
         """The tensors in what the call gave, in the order of `outputs`."""
@@ -257,18 +259,19 @@ class NotAlike(Exception):
 class Departed(Exception):
     """Some variants give another shape than the recorded one."""
 
-    def __init__(self, node: Call, shapes: dict[int, tuple[int, ...]]) -> None:
-        super().__init__(node.name)
-        self.node, self.shapes = node, shapes
+    def __init__(self, departures: dict[int, Departure]) -> None:
+        super().__init__("another shape")
+        self.departures = departures
 
 
-def _stacked_or_departed(node: Call, lanes: tuple[int, ...], values: tuple[Tensor, ...]) -> Delta:
-    wanted = node.meaning[0].shape if len(node.meaning) == 1 else tuple(values[0].shape)
+def _stacked_or_departed(node: Call, lanes: tuple[int, ...], values: tuple[Tensor, ...], recorded: Tensor) -> Delta:
     others = {
-        lane: tuple(value.shape) for lane, value in zip(lanes, values, strict=True) if tuple(value.shape) != wanted
+        lane: Departure(f"the shape of {node.name}", tuple(recorded.shape), tuple(value.shape), node.source, "shape")
+        for lane, value in zip(lanes, values, strict=True)
+        if value.shape != recorded.shape
     }
     if others:
-        raise Departed(node, others)
+        raise Departed(others)
     return stacked(lanes, torch.stack(values))
 
 

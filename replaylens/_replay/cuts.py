@@ -122,7 +122,7 @@ class Cuts:
         """Where content of a node, or of what follows it, leaves torch as a number."""
         below = self.graph.descendants([name])
         for guard in self.graph.guards:
-            refs = [ref for ref in guard.refs if ref.node in below]
+            refs = [ref for ref in guard.refs if ref.node in below and guard.kind == "content"]
             if guard.target.short not in _PLAIN and any(self.meaning_of(ref).is_differentiable for ref in refs):
                 where = f", at {_place(guard.source)}" if guard.source else ""
                 return f"its content leaves torch by {guard.target.short.strip('_')}(){where}"

@@ -22,7 +22,7 @@ from .._edit.compare import origins, same_values
 from .._edit.rewrite import NOTHING
 from ..errors import ShapeMismatch
 from .convert import as_it_came_out
-from .guards import Departure, diverged, misdirected, same_result
+from .guards import Departure, answered, diverged, misdirected, place, same_result
 from .interpreter import Code, Mode, compile_plan, interpret, recorded_world
 from .keeping import keeping
 from .plan import Plan, plan
@@ -216,15 +216,9 @@ class _Work:
 
 def _same_fact(one: Guard, other: Guard) -> bool:
     """Are these one guard, before and after an edit? What it reads may have another name."""
-    facts = [(guard.target, guard.has_result, guard.scope, guard.source) for guard in (one, other)]
-    return facts[0] == facts[1] and same_result(one.result, other.result)
+    return place(one) == place(other) and same_result(one.result, other.result)
 
 
 def _as_it_is_now(guard: Guard, values: Values) -> Guard:
-    """The guard with what the model would read now: the derived program goes this way."""
-    if not guard.has_result or not all(ref in values for ref in guard.refs):
-        return guard
-    leaf = lambda value: values[value] if type(value) is Ref else value  # noqa: E731
-    args, kwargs = [thaw(arg, leaf) for arg in guard.args], {key: thaw(arg, leaf) for key, arg in guard.kwargs}
-    result = guard.target.function(*args, **kwargs)
-    return guard if same_result(guard.result, result) else evolve(guard, result=result)
+    """The guard with what the model would meet now: the derived program goes this way."""
+    return answered(guard, values.__getitem__) if all(ref in values for ref in guard.refs) else guard

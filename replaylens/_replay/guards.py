@@ -1,7 +1,7 @@
 """Has the counterfactual left the recorded path?
 
-In: a guard, or a call whose output's shape depends on content, and its values in this replay. Out: nothing while they
-agree with the record; else a Departure: what diverged, where in the user's source, the recorded and the new value.
+In: a guard, and the values of this replay. Out: nothing while the answer is the recorded one; else a Departure: what
+diverged, where in the user's source, the recorded and the new value. Whoever runs nodes asks guards by `departure`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from .._core.graph import Graph
-from .._core.node import Call, Guard, Ref, Source
-from .._core.pure import same_content
+from .._core.node import Call, Guard, Ref, Source, TensorMeaning
+from .._core.sameness import same
 from .._core.text import expression
+from .._core.trees import thaw
 from ..errors import DivergedReplay
 
 
@@ -27,6 +28,7 @@ class Departure:
     recorded: Any
     new: Any
     source: Source | None = None
+    kind: str = "content"  # of the guard that found it
 
     def __str__(self) -> str:
         where = (
@@ -37,6 +39,51 @@ class Departure:
         return f"{self.what} was {_short(self.recorded)} when recorded, and is {_short(self.new)} now.{where}"
 
 
+Value = Callable[[Ref], Any]  # the value of a Ref, in one run or another
+
+
+def departure(guard: Guard, value: Value, recorded: Value) -> Departure | None:
+    """Ask a guard of these values: does the model meet another fact now than it did when it was recorded?
+
+    `recorded` gives the recorded value of what a guard compares as a whole.
+    """
+    if not guard.compares_content:
+        return changed(guard, answer(guard, value))
+    pairs = [(recorded(ref), value(ref)) for ref in guard.refs]
+    return next(filter(None, (changed_content(guard, one, other) for one, other in pairs)), None)
+
+
+def answer(guard: Guard, value: Value) -> Any:
+    """What a guard's question has for an answer on these values."""
+    leaf = lambda tree: value(tree) if type(tree) is Ref else tree  # noqa: E731
+    args = [thaw(arg, leaf) for arg in guard.args]
+    return _QUESTIONS.get(guard.kind, _read)(guard, args, {key: thaw(arg, leaf) for key, arg in guard.kwargs})
+
+
+def answered(guard: Guard, value: Value) -> Guard:
+    """The guard with the answer that it has on these values: for a program that goes this way."""
+    if guard.compares_content:
+        return guard
+    result = answer(guard, value)
+    return guard if same_result(guard.result, result) else evolve(guard, result=result)
+
+
+def changed(guard: Guard, result: Any) -> Departure | None:
+    """A departure, if the answer is another one than the recorded."""
+    if same_result(guard.result, result):
+        return None
+    one = guard.kind == "shape" and len(guard.result) == 1
+    was, now = (guard.result[0], result[0]) if one else (guard.result, result)
+    return Departure(fact(guard), was, now, guard.source, guard.kind)
+
+
+def changed_content(guard: Guard, recorded: torch.Tensor, new: torch.Tensor) -> Departure | None:
+    """A departure, if content that left torch as a whole is another."""
+    if same(recorded, new):
+        return None
+    return Departure(fact(guard), _brief(recorded), _brief(new), guard.source, guard.kind)
+
+
 def same_result(one: Any, other: Any) -> bool:
     """Equal to the last bit; NaN equals NaN."""
     if type(one) is not type(other):
@@ -44,24 +91,24 @@ def same_result(one: Any, other: Any) -> bool:
     return bool(repr(one) == repr(other)) if isinstance(one, (float, complex)) else bool(one == other)
 
 
-def guard_departure(guard: Guard, result: Any) -> Departure | None:
-    """For a guard whose result is plain: does the model read something else now?"""
-    if same_result(guard.result, result):
-        return None
-    return Departure(f"`{_words(guard)}`", guard.result, result, guard.source)
+def _read(guard: Guard, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    return guard.target.function(*args, **kwargs)
 
 
-def content_departure(guard: Guard, recorded: torch.Tensor, new: torch.Tensor) -> Departure | None:
-    """For a guard on content that left torch as a whole."""
-    if same_content(recorded, new):
-        return None
-    return Departure(
-        f"the content that `{_words(guard)}` took out of torch", _brief(recorded), _brief(new), guard.source
-    )
+def _sizes(guard: Guard, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    return tuple([TensorMeaning.of(value).sizes for value in args if isinstance(value, torch.Tensor)])
 
 
-def shape_departure(call: Call, shape: tuple[int, ...], new: tuple[int, ...]) -> Departure:
-    return Departure(f"the shape of {call.name}", shape, new, call.source)
+_QUESTIONS: dict[str, Callable[[Guard, list[Any], dict[str, Any]], Any]] = {"shape": _sizes}
+
+
+def fact(guard: Guard) -> str:
+    """What a guard asks, in words."""
+    if guard.kind == "shape":
+        return f"the shape of {', '.join(dict.fromkeys(ref.node for ref in guard.refs))}"
+    inner = ", ".join(expression(arg) for arg in guard.args)
+    words = f"{guard.target.short.strip('_')}({inner})"
+    return f"the content that `{words}` took out of torch" if guard.compares_content else f"`{words}`"
 
 
 class LeftPath(Exception):
@@ -94,53 +141,28 @@ def diverged(departure: Departure, which: str = "") -> DivergedReplay:
 
 
 def departures(one: Graph, other: Graph, recorded: Value, new: Value) -> tuple[Departure, ...]:
-    """Where another run of the model, with its own graph, read something else than the recorded run did: as far as the
+    """Where another run of the model, with its own graph, met other facts than the recorded run did: as far as the
     two paths are one.
     """
     found: list[Departure] = []
-    pairs = zip(_asked(one), _asked(other), strict=False)
-    for mine, theirs in pairs:
-        if _place(mine) != _place(theirs):
+    for mine, theirs in zip(one.guards, other.guards, strict=False):
+        if place(mine) != place(theirs):
             break
-        found.extend(_departures_at(mine, theirs, recorded, new))
+        found.extend(_between(mine, theirs, recorded, new))
     return tuple(found)
 
 
-Value = Callable[[Ref], torch.Tensor]
+def place(guard: Guard) -> Any:
+    """What makes a guard of one run that of another, whatever was read there."""
+    return guard.kind, guard.target.name, guard.has_result, guard.source, str(guard.scope)
 
 
-def _asked(graph: Graph) -> Iterator[Guard | Call]:
-    """What decides on a path, in order: content that left torch, shapes that depend on content."""
-    guards: dict[int, list[Guard]] = {}
-    for guard in graph.guards:
-        guards.setdefault(guard.position, []).append(guard)
-    for position in range(len(graph) + 1):
-        yield from guards.get(position, ())
-        if position < len(graph) and isinstance(node := graph.nodes[position], Call) and node.is_dynamic:
-            yield node
-
-
-def _place(asked: Guard | Call) -> Any:
-    return type(asked), asked.target.name, asked.source, str(asked.scope)
-
-
-def _departures_at(mine: Any, theirs: Any, recorded: Value, new: Value) -> Iterator[Departure]:
-    if isinstance(mine, Call):
-        for one, other in zip(mine.meaning, theirs.meaning, strict=False):
-            if one.shape != other.shape:
-                yield shape_departure(mine, one.shape, other.shape)
-    elif mine.has_result:
-        if (departure := guard_departure(mine, theirs.result)) is not None:
-            yield departure
-    else:
-        for one, other in zip(mine.refs, theirs.refs, strict=False):
-            if (departure := content_departure(mine, recorded(one), new(other))) is not None:
-                yield departure
-
-
-def _words(guard: Guard) -> str:
-    inner = ", ".join(expression(arg) for arg in guard.args)
-    return f"{guard.target.short.strip('_')}({inner})"
+def _between(mine: Guard, theirs: Guard, recorded: Value, new: Value) -> Iterator[Departure]:
+    if not mine.compares_content:
+        yield from filter(None, (changed(mine, theirs.result),))
+        return
+    for one, other in zip(mine.refs, theirs.refs, strict=False):
+        yield from filter(None, (changed_content(mine, recorded(one), new(other)),))
 
 
 def _brief(tensor: torch.Tensor) -> str:

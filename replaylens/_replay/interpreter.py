@@ -24,7 +24,7 @@ from .._core.pure import all_placed, mutate, placed
 from .._core.text import where as text_of
 from .._core.torch_private import default_device, is_any_autocast_on
 from .._core.trees import leaves, thaw
-from .guards import Departure, content_departure, guard_departure, shape_departure
+from .guards import Departure, departure
 from .parting import NONE, parted
 from .plan import Plan
 
@@ -228,8 +228,6 @@ def _deaths(plan: Plan, layout: _Layout) -> dict[int, tuple[int, ...]]:
 
 def _call_step(node: Call, layout: _Layout, states: dict[str, torch.Tensor], mode: Mode, dead: tuple[int, ...]) -> Step:
     read, call = caller(node, layout.slots, layout.literal, states, mode)
-    if node.is_dynamic:
-        call = _of_recorded_shape(call, node, mode)
     return Step(node.name, read, call, layout.slots[Ref(node.name)], layout.parts[node.name], dead, node.source)
 
 
@@ -312,45 +310,15 @@ def _drawing(call: Callable[..., Any], state: torch.Tensor) -> Callable[..., Any
     return draw
 
 
-def _of_recorded_shape(call: Callable[..., Any], node: Call, mode: Mode) -> Callable[..., Any]:
-    paths = [ref.path for ref in leaves(node.returns) if type(ref) is Ref]
-    shapes = [meaning.shape for meaning in node.meaning]
-
-    def checked(*args: Any) -> Any:
-        value = call(*args)
-        for path, shape in zip(paths, shapes, strict=True):
-            new = _part(value, path)
-            if (
-                isinstance(new, torch.Tensor)
-                and not new.is_nested
-                and tuple(new.shape) != shape
-                and mode.on_departure is not None
-            ):
-                mode.on_departure(shape_departure(node, shape, tuple(new.shape)))
-        return value
-
-    return checked
-
-
-def _guard_step(guard: Any, layout: _Layout, mode: Mode, recorded: Callable[[Ref], torch.Tensor]) -> Step:
-    scratch = layout.literal(None)
+def _guard_step(guard: Guard, layout: _Layout, mode: Mode, recorded: Callable[[Ref], torch.Tensor]) -> Step:
     slots = layout.slots
 
-    def read(env: Env) -> Any:
-        leaf = lambda value: env[slots[value]] if type(value) is Ref else value  # noqa: E731
-        return [thaw(arg, leaf) for arg in guard.args], {key: thaw(value, leaf) for key, value in guard.kwargs}
+    def ask(env: Env) -> None:
+        found = departure(guard, lambda ref: env[slots[ref]], recorded)
+        if found is not None and mode.on_departure is not None:
+            mode.on_departure(found)
 
-    def ask(args: Any, kwargs: Any) -> None:
-        if guard.has_result:
-            departure = guard_departure(guard, guard.target.function(*args, **kwargs))
-        else:
-            news = [arg for arg in args if isinstance(arg, torch.Tensor)]
-            found = (content_departure(guard, recorded(ref), new) for ref, new in zip(guard.refs, news, strict=False))
-            departure = next((one for one in found if one is not None), None)
-        if departure is not None and mode.on_departure is not None:
-            mode.on_departure(departure)
-
-    return Step("a guard", read, ask, scratch, (), ())
+    return Step("a guard", lambda env: (env,), ask, layout.literal(None), (), ())
 
 
 def _patch_step(node: Any, layout: _Layout, tree: Any, patch: Callable[..., Any]) -> Step:

@@ -76,7 +76,7 @@ def _without_objects(graph: Graph) -> Graph:
 
 def _always(graph: Graph) -> list[Ref]:
     """What nothing computes, or what has to be there to be compared with."""
-    read = [ref for guard in graph.guards if not guard.has_result for ref in guard.refs]
+    read = [ref for guard in graph.guards if guard.compares_content for ref in guard.refs]
     sources = [Ref(node.name) for node in graph.nodes if not isinstance(node, Call)]
     return [*sources, *graph.wanted_refs, *read]
 

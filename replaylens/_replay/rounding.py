@@ -13,35 +13,26 @@ from typing import Any
 
 import torch
 
-from .._core.node import Call, Guard
-from .guards import Departure, content_departure, guard_departure, same_result, shape_departure
+from .._core.node import Guard
+from .guards import Departure, changed, changed_content, place, same_result
 from .replay import Record
 
 
 def departures_beyond_rounding(old: Record, new: Record) -> Iterator[Departure]:
-    """Guards of the old program that are answered otherwise in the new one, and outputs of another shape."""
+    """Guards of the old program that are answered otherwise in the new one."""
     left = list(old.graph.guards)
     for guard in new.graph.guards:
-        if left and _is_same_place(left[0], guard):
-            was = left.pop(0)
-            if was.has_result and not _is_close(was.result, guard.result):
-                yield from filter(None, (guard_departure(was, guard.result),))
-            elif not was.has_result:
-                pairs = zip(was.refs, guard.refs, strict=False)
-                both = [(old.value(one), new.value(other)) for one, other in pairs]
-                yield from filter(None, (content_departure(was, *pair) for pair in both if not _is_close(*pair)))
-    for call in old.graph.calls:
-        again = new.graph[call.name] if call.is_dynamic and call.name in new.graph else call
-        if isinstance(again, Call) and again is not call:
-            for one, other in zip(call.meaning, again.meaning, strict=True):
-                if one.shape != other.shape:
-                    yield shape_departure(call, one.shape, other.shape)
+        if left and place(left[0]) == place(guard):
+            yield from _beyond(left.pop(0), guard, old, new)
 
 
-def _is_same_place(one: Guard, other: Guard) -> bool:
-    return (one.target, one.scope, one.source, one.has_result) == (
-        other.target, other.scope, other.source, other.has_result,
-    )  # fmt: skip
+def _beyond(was: Guard, guard: Guard, old: Record, new: Record) -> Iterator[Departure]:
+    if not was.compares_content:
+        if not _is_close(was.result, guard.result):
+            yield from filter(None, (changed(was, guard.result),))
+        return
+    pairs = [(old.value(one), new.value(other)) for one, other in zip(was.refs, guard.refs, strict=False)]
+    yield from filter(None, (changed_content(was, *pair) for pair in pairs if not _is_close(*pair)))
 
 
 def _is_close(one: Any, other: Any) -> bool:
