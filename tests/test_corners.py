@@ -218,3 +218,69 @@ def test_memory_that_a_sparse_tensor_shares_is_not_written_without_a_word(way):
 
     with pytest.raises((CaptureError, UnannouncedWrite), match=r"written|writes"):
         rl.capture(model, random(3, 3))
+
+
+# -- memory of undefined content ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def strict():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+UNFILLED = {
+    "empty": lambda x: torch.empty(3),
+    "like": torch.empty_like,
+    "new": lambda x: x.new_empty(3),
+    "strided": lambda x: torch.empty_strided((3,), (1,)),
+    "with gaps": lambda x: x.new_empty_strided((3,), (2,)),
+    "permuted": lambda x: torch.empty_permuted((2, 3), (1, 0)),
+    "made as of old": lambda x: x.new(3),
+    "class": lambda x: torch.Tensor(3),
+    "bytes": lambda x: torch.empty(2, dtype=torch.int8),
+    "unsigned": lambda x: torch.empty(2, dtype=torch.uint16),
+    "truths": lambda x: torch.empty(2, dtype=torch.bool),
+    "complex": lambda x: torch.view_as_real(torch.empty(2, dtype=torch.complex64)),
+    "narrow": lambda x: torch.empty(2, dtype=torch.float8_e4m3fn).float(),
+    "operator": lambda x: torch.ops.aten.empty.memory_format([3]),
+    "resized": lambda x: x.clone().resize_(5),
+    "resized as": lambda x: x.clone().resize_as_(torch.ones(2, 3)),
+    "written in part": lambda x: (made := torch.empty(3), made[:2].copy_(x[:2]), made)[2],
+}
+
+
+@pytest.mark.parametrize("name", UNFILLED)
+def test_memory_that_torch_fills_under_deterministic_algorithms_is_filled_in_a_replay(name, strict):
+    def model(x):
+        return UNFILLED[name](x), x * 2
+
+    x = torch.arange(3.0)
+    prog = rl.capture(model, x)
+    assert prog.check() and rl.check(model, x)
+    expected = model(x + 1)
+    torch.use_deterministic_algorithms(False)
+    assert same(prog.replay(x + 1).output, expected)
+
+
+def test_memory_that_torch_does_not_fill_is_zero_in_capture_and_replay():
+    prog = rl.capture(lambda x: (torch.empty_like(x), torch.empty(3, dtype=torch.int8)), random(3))
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert same(prog.replay().output, prog.output) and same(prog.output, (torch.zeros(3), torch.zeros(3).char()))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_switch_that_says_not_to_fill_is_heard(strict, monkeypatch):
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    assert same(rl.capture(lambda x: torch.empty_like(x), random(3)).output, torch.zeros(3))
+
+
+def test_memory_that_a_tensor_looks_at_again_is_refused():
+    def model(x):
+        return x.clone().resize_(2).resize_(3)
+
+    with pytest.raises(CaptureError, match="had let go"):
+        rl.capture(model, random(3))

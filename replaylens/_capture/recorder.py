@@ -18,7 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from .._core.node import Generator
-from .._core.pure import Hole, blank, clear
+from .._core.pure import Hole, blank, clear, fill, filled, fills_memory
 from .._core.target import Target
 from .._core.torch_private import (
     count_dispatch_modes,
@@ -137,7 +137,8 @@ class Recorder(TorchFunctionMode):
             return out
         is_undefined = rule.is_undefined or is_new_memory(func, args)
         if is_undefined:
-            clear(out)
+            made, empty = (filled, fill) if fills_memory() else (blank, clear)
+            empty(out)
             reads = [Target.of(func), *reads]
         if isinstance(out, torch.Tensor) and any(out is tensor for tensor in tensors):
             own = self.own_name(rule, out)
@@ -148,7 +149,7 @@ class Recorder(TorchFunctionMode):
         returns = self.results(out, func, args, kwargs, tensors)
         if returns is None:
             return out
-        func = blank if is_undefined else func
+        func = made if is_undefined else func
         if not tensors and torch.get_default_dtype() != self.recording.default_dtype and isinstance(out, torch.Tensor):
             named = {**named, "dtype": out.dtype}
         self.append(func, rule, reads, named, returns, site, draw.key, rule.is_dynamic)

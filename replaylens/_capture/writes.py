@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .._core.node import Generator
-from .._core.pure import Derived, Hole, Nth, clear, fill_new, mutate, resized, standing
+from .._core.pure import Derived, Hole, Nth, clear, fill, fill_new, fills_memory, mutate, resized, standing
 from .._core.target import Target
 from .._core.torch_private import OpOverload
 from .._core.trees import Branch, freeze
@@ -245,6 +245,11 @@ def _outgrown(
     outs = list(given) if isinstance(given, (tuple, list)) else [given]
     if given is None or any(len(_entries_on(recorder, recorder.memory.entry(t).base)) > 1 for t in targets):
         raise CaptureError(f"`{rule.kind}` changed the size of memory that other tensors look at.{recorder.where()}")
+    if rule.is_undefined:
+        raise CaptureError(
+            f"`{rule.kind}(out=...)` gives its target new memory, whose content is undefined.{recorder.where()}\n"
+            f"Leave `out=` away: what `{rule.kind}` gives alone is the same in every replay."
+        )
     named = {key: value for key, value in kwargs.items() if key != "out"}
     reads, read_named = recorder.read_all(args, named)
     for target in outs:
@@ -332,7 +337,7 @@ def assign(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) ->
 def resize(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
     tensor = args[0]
     recorder.read(tensor)
-    before = geometry_of(tensor)
+    before, room = geometry_of(tensor), tensor.untyped_storage().nbytes()
     recorder.memory.part_from(tensor)
     recorder.memory.preserve(recorder.memory.entry(tensor).base)
     result = func(*args, **kwargs)
@@ -342,9 +347,15 @@ def resize(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) ->
         raise CaptureError(f"`{rule.kind}` changed the size of memory that other tensors look at.{recorder.where()}")
     source = recorder.memory.entry(tensor).handle
     _forget(recorder, tensor)
-    clear(tensor.view(-1)[recorder.recording.values[source].numel() :])
+    is_filled = fills_memory()
+    if tensor.numel() > recorder.recording.values[source].numel() and tensor.untyped_storage().nbytes() == room:
+        raise CaptureError(
+            f"`{rule.kind}` makes a tensor look again at memory that it had let go.{recorder.where()}\n"
+            "Which numbers are there cannot be said. Keep the larger tensor, and look at a part of it."
+        )
+    (fill if is_filled else clear)(tensor.view(-1)[recorder.recording.values[source].numel() :])
     handle = recorder.recording.keep(tensor)
     recorder.memory.know(tensor, handle)
-    reads = [source, tuple(tensor.shape)]
+    reads = [source, tuple(tensor.shape), *([True] if is_filled else [])]
     recorder.append(resized, rule, reads, {}, handle, recorder.site(), None, False)
     return result

@@ -13,7 +13,7 @@ from typing import Any
 from attrs import frozen
 
 from .._core.node import Call, Guard
-from .._core.pure import blank, fill_new, mutate, resized
+from .._core.pure import blank, fill_new, filled, mutate, resized
 from .._core.text import line
 from .aten import Kernel, Sort
 from .report import Finding
@@ -24,6 +24,7 @@ COUNTED = frozenset((Sort.COMPUTE, Sort.CAST, Sort.FILL, Sort.READ))
 # What purity may add, by the function of the node: a sort of calls that a plain forward need not have, and why.
 ADDED: dict[Any, tuple[Sort, str]] = {
     blank: (Sort.FILL, "fills of memory that was undefined"),
+    filled: (Sort.FILL, "fills of memory that was undefined"),
     resized: (Sort.FILL, "fills of memory that was undefined"),
     fill_new: (Sort.FILL, "fills of memory that was undefined"),
     mutate: (Sort.READ, "reads of indices for views that are derived again"),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .._core.node import Call, Ref
-from .._core.pure import Step, blank, fill_new, laid_out, mutate, standing
+from .._core.pure import BLANKS, Step, fill_new, laid_out, mutate, standing
 from .._core.target import Target
 from .._core.trees import Branch, leaves
 from .._replay.differentiate import differentiate
@@ -85,7 +85,7 @@ def _called(node: Call) -> tuple[Target, tuple[Any, ...]]:
     function = node.target.function
     if function is mutate:
         return node.args[0], node.args[2]
-    if function is blank:
+    if function in BLANKS:
         return node.args[0], node.args[1:]
     if function is laid_out:
         return node.args[0], node.args[2:]

@@ -219,9 +219,9 @@ def as_strided_from(tensor: torch.Tensor, shape: Any, strides: Any, shift: int) 
     return tensor.as_strided(shape, strides, tensor.storage_offset() + shift)
 
 
-def resized(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """The tensor with another number of elements: the first ones stay, new ones are undefined."""
-    made = tensor.new_zeros(shape)
+def resized(tensor: torch.Tensor, shape: tuple[int, ...], is_filled: bool = False) -> torch.Tensor:
+    """The tensor with another number of elements: the first ones stay, new ones are undefined, if torch fills none."""
+    made = fill(tensor.new_zeros(shape)) if is_filled else tensor.new_zeros(shape)
     count = min(made.numel(), tensor.numel())
     made.view(-1)[:count] = tensor.detach().reshape(-1)[:count]
     return made
@@ -282,6 +282,29 @@ def blank(function: Target, *args: Any, **kwargs: Any) -> torch.Tensor:
     """
     made = function.function(*args, **kwargs)
     return clear(made)
+
+
+def filled(function: Target, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The same where torch itself fills such memory, under `torch.use_deterministic_algorithms(True)`."""
+    return fill(function.function(*args, **kwargs))
+
+
+def fills_memory() -> bool:
+    """Does torch fill memory that it was not told to fill?"""
+    return torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+
+
+def fill(made: Any) -> Any:
+    """What torch fills it with: not-a-number, or the largest whole number."""
+    if not made.numel() or made.layout is not torch.strided or made.is_quantized:
+        return made
+    is_whole = not (made.is_floating_point() or made.is_complex() or made.dtype is torch.bool)
+    most = torch.iinfo(made.dtype).max if is_whole else True if made.dtype is torch.bool else float("nan")
+    with torch.no_grad():
+        return made.fill_(most)
+
+
+BLANKS = (blank, filled)
 
 
 def clear(made: Any) -> Any:

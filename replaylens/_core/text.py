@@ -12,7 +12,7 @@ import torch
 
 from .graph import Graph
 from .node import Call, Generator, Node, Ref, Source, TensorMeaning, identifier
-from .pure import Derived, Hole, Nth, blank, differentiate_name, laid_out, mutate
+from .pure import BLANKS, Derived, Hole, Nth, differentiate_name, laid_out, mutate
 from .target import Target
 from .trees import Branch
 
@@ -68,7 +68,7 @@ def call_expression(node: Call) -> str:
         return _call(function, args, named, (bases, views))
     if node.target.function is laid_out:
         return _call(node.args[0], node.args[2:], node.kwargs)
-    if node.target.function is blank:
+    if node.target.function in BLANKS:
         return _call(node.args[0], node.args[1:], node.kwargs)
     if node.target.name == differentiate_name:
         return f"gradient({', '.join(map(str, dict.fromkeys(node.refs)))})"

@@ -12,7 +12,7 @@ from typing import Any
 from attrs import frozen
 
 from .._core.node import Call, Ref
-from .._core.pure import Derived, Nth, before_write, blank, fill_new, laid_out, mutate
+from .._core.pure import BLANKS, Derived, Nth, before_write, fill_new, laid_out, mutate
 from .._core.target import Target
 from .._core.trees import Branch, leaves, thaw
 
@@ -55,7 +55,7 @@ def made_by_model(call: Call, original: Target | None = None) -> Made:
         return Made(args[0], args[2], _named(args[3]), (args[1], args[4], args[5]))
     if function is fill_new:
         return Made(args[0], args[2], _named(args[3]))
-    if function is blank:
+    if function in BLANKS:
         return Made(args[0], args[1:], kwargs)
     if function is laid_out:
         return Made(args[0], args[2:], kwargs)

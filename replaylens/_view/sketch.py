@@ -14,7 +14,7 @@ from attrs import frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Input, Node, Ref, Scope, Source, State, TensorMeaning, meanings_of, value_of
-from .._core.pure import Derived, Nth, blank, laid_out, mutate
+from .._core.pure import BLANKS, Derived, Nth, laid_out, mutate
 from .._core.trees import Branch, leaves
 from .._lens.conditionals import Conditionals
 from .._lens.layers import Atlas, Place
@@ -237,7 +237,7 @@ def _arguments(node: Call) -> list[tuple[Ref, str]]:
         kwargs = tuple(zip(named.keys or (), named.items, strict=True))
     elif node.target.function is laid_out:
         args = node.args[2:]
-    elif node.target.function is blank:
+    elif node.target.function in BLANKS:
         args = node.args[1:]
     found = []
     for word, tree in [*((f"arg {n}", arg) for n, arg in enumerate(args)), *kwargs]:
