@@ -308,7 +308,8 @@ def _takes_any_keyword(model: Any) -> bool:
     """Can the forward see in which order its keywords were given?"""
     while isinstance(model, partial):
         model = model.func
-    forward = type(model).forward if isinstance(model, nn.Module) else getattr(model, "__func__", model)
+    found = inspect.getattr_static(type(model), "forward", None) if isinstance(model, nn.Module) else model
+    forward = getattr(found, "__func__", found)  # a script's is no function, and asking for it raises
     code = getattr(forward, "__code__", None) or getattr(
         inspect.getattr_static(model, "__call__", None), "__code__", None
     )
