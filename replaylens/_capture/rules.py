@@ -54,15 +54,14 @@ METADATA = frozenset(
     grad_fn itemsize nbytes is_cuda is_cpu is_sparse is_nested is_quantized is_meta is_mps is_xpu is_mkldnn
     is_sparse_csr is_ipu is_maia is_mtia is_vulkan is_xla _version output_nr
     retains_grad _backward_hooks _post_accumulate_grad_hooks name names result_type promote_types can_cast q_scale
-    q_zero_point qscheme q_per_channel_axis int_repr_dtype _parse_to
+    q_zero_point qscheme q_per_channel_axis _parse_to
     _has_compatible_shallow_copy_type _sym_int sym_int sym_float sym_max sym_min sym_not sym_sum sym_ite sym_sqrt
-    _assert     is_grad_enabled is_inference_mode_enabled retain_grad is_same_size is_signed
+    _assert _debug_has_internal_overlap is_grad_enabled is_inference_mode_enabled retain_grad is_same_size is_signed
     register_post_accumulate_grad_hook _is_view is_shared is_coalesced is_distributed dense_dim sparse_dim
     __hash__ share_memory_ rename_ requires_grad_ _nnz get_default_dtype is_storage is_tensor
     dim_order get_rng_state set_rng_state manual_seed initial_seed is_deterministic_algorithms_warn_only_enabled
     are_deterministic_algorithms_enabled is_autocast_enabled is_autocast_cpu_enabled get_autocast_dtype
-    is_warn_always_enabled broadcast_shapes _has_internal_overlap cudnn_is_acceptable _use_cudnn_ctc_loss
-    _is_all_true_meta""".split()
+    is_warn_always_enabled broadcast_shapes cudnn_is_acceptable _use_cudnn_ctc_loss""".split()
 )
 ESCAPES = frozenset(
     """__bool__ __int__ __float__ __complex__ __index__ __format__ __repr__ __str__ item tolist is_nonzero equal
@@ -71,7 +70,7 @@ ESCAPES = frozenset(
 )
 EXPOSURES = frozenset(
     """numpy __array__ __dlpack__ __dlpack_device__ data_ptr untyped_storage storage _typed_storage __array_wrap__
-    __cuda_array_interface__ _storage storage_type""".split()
+    __cuda_array_interface__ storage_type""".split()
 )
 SPECIALS = {
     "autograd.grad": "differentiate",
@@ -91,11 +90,11 @@ NEVER_OPEN = frozenset(
     """__deepcopy__ __reduce_ex__ __repr__ __format__ __array__ __array_wrap__ __dlpack__ __dlpack_device__ storage
     share_memory_ register_hook backward grad _unique_impl unflatten _typed_storage __setstate__ __dir__ module_load
     register_post_accumulate_grad_hook __cuda_array_interface__ __len__ __hash__ rename_ rename refine_names align_to
-    names is_shared __contains__ einsum_path""".split()
+    names is_shared __contains__""".split()
 )
 INPLACE_OPERATORS = frozenset(
     """__iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__ __ilshift__
-    __irshift__ __setitem__ __idiv__ __imatmul__""".split()
+    __irshift__ __setitem__ __idiv__""".split()
 )
 PARTING = frozenset(
     """unbind split chunk tensor_split hsplit vsplit dsplit split_with_sizes unsafe_split unsafe_chunk
@@ -113,7 +112,7 @@ FRESH = frozenset(
     matmul
     mm bmm addmm baddbmm add sub mul div layer_norm group_norm max_pool2d avg_pool2d embedding cat stack exp log sqrt
     rsqrt neg abs sin cos mean sum eq ne lt gt le ge where cumsum scaled_dot_product_attention adaptive_avg_pool2d
-    leaky_relu elu hardtanh hardswish rms_norm argmax zeros_like ones_like tril triu masked_fill einsum_
+    leaky_relu elu hardtanh hardswish rms_norm argmax zeros_like ones_like tril triu masked_fill
     adaptive_avg_pool1d adaptive_avg_pool3d max_pool1d max_pool3d mish selu celu softplus erf reciprocal""".split()
 )
 

@@ -19,7 +19,7 @@ _UNARY = frozenset(
     rsqrt_ neg_ abs_ sin_ cos_ square_ reciprocal_ log_ floor_ ceil_ round_ erf_ clamp_ clamp_min_ clamp_max_
     relu6_""".split()
 )
-_BINARY = frozenset("add_ sub_ mul_ div_ pow_ maximum_ __iadd__ __isub__ __imul__ __itruediv__ true_divide_".split())
+_BINARY = frozenset("add_ sub_ mul_ div_ pow_ __iadd__ __isub__ __imul__ __itruediv__ true_divide_".split())
 _OPERATORS = {"__iadd__": "add", "__isub__": "sub", "__imul__": "mul", "__itruediv__": "div"}
 _FLOATS = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
 

@@ -23,7 +23,7 @@ _LIKE = frozenset(
     "zeros_like ones_like empty_like rand_like randn_like randint_like full_like new_zeros new_ones new_empty new_full "
     "new_tensor new new_empty_strided".split()
 )
-_AS = frozenset("expand_as view_as reshape_as type_as to resize_as_ resize_as sum_to_size_as broadcast_to_as".split())
+_AS = frozenset("expand_as view_as reshape_as type_as to resize_as_ resize_as".split())
 _OVERWRITERS = frozenset(
     "copy_ fill_ zero_ normal_ uniform_ random_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_ set_ "
     "kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_ trunc_normal_ orthogonal_ constant_ ones_ zeros_ "

@@ -204,8 +204,8 @@ _EACH_OUTPUT: dict[str, int] = {
         asin acos atan atan2 sinh cosh tanh erf erfc erfinv sigmoid relu relu6 leakyrelu prelu elu selu celu
         gelu silu mish softplus softsign hardtanh hardswish hardsigmoid logsigmoid threshold rrelu tanhshrink
         softshrink hardshrink clamp clip clampmin clampmax minimum maximum fmax fmin floor ceil round trunc
-        frac eq ne lt le gt ge lessthan greater logicaland logicalor logicalnot logicalxor bitwiseand
-        bitwiseor bitwisenot bitwisexor and or xor not isnan isinf isfinite nantonum cumsum cumprod""".split(),
+        frac eq ne lt le gt ge less lessequal greater greaterequal logicaland logicalor logicalnot logicalxor bitwiseand
+        bitwiseor bitwisenot bitwisexor and or xor invert isnan isinf isfinite nantonum cumsum cumprod""".split(),
         1,
     ),
     **dict.fromkeys("addcmul addcdiv lerp glu".split(), 2),

@@ -19,7 +19,7 @@ from typing import Any
 
 from .drafts import Wires
 
-PARTS = frozenset(("getitem", "select", "narrow", "slice", "unbind", "index_select", "indexselect"))
+PARTS = frozenset(("getitem", "select", "narrow", "slice", "unbind", "indexselect"))
 DEEPEST = 50  # how far the calls that feed two rounds are followed back to find whether they are alike
 
 

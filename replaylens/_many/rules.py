@@ -445,7 +445,7 @@ _POINTWISE = """
     eq ne lt le gt ge logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor
     and or xor invert isnan isinf isfinite nan_to_num copysign xlogy sinc
     to type float double half bfloat16 int long short bool contiguous clone detach alias dropout
-    radd rmul rsubtract rpow rtruediv truediv floordiv mod hardshrink softshrink positive feature_dropout
+    radd rmul rpow rtruediv truediv floordiv mod hardshrink softshrink positive feature_dropout
 """.split()
 
 RULES: dict[str, Callable[[Facts], Iterator[Alignment]]] = {
@@ -493,7 +493,7 @@ RULES: dict[str, Callable[[Facts], Iterator[Alignment]]] = {
         ).split(),
         pooling,
     ),
-    **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "unfold_batch"), first_axis),
+    **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle", "channel_shuffle"), first_axis),
     "pad": pad,
     "scaled_dot_product_attention": attention,
     "einsum": einsum,
