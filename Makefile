@@ -20,12 +20,13 @@ ZOO := $(VENV)/.zoo
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test zoo lint bench clean dot browser
+.PHONY: help demo test zoo databases lint bench clean dot browser
 
 help:
 	@echo "make demo    a first look: runs examples/demo.py"
 	@echo "make test    the quick tests"
 	@echo "make zoo     the tests on real library models (transformers, timm, torchvision)"
+	@echo "make databases  every sample of torch's own databases of operators and modules"
 	@echo "make lint    format, rules, types"
 	@echo "make bench   the tables of costs against the plain model"
 	@echo "make clean   remove .venv and everything that was built"
@@ -38,6 +39,9 @@ test: $(DEV) dot
 
 zoo: $(ZOO) dot browser
 	$(TEST_ENV) $(PYTEST) -m zoo
+
+databases: $(ZOO)
+	$(TEST_ENV) REPLAYLENS_DATABASES=all $(BIN)/python -m pytest -q -m zoo tests/test_databases.py
 
 lint: $(DEV)
 	$(BIN)/ruff format --check .
