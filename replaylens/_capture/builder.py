@@ -123,6 +123,8 @@ class Recording:
     scopes: list[ScopeRecord] = field(factory=list)
     scope_outputs: list[tuple[int, Any]] = field(factory=list)
     draws: dict[str, torch.Tensor] = field(factory=dict)
+    follows: dict[str, tuple[str | None, bool]] = field(factory=dict)  # of each draw: which one before, is it seeded
+    drawn_elsewhere: tuple[str, ...] = ()  # what drew numbers besides torch: "random", "numpy"
     one_way: list[str] = field(factory=list)
     overwritten: set[Handle] = field(factory=set)  # views that were read again after their memory was written
     view_of: dict[Handle, tuple[Handle, ...]] = field(
@@ -231,6 +233,7 @@ def freeze(recording: Recording) -> Frozen:
         overlaps=_overlaps(recording, names),
         takes_any_keyword=recording.takes_any_keyword,
         one_way=tuple(_one_way(recording)),
+        drawn_elsewhere=recording.drawn_elsewhere,
         ambient=frozen_context(recording.ambient),
         default_dtype=recording.default_dtype,
         default_device=recording.default_device,
@@ -351,6 +354,7 @@ def _node(
         return _source_node(recording, addresses, record, name)
     meaning = _shared(tuple([recording.meaning(handle) for _, handle in parts_of(record.returns)]))
     kwargs = record.kwargs or {}
+    follows, is_seeded = recording.follows.get(record.draws, (None, False)) if record.draws else (None, False)
     return Call(
         name=name,
         kind=record.kind,
@@ -361,6 +365,8 @@ def _node(
         result=remake(record.result, to_ref),
         meaning=meaning,
         draws=record.draws,
+        follows=follows,
+        is_seeded=is_seeded,
         context=frozen_context(record.context),
         is_dynamic=record.is_dynamic,
         through=tuple([names[number] for number in record.through]),

@@ -30,6 +30,7 @@ from ..errors import CaptureError, ReplaylensError, UnannouncedWrite, Unsupporte
 from .account import account_of, timed
 from .builder import Handle, Recording, SourceRecord, freeze, is_torch_code, last_name, line_of, version_of
 from .origins import Date, Origins, dated, reaches_scripts
+from .randomness import lent_generators
 from .recorder import NeedsDeepLook
 from .scopes import boundary, callers, listening
 from .snapshot import Beginning, Dice, Snapshot
@@ -78,6 +79,7 @@ def record(
     captured = looked(Forward(model, args, kwargs, beginning, tracer, Tracer, failed), put_back, origins)
     settle(captured.recording)
     beginning.generators = tuple(captured.recording.generators.values())
+    beginning.lent = frozenset(map(id, lent_generators(model, args, kwargs)))
     return captured
 
 
@@ -114,6 +116,7 @@ def _look(forward: Forward, recording: Recording, origins: Origins, deep: bool) 
     with ExitStack() as stack:
         date = stack.enter_context(dated())
         tracer = forward.tracer(recording, origins, date, deep, forward.beginning.unknown)
+        tracer.draws.lent = {id(g): g.get_state() for g in lent_generators(forward.model, forward.args, forward.kwargs)}
         recording.ambient = tracer.context()
         recording.default_dtype = torch.get_default_dtype()
         recording.default_device = default_device()
@@ -131,6 +134,7 @@ def _look(forward: Forward, recording: Recording, origins: Origins, deep: bool) 
             recording.output = freeze_deep(output, tracer.read)
             _take_changes(tracer)
             _take_touched(tracer)
+            recording.drawn_elsewhere = forward.beginning.dice.moved()
             recording.versions = _require_announced(tracer)
             if not recording.ambient[0] and any(
                 s.module._backward_hooks or s.module._backward_pre_hooks for s in recording.scopes

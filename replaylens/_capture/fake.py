@@ -69,7 +69,7 @@ class FakeTracer(Tracer):
     def __init__(self, recording: Recording, origins: Origins, date: Date, deep: bool, unknown: str) -> None:
         super().__init__(recording, origins, date, deep, unknown)
         self.memory = _Blank(recording)
-        self.draws = _Undrawn(recording.draws, recording.generators)
+        self.draws = _Undrawn(recording.draws, recording.generators, recording.follows)
         self.is_special = True  # every call comes to the slower door
 
     def _special_door(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:

@@ -1,16 +1,18 @@
-"""Which call draws random numbers, and the generator's state before it.
+"""Which call draws random numbers, the generator's state before it, and how the generator came into that state.
 
 In: a call that may draw. Out: the state of the generator that it draws from, if it moved. The state is kept before each
-draw, so that seeding inside the forward, forks of the generator and draws that nobody sees are harmless.
+draw, so that seeding inside the forward, forks of the generator and draws that nobody sees are harmless. A state that
+an earlier draw left, at once or put back by the forward, is known again; one that nobody left was fixed by a seed.
 """
 
 from __future__ import annotations
 
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
 
-from .._replay.interpreter import one_draws
+from .._replay.stream import one_draws
 
 _DROPOUTS = frozenset(
     "dropout dropout_ alpha_dropout alpha_dropout_ feature_dropout feature_dropout_ feature_alpha_dropout".split()
@@ -46,13 +48,53 @@ def default_generator(device: torch.device | None) -> torch.Generator:
     return torch.default_generator
 
 
+def seedings() -> Any:
+    """Another object after each `torch.manual_seed` and `torch.seed`: they leave what CUDA is to be told later."""
+    tracker = getattr(torch.cuda, "_lazy_seed_tracker", None)
+    return getattr(tracker, "manual_seed_all_cb", None)
+
+
+def lent_generators(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Generator]:
+    """The generators that a caller gives to the forward: among its arguments, or outside of the function."""
+    values = [*args, *kwargs.values()]
+    function = getattr(type(model), "forward", None) if isinstance(model, torch.nn.Module) else model
+    if isinstance(function, FunctionType):
+        values += [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+        values += [function.__globals__.get(name) for name in function.__code__.co_names]
+    return [value for value in values if type(value) is torch.Generator and value is not torch.default_generator]
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # the variable has no value yet
+        return False
+
+
+def is_newly_seeded(generator: torch.Generator, state: torch.Tensor) -> bool:
+    """Has nothing been drawn since the seed was given?"""
+    if generator.device.type != "cpu":
+        return False
+    return torch.equal(torch.Generator().manual_seed(generator.initial_seed()).get_state(), state)
+
+
 class Draws:
-    """The states before each draw, by key, and of each generator the state in which it was met first."""
+    """The states before each draw, by key; of each generator the state in which it was met first; and of each draw
+    which one it follows, and whether a seed fixed it.
+    """
 
     def __init__(
-        self, kept: dict[str, torch.Tensor], at_first: dict[int, tuple[torch.Generator, torch.Tensor]]
+        self,
+        kept: dict[str, torch.Tensor],
+        at_first: dict[int, tuple[torch.Generator, torch.Tensor]],
+        follows: dict[str, tuple[str | None, bool]],
     ) -> None:
-        self.kept, self.at_first = kept, at_first
+        self.kept, self.at_first, self.follows = kept, at_first, follows
+        self.start, self.seed = torch.default_generator.get_state(), torch.default_generator.initial_seed()
+        self.seedings = seedings()
+        self.lent: dict[int, torch.Tensor] = {}  # generators of the caller's, and how they were
+        self.last: dict[int, str] = {}  # of each generator, the draw made last
+        self.ends: dict[str, torch.Tensor] = {}  # the states that draws left
 
     def around(self, may_draw: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
         """To be entered around a call. Afterwards its `key` names the state that the call began with, if it drew."""
@@ -62,12 +104,56 @@ class Draws:
 
     def keep(self, generator: torch.Generator, state: torch.Tensor) -> str | None:
         """The key of the state before a call, or None if the call drew nothing."""
-        if torch.equal(state, generator.get_state()):
+        left = generator.get_state()
+        if torch.equal(state, left):
             return None
         self.at_first.setdefault(id(generator), (generator, state))
         key = f"draw_{len(self.kept) + 1}"
         self.kept[key] = state
+        self.follows[key] = self._origin(generator, state)
+        self.last[id(generator)], self.ends[key] = key, left
         return key
+
+    def _origin(self, generator: torch.Generator, state: torch.Tensor) -> tuple[str | None, bool]:
+        """The draw that left this state, or None where it is the one that the forward began with; is it fixed?"""
+        last = self.last.get(id(generator))
+        if generator is torch.default_generator:
+            seeded, self.seedings = self.seedings is not (now := seedings()), now
+            if seeded and is_newly_seeded(generator, state):
+                return self._seeded(now)
+            if last is None and torch.equal(self.start, state):
+                return None, False
+        if last is not None and torch.equal(self.ends[last], state):
+            return last, self.follows[last][1]
+        if last is None and (lent := self.lent.get(id(generator))) is not None and torch.equal(lent, state):
+            return f"generator_before_draw_{len(self.kept)}", False
+        if generator is not torch.default_generator and is_newly_seeded(generator, state):
+            return None, True
+        return self._left_before(state) or self._unseen(generator, state, last)
+
+    def _left_before(self, state: torch.Tensor) -> tuple[str | None, bool] | None:
+        """Where the forward put back a state that was there before."""
+        if torch.equal(self.start, state):
+            return None, False
+        key = next((key for key in reversed(self.ends) if torch.equal(self.ends[key], state)), None)
+        return None if key is None else (key, self.follows[key][1])
+
+    def _unseen(self, generator: torch.Generator, state: torch.Tensor, last: str | None) -> tuple[str | None, bool]:
+        """A state that no recorded draw left: a seed was given past `torch.manual_seed`, or something drew unseen."""
+        if generator is not torch.default_generator and last is None:
+            return None, True
+        seed = generator.initial_seed()
+        before = self.seed if generator is torch.default_generator else seed
+        if seed != before or is_newly_seeded(generator, state):
+            self.seed = seed
+            return None, True
+        return f"unseen_before_draw_{len(self.kept)}", False if last is None else self.follows[last][1]
+
+    def _seeded(self, seeding: Any) -> tuple[str | None, bool]:
+        """Fixed, if the seed was; `torch.seed()` gives another one each time."""
+        lines = seeding[1] if isinstance(seeding, tuple) and len(seeding) > 1 else ()
+        anew = any(line.splitlines()[0].endswith("in seed") for line in lines[-3:] if line.strip())
+        return (f"seed_before_draw_{len(self.kept)}", False) if anew else (None, True)
 
 
 class Draw:

@@ -66,7 +66,7 @@ class Recorder(TorchFunctionMode):
         self.start_ids = origins.start_ids
         self.date = date
         self.unknown = unknown
-        self.draws = Draws(recording.draws, recording.generators)
+        self.draws = Draws(recording.draws, recording.generators, recording.follows)
         self.scope = -1
         self.forward: CodeType | None = None  # the code of the running module's forward
         self.forwards: dict[type, CodeType | None] = {}  # by the class of a module

@@ -277,6 +277,8 @@ def _graph_of(
                 remake(record.returns, to_ref),
                 meaning=meaning,
                 draws=record.draws,
+                follows=recording.follows.get(record.draws or "", (None, False))[0],
+                is_seeded=True,
                 context=frozen_context(record.context),
             )
         )

@@ -21,16 +21,18 @@ from .._core.text import listing
 from .._core.trees import leaves, thaw
 from .._replay.guards import Departure, departures
 from .._replay.inputs import numbers_of
-from .._replay.interpreter import modes, one_draws, recorded_world
+from .._replay.interpreter import modes, recorded_world
 from .._replay.replay import Record, detached, supply
 from .._replay.request import At, Request
 from .._replay.run import Run
+from .._replay.stream import one_draws
 from ..errors import DivergedReplay, StaleValue
 from .aims import Aim, Aims, aim_at, aims_of
 from .builder import Handle, Recording
 from .capture import Captured, Forward, held, looked, put_generators_back, record_of, require_supported
 from .live import LiveTracer, Stage
 from .origins import Date, Origins
+from .randomness import lent_generators
 from .scopes import addresses
 from .snapshot import Beginning, Belongings, Dice, Snapshot
 from .spots import Counterparts
@@ -53,6 +55,7 @@ def rehearsed(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capt
         beginning = Beginning(model, Snapshot(Origins(model).modules, (args, kwargs)), Dice())
         captured, _ = _run(beginning, args, kwargs, Stage(Aims(), {}, lambda tracer: []))
     beginning.generators = tuple(captured.recording.generators.values())
+    beginning.lent = frozenset(map(id, lent_generators(model, args, kwargs)))
     return captured
 
 
@@ -75,6 +78,8 @@ def lived(beginning: Beginning, record: Record, request: Request, given: Any = N
     ambient = evolve(graph.ambient, grad=True, inference=False) if request.grad else graph.ambient
     with one_draws, recorded_world(not request.fresh, graph), modes(ambient):
         captured, tracer = _run(beginning, args, kwargs, stage, request.inputs is not None)
+    if request.fresh:  # the generators began elsewhere than when the program was recorded
+        captured.recording.drawn_elsewhere = graph.drawn_elsewhere
     found = record_of(captured)
     if not request.given and request.inputs is None and not request.fresh:
         _require_as_recorded(record, found)
@@ -162,9 +167,12 @@ def _run(
             for look in reversed(looks):
                 put_generators_back(look.recording)
             belongings.put_generators_back()
+        else:
+            belongings.put_own_generators_back()
 
     def begin() -> None:
         beginning.snapshot.put_back()
+        beginning.put_own_generators_back()
         if not stage.fresh:
             beginning.put_back()
         if inputs is not None:

@@ -12,6 +12,7 @@ import sys
 from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
+from ctypes import string_at
 from functools import lru_cache, partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -179,6 +180,22 @@ class Dice:
         numpy = sys.modules.get("numpy")
         self.numpy = numpy.random if numpy is not None else None
         self.state = self.numpy.get_state() if self.numpy is not None else None
+        self.memory = _twister(self.numpy) if self.numpy is not None else None
+
+    def moved(self) -> tuple[str, ...]:
+        """The generators besides torch's that have drawn numbers, or were seeded, since."""
+        version, words, pending = random.getstate()
+        python = (version, pending) != (self.python[0], self.python[2]) or array("I", words) != self.python[1]
+        return ("random",) * python + ("numpy",) * self._numpy_moved()
+
+    def _numpy_moved(self) -> bool:
+        if self.numpy is None or self.state is None:
+            numpy = sys.modules.get("numpy")  # the forward imported it: a new generator stands at the end of its words
+            return numpy is not None and numpy.random.get_state()[2] != 624
+        if self.memory is not None and not self.state[3]:  # no second normal number waits
+            return _twister(self.numpy) != self.memory
+        now, then = self.numpy.get_state(), self.state
+        return bytes(now[1]) != bytes(then[1]) or any(one != two for one, two in zip(now[2:], then[2:], strict=True))
 
     def put_back(self) -> None:
         """All as they were."""
@@ -187,6 +204,12 @@ class Dice:
         random.setstate((version, tuple(words), pending))
         if self.numpy is not None:
             self.numpy.set_state(self.state)
+
+
+def _twister(numpy: Any) -> bytes | None:
+    """The memory of numpy's global generator, where that is the usual one: to ask for its state takes far longer."""
+    bits: Any = getattr(getattr(getattr(numpy, "mtrand", None), "_rand", None), "_bit_generator", None)
+    return string_at(bits.ctypes.state_address, 625 * 4) if type(bits).__name__ == "MT19937" else None
 
 
 @define(eq=False)
@@ -200,6 +223,7 @@ class Beginning:
     generators: tuple[
         tuple[torch.Generator, torch.Tensor], ...
     ] = ()  # further ones that it drew from, and how they were
+    lent: frozenset[int] = frozenset()  # those of them, by id, that the caller gave
 
     def put_back(self) -> None:
         """The model as it was when the forward began. What its tensors hold is not looked after here."""
@@ -207,6 +231,16 @@ class Beginning:
         for generator, state in self.generators:
             generator.set_state(state)
         self.dice.put_back()
+
+    def put_own_generators_back(self) -> None:
+        """Those that the model holds, as they were. The global ones stay, and those that its caller gave."""
+        _put_back_but_global([pair for pair in self.generators if id(pair[0]) not in self.lent])
+
+
+def _put_back_but_global(generators: Iterable[tuple[torch.Generator, torch.Tensor]]) -> None:
+    for generator, state in generators:
+        if generator is not torch.default_generator:
+            generator.set_state(state)
 
 
 class Belongings:
@@ -239,3 +273,7 @@ class Belongings:
         for generator, state in self.generators:
             generator.set_state(state)
         self.dice.put_back()
+
+    def put_own_generators_back(self) -> None:
+        """Those that somebody made, as they were. The global ones stay."""
+        _put_back_but_global(self.generators)

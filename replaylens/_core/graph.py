@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from attrs import field, frozen
 
+from .chance import takes_as_many_as_it_needs
 from .node import NO_MODES, Call, Const, Context, Guard, Input, Node, Ref, Scope, State, refs_of
 from .sharing import NO_OVERLAPS, Overlaps
 from .trees import leaves
@@ -36,6 +37,7 @@ class Graph:
     literals: tuple[tuple[tuple[Any, ...], str], ...] = ()  # plain objects among the inputs: way to one, and how it was
     takes_any_keyword: bool = False  # the forward can see the order of its keywords
     one_way: tuple[str, ...] = ()  # custom functions whose backward could not be kept
+    drawn_elsewhere: tuple[str, ...] = ()  # what drew numbers besides torch: "random", "numpy"
     ambient: Context = NO_MODES  # the modes around the whole model
     default_dtype: torch.dtype = torch.float32
     default_device: str = "cpu"
@@ -78,9 +80,34 @@ class Graph:
         return tuple([tuple(users) for users in found])
 
     @cached_property
+    def drawn(self) -> dict[str, int]:
+        """The position of each draw, by the key of its generator's state."""
+        return {node.draws: p for p, node in enumerate(self.nodes) if isinstance(node, Call) and node.draws is not None}
+
+    @cached_property
+    def turns(self) -> dict[int, int]:
+        """Of each draw that goes on in a stream where another call left it: that one's position."""
+        follows = {p: self.nodes[p].follows for p in self.drawn.values()}  # type: ignore[union-attr]
+        found = {p: self.drawn[key] for p, key in follows.items() if key is not None and key in self.drawn}
+        return {position: before for position, before in found.items() if before < position}
+
+    @cached_property
+    def shifts(self) -> dict[int, int]:
+        """Those turns where the call before may take more or fewer numbers than it did, or was itself shifted."""
+        found: dict[int, int] = {}
+        for position, before in self.turns.items():
+            if before in found or takes_as_many_as_it_needs(self.nodes[before].kind):  # type: ignore[union-attr]
+                found[position] = before
+        return found
+
+    @cached_property
     def reached(self) -> tuple[tuple[int, ...], ...]:
-        """The positions of the nodes whose values depend on each: its users, and calls that run it again themselves."""
+        """The positions of the nodes whose values depend on each: its users, calls that run it again themselves, and
+        draws that it may shift.
+        """
         again: dict[int, list[int]] = {}
+        for position, before in self.shifts.items():
+            again.setdefault(before, []).append(position)
         for position, node in enumerate(self.nodes):
             for name in node.through if isinstance(node, Call) else ():
                 again.setdefault(self.positions[name], []).append(position)

@@ -204,6 +204,8 @@ class Call:
     result: Arg = None
     meaning: tuple[TensorMeaning, ...] = ()  # of each tensor in `returns`, in order
     draws: str | None = None
+    follows: str | None = None  # the draw that left the generator as this one found it; None: none of the forward's
+    is_seeded: bool = False  # the forward, or whoever made the generator, fixed what is drawn: it is never drawn anew
     context: Context = NO_MODES
     is_dynamic: bool = False  # its output's shape depends on content
     through: tuple[str, ...] = ()  # nodes that it runs again itself, to take a gradient through them

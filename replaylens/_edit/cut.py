@@ -85,6 +85,7 @@ class _Cutting:
         found = set(self.begins)
         for call in self.graph.calls:
             again = [ref for name in call.through for ref in refs_of(self.graph[name])]
+            again += self._drawn_before(call)
             if any(ref in found for ref in (*call.refs, *again)):
                 found.update(refs_of(call))
         return found
@@ -105,6 +106,7 @@ class _Cutting:
         if not isinstance(node, Call):
             return
         stack.extend(node.refs)
+        stack.extend([ref for ref in self._drawn_before(node) if ref in self.below])
         if inside := [ref for ref in self.begins if ref.node in node.through]:
             raise BadEdit(
                 f"{node.name} is a gradient that the model takes through {inside[0]}: a slice cannot begin there.\n"
@@ -113,6 +115,11 @@ class _Cutting:
         for name in node.through:  # nodes that it runs again keep their places: patches find them there
             if name not in self.nodes:
                 self._take_node(self.graph[name], stack)
+
+    def _drawn_before(self, node: Call) -> tuple[Ref, ...]:
+        """What the draw gives that may shift this one."""
+        before = self.graph.shifts.get(self.graph.positions[node.name])
+        return refs_of(self.graph.nodes[before]) if before is not None else ()
 
     def _require_free(self) -> None:
         """No beginning shares memory with what the model writes later: another value would not be written with it."""

@@ -262,10 +262,21 @@ def _settled(inner: Node, node: Call, called: Mapping[str, str], swap: Callable[
         result=remake(inner.result, swap),
         through=tuple([called[name] for name in inner.through]),
         draws=how.draws.get(inner.draws, inner.draws) if inner.draws is not None else None,
+        follows=_followed(inner, node, how),
+        is_seeded=node.is_seeded if node.draws is not None else inner.is_seeded,
         scope=node.scope,
         source=node.source,
         edited=how.edited if called[inner.name] == node.name else inner.edited,
     )
+
+
+def _followed(inner: Call, node: Call, how: Splice) -> str | None:
+    """Which draw comes before one of `sub`. The first stands where the node's own did, or has its own stream."""
+    if inner.draws is None:
+        return None
+    if inner.follows is not None:
+        return how.draws.get(inner.follows, inner.follows)
+    return node.follows if node.draws is not None else f"start_of_{node.name}"
 
 
 def _gather(node: Call, sub: Graph, swap: Callable[[Any], Any], edited: str) -> Call:

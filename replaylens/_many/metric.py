@@ -50,6 +50,7 @@ def _moved(node: Node, name: str, moved: Any) -> Node:
         returns=remake(node.returns, moved),
         result=remake(node.result, moved),
         draws=None if node.draws is None else f"metric.{node.draws}",
+        follows=None if node.draws is None else f"metric.{node.follows or 'start'}",
         through=tuple([f"metric.{inner}" for inner in node.through]),
     )
 

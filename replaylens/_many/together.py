@@ -56,6 +56,8 @@ class Together:
             self.loners = frozenset(range(len(self.keys)))
         if delicate := [call for call in graph.calls if call.through or call.target.function is mutate]:
             self.loners |= {n for n, each in enumerate(self.changes) if not can_share(graph, delicate, each)}
+        if graph.shifts:
+            self.loners |= {n for n, each in enumerate(self.changes) if _shifts_draws(graph, each)}
         whole = self._with_metric() if self.metric is not None else self.record
         self.is_program = whole is not None
         together = [number for number, each in enumerate(self.changes) if each and number not in self.loners]
@@ -134,6 +136,12 @@ def _same(before: Record, now: Record) -> bool:
         before.versions[ref] == version(before.values[ref]) and same_content(before.values[ref], now.values[ref])
         for ref in refs
     )
+
+
+def _shifts_draws(graph: Graph, changes: Changes) -> bool:
+    """May a variant make a call take more or fewer random numbers, so that later ones draw others?"""
+    below = graph.descendants([graph.nodes[position].name for position in changes])
+    return any(graph.nodes[before].name in below for before in graph.shifts.values())
 
 
 def shares_nothing(graph: Graph) -> str:

@@ -17,7 +17,7 @@ from .._core.node import Call, Node, Ref, TensorMeaning
 from .._core.pure import as_leaf
 from .._core.trees import leaves, remake, thaw
 from .guards import Departure, diverged
-from .interpreter import Mode, compile_plan, interpret, recorded_world
+from .interpreter import Mode, compile_plan, interpret, recorded_world, states_begun
 from .keeping import keeping
 from .plan import plan
 from .replay import Record, Versions, version
@@ -65,7 +65,7 @@ def rerun(
         graph,
         values,
         Versions((ref, version(tensor)) for ref, tensor in values.items()),
-        record.draws,
+        {**record.draws, **states_begun(code, env)},
         live,
         account=record.account.untimed(),
     )

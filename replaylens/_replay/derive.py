@@ -23,7 +23,7 @@ from .._edit.rewrite import NOTHING
 from ..errors import ShapeMismatch
 from .convert import as_it_came_out
 from .guards import Departure, answered, diverged, misdirected, place, same_result
-from .interpreter import Code, Mode, compile_plan, interpret, recorded_world
+from .interpreter import Code, Mode, compile_plan, interpret, recorded_world, states_begun
 from .keeping import keeping
 from .plan import Plan, plan
 from .replay import Record, Versions, version
@@ -77,7 +77,7 @@ def derive(
         graph,
         values,
         work.versions(values),
-        {**record.draws, **added.draws},
+        {**record.draws, **added.draws, **work.drawn},
         work.live(),
         account=record.account.untimed(),
     )
@@ -100,6 +100,7 @@ class _Work:
     added: Added
     same: dict[Ref, Ref]
     wanted: Mapping[Ref, TensorMeaning]
+    drawn: dict[str, torch.Tensor] = field(factory=dict)  # the states of draws that begin elsewhere now
 
     def known(self) -> Values:
         """The values that are there before anything runs."""
@@ -129,6 +130,7 @@ class _Work:
                 departed(departure)
             raise
         self.require_shapes(read())
+        self.drawn.update(states_begun(code, env))
         return read()
 
     def _compiled(self, known: Values, mode: Mode) -> tuple[Plan, Code]:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from operator import itemgetter
-from threading import RLock
 from types import MappingProxyType
 from typing import Any
 
@@ -27,6 +26,7 @@ from .._core.trees import leaves, thaw
 from .guards import Departure, departure
 from .parting import NONE, parted
 from .plan import Plan
+from .stream import Turn, apart_from, has_own_generator, in_turn, left_at, one_draws, outside, streamed
 
 Env = list[Any]
 Patches = Mapping[int, tuple[tuple[Any, Callable[..., Any]], ...]]  # position -> (which of its values, new from old)
@@ -74,6 +74,12 @@ class Code:
     executed: tuple[str, ...]
     draws: bool
     places: tuple[Ref, ...] = ()  # the values at which gradients can be taken
+    begun: tuple[tuple[str, int], ...] = ()  # of draws that may begin elsewhere than recorded: the slot of that state
+
+
+def states_begun(code: Code, env: Env) -> dict[str, torch.Tensor]:
+    """The states in which draws began that may have begun elsewhere than recorded, by key."""
+    return {key: env[slot] for key, slot in code.begun if env[slot] is not None}
 
 
 @define
@@ -125,6 +131,7 @@ def compile_plan(
     """Steps for a plan. Patches are steps like others: they read a slot and write it."""
     layout = _Layout(graph)
     run = set(plan.run)
+    stream = streamed(graph, plan.run, mode.fresh, layout.literal)
     guards: dict[int, list[Guard]] = {}
     for number in plan.guards:
         guards.setdefault(graph.guards[number].position, []).append(graph.guards[number])
@@ -144,22 +151,26 @@ def compile_plan(
         if position in run:
             assert isinstance(node, Call)
             here = () if patch or place else dead
-            step = _call_step(with_values_apart(node, apart.get(node.name, NONE)), layout, states, mode, here)
+            turn = stream.turns.get(position)
+            step = _call_step(with_values_apart(node, apart.get(node.name, NONE)), layout, states, mode, here, turn)
             if inside := _patches_inside(graph, node, patches):
                 step = evolve(step, call=partial(step.call, patches=inside))
             made.append((_context(node.context, graph.ambient, mode), step))
-        after = [_patch_step(node, layout, tree, change) for tree, change in patch]
+        after = [_patch_step(node, layout, tree, apart_from(stream, change)) for tree, change in patch]
         if place:
             after.append(_place_step(node, layout, place, bool(patch)))
         if after:
             after[-1] = evolve(after[-1], dead=dead)
             context = _context(node.context if isinstance(node, Call) else graph.ambient, graph.ambient, mode)
             made.extend([(context, step) for step in after])
-    draws = not mode.fresh and any(graph.nodes[p].draws is not None for p in plan.run)  # type: ignore[union-attr]
+    if stream.leaves is not None:
+        leave = partial(left_at, stream.leaves)
+        made.append((made[-1][0], Step("the generator", leave, _same, layout.literal(None), (), ())))
     executed = tuple([graph.nodes[p].name for p in plan.run])
     there = run.union(plan.supply)
     places = tuple([ref for position, refs in mode.places.items() if position in there for ref in refs])
-    return Code(tuple(layout.template), _stretches(made), layout.slots, executed, draws, places)
+    template = tuple(layout.template)
+    return Code(template, _stretches(made), layout.slots, executed, stream.sets, places, stream.begun(graph))
 
 
 def with_values_apart(node: Call, apart: frozenset[Ref]) -> Call:
@@ -226,8 +237,20 @@ def _deaths(plan: Plan, layout: _Layout) -> dict[int, tuple[int, ...]]:
     return {last: tuple(slots) for last, slots in dying.items()}
 
 
-def _call_step(node: Call, layout: _Layout, states: dict[str, torch.Tensor], mode: Mode, dead: tuple[int, ...]) -> Step:
-    read, call = caller(node, layout.slots, layout.literal, states, mode)
+def _call_step(
+    node: Call,
+    layout: _Layout,
+    states: dict[str, torch.Tensor],
+    mode: Mode,
+    dead: tuple[int, ...],
+    turn: Turn | None = None,
+) -> Step:
+    if turn is None:
+        read, call = caller(node, layout.slots, layout.literal, states, mode)
+    else:
+        read, call = reader(node, layout.slots, layout.literal, {}, mode)
+    if turn is not None:
+        read, call = in_turn(read, call, turn, None if turn.begins is not None else states.get(node.draws or ""))
     return Step(node.name, read, call, layout.slots[Ref(node.name)], layout.parts[node.name], dead, node.source)
 
 
@@ -236,16 +259,19 @@ def caller(
 ) -> Any:
     """How a call gets its arguments from the env, and how it is made, with its recorded draws: (read, call)."""
     read, call = reader(node, slots, literal, states, mode)
-    own = any(isinstance(leaf, Generator) for leaf in leaves((node.args, tuple(value for _, value in node.kwargs))))
-    if node.draws is not None and not mode.fresh and not own:
+    if node.draws is not None and not has_own_generator(node):
         call = _drawing(call, states[node.draws])
     return read, call
 
 
 def reader(
-    node: Call, slots: dict[Ref, int], literal: Callable[[Any], int], states: dict[str, torch.Tensor], mode: Mode
+    node: Call,
+    slots: dict[Ref, int],
+    literal: Callable[[Any], int],
+    states: Mapping[str, torch.Tensor],
+    mode: Mode,
 ) -> Any:
-    """How a call gets its arguments from the env: (read, call)."""
+    """How a call gets its arguments from the env: (read, call). A generator of its own is in the recorded state."""
     function = node.target.function
     found = [_slot(arg, slots, literal) for arg in node.args]
     flat = [slot for slot in found if slot is not None]
@@ -265,7 +291,7 @@ def reader(
         def leaf(value: Any) -> Any:
             if type(value) is Ref:
                 return env[slots[value]]
-            return _generator(states[value.key], mode.fresh) if type(value) is Generator else value
+            return _generator(states.get(value.key)) if type(value) is Generator else value
 
         args = [thaw(arg, leaf) for arg in node.args]
         return args, {} if plain else {key: thaw(value, leaf) for key, value in node.kwargs}
@@ -294,12 +320,9 @@ def _slot(arg: Any, slots: dict[Ref, int], literal: Callable[[Any], int]) -> int
     return None if _has_leaf(arg) else literal(thaw(arg, _same))
 
 
-def _generator(state: torch.Tensor, fresh: bool) -> torch.Generator:
+def _generator(state: torch.Tensor | None) -> torch.Generator:
     generator = torch.Generator()
-    if fresh:
-        return generator.manual_seed(int(torch.randint(2**62, ())))
-    generator.set_state(state)
-    return generator
+    return generator if state is None else generator.set_state(state)
 
 
 def _drawing(call: Callable[..., Any], state: torch.Tensor) -> Callable[..., Any]:
@@ -389,9 +412,6 @@ def _all_modes(context: Context) -> Any:
         yield
 
 
-one_draws = RLock()  # the global generator is set before each draw: one replay at a time does that
-
-
 def recorded_world(draws: bool, graph: Graph) -> Any:
     """The generators are put back afterwards; the recorded default dtype and device hold meanwhile."""
     if torch.compiler.is_compiling():
@@ -410,11 +430,13 @@ def _recorded_world(draws: bool, graph: Graph) -> Any:
         if default_device() != graph.default_device:
             stack.enter_context(torch.device(graph.default_device))
         try:
+            if before is not None:
+                outside.append(before)
             if outer != dtype:
                 torch.set_default_dtype(dtype)
             yield
         finally:
             if before is not None:
-                torch.default_generator.set_state(before)
+                torch.default_generator.set_state(outside.pop())
             if outer != dtype:
                 torch.set_default_dtype(outer)

@@ -47,6 +47,11 @@ class ProgramModule(Holder):
 
     def __init__(self, record: Record) -> None:
         super().__init__()
+        if record.graph.drawn_elsewhere:
+            raise ReplaylensError(
+                f"the model draws numbers by {' and '.join(record.graph.drawn_elsewhere)}, and a module draws anew in "
+                "each call, which only the model itself can do with those. Draw them by torch, or call the model."
+            )
         hidden = self.__dict__  # no submodules, parameters or state of the module's own
         hidden["_record"], hidden["_codes"] = record, {}
         hidden["_held"] = {node.name: _place(self, record, node) for node in record.graph.state_nodes}
@@ -91,7 +96,7 @@ class ProgramModule(Holder):
             graph = self._record.graph if grad else _without_gradients(self._record.graph)
             wanted = [graph.positions[ref.node] for ref in graph.wanted_refs]
             sources = [p for p, mark in enumerate(graph.call_marks) if not mark]
-            made = plan(graph, wanted, frozenset(sources), sources, keep=wanted)
+            made = plan(graph, wanted, frozenset(sources), sources, keep=wanted, turns=graph.turns)
             mode = Mode(grad, fresh=True, on_departure=_departed)
             code = compile_plan(graph, made, self._record.draws, mode, {}, self._record.value)
             self._codes[grad] = code, tuple([graph.nodes[p].name for p in made.supply])

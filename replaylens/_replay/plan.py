@@ -6,7 +6,8 @@ touched here, so plans are tested on graphs written by hand, and the interpreter
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from attrs import frozen
 
@@ -35,12 +36,15 @@ def plan(
     keep: Iterable[int] = (),
     until: int | None = None,
     again: Iterable[int] = (),
+    turns: Mapping[int, int] = MappingProxyType({}),
 ) -> Plan:
     """The causal cone: what a change can reach and the wanted nodes need, and what must be computed again for it.
 
     `known` marks nodes with a usable value; `changed` ones get another value than the recorded one; those `replaced`
     do not even need it. With `rerun_all` every call is wanted, and nothing but sources is taken as known. What follows
-    the nodes in `again` runs again on the same values, so that it asks no guard.
+    the nodes in `again` runs again on the same values, so that it asks no guard. Of the draws in `turns` (position ->
+    the draw before it in its stream) the earlier one runs wherever the later one does; elsewhere it does where it may
+    leave the generator in another state than the recorded one.
     """
     known_marks = bytearray(len(graph)) if not isinstance(known, bytearray) else known
     if known_marks is not known:
@@ -55,7 +59,7 @@ def plan(
     if rerun_all and not replaced:
         run, supply = bytearray(graph.call_marks), _sources(graph, ends)
     else:
-        run, supply = _needed(graph, ends, known_marks, dirty, frozenset(changed), replaced, rerun_all)
+        run, supply = _needed(graph, ends, known_marks, dirty, turns, replaced, rerun_all)
     patch = tuple(p for p in changed if run[p] or supply[p] or p in replaced)
     kept = frozenset(keep) | frozenset(wanted)
     return Plan(
@@ -105,12 +109,12 @@ def _needed(
     ends: set[int],
     known: bytearray,
     dirty: bytearray,
-    changed: frozenset[int],
+    turns: Mapping[int, int],
     replaced: frozenset[int],
     rerun_all: bool,
 ) -> tuple[bytearray, bytearray]:
     """Marks of what must run and of what must be supplied, walking back from the ends."""
-    run, supply = bytearray(len(graph)), bytearray(len(graph))
+    run, supply, shifts = bytearray(len(graph)), bytearray(len(graph)), graph.shifts
     stack = list(ends)
     while stack:
         position = stack.pop()
@@ -123,6 +127,9 @@ def _needed(
         else:
             run[position] = 1
             stack.extend(graph.parents[position])
+            before = turns.get(position, shifts.get(position))
+            if before is not None and (dirty[before] or position in turns):
+                stack.append(before)
     return run, supply
 
 

@@ -120,6 +120,8 @@ def execute(record: Record, request: Request, told: Callable[[Code], Code] | Non
     require_differentiable(record, request)
     for departure in _misdirected(graph, request):
         departed(departure)
+    for name in graph.drawn_elsewhere if request.fresh else ():
+        departed(Departure(f"what `{name}` drew", "drawn in the forward", "others, which only the model can draw"))
     env = needed.begin(record, request, code)
     with recorded_world(code.draws, graph), _as_running(departed, request.changed):
         interpret(told(code) if told is not None else code, env)
@@ -291,7 +293,7 @@ def _compiled(record: Record, request: Request, wanted: frozenset[int], mode: Mo
     if entry is None:
         known = _known(record, request)
         fresh = (
-            [p for p, node in enumerate(graph.nodes) if isinstance(node, Call) and node.draws] if request.fresh else []
+            [p for p in graph.drawn.values() if not graph.nodes[p].is_seeded] if request.fresh else []  # type: ignore[union-attr]
         )
         places = _places(graph, request)
         made = plan(
@@ -303,6 +305,7 @@ def _compiled(record: Record, request: Request, wanted: frozenset[int], mode: Mo
             keep=request.keep.union(places),
             until=request.to,
             again=places,
+            turns=graph.turns if request.fresh and not request.start else {},
         )
         _require_reached(graph, request, made)
         patches = {
@@ -390,7 +393,7 @@ def _known(record: Record, request: Request) -> bytearray:
     for position, node in enumerate(graph.nodes):
         if not isinstance(node, Call):
             marks[position] = 1
-        elif request.fresh and node.draws:
+        elif request.fresh and node.draws and not node.is_seeded:
             continue
         elif not request.grad or request.at or position in request.start:
             marks[position] = all(ref in record.values for ref in refs_of(node))

@@ -1,0 +1,189 @@
+"""Where in a generator's stream each draw of a replay begins.
+
+In: a graph, the positions that run, and whether draws are to be fresh. Out: a Stream: which draws begin where another
+one ended, in slots of the env, and which state is left for the user. As recorded, a draw begins where it did; behind
+one that may have taken more numbers than it did, it begins where that one ends. Fresh draws go on from the user's
+generator as the model's would: what the forward seeded stays as it was, and draws that began in one state still do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from threading import RLock
+from typing import Any
+
+import torch
+from attrs import field, frozen
+
+from .._core.graph import Graph
+from .._core.node import Call, Generator
+from .._core.trees import leaves
+
+one_draws = RLock()  # the global generator is set before each draw: one replay at a time does that
+outside: list[torch.Tensor] = []  # the user's states of the global generator while replays set it; under `one_draws`
+_START = ""  # the state in which the user's generator was when the replay began
+
+
+@frozen
+class Turn:
+    """One draw: the slot of the state that it begins with, and the slot for the state that it leaves."""
+
+    begins: int | None = None
+    ends: int | None = None
+    starts: int | None = None  # the slot for the state before it, from which all fresh draws go on
+    goes_on: bool = False  # the generator is where it should be
+    key: str = ""  # of a draw whose forerunner does not run: it has a stream of its own, made of the start and this
+    own: bool = False  # it draws from a generator of its own
+
+
+@frozen
+class Stream:
+    """The turns by position; may the global generator be set, and the slot of the state that the user is left with."""
+
+    turns: dict[int, Turn] = field(factory=dict)
+    sets: bool = False
+    leaves: int | None = None
+    is_fresh: bool = False
+
+    def begun(self, graph: Graph) -> tuple[tuple[str, int], ...]:
+        """Of draws that may begin elsewhere than recorded: the key, and the slot of the state that they begin with."""
+        keys = {position: key for key, position in graph.drawn.items()}
+        return tuple([(keys[p], turn.begins) for p, turn in self.turns.items() if turn.begins is not None])
+
+
+def has_own_generator(node: Call) -> bool:
+    """Does a call draw from a generator that it is given?"""
+    return any(isinstance(leaf, Generator) for leaf in leaves((node.args, tuple([value for _, value in node.kwargs]))))
+
+
+def streamed(graph: Graph, run: Sequence[int], fresh: bool, literal: Callable[[Any], int]) -> Stream:
+    """The stream of the draws that run."""
+    drawing = [p for p in run if graph.nodes[p].draws is not None]  # type: ignore[union-attr]
+    if fresh and drawing:
+        return _fresh(graph, drawing, literal)
+    shifts = {p: graph.shifts[p] for p in drawing if p in graph.shifts}
+    there = set(drawing).intersection(shifts.values())
+    if not there:
+        return Stream(sets=bool(drawing))
+    ends = {p: literal(None) for p in sorted(there)}
+    turns = {
+        p: Turn(ends.get(shifts.get(p, -1)), ends.get(p), own=has_own_generator(graph.nodes[p]))  # type: ignore[arg-type]
+        for p in drawing
+        if p in ends or shifts.get(p, -1) in ends
+    }
+    return Stream(turns, True)
+
+
+def _fresh(graph: Graph, drawing: list[int], literal: Callable[[Any], int]) -> Stream:
+    """Draws that begin with the user's generator go on from there, in the model's order."""
+    begins = {p: _beginning(graph, p, set(drawing)) for p in drawing}
+    own = {p for p in drawing if has_own_generator(graph.nodes[p])}  # type: ignore[arg-type]
+    going, last = _going_on(graph, [p for p in drawing if p not in own], begins)
+    sets = len(going) + len(own) < len(drawing)
+    wanted = {begins[p] for p in drawing if p not in going} | ({last} if sets else set())
+    start = literal(None) if any(type(begin) is str for begin in wanted) else None
+    slots: dict[Any, int | None] = {p: literal(None) for p in drawing if p in wanted}
+    turns: dict[int, Turn] = {}
+    for number, p in enumerate(drawing):
+        begin = None if p in going else begins[p]
+        turns[p] = Turn(
+            begins=start if type(begin) is str else slots.get(begin),
+            ends=slots.get(p),
+            starts=start if number == 0 else None,
+            goes_on=p in going,
+            key=begin if type(begin) is str else "",
+            own=p in own,
+        )
+    return Stream(turns, sets, slots.get(last, start) if sets else None, True)
+
+
+def _going_on(graph: Graph, drawing: list[int], begins: dict[int, Any]) -> tuple[set[int], Any]:
+    """The draws for which the global generator is already where they begin; and which of them goes on from the user's
+    state as the last.
+    """
+    at: Any = _START  # where the generator is, as far as draws of the program have moved it
+    last: Any = _START
+    going: set[int] = set()
+    for p in drawing:
+        if begins[p] is not None and begins[p] == at:
+            going.add(p)
+        at = p
+        last = last if graph.nodes[p].is_seeded else p  # type: ignore[union-attr]
+    return going, last
+
+
+def _beginning(graph: Graph, position: int, drawing: set[int]) -> Any:
+    """The draw where one begins, or the key of its own stream, or None: with the state that was recorded."""
+    node = graph.nodes[position]
+    assert isinstance(node, Call)
+    before = graph.turns.get(position)
+    if before in drawing:
+        return before if not node.is_seeded or position in graph.shifts else None
+    return None if node.is_seeded else node.follows or _START
+
+
+def in_turn(read: Callable[..., Any], call: Callable[..., Any], turn: Turn, recorded: torch.Tensor | None) -> Any:
+    """How a call that draws reads its arguments, and how it is made, in its turn: (read, call)."""
+
+    def reading(env: list[Any]) -> Any:
+        return env, read(env)
+
+    def drawing(env: list[Any], given: Any) -> Any:
+        generator = _of(given) if turn.own else torch.default_generator
+        if turn.starts is not None:
+            env[turn.starts] = torch.default_generator.get_state()
+        if not turn.goes_on:
+            state: Any = recorded if turn.begins is None else env[turn.begins]
+            generator.set_state(_branched(state, turn.key) if turn.key else state)
+        value = call(*given)
+        if turn.ends is not None:
+            env[turn.ends] = generator.get_state()
+        return value
+
+    return reading, drawing
+
+
+def _of(given: Any) -> torch.Generator:
+    """The generator among the arguments that were read for a call."""
+    stack = list(given)
+    while stack:
+        value = stack.pop()
+        if isinstance(value, torch.Generator):
+            return value
+        if isinstance(value, (tuple, list)):
+            stack.extend(value)
+        elif isinstance(value, dict):
+            stack.extend(value.values())
+    return torch.default_generator
+
+
+def _branched(state: torch.Tensor, key: str) -> torch.Tensor:
+    """A state of its own for each key, the same for the same beginning."""
+    digest = blake2b(key.encode(), key=bytes(state.numpy()[-64:]), digest_size=8)
+    digest.update(state.numpy().tobytes())
+    return torch.Generator().manual_seed(int.from_bytes(digest.digest(), "little") >> 1).get_state()
+
+
+def left_at(slot: int, env: list[Any]) -> tuple[Any, ...]:
+    """The user's generator is left where the last of the fresh draws left it, whatever was seeded since."""
+    if outside and env[slot] is not None:
+        outside[-1] = env[slot]
+    return (None,)
+
+
+def apart_from(stream: Stream, patch: Callable[..., Any]) -> Callable[..., Any]:
+    """A patch draws from the user's generator, not from what the model's draws made of it."""
+    if stream.is_fresh or not stream.sets:
+        return patch
+
+    def patched(*values: Any) -> Any:
+        if not outside:
+            return patch(*values)
+        torch.default_generator.set_state(outside[-1])
+        try:
+            return patch(*values)
+        finally:
+            outside[-1] = torch.default_generator.get_state()
+
+    return patched

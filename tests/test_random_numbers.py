@@ -1,0 +1,460 @@
+"""Random numbers: fresh ones are those that the model would draw next, and a draw that takes more numbers shifts the rest.
+
+The witness is the plain model, run from the same state of the same generators.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import replaylens as rl
+from tests.oracle import assert_same
+
+
+def x():
+    return torch.rand(4, 5, generator=torch.Generator().manual_seed(0)) + 0.1
+
+
+def other():
+    return x() * 1.9 + 0.3
+
+
+# ---- models that draw one number or another ---------------------------------------------------------------------------
+
+
+def several(x):
+    return F.dropout(x) + F.dropout(x) * torch.rand(5)
+
+
+def one_that_nobody_reads(x):
+    torch.rand(3)
+    return F.dropout(x)
+
+
+def seeded(x):
+    torch.manual_seed(3)
+    return F.dropout(x)
+
+
+def seeded_by_the_generator_itself(x):
+    noise = torch.rand(5)
+    torch.default_generator.manual_seed(3)
+    return noise + F.dropout(x)
+
+
+def seeded_in_the_middle(x):
+    noise = torch.rand(5)
+    torch.random.manual_seed(3)
+    return noise + F.dropout(x)
+
+
+def forked_and_seeded(x):
+    first = F.dropout(x)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        noise = torch.randn(5)
+    return first + noise * F.dropout(x)
+
+
+def forked(x):
+    with torch.random.fork_rng():
+        noise = torch.randn(5)
+    return noise - torch.randn(5)
+
+
+def restored(x):
+    state = torch.get_rng_state()
+    first = F.dropout(x)
+    torch.rand(3)
+    torch.set_rng_state(state)
+    return torch.stack([first - F.dropout(x), F.dropout(x), first])
+
+
+def restored_by_the_generator_itself(x):
+    state = torch.default_generator.get_state()
+    first = F.dropout(x)
+    torch.default_generator.set_state(state)
+    return torch.stack([first - F.dropout(x), F.dropout(x), first])
+
+
+def a_generator_made_in_the_forward(x):
+    own = torch.Generator().manual_seed(3)
+    return torch.rand(5, generator=own) + F.dropout(x) * torch.rand(5, generator=own)
+
+
+def a_generator_that_goes_on_from_the_global_one(x):
+    own = torch.Generator()
+    own.set_state(torch.get_rng_state())
+    return torch.rand(5, generator=own) - torch.rand(5)
+
+
+def a_generator_written_in_place(x):
+    own = torch.Generator().manual_seed(3)
+    return x + torch.empty(5).normal_(generator=own) + torch.empty(5).normal_()
+
+
+def one_that_takes_as_many_as_it_needs(x):
+    return torch.poisson(x * 3) + F.dropout(x) + torch.rand(5)
+
+
+def one_that_reads_fresh_numbers_and_takes_as_many_as_it_needs(x):
+    return torch.poisson(F.dropout(x) * 3) + F.dropout(x) + torch.rand(5)
+
+
+class GeneratorOfTheModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def forward(self, x):
+        self.generator.manual_seed(3)
+        return torch.rand(5, generator=self.generator) + F.dropout(x)
+
+
+DRAWING = [
+    several,
+    one_that_nobody_reads,
+    seeded,
+    seeded_by_the_generator_itself,
+    seeded_in_the_middle,
+    forked_and_seeded,
+    restored,
+    restored_by_the_generator_itself,
+    a_generator_made_in_the_forward,
+    a_generator_that_goes_on_from_the_global_one,
+    a_generator_written_in_place,
+    one_that_takes_as_many_as_it_needs,
+    one_that_reads_fresh_numbers_and_takes_as_many_as_it_needs,
+    GeneratorOfTheModel(),
+]
+
+
+def captured(model, seed=0, drawn=2):
+    torch.manual_seed(seed)
+    torch.rand(drawn)
+    return rl.capture(model, x())
+
+
+def begun(seed=7):
+    torch.manual_seed(seed)
+    torch.rand(3)
+
+
+@pytest.mark.parametrize("model", DRAWING, ids=lambda model: getattr(model, "__name__", type(model).__name__))
+def test_fresh_draws_are_those_that_the_model_makes_next(model):
+    prog = captured(model)
+    for seed in range(3):
+        begun(seed)
+        wanted = model(x())
+        begun(seed)
+        assert_same(prog.replay(rng="fresh").output, wanted)
+    assert_same(prog.replay().output, prog.output)
+
+
+@pytest.mark.parametrize("model", DRAWING, ids=lambda model: getattr(model, "__name__", type(model).__name__))
+def test_a_module_draws_what_the_model_draws_next(model):
+    module = captured(model).module()
+    for seed in range(3):
+        begun(seed)
+        wanted = model(other())
+        begun(seed)
+        assert_same(module(other()), wanted)
+
+
+@pytest.mark.parametrize("model", [several, seeded_in_the_middle, forked_and_seeded, restored])
+def test_fresh_replays_go_on_from_each_other_and_leave_no_seed_of_the_forwards_behind(model):
+    prog = captured(model)
+    begun()
+    outputs = [prog.replay(rng="fresh").output for _ in range(3)]
+    assert not torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[1], outputs[2])
+    assert torch.initial_seed() == 7
+
+
+def test_what_the_forward_seeds_stays_though_the_caller_gave_the_same_seed_before():
+    torch.manual_seed(3)
+    prog = rl.capture(seeded, x())
+    assert_same(prog.replay(rng="fresh").output, prog.output)
+    torch.manual_seed(3)
+    prog = rl.capture(several, x())
+    assert not torch.equal(prog.replay(rng="fresh").output, prog.output)
+
+
+def test_a_forward_that_asks_for_a_new_seed_gets_one():
+    def model(x):
+        torch.seed()
+        return F.dropout(x)
+
+    prog = captured(model)
+    assert not torch.equal(prog.replay(rng="fresh").output, prog.replay(rng="fresh").output)
+
+
+def test_fresh_draws_behind_a_fork_differ_each_time():
+    prog = captured(forked)
+    assert_same(prog.replay(rng="fresh").output, torch.zeros(5))
+    noise = [prog.replay(rng="fresh", to="randn_1")["randn_1"] for _ in range(2)]
+    assert not torch.equal(*noise)
+
+
+def test_a_generator_that_the_model_holds_is_left_alone_and_one_of_the_callers_is_not():
+    class Held(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.generator = torch.Generator().manual_seed(5)
+
+        def forward(self, x):
+            return x + torch.rand(5, generator=self.generator)
+
+    model = Held()
+    prog = rl.capture(model, x())
+    state = model.generator.get_state()
+    assert_same(prog.replay(rng="fresh").output, prog.output)
+    assert_same(model.generator.get_state(), state)
+    generator = torch.Generator().manual_seed(5)
+    prog = rl.capture(lambda x, generator: x + torch.rand(5, generator=generator), x(), generator=generator)
+    assert not torch.equal(prog.replay(rng="fresh").output, prog.output)
+
+
+def test_draws_that_began_in_one_state_still_do_behind_the_layer_that_a_fresh_replay_begins_at():
+    def model(x):
+        start = F.dropout(x.exp())
+        state = torch.get_rng_state()
+        first = F.dropout(start.sin())
+        torch.set_rng_state(state)
+        return first - F.dropout(start.sin())
+
+    prog = captured(model)
+    for _ in range(3):
+        run = prog.replay(from_="dropout_1", rng="fresh", keep="all")
+        assert_same(run.output, torch.zeros_like(x()))
+        assert not torch.equal(run["dropout_2"], prog["dropout_2"].value)
+
+
+def test_an_edited_program_draws_anew_too_and_each_call_something_else():
+    prog = captured(several).swap("dropout", lambda t: t + torch.randn(4, 5))
+    run, again = [prog.replay(rng="fresh", keep="all") for _ in range(2)]
+    assert not torch.equal(run.output, again.output)
+    noise = [run["add_1"] - x(), run["add_2"] - x()] if "add_1" in prog and "add_2" in prog else None
+    assert noise is None or not torch.equal(*noise)
+
+
+# ---- numbers that torch does not draw ----------------------------------------------------------------------------------
+
+
+def of_numpy(x):
+    return F.dropout(x) + float(np.random.rand())
+
+
+def of_python(x):
+    return F.dropout(x) + random.random()
+
+
+def of_numpys_second_normal_number(x):
+    return x + np.random.randn()
+
+
+@pytest.mark.parametrize("model", [of_numpy, of_python, of_numpys_second_normal_number])
+def test_fresh_numbers_of_other_generators_are_drawn_by_the_model_itself(model):
+    np.random.seed(1)
+    np.random.randn()
+    prog = captured(model)
+
+    def begin():
+        begun()
+        random.seed(5)
+        np.random.seed(5)
+
+    begin()
+    wanted = [model(x()), model(x())]
+    begin()
+    assert_same([prog.replay(rng="fresh").output for _ in wanted], wanted)
+    assert_same(prog.replay().output, prog.output)
+
+
+def test_where_no_model_can_draw_such_numbers_this_is_said():
+    prog = captured(of_numpy)
+    with pytest.raises(rl.DivergedReplay, match="what `numpy` drew"):
+        prog.replay(rng="fresh", on_divergence="raise")
+    with pytest.raises(rl.DivergedReplay, match="what `numpy` drew"):
+        prog.with_patch({"dropout_1": rl.Zero()}).replay(rng="fresh")
+    with pytest.raises(rl.ReplaylensError, match="draws numbers by numpy"):
+        prog.module()
+    assert prog.replay(rng="fresh", on_divergence="ignore").diverged
+
+
+def test_generators_that_nobody_draws_from_are_not_named():
+    np.random.seed(1)
+    np.random.randn()
+    prog = captured(several)
+    assert prog.graph.drawn_elsewhere == ()
+
+
+# ---- draws that take as many numbers as contents ask -------------------------------------------------------------------
+
+
+def behind_gamma(x):
+    return torch._standard_gamma(x) * 0 + torch.rand(5)
+
+
+def behind_dirichlet(x):
+    return torch.distributions.Dirichlet(x).sample() * 0 + torch.rand(5)
+
+
+def behind_beta(x):
+    return torch.distributions.Beta(x, x + 1).rsample() + torch.rand(5)
+
+
+def behind_binomial(x):
+    return torch.binomial(torch.full_like(x, 9), x / 10) + torch.randn(5)
+
+
+def behind_student(x):
+    return torch.distributions.StudentT(x + 1).rsample() + torch.rand(5)
+
+
+def behind_rrelu(x):
+    return torch.rrelu(x - 0.7, training=True) + torch.rand(5)
+
+
+def behind_rrelu_in_place(x):
+    h = x - 0.7
+    F.rrelu_(h, training=True)
+    return h + torch.rand(5)
+
+
+def behind_von_mises(x):
+    return torch.distributions.VonMises(x, x + 1).sample() + torch.rand(5)
+
+
+def in_a_stream_of_its_own(x):
+    own = torch.Generator().manual_seed(2)
+    return torch.poisson(x * 3, generator=own) + torch.rand(5, generator=own)
+
+
+def behind_one_that_nobody_reads(x):
+    torch.poisson(x * 3)
+    return x + torch.rand(5)
+
+
+def a_write_behind_one(x):
+    h = torch.empty(5)
+    torch.poisson(x * 4)
+    h.normal_()
+    return x + h
+
+
+def a_chain(x):
+    counts = torch.poisson(x * 3)
+    drawn = torch.multinomial(counts + 1, 2).float().mean()
+    return F.dropout(x) * drawn + torch.bernoulli(x / 10)
+
+
+def past_a_restored_state(x):
+    state = torch.get_rng_state()
+    lost = torch.poisson(x * 3) * 0
+    behind = torch.rand(5)
+    torch.set_rng_state(state)
+    return lost + behind + torch.rand(5)
+
+
+SHIFTED = [
+    behind_gamma,
+    behind_dirichlet,
+    behind_beta,
+    behind_binomial,
+    behind_student,
+    behind_rrelu,
+    behind_rrelu_in_place,
+    behind_von_mises,
+    in_a_stream_of_its_own,
+    behind_one_that_nobody_reads,
+    a_write_behind_one,
+    a_chain,
+    past_a_restored_state,
+]
+
+ENTRIES = {
+    "new inputs": lambda prog: prog.replay(other()).output,
+    "a call": lambda prog: prog(other()).output,
+    "gradients": lambda prog: prog.replay(other(), grad=True).output,
+    "a patch": lambda prog: prog.replay(patch={"input_1": other()}).output,
+    "a function": lambda prog: prog.function()(other()),
+    "a slice": lambda prog: prog.slice("input_1").replay(other()).output,
+    "an edit": lambda prog: prog.with_patch({"input_1": other()}).output,
+    "an edit, replayed": lambda prog: prog.with_patch({"input_1": other()}).replay().output,
+    "an edit, refreshed": lambda prog: prog.with_patch({"input_1": other()}).refresh().output,
+    "a sweep": lambda prog: prog.replay_many({"a": {"input_1": other()}, "b": {"input_1": x()}}).values[0],
+    "nothing saved": lambda prog: prog.saving("none").replay(other()).output,
+}
+
+
+@pytest.mark.parametrize("model", SHIFTED)
+def test_a_draw_that_takes_more_numbers_shifts_those_behind_it(model):
+    prog = captured(model)
+    captured(lambda x: x)  # the generator, where that capture began
+    wanted = model(other())
+    outside = torch.get_rng_state()
+    for entry, run in ENTRIES.items():
+        assert_same(run(prog), wanted, entry)
+        assert torch.equal(torch.get_rng_state(), outside), entry
+    captured(lambda x: x)
+    assert_same(rl.run(model, x(), patch={"input_1": other()}).output, wanted)
+    assert_same(prog.replay().output, prog.output)
+
+
+@pytest.mark.parametrize("model", [behind_gamma, a_write_behind_one, in_a_stream_of_its_own])
+def test_edited_and_moved_programs_know_where_their_draws_begin(model):
+    prog = captured(model)
+    assert prog.check()
+    assert prog.with_patch({"input_1": other()}).check()
+    assert rl.check(model, x())
+
+
+def test_a_patch_that_stops_a_draw_shifts_those_behind_it():
+    def model(rate):
+        return torch.poisson(rate.relu() * 5), torch.rand(5)
+
+    prog = captured(model)
+    captured(lambda x: x)
+    rest = torch.rand(5)  # of a rate of zero no number is taken
+    assert_same(prog.replay(patch={"relu_1": rl.Zero()}).output[1], rest)
+    swept = prog.replay_many({"zero": {"relu_1": rl.Zero()}, "none": {}}, lambda out: out[1])
+    assert_same(swept.values, torch.stack([rest, prog.output[1]]))
+
+
+def test_draws_that_shapes_alone_decide_stay_where_they_were_and_are_not_run_again():
+    prog = captured(lambda x: torch.bernoulli(x / 10) + torch.rand(5))
+    assert "rand_1_3" not in prog.replay(other()).executed
+    assert prog.graph.shifts == {}
+
+
+def test_gradients_behind_a_shifted_draw_are_the_models():
+    def model(x):
+        torch.poisson(x.detach() * 3)
+        return x * torch.rand(5)
+
+    prog = captured(model)
+    captured(lambda x: x)
+    given = other().requires_grad_()
+    model(given).sum().backward()
+    grads = prog.grads(other(), of=lambda out: out.sum(), at=["input_1"])
+    assert_same(grads["input_1"], given.grad)
+
+
+# ---- patches that draw -------------------------------------------------------------------------------------------------
+
+
+def test_a_patch_draws_from_the_users_generator_and_not_what_the_model_draws_next():
+    prog = captured(lambda x: torch.randn(4, 5) + F.relu(x) + torch.randn(4, 5))
+    torch.manual_seed(9)
+    noise = [torch.randn(4, 5), torch.randn(4, 5)]
+    torch.manual_seed(9)
+    runs = [prog.replay(patch={"relu_1": lambda h: torch.randn(4, 5)}, keep="all") for _ in noise]
+    assert_same([run["relu_1"] for run in runs], noise)
+    for run in runs:
+        assert_same(run["randn_2"], prog["randn_2"].value)
