@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .._core.torch_private import seed_tracker
 from .._replay.stream import one_draws
 
 _DROPOUTS = frozenset(
@@ -50,8 +51,7 @@ def default_generator(device: torch.device | None) -> torch.Generator:
 
 def seedings() -> Any:
     """Another object after each `torch.manual_seed` and `torch.seed`: they leave what CUDA is to be told later."""
-    tracker = getattr(torch.cuda, "_lazy_seed_tracker", None)
-    return getattr(tracker, "manual_seed_all_cb", None)
+    return getattr(seed_tracker, "manual_seed_all_cb", None)
 
 
 def lent_generators(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Generator]:

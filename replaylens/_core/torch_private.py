@@ -123,6 +123,9 @@ safe_softmax = _name("torch._safe_softmax", "attention in its open form, rows wi
 quantized_per_tensor = _name("torch._make_per_tensor_quantized_tensor", "other quantized values, in checks")
 quantized_per_channel = _name("torch._make_per_channel_quantized_tensor", "the same")
 storage_holders = _name("torch._C._storage_Use_Count", "whether a value can be let go while the forward runs")
+seed_tracker = _name(
+    "torch.cuda._lazy_seed_tracker", "was `torch.manual_seed` called?", "only a seed that changes the generator is seen"
+)
 OPERATOR_PLACES = tuple(
     (path, _name(path, "a torch function is found again by its name", "those of another place are kept as they are"))
     for path in ("torch._C._nn", "torch._C._fft", "torch._C._linalg", "torch._C._special", "torch._C._sparse")
