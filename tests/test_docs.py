@@ -49,10 +49,13 @@ def test_every_python_block_of_a_page_runs(page, tmp_path, monkeypatch):
     # A module, not a bare dict: dataclasses, pickle and TorchScript look their classes up in it.
     module = ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)
-    for block in python_blocks(page.read_text(encoding="utf-8")):
+    text, ran = page.read_text(encoding="utf-8"), 0
+    for block in python_blocks(text):
         if block.is_run:
             # Pushed down to its own line, so that tracebacks and captured source lines point into the page.
             exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), module.__dict__)
+            ran += 1
+    assert ran >= text.count("```python") - text.count("<!-- not run:")
 
 
 def test_only_a_python_block_below_a_reason_is_skipped():
