@@ -147,6 +147,12 @@ class Recording:
     default_dtype: torch.dtype = torch.float32
     default_device: str = "cpu"
     addresses: Callable[[], Addresses] | None = None
+    turned: dict[int, tuple[Handle, bool, torch.Tensor]] = field(
+        factory=dict
+    )  # leaves by id: their value and flag before the forward turned it. See flags.py
+    hooks: list[tuple[Handle, Any, bool]] = field(
+        factory=list
+    )  # on gradients: value, torch's handle, late? See hooks.py
     gradients: dict[Handle, str] = field(factory=dict)  # what autograd would have done for values that were copied
     seed: int | None = None
     began: float = 0.0
@@ -207,7 +213,7 @@ def freeze(recording: Recording) -> Frozen:
     addresses = recording.addresses() if recording.addresses else Addresses({})
     scopes, lines = _scopes(recording, addresses)
     names, orphans = _names(recording, _drafts(recording, addresses, scopes))
-    bypassed = _bypassed(recording)
+    bypassed, twice = _bypassed(recording), _differentiated_twice(recording)
     refs: dict[Handle, Ref] = {}
     for record, name in zip(recording.records, names, strict=True):
         for path, handle in parts_of(record.returns):
@@ -215,7 +221,7 @@ def freeze(recording: Recording) -> Frozen:
     to_ref = _reader(refs)
     made: list[Node] = []
     for record, name in zip(recording.records, names, strict=True):
-        made.append(_node(recording, addresses, record, name, to_ref, scopes, lines, names, bypassed))
+        made.append(_node(recording, addresses, record, name, to_ref, scopes, lines, names, bypassed, twice))
     for number, before in recording.patched.items():
         made[number] = _patch_node(made[number], names[before])
     made = with_dynamic_shapes(made)
@@ -349,6 +355,7 @@ def _node(
     lines: list[Source | None],
     names: list[str],
     bypassed: set[Handle],
+    twice: set[int],
 ) -> Node:
     if isinstance(record, SourceRecord):
         return _source_node(recording, addresses, record, name)
@@ -370,7 +377,7 @@ def _node(
         context=frozen_context(record.context),
         is_dynamic=record.is_dynamic,
         through=tuple([names[number] for number in record.through]),
-        is_differentiated=record.is_differentiated,
+        is_differentiated=record.is_differentiated or id(record) in twice,
         is_overwritten=any(handle in bypassed for _, handle in parts_of(record.returns)),
         scope=scopes[record.scope] if record.scope >= 0 else None,
         source=linked(record.site, lines[record.scope] if record.scope >= 0 else None) or line_of(record.site),
@@ -387,6 +394,15 @@ def _bypassed(recording: Recording) -> set[Handle]:
             found.add(handle)
             stack.extend(recording.view_of.get(handle, ()))
     return found
+
+
+def _differentiated_twice(recording: Recording) -> set[int]:
+    """By id, the records of calls that a gradient runs again which is itself run again to be differentiated: a patch at
+    one of them would be in the first derivative, and not in the second.
+    """
+    again = {n: record.through for n, record in enumerate(recording.records) if isinstance(record, CallRecord)}
+    inner = {number for through in again.values() for n in through for number in again.get(n, ())}
+    return {id(recording.records[number]) for number in inner}
 
 
 def _shared(found: tuple[TensorMeaning, ...]) -> tuple[TensorMeaning, ...]:

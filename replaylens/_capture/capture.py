@@ -29,11 +29,12 @@ from .._replay.replay import Record, Versions
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite, UnsupportedModel
 from .account import account_of, timed
 from .builder import Handle, Recording, SourceRecord, freeze, is_torch_code, last_name, line_of, version_of
+from .hooks import settle_hooks
 from .origins import Date, Origins, dated, reaches_scripts
 from .randomness import lent_generators
 from .recorder import NeedsDeepLook
 from .scopes import boundary, callers, listening
-from .snapshot import Beginning, Dice, Snapshot
+from .snapshot import Beginning, Dice, Snapshot, turn_back
 from .sparing import settle, sparing
 from .storage import Entry
 from .tracer import Tracer
@@ -80,7 +81,13 @@ def record(
     settle(captured.recording)
     beginning.generators = tuple(captured.recording.generators.values())
     beginning.lent = frozenset(map(id, lent_generators(model, args, kwargs)))
+    beginning.snapshot.flags = flags_of(captured.recording)
     return captured
+
+
+def flags_of(recording: Recording) -> list[tuple[torch.Tensor, bool]]:
+    """Of the leaves whose flag the forward turned: how it was before."""
+    return [(tensor, flag) for _, flag, tensor in recording.turned.values()]
 
 
 def looked(forward: Forward, put_back: Callable[[Recording, Beginning], None], origins: Origins) -> Captured:
@@ -132,6 +139,7 @@ def _look(forward: Forward, recording: Recording, origins: Origins, deep: bool) 
             output = _call(forward.model, args, kwargs, tracer)
         with without_function_modes(), tracer.at_work():
             recording.output = freeze_deep(output, tracer.read)
+            settle_hooks(recording, at_end=True)
             _take_changes(tracer)
             _take_touched(tracer)
             recording.drawn_elsewhere = forward.beginning.dice.moved()
@@ -290,8 +298,8 @@ def _take_changes(tracer: Tracer) -> None:
         addresses.add((id(module), key))
         now = tensor if kind == "attribute" else held(module, key)
         last = memory.read(now) if now is not None else None
-        if last is not None and last != first:
-            recording.changes.append((where, last))
+        if last is not None and first not in (same := memory.same_content(last)):
+            recording.changes.append((where, same[-1]))
     for module, key, tensor in tracer.origins.buffers():
         if (id(module), key) not in addresses and (last := memory.read(tensor)) is not None:
             recording.changes.append(((module, key), last))
@@ -370,6 +378,7 @@ def put_back(recording: Recording, beginning: Beginning) -> None:
     """Undo what a first look changed, before the second."""
     put_generators_back(recording)
     beginning.put_back()
+    turn_back(flags_of(recording))
     with torch.no_grad():
         for record in recording.records:
             if not isinstance(record, SourceRecord):

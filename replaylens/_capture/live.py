@@ -102,7 +102,9 @@ class LiveTracer(Tracer):
         args, kwargs, targets = self._ours(rule, args, kwargs)
         with nothing_computed_again():
             out = super()._open_or_call(rule, func, args, kwargs)
-        return self._asked(Done(out, (args, kwargs), targets, is_hidden=self.in_aten))
+        closed = "a leaf begins to take gradients there, or ends to, and the model holds that leaf"
+        closed *= rule.special == "turn"
+        return self._asked(Done(out, (args, kwargs), targets, is_hidden=self.in_aten, closed=closed))
 
     def aten(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An ATen call that no recorded call made."""

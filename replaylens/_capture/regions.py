@@ -1,8 +1,7 @@
-"""What the function layer cannot see: functorch, gradients taken inside the forward, scripts, custom functions.
+"""What the function layer cannot see: functorch, gradients taken inside the forward, scripts.
 
 In: a stretch of the forward that a torch function mode is blind to. Out: nodes for it all the same: the ATen calls of
-the stretch, seen by a dispatch mode that lives no longer than it; or one node for a whole (a custom function, a
-gradient).
+the stretch, seen by a dispatch mode that lives no longer than it; or one node for a whole gradient.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import torch
 
 from .._core.graph import Graph
 from .._core.node import Call, Input, Ref
+from .._core.pure import hooked
 from .._core.target import Target
 from .._core.torch_private import (
     FakeTensor,
@@ -21,13 +21,12 @@ from .._core.torch_private import (
     TorchDispatchMode,
     count_function_modes,
     is_function_mode_seen,
-    peek_interpreter_stack,
-    without_function_modes,
 )
 from .._core.trees import Branch, leaves, remake
 from .._replay.differentiate import differentiate
 from ..errors import CaptureError
-from .builder import CallRecord, Handle, Recording, SourceRecord, frozen_context, parts_of
+from .builder import CallRecord, Handle, Recording, SourceRecord, frozen_context, parts_of, version_of
+from .hooks import HOOK_TWICE, settle_hooks
 from .recorder import Recorder
 from .rules import How, Rule
 
@@ -150,7 +149,8 @@ def _accumulate(tracer: Recorder, tensor: torch.Tensor, old: torch.Tensor | None
         return
     recording, memory = tracer.recording, tracer.memory
     if old is None:
-        recording.values[new] = grad
+        _require_equal(tracer, (grad,), (recording.values[new],))
+        recording.values[new], recording.versions[new] = grad, version_of(grad)
         memory.know(grad, new)
         return
     handle = recording.keep(grad)
@@ -184,6 +184,7 @@ def _stretch(
     the other.
     """
     recording = tracer.recording
+    settle_hooks(recording)
     ends, starts = [tracer.read(t) for t in outputs], [tracer.read(t) for t in inputs]
     producers = _producers(recording)
     leaf_starts = {int(start) for start, tensor in zip(starts, inputs, strict=True) if tensor.is_leaf}
@@ -191,6 +192,8 @@ def _stretch(
     between = _between(recording, above, starts, leaf_starts)
     if not between:
         return None
+    if keep_graph and any(getattr(recording.records[n], "function", None) is hooked for n in between):
+        recording.one_way.append(HOOK_TWICE)
     inside = {int(h) for n in between for _, h in parts_of(recording.records[n].returns)}
     roots = list(dict.fromkeys(start for start in starts if int(start) not in inside))
     reads = [h for n in between for h in reads_of(recording.records[n])]
@@ -308,73 +311,3 @@ def _require_equal(tracer: Recorder, results: Any, expected: Any) -> None:
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
-
-
-# -- custom autograd functions -----------------------------------------------------------------------------------------
-
-
-_function_apply = torch.autograd.Function.__dict__["apply"]
-
-
-def apply_call(tracer: Recorder, kind: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """A custom `autograd.Function`: one node that keeps its own backward, if it reads nothing but its arguments.
-
-    Its body runs under the mode, so that what it reads and writes is known. If it is closed, the body's records are
-    taken back and one call stands for them; else they stay, and gradients through them are refused.
-    """
-    is_whole = issubclass(kind, torch.autograd.Function)  # else: a part of one, which functorch makes
-    if peek_interpreter_stack() is not None or tracer.in_leaf or not is_whole:
-        return call(*args, **kwargs)
-    if tracer.functorch:
-        tracer.leave_functorch()
-    if kind.__name__ == "CheckpointFunction" and kind.__module__ == "torch.utils.checkpoint":
-        return args[0](*args[2:])  # its body is the model's own: recorded openly, under the present grad mode
-    if kind.__name__ == "BackwardHookFunction":
-        tracer.recording.one_way.append("a module's backward hook")
-        return call(*args, **kwargs)
-    with without_function_modes(), tracer.at_work():
-        reads, named = tracer.read_all(args, kwargs)
-        state = torch.default_generator.get_state()
-    recording, memory, site = tracer.recording, tracer.memory, tracer.site()
-    mark = (len(recording.records), len(recording.guards), len(recording.values))
-    writes = len(memory.written)
-    out = call(*args, **kwargs)
-    own = {int(h) for h in leaves((*reads, *named.values())) if type(h) is Handle}
-    wrote = any(first < mark[2] for first in memory.written[writes:])
-    if wrote:
-        memory.uncount(memory.written[writes:])  # torch counts the write of a dirty argument once more
-    if wrote or not _is_closed(recording, mark[0], mark[2], own) or not _is_plain(args, kwargs):
-        if any(isinstance(t, torch.Tensor) and t.is_floating_point() for t in args):
-            recording.one_way.append(kind.__name__)
-        return out
-    memory.take_back(mark[2])
-    del (
-        recording.records[mark[0] :],
-        recording.guards[mark[1] :],
-        recording.values[mark[2] :],
-        recording.versions[mark[2] :],
-    )
-    with without_function_modes(), tracer.at_work():
-        key = tracer.draws.keep(torch.default_generator, state)
-        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
-        rule = Rule(How.LEAF, kind.__name__.lower().replace("_", "") or "function", is_dynamic=True)
-        whole = _function_apply.__get__(None, kind)
-        returns = tracer.results(out, whole, args, kwargs, tensors)
-        if returns is not None:
-            tracer.append(whole, rule, reads, named, returns, site, key, True)
-    return out
-
-
-def _is_closed(recording: Recording, first: int, values: int, own: set[int]) -> bool:
-    for record in recording.records[first:]:
-        if isinstance(record, SourceRecord) and record.kind != "constant":
-            return False
-        if any(int(h) < values and int(h) not in own for h in reads_of(record)):
-            return False
-    return True
-
-
-def _is_plain(args: Any, kwargs: Any) -> bool:
-    """Can these arguments be given again? Modules and functions among them may read anything."""
-    values = (*args, *kwargs.values())
-    return not any(isinstance(value, torch.nn.Module) or hasattr(value, "__code__") for value in values)

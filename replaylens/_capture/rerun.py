@@ -29,7 +29,7 @@ from .._replay.stream import one_draws
 from ..errors import DivergedReplay, StaleValue
 from .aims import Aim, Aims, aim_at, aims_of
 from .builder import Handle, Recording
-from .capture import Captured, Forward, held, looked, put_generators_back, record_of, require_supported
+from .capture import Captured, Forward, flags_of, held, looked, put_generators_back, record_of, require_supported
 from .live import LiveTracer, Stage
 from .origins import Date, Origins
 from .randomness import lent_generators
@@ -56,6 +56,7 @@ def rehearsed(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capt
         captured, _ = _run(beginning, args, kwargs, Stage(Aims(), {}, lambda tracer: []))
     beginning.generators = tuple(captured.recording.generators.values())
     beginning.lent = frozenset(map(id, lent_generators(model, args, kwargs)))
+    beginning.snapshot.flags = flags_of(captured.recording)
     return captured
 
 

@@ -58,7 +58,7 @@ METADATA = frozenset(
     _has_compatible_shallow_copy_type _sym_int sym_int sym_float sym_max sym_min sym_not sym_sum sym_ite sym_sqrt
     _assert _debug_has_internal_overlap is_grad_enabled is_inference_mode_enabled retain_grad is_same_size is_signed
     register_post_accumulate_grad_hook _is_view is_shared is_coalesced is_distributed dense_dim sparse_dim
-    __hash__ share_memory_ rename_ requires_grad_ _nnz get_default_dtype is_storage is_tensor
+    __hash__ share_memory_ rename_ _nnz get_default_dtype is_storage is_tensor
     dim_order get_rng_state set_rng_state manual_seed initial_seed is_deterministic_algorithms_warn_only_enabled
     are_deterministic_algorithms_enabled is_autocast_enabled is_autocast_cpu_enabled get_autocast_dtype
     is_warn_always_enabled broadcast_shapes cudnn_is_acceptable _use_cudnn_ctc_loss""".split()
@@ -80,6 +80,7 @@ SPECIALS = {
     "_set_grad_enabled": "grad_mode",
     "_make_dual": "dual",
     "register_hook": "hook",
+    "requires_grad_": "turn",
     "set_": "assign",
     "resize_": "resize",
     "resize_as_": "resize",
@@ -195,6 +196,8 @@ def _property_rule(function: Any, word: str) -> Rule:
         return Rule(How.LEAF, name.lower())
     if name == "requires_grad" and word == "__get__":
         return Rule(How.SPECIAL, name, special="asks_gradient")
+    if name == "requires_grad" and word == "__set__":
+        return Rule(How.SPECIAL, name, special="turn")
     return Rule(How.PASS)
 
 
@@ -207,7 +210,14 @@ def _operator_rule(function: Any) -> Rule:
     namespace = function._qualified_op_name.split("::")[0] if is_packet else function.namespace
     if name in ("lift_fresh", "lift"):
         return Rule(How.SPECIAL, kind_of(name), special="lift")
-    if name in METADATA or name in ("sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "profiler"):
+    if name in METADATA or name in (
+        "sym_size",
+        "sym_stride",
+        "sym_numel",
+        "sym_storage_offset",
+        "profiler",
+        "requires_grad_",
+    ):
         return Rule(How.PASS)
     if name in ("item", "_local_scalar_dense", "equal", "is_nonzero", "allclose"):
         return Rule(How.ESCAPE, kind_of(name))

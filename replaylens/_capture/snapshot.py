@@ -43,6 +43,9 @@ class Snapshot:
         self.hooked: list[nn.Module] = []  # all modules, and the hooks of those that have some
         self.hooks: dict[int, dict[Any, Any]] = {}
         self.restored: list[tuple[Any, Callable[[], object]]] = []  # arrays and generators: puts back what they held
+        self.flags: list[
+            tuple[torch.Tensor, bool]
+        ] = []  # of leaves that the forward freezes or thaws: known afterwards
         self.apart = _REGISTERED if whole else _TORCHS
         self._seen: set[int] = set()
         for module in modules:
@@ -96,6 +99,7 @@ class Snapshot:
         """The same objects, as they are now."""
         now = Snapshot.__new__(Snapshot)
         now.apart = self.apart
+        now.flags = [(tensor, tensor.requires_grad) for tensor, _ in self.flags]
         now.attributes = [(m, {k: v for k, v in vars(m).items() if k not in self.apart}) for m, _ in self.attributes]
         now.hooked, now.hooks = [], {}
         for module in self.hooked:
@@ -107,6 +111,7 @@ class Snapshot:
 
     def put_back(self) -> None:
         """Everything noted as it was."""
+        turn_back(self.flags)
         for module, attributes in self.attributes:
             now = vars(module)
             for key in [key for key in now if key not in attributes and key not in self.apart]:
@@ -125,6 +130,13 @@ class Snapshot:
             if not _same(container, content):
                 container.clear()
                 (container.update if isinstance(container, (dict, set)) else container.extend)(content)
+
+
+def turn_back(flags: Iterable[tuple[torch.Tensor, bool]]) -> None:
+    """Leaves need gradients as they did."""
+    for tensor, flag in flags:
+        if tensor.is_leaf and tensor.requires_grad != flag:
+            tensor.requires_grad_(flag)
 
 
 def _hooks_of(module: nn.Module) -> list[dict[Any, Any]]:

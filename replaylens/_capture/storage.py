@@ -83,6 +83,7 @@ class Memory:
     written: list[Handle] = field(factory=list)  # the first values of bases, once for each write
     bases: dict[int, Base] = field(factory=dict)
     keep_alive: list[Any] = field(factory=list)
+    same_as: dict[Handle, Handle] = field(factory=dict)  # values that differ from another in how gradients flow alone
     lent: set[int] = field(factory=set)  # storages of tensors that a sparse tensor was made of
 
     # -- reading -------------------------------------------------------------------------------------------------
@@ -106,6 +107,13 @@ class Memory:
             known.handle = self._derive(known) if known.steps else base.handle
             known.version = base.version
         return known.handle
+
+    def same_content(self, handle: Handle) -> list[Handle]:
+        """A value, and those that it only differs from in how gradients flow; the first of them last."""
+        found = [handle]
+        while (handle := self.same_as.get(handle, handle)) != found[-1]:
+            found.append(handle)
+        return found
 
     def take_back(self, first: int) -> None:
         """Forget every tensor first seen since a value of this number."""
@@ -386,14 +394,14 @@ class Memory:
             if same_content(base.root, base.exposed):
                 return
             now = base.root.detach().clone()
-        self._restore_held(base)
+        self.restore_held(base)
         handle = self.recording.keep(now)
         self.recording.records.append(
             SourceRecord("constant", handle, "written from outside torch, through numpy", None, now)
         )
         self.wrote(base, handle)
 
-    def _restore_held(self, base: Base) -> None:
+    def restore_held(self, base: Base) -> None:
         """The recorded values of memory that numpy has overwritten, from the copy that was taken of it."""
         assert base.exposed is not None
         values, held = self.recording.values, base.held

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from .._core.pure import alias, copied, hooked
+from .._core.pure import alias, copied
 from .._core.torch_private import (
     OpOverload,
     TransformType,
@@ -35,10 +35,13 @@ from .._core.torch_private import (
 from .._core.trees import ATOMS, freeze, freeze_deep
 from ..errors import ReplaylensError, UnannouncedWrite
 from .builder import PLAIN, CallRecord, GuardRecord, Handle, Recording, ScopeRecord, Site, is_torch_code, version_of
+from .customs import apply_call
+from .flags import turn
+from .hooks import hook
 from .opening import opened
 from .origins import Date, Origins, is_older
 from .recorder import NeedsDeepLook, Recorder, outside, tensors_in
-from .regions import AtenWatch, apply_call, backward_call, differentiate_call, watched
+from .regions import AtenWatch, backward_call, differentiate_call, watched
 from .rules import How, Rule, rule_of
 from .scopes import user_frame
 from .writes import assign, reshape, resize, write
@@ -337,17 +340,10 @@ class Tracer(Recorder):
         return func(*args, **kwargs)
 
     def _special_hook(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        """A hook on a tensor's gradient: a value of its own from here on."""
-        tensor = args[0]
-        result = func(*args, **kwargs)
-        if tensor.is_leaf or self.functorch:
-            return result
-        source = self.read(tensor)
-        hook = args[1] if len(args) > 1 else kwargs["hook"]
-        site = self.site()
-        handle = self.know_again(tensor)
-        self.append(hooked, Rule(How.LEAF, "hook"), [source, hook], {}, handle, site, None, False)
-        return result
+        return hook(self, func, args, kwargs)
+
+    def _special_turn(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
+        return turn(self, func, args, kwargs)
 
     def _special_differentiate(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         return differentiate_call(self, func, args, kwargs)

@@ -21,6 +21,8 @@ from .._core.torch_private import OpOverload
 from .._core.trees import Branch, freeze
 from ..errors import CaptureError
 from .builder import CallRecord, Handle, version_of
+from .flags import turn
+from .late import note_late_write
 from .recorder import Recorder, geometry_of, number_parts, tensors_in
 from .rules import How, Rule
 from .storage import Base, Entry, geometry_step, meet, step_tree, storage_key
@@ -55,7 +57,9 @@ def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, tar
             f"`{rule.kind}` writes memory that a sparse tensor was made of.{recorder.where()}\n"
             "A program cannot say that both change. Make the sparse tensor of a copy (`values.clone()`)."
         )
-    record = _write_record(recorder, func, args, kwargs, targets, entries, bases, draw.draws is not None)
+    for base in {id(entry.base): entry.base for entry in entries if _is_by_data(entry)}.values():
+        note_late_write(recorder, base)
+    record = write_record(recorder, func, args, kwargs, targets, entries, bases, draw.draws is not None)
     geometry = [geometry_of(target) for target in targets]
     counters = [version_of(base.root) for base in bases]
     for base in bases:
@@ -77,11 +81,16 @@ def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, tar
         raise
     if [geometry_of(target) for target in targets] != geometry:
         return _outgrown(recorder, rule, func, args, kwargs, targets, out, site)
-    _append_write(recorder, rule, func, record, targets, entries, bases, tensors, out, site, draw.key)
+    append_write(recorder, rule, func, record, targets, entries, bases, tensors, out, site, draw.key)
     return out
 
 
-def _write_record(
+def _is_by_data(entry: Entry) -> bool:
+    """Is it an alias of a tensor by `.data`, whose writes torch does not count?"""
+    return any(getattr(step.items[0].function, "__self__", None) is torch.Tensor.data for step in entry.steps)
+
+
+def write_record(
     recorder: Recorder, func: Any, args: Any, kwargs: Any, targets: Any, entries: Any, bases: Any, may_draw: bool
 ) -> tuple[Any, list[Any], dict[str, Any]]:
     """The pure call for a write, its arguments read before it happens."""
@@ -162,7 +171,7 @@ def _repeats(tensor: torch.Tensor) -> bool:
     )
 
 
-def _append_write(
+def append_write(
     recorder: Recorder,
     rule: Rule,
     func: Any,
@@ -175,6 +184,7 @@ def _append_write(
     site: Any,
     key: Any,
 ) -> None:
+    """Write down a call that wrote, and what holds from then on."""
     function, reads, named = record
     for base in bases:
         recorder.memory.wrote(base, recorder.recording.keep(base.root), not recorder.in_aten)
@@ -275,6 +285,8 @@ def _forget(recorder: Recorder, tensor: torch.Tensor) -> None:
 def reshape(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
     """`t_()`, `unsqueeze_()`: the object looks at the same memory in another way from now on."""
     tensor = args[0]
+    if func.__name__ == "detach_" and tensor.is_leaf and tensor.requires_grad:
+        return turn(recorder, func, args, kwargs)
     recorder.require_single(tensor, rule)
     recorder.read(tensor)
     entry = recorder.memory.entry(tensor)
@@ -316,6 +328,7 @@ def assign(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) ->
         raise CaptureError(f"`{rule.kind}` gives a tensor raw memory, which a program cannot say.{recorder.where()}")
     recorder.require_single(tensor, rule)
     old, source = recorder.read(tensor), recorder.read(value)
+    note_late_write(recorder, recorder.memory.entry(tensor).base, exchanged=tensor)
     recorder.memory.part_from(tensor)
     result = func(*args, **kwargs)
     base, steps = recorder.memory.entry(value).base, recorder.memory.entry(value).steps

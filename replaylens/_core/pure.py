@@ -314,12 +314,17 @@ def clear(made: Any) -> Any:
 
 
 def hooked(tensor: torch.Tensor, hook: Callable[..., Any]) -> torch.Tensor:
-    """The tensor, with a hook on the gradient that comes back to it."""
-    if not tensor.requires_grad:
+    """The tensor, with a hook on the gradient that comes back to it. A parameter of the model's may have it already."""
+    if not tensor.requires_grad or any(known is hook for known in (tensor._backward_hooks or {}).values()):
         return tensor
     same = tensor.view_as(tensor)
     same.register_hook(hook)
     return same
+
+
+def needing(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as one that needs gradients: a leaf, if it did not."""
+    return tensor if tensor.requires_grad else fresh_leaf(tensor)
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:

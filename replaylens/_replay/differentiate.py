@@ -40,7 +40,7 @@ def differentiate(
     if peek_interpreter_stack() is not None:
         return _by_transform(graph, starts, others, cotangents, states, patches)
     with torch.enable_grad():
-        begun = tuple([start if start.requires_grad else start.detach().requires_grad_() for start in starts])
+        begun = tuple([s if s.requires_grad and keep_graph else s.detach().requires_grad_() for s in starts])
         outputs, targets = _run(graph, begun, others, states, patches)
         return torch.autograd.grad(outputs, targets, list(cotangents), create_graph=keep_graph, allow_unused=True)
 

@@ -182,7 +182,7 @@ def with_values_apart(node: Call, apart: frozenset[Ref]) -> Call:
 
 def _patches_inside(graph: Graph, node: Call, patches: Patches) -> Patches:
     """Patches at nodes that a call runs again itself, by their number among them."""
-    positions = [graph.positions[name] for name in node.through]
+    positions = [graph.positions.get(name, -1) for name in node.through]  # in a stretch not all of them need stand
     return {number: patches[position] for number, position in enumerate(positions) if position in patches}
 
 

@@ -457,7 +457,11 @@ def require_differentiable(record: Record, request: Request) -> None:
                     f"on inputs with requires_grad={tensor.requires_grad} to replay it on such inputs."
                 )
     if request.grad and record.graph.one_way:
-        names = ", ".join(sorted(set(record.graph.one_way)))
+        words = sorted(set(record.graph.one_way))
+        if told := [word for word in words if ": " in word]:
+            what, _, why = told[0].partition(": ")
+            raise NotDifferentiable(f"gradients through {what} cannot be replayed: {why}")
+        names = ", ".join(words)
         raise NotDifferentiable(
             f"gradients through {names} cannot be replayed: only the forward of this custom function "
             "could be recorded, because it "

@@ -1,0 +1,81 @@
+"""Memory that a backward pass still reads, written where torch does not notice: `weight.data.mul_(0.5)` after its use.
+
+In: memory that is written through `.data`, or exchanged by it. Out: whether a call before saved it for its backward.
+Torch's own backward then reads what is there by that time; a program has the gradient of what was computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .._core.trees import leaves
+from .builder import CallRecord, Gone, Handle, Recording
+from .recorder import Recorder
+from .regions import reads_of
+from .storage import Base, storage_key
+
+LATE_WRITE = (
+    "memory that the model writes by .data after its use: torch's own backward reads what is there by then, without a "
+    "sign. Write it before, or compute with a copy."
+)
+Is = Callable[[torch.Tensor], bool]
+_DEEPEST = 6  # how many steps of a backward pass one torch function may take
+
+
+def note_late_write(recorder: Recorder, base: Base, exchanged: torch.Tensor | None = None) -> None:
+    """Gradients are refused if a backward pass reads what is written now; or this very object, which gets other memory:
+    what looks at it keeps the old one.
+    """
+    recording = recorder.recording
+    held = {*base.held, base.handle}
+    memory = storage_key(base.root)
+
+    def is_it(tensor: torch.Tensor) -> bool:
+        return storage_key(tensor) == memory if exchanged is None else tensor is exchanged
+
+    readers = [r for r in recording.records if isinstance(r, CallRecord) and not held.isdisjoint(reads_of(r))]
+    if any(_saves(recording, record, is_it) for record in readers):
+        recording.one_way.append(LATE_WRITE)
+
+
+def _saves(recording: Recording, record: CallRecord, is_it: Is) -> bool:
+    """Did the call save what is asked for for its backward? Where gradients are off, torch does not tell."""
+    given = [recording.values[h] for h in leaves(record.returns) if type(h) is Handle]
+    if not recording.ambient[0]:
+        return any(not _is_gone(t) and not is_it(t) and t.is_floating_point() for t in given)
+    if any(_is_gone(value) for value in given):
+        return any(h in recording.gradients for h in leaves(record.returns) if type(h) is Handle)
+    stops = {id(value.grad_fn) for value in (recording.values[h] for h in reads_of(record)) if _has_history(value)}
+    return any(_saved_below(value.grad_fn, is_it, stops, _DEEPEST) for value in given if _has_history(value))
+
+
+def _is_gone(value: Any) -> bool:
+    return isinstance(value, Gone)
+
+
+def _has_history(value: Any) -> bool:
+    return not _is_gone(value) and value.requires_grad and value.grad_fn is not None
+
+
+def _saved_below(function: Any, is_it: Is, stops: set[int], depth: int) -> bool:
+    """Is what is asked for among what a step of a backward pass saved, or those that follow it within the same call?"""
+    if function is None or id(function) in stops or not depth:
+        return False
+    if any(map(is_it, _saved_by(function))):
+        return True
+    return any(_saved_below(below, is_it, stops, depth - 1) for below, _ in function.next_functions)
+
+
+def _saved_by(function: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for name in ("saved_tensors", *[name for name in dir(function) if name.startswith("_saved_")]):
+        try:
+            value = getattr(function, name, None)
+        except RuntimeError:  # it was written in a way that torch notices, or let go of: torch raises in the backward
+            continue
+        values = value if isinstance(value, (tuple, list)) else (value,)
+        found.extend(tensor for tensor in values if isinstance(tensor, torch.Tensor))
+    return found
