@@ -221,6 +221,7 @@ class Held(Described, Reference):
             changed=changed,
             ends=ends,
             given={**given.tensors, **other.tensors},
+            raw={**given.raw, **other.raw},
             mismatches=(*given.mismatches, *other.mismatches),
             inputs=given.whole,
             start=(at_place(self.graph, start.place).position,) if start else (),

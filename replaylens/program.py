@@ -203,8 +203,10 @@ class Program(Held):
 
     @property
     def guards(self) -> tuple[Guard, ...]:
-        """Where the model read content in Python; on these values the recorded path depends."""
-        return self.graph.guards
+        """What the model read in Python, of contents, shapes, layouts in memory, flags and modes: the recorded path
+        depends on it.
+        """
+        return tuple(sorted((*self.graph.guards, *self.graph.asked), key=lambda guard: guard.position))
 
     @property
     def code(self) -> str:
@@ -471,7 +473,7 @@ class Program(Held):
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Run:
         """Replay on new inputs. All keywords are the model's own."""
         given = self._inputs(inputs, named_inputs)
-        request = Request(given=given.tensors, mismatches=given.mismatches, inputs=given.whole)
+        request = Request(given=given.tensors, raw=given.raw, mismatches=given.mismatches, inputs=given.whole)
         whole = not given.tensors and not given.mismatches
         return self._replayed(evolve(request, whole=whole, on_divergence=self._when_diverged(None)))
 

@@ -358,3 +358,332 @@ def test_an_input_over_the_memory_of_a_buffer_that_is_written_is_given_to_the_mo
     with pytest.raises(rl.InputMismatch):
         prog.replay(model.seen.view(2), on_divergence="raise")
     del wanted
+
+
+# ---- how a tensor lies in memory -------------------------------------------------------------------------------------
+
+
+def square() -> Tensor:
+    return torch.arange(16.0).reshape(4, 4)
+
+
+def turned(x: Tensor) -> Tensor:
+    """The same numbers, column by column."""
+    return x.t().contiguous().t()
+
+
+def image() -> Tensor:
+    return torch.arange(32.0).reshape(1, 2, 4, 4)
+
+
+def channels_last() -> Tensor:
+    return image().contiguous(memory_format=torch.channels_last)
+
+
+def is_format(x: Tensor) -> Tensor:
+    return x * (2 if x.is_contiguous(memory_format=torch.channels_last) else 3)
+
+
+def adds_in_a_reshape(x: Tensor) -> Tensor:
+    y = x.clone(memory_format=torch.preserve_format)
+    y.reshape(-1).add_(1)
+    return y
+
+
+def adds_in_a_flattened(x: Tensor) -> Tensor:
+    y = x * 1
+    y.flatten().mul_(2)
+    return y + 1
+
+
+def adds_in_a_contiguous(x: Tensor) -> Tensor:
+    y = x * 1
+    y.contiguous().mul_(2)
+    return y
+
+
+def looks_by_geometry(x: Tensor) -> Tensor:
+    return x.as_strided((2, 2), (4, 1)) + 0
+
+
+def suppresses(x: Tensor) -> Tensor:
+    try:
+        return x.view(16).reshape(4, 4) * 2
+    except RuntimeError:
+        return x * 3
+
+
+class AsksInside(nn.Module):
+    """A layer that asks for the layout of what another one gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.turn(x).t()
+        return y * (2 if y.is_contiguous() else 3)
+
+
+LAYOUTS: dict[str, tuple[Callable[..., Any], Callable[[], Tensor], Callable[[], Tensor]]] = {
+    "is_contiguous": (lambda x: x * (2 if x.is_contiguous() else 3), square, lambda: turned(square())),
+    "not contiguous": (lambda x: x * (2 if x.is_contiguous() else 3), lambda: turned(square()), square),
+    "of a view": (lambda x: x * (2 if x.t().is_contiguous() else 3), square, lambda: turned(square())),
+    "of a computed value": (lambda x: x * (2 if (x + 1).is_contiguous() else 3), square, lambda: turned(square())),
+    "in a module": (AsksInside(), square, lambda: turned(square())),
+    "channels_last": (is_format, image, channels_last),
+    "not channels_last": (is_format, channels_last, image),
+    "of a convolution": (
+        lambda x: is_format(torch.nn.functional.conv2d(x, torch.ones(3, 2, 2, 2))),
+        image,
+        channels_last,
+    ),
+    "stride": (lambda x: x * x.stride()[0], square, lambda: turned(square())),
+    "stride of a dimension": (lambda x: x * x.stride(-1), square, lambda: turned(square())),
+    "zero strides": (
+        lambda x: x * (5 if 0 in x.stride() else 1),
+        square,
+        lambda: torch.arange(4.0).expand(4, 4),
+    ),
+    "storage_offset": (lambda x: x + x.storage_offset(), lambda: square()[1:].clone(), lambda: square()[1:]),
+    "dim_order": (lambda x: x * x.dim_order()[1], image, channels_last),
+    "as_strided": (looks_by_geometry, square, lambda: turned(square())),
+    "suggest_memory_format": (
+        lambda x: x * (2 if torch._prims_common.suggest_memory_format(x) is torch.channels_last else 3),
+        image,
+        channels_last,
+    ),
+    "a view of a reshape": (adds_in_a_reshape, square, lambda: turned(square())),
+    "a copy of a reshape": (adds_in_a_reshape, lambda: turned(square()), square),
+    "a view of flatten": (adds_in_a_flattened, square, lambda: turned(square())),
+    "contiguous, itself": (adds_in_a_contiguous, square, lambda: turned(square())),
+    "contiguous, a copy": (adds_in_a_contiguous, lambda: turned(square()), square),
+    "contiguous is": (lambda x: x * (2 if x.contiguous() is x else 3), square, lambda: turned(square())),
+    "an error that is caught": (suppresses, square, lambda: turned(square())),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_an_input_that_lies_otherwise_in_memory_is_given_to_the_model_where_it_asks(name: str) -> None:
+    model, recorded, new = LAYOUTS[name]
+    assert_goes_as_the_model(model, lambda: (recorded(),), lambda: (new(),))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("given", ["a tensor", "a function"])
+def test_a_patch_that_lies_otherwise_in_memory_is_what_a_hook_would_give(name: str, given: str) -> None:
+    model, recorded, new = LAYOUTS[name]
+    prog, wanted = rl.capture(model, recorded()), model(new())
+    patch = {"input_1_0": new() if given == "a tensor" else lambda value: new()}
+    run = prog.replay(patch=patch)
+    assert_same(run.output, wanted)
+    assert run.diverged
+    assert_same(rl.run(model, recorded(), patch=patch).output, wanted)
+    for refused in (
+        lambda: prog.replay(patch=patch, on_divergence="raise"),
+        lambda: prog.with_patch(patch),
+        lambda: prog.replay_many({"a": patch}, on_divergence="raise"),
+    ):
+        with pytest.raises(rl.DivergedReplay):
+            refused()
+    swept = prog.replay_many({"a": patch, "b": {"input_1_0": recorded()}}).values
+    if wanted.shape == prog.output.shape:
+        assert_same(swept[0], wanted)
+        assert_same(swept[1], prog.output)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_function_and_a_slice_refuse_what_lies_otherwise(name: str) -> None:
+    model, recorded, new = LAYOUTS[name]
+    prog = rl.capture(model, recorded())
+    for call in (prog.function(), prog.slice()):
+        with pytest.raises(rl.DivergedReplay):
+            call(new())
+    assert_same(prog.function()(recorded()), model(recorded()))
+
+
+def test_a_layout_that_nobody_asks_for_leads_nowhere() -> None:
+    for model in (
+        lambda x: x.contiguous().view(16) * 2,
+        lambda x: x.reshape(16) * 2,
+        lambda x: x.view(16) * 2,
+        lambda x: (x.t() @ x).relu(),
+        lambda x: x * x.size(0) * x.dim(),
+    ):
+        run = rl.capture(model, square())(turned(square()))
+        assert not run.diverged
+        assert_same(run.output, model(square()))
+
+
+def test_a_layout_question_with_the_same_answer_leads_nowhere() -> None:
+    prog = rl.capture(lambda x: x * (2 if x.is_contiguous() else 3), square())
+    assert not prog(torch.arange(20.0).reshape(5, 4)[1:]).diverged
+    assert not prog.replay(patch={"input_1_0": rl.Scale(2)}).diverged
+    assert prog.check()
+
+
+def test_what_was_asked_of_memory_is_among_the_guards() -> None:
+    prog = rl.capture(lambda x: x * x.stride(0), square())
+    (guard,) = prog.guards
+    assert (guard.kind, guard.result) == ("layout", 4)
+    departure = prog(turned(square())).departures[0]
+    assert str(departure).startswith("`stride(input_1_0, 0)` was 4 when recorded, and is 1 now.")
+
+
+def test_state_that_lies_otherwise_is_given_to_the_model_where_it_asks() -> None:
+    class Holds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(square())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight * (2 if self.weight.is_contiguous() else 3)
+
+    prog = rl.capture(Holds(), x := torch.ones(4, 4))
+    run = prog.replay(state={"weight": turned(square())})
+    assert run.diverged
+    assert_same(run.output, x @ square() * 3)
+
+
+# ---- flags and modes -------------------------------------------------------------------------------------------------
+
+
+def plain() -> Tensor:
+    return v(1, 2)
+
+
+def needing() -> Tensor:
+    return v(1, 2).requires_grad_()
+
+
+def computed() -> Tensor:
+    return needing() * 1
+
+
+def inferred() -> Tensor:
+    with torch.inference_mode():
+        return v(1, 2)
+
+
+def with_gradient() -> Tensor:
+    x = needing()
+    x.sum().backward()
+    return x
+
+
+FLAGS: dict[str, tuple[Callable[..., Any], Callable[[], Tensor], Callable[[], Tensor]]] = {
+    "requires_grad": (lambda x: x * (2 if x.requires_grad else 3), plain, needing),
+    "no requires_grad": (lambda x: x * (2 if x.requires_grad else 3), needing, plain),
+    "of a computed value": (lambda x: x * (2 if (x * 1).requires_grad else 3), plain, needing),
+    "is_leaf": (lambda x: x * (2 if x.is_leaf else 3), plain, computed),
+    "is_leaf of a computed value": (lambda x: x * (2 if (x + 1).is_leaf else 3), plain, needing),
+    "grad_fn": (lambda x: x * (2 if x.grad_fn is None else 3), plain, computed),
+    "grad_fn of a computed value": (lambda x: x * (2 if (x + 1).grad_fn is None else 3), plain, needing),
+    "is_inference": (lambda x: x * (2 if x.is_inference() else 3), plain, inferred),
+    "torch.is_inference": (lambda x: x * (2 if torch.is_inference(x) else 3), plain, inferred),
+    "grad": (lambda x: x * (2 if x.grad is not None else 3), needing, with_gradient),
+    "no grad": (lambda x: x * (2 if x.grad is None else 3), with_gradient, needing),
+}
+
+
+def same_numbers(got: Tensor, wanted: Tensor) -> None:
+    assert_same(got.detach().clone(), wanted.detach().clone())
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_an_input_with_other_flags_is_given_to_the_model_where_it_asks(name: str) -> None:
+    model, recorded, new = FLAGS[name]
+    prog, wanted = rl.capture(model, recorded()), model(new())
+    for grad in (False, True):
+        run = prog.replay(new(), grad=grad)
+        same_numbers(run.output, wanted)
+        assert run.diverged
+        with pytest.raises(rl.DivergedReplay):
+            prog.replay(new(), grad=grad, on_divergence="raise")
+    for call in (prog.module(), prog.function(), prog.slice()):
+        with pytest.raises(rl.DivergedReplay):
+            call(new())
+    same_numbers(prog.module()(recorded()), model(recorded()))
+
+
+def test_a_patch_without_a_history_is_what_a_hook_would_give() -> None:
+    def model(x: Tensor) -> Tensor:
+        y = x.neg()
+        return y * (2 if y.requires_grad else 3)
+
+    prog = rl.capture(model, needing())
+    for grad in (False, True):
+        run = prog.replay(patch={"neg_1": v(5, 6)}, grad=grad)
+        same_numbers(run.output, v(15, 18))
+        same_numbers(prog.replay(patch={"neg_1": lambda y: y.detach()}, grad=grad).output, v(-3, -6))
+        assert not prog.replay(patch={"neg_1": rl.Scale(2)}, grad=grad).diverged
+    with pytest.raises(rl.DivergedReplay):
+        prog.with_patch({"neg_1": v(5, 6)})
+
+
+def asks_the_mode(x: Tensor) -> Tensor:
+    y = x * (2 if torch.is_grad_enabled() else 3)
+    return y + 1
+
+
+def helper_asks() -> bool:
+    return torch.is_grad_enabled()
+
+
+def asks_by_a_helper(x: Tensor) -> Tensor:
+    return x * (2 if helper_asks() else 3)
+
+
+def asks_for_inference(x: Tensor) -> Tensor:
+    return x * (2 if torch.is_inference_mode_enabled() else 3)
+
+
+class AsksTheMode(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) * (2 if torch.is_grad_enabled() else 3)
+
+
+@pytest.mark.parametrize("model", [asks_the_mode, asks_by_a_helper, AsksTheMode()], ids=["itself", "helper", "module"])
+def test_gradients_of_a_forward_that_asked_for_the_mode_without_them_are_those_of_the_model(model: Any) -> None:
+    with torch.no_grad():
+        prog = rl.capture(model, plain())
+    assert_same(prog.replay().output, prog.output.detach())
+    run = prog.replay(needing(), grad=True)
+    same_numbers(run.output, model(plain()))
+    assert run.diverged and run.output.requires_grad
+    for refused in (
+        lambda: prog.replay(grad=True, on_divergence="raise"),
+        lambda: prog.grads(of=torch.sum, at="input_1"),
+        lambda: prog.module()(plain()),
+        lambda: prog.function()(plain()),
+    ):
+        with pytest.raises(rl.DivergedReplay):
+            refused()
+    with torch.no_grad():
+        same_numbers(prog.module()(plain()), model(plain()))
+
+
+@pytest.mark.parametrize("model", [asks_the_mode, asks_by_a_helper, AsksTheMode()], ids=["itself", "helper", "module"])
+def test_a_module_run_without_gradients_refuses_where_the_model_asked_for_them(model: Any) -> None:
+    prog = rl.capture(model, plain())
+    with torch.no_grad():
+        for call in (prog.module(), prog.function()):
+            with pytest.raises(rl.DivergedReplay):
+                call(plain())
+
+
+def test_inference_mode_is_asked_for_too() -> None:
+    with torch.inference_mode():
+        prog = rl.capture(asks_for_inference, plain())
+    run = prog.replay(plain(), grad=True)
+    assert run.diverged
+    same_numbers(run.output, v(3, 6))
+
+
+def test_what_a_model_asks_of_the_mode_is_among_the_guards() -> None:
+    (guard,) = rl.capture(asks_the_mode, plain()).guards
+    assert (guard.kind, guard.result, guard.source.function) == ("mode", True, "asks_the_mode")

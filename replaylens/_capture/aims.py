@@ -15,7 +15,7 @@ from attrs import define, evolve, field, frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Node, Ref, Source, State, TensorMeaning, value_of
-from .._core.pure import spread, writable_copy
+from .._core.pure import copy_in_place
 from .._core.target import Target
 from .._core.trees import leaves, thaw
 from .._replay.replay import Record
@@ -49,7 +49,7 @@ class Aim:
     def _changed(self, change: Change, given: dict[Ref, torch.Tensor]) -> dict[Ref, torch.Tensor]:
         refs = [leaf for leaf in leaves(change.tree) if type(leaf) is Ref]
         same = all(_meaning(given[ref]) == _facts(self.meanings[ref]) for ref in refs)
-        make = change.make if same else change.free
+        make = change.hooked if same else change.free
         new = make(thaw(change.tree, lambda leaf: given[leaf] if type(leaf) is Ref else leaf))
         try:
             return {ref: self._fitting(given[ref], _at(new, path)) for path, ref in _places(change.tree)}
@@ -57,17 +57,14 @@ class Aim:
             raise ShapeMismatch(f"{self.name} gives {len(refs)} tensors; a patch for it must give as many.") from None
 
     def _fitting(self, old: torch.Tensor, new: Any) -> torch.Tensor:
-        """The new value as a tensor of its own, in the old one's memory layout."""
+        """The new value as a tensor of its own, laid out as it was given: a hook hands it on like that."""
         if not isinstance(new, torch.Tensor) or (new.shape, new.dtype) != (old.shape, old.dtype):
             what = TensorMeaning.of(new) if isinstance(new, torch.Tensor) else type(new).__name__
             raise ShapeMismatch(
                 f"the patch at `{self.name}` gives {what}; on the path that the model takes now, the value there is "
                 f"{TensorMeaning.of(old)}."
             )
-        strided = old.layout is torch.strided and new.layout is torch.strided
-        if not strided or old.stride() == new.stride() or 0 in old.stride():
-            return writable_copy(new)
-        return spread(new, tuple(old.shape), old.stride()).copy_(new)  # in a way that gradients can go
+        return new if new.is_inference() and not old.is_inference() else copy_in_place(new)
 
 
 def _places(tree: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Ref]]:

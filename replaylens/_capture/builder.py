@@ -7,6 +7,7 @@ Handles. Nothing is named or frozen while the model runs: the forward pays for o
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import CodeType
@@ -39,6 +40,7 @@ from .._core.torch_private import FakeTensor
 from .._core.trees import leaves, remake
 from .._lens.drafts import Draft
 from .._lens.structure import labels
+from .asked import Asked, asks_identity, catches, guard_of, mode_guards
 from .branches import keeps, taken
 from .dynamic import with_dynamic_shapes
 
@@ -130,7 +132,9 @@ class Recording:
     view_of: dict[Handle, tuple[Handle, ...]] = field(
         factory=dict
     )  # a view's value -> views that it was made of, or was
-    asks_gradient: bool = False  # the model asked whether some tensor needs gradients
+    asked: list[Asked] = field(factory=list)  # layouts and flags
+    model: Any = None  # where it is a function
+    written: set[Handle] = field(factory=set)  # the first values of memory that was written
     input_types: dict[Handle, type] = field(factory=dict)  # the classes of the inputs, as they were given
     touched: set[Handle] = field(factory=set)  # sources that were written, or asked for their address
     literals: tuple[tuple[tuple[Any, ...], str], ...] = ()  # plain objects among the inputs
@@ -225,6 +229,7 @@ def freeze(recording: Recording) -> Frozen:
     for number, before in recording.patched.items():
         made[number] = _patch_node(made[number], names[before])
     made = with_dynamic_shapes(made)
+    codes = _codes(recording)
     graph = Graph(
         nodes=tuple(made),
         output=remake(recording.output, to_ref),
@@ -233,7 +238,10 @@ def freeze(recording: Recording) -> Frozen:
         module_outputs=tuple([(scope, remake(t, to_ref)) for n, t in recording.scope_outputs if (scope := scopes[n])]),
         changes=tuple([(_address(addresses, where), refs[last]) for where, last in recording.changes]),
         orphans=frozenset(name for name, orphan in zip(names, orphans, strict=True) if orphan),
-        asks_gradient=recording.asks_gradient,
+        asked=_asked(recording, codes, refs, to_ref, scopes),
+        written=frozenset(refs[handle] for handle in recording.written if handle in refs),
+        asks_identity=any(map(asks_identity, codes)),
+        catches=any(map(catches, codes)),
         shares_inputs=recording.aliased,
         literals=recording.literals,
         overlaps=_overlaps(recording, names),
@@ -483,6 +491,39 @@ def _shape_guard(call: Call, number: int) -> Guard:
         scope=call.scope,
         source=call.source,
     )
+
+
+def _asked(
+    recording: Recording, codes: tuple[CodeType, ...], refs: dict[Handle, Ref], to_ref: Any, scopes: list[Any]
+) -> tuple[Guard, ...]:
+    """What no content decides. Of a tensor that was first read later, or never, the fact is one of its source."""
+    kinds = {type(scope.module) for scope in recording.scopes}
+    own = [kind for kind in kinds if not kind.__module__.startswith("torch.")]
+    found = list(mode_guards(codes, recording.model, own, frozen_context(recording.ambient)))
+    sources = (record for record in recording.records if isinstance(record, SourceRecord)) if recording.asked else ()
+    by_id = {id(source.tensor): source.returns for source in sources}
+    for asked in recording.asked:
+        handle = asked.handle if asked.handle is not None else by_id.get(id(asked.tensor))
+        if handle is not None and (ref := refs.get(Handle(handle))) is not None:
+            scope = scopes[asked.scope] if asked.scope >= 0 else None
+            found.append(guard_of(asked, ref, to_ref, scope, line_of(asked.site), len(recording.records)))
+    return tuple(found)
+
+
+def _codes(recording: Recording) -> tuple[CodeType, ...]:
+    """The user's code that was seen to run."""
+    found: dict[int, CodeType] = {}
+    for many in (recording.records, recording.scopes, recording.asked, recording.guards):
+        for record in many:
+            site: Any = record.site
+            while site is not None and id(site[0]) not in found:
+                found[id(site[0])] = site[0]
+                site = site[2] if len(site) > 2 else None
+    forwards = [inspect.getattr_static(type(scope.module), "forward", None) for scope in recording.scopes]
+    for function in (recording.model, *forwards):
+        if (code := getattr(function, "__code__", None)) is not None:
+            found.setdefault(id(code), code)
+    return tuple([code for code in found.values() if not is_torch_code(code)])
 
 
 def _guard(guard: GuardRecord, count: int, to_ref: Any, scopes: list[Any]) -> Guard:

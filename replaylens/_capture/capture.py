@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from threading import Lock
-from types import GeneratorType
+from types import FunctionType, GeneratorType
 from typing import Any
 
 import torch
@@ -127,6 +127,7 @@ def _look(forward: Forward, recording: Recording, origins: Origins, deep: bool) 
         recording.ambient = tracer.context()
         recording.default_dtype = torch.get_default_dtype()
         recording.default_device = default_device()
+        recording.model = forward.model if isinstance(forward.model, FunctionType) else None
         recording.takes_any_keyword = _takes_any_keyword(forward.model)
         recording.called_from = callers(sys._getframe())
         recording.inputs, args, kwargs = _take_inputs(tracer, forward.args, forward.kwargs)
@@ -307,6 +308,7 @@ def _take_changes(tracer: Tracer) -> None:
 
 def _take_touched(tracer: Tracer) -> None:
     """Which sources hold memory that was written, or whose address was asked for."""
+    tracer.recording.written.update(tracer.memory.written)
     if not tracer.memory.written and not tracer.exposed:
         return
     for record in tracer.recording.records:

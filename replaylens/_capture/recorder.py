@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from .._core.node import Generator
+from .._core.node import ITSELF, Generator
 from .._core.pure import Hole, blank, clear, fill, filled, fills_memory
 from .._core.target import Target
 from .._core.torch_private import (
@@ -29,6 +29,7 @@ from .._core.torch_private import (
 )
 from .._core.trees import freeze
 from ..errors import CaptureError, UnknownOrigin
+from .asked import Asked
 from .builder import PLAIN, CallRecord, Handle, Recording, Site, SourceRecord, is_torch_code, user_line, version_of
 from .origins import Date, Origins, is_older, thread_marks
 from .randomness import Draws
@@ -143,6 +144,8 @@ class Recorder(TorchFunctionMode):
         if isinstance(out, torch.Tensor) and any(out is tensor for tensor in tensors):
             own = self.own_name(rule, out)
             if own is None:
+                if rule.kind == "contiguous" or "memory_format" in kwargs:
+                    self.ask("layout", func, args, kwargs, ITSELF)
                 return out
             out = own
         func = stands_for or func
@@ -154,6 +157,27 @@ class Recorder(TorchFunctionMode):
             named = {**named, "dtype": out.dtype}
         self.append(func, rule, reads, named, returns, site, draw.key, rule.is_dynamic)
         return out
+
+    def ask(self, kind: str, func: Any, args: Any, kwargs: Any, answer: Any) -> None:
+        """Write down a question whose answer no content decides. Nothing is read for it: no node comes of it."""
+        tensor = args[0] if args else None
+        if not isinstance(tensor, torch.Tensor) or not isinstance(answer, (bool, int, str, tuple)):
+            return
+        known, recording = self.memory.live.get(id(tensor)), self.recording
+        handle = known.handle if isinstance(known, Entry) else known
+        site, position = self.guard_site(), len(recording.records)
+        plain = tuple(args[1:])
+        recording.asked.append(
+            Asked(kind, func, tensor, handle, plain, kwargs or {}, answer, position, self.scope, site)
+        )
+
+    def guard_site(self) -> Site | None:
+        """The user's line that runs."""
+        site = self.site()
+        scope = self.scope
+        while (site is None or is_torch_code(site[0])) and scope >= 0:
+            site, scope = self.recording.scopes[scope].site, self.recording.scopes[scope].parent
+        return site
 
     def own_name(self, rule: Rule, out: torch.Tensor) -> torch.Tensor | None:
         """Dropout in evaluation gives its argument back: an alias of it, so that its value has a name of its own.

@@ -62,6 +62,7 @@ def rehearsed(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capt
 
 def lived(beginning: Beginning, record: Record, request: Request, given: Any = None) -> Lived:
     """Run the model with the changes of a request made while it runs, on the recorded inputs if none are given."""
+    request = evolve(request, given={**request.given, **request.raw})  # as it lies in the user's memory
     graph, aims = record.graph, aims_of(record, request)
     if aims.unseen:
         raise DivergedReplay(

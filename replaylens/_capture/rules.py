@@ -63,6 +63,9 @@ METADATA = frozenset(
     are_deterministic_algorithms_enabled is_autocast_enabled is_autocast_cpu_enabled get_autocast_dtype
     is_warn_always_enabled broadcast_shapes cudnn_is_acceptable _use_cudnn_ctc_loss""".split()
 )
+# What is asked of a tensor that another one of the same content may answer otherwise.
+LAYOUT = frozenset("stride storage_offset is_contiguous dim_order is_non_overlapping_and_dense".split())
+FLAGS = frozenset("requires_grad is_leaf grad_fn grad retains_grad is_inference".split())
 ESCAPES = frozenset(
     """__bool__ __int__ __float__ __complex__ __index__ __format__ __repr__ __str__ item tolist is_nonzero equal
     allclose
@@ -130,6 +133,8 @@ def rule_of(function: Callable[..., Any]) -> Rule:
         return _property_rule(function, name)
     if name == "_set_grad_enabled":
         return Rule(How.SPECIAL, name, special="grad_mode")
+    if name in LAYOUT or name == "is_inference":
+        return Rule(How.SPECIAL, name, special="asks_layout" if name in LAYOUT else "asks_flag")
     if isinstance(function, type) or name in METADATA:
         return Rule(How.PASS)
     if function is torch.autograd.grad:
@@ -188,14 +193,14 @@ def _is_builtin(function: Callable[..., Any]) -> bool:
 
 def _property_rule(function: Any, word: str) -> Rule:
     name = function.__self__.__name__
+    if word == "__get__" and name in FLAGS:
+        return Rule(How.SPECIAL, name, special="asks_flag")
     if name in ("data", "real", "imag", "grad"):
         if word == "__set__" and name == "data":
             return Rule(How.SPECIAL, name, special="assign")
         return Rule(How.LEAF, name) if word == "__get__" and name != "grad" else Rule(How.PASS)
     if word == "__get__" and name in ("T", "mT", "H", "mH"):
         return Rule(How.LEAF, name.lower())
-    if name == "requires_grad" and word == "__get__":
-        return Rule(How.SPECIAL, name, special="asks_gradient")
     if name == "requires_grad" and word == "__set__":
         return Rule(How.SPECIAL, name, special="turn")
     return Rule(How.PASS)

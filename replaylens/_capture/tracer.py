@@ -34,7 +34,7 @@ from .._core.torch_private import (
 )
 from .._core.trees import ATOMS, freeze, freeze_deep
 from ..errors import ReplaylensError, UnannouncedWrite
-from .builder import PLAIN, CallRecord, GuardRecord, Handle, Recording, ScopeRecord, Site, is_torch_code, version_of
+from .builder import PLAIN, CallRecord, GuardRecord, Handle, Recording, ScopeRecord, is_torch_code, version_of
 from .customs import apply_call
 from .flags import turn
 from .hooks import hook
@@ -258,15 +258,8 @@ class Tracer(Recorder):
 
     def _guard(self, func: Any, reads: Any, named: Any, result: Any, plain: bool) -> None:
         position = len(self.recording.records)
-        record = GuardRecord(func, reads, named, result, plain, position, self.scope, self._guard_site())
+        record = GuardRecord(func, reads, named, result, plain, position, self.scope, self.guard_site())
         self.recording.guards.append(record)
-
-    def _guard_site(self) -> Site | None:
-        site = self.site()
-        scope = self.scope
-        while (site is None or is_torch_code(site[0])) and scope >= 0:
-            site, scope = self.recording.scopes[scope].site, self.recording.scopes[scope].parent
-        return site
 
     # -- calls with a way of their own ---------------------------------------------------------------------------------
 
@@ -302,13 +295,18 @@ class Tracer(Recorder):
         self.append(copied, Rule(How.LEAF, "clone"), [source], {}, handle, self.site(), None, False)
         return result
 
-    def _special_asks_gradient(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        """The model asks whether a tensor needs gradients: what it does then holds for inputs that answer the same."""
+    def _special_asks_layout(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
+        """The model asks how a tensor lies in memory."""
+        answer = func(*args, **kwargs)
+        self.ask("layout", func, args, kwargs, answer)
+        return answer
+
+    def _special_asks_flag(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
+        """The model asks what autograd knows of a tensor. What torch's own code asks is for itself."""
         code, answer = outside(_frame(1)).f_code, func(*args, **kwargs)
-        if answer or not args[0].is_floating_point() or (self.recording.ambient[0] and not _grad_enabled()):
-            return answer
-        if not is_torch_code(code) or code.co_filename.endswith("autograd/functional.py"):
-            self.recording.asks_gradient = True
+        if not is_torch_code(code):
+            known = answer if type(answer) is bool else answer is None or type(answer).__name__
+            self.ask("flags", func, args[:1], {}, known)
         return answer
 
     def _special_dual(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:

@@ -27,10 +27,13 @@ class Graph:
     output: Any
     inputs: Any = ()  # (args, kwargs) as a tree of Refs to Input nodes
     guards: tuple[Guard, ...] = ()
+    asked: tuple[Guard, ...] = ()  # what no content decides: layouts, flags, modes that the model asks for
     module_outputs: tuple[tuple[Scope, Any], ...] = ()
     changes: tuple[tuple[str, Ref], ...] = ()  # what the model wrote: address of a parameter or buffer -> its new value
     orphans: frozenset[str] = frozenset()  # neither come from an input nor reach an output
-    asks_gradient: bool = False  # the model asked whether some tensor needs gradients, and may act on it
+    written: frozenset[Ref] = frozenset()  # the first values of memory that the model writes
+    asks_identity: bool = False  # code that ran asks whether one object is another
+    catches: bool = False  # code that ran catches exceptions
     apart: frozenset[Ref] = frozenset()  # inputs of a slice: values that are no views here of what they were views of
     shares_inputs: bool = False  # an input shares memory with other input or state that was written: no others will do
     overlaps: Overlaps = NO_OVERLAPS  # which inputs share memory, and of which that matters

@@ -205,6 +205,17 @@ def writable_copy(tensor: torch.Tensor, batched: torch.Tensor | None = None) -> 
     return flat.as_strided(tensor.shape, tensor.stride(), 0)
 
 
+def copy_in_place(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that lies in memory as the tensor does, its offset included."""
+    offset = tensor.storage_offset() if tensor.layout is torch.strided else 0
+    if not offset:
+        return writable_copy(tensor)
+    copy = writable_copy(tensor)
+    span = 1 + sum((size - 1) * stride for size, stride in zip(copy.shape, copy.stride(), strict=True))
+    flat = torch.cat((copy.new_zeros(offset), copy.as_strided((span,), (1,), copy.storage_offset())))
+    return flat.as_strided(tensor.shape, tensor.stride(), offset)
+
+
 def _batched_among(value: Any) -> torch.Tensor | None:
     if peek_interpreter_stack() is None:
         return None

@@ -33,6 +33,9 @@ def cut(graph: Graph, starts: Sequence[Any] | None, output: Any) -> Cut:
     return _Cutting(graph, starts, output).made()
 
 
+_COPIES = frozenset("contiguous reshape reshapeas flatten ravel to".split())
+
+
 class _Cutting:
     """What of a graph is needed, what is held, and how things are called then."""
 
@@ -49,9 +52,13 @@ class _Cutting:
         self._require_reached()
         last = self._last()
         self.guards = [g for g in graph.guards if g.position <= last and not self.below.isdisjoint(g.refs)]
+        self.asked = [
+            g for g in graph.asked if g.position <= last and (not g.refs or not self.below.isdisjoint(g.refs))
+        ]
         self.changes = self._writes(last)
-        self._take([ref for guard in self.guards for ref in guard.refs])
+        self._take([ref for guard in (*self.guards, *self.asked) for ref in guard.refs])
         self._take([ref for _, ref in self.changes])
+        self._take([ref for ref in graph.written if ref in self.below and self._is_copy(ref, last)])
 
     def made(self) -> Cut:
         """The slice."""
@@ -69,6 +76,8 @@ class _Cutting:
             output=remake(self.output, swap),
             inputs=inputs,
             guards=tuple(guards),
+            asked=tuple([evolve(guard_reading(guard, refs), position=places[guard.position]) for guard in self.asked]),
+            written=frozenset([refs.get(ref, ref) for ref in graph.written]) & {*there, *refs.values()},
             module_outputs=tuple(
                 [(scope, remake(t, swap)) for scope, t in graph.module_outputs if there.issuperset(_refs(t))]
             ),
@@ -130,6 +139,11 @@ class _Cutting:
                     f"the model writes the memory of {ref} later, and reads it again: a slice cannot begin there.\n"
                     "Begin before it, or behind the write."
                 )
+
+    def _is_copy(self, ref: Ref, last: int) -> bool:
+        """Is it a copy that would be a view of what it copies, were that laid out otherwise?"""
+        node = self.graph[ref.node]
+        return isinstance(node, Call) and node.kind in _COPIES and self.graph.positions[ref.node] <= last
 
     def _require_reached(self) -> None:
         """Every beginning leads somewhere."""

@@ -77,7 +77,10 @@ def replace(graph: Graph, instead: Mapping[str, Sequence[Node]], refs: Refs = NO
     for node in graph.nodes:
         nodes.extend(instead[node.name] if node.name in instead else (reading(node, refs),))
         places.append(len(nodes))
-    fields: dict[str, Any] = {"guards": tuple([_moved(guard, places, refs) for guard in graph.guards])}
+    guards, asked = ([_moved(guard, places, refs) for guard in many] for many in (graph.guards, graph.asked))
+    fields: dict[str, Any] = {"guards": tuple(guards), "asked": tuple(asked)}
+    if graph.written.intersection(refs):
+        fields["written"] = frozenset([refs.get(ref, ref) for ref in graph.written])
     if refs:
         swap = _swap(refs)
         fields["output"] = remake(graph.output, swap)
@@ -119,7 +122,10 @@ def remove(graph: Graph, name: str, refs: Refs) -> Graph:
 
 def prune(graph: Graph, keep: Iterable[str] = ()) -> Graph:
     """Without what nothing needs: no output, guard, write of the model, nor what is to be kept. Inputs stay."""
-    ends = [ref.node for ref in (*graph.wanted_refs, *(ref for guard in graph.guards for ref in guard.refs))]
+    ends = [
+        ref.node
+        for ref in (*graph.wanted_refs, *(ref for guard in (*graph.guards, *graph.asked) for ref in guard.refs))
+    ]
     needed = set(graph.ancestors([*ends, *keep]))
     for call in reversed(graph.calls):  # a node that is run again elsewhere keeps its place here: patches find it there
         if call.name in needed and call.through:
@@ -143,7 +149,7 @@ def _named(tree: Any) -> set[str]:
 def unread_sources(old: Graph, new: Graph) -> frozenset[str]:
     """State and constants that something read before an edit, and nothing reads after it."""
     read = {ref.node for refs in new.refs for ref in refs} | {ref.node for ref in new.wanted_refs}
-    read.update(ref.node for guard in new.guards for ref in guard.refs)
+    read.update(ref.node for guard in (*new.guards, *new.asked) for ref in guard.refs)
     before = {old.nodes[p].name for p, users in enumerate(old.users) if users}
     sources: tuple[State | Const, ...] = (*new.state_nodes, *new.const_nodes)
     return frozenset([node.name for node in sources if node.name not in read and node.name in before])
@@ -201,7 +207,6 @@ def splice_all(graph: Graph, subs: Mapping[str, tuple[Graph, Splice]]) -> Graph:
         evolve(
             made,
             guards=tuple(sorted((*made.guards, *placed), key=lambda guard: guard.position)),
-            asks_gradient=made.asks_gradient or any(sub.asks_gradient for sub, _ in subs.values()),
             one_way=(*made.one_way, *[word for sub, _ in subs.values() for word in sub.one_way]),
         )
     )

@@ -16,6 +16,7 @@ from attrs import frozen
 
 from .._core.node import Context, Guard, Ref
 from .._core.trees import leaves, thaw
+from .._replay.facts import layout_departures
 from .._replay.guards import Departure, departure
 from .._replay.interpreter import modes, recorded_world
 from .._replay.request import Change
@@ -252,6 +253,9 @@ class _Chunk:
         for lane, change in sorted(changes, key=lambda pair: pair[0]) if len(changes) > 1 else changes:
             if lane not in self.gone:
                 for slot, new in self._changed(lane, change):
+                    if (departure := self._lies_otherwise(slot, new)) is not None:
+                        self._drop((lane,), {lane: departure}.__getitem__)
+                        continue
                     news.setdefault(slot, []).append((lane, new))
         for slot, pairs in news.items():
             recorded = machine.values[slot]
@@ -280,6 +284,13 @@ class _Chunk:
         now = thaw(change.tree, lambda leaf: self._value(self.machine.slot[leaf], lane) if type(leaf) is Ref else leaf)
         news = change.make(now)
         return [(slot, new.detach()) for slot, new in zip(slots, news, strict=True)]
+
+    def _lies_otherwise(self, slot: int, new: Tensor) -> Departure | None:
+        """Does the memory layout of a patched value lead away?"""
+        if new.stride() == self.machine.values[slot].stride():
+            return None
+        ref = next(ref for ref, number in self.machine.slot.items() if number == slot)
+        return next(layout_departures(self.machine.graph, self.machine.record.values, {ref: new}), None)
 
     def _value(self, slot: int, lane: int) -> Tensor:
         recorded, delta = self.machine.values[slot], self.env[slot]

@@ -54,6 +54,8 @@ class Together:
         if why:
             self.notes.append(f"everything: {why}")
             self.loners = frozenset(range(len(self.keys)))
+        if self.record.graph.asked:  # of layouts and flags, which variants that run together have not
+            self.loners |= {n for n, each in enumerate(self.changes) if each}
         if delicate := [call for call in graph.calls if call.through or call.target.function is mutate]:
             self.loners |= {n for n, each in enumerate(self.changes) if not can_share(graph, delicate, each)}
         if graph.shifts:

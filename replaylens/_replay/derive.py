@@ -22,6 +22,7 @@ from .._edit.compare import origins, same_values
 from .._edit.rewrite import NOTHING
 from ..errors import ShapeMismatch
 from .convert import as_it_came_out
+from .facts import asked_again
 from .guards import Departure, answered, diverged, misdirected, place, same_result
 from .interpreter import Code, Mode, compile_plan, interpret, recorded_world, states_begun
 from .keeping import keeping
@@ -68,7 +69,7 @@ def derive(
 
     known = work.known()
     values = {**known, **work.run(known, departed)}
-    for departure in work.led_away(values):
+    for departure in (*work.led_away(values), *work.answered_otherwise(values)):
         departed(departure)
     graph = as_it_came_out(graph, {ref: tensor for ref, tensor in values.items() if ref not in work.same})
     if departures:
@@ -180,6 +181,12 @@ class _Work:
             found = tuple(misdirected(call, self._is_cut_off(edited.name)))
             if found and not self._is_as_recorded(call, values):
                 yield from found
+
+    def answered_otherwise(self, values: Values) -> Iterator[Departure]:
+        """What the model asks of the layouts and flags of values that the edit has altered."""
+        for guard in self.graph.asked:
+            if guard.refs and (ref := guard.refs[0]) in values and ref not in self.same:
+                yield from asked_again(guard, values[ref])
 
     def _is_cut_off(self, name: str) -> bool:
         """Does the model take a gradient through this node that has no way any more to where it starts?"""

@@ -47,6 +47,7 @@ class Given:
     """Tensors by the position of their node, what is not as recorded, and the inputs as the user gave them."""
 
     tensors: dict[int, torch.Tensor] = field(factory=dict)
+    raw: dict[int, torch.Tensor] = field(factory=dict)  # the same, as they lie in the user's memory
     mismatches: tuple[Mismatch, ...] = ()
     whole: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
@@ -77,22 +78,25 @@ def new_inputs(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any], held
     if not mismatches:
         mismatches.extend(_other_sharing(graph, found, held))
     positions = {graph.positions[name]: _laid_out(graph, name, tensor) for name, tensor in found.items()}
-    return Given(positions, tuple(mismatches), (tuple(args), dict(kwargs)))
+    raw = {graph.positions[name]: tensor for name, tensor in found.items()}
+    return Given(positions, raw, tuple(mismatches), (tuple(args), dict(kwargs)))
 
 
 def new_state(graph: Graph, state: dict[str, torch.Tensor], nearest: Callable[[str], str]) -> Given:
     """Other parameters and buffers. Any of a tied tensor's addresses will do."""
     found: dict[int, torch.Tensor] = {}
+    raw: dict[int, torch.Tensor] = {}
     mismatches = []
     for address, tensor in state.items():
         node, meaning = state_called(graph, address, nearest), TensorMeaning.of(tensor)
+        raw[graph.positions[node.name]] = tensor
         if (meaning.shape, meaning.dtype) != (node.meaning.shape, node.meaning.dtype):
             text = f"the state at {address!r} is {meaning}; the program was recorded with {node.meaning}."
             mismatches.append(_other(f"the state at {address!r}", node.meaning, meaning, text))
             found[graph.positions[node.name]] = tensor
         else:
             found[graph.positions[node.name]] = with_strides(tensor, node.meaning)
-    return Given(found, tuple(mismatches))
+    return Given(found, raw, tuple(mismatches))
 
 
 def state_called(graph: Graph, address: str, nearest: Callable[[str], str]) -> State:

@@ -19,6 +19,7 @@ from .._core.node import Call, Context, Node, Ref, State
 from .._core.pure import as_leaf
 from .._core.trees import thaw
 from ..errors import ReplaylensError
+from .facts import require_as_asked
 from .guards import Departure, diverged
 from .inputs import new_inputs
 from .interpreter import Code, Mode, compile_plan, interpret, recorded_world
@@ -61,7 +62,11 @@ class ProgramModule(Holder):
         record = self._record
         graph = record.graph
         held = {name: held() for name, held in self._held.items()}
-        given = {graph.nodes[p].name: tensor for p, tensor in new_inputs(graph, args, kwargs, held).fitting.items()}
+        new = new_inputs(graph, args, kwargs, held)
+        given = {graph.nodes[p].name: tensor for p, tensor in new.fitting.items()}
+        raw = {Ref(graph.nodes[p].name): tensor for p, tensor in new.raw.items()}
+        state = {Ref(name): tensor for name, tensor in held.items()} if graph.asked else {}
+        require_as_asked(graph, record.values, {**state, **raw})
         sources = {node.name: self._source(node, given) for node in graph.nodes if not isinstance(node, Call)}
         grad = torch.is_grad_enabled()
         if grad and any(tensor.requires_grad for tensor in sources.values()):

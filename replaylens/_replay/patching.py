@@ -7,21 +7,23 @@ the new one is of the recorded shape and dtype. References are bound to what the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from .._core.graph import Graph
 from .._core.node import Ref, TensorMeaning, meanings_of, value_of
+from .._core.pure import spread
 from .._core.reference import Reference
 from .._core.text import listing
 from .._core.torch_private import peek_interpreter_stack
 from .._core.trees import freeze_deep, leaves, thaw
 from .._edit.acts import own_copy
 from .._edit.bind import bind
-from .._edit.patch import Apply, From, Patch, Set, patch_of
+from .._edit.patch import Apply, Chain, From, Patch, Set, patch_of
 from .._edit.select import Site
 from ..errors import BadPart, BadPatch, ReplaylensError, ShapeMismatch
+from .facts import patched
 from .inputs import with_strides
 from .request import At, Change
 
@@ -80,18 +82,24 @@ def change_at(graph: Graph, at: At, name: str, what: Any) -> Change:
     tree = at.output or at.part or value_of(node)
     meanings = meanings_of(node)
 
-    def change(value: Any) -> Any:
+    keeps_layout = isinstance(what, Patch) and not isinstance(what, (Apply, Set, From, Chain))
+
+    def hooked(value: Any) -> Any:
         try:
             new = free(value)
         except (BadPart, BadPatch, ShapeMismatch) as error:
             raise _with_place(error, graph, node.name, what) from error
-        return _checked(graph, node, tree, meanings, value, new)
+        new = _checked(graph, node, tree, meanings, value, new)
+        return _as_it_lay(value, new) if keeps_layout else new
+
+    def change(value: Any) -> Any:
+        return _laid_out(tree, meanings, value, hooked(value))
 
     try:
         free, follows = _new_value(node.name, tree, meanings, name, what)
     except (BadPart, BadPatch) as error:
         raise _with_place(error, graph, node.name, what) from error
-    return Change(change, follows, tree, free, what)
+    return Change(change, follows, tree, hooked, free, what)
 
 
 def _with_place(error: Exception, graph: Graph, name: str, what: Any) -> Exception:
@@ -173,9 +181,31 @@ def _fitting(graph: Graph, node: Any, meaning: TensorMeaning, new: Any) -> torch
             f"{listing(graph, node.name, f'patched with {what}')}\nGive a tensor of shape "
             f"{meaning.shape} and dtype {meaning.dtype}."
         )
+    return cast(torch.Tensor, new)
+
+
+def _as_it_lay(old: Any, new: Any) -> Any:
+    """What a patch of our own gives lies in memory as the old value did: it changes numbers."""
+    if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor) or old.stride() == new.stride():
+        return new
+    if old.layout is not torch.strided or 0 in old.stride() or peek_interpreter_stack() is not None:
+        return new
+    return spread(new, tuple(old.shape), old.stride()).copy_(new)  # in a way that gradients can go
+
+
+def _laid_out(tree: Any, meanings: dict[Ref, TensorMeaning], old: Any, new: Any) -> Any:
+    """The new values in the recorded memory layout. Who must know that they came in another is told."""
     if peek_interpreter_stack() is not None:
         return new
-    return with_strides(new, meaning)
+    if isinstance(new, torch.Tensor):
+        patched(tree, old, new)
+        return with_strides(new, meanings[tree])
+    if not isinstance(new, (tuple, list)) or len(flat := _refs(tree)) != len(new):
+        return new
+    olds = old if isinstance(old, (tuple, list)) and len(old) == len(new) else [None] * len(new)
+    for ref, before, value in zip(flat, olds, new, strict=True):
+        patched(ref, before, value)
+    return tuple([with_strides(value, meanings[ref]) for ref, value in zip(flat, new, strict=True)])
 
 
 def bound_patches(

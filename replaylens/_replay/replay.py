@@ -22,6 +22,7 @@ from .._core.pure import as_leaf, fresh_leaf, same_content, standing
 from .._core.torch_private import peek_interpreter_stack
 from .._core.trees import leaves, thaw
 from ..errors import InputMismatch, NotDifferentiable, ReplaylensError, StaleValue
+from .facts import Around, departures as departures_of, noticing, patch_departures, require_as_asked
 from .function import as_function
 from .guards import Departure, LeftPath, diverged, misdirected
 from .inputs import require_arguments
@@ -122,8 +123,17 @@ def execute(record: Record, request: Request, told: Callable[[Code], Code] | Non
         departed(departure)
     for name in graph.drawn_elsewhere if request.fresh else ():
         departed(Departure(f"what `{name}` drew", "drawn in the forward", "others, which only the model can draw"))
+    raw = {Ref(graph.nodes[position].name): tensor for position, tensor in request.raw.items()}
+    around = Around.of_replay(graph, request.grad)
+    for departure in departures_of(graph, record.values, raw, around):
+        departed(departure)
+
+    def patched(ref: Ref, old: Any, new: torch.Tensor) -> None:
+        for departure in patch_departures(graph, record.values, ref, old, new, around):
+            departed(departure)
+
     env = needed.begin(record, request, code)
-    with recorded_world(code.draws, graph), _as_running(departed, request.changed):
+    with recorded_world(code.draws, graph), _as_running(departed, request.changed), noticing(patched):
         interpret(told(code) if told is not None else code, env)
     return Executed(request, wanted, code, env, departures)
 
@@ -443,19 +453,6 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def require_differentiable(record: Record, request: Request) -> None:
-    if request.grad and record.graph.asks_gradient and not record.graph.ambient.grad:
-        raise NotDifferentiable(
-            "the model asks whether tensors need gradients, and was captured where none did. Capture it with gradients "
-            "on."
-        )
-    if request.grad and record.graph.asks_gradient:
-        for position, tensor in request.given.items():
-            recorded = record.values[Ref(record.graph.nodes[position].name)]
-            if tensor.requires_grad != recorded.requires_grad:
-                raise NotDifferentiable(
-                    "the model asks whether tensors need gradients, and may do something else when they do. Capture it "
-                    f"on inputs with requires_grad={tensor.requires_grad} to replay it on such inputs."
-                )
     if request.grad and record.graph.one_way:
         words = sorted(set(record.graph.one_way))
         if told := [word for word in words if ": " in word]:
@@ -523,6 +520,8 @@ def _watch(record: Record, supply: tuple[int, ...], inputs: list[int]) -> Callab
 
     def watch(arguments: Sequence[torch.Tensor]) -> None:
         require_arguments(record.graph, names, arguments, record.live)
+        given = {Ref(name): tensor for name, tensor in zip(names, arguments, strict=True)}
+        require_as_asked(record.graph, record.values, given)
         if -1 not in versions and [tensor._version for tensor in tensors] != versions:
             for ref in refs:
                 record.value(ref)  # raises for the one that was

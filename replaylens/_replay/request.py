@@ -31,6 +31,7 @@ class Change:
     make: Callable[[Any], Any]
     follows: bool
     tree: Any  # the Ref, or tree of Refs, that it is for
+    hooked: Callable[[Any], Any]  # the same as it lies, as a hook would give it
     free: Callable[[Any], Any]  # the same for a value that is not of the recorded shape
     what: Any = None  # as the user gave it
 
@@ -50,6 +51,7 @@ class Request:
     given: dict[int, torch.Tensor] = field(factory=dict)  # inputs and state with another value
     mismatches: tuple[Mismatch, ...] = ()  # where what is given is not as it was recorded
     inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # new ones, as the user gave them
+    raw: dict[int, torch.Tensor] = field(factory=dict)  # what is given, as it lies in the user's memory
     start: tuple[int, ...] = ()
     to: int | None = None
     ends: dict[Ref, Change] = field(factory=dict)  # outputs with another value

@@ -1,0 +1,123 @@
+"""What a model asks of tensors besides their content: their memory layout, their flags, the modes around it.
+
+In: reads as the tracer meets them, and the code that ran. Out: Guards of the kinds "layout", "flags" and "mode". No
+content is behind these answers, so that nothing is run to ask them again: see `_replay/facts.py`. Torch does not show
+reads of the gradient mode to anybody: that the code which ran names them is taken for a read.
+"""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
+
+import torch
+
+from .._core.node import Guard, Source
+from .._core.target import Target
+from .._core.trees import remake
+
+MODES: dict[str, Callable[[], bool]] = {
+    "is_grad_enabled": torch.is_grad_enabled,
+    "is_inference_mode_enabled": torch.is_inference_mode_enabled,
+}
+
+
+class Asked(NamedTuple):
+    """A question as it was met: of which tensor, at which record, from where."""
+
+    kind: str
+    function: Any
+    tensor: torch.Tensor
+    handle: int | None  # of its value then; None where nothing had read it yet
+    args: tuple[Any, ...]  # besides the tensor
+    kwargs: dict[str, Any]
+    result: Any
+    position: int
+    scope: int
+    site: Any
+
+
+def guard_of(asked: Asked, ref: Any, to_ref: Any, scope: Any, source: Source | None, count: int) -> Guard:
+    """The question as a fact of the program."""
+    return Guard(
+        Target.of(asked.function),
+        (ref, *remake(asked.args, to_ref)),
+        tuple([(key, remake(value, to_ref)) for key, value in asked.kwargs.items()]),
+        asked.result,
+        has_result=True,
+        kind=asked.kind,
+        position=min(asked.position, count),
+        scope=scope,
+        source=source,
+    )
+
+
+def mode_guards(codes: Iterable[CodeType], model: Any, kinds: Iterable[type], ambient: Any) -> Iterator[Guard]:
+    """The modes that code which ran asks for, or functions that it names."""
+    answers = {"is_grad_enabled": ambient.grad, "is_inference_mode_enabled": ambient.inference}
+    ran = list(codes)
+    for code in dict.fromkeys((*ran, *_named_by(ran, model, kinds))):
+        for name in MODES.keys() & set(code.co_names):
+            source = Source(code.co_filename, _line(code, name), getattr(code, "co_qualname", code.co_name))
+            result = answers[name]
+            yield Guard(Target.of(MODES[name]), (), result=result, has_result=True, kind="mode", source=source)
+
+
+def _named_by(ran: list[CodeType], model: Any, kinds: Iterable[type]) -> Iterator[CodeType]:
+    """The code of the user's functions that functions which ran call by their global names."""
+    functions = [value for kind in kinds for value in vars(kind).values() if isinstance(value, FunctionType)]
+    known = {function.__code__: function for function in (*functions, model) if isinstance(function, FunctionType)}
+    for code in ran:
+        if (function := known.get(code)) is None:
+            continue
+        for name in code.co_names:
+            value = function.__globals__.get(name)
+            if isinstance(value, FunctionType) and not (value.__module__ or "").startswith("torch"):
+                yield value.__code__
+
+
+def _line(code: CodeType, name: str) -> int:
+    """The line on which a name is first used."""
+    line = code.co_firstlineno
+    for instruction in dis.get_instructions(code):
+        line = getattr(getattr(instruction, "positions", None), "lineno", None) or line
+        if instruction.argval == name:
+            return int(line)
+    return code.co_firstlineno
+
+
+@lru_cache(maxsize=4096)
+def asks_identity(code: CodeType) -> bool:
+    """Does this code ask whether one object is another, which is no constant?"""
+    if _IS not in code.co_code[::2]:
+        return False
+    last = ""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "IS_OP" and last not in ("LOAD_CONST", "LOAD_COMMON_CONSTANT"):
+            return True
+        last = instruction.opname
+    return False
+
+
+@lru_cache(maxsize=4096)
+def catches(code: CodeType) -> bool:
+    """Does this code go on after an exception, anywhere?"""
+    if "suppress" in code.co_names:
+        return True
+    last = ""
+    for instruction in dis.get_instructions(code) if _HANDLES.intersection(code.co_code[::2]) else ():
+        if instruction.opname in ("CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH"):
+            return True
+        if last == "PUSH_EXC_INFO" and instruction.opname == "POP_TOP":  # `except:`
+            return True
+        last = instruction.opname
+    return False
+
+
+_IS = dis.opmap["IS_OP"]
+_HANDLES = {
+    dis.opmap[name] for name in ("PUSH_EXC_INFO", "CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH") if name in dis.opmap
+}

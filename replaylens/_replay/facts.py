@@ -1,0 +1,222 @@
+"""What a change does to answers that no content decides: layouts in memory, flags, modes.
+
+In: the record of a program, and the values that stand in the place of recorded ones, as they were given. Out: a
+Departure for each question of the model's that has another answer with them. Flags are followed through the graph,
+layouts by layouts.py. Where no source is laid out or flagged otherwise than it was recorded, there is nothing to ask.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from attrs import frozen
+
+from .._core.graph import Graph
+from .._core.node import Call, Guard, Ref, TensorMeaning, meanings_of
+from .guards import Departure, changed, diverged, fact
+from .layouts import Layouts, asked_of, geometry
+
+Tensors = Mapping[Ref, torch.Tensor]
+UNKNOWN = "not known"
+
+
+@frozen
+class Around:
+    """The modes around the whole model."""
+
+    grad: bool
+    inference: bool
+
+    @staticmethod
+    def of_replay(graph: Graph, grad: bool) -> Around:
+        """Those of the capture; for gradients they are on."""
+        return Around(graph.ambient.grad or grad, graph.ambient.inference and not grad)
+
+    @staticmethod
+    def now() -> Around:
+        """Those that this thread is in."""
+        return Around(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+
+
+def departures(graph: Graph, recorded: Tensors, given: Tensors, around: Around) -> Iterator[Departure]:
+    """Other answers, where these values are given in the place of recorded ones."""
+    if graph.asked:
+        yield from _mode_departures(graph, around)
+        yield from flag_departures(graph, recorded, given, around)
+    yield from layout_departures(graph, recorded, given)
+
+
+def _mode_departures(graph: Graph, around: Around) -> Iterator[Departure]:
+    for guard in graph.asked:
+        if guard.kind == "mode":
+            now = around.grad if guard.target.function is torch.is_grad_enabled else around.inference
+            yield from filter(None, (changed(guard, now),))
+
+
+def require_as_asked(graph: Graph, recorded: Tensors, given: Tensors) -> None:
+    """Refuse values that lead away, where nothing else can be done."""
+    for departure in departures(graph, recorded, given, Around.now()):
+        raise diverged(departure)
+
+
+def asked_again(guard: Guard, value: torch.Tensor) -> Iterator[Departure]:
+    """Another answer of a value itself. Which leaves and functions of autograd there are, a replay does not say."""
+    if guard.kind == "layout" and value.layout is torch.strided:
+        yield from asked_of(guard, value)
+    elif guard.target.short in ("requires_grad", "is_inference"):
+        yield from filter(None, (changed(guard, answer(guard, value)),))
+
+
+# -- patches -----------------------------------------------------------------------------------------------------------
+
+Notice = Callable[[Ref, Any, torch.Tensor], None]
+
+
+class _Noticing(threading.local):
+    """Who is told of what patches give, in this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.stack: list[Notice] = []
+
+
+_noticing = _Noticing()
+
+
+@contextmanager
+def noticing(notice: Notice) -> Iterator[None]:
+    """Within, `notice` is told of each value that a patch gives: of which value, what that was, what was given."""
+    _noticing.stack.append(notice)
+    try:
+        yield
+    finally:
+        _noticing.stack.pop()
+
+
+def patched(ref: Ref, old: Any, new: torch.Tensor) -> None:
+    """A patch gives this."""
+    if _noticing.stack:
+        _noticing.stack[-1](ref, old, new)
+
+
+def patch_departures(
+    graph: Graph, recorded: Tensors, ref: Ref, old: Any, new: torch.Tensor, around: Around
+) -> Iterator[Departure]:
+    """Other answers with a patched value. Its flag counts where the old value had another."""
+    flags = isinstance(old, torch.Tensor) and _flags(old) != _flags(new)
+    if flags and graph.asked:
+        yield from flag_departures(graph, recorded, {ref: new}, around)
+    yield from layout_departures(graph, recorded, {ref: new})
+
+
+def _flags(tensor: torch.Tensor) -> tuple[bool, bool]:
+    return tensor.requires_grad, tensor.is_inference()
+
+
+# -- layouts -----------------------------------------------------------------------------------------------------------
+
+
+def layout_departures(graph: Graph, recorded: Tensors, given: Tensors) -> Iterator[Departure]:
+    """Where the memory layout of what is given alters an answer, or which calls give views of what is written."""
+    other = {ref: tensor for ref, tensor in given.items() if _lies_otherwise(graph, recorded, ref, tensor)}
+    if other:
+        yield from Layouts(graph, recorded, other).departures()
+
+
+def _lies_otherwise(graph: Graph, recorded: Tensors, ref: Ref, tensor: torch.Tensor) -> bool:
+    if ref.node not in graph or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False
+    meaning, known = meanings_of(graph[ref.node]).get(ref), recorded.get(ref)
+    if meaning is None or meaning.strides is None or tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    if tuple(tensor.shape) != meaning.shape:
+        return False
+    return tensor.stride() != meaning.strides or (known is not None and geometry(known) != geometry(tensor))
+
+
+# -- flags -------------------------------------------------------------------------------------------------------------
+
+
+def flag_departures(graph: Graph, recorded: Tensors, given: Tensors, around: Around) -> Iterator[Departure]:
+    """Where flags of what is given, or other modes, alter an answer."""
+    questions = [guard for guard in graph.asked if guard.kind == "flags"]
+    flags = _Flags(graph, recorded, given, around) if questions else None
+    for guard in questions:
+        if flags is not None and (departure := flags.departure(guard)) is not None:
+            yield departure
+
+
+class _Flags:
+    """Which values need gradients, with the given ones in the place of the recorded ones."""
+
+    def __init__(self, graph: Graph, recorded: Tensors, given: Tensors, around: Around) -> None:
+        self.graph, self.recorded, self.given = graph, recorded, given
+        self.around = around
+        self.found: dict[Ref, bool] = {}
+        self._follow()
+
+    def departure(self, guard: Guard) -> Departure | None:
+        """Another answer to one question."""
+        ref, word = guard.refs[0], guard.target.short
+        if ref in self.given:
+            return changed(guard, answer(guard, self.given[ref]))
+        if word in ("grad", "retains_grad") or not isinstance(self.graph[ref.node], Call):
+            return None
+        if word == "is_inference":
+            return self._inference(guard, ref)
+        was, now = self._was(ref), self.found.get(ref)
+        if now is None or was is None or was == now:
+            return None
+        if word == "requires_grad":
+            return changed(guard, now)
+        if word == "is_leaf":
+            return changed(guard, not now)
+        return Departure(f"`{fact(guard).strip('`')}`", guard.result, UNKNOWN if now else None, guard.source)
+
+    def _inference(self, guard: Guard, ref: Ref) -> Departure | None:
+        """A view of an inference tensor is one: what comes of a given one may be."""
+        below = self.graph.ancestors([ref.node])
+        for source, tensor in self.given.items():
+            known = self.recorded.get(source)
+            if source.node in below and known is not None and known.is_inference() != tensor.is_inference():
+                return Departure(fact(guard), guard.result, UNKNOWN, guard.source)
+        return None
+
+    def _was(self, ref: Ref) -> bool | None:
+        known = self.recorded.get(ref)
+        return None if known is None else known.requires_grad
+
+    def _follow(self) -> None:
+        found = self.found
+        for node, refs in zip(self.graph.nodes, self.graph.refs, strict=True):
+            for ref, meaning in meanings_of(node).items():
+                if ref in self.given:
+                    found[ref] = self.given[ref].requires_grad
+                elif not isinstance(node, Call):
+                    found[ref] = bool(self._was(ref))
+                else:
+                    found[ref] = self._of_call(node, ref, refs, meaning)
+
+    def _of_call(self, node: Call, ref: Ref, refs: tuple[Ref, ...], meaning: TensorMeaning) -> bool:
+        same = self.around.grad == self.graph.ambient.grad
+        on = node.context.grad if same else self.around.grad
+        now = on and meaning.is_differentiable and any(self.found.get(one, False) for one in refs)
+        before = node.context.grad and any(self._was(one) or False for one in refs)
+        was = self._was(ref)
+        if before and was is False:  # a call that gives no history, whatever it reads
+            return False
+        if was and not before:
+            return True  # a leaf that the model makes itself
+        return now and node.target.short not in ("detach", "detach_")
+
+
+def answer(guard: Guard, tensor: torch.Tensor) -> Any:
+    """What a question about a flag has for an answer on this tensor."""
+    try:
+        found: Any = guard.target.function(tensor)
+    except RuntimeError:  # an inference tensor has none of this
+        return UNKNOWN
+    return found if type(found) is bool else found is None or type(found).__name__
