@@ -56,6 +56,63 @@ def test_numbers_in_lists_may_differ_in_their_last_bits_and_kinds_of_lists_may_n
     assert not _is_close([1.0, 2.0], [1.0, 2.5])
 
 
+def test_a_replay_that_ends_at_a_node_asks_the_guard_right_before_it_and_none_behind_it():
+    def forward(x):
+        h = x.relu()
+        return (h * 2 if h.sum() > 0 else h * 3) + 1
+
+    prog = rl.capture(forward, torch.ones(3))
+    nothing = {"relu_1": torch.zeros_like}
+    with pytest.raises(rl.DivergedReplay):
+        prog.replay(to="mul_1", patch=nothing, on_divergence="raise")
+    assert not prog.replay(to="gt_1", patch=nothing, on_divergence="raise")["gt_1"]
+
+
+def test_memory_that_numpy_wrote_is_as_it_was_in_what_was_recorded_before():
+    def forward(x):
+        y = x * 2
+        before = y + 0
+        y.numpy()[0] = 7.0
+        return before, y + 1
+
+    prog = rl.capture(forward, torch.ones(3))
+    assert prog["mul_1"].value.tolist() == [2, 2, 2]
+    assert prog["add_2"].value.tolist() == [8, 3, 3]
+
+
+def test_what_a_write_that_gives_nothing_back_left_is_its_value():
+    def forward(x):
+        y = x * 2
+        y[0] = 7.0
+        return y + 1
+
+    prog = rl.capture(forward, torch.ones(3))
+    (written,) = [layer for layer in prog.layers if layer.layer_type == "setitem"]
+    assert isinstance(written.value, torch.Tensor) and written.value.tolist() == [7, 2, 2]
+    assert prog.replay(patch={written.label: torch.zeros_like}).output.tolist() == [1, 1, 1]
+
+
+def test_values_of_a_tensor_that_gets_other_memory_are_kept():
+    def forward(x):
+        y = x * 2
+        z = y + 1
+        y.data = torch.zeros(3)
+        return y + z
+
+    prog = rl.capture(forward, torch.ones(3))
+    assert prog["mul_1"].value.tolist() == [2, 2, 2]
+    assert prog.output.tolist() == [3, 3, 3]
+    assert prog.check()
+
+
+def test_a_write_into_an_expanded_tensor_that_repeats_its_elements_is_torchs_own_error():
+    def forward(x):
+        return (x * 2).expand(2, 3).add_(1)
+
+    with pytest.raises(RuntimeError, match="more than one element"):
+        rl.capture(forward, torch.ones(3))
+
+
 def test_a_module_of_a_program_that_asked_for_gradients_refuses_to_give_some():
     def forward(x):
         return x * 2 if x.requires_grad else x * 3
