@@ -56,6 +56,15 @@ def test_numbers_in_lists_may_differ_in_their_last_bits_and_kinds_of_lists_may_n
     assert not _is_close([1.0, 2.0], [1.0, 2.5])
 
 
+def test_tensors_are_close_in_one_shape_only_and_integers_to_the_last_bit():
+    assert _is_close(torch.ones(2), torch.ones(2) + 1e-6)
+    assert not _is_close(torch.ones(2), torch.ones(2) + 0.1)
+    assert not _is_close(torch.ones(1), torch.ones(2))
+    assert not _is_close(torch.tensor([1]), torch.tensor([1, 1]))
+    assert not _is_close(torch.tensor([1000000, 1]), torch.tensor([1000001, 1]))
+    assert not _is_close(torch.ones(()), "1.0") and not _is_close("1.0", torch.ones(()))
+
+
 def test_a_replay_that_ends_at_a_node_asks_the_guard_right_before_it_and_none_behind_it():
     def forward(x):
         h = x.relu()
@@ -120,6 +129,7 @@ def test_a_module_of_a_program_that_asked_for_gradients_refuses_to_give_some():
     with torch.no_grad():
         module = rl.capture(forward, random(3)).module()
         assert torch.equal(module(random(3)), random(3) * 3)
+    assert torch.equal(module(random(3)), random(3) * 3)
     with pytest.raises(rl.ReplaylensError):
         module(random(3).requires_grad_())
 
@@ -179,7 +189,7 @@ def test_a_sweep_over_rows_of_an_einsum_is_its_replays(equation):
 
 def test_a_guard_of_what_is_swapped_in_that_reads_only_its_input_stands_before_the_first_new_call():
     def forward(x):
-        return (x.sum().relu() * 2, x)
+        return (x.sum().relu() + 2, x)
 
     def instead(t):
         return t * 3 if t > 0 and bool(t) else t * 5
