@@ -18,6 +18,7 @@ import functools
 import gc
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -262,6 +263,28 @@ def run_plainly(build: Build, args: tuple[Any, ...] | None = None) -> Outcome:
         output = case.model(*args, **case.kwargs)
         state = generators()
         return Outcome(case, output, belongings(case.model), before, states_of(case.model), state)
+
+
+class Places:
+    """How many places a law was asked at, and why not at the others: a law of many places says what it left out."""
+
+    def __init__(self) -> None:
+        self.tried = 0
+        self.reasons: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[None]:
+        self.tried += 1
+        try:
+            yield
+        except CannotAsk as reason:
+            self.reasons[str(reason).partition(":")[0]] += 1
+
+    def left_out(self) -> str:
+        if not self.tried:
+            raise CannotAsk("there is no place to ask it at")
+        counts = ", ".join(f"{reason} {count}" for reason, count in sorted(self.reasons.items()))
+        return f"not at {self.reasons.total()} of {self.tried} places: {counts}" if counts else ""
 
 
 SAVED: ContextVar[Any] = ContextVar("saved", default="all")
@@ -511,7 +534,7 @@ def has_floats(value: Any) -> bool:
 
 
 @law
-def live_run_is_the_replay(build: Build) -> None:
+def live_run_is_the_replay(build: Build) -> str:
     """A patch at any layer, made while the model runs, gives what a replay with it gives, unless that says it diverged."""
     run_plainly(build)
     case, prog = capture(build)
@@ -519,14 +542,29 @@ def live_run_is_the_replay(build: Build) -> None:
         raise CannotAsk("the model asks which object a tensor is: a patched value is another one")
     layers = prog.saving("all").layers
     layers = [layer for layer in layers if layer.layer_type != "constant" and has_floats(layer.value)]
+    places = Places()
     for layer in layers[:: max(1, len(layers) // 4)]:
-        try:
-            wanted = prog.replay(patch={layer.label: changed}, on_divergence="raise")
-        except Exception:
-            continue  # another path; or an operation that the change is nothing for
-        with contextlib.suppress(CannotAsk):
-            run = run_live(build(), {layer.label: changed})
+        patch = {layer.label: changed}
+        with places.one():
+            try:
+                wanted = prog.replay(patch=patch, on_divergence="raise")
+            except rl.ReplaylensError as error:
+                raise CannotAsk(type(error).__name__) from error  # another path
+            except Exception as error:  # an operation that the change is nothing for: the model's own must say so too
+                assert_raises_too(type(error), build(), patch)
+                raise CannotAsk(f"the operation's own {type(error).__name__}") from error
+            run = run_live(build(), patch)
             assert_same(run.output, wanted.output, f"output with {layer.label} patched", loose=case.loose)
+    return places.left_out()
+
+
+def assert_raises_too(kind: type[Exception], case: Case, patch: Any) -> None:
+    """A live run under the patch raises what the replay did."""
+    try:
+        rl.run(case.model, *case.args, patch=patch, **case.kwargs)
+    except kind:
+        return
+    raise AssertionError(f"with {list(patch)} patched a replay raises {kind.__name__}, and a live run does not")
 
 
 @law
@@ -645,19 +683,21 @@ def gradients_survive_a_capture_under_no_grad(build: Build) -> None:
 
 
 @law
-def replay_from_the_middle(build: Build) -> None:
+def replay_from_the_middle(build: Build) -> str:
     """From any layer, unchanged or set to its own value, the recorded output comes out."""
     run_plainly(build)
     case, prog = capture(build)
     layers = prog.saving("all").layers
     loose = case.loose or torch.is_grad_enabled()  # some kernels take another way when a value requires no gradients
+    places = Places()
     for layer in layers[:: max(1, len(layers) // 8)]:
         assert_same(prog.replay(from_=layer.label).output, prog.output, f"output from {layer.label}")
-        with contextlib.suppress(CannotAsk):  # it may refuse to take an inner gradient through a patched value
+        with places.one():  # it may refuse to take an inner gradient through a patched value
             run = replayed(case, functools.partial(prog.replay, patch={layer.label: layer.value}))
             assert_same(run.output, prog.output, f"output with {layer.label} set to itself", loose=loose)
-            places = [prog.layer_labels.index(name) for name in run.executed if name in prog.layer_labels]
-            assert places == sorted(places), f"executed out of order: {run.executed}"
+            order = [prog.layer_labels.index(name) for name in run.executed if name in prog.layer_labels]
+            assert order == sorted(order), f"executed out of order: {run.executed}"
+    return places.left_out()
 
 
 def moved(args: Any) -> Any:
