@@ -91,13 +91,16 @@ class Held(Described, Reference):
         module: str | None = None,
         input_of: str | None = None,
         where: Callable[[Layer], Any] | None = None,
+        state: str | None = None,
     ) -> Selection:
         """The layers for which all of this holds, as a value: for patches, for iteration, for `assert_count`.
 
         `op` is a type of operation, `module` the address of a module that they ran in, `input_of` a layer or module
-        that reads them; all three may be globs (`"layer4.*"`). `where` is a function of a layer.
+        that reads them; all three may be globs: `*` stays within one level of an address (`"layer4.*"`), `**` crosses
+        dots. `where` is a function of a layer. `state` means parameters and buffers, by their address or a glob;
+        without it none of them is found.
         """
-        return find(self._atlas, self.__getitem__, op, module, input_of, where)
+        return find(self._atlas, self.__getitem__, op, module, input_of, where, state)
 
     def names_of(self, key: Any) -> tuple[str, ...]:
         """The names of the layers that a key of a mapping of patches means: of a glob, a type, a selection, a name."""
@@ -224,7 +227,7 @@ class Held(Described, Reference):
             raw={**given.raw, **other.raw},
             mismatches=(*given.mismatches, *other.mismatches),
             inputs=given.whole,
-            start=(at_place(self.graph, start.place).position,) if start else (),
+            start=tuple([at_place(self.graph, one.place).position for one in start.each]) if start else (),
             on_divergence=on_divergence,
             **self._beyond(patch),
             **more,
@@ -240,8 +243,9 @@ class Held(Described, Reference):
         if at is not None:
             one_key = isinstance(at, (str, int, Selection, Where, Layer))
             sites = {key: self._sites(key) for key in ([at] if one_key else at)}
-            named = tuple([site.place.label for key, found in sites.items() for site in found if is_named(key, site)])
-            labels = {site.place.label: at_place(self.graph, site.place) for found in sites.values() for site in found}
+            pairs = [(one, is_named(key, site)) for key, found in sites.items() for site in found for one in site.each]
+            named = tuple([one.place.label for one, is_one in pairs if is_one])
+            labels = {one.place.label: at_place(self.graph, one.place) for one, _ in pairs}
         elif from_ is None:
             return self._everywhere
         if from_ is not None:
@@ -272,7 +276,7 @@ class Held(Described, Reference):
         """
         keys = [key for key, what in patch.items() if not refers(what)] if isinstance(patch, Mapping) else []
         found = {key: self._sites(key) for key in keys if isinstance(key, str) and not _has_pass(key)}
-        nodes = {key: [self.graph[site.place.node] for site in of_key] for key, of_key in found.items()}
+        nodes = {key: [self.graph[one.place.node] for s in of_key for one in s.each] for key, of_key in found.items()}
         kinds = [key for key, of in nodes.items() if all(isinstance(n, Call) and n.kind == key != n.name for n in of)]
         return {
             "every": frozenset(self.graph.positions[node.name] for of_key in nodes.values() for node in of_key),
@@ -286,7 +290,9 @@ class Held(Described, Reference):
             return frozenset()
         if callable(keep):
             return frozenset(self._position(layer.label) for layer in self.layers if keep(layer))
-        return frozenset(self._position(name) for name in as_list(keep))
+        return frozenset(
+            self.graph.positions[one.place.node] for name in as_list(keep) for one in self._site(name).each
+        )
 
 
 def _has_pass(name: str) -> bool:

@@ -331,7 +331,7 @@ class Program(Held):
 
         Without arguments everything runs. `from_` names a layer: what follows it runs, on its recorded value. `patch`
         gives other values on the way: `{"relu_3": Zero("b [c] h w", c=3)}`. Its keys name layers, inputs, parameters;
-        all passes of a layer, all layers of a type (`"relu"`), of a glob (`"layer4.*"`), of `where(predicate)` or
+        all passes of a layer, all layers of a type (`"relu"`), of a glob (`"layer4.**"`), of `where(predicate)` or
         `prog.find(...)`. Its values are patches, lists of them, tensors, functions of the old value, layers of another
         program; with `from_`, a bare one is for that layer. New inputs, or other parameters
         (`state={"fc.weight": w}`), may be given. `to` stops early. `keep="all"` holds every value; else what

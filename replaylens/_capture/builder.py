@@ -123,7 +123,8 @@ class Recording:
     values: list[torch.Tensor] = field(factory=list)  # by Handle
     versions: list[int] = field(factory=list)  # of each value's tensor when it was recorded; -1: it has none
     scopes: list[ScopeRecord] = field(factory=list)
-    scope_outputs: list[tuple[int, Any]] = field(factory=list)
+    scope_outputs: list[tuple[int, Any, int]] = field(factory=list)  # call, values, how many records there were then
+    is_handed_on: bool = False  # what modules hand on has its names: see handing.py
     draws: dict[str, torch.Tensor] = field(factory=dict)
     follows: dict[str, tuple[str | None, bool]] = field(factory=dict)  # of each draw: which one before, is it seeded
     drawn_elsewhere: tuple[str, ...] = ()  # what drew numbers besides torch: "random", "numpy"
@@ -193,6 +194,8 @@ class Addresses:
     modules: dict[int, str]  # id of a module -> dotted address
     listed: tuple[torch.nn.Module, ...] = ()  # the model's modules, each below the one that has it
     aliases: Callable[[Any, str], tuple[str, ...]] = lambda module, key: ()  # further addresses of the same tensor
+    twice: tuple[tuple[str, str], ...] = ()  # further addresses of modules, each with the first
+    state: frozenset[str] = frozenset()  # every address of a parameter or buffer
 
 
 @frozen
@@ -235,7 +238,9 @@ def freeze(recording: Recording) -> Frozen:
         output=remake(recording.output, to_ref),
         inputs=remake(recording.inputs, to_ref),
         guards=_guards(recording, made, to_ref, scopes),
-        module_outputs=tuple([(scope, remake(t, to_ref)) for n, t in recording.scope_outputs if (scope := scopes[n])]),
+        module_outputs=tuple(
+            [(scope, remake(t, to_ref)) for n, t, _ in recording.scope_outputs if (scope := scopes[n])]
+        ),
         changes=tuple([(_address(addresses, where), refs[last]) for where, last in recording.changes]),
         orphans=frozenset(name for name, orphan in zip(names, orphans, strict=True) if orphan),
         asked=_asked(recording, codes, refs, to_ref, scopes),
@@ -252,8 +257,15 @@ def freeze(recording: Recording) -> Frozen:
         default_dtype=recording.default_dtype,
         default_device=recording.default_device,
         model_name=recording.model_name,
+        twice=addresses.twice,
+        unread=_unread(addresses, made),
     )
     return Frozen(require_lawful(graph), {ref: handle for handle, ref in refs.items()}, addresses)
+
+
+def _unread(addresses: Addresses, nodes: list[Node]) -> frozenset[str]:
+    """The addresses of parameters and buffers that the forward did not read."""
+    return addresses.state.difference([a for n in nodes if isinstance(n, State) for a in (n.address, *n.aliases)])
 
 
 def _names(recording: Recording, drafts: list[Draft]) -> tuple[list[str], list[bool]]:

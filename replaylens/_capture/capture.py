@@ -29,6 +29,7 @@ from .._replay.replay import Record, Versions
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite, UnsupportedModel
 from .account import account_of, timed
 from .builder import Handle, Recording, SourceRecord, freeze, is_torch_code, last_name, line_of, version_of
+from .handing import hand_on
 from .hooks import settle_hooks
 from .origins import Date, Origins, dated, reaches_scripts
 from .randomness import lent_generators
@@ -193,6 +194,7 @@ def _call(model: Any, args: Any, kwargs: Any, tracer: Tracer) -> Any:
 
 def record_of(captured: Captured) -> Record:
     """What a capture knows, by Ref: values, write counters, generator states, the model's own parameters."""
+    hand_on(captured.recording)
     recording, made = captured.recording, freeze(captured.recording)
     graph = made.graph
     values: dict[Ref, torch.Tensor] = {}

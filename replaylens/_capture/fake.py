@@ -29,6 +29,7 @@ from ..errors import CaptureError, ReplaylensError
 from .account import account_of
 from .builder import Recording, freeze
 from .capture import Forward, looked, require_supported
+from .handing import hand_on
 from .origins import Date, Origins
 from .randomness import Draw, Draws, is_idle
 from .recorder import NeedsDeepLook
@@ -52,6 +53,7 @@ def outlined(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unknown:
         try:
             with mode:
                 captured = looked(forward, lambda recording, beginning: beginning.put_back(), Origins(model))
+                hand_on(captured.recording)
                 made = freeze(captured.recording)
                 account = account_of(captured.recording, made).untimed()
                 return Record(made.graph, {}, Versions(()), {}, account=account, saved=frozenset())

@@ -35,7 +35,7 @@ from .recorder import tensors_in
 from .regions import reads_of
 from .rules import How, Rule
 from .scopes import addresses, listening
-from .spots import Counted, Spot
+from .spots import Counted, Spot, handing_spot
 from .standins import StandIns, Waiting
 from .storage import Entry
 from .tracer import Tracer
@@ -69,6 +69,8 @@ class Done:
 
 class LiveTracer(Tracer):
     """One live run."""
+
+    alone = -1  # every output of a module is looked at: a patch may be meant for what it hands on
 
     def __init__(
         self, recording: Recording, origins: Origins, date: Date, deep: bool, unknown: str, stage: Stage
@@ -142,6 +144,25 @@ class LiveTracer(Tracer):
         out = super()._identity(tensor)
         with self._unseen():
             return self._asked(Done(out, tensor))
+
+    def is_renamed(self, tensor: torch.Tensor, handle: Handle, names: Any, beyond: int) -> bool:
+        """What a patch is meant for has a name of its own as it leaves the module."""
+        where = self.counted.place(self.scope)
+        spot = handing_spot(*where, names.known.index(handle))
+        aims = self.stage.aims
+        if spot in aims.spots or (spot not in aims.recorded and spot.any_call in aims.any_call):
+            return True
+        return super().is_renamed(tensor, handle, names, beyond)
+
+    def handing(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
+        """What a module hands on, patched where it is."""
+        own = self.stand_ins.of(tensor)
+        made = super().handing(own, number)
+        if made is own:
+            return tensor
+        with self._unseen():
+            patched: torch.Tensor = self._asked(Done(made, own))
+            return patched
 
     def function_apply(self, kind: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A custom `autograd.Function`: which records stand for it is known when it is over."""

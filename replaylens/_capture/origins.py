@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from .builder import Addresses
-from .scopes import addresses, module_table
+from .scopes import addresses, module_table, other_addresses
 
 _lock = threading.Lock()
 _running = 0
@@ -187,7 +187,11 @@ class Origins:
 
     def addresses(self) -> Addresses:
         modules = addresses(self.table)
-        return Addresses(modules, self._in_order(), self._aliases(modules))
+        others = other_addresses(self.table, modules)
+        holders = self._holders(modules, others)
+        every = frozenset([address for _, found in holders for address in found])
+        twice = tuple([(other, modules[number]) for number, found in others.items() for other in found])
+        return Addresses(modules, self._in_order(), self._aliases(holders), twice, every)
 
     def _in_order(self) -> tuple[nn.Module, ...]:
         """Every module of the model, each followed by those that it has."""
@@ -202,15 +206,21 @@ class Origins:
             stack.extend(reversed(below.get(number, [])))
         return tuple(found)
 
-    def _aliases(self, modules: dict[int, str]) -> Any:
-        holders: dict[int, list[str]] = {}
-        for module, parent, name in self.table:
-            del parent, name
-            prefix = modules[id(module)]
+    def _holders(self, modules: dict[int, str], others: dict[int, list[str]]) -> list[tuple[Any, list[str]]]:
+        """Every parameter and buffer, with all of its addresses."""
+        found: dict[int, tuple[Any, list[str]]] = {}
+        for module in self.modules:
+            prefixes = (modules[id(module)], *others.get(id(module), ()))
             for tensors in (module._parameters, module._buffers):
                 for key, value in tensors.items():
                     if value is not None:
-                        holders.setdefault(id(value), []).append(f"{prefix}.{key}" if prefix else key)
+                        names = [f"{prefix}.{key}" if prefix else key for prefix in prefixes]
+                        found.setdefault(id(value), (value, []))[1].extend(names)
+        return list(found.values())
+
+    @staticmethod
+    def _aliases(found: list[tuple[Any, list[str]]]) -> Any:
+        holders = {id(value): names for value, names in found}
 
         def aliases(module: Any, key: str) -> tuple[str, ...]:
             value = getattr(module, key, None) if isinstance(module, nn.Module) and "." not in key else None

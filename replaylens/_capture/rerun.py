@@ -112,6 +112,8 @@ def as_run(
 
     def lookup(name: Any) -> Any:
         at = name if isinstance(name, At) else find(name)
+        if (places := at.each(graph)) is not None:
+            return thaw(places, lambda leaf: lookup(leaf) if type(leaf) is At else leaf)
         if at.output is not None and at.output in ended:
             return ended[at.output]
         return thaw(at.output or at.part or value_of(graph.nodes[at.position]), get)

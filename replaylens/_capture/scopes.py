@@ -114,6 +114,27 @@ def addresses(table: list[tuple[nn.Module, int, str]]) -> dict[int, str]:
     return {id(module): address for (module, _, _), address in zip(table, found, strict=True)}
 
 
+def other_addresses(table: list[tuple[nn.Module, int, str]], first: dict[int, str]) -> dict[int, list[str]]:
+    """The further dotted addresses of modules that stand at several places of the tree, or below such ones."""
+    found: dict[int, list[str]] = {}
+    stack: list[tuple[nn.Module, int, tuple[tuple[int, str], ...]]] = []
+    stack += [(module, id(module), ((id(module), name),)) for module, parent, name in table if parent < 0]
+    edges = sum(len([c for c in module._modules.values() if c is not None]) for module, _, _ in table)
+    if edges == len(table) - len(stack):
+        return found  # a tree, as most are
+    most = 100 * len(table)
+    while stack and most:
+        module, number, path = stack.pop()
+        most -= 1
+        address = ".".join([name for _, name in path if name and name != "_orig_mod"])
+        if address != first[number] and address not in found.get(number, ()):
+            found.setdefault(number, []).append(address)
+        for name, child in module._modules.items():
+            if child is not None and id(child) in first and all(id(child) != above for above, _ in path):
+                stack.append((child, id(child), (*path, (id(child), name))))
+    return found
+
+
 def user_frame(frame: FrameType | None, depth: int = 6) -> FrameType | None:
     """The nearest frame that is not torch's, within a few."""
     for _ in range(depth):

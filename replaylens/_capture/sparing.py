@@ -78,9 +78,13 @@ class SparingTracer(Tracer):
             else:
                 self.shedding.spare(handle)
 
-    def _left(self, output: tuple[int, Any]) -> None:
+    def own_references(self, tensor: torch.Tensor) -> int:
+        """How many references to a tensor are the capture's own."""
+        return super().own_references(tensor) + (id(tensor) in self.shedding.watched)
+
+    def _left(self, output: tuple[int, Any, int]) -> None:
         """A module gave its output, which may be wanted by the module's address."""
-        self.recording.scope_outputs[-1] = (output[0], bare(output[1]))
+        self.recording.scope_outputs[-1] = (output[0], bare(output[1]), output[2])
         if self.guess.module(output[0]):
             for handle in leaves(output[1]):
                 if type(handle) is Handle:

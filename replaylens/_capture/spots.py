@@ -14,9 +14,11 @@ from attrs import field, frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Input, Node, Ref, Scope, Source, State
+from .._core.pure import alias
 from .._core.trees import leaves
 from .._replay.request import At
 from .builder import CallRecord, Recording, SourceRecord, linked, user_line
+from .handing import is_handing
 
 
 @frozen
@@ -40,9 +42,16 @@ def spots(graph: Graph) -> dict[int, Spot]:
     seen: Counter[Any] = Counter()
     found: dict[int, Spot] = {}
     for position, node in enumerate(graph.nodes):
-        if isinstance(node, Call) and (node.scope is not None or node.source is not None):
+        if isinstance(node, Call) and node.target.function is alias and len(node.args) == 2:
+            found[position] = handing_spot(*_of_scope(node.scope), node.args[1])
+        elif isinstance(node, Call) and (node.scope is not None or node.source is not None):
             found[position] = _next(seen, _of_scope(node.scope), node.kind, node.source)
     return found
+
+
+def handing_spot(address: str, call: int, number: int) -> Spot:
+    """Where a module hands on the n-th of its values."""
+    return Spot(address, call, "identity", None, -1 - number)
 
 
 def _of_scope(scope: Scope | None) -> tuple[str, int]:
@@ -68,10 +77,12 @@ class Counted:
         """The Spot of the record that follows."""
         if isinstance(record, SourceRecord) or (record.scope < 0 and record.site is None):
             return None
+        if is_handing(record):
+            return handing_spot(*self.place(record.scope), record.args[1])
         source = linked(record.site, None) or user_line(self.recording, record.site, record.scope)
-        return _next(self.seen, self._scope(record.scope), record.kind, source)
+        return _next(self.seen, self.place(record.scope), record.kind, source)
 
-    def _scope(self, number: int) -> tuple[str, int]:
+    def place(self, number: int) -> tuple[str, int]:
         """How a frozen Scope will be called; see builder.py."""
         scopes = self.recording.scopes
         for record in scopes[len(self.scopes) :]:

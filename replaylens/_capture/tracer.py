@@ -32,12 +32,23 @@ from .._core.torch_private import (
     unwrapped,
     without_function_modes,
 )
-from .._core.trees import ATOMS, freeze, freeze_deep
+from .._core.trees import ATOMS, freeze, freeze_deep, leaves
 from ..errors import ReplaylensError, UnannouncedWrite
-from .builder import PLAIN, CallRecord, GuardRecord, Handle, Recording, ScopeRecord, is_torch_code, version_of
+from .builder import (
+    PLAIN,
+    CallRecord,
+    GuardRecord,
+    Handle,
+    Recording,
+    ScopeRecord,
+    is_torch_code,
+    parts_of,
+    version_of,
+)
 from .customs import apply_call
 from .flags import turn
 from .hooks import hook
+from .keeping import ALONE, BARE, references_of, renewed
 from .opening import opened
 from .origins import Date, Origins, is_older
 from .recorder import NeedsDeepLook, Recorder, outside, tensors_in
@@ -56,6 +67,7 @@ _aten_detach = torch.ops.aten.detach.default
 _push = push_function_mode
 _pop = pop_function_mode
 _frame = sys._getframe
+_references = sys.getrefcount
 _tuple = tuple.__new__
 _rules: dict[Any, Rule] = {}
 PASS, FRESH, RELU = How.PASS, How.FRESH, How.RELU
@@ -64,6 +76,8 @@ _Tensor, _Parameter = torch.Tensor, nn.Parameter
 
 class Tracer(Recorder):
     """One capture of one thread."""
+
+    alone = ALONE  # references to a tensor that a module gives and has not kept
 
     def __init__(self, recording: Recording, origins: Origins, date: Date, deep: bool, unknown: str) -> None:
         super().__init__(recording, origins, date, deep, unknown)
@@ -401,13 +415,14 @@ class Tracer(Recorder):
                 out = self._script_call(module, call, args, kwargs)
             else:
                 out = call(module, *args, **kwargs)
-            handle = self.memory.live.get(id(out)) if type(out) is _Tensor else None
-            if type(handle) is Handle and not self.is_special and len(recording.records) != records:
-                recording.scope_outputs.append((index, handle))
+            handle, count = self.memory.live.get(id(out)) if type(out) is _Tensor else None, len(recording.records)
+            if type(handle) is Handle and count != records and not self.is_special and _references(out) <= self.alone:
+                recording.scope_outputs.append((index, handle, count))
                 return out
+            beyond = _references(out) - BARE
             with self.at_work():
-                out, tree = self._module_output(module, args, out, len(recording.records) == records)
-            recording.scope_outputs.append((index, tree))
+                out, tree = self._module_output((args, kwargs), out, records, beyond)
+            recording.scope_outputs.append((index, tree, len(recording.records)))
             return out
         except BaseException:
             self.failed_scope = max(self.failed_scope, index)
@@ -427,15 +442,43 @@ class Tracer(Recorder):
         finally:
             self.script_is_open = outer
 
-    def _module_output(self, module: nn.Module, args: Any, out: Any, did_nothing: bool) -> tuple[Any, Any]:
-        """What a module gave, and which values that is."""
+    def _module_output(self, given: Any, out: Any, records: int, beyond: int) -> tuple[Any, Any]:
+        """What a module gave, and which values that is. `beyond`: how many references there are to it elsewhere."""
         if _peek() is not None:
             return out, freeze_deep(out, self._read_wrapped)
-        if type(out) not in PLAIN:
-            return out, freeze_deep(out, self._handed_out)
-        if did_nothing and args and out is args[0]:
+        if type(out) in PLAIN and len(self.recording.records) == records and given[0] and out is given[0][0]:
             out = self._identity(out)
-        return out, self._handed_out(out)
+            return out, self._handed_out(out)
+        tree = freeze_deep(out, self._handed_out)
+        names = _Renaming(self, tree, given, records)
+        with torch._C.DisableTorchFunction():  # what is looked at here, the model did not ask
+            is_whole = self.recording.scopes[self.scope].module is self.origins.root
+            new = renewed(out, beyond, names) if names.known and not is_whole else out
+        return new, tree if new is out and not names.made else freeze_deep(new, self._handed_out)
+
+    def is_renamed(self, tensor: torch.Tensor, handle: Handle, names: _Renaming, beyond: int) -> bool:
+        """Does a tensor that a module gives need a name of its own? Not if the module has let go of it."""
+        return beyond > self.own_references(tensor) and not names.is_written(tensor, handle)
+
+    def own_references(self, tensor: torch.Tensor) -> int:
+        """How many references to a tensor are the capture's own."""
+        return references_of(self.memory, tensor)
+
+    def handing(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
+        """The n-th tensor of what a module gives, as an object of its own: the module has kept the one that it made."""
+        hidden = tensor.requires_grad and not _grad_enabled() and self.recording.ambient[0]
+        if self.functorch or hidden:
+            return tensor
+        with torch._C.DisableTorchFunction(), self.at_work():
+            try:
+                made = torch.ops.aten.alias.default(tensor)
+            except (RuntimeError, NotImplementedError):
+                return tensor
+            source = self.read(tensor)
+            self.doubled.update((id(tensor), id(made)))
+            returns = self.results(made, alias, (tensor,), {}, [tensor])
+            self.append(alias, _IDENTITY, [source, number], {}, returns, None, None, False)
+        return made
 
     def _handed_out(self, tensor: torch.Tensor) -> Handle | None:
         """The value of a tensor that a module gave. One of the model's own begins here, if nothing has read it yet."""
@@ -466,6 +509,37 @@ def _written_by(rule: Rule, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """What a call announces that it writes: by its name or schema, and by `out=`."""
     targets = rule.writes(args, kwargs) if rule.writes is not None else []
     return targets if kwargs.get("out") is None else [*targets, *tensors_in((kwargs["out"],), {})]
+
+
+class _Renaming:
+    """Which of the tensors that a module gives get a name of their own as they leave it: those that it has kept."""
+
+    def __init__(self, tracer: Tracer, tree: Any, given: Any, records: int) -> None:
+        self.tracer, self.given, self.records = tracer, given, records
+        self.known = [leaf for leaf in leaves(tree) if type(leaf) is Handle]
+        self.made: dict[int, torch.Tensor] = {}
+
+    def __call__(self, tensor: torch.Tensor, beyond: int) -> torch.Tensor:
+        """The tensor, or an alias of it. `beyond`: how many references there are to it, but for the output's own."""
+        if id(tensor) in self.made:
+            return self.made[id(tensor)]
+        if type(tensor) not in PLAIN and type(tensor) is not _Parameter:
+            return tensor
+        handle = self.tracer.memory.read(tensor)
+        if handle not in self.known or not self.tracer.is_renamed(tensor, handle, self, beyond):
+            return tensor
+        made = self.tracer.handing(tensor, self.known.index(handle))
+        if made is not tensor:
+            self.made[id(tensor)] = self.made[id(made)] = made
+        return made
+
+    def is_written(self, tensor: torch.Tensor, handle: Handle) -> bool:
+        """Did the module write one of its arguments and give it back?"""
+        new = next(iter(parts_of(self.tracer.recording.records[self.records].returns)), None) if self._did() else None
+        return new is not None and handle >= new[1] and any(tensor is one for one in tensors_in(*self.given))
+
+    def _did(self) -> bool:
+        return len(self.tracer.recording.records) > self.records
 
 
 _RELU = Rule(How.FRESH, "relu")

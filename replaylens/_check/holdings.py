@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from .._capture.origins import Origins
-from .._capture.scopes import addresses
+from .._capture.scopes import addresses, other_addresses
 from .._core.graph import Graph
 from .._core.node import Ref, State
 from .._core.sameness import difference, same
@@ -81,14 +81,14 @@ def _ends(graph: Graph) -> dict[str, Ref]:
 
 def _held(origins: Origins) -> Holdings:
     """Every parameter and buffer that the model has now, by each of its addresses."""
-    prefixes = addresses(origins.table)
+    first = addresses(origins.table)
+    further = other_addresses(origins.table, first)
     found: Holdings = {}
     for module in origins.modules:
-        prefix = prefixes[id(module)]
         for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
-            for key, tensor in tensors.items():
-                if tensor is not None:
-                    found[f"{prefix}.{key}" if prefix else key] = kind, tensor
+            held = [(key, tensor) for key, tensor in tensors.items() if tensor is not None]
+            for prefix in (first[id(module)], *further.get(id(module), ())):
+                found.update({f"{prefix}.{key}" if prefix else key: (kind, tensor) for key, tensor in held})
     return found
 
 

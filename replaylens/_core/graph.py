@@ -45,6 +45,8 @@ class Graph:
     default_dtype: torch.dtype = torch.float32
     default_device: str = "cpu"
     model_name: str = field(default="", eq=False)
+    twice: tuple[tuple[str, str], ...] = ()  # of a module that stands at several addresses: another one, and its first
+    unread: frozenset[str] = field(default=frozenset(), eq=False)  # addresses of state that the forward did not read
 
     def __getitem__(self, name: str) -> Node:
         return self.nodes[self.positions[name]]

@@ -338,8 +338,10 @@ def needing(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.requires_grad else fresh_leaf(tensor)
 
 
-def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself: what a module that hands its input on computes."""
+def alias(tensor: torch.Tensor, number: int | None = None) -> torch.Tensor:
+    """The tensor itself: what a module that hands its input on computes; or the n-th that a module hands on, where the
+    module itself has read or kept it.
+    """
     return tensor
 
 

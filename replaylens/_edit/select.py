@@ -8,13 +8,14 @@ for it; or an error that says what was found instead. Values and patches are not
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
 from attrs import evolve, field, frozen
 
 from .._core.graph import Graph
+from .._core.node import State
 from ..errors import NoSuchLayer, WrongCount
+from .glob import is_glob, matches
 
 
 class Names(Protocol):
@@ -34,6 +35,8 @@ class Names(Protocol):
     def module_places(self) -> dict[str, Any]: ...
     @property
     def module_calls(self) -> dict[str, int]: ...
+    @property
+    def other_addresses(self) -> dict[str, tuple[str, ...]]: ...
     def find(self, name: Any) -> Any: ...
     def nearest(self, name: str) -> str: ...
 
@@ -45,6 +48,24 @@ class Site:
     place: Any
     name: str
     is_every_pass: bool = False  # named without its pass: further passes, of a run that has more, are meant too
+
+    @property
+    def each(self) -> tuple[Site, ...]:
+        """Of a module that hands on several tensors: a site for each. Else itself."""
+        place = self.place
+        if not place.names:
+            return (self,)
+        pairs = zip(place.names, place.refs, strict=True)
+        return tuple(
+            [
+                evolve(
+                    self,
+                    place=evolve(place, label=ref.node, node=ref.node, part=ref, names=()),
+                    name=f"{self.name}{way}",
+                )
+                for way, ref in pairs
+            ]
+        )
 
 
 @frozen
@@ -103,7 +124,8 @@ class Selection:
         return self._of({*self.labels} - {*other.labels})
 
     def _of(self, labels: set[str]) -> Selection:
-        order = {label: number for number, label in enumerate(self._names.order)}
+        every = dict.fromkeys([*self._names.order, *[node.name for node in self._names.graph.state_nodes]])
+        order = {label: number for number, label in enumerate(every)}
         if foreign := sorted(labels - {*order}):
             raise NoSuchLayer(f"the selections are of different programs: one has no {foreign[0]!r}.")
         return evolve(self, labels=tuple(sorted(labels, key=order.__getitem__)))
@@ -124,23 +146,46 @@ def find(
     module: str | None = None,
     input_of: str | None = None,
     where: Callable[[Any], Any] | None = None,
+    state: str | None = None,
 ) -> Selection:
-    """The layers for which all that is given holds."""
+    """The layers for which all that is given holds. Parameters and buffers are among them only by `state`."""
     fed = None if input_of is None else _inputs_of(names, layer, input_of)
+    among = _computed(names, exact=op) if state is None else _state(names, state)
     found = [
         label
-        for label in names.order
-        if (op is None or fnmatchcase(layer(label).layer_type, op))
-        and (module is None or any(_is_in(module, call) for call in layer(label).modules))
+        for label in among
+        if (op is None or matches(layer(label).layer_type, op))
+        and (module is None or any(_is_in(names, module, call) for call in layer(label).modules))
         and (fed is None or label in fed)
         and (where is None or where(layer(label)))
     ]
     return Selection(tuple(found), names, layer)
 
 
-def _is_in(pattern: str, call: str) -> bool:
-    """Does a glob match a call of a module, `features.6:1`, with or without its number?"""
-    return fnmatchcase(call.rpartition(":")[0], pattern) or fnmatchcase(call, pattern)
+def _computed(names: Names, exact: str | None = None) -> list[str]:
+    """The layers that are no state of the model; those of exactly this type are among them, whatever they are."""
+    found = [(label, names.by_label[label]) for label in names.order]
+    return [label for label, place in found if not _is_state(names, place) or names.graph[place.node].kind == exact]  # type: ignore[union-attr]
+
+
+def _is_state(names: Names, place: Any) -> bool:
+    return place.output is None and isinstance(names.graph[place.node], State)
+
+
+def _state(names: Names, pattern: str) -> list[str]:
+    """The parameters and buffers that an address or a glob means."""
+    return [
+        node.name
+        for node in names.graph.state_nodes
+        if any(matches(name, pattern) for name in (node.address, *node.aliases, node.name))
+    ]
+
+
+def _is_in(names: Names, pattern: str, call: str) -> bool:
+    """Does a glob match a call of a module, `features.6:1`, with or without its number, under any of its names?"""
+    address, _, number = call.rpartition(":")
+    known = (address, *names.other_addresses.get(address, ()))
+    return any(matches(one, pattern) or matches(f"{one}:{number}", pattern) for one in known)
 
 
 def _inputs_of(names: Names, layer: Callable[[str], Any], pattern: str) -> set[str]:
@@ -151,7 +196,7 @@ def _inputs_of(names: Names, layer: Callable[[str], Any], pattern: str) -> set[s
     meant = {site.place.label for site in _by_labels(names, pattern)}
     for label in names.order:
         reader = layer(label)
-        calls = {call for call in reader.modules if _is_in(pattern, call)}
+        calls = {call for call in reader.modules if _is_in(names, pattern, call)}
         for parent in reader.parents if label in meant or calls else ():
             if parent in names.order and (label in meant or calls - {*layer(parent).modules}):
                 found.add(parent)
@@ -184,11 +229,27 @@ def _named(names: Names, layer: Callable[[str], Any], key: str) -> list[Site]:
     if (calls := names.module_calls.get(key, 0)) > 1:
         addresses = [f"{key}:{number}" for number in range(1, calls + 1)]
         return [Site(names.find(address), address, is_every_pass=True) for address in addresses]
-    if of_type := [Site(place, place.label) for place in names.places if layer(place.label).layer_type == key]:
+    computed = [place for place in names.places if not _is_state(names, place)]
+    if of_type := [Site(place, place.label) for place in computed if layer(place.label).layer_type == key]:
         return of_type
-    if any(sign in key for sign in "*?[") and (matched := _by_glob(names, key)):
+    if is_glob(key) and (matched := _by_glob(names, key)):
         return matched
+    if is_glob(key) or any(layer(place.label).layer_type == key for place in names.places):
+        raise NoSuchLayer(_only_state(names, key))
     return [Site(names.find(key), key)]  # raises, and offers the nearest names
+
+
+def _only_state(names: Names, key: str) -> str:
+    """Why a type or a glob finds no layer."""
+    found = _state(names, key) or [node.name for node in names.graph.state_nodes if node.kind == key]
+    if not found:
+        deeper = [name for name in names.module_places if matches(name, key.replace("*", "**"))] if "*" in key else []
+        hint = f" `*` stays within one level: {key.replace('*', '**')!r} finds {_some(deeper)}." if deeper else ""
+        return f"{key!r} finds none of the {len(names.order)} layers.{hint or ' `prog.layers` lists them all.'}"
+    return (
+        f"{key!r} finds no layer that the model computed, but only its state: {_some(found)}. Parameters and buffers "
+        "are meant by their addresses, or by prog.find(state='...')."
+    )
 
 
 def is_named(key: Any, site: Site) -> bool:
@@ -197,18 +258,19 @@ def is_named(key: Any, site: Site) -> bool:
 
 
 def _by_glob(names: Names, pattern: str) -> list[Site]:
-    """All modules' outputs and layers that a glob matches; if there are none, parameters and buffers."""
-    modules = [Site(place, address) for address, place in names.module_places.items() if fnmatchcase(address, pattern)]
-    if found := [*modules, *_by_labels(names, pattern)]:
-        return found
-    return [
-        Site(names.by_label[node.name], node.address)
-        for node in names.graph.state_nodes
-        if any(fnmatchcase(address, pattern) for address in (node.address, *node.aliases))
-    ]
+    """What all modules hand on, and all layers, that a glob matches; no parameters and buffers."""
+    known = {address: place for address, place in names.module_places.items() if matches(address, pattern)}
+    modules = [Site(place, address) for address, place in known.items() if not _is_second(address, known)]
+    return [*modules, *_by_labels(names, pattern)]
+
+
+def _is_second(address: str, known: dict[str, Any]) -> bool:
+    """Is it the longer name of what has a shorter one: `features.6:1` of a module that is called once?"""
+    return address.rpartition(":")[0] in known
 
 
 def _by_labels(names: Names, pattern: str) -> list[Site]:
+    """The layers whose labels a glob matches, in any of their forms."""
     other: dict[str, list[str]] = {}
     for alias, places in names.aliases.items():
         for place in places:
@@ -217,7 +279,8 @@ def _by_labels(names: Names, pattern: str) -> list[Site]:
     return [
         Site(place, place.label)
         for place in names.places
-        if any(fnmatchcase(name, pattern) for name in (place.label, *other.get(place.label, ())))
+        if not _is_state(names, place)
+        and any(matches(name, pattern) for name in (place.label, *other.get(place.label, ())))
     ]
 
 
@@ -226,7 +289,14 @@ def _each_once(names: Names, found: list[Site]) -> tuple[Site, ...]:
     if len(found) == 1:
         return tuple(found)
     whole = {site.place.node for site in found if site.place.output is None and site.place.part is None}
+    several = [site for site in found if site.place.names]
+    found = [site for site in found if not site.place.names]
     kept: dict[Any, Site] = {}
+    for site in several:  # what a module hands on goes before the layers that it is
+        if not any({*site.place.refs} & {*other.place.refs} for other in kept.values()):
+            kept[site.place.refs] = site
+            whole.update(ref.node for ref in site.place.refs)
+            found = [other for other in found if other.place.node not in whole]
     for site in found:
         place = site.place
         is_within = place.part is not None and place.node in whole

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
 from attrs import frozen
 
 from ..errors import NoSuchLayer
+from .glob import matches
 from .select import Names, Selection, Where, is_named, sites
 
 _WHOLE = ("all", "none")
@@ -47,7 +47,7 @@ class Wish:
         exact, loose = self._words
         if ordinal is not None and ordinal in [key for key in self.keys if type(key) is int]:
             return True
-        return any(name in exact or any(word in name or fnmatchcase(name, word) for word in loose) for name in names)
+        return any(name in exact or any(word in name or matches(name, word) for word in loose) for name in names)
 
     def labels(self, names: Names, layer: Callable[[str], Any]) -> tuple[str, ...]:
         """The labels of the layers that it means. A key that finds nothing is an error."""
@@ -62,7 +62,8 @@ class Wish:
         for key in self.keys:
             is_loose = callable(key) or isinstance(key, (Selection, Where))
             if not is_loose and (not isinstance(key, str) or _is_known(names, key)):
-                found += [site.place.label for site in sites(names, layer, key) if is_named(key, site)]
+                meant = [site for site in sites(names, layer, key) if is_named(key, site)]
+                found += [one.place.label for site in meant for one in site.each]
         return tuple(found)
 
 
@@ -91,7 +92,7 @@ def _meant(names: Names, layer: Callable[[str], Any], key: Any) -> list[str]:
     if isinstance(key, (Selection, Where)) and not len(getattr(key, "labels", "x")):
         return []
     try:
-        return [site.place.label for site in sites(names, layer, key)]
+        return [one.place.label for site in sites(names, layer, key) for one in site.each]
     except NoSuchLayer:
         found = [label for label in names.order if _has_part(layer(label), key)] if isinstance(key, str) else []
         if not found or _LABEL.fullmatch(key):

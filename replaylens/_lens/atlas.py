@@ -6,15 +6,16 @@ In: a Graph and a name in any of a user's spellings: `conv2d_3_7`, `conv2d_3`, `
 
 from __future__ import annotations
 
+import re
 from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
 
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from .._core.graph import Graph
-from .._core.node import Ref
-from .._core.trees import leaves
+from .._core.node import Ref, Scope, refs_of
+from .._core.trees import leaves, paths
 from ..errors import NoSuchLayer
 
 
@@ -25,7 +26,14 @@ class Place:
     label: str
     node: str
     output: Ref | None = None
-    part: Ref | None = None  # of several values that the node gives, the one that a module's address means
+    part: Any = None  # what a module's address means: one of several values of the node, or a tree of several nodes'
+    scope: Scope | None = field(default=None, eq=False)  # of what a module hands on: the module's call
+    names: tuple[str, ...] = ()  # of a tree of several values: the name of each, in order
+
+    @property
+    def refs(self) -> tuple[Ref, ...]:
+        """The values of a tree of several, each once."""
+        return tuple(dict.fromkeys([leaf for leaf in leaves(self.part) if type(leaf) is Ref]))
 
 
 @frozen(eq=False)
@@ -75,19 +83,52 @@ class Atlas:
 
     @cached_property
     def module_places(self) -> dict[str, Place]:
-        """`features.6`, and `features.6:2` for its second call: the layer of the module's output."""
+        """`features.6`, and `features.6:2` for its second call: what the module handed on. Of several tensors each has
+        a name besides: `attn[0]`, `encoder[hidden]`.
+        """
         found: dict[str, Place] = {}
         calls: dict[str, list[Place]] = {}
         for scope, tree in self.graph.module_outputs:
-            refs = [leaf for leaf in leaves(tree) if type(leaf) is Ref]
-            if refs:
-                place = self.by_label[refs[0].node]
-                if type(tree) is Ref and tree.path and tree != getattr(self.graph[tree.node], "result", None):
-                    place = evolve(place, part=tree)
+            if place := self._handed_on(scope, tree):
                 found[str(scope)] = place
                 calls.setdefault(scope.address, []).append(place)
         found.update({address: places[0] for address, places in calls.items() if len(places) == 1})
+        for address, place in list(found.items()):
+            found.update(self._each_of(address, place))
+        return self._under_each_address(found)
+
+    def _under_each_address(self, found: dict[str, Any]) -> dict[str, Any]:
+        """By the names of modules, or of their calls and values: the same by their other addresses."""
+        for name, place in list(found.items()) if self.other_addresses else ():
+            address = re.split(r"[:\[]", name, maxsplit=1)[0]
+            found.update({other + name[len(address) :]: place for other in self.other_addresses.get(address, ())})
         return found
+
+    @cached_property
+    def other_addresses(self) -> dict[str, tuple[str, ...]]:
+        """Of a module that stands at several addresses: the others, by the first."""
+        found: dict[str, tuple[str, ...]] = {}
+        for other, first in self.graph.twice:
+            found[first] = (*found.get(first, ()), other)
+        return found
+
+    def _handed_on(self, scope: Scope, tree: Any) -> Place | None:
+        """The place of what a call of a module gave."""
+        refs = list(dict.fromkeys([leaf for leaf in leaves(tree) if type(leaf) is Ref]))
+        if not refs:
+            return None
+        place = evolve(self.by_label[refs[0].node], scope=scope)
+        if len(refs) > 1 and {*refs} != {*refs_of(self.graph[place.node])}:
+            ways = {leaf: way for way, leaf in reversed(list(paths(tree))) if type(leaf) is Ref}
+            return evolve(place, part=tree, names=tuple([_way(ways[ref]) for ref in refs]))
+        if type(tree) is Ref and tree.path and tree != getattr(self.graph[tree.node], "result", None):
+            return evolve(place, part=tree)
+        return place
+
+    def _each_of(self, address: str, place: Place) -> dict[str, Place]:
+        """The names of each of several tensors that a module gave."""
+        pairs = zip(place.names, place.refs, strict=True) if place.names else ()
+        return {f"{address}{way}": evolve(self.by_label[ref.node], part=ref, scope=place.scope) for way, ref in pairs}
 
     @cached_property
     def module_calls(self) -> dict[str, int]:
@@ -96,7 +137,7 @@ class Atlas:
         for scope, _ in self.graph.module_outputs:
             if scope is not None:
                 found[scope.address] = found.get(scope.address, 0) + 1
-        return found
+        return self._under_each_address(found)
 
     def find(self, name: Any) -> Place:
         """The layer that a name means; several passes of a layer need the pass."""
@@ -124,6 +165,15 @@ class Atlas:
             raise NoSuchLayer(
                 f"the module {name!r} runs {calls} times: say which call, '{name}:1' to '{name}:{calls}'."
             )
+        own = [place for place in self.places if place.output is None]
+        if of_type := [place.label for place in own if getattr(self.graph[place.node], "kind", "") == name]:
+            several = (
+                f"{len(of_type)} layers, such as {of_type[0]!r}" if len(of_type) > 1 else f"one layer, {of_type[0]!r}"
+            )
+            raise NoSuchLayer(
+                f"{name!r} is a type, of {several}, and no name of a layer. `prog.find({name!r})` lists them; as a key "
+                f"of patches, `patch={{{name!r}: ...}}`, it means them all."
+            )
         raise NoSuchLayer(f"no layer is called {name!r}.{self.nearest(name)}")
 
     def nearest(self, name: str) -> str:
@@ -132,7 +182,7 @@ class Atlas:
         close: list[str] = []
         for match in get_close_matches(name, names, n=12, cutoff=0.4):  # three layers, not three names of one
             place = self.by_label.get(match) or self.aliases[match][0]
-            if len(close) < 3 and all(place is not (self.by_label.get(o) or self.aliases[o][0]) for o in close):
+            if len(close) < 3 and all(place != (self.by_label.get(o) or self.aliases[o][0]) for o in close):
                 close.append(match)
         return f" The nearest names are {', '.join(map(repr, close))}." if close else " `prog.layers` lists them all."
 
@@ -169,12 +219,12 @@ class Atlas:
         return {label: number for number, label in enumerate(self.order)}
 
     @cached_property
-    def _names(self) -> dict[int, list[str]]:
+    def _names(self) -> dict[Any, list[str]]:
         """By place: the other names under which it alone is found."""
-        found: dict[int, list[str]] = {}
+        found: dict[Any, list[str]] = {}
         for name, places in self.aliases.items():
-            if len(places) == 1 or name in self.module_places:
-                found.setdefault(id(places[0]), []).append(name)
+            if (len(places) == 1 or name in self.module_places) and places[0].part is None:
+                found.setdefault((places[0].node, places[0].output), []).append(name)
         return found
 
     @cached_property
@@ -189,7 +239,7 @@ class Atlas:
         """Every name under which a layer is found: its ordinal from the end, its ordinal, its label, all others."""
         number = self.ordinals.get(place.label)
         ordinals = [] if number is None else [number - len(self.order), number]
-        return (*ordinals, place.label, *sorted(self._names.get(id(place), [])))
+        return (*ordinals, place.label, *sorted(self._names.get((place.node, place.output), [])))
 
 
 def short(label: str) -> str:
@@ -197,6 +247,11 @@ def short(label: str) -> str:
     name, colon, call = label.partition(":")
     parts = name.rsplit("_", 1)
     return (parts[0] if len(parts) == 2 and parts[1].isdigit() and "_" in parts[0] else name) + colon + call
+
+
+def _way(path: tuple[Any, ...]) -> str:
+    """The way to one of several tensors: `[0]`, `[hidden][1]`."""
+    return "".join([f"[{step}]" for step in path])
 
 
 def bare(label: str) -> str:

@@ -37,7 +37,11 @@ class Layer(LayerInPapersWords, Reference):
     def parts(self) -> tuple[Layer, ...]:
         """Of an operation that gave several tensors: a Layer for each. Else itself."""
         refs = self._lens.refs(self._place)
-        return tuple([evolve(self, place=evolve(self._place, part=ref)) for ref in refs]) if len(refs) > 1 else (self,)
+        if len(refs) == 1:
+            return (self,)
+        return tuple(
+            [evolve(self, place=evolve(self._place, label=ref.node, node=ref.node, part=ref, names=())) for ref in refs]
+        )
 
     @property
     def grad(self) -> Any:

@@ -75,14 +75,15 @@ class Lens:
 
     def refs(self, place: Place) -> tuple[Ref, ...]:
         """The values that a layer gives, as the model saw them."""
+        if place.names:
+            return place.refs
         if (one := place.output or place.part) is not None:
             return (one,)
         return self.refs_of_node(place.node)
 
     def meanings(self, place: Place) -> tuple[TensorMeaning, ...]:
         """Shape and dtype of each of them."""
-        known = meanings_of(self.graph[place.node])
-        return tuple([known[ref] for ref in self.refs(place)])
+        return tuple([meanings_of(self.graph[ref.node])[ref] for ref in self.refs(place)])
 
     def meaning(self, place: Place) -> TensorMeaning | None:
         """Shape and dtype of its value, where that is a tensor; None for a container of tensors, even of one."""

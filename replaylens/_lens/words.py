@@ -28,7 +28,7 @@ class Words:
 
     def nodes(self, key: Any) -> list[str]:
         """The nodes that a key means, each once."""
-        return list(dict.fromkeys(site.place.node for site in self.sites(key)))
+        return list(dict.fromkeys(one.place.node for site in self.sites(key) for one in site.each))
 
     def operations(self, key: Any) -> list[str]:
         """The nodes that a key means, where each is all that it names: not the last operation of a whole module."""
@@ -50,7 +50,7 @@ class Words:
 
     def refs(self, key: Any) -> list[Ref]:
         """The values that a key means."""
-        return [self._single(site.place) for site in self.sites(key)]
+        return [self._single(one.place) for site in self.sites(key) for one in site.each]
 
     def ref(self, name: Any) -> Ref:
         """The value of a layer that gives one tensor."""

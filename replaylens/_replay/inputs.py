@@ -16,7 +16,7 @@ from attrs import field, frozen
 
 from .._core.graph import Graph
 from .._core.node import Input, Ref, State, TensorMeaning, meanings_of
-from .._core.pure import in_layout
+from .._core.pure import in_layout, same_content
 from .._core.sharing import Overlaps
 from .._core.torch_private import is_wrapped
 from .._core.trees import Branch, fingerprint, freeze_deep, named, named_paths
@@ -86,10 +86,18 @@ def new_state(graph: Graph, state: dict[str, torch.Tensor], nearest: Callable[[s
     """Other parameters and buffers. Any of a tied tensor's addresses will do."""
     found: dict[int, torch.Tensor] = {}
     raw: dict[int, torch.Tensor] = {}
+    given: dict[str, tuple[str, torch.Tensor]] = {}
     mismatches = []
     for address, tensor in state.items():
+        if address in graph.unread:  # of a whole state_dict: nothing depends on it
+            continue
         node, meaning = state_called(graph, address, nearest), TensorMeaning.of(tensor)
         raw[graph.positions[node.name]] = tensor
+        other, before = given.setdefault(node.name, (address, tensor))
+        if before is not tensor and not same_content(before, tensor):
+            raise InputMismatch(
+                f"{other!r} and {address!r} are one tensor of the model, and two values are given for it. Give one."
+            )
         if (meaning.shape, meaning.dtype) != (node.meaning.shape, node.meaning.dtype):
             text = f"the state at {address!r} is {meaning}; the program was recorded with {node.meaning}."
             mismatches.append(_other(f"the state at {address!r}", node.meaning, meaning, text))

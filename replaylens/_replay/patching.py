@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 
 from .._core.graph import Graph
-from .._core.node import Ref, TensorMeaning, meanings_of, value_of
+from .._core.node import Call, Ref, TensorMeaning, meanings_of, value_of
 from .._core.pure import spread
 from .._core.reference import Reference
 from .._core.text import listing
@@ -34,7 +34,7 @@ def changes_of(
     graph: Graph, patch: Any, start: Site | None, sites: Callable[[Any], tuple[Site, ...]]
 ) -> tuple[Changes, dict[Ref, Change]]:
     """Patches at nodes, by position, and at outputs of the program. `sites` finds what a key means."""
-    wanted = _wanted(patch, start, sites)
+    wanted = _wanted(graph, patch, start, sites)
     changed: Changes = {}
     ends: dict[Ref, Change] = {}
     keys: dict[tuple[bool, Ref], Any] = {}  # an output of the program is another value than the node that gives it
@@ -53,15 +53,67 @@ def changes_of(
     return changed, ends
 
 
-def _wanted(patch: Any, start: Site | None, sites: Callable[[Any], tuple[Site, ...]]) -> list[tuple[Site, Any, Any]]:
+def _wanted(
+    graph: Graph, patch: Any, start: Site | None, sites: Callable[[Any], tuple[Site, ...]]
+) -> list[tuple[Site, Any, Any]]:
     """What was given for each site, and under which key."""
     if patch is None:
         return []
     if isinstance(patch, Mapping):
-        return [(site, key, what) for key, what in patch.items() for site in sites(key)]
+        pairs = [(site, key, what) for key, what in patch.items() for site in sites(key)]
+        return [(one, key, each) for site, key, what in pairs for one, each in _spread(graph, site, what)]
     if start is None:
         raise ReplaylensError("a bare patch needs from_= to say where. Or give a mapping: patch={'relu_3': tensor}.")
-    return [(start, start.name, patch)]
+    return [(one, start.name, each) for one, each in _spread(graph, start, patch)]
+
+
+def _spread(graph: Graph, site: Site, what: Any) -> list[tuple[Site, Any]]:
+    """What was given for a site, for each of the tensors that a module hands on there, and that something reads."""
+    each, read = site.each, [one for one in site.each if not _is_read_inside_alone(graph, one.place)]
+    if not read:
+        raise BadPatch(
+            f"nothing outside of the module reads what {site.name!r} hands on: patched there, nothing would change. "
+            f"Inside it is {site.place.label!r}."
+        )
+    if len(each) == 1:
+        return [(site, what)]
+    named = ", ".join(f"{one.name!r} ({one.place.part})" for one in each)
+    if not isinstance(what, (Patch, Reference, torch.Tensor)) and (_are_values(what) or isinstance(what, tuple)):
+        flat: list[torch.Tensor] = []
+        freeze_deep(what, flat.append)
+        if len(flat) != len(each):
+            raise ShapeMismatch(
+                f"{site.name!r} hands on {len(each)} tensors, {named}; {len(flat)} were given. Give as many."
+            )
+        return [(one, new) for one, new in zip(each, flat, strict=True) if one in read]
+    patch = patch_of(what)
+    if patch.parts or _takes_one(patch):
+        raise BadPatch(f"{site.name!r} hands on {len(each)} tensors, and {patch!r} is for one. Name the one: {named}.")
+    return [(one, what) for one in read]
+
+
+def _is_read_inside_alone(graph: Graph, place: Any) -> bool:
+    """Is it a module's, and does nothing read it but the module itself? A forward hook there changes nothing."""
+    if place.scope is None or place.names:
+        return False
+    mine = set(_refs(place.part or value_of(graph[place.node])))
+    users = [graph.nodes[p] for p in graph.users[graph.positions[place.node]]]
+    readers = [user for user in users if mine.intersection(_read_by(user))]
+    ends = {*graph.output_refs, *[ref for _, ref in graph.changes]}
+    if not readers or mine & ends or any(mine.intersection(guard.refs) for guard in graph.guards):
+        return False
+    return all(isinstance(r, Call) and r.scope is not None and place.scope in r.scope.stack for r in readers)
+
+
+def _read_by(node: Any) -> tuple[Ref, ...]:
+    """The values that a node reads."""
+    return tuple(node.refs) if isinstance(node, Call) else ()
+
+
+def _takes_one(patch: Patch) -> bool:
+    """Is it, or begins it with, one given tensor?"""
+    steps = patch.patches if isinstance(patch, Chain) else (patch,)
+    return any(isinstance(one, Set) and isinstance(one.value, torch.Tensor) for one in steps)
 
 
 def at_place(graph: Graph, place: Any) -> At:
@@ -216,7 +268,7 @@ def bound_patches(
     What is wrong with them, `changes_of` and a replay with it say.
     """
     found = []
-    for site, _, what in _wanted(patch, None, sites):
+    for site, _, what in _wanted(graph, patch, None, sites):
         at = at_place(graph, site.place)
         tree = at.output or at.part or value_of(graph.nodes[at.position])
         found.append((at, _bound(graph.nodes[at.position], tree, site.name, what)))

@@ -159,6 +159,8 @@ def replay(
     finish = _same if request.grad else _detached_leaf
 
     def lookup(at: At) -> Any:
+        if (places := at.each(graph)) is not None:
+            return thaw(places, lambda leaf: lookup(leaf) if type(leaf) is At else leaf)
         position, node = at.position, graph.nodes[at.position]
         if at.output is not None and at.output in ended:
             return ended[at.output]

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from attrs import field, frozen
 
+from .._core.graph import Graph
 from .._core.node import Ref
+from .._core.trees import remake
 from .inputs import Mismatch
 
 
@@ -21,7 +23,13 @@ class At:
 
     position: int
     output: Ref | None = None
-    part: Ref | None = None  # one of several values that the node gives
+    part: Any = None  # one of several values that the node gives; or a tree of values, of several nodes
+
+    def each(self, graph: Graph) -> Any:
+        """Of a tree of values: the same tree of the places of each. Else None."""
+        if self.part is None or type(self.part) is Ref:
+            return None
+        return remake(self.part, lambda one: At(graph.positions[one.node], part=one) if type(one) is Ref else one)
 
 
 @frozen(eq=False)

@@ -1,0 +1,258 @@
+"""What a module hands on, where that is another value than what the module itself read or kept of it.
+
+In: a Recording whose forward is over. Out: the same Recording, in which what a module gave has a name of its own (an
+alias, as the output of `nn.Identity` has) wherever a forward hook would change less than a patch of the value: where
+something had read it before the module returned, and something reads it afterwards. Aliases that a capture made in
+case of need, and that turn out to tell nothing apart, are taken out again. Nothing runs here.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import Any, TypeGuard
+
+from attrs import define
+
+from .._core.pure import alias
+from .._core.trees import leaves, remake
+from .builder import Addresses, CallRecord, GuardRecord, Handle, Recording, parts_of
+
+
+def is_handing(record: Any) -> TypeGuard[CallRecord]:
+    """Is this the record of a value that a module hands on?"""
+    return isinstance(record, CallRecord) and record.function is alias and len(record.args) == 2
+
+
+def hand_on(recording: Recording) -> None:
+    """Give what modules hand on a name of its own where it needs one, and nowhere else; once."""
+    if recording.is_handed_on:
+        return
+    recording.is_handed_on = True
+    known = recording.addresses() if recording.addresses else Addresses({})
+    recording.addresses = lambda: known
+    roots = {number for number, address in known.modules.items() if not address}
+    found = _Readers(recording)
+    idle = found.idle()
+    if idle:
+        _take_out(recording, idle)
+        found = _Readers(recording)
+    inner = [one for one in recording.scope_outputs if id(recording.scopes[one[0]].module) not in roots]
+    new = _needed(recording, found, inner)
+    if new:
+        _put_in(recording, new)
+
+
+@define(eq=False)
+class _New:
+    """An alias that is to be put in: before which record, of what, in which module call, as which of its values."""
+
+    at: int
+    old: Handle  # the value that the module gave
+    source: Handle  # what stands for it until then: itself, or what an inner module hands on
+    handle: Handle
+    scope: int
+    number: int
+
+
+class _Readers:
+    """Where each value that a module gave is read, by positions among the records."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self.end = len(recording.records)
+        handings = [record for record in recording.records if is_handing(record)]
+        given = {leaf for _, tree, _ in recording.scope_outputs for leaf in leaves(tree) if type(leaf) is Handle}
+        self.of: dict[Handle, list[int]] = {handle: [] for handle in given}
+        for record in handings:
+            self.of.setdefault(record.args[0], [])
+            self.of.setdefault(record.returns, [])
+        self.made: dict[Handle, int] = {}
+        for position, item in enumerate(recording.records):
+            self.made.update((h, position) for _, h in parts_of(item.returns) if h in self.of)
+            if isinstance(item, CallRecord):
+                self._note(position, (tuple(item.args), tuple((item.kwargs or {}).values())))
+        for guard in recording.guards:
+            self._note(guard.position, (tuple(guard.args), tuple((guard.kwargs or {}).values())))
+        self._note(self.end, (recording.output, tuple([last for _, last in recording.changes])))
+        for positions in self.of.values():
+            positions.sort()
+
+    def _note(self, position: int, trees: Any) -> None:
+        for leaf in leaves(trees):
+            if type(leaf) is Handle and leaf in self.of:
+                self.of[leaf].append(position)
+
+    def idle(self) -> set[int]:
+        """The aliases that tell nothing apart: nothing else reads what they are of, or nothing reads them."""
+        found: set[int] = set()
+        patched = set(self.recording.patched.values())
+        for position, record in enumerate(self.recording.records):
+            if not is_handing(record) or position in patched:
+                continue
+            if not self.of[record.returns] or self.of[record.args[0]] == [position]:
+                found.add(position)
+        return found
+
+
+def _needed(recording: Recording, found: _Readers, given: list[Any]) -> list[_New]:
+    """The aliases that are missing, in the order in which the modules returned."""
+    new: list[_New] = []
+    now: dict[Handle, tuple[Handle, int]] = {}  # a value -> what stands for it after which position
+    patched = {handle for n in recording.patched for _, handle in parts_of(recording.records[n].returns)}
+    count = len(recording.values)
+    for scope, tree, end in given:
+        for number, leaf in enumerate([one for one in leaves(tree) if type(one) is Handle]):
+            positions = found.of[leaf]
+            source, since = now.get(leaf, (leaf, found.made.get(leaf, 0)))
+            before = any(since <= position < end for position in positions)
+            if not before or not positions or positions[-1] < end or leaf in patched:
+                continue
+            handle = Handle(count + len(new))
+            new.append(_New(end, leaf, source, handle, scope, number))
+            now[leaf] = (handle, end)
+    return new
+
+
+def _put_in(recording: Recording, new: list[_New]) -> None:
+    """Put aliases between the records, and let what comes after read them."""
+    for one in new:
+        _keep_as(recording, one.old, one.handle)
+    names = _Names(new)
+    before: dict[int, list[int]] = {}
+    for number, one in enumerate(new):
+        before.setdefault(one.at, []).append(number)
+    records: list[Any] = []
+    where: list[int] = []  # of each old record, and of the end: its new number
+    at: dict[int, int] = {}  # of each new alias
+    for position in range(len(recording.records) + 1):
+        for number in before.get(position, ()):
+            at[number] = len(records)
+            records.append(_alias(recording, new[number]))
+        where.append(len(records))
+        if position < len(recording.records):
+            records.append(names.read_at(recording.records[position], position))
+    through = _through(recording, new, at)
+    recording.records = [_moved(record, where, through) for record in records]
+    _move(recording, where, names.in_tree, names.read_at)
+
+
+def _keep_as(recording: Recording, old: Handle, new: Handle) -> None:
+    """One value under a second number."""
+    values: list[Any] = recording.values
+    list.append(values, list.__getitem__(values, old))
+    recording.versions.append(recording.versions[old])
+    if old in recording.gone:
+        recording.gone[new] = recording.gone[old]
+    if old in recording.gradients:
+        recording.gradients[new] = recording.gradients[old]
+
+
+def _move(
+    recording: Recording, where: list[int], in_tree: Callable[[Any, int], Any], read_at: Callable[[Any, int], Any]
+) -> None:
+    """All that is numbered by records, or names values, besides the records themselves."""
+    end = len(where)
+    recording.patched = {where[n]: where[of] for n, of in recording.patched.items()}
+    recording.guards = [_moved_guard(read_at(guard, guard.position), where) for guard in recording.guards]
+    recording.output = in_tree(recording.output, end)
+    recording.changes = [(place, in_tree(last, end)) for place, last in recording.changes]
+    outputs = recording.scope_outputs
+    recording.scope_outputs = [(scope, in_tree(tree, stop), where[stop]) for scope, tree, stop in outputs]
+
+
+class _Renamed:
+    """What stands for a value at a position."""
+
+    def at(self, handle: Handle, position: int) -> Handle:
+        """The value itself, or another one."""
+        raise NotImplementedError
+
+    def in_tree(self, tree: Any, position: int) -> Any:
+        """A tree with what stands for each value there."""
+        return remake(tree, lambda leaf: self.at(leaf, position) if type(leaf) is Handle else leaf)
+
+    def read_at(self, record: Any, position: int) -> Any:
+        """A record or a guard with what it reads as it is called there."""
+        if not isinstance(record, (CallRecord, GuardRecord)):
+            return record
+        args, kwargs = tuple(record.args), record.kwargs or {}
+        read = [leaf for leaf in leaves((args, tuple(kwargs.values()))) if type(leaf) is Handle]
+        if all(self.at(handle, position) == handle for handle in read):
+            return record
+        named = {key: self.in_tree(value, position) for key, value in kwargs.items()}
+        return record._replace(args=[self.in_tree(arg, position) for arg in args], kwargs=named)
+
+
+class _Names(_Renamed):
+    """The new aliases that stand for values once the modules have returned."""
+
+    def __init__(self, new: list[_New]) -> None:
+        self.of: dict[Handle, list[_New]] = {}
+        for one in new:
+            self.of.setdefault(one.old, []).append(one)
+
+    def at(self, handle: Handle, position: int) -> Handle:
+        """The last alias before the position, if there is one."""
+        passed = [one for one in self.of.get(handle, ()) if one.at <= position]
+        return passed[-1].handle if passed else handle
+
+
+class _Instead(_Renamed):
+    """What stands for aliases that are taken out, everywhere."""
+
+    def __init__(self, of: dict[Handle, Handle]) -> None:
+        self.of = of
+
+    def at(self, handle: Handle, position: int) -> Handle:
+        """What the alias was of."""
+        return self.of.get(handle, handle)
+
+
+def _alias(recording: Recording, one: _New) -> CallRecord:
+    """The record of a value that a module hands on. Gradients pass, wherever the module stands."""
+    context = (True, *recording.ambient[1:]) if not recording.ambient[1] else recording.ambient
+    return CallRecord(alias, "identity", [one.source, one.number], {}, one.handle, context, one.scope, None)
+
+
+def _through(recording: Recording, new: list[_New], at: dict[int, int]) -> Callable[[tuple[int, ...]], list[int]]:
+    """Of the records that a gradient runs again, further ones: the aliases of what they make."""
+    made = {h: n for n, record in enumerate(recording.records) for _, h in parts_of(record.returns)}
+    of: dict[int, list[int]] = {}
+    for number, one in enumerate(new):
+        of.setdefault(made.get(one.old, -1), []).append(at[number])
+    return lambda numbers: [place for number in numbers for place in of.get(number, ())]
+
+
+def _moved(record: Any, where: list[int], further: Callable[[tuple[int, ...]], list[int]]) -> Any:
+    if not isinstance(record, CallRecord) or not record.through:
+        return record
+    return record._replace(through=tuple(sorted([*[where[n] for n in record.through], *further(record.through)])))
+
+
+def _moved_guard(guard: GuardRecord, where: list[int]) -> GuardRecord:
+    return guard._replace(position=where[min(guard.position, len(where) - 1)])
+
+
+def _take_out(recording: Recording, idle: set[int]) -> None:
+    """Take aliases out again: what reads them reads what they are of."""
+    instead: dict[Handle, Handle] = {}
+    for position in sorted(idle):
+        record = recording.records[position]
+        if is_handing(record):
+            instead[record.returns] = instead.get(record.args[0], record.args[0])
+    names = _Instead(instead)
+    kept = [n for n in range(len(recording.records)) if n not in idle]
+    where = [bisect_left(kept, n) for n in range(len(recording.records) + 1)]
+    records = [names.read_at(recording.records[n], n) for n in kept]
+    recording.records = [_moved(_without(record, idle), where, lambda numbers: []) for record in records]
+    _move(recording, where, names.in_tree, names.read_at)
+    of = recording.view_of.items()
+    recording.view_of = {handle: tuple([instead.get(one, one) for one in views]) for handle, views in of}
+
+
+def _without(record: Any, idle: set[int]) -> Any:
+    """The record of a gradient without aliases that are no more, among what it runs again."""
+    if not isinstance(record, CallRecord) or not record.through:
+        return record
+    return record._replace(through=tuple([n for n in record.through if n not in idle]))

@@ -1,0 +1,428 @@
+"""What names of places mean: what a module hands on, a module under each of its names, globs, types and state.
+
+The witness is the plain model with a forward hook at the module.
+"""
+
+from collections import namedtuple
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import nn
+
+import replaylens as rl
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclass
+class Out:
+    main: torch.Tensor
+    extra: dict
+
+
+class Around(nn.Module):
+    """A part between two layers; `read` says what the model makes of what the part handed on."""
+
+    def __init__(self, part, read=None):
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.part = part
+        self.last = nn.Linear(3, 2)
+        self.read = read or (lambda model, out: out)
+
+    def forward(self, x):
+        out = self.part(self.first(x))
+        return self.last(self.read(self, out)).tanh()
+
+
+class Part(nn.Module):
+    def __init__(self, forward):
+        super().__init__()
+        self.run = forward
+
+    def forward(self, x):
+        return self.run(self, x)
+
+
+def keeps_its_output(self, x):
+    self.kept = x.relu()
+    return self.kept
+
+
+def keeps_it_in_a_list(self, x):
+    self.all = [x.relu()]
+    self.kept = self.all[-1]
+    return self.all[0]
+
+
+def makes_an_auxiliary_loss(self, x):
+    out = x.relu()
+    self.kept = out.square().mean()
+    return out
+
+
+def reads_it_twice(self, x):
+    out = x.relu()
+    self.kept = out.sum() * out
+    return out
+
+
+def keeps_one_of_two(self, x):
+    self.kept = x.relu()
+    return self.kept, x.tanh()
+
+
+def keeps_one_in_a_dict(self, x):
+    self.kept = x.relu()
+    return {"a": self.kept, "b": (x.tanh(), self.kept * 2)}
+
+
+def keeps_one_in_a_dataclass(self, x):
+    self.kept = x.relu()
+    return Out(self.kept, {"more": x.tanh()})
+
+
+def keeps_its_input(self, x):
+    self.kept = x.mean()
+    return x
+
+
+def gives_a_named_tuple(self, x):
+    self.kept = torch.zeros(())
+    return Pair(x.relu(), x.tanh())
+
+
+def keeps_a_view(self, x):
+    out = x.relu()
+    self.kept = out[0]
+    return out
+
+
+def total(out):
+    if isinstance(out, torch.Tensor):
+        return out
+    if isinstance(out, Out):
+        return out.main + total(out.extra)
+    values = list(out.values()) if isinstance(out, dict) else list(out)
+    found = total(values[0])
+    for value in values[1:]:
+        found = found * 0.5 + total(value)
+    return found
+
+
+KEEPING = [
+    keeps_its_output,
+    keeps_it_in_a_list,
+    makes_an_auxiliary_loss,
+    reads_it_twice,
+    keeps_one_of_two,
+    keeps_one_in_a_dict,
+    keeps_one_in_a_dataclass,
+    keeps_its_input,
+    gives_a_named_tuple,
+    keeps_a_view,
+]
+
+
+def with_kept(model, out):
+    return total(out) + model.part.kept
+
+
+def mapped(function, out):
+    """What a forward hook gives that changes every tensor of an output."""
+    if isinstance(out, torch.Tensor):
+        return function(out)
+    if isinstance(out, dict):
+        return {key: mapped(function, value) for key, value in out.items()}
+    if isinstance(out, Out):
+        return replace(out, main=mapped(function, out.main), extra=mapped(function, out.extra))
+    items = [mapped(function, value) for value in out]
+    return type(out)(*items) if hasattr(out, "_fields") else type(out)(items)
+
+
+def hooked(model, address, function, *inputs):
+    """The plain model, with a hook that changes what a module hands on."""
+    handle = model.get_submodule(address).register_forward_hook(lambda m, i, out: mapped(function, out))
+    try:
+        return model(*inputs)
+    finally:
+        handle.remove()
+
+
+def tripled(value):
+    return value * 3 + 1
+
+
+@pytest.fixture(params=KEEPING, ids=lambda keeping: keeping.__name__)
+def model(request):
+    torch.manual_seed(3)
+    return Around(Part(request.param), with_kept)
+
+
+@pytest.fixture
+def x():
+    torch.manual_seed(4)
+    return torch.randn(2, 3)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_patch_at_a_module_changes_what_a_hook_there_changes(model, x, grad):
+    with torch.set_grad_enabled(grad):
+        prog = rl.capture(model, x)
+        wanted = hooked(model, "part", tripled, x)
+        assert torch.equal(prog.replay(patch={"part": tripled}).output, wanted)
+
+
+def test_so_do_a_live_run_a_sweep_and_an_edit(model, x):
+    wanted = hooked(model, "part", tripled, x)
+    prog = rl.capture(model, x)
+    assert torch.equal(rl.run(model, x, patch={"part": tripled}).output, wanted)
+    assert torch.allclose(rl.sweep(prog, {"one": {"part": tripled}})["one"], wanted)
+    edited = prog.with_patch({"part": tripled})
+    assert torch.equal(edited.output, wanted)
+    assert edited.check()
+
+
+def test_so_does_a_live_run_after_the_path_was_left(x):
+    def read(model, out):
+        return out * 2 + model.part.kept if out.sum() > 0 else out - model.part.kept
+
+    model = Around(Part(keeps_its_output), read)
+    prog = rl.capture(model, x)
+    run = prog.replay(patch={"part": lambda value: -value - 1})
+    assert run.diverged
+    assert torch.equal(run.output, hooked(model, "part", lambda value: -value - 1, x))
+
+
+def test_gradients_of_a_patched_module_are_those_with_a_hook(model, x):
+    prog = rl.capture(model, x)
+    hooked(model, "part", tripled, x).sum().backward()
+    wanted = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    prog.replay(patch={"part": tripled}, grad=True).output.sum().backward()
+    for parameter, grad in zip(model.parameters(), wanted, strict=True):
+        assert torch.allclose(parameter.grad, grad)
+
+
+def test_a_program_of_such_a_model_holds_every_law(model, x):
+    assert rl.check(model, x)
+
+
+def test_when_one_call_gives_several_a_patch_changes_all(x):
+    model = Around(Part(lambda self, x: x.chunk(2)), lambda model, out: total(out))
+    patch = {"part": rl.Scale(3)}
+    wanted = hooked(model, "part", lambda value: value * 3, x)
+    prog = rl.capture(model, x)
+    assert torch.equal(prog.replay(patch=patch).output, wanted)
+    assert torch.equal(rl.run(model, x, patch=patch).output, wanted)
+
+
+def test_a_run_reads_what_the_module_handed_on(model, x):
+    seen = []
+    handle = model.part.register_forward_hook(lambda m, i, out: seen.append(out))
+    model(x)
+    handle.remove()
+    prog = rl.capture(model, x)
+    found, wanted = prog.replay()["part"], seen[0]
+    assert type(found) is type(wanted)
+    assert torch.equal(total(found), total(wanted))
+
+
+def test_nested_modules_that_hand_on_one_value_are_patched_each_at_its_own_end(x):
+    def outer(self, x):
+        out = self.inner(x)
+        self.kept = out.mean()
+        return out
+
+    model = Around(Part(outer), with_kept)
+    model.part.inner = Part(reads_it_twice)
+    prog = rl.capture(model, x)
+    for address in ("part", "part.inner"):
+        assert torch.equal(prog.replay(patch={address: tripled}).output, hooked(model, address, tripled, x))
+        assert torch.equal(rl.run(model, x, patch={address: tripled}).output, hooked(model, address, tripled, x))
+
+
+def test_a_parameter_that_a_module_returns_is_patched_where_it_was_returned_to(x):
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3))
+
+        def forward(self, x):
+            return self.weight
+
+    model = Around(Table(), lambda model, out: out + model.part.weight * 2)
+    prog = rl.capture(model, x)
+    assert torch.equal(prog.replay(patch={"part": tripled}).output, hooked(model, "part", tripled, x))
+    assert torch.equal(rl.run(model, x, patch={"part": tripled}).output, hooked(model, "part", tripled, x))
+
+
+def test_a_module_that_keeps_its_output_for_nobody_has_no_node_more(x):
+    model = Around(Part(keeps_its_output))
+    assert rl.capture(model, x).layer_labels == "input_1_0 linear_1_1 relu_1_2 linear_2_3 tanh_1_4 output_1_5".split()
+
+
+def test_what_only_the_module_itself_reads_cannot_be_patched_by_its_address(x):
+    model = Around(Part(reads_it_twice), lambda model, out: model.part.kept)
+    with pytest.raises(rl.errors.BadPatch, match="nothing outside of the module reads what 'part' hands on"):
+        rl.capture(model, x).replay(patch={"part": tripled})
+
+
+# ---- several tensors --------------------------------------------------------------------------------------------------
+
+
+def test_each_of_several_tensors_has_a_name(x):
+    prog = rl.capture(Around(Part(keeps_one_in_a_dict), with_kept), x)
+    assert prog.replay(patch={"part[b][0]": tripled})["part[b][0]"].equal(tripled(prog["part[b][0]"].value))
+    assert [layer.layer_type for layer in prog["part"].parts] == ["identity", "tanh", "mul"]
+
+
+@pytest.mark.parametrize("what", [rl.Zero("b [c]", c=1), torch.zeros(2, 3)])
+def test_a_patch_for_one_tensor_says_the_names_of_several(x, what):
+    prog = rl.capture(Around(Part(keeps_one_of_two), with_kept), x)
+    with pytest.raises(rl.errors.BadPatch, match=r"'part' hands on 2 tensors.*'part\[0\]'.*'part\[1\]'"):
+        prog.replay(patch={"part": what})
+
+
+def test_several_tensors_can_be_given_for_several(x):
+    model = Around(Part(keeps_one_of_two), with_kept)
+    prog, news = rl.capture(model, x), (torch.ones(2, 3), torch.zeros(2, 3))
+    handle = model.part.register_forward_hook(lambda m, i, out: news)
+    wanted = model(x)
+    handle.remove()
+    assert torch.equal(prog.replay(patch={"part": news}).output, wanted)
+
+
+def test_several_tensors_are_taken_from_another_program(x):
+    model = Around(Part(keeps_one_of_two), with_kept)
+    prog, other = rl.capture(model, x), rl.capture(model, x * 2 + 1)
+    news = iter([layer.value for layer in other["part"].parts])
+    wanted = hooked(model, "part", lambda value: next(news), x)
+    assert torch.equal(prog.replay(patch={"part": rl.From(other)}).output, wanted)
+
+
+def test_gradients_and_slices_of_several(x):
+    prog = rl.capture(Around(Part(gives_a_named_tuple), with_kept), x)
+    grads = prog.grads(of=lambda out: out.sum(), at="part")
+    assert grads["part[1]"].shape == (2, 3)
+    assert prog.slice(to="part").output[1].equal(prog["part[1]"].value)
+    assert prog.replay(from_="part", patch=tripled).output.equal(prog.replay(patch={"part": tripled}).output)
+
+
+# ---- one module under several names -----------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x):
+        return self.norm(self.fc(x)).relu()
+
+
+class Shared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = Block()
+        self.b = self.a
+        self.c = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(3, 3)
+        self.head.weight = self.a.fc.weight
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.head(self.c(self.b(x)))
+
+
+@pytest.fixture
+def shared():
+    torch.manual_seed(1)
+    return Shared().eval()
+
+
+@pytest.mark.parametrize("name", ["b", "b.fc", "b.norm", "b:1", "b.fc.weight", "b.norm.running_mean"])
+def test_a_shared_module_is_found_by_each_of_its_names(shared, x, name):
+    prog = rl.capture(shared, x)
+    assert name in prog
+    assert prog[name].label == prog["a" + name[1:]].label
+
+
+def test_a_shared_module_is_patched_by_each_of_its_names(shared, x):
+    prog = rl.capture(shared, x)
+    for name in ("b", "b.fc"):
+        wanted = hooked(shared, name, tripled, x)
+        assert torch.equal(prog.replay(patch={name: tripled}).output, wanted)
+        assert torch.equal(rl.run(shared, x, patch={name: tripled}).output, wanted)
+        assert torch.equal(prog.replay()[name], prog["a" + name[1:]].value)
+    assert prog.find(module="b").labels == prog.find(module="a").labels
+    assert len(prog.names_of("b.*")) == len(prog.names_of("a.*")) == 2
+    assert rl.capture(shared, x, save="b.fc")["a.fc"].value is not None
+
+
+def test_a_whole_state_dict_is_other_state(shared, x):
+    prog = rl.capture(shared, x)
+    other = Shared().eval()
+    assert torch.equal(prog.replay(state=other.state_dict()).output, other(x))
+
+
+def test_two_values_for_one_tied_tensor_are_refused(shared, x):
+    state = shared.state_dict() | {"head.weight": torch.zeros(3, 3)}
+    with pytest.raises(rl.errors.InputMismatch, match="are one tensor of the model, and two values are given"):
+        rl.capture(shared, x).replay(state=state)
+
+
+def test_a_model_with_a_shared_block_holds_every_law(shared, x):
+    assert rl.check(shared, x)
+
+
+# ---- globs, types, state ----------------------------------------------------------------------------------------------
+
+
+def test_a_star_stays_within_one_level_and_two_cross_dots(shared, x):
+    prog = rl.capture(shared, x)
+    assert prog.names_of("c.*") == ("c.0", "c.1")
+    assert prog.names_of("c.**") == ("c.0.fc", "c.0.norm", "c.0", "c.1.fc", "c.1.norm", "c.1")
+    assert prog.names_of("**.fc")[1:] == ("c.0.fc", "c.1.fc")
+    assert prog.names_of("c.?.fc") == prog.names_of("c.[01].fc") == ("c.0.fc", "c.1.fc")
+    assert prog.names_of("c.[!0].fc") == ("c.1.fc",)
+
+
+def test_a_glob_changes_no_state(shared, x):
+    prog = rl.capture(shared, x)
+    zeroed = dict.fromkeys(("c.0", "c.1"), torch.zeros_like)
+    assert torch.equal(prog.replay(patch={"c.*": rl.Zero()}).output, prog.replay(patch=zeroed).output)
+    assert not any(layer.label.startswith("buffer") for layer in [*prog.find("*"), *prog.find(module="**")])
+    assert not any(name.startswith("buffer") for name in [*prog.names_of("*"), *prog.names_of("**")])
+
+
+@pytest.mark.parametrize("key", ["**.running_*", "buffer", "buffer_*", "a.norm.*"])
+def test_a_glob_or_a_type_that_finds_state_alone_says_how_state_is_meant(shared, x, key):
+    with pytest.raises(rl.errors.NoSuchLayer, match=r"only its state.*prog\.find\(state="):
+        rl.capture(shared, x).replay(patch={key: rl.Zero()})
+
+
+def test_state_is_found_by_address_and_by_state(shared, x):
+    prog = rl.capture(shared, x)
+    assert prog.find(state="c.*.norm.running_mean").assert_count(2)
+    wanted = prog.replay(state={f"c.{n}.norm.running_mean": torch.zeros(3) for n in (0, 1)}).output
+    assert torch.equal(prog.replay(patch={prog.find(state="c.**.running_mean"): rl.Zero()}).output, wanted)
+    assert len(prog.find("linear") | prog.find(state="**.fc.weight")) == 4 + 3
+
+
+def test_the_keys_of_a_sweep_are_names(shared, x):
+    prog = rl.capture(shared, x)
+    assert list(rl.sweep(prog, "c.*", patch=rl.Zero())) == ["c.0", "c.1"]
+    assert list(rl.sweep(prog, "linear", patch=rl.Zero())) == list(prog.find("linear").labels)
+
+
+def test_a_type_is_no_name_and_says_so(shared, x):
+    with pytest.raises(rl.errors.NoSuchLayer, match=r"'linear' is a type, of 4 layers.*prog\.find\('linear'\)"):
+        rl.capture(shared, x)["linear"]
+
+
+def test_a_glob_that_ends_too_early_says_that_a_star_stays_within_a_level(shared, x):
+    with pytest.raises(rl.errors.NoSuchLayer, match=r"stays within one level: '\*\*fc' finds a\.fc"):
+        rl.capture(shared, x).names_of("*fc")
