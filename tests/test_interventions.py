@@ -380,7 +380,7 @@ KEYS = {
     "glob_over_addresses": ("blocks.*.attn.out", ["linear_2_17", "linear_5_38"]),
     "set_of_letters": ("softmax_[12]", ["softmax_1_13", "softmax_2_34"]),
     "parameter": ("head.weight", ["head.weight"]),
-    "glob_over_parameters": ("blocks.?.norm.bias", ["blocks.0.norm.bias", "blocks.1.norm.bias"]),
+    "parameters": (PROG.find(state="blocks.?.norm.bias"), ["blocks.0.norm.bias", "blocks.1.norm.bias"]),
     "input": ("input_1", ["input_1_0"]),
     "type_of_inputs": ("input", ["input_1_0"]),
     "output": ("output_1", ["output_1_44"]),
@@ -414,7 +414,7 @@ def test_a_key_that_finds_nothing_says_so():
 
 
 def test_one_site_under_two_keys_is_an_error():
-    for patch in ({"gelu_2": rl.Zero(), SITE: rl.Zero()}, {"gelu": rl.Zero(), "*.mlp": rl.Zero()}):
+    for patch in ({"gelu_2": rl.Zero(), SITE: rl.Zero()}, {"gelu": rl.Zero(), "**.mlp": rl.Zero()}):
         first, second = map(repr, patch)
         text = said(rl.ReplaylensError, lambda patch=patch: PROG.replay(patch=patch))
         assert re.fullmatch(
@@ -452,7 +452,7 @@ def found(**criteria):
 
 def test_finding_layers():
     assert found(op="gelu") == ["gelu_1_20", "gelu_2_41"]
-    assert found(op="[gs]*", module="blocks.1*") == ["softmax_2_34", "gelu_2_41"]
+    assert found(op="[gs]*", module="blocks.1.**") == ["softmax_2_34", "gelu_2_41"]
     assert found(module="blocks.1.mlp") == ["linear_6_40", "gelu_2_41"]
     assert found(module="blocks.?.mlp:1", op="linear") == ["linear_3_19", "linear_6_40"]
     assert found(input_of="gelu*") == ["linear_3_19", "linear_6_40"]

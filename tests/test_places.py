@@ -424,5 +424,55 @@ def test_a_type_is_no_name_and_says_so(shared, x):
 
 
 def test_a_glob_that_ends_too_early_says_that_a_star_stays_within_a_level(shared, x):
-    with pytest.raises(rl.errors.NoSuchLayer, match=r"stays within one level: '\*\*fc' finds a\.fc"):
+    with pytest.raises(rl.errors.NoSuchLayer, match=r"stays within one level of an address. '\*\*fc' finds a\.fc"):
         rl.capture(shared, x).names_of("*fc")
+
+
+# ---- numbers of calls -------------------------------------------------------------------------------------------------
+
+
+class Attempts(nn.Module):
+    """Calls its layers with a mask that they do not take, and then without."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layers = nn.ModuleList([layer, nn.Linear(3, 3)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            try:
+                x = layer(x, mask=None)
+            except TypeError:
+                x = layer(x)
+        return x + self.layers[0](x)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3))])
+def test_a_call_that_raised_before_it_computed_anything_has_no_number(x, layer):
+    model = Attempts(layer)
+    prog = rl.capture(model, x)
+    assert {"layers.0:1", "layers.0:2", "layers.1", "layers.1:1"} <= set(prog._atlas.module_places)
+    assert "layers.0:3" not in prog and "layers.1:2" not in prog
+    patch = {"layers.0:2": tripled}
+    assert torch.equal(rl.run(model, x, patch=patch).output, prog.replay(patch=patch).output)
+    assert rl.check(model, x)
+
+
+def test_a_module_that_its_own_pre_hook_calls_is_numbered_alike_everywhere(x):
+    model = Around(nn.Linear(3, 3))
+    calling = []
+
+    def before(module, args):
+        if not calling:
+            calling.append(1)
+            out = module(args[0])
+            calling.clear()
+            return out * 2
+        return None
+
+    model.part.register_forward_pre_hook(before)
+    prog = rl.capture(model, x)
+    for call in ("part:1", "part:2"):
+        run = rl.run(model, x, patch={call: tripled})
+        assert torch.equal(run.output, prog.replay(patch={call: tripled}).output)
+    assert rl.check(model, x)

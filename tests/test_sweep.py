@@ -214,3 +214,50 @@ def test_nothing_of_the_program_or_the_generators_changes():
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(value, prog.state[key]) for key, value in values.items())
     assert torch.equal(prog.replay().output, prog.output)
+
+
+CHOSEN, ANSWERS, MASK = torch.arange(3), torch.tensor([1, 0, 4]), torch.tensor([True, False, True])
+INDEXING = {
+    "tensors": lambda y: y[CHOSEN, -1, ANSWERS].mean(),
+    "tensors_made_there": lambda y: y[torch.arange(3), -1, torch.tensor([1, 0, 4])],
+    "lists": lambda y: y[[0, 1, 2], -1, [1, 0, 4]].sum(),
+    "a_mask": lambda y: y[MASK].sum(),
+    "a_mask_and_a_number": lambda y: y[MASK, -1, 2],
+    "a_mask_of_two_axes": lambda y: y[:, -1][MASK[:, None].expand(3, 5)].sum(),
+    "places_of_a_mask": lambda y: y[MASK.nonzero()[:, 0], 0],
+    "gather": lambda y: y[:, -1].gather(1, ANSWERS[:, None]).mean(),
+    "a_number_of_a_tensor": lambda y: y[0, -1, ANSWERS[0].item()],
+    "an_int_of_a_tensor": lambda y: y[0, -1, int(ANSWERS[2])],
+    "a_slice_to_a_tensor": lambda y: y[:, : ANSWERS[2]].sum(),
+    "a_list_of_a_tensor": lambda y: sum(y[n, -1, answer] for n, answer in enumerate(ANSWERS.tolist())),
+    "a_branch_on_a_mask": lambda y: y.sum() if MASK.any() else y.mean(),
+    "several": lambda y: {"a": y[CHOSEN, -1, ANSWERS], "b": y[MASK]},
+}
+
+
+@pytest.mark.parametrize("name", INDEXING)
+def test_a_metric_that_indexes_by_tensors_of_its_own_runs_for_all_at_once(name):
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5))
+    prog, metric = rl.capture(model, torch.randn(3, 4, 4)), INDEXING[name]
+    found = rl.sweep(prog, ["0", "1"], "b [t] d", rl.Zero(), metric=metric)
+    assert found.one_by_one == ()
+    for key in found:
+        wanted = metric(prog.replay(patch={key[0]: rl.Zero("b [t] d", t=key[1])}).output)
+        for got, one in zip(*[torch.utils._pytree.tree_leaves(tree) for tree in (found[key], wanted)], strict=True):
+            assert torch.allclose(got, one)
+
+
+@pytest.mark.parametrize(
+    ("metric", "why"),
+    [
+        (lambda y: y.sum().item(), "is read in Python"),
+        (lambda y: y[y > 0].sum(), "has a shape that depends on contents"),
+        (lambda y: y.sum() * torch.rand(()), "draws random numbers, by rand"),
+        (lambda y: y.shape[0], "gives what is no tensor"),
+    ],
+)
+def test_a_metric_that_runs_one_by_one_says_why(metric, why):
+    prog = rl.capture(nn.Sequential(nn.Linear(4, 6), nn.ReLU()), torch.randn(3, 4))
+    (note,) = rl.sweep(prog, ["0", "1"], patch=rl.Zero(), metric=metric).one_by_one
+    assert note.startswith("the metric: ") and why in note

@@ -111,6 +111,7 @@ class ScopeRecord(NamedTuple):
     module: torch.nn.Module
     parent: int
     site: Site | None
+    is_void: bool = False  # it raised before anything was computed
 
 
 @define(eq=False)
@@ -568,7 +569,7 @@ def _scopes(recording: Recording, addresses: Addresses) -> tuple[list[Scope | No
     lines: list[Source | None] = []
     calls: dict[int, int] = {}
     for record in recording.scopes:
-        call = calls[id(record.module)] = calls.get(id(record.module), 0) + 1
+        call = calls[id(record.module)] = calls.get(id(record.module), 0) + (not record.is_void)
         address = addresses.modules.get(id(record.module))
         lines.append(linked(record.site, lines[record.parent] if record.parent >= 0 else None))
         if address == "":

@@ -136,7 +136,7 @@ class Guess:
         if not self.wish.keys:
             return False
         for scope in self.recording.scopes[self.counted :]:
-            self.calls[id(scope.module)] += 1
+            self.calls[id(scope.module)] += not scope.is_void
         self.counted = len(self.recording.scopes)
         address = self.modules.get(id(self.recording.scopes[number].module), "")
         return bool(address) and self.wish.may_mean((address,))

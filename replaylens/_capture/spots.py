@@ -87,7 +87,7 @@ class Counted:
         scopes = self.recording.scopes
         for record in scopes[len(self.scopes) :]:
             module = record.module
-            self.calls[id(module)] += 1
+            self.calls[id(module)] += not record.is_void
             address = self.addresses.get(id(module), f"<{type(module).__name__}>")
             self.scopes.append((address, self.calls[id(module)]) if address else ("", 0))
         return self.scopes[number] if number >= 0 else ("", 0)

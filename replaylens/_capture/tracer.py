@@ -403,7 +403,7 @@ class Tracer(Recorder):
         scopes, frame = recording.scopes, _frame(2)
         site = (frame.f_code, frame.f_lasti) if frame.f_code is forward else self.line(frame)
         self.scope = index = len(scopes)
-        scopes.append(_tuple(ScopeRecord, (module, outer, site)))
+        scopes.append(_tuple(ScopeRecord, (module, outer, site, False)))
         self.opened_site = None
         try:
             self.forward = self.forwards[type(module)]
@@ -426,6 +426,8 @@ class Tracer(Recorder):
             return out
         except BaseException:
             self.failed_scope = max(self.failed_scope, index)
+            if len(recording.records) == records:  # the model may call it again otherwise: that is its first call then
+                scopes[index] = ScopeRecord(module, outer, site, is_void=True)
             raise
         finally:
             self.scope, self.opened_site, self.forward = outer, outer_site, forward

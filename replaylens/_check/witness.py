@@ -7,6 +7,7 @@ what it holds before and after (see holdings.py). The hooks are taken away whate
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -65,7 +66,7 @@ class _Hooks:
     names: dict[int, str]
     expected: defaultdict[Call, list[tuple[Scope, Any]]] = field(init=False)  # in the order in which they returned
     counts: Counter[int] = field(factory=Counter)
-    running: list[tuple[int, Call]] = field(factory=list)
+    running: list[tuple[int, Call, Any]] = field(factory=list)  # module, call, and what was being handled then
     seen: set[Call] = field(factory=set)
     hooked: set[str] = field(factory=set)
     compared: int = 0
@@ -85,13 +86,16 @@ class _Hooks:
             self.begins(module)
 
         def ends(module: nn.Module, args: Any, output: Any) -> None:
-            self.ends(module, output)
+            if output is None and self.has_failed(module):
+                self.fails(module)
+            else:
+                self.ends(module, output)
 
         with ExitStack() as stack:
             for module in modules:
                 if self.names[id(module)] and not isinstance(module, torch.jit.ScriptModule):
-                    stack.callback(module.register_forward_pre_hook(begins).remove)
-                    stack.callback(module.register_forward_hook(ends).remove)
+                    stack.callback(module.register_forward_pre_hook(begins, prepend=True).remove)
+                    stack.callback(module.register_forward_hook(ends, always_call=True).remove)
                     self.hooked.add(self.names[id(module)])
             yield
 
@@ -100,7 +104,21 @@ class _Hooks:
         if id(module) not in self.names:
             return  # a copy that the model made of a hooked module
         self.counts[id(module)] += 1
-        self.running.append((id(module), (self.names[id(module)], self.counts[id(module)])))
+        call = (self.names[id(module)], self.counts[id(module)])
+        self.running.append((id(module), call, sys.exc_info()[1]))
+
+    def has_failed(self, module: nn.Module) -> bool:
+        """Is a hook told of a call because it raised?"""
+        known = [handled for number, _, handled in self.running if number == id(module)]
+        return bool(known) and sys.exc_info()[1] is not known[-1]
+
+    def fails(self, module: nn.Module) -> None:
+        """A module call raised. Where nothing had been computed in it, the next call has its number."""
+        while self.running and self.running[-1][0] != id(module):
+            self.running.pop()
+        call = self.running.pop()[1]
+        if call in self.expected and call[1] == self.counts[id(module)]:
+            self.counts[id(module)] -= 1
 
     def ends(self, module: nn.Module, output: Any) -> None:
         """A module call gave its output."""

@@ -150,7 +150,8 @@ def find(
 ) -> Selection:
     """The layers for which all that is given holds. Parameters and buffers are among them only by `state`."""
     fed = None if input_of is None else _inputs_of(names, layer, input_of)
-    among = _computed(names, exact=op) if state is None else _state(names, state)
+    among = _computed(names, exact=op) if op or module else [*names.order]
+    among = among if state is None else _state(names, state)
     found = [
         label
         for label in among
@@ -234,22 +235,23 @@ def _named(names: Names, layer: Callable[[str], Any], key: str) -> list[Site]:
         return of_type
     if is_glob(key) and (matched := _by_glob(names, key)):
         return matched
-    if is_glob(key) or any(layer(place.label).layer_type == key for place in names.places):
-        raise NoSuchLayer(_only_state(names, key))
+    if why := _why_none(names, key):
+        raise NoSuchLayer(why)
     return [Site(names.find(key), key)]  # raises, and offers the nearest names
 
 
-def _only_state(names: Names, key: str) -> str:
-    """Why a type or a glob finds no layer."""
-    found = _state(names, key) or [node.name for node in names.graph.state_nodes if node.kind == key]
-    if not found:
-        deeper = [name for name in names.module_places if matches(name, key.replace("*", "**"))] if "*" in key else []
-        hint = f" `*` stays within one level: {key.replace('*', '**')!r} finds {_some(deeper)}." if deeper else ""
-        return f"{key!r} finds none of the {len(names.order)} layers.{hint or ' `prog.layers` lists them all.'}"
-    return (
-        f"{key!r} finds no layer that the model computed, but only its state: {_some(found)}. Parameters and buffers "
-        "are meant by their addresses, or by prog.find(state='...')."
-    )
+def _why_none(names: Names, key: str) -> str:
+    """Why a type or a glob finds no layer, where that can be said."""
+    if found := _state(names, key) or [node.name for node in names.graph.state_nodes if node.kind == key]:
+        return (
+            f"{key!r} finds no layer that the model computed, but only its state: {_some(found)}. Parameters and "
+            "buffers are meant by their addresses, or by prog.find(state='...')."
+        )
+    wider = key.replace("**", "*").replace("*", "**")
+    deeper = [name for name in names.module_places if matches(name, wider)] if "*" in key else []
+    if not deeper:
+        return ""
+    return f"{key!r} finds nothing: `*` stays within one level of an address. {wider!r} finds {_some(deeper)}."
 
 
 def is_named(key: Any, site: Site) -> bool:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from attrs import evolve
 
 from .._core.graph import Graph
 from .._core.laws import require_lawful
-from .._core.node import Call, Generator, Input, Node, Ref
-from .._core.trees import paths, remake
-from .._replay.replay import Record, Versions
+from .._core.node import Call, Const, Generator, Guard, Input, Node, Ref, Source, TensorMeaning
+from .._core.trees import leaves, paths, remake
+from .._replay.replay import Record, Versions, version
 
 
 def with_metric(record: Record, metric: Record) -> Record:
@@ -55,8 +56,62 @@ def _moved(node: Node, name: str, moved: Any) -> Node:
     )
 
 
-def is_pure(graph: Graph) -> bool:
-    """Is a metric nothing but tensor operations, the same for every variant, whatever the contents?"""
+def why_impure(graph: Graph) -> str:
+    """Why a metric is not nothing but tensor operations, the same for every variant, whatever the contents; else
+    empty. What it reads of tensors of its own is the same for all.
+    """
+    varying = graph.descendants([node.name for node in graph.input_nodes])
+    if draws := [call for call in graph.calls if call.draws is not None]:
+        return f"it draws random numbers, by {draws[0].kind}{_at(draws[0].source)}"
+    for guard in graph.guards:
+        if any(ref.node in varying for ref in _deciding(graph, guard)):
+            what = "has a shape that depends on contents" if guard.kind == "shape" else "is read in Python"
+            return f"{guard.refs[0].node} {what}{_at(guard.source)}"
+    if graph.changes:
+        return f"it writes to {graph.changes[0][0]}"
     ends = [leaf for _, leaf in paths(graph.output)]
-    is_plain = not graph.guards and not graph.changes and not any(call.draws is not None for call in graph.calls)
-    return is_plain and bool(ends) and all(type(leaf) is Ref for leaf in ends)
+    return "" if ends and all(type(leaf) is Ref for leaf in ends) else "it gives what is no tensor"
+
+
+def _at(source: Source | None) -> str:
+    return f" ({source})" if source is not None else ""
+
+
+def _deciding(graph: Graph, guard: Guard) -> tuple[Ref, ...]:
+    """What a guard's answer depends on: of an index by a mask it is the mask."""
+    if guard.kind != "shape":
+        return guard.refs
+    calls = [node for ref in guard.refs if isinstance(node := graph[ref.node], Call)]
+    trees = [call.args[1:] if call.kind in ("getitem", "maskedselect") else (call.args, call.kwargs) for call in calls]
+    return tuple([leaf for leaf in leaves(tuple(trees)) if type(leaf) is Ref])
+
+
+def with_fixed_masks(record: Record) -> Record:
+    """The record of a metric in which an index by a mask of its own is one by the places that are chosen."""
+    graph = record.graph
+    varying = graph.descendants([node.name for node in graph.input_nodes])
+    nodes: list[Node] = []
+    values: dict[Ref, torch.Tensor] = {}
+
+    def chosen(item: Any) -> Any:
+        """An index by a mask as indices, one for each of its axes."""
+        if type(item) is not Ref or item.node in varying or record.values[item].dtype is not torch.bool:
+            return (item,)
+        found = record.values[item].nonzero(as_tuple=True)
+        names = [f"{item.node}_axis_{len(values) + n}" for n in range(len(found))]
+        nodes.extend(
+            [Const(name, "a mask", TensorMeaning.of(tensor)) for name, tensor in zip(names, found, strict=True)]
+        )
+        values.update({Ref(name): tensor for name, tensor in zip(names, found, strict=True)})
+        return tuple([Ref(name) for name in names])
+
+    for node in graph.nodes:
+        if isinstance(node, Call) and node.kind == "getitem" and node.is_dynamic:
+            index = node.args[1] if type(node.args[1]) is tuple else (node.args[1],)
+            items = tuple([one for item in index for one in chosen(item)])
+            node = evolve(node, args=(node.args[0], items), is_dynamic=False)
+        nodes.append(node)
+    if not values:
+        return record
+    versions = Versions((*record.versions.items(), *[(ref, version(tensor)) for ref, tensor in values.items()]))
+    return Record(evolve(graph, nodes=tuple(nodes)), {**record.values, **values}, versions, record.draws)

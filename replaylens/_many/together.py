@@ -23,7 +23,7 @@ from .._replay.replay import Record, version
 from ..errors import CaptureError, ReplaylensError
 from .chunks import Plan
 from .many import Changes, Many, Replays, as_tensors, stacked_results, variants_of
-from .metric import is_pure, with_metric
+from .metric import why_impure, with_fixed_masks, with_metric
 from .progress import bar
 
 Metric = Callable[[Any], Any]
@@ -57,9 +57,14 @@ class Together:
         if self.record.graph.asked:  # of layouts and flags, which variants that run together have not
             self.loners |= {n for n, each in enumerate(self.changes) if each}
         if delicate := [call for call in graph.calls if call.through or call.target.function is mutate]:
-            self.loners |= {n for n, each in enumerate(self.changes) if not can_share(graph, delicate, each)}
+            apart = [n for n, each in enumerate(self.changes) if not can_share(graph, delicate, each)]
+            self.loners = self.loners.union(apart)
+            self.notes.extend(f"{name}: {_DELICATE}" for name in _layers(graph, [self.changes[n] for n in apart]))
         if graph.shifts:
-            self.loners |= {n for n, each in enumerate(self.changes) if _shifts_draws(graph, each)}
+            shifting = [n for n, each in enumerate(self.changes) if _shifts_draws(graph, each)]
+            self.loners = self.loners.union(shifting)
+            layers = _layers(graph, [self.changes[n] for n in shifting])
+            self.notes.extend(f"{name}: {_SHIFTING}" for name in layers)
         whole = self._with_metric() if self.metric is not None else self.record
         self.is_program = whole is not None
         together = [number for number, each in enumerate(self.changes) if each and number not in self.loners]
@@ -72,14 +77,15 @@ class Together:
         assert self.metric is not None
         try:
             made = self.capture(self.metric, apart(self.output))
-        except CaptureError:
-            made = None
-        if made is None or not is_pure(made.graph):
-            self.notes.append("the metric: it reads contents in Python, draws, or gives what is no tensor")
+            why = why_impure(made.graph)
+        except CaptureError as error:
+            why = str(error).partition("\n")[0]
+        if why:
+            self.notes.append(f"the metric: {why}")
             return None
         before, whole = self.record.plans.get("metric", (None, None))
         if before is None or not _same(before, made):  # the same function may read another number or tensor now
-            whole = with_metric(self.record, made)
+            whole = with_metric(self.record, with_fixed_masks(made))
             self.record.plans["metric"] = made, whole
         return whole
 
@@ -124,7 +130,8 @@ class Together:
             return output if self.metric is None else self.metric(apart(output))
 
     def _done(self, values: Any, baseline: Any) -> Replays:
-        alone = [f"{name}: no rule to run it for all at once" for name in self.many.machine.alone]
+        names = dict.fromkeys(name.partition(":")[0] for name in self.many.machine.alone)
+        alone = [f"{name}: no rule to run it for all at once" for name in names]
         departures = {self.keys[number]: departure for number, departure in self.many.departures.items()}
         return Replays(self.keys, values, baseline, departures, (*self.notes, *alone))
 
@@ -169,6 +176,15 @@ def can_share(graph: Graph, delicate: Sequence[Call], changes: Changes) -> bool:
     names = {graph.nodes[position].name for position in changes}
     values = {leaf for several in changes.values() for one in several for leaf in leaves(one.tree) if type(leaf) is Ref}
     return not (any(names.intersection(call.through) for call in delicate) or parted(graph, values))
+
+
+_SHIFTING = "patched there, a draw takes another count of random numbers, and later ones move"
+_DELICATE = "patched there, a gradient that the model takes itself is another, or a view is parted from its memory"
+
+
+def _layers(graph: Graph, changes: Sequence[Changes]) -> tuple[str, ...]:
+    """What is changed, each layer once, whatever its passes."""
+    return tuple(dict.fromkeys(graph.nodes[p].name.partition(":")[0] for each in changes for p in each))
 
 
 def apart(output: Any) -> Any:
