@@ -131,9 +131,10 @@ def check(
     """Capture a model on these inputs, and prove that the program is right and that nothing was missed.
 
     To the laws of `Program.check` come those that need the model: every ATen call of a plain forward is one of a whole
-    replay; every module's output is what a forward hook sees; the model and a replay agree on other inputs. The model,
-    its buffers, its inputs and the generators are afterwards as they were before. A model whose own forward takes a
-    keyword `sample` or `progress` can be given as a `functools.partial` that holds it.
+    replay; every module's output is what a forward hook sees; the model and a replay agree on other inputs, and on the
+    gradients of parameters and inputs. The model, its buffers, its inputs and the generators are afterwards as they
+    were before. A model whose own forward takes a keyword `sample` or `progress` can be given as a `functools.partial`
+    that holds it.
 
     >>> bool(check(torch.nn.Linear(2, 3), torch.ones(1, 2)))
     True

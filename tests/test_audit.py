@@ -585,7 +585,7 @@ def test_hooks_of_the_users_are_seen_and_none_is_left_behind() -> None:
 
 def test_the_report_has_the_laws_of_the_program_and_those_of_the_model() -> None:
     report = rl.check(nn.Linear(4, 4), torch.randn(3, 4))
-    assert [law.name for law in report.laws][-3:] == ["completeness", "witness", "other inputs"]
+    assert [law.name for law in report.laws][-4:] == ["completeness", "witness", "other inputs", "gradients"]
     assert "completeness" in str(report) and "1 ATen call " in str(report)
 
 

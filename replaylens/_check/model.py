@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from .auditing import audit
 from .elsewhere import other_inputs
+from .gradients import gradients
 from .report import CheckReport
 from .subject import Subject
 from .witness import witness
 
 
 def with_model(subject: Subject, report: CheckReport) -> CheckReport:
-    """The report with what plain forwards of the model say: its calls, its modules' outputs, other inputs."""
-    return report.and_((audit(subject), witness(subject), other_inputs(subject)))
+    """The report with what plain forwards of the model say: calls, modules' outputs, other inputs, gradients."""
+    return report.and_((audit(subject), witness(subject), other_inputs(subject), gradients(subject)))

@@ -58,6 +58,12 @@ def unlike(value: Any, tree: Any, recorded: Recorded) -> tuple[str, float | None
     return "", None
 
 
+def side_by_side(value: Any, tree: Any) -> list[tuple[torch.Tensor, Ref]]:
+    """The tensors in a value, each with the Ref that it should be."""
+    pairs = _pairs(freeze_deep(value, _held), tree)
+    return [(mine.tensor, theirs) for mine, theirs in pairs if isinstance(mine, _Held) and isinstance(theirs, Ref)]
+
+
 def furthest(value: Any, tree: Any, recorded: Recorded, but_zeros: bool = False) -> float | None:
     """The largest absolute difference among all tensors; None where they cannot be told apart by numbers. `but_zeros`:
     rows that are all zeros in the value are left out.

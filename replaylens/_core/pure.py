@@ -334,8 +334,10 @@ def hooked(tensor: torch.Tensor, hook: Callable[..., Any]) -> torch.Tensor:
 
 
 def needing(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as one that needs gradients: a leaf, if it did not."""
-    return tensor if tensor.requires_grad else fresh_leaf(tensor)
+    """The tensor as one that needs gradients: a leaf, if it did not. A transform has no leaves of torch's own."""
+    if tensor.requires_grad:
+        return tensor
+    return fresh_leaf(tensor) if peek_interpreter_stack() is None else tensor.detach()
 
 
 def alias(tensor: torch.Tensor, number: int | None = None) -> torch.Tensor:

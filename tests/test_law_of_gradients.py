@@ -1,0 +1,203 @@
+"""`rl.check` finds a program whose gradients are not the model's: each fault that there was, put back, breaks its law."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attrs import evolve
+from oracle import assert_same, belongings, generators
+from torch import Tensor, nn
+
+import replaylens as rl
+from replaylens._capture import twins
+from replaylens._check import subject as subjects
+from replaylens._core.node import Call
+
+
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.relu()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 3 * grad
+
+
+tripled = Tripled.apply
+
+
+class Net(nn.Module):
+    def __init__(self, run: Any) -> None:
+        super().__init__()
+        self.a, self.b, self.run = nn.Linear(4, 4), nn.Linear(4, 2), run
+
+    def forward(self, x: Tensor) -> Any:
+        return self.run(self, x)
+
+
+def with_a_bound_function(m, x):
+    return m.b(tripled(m.a(x)))
+
+
+def with_a_frozen_layer(m, x):
+    m.a.requires_grad_(False)
+    h = m.a(x)
+    m.a.requires_grad_(True)
+    return m.b(h)
+
+
+def with_a_hook_that_goes(m, x):
+    h = m.a(x)
+    handle = h.register_hook(lambda g: g * 100)
+    y = m.b(h)
+    handle.remove()
+    return y
+
+
+def with_a_hook_that_stays(m, x):
+    h = m.a(x)
+    h.register_hook(lambda g: g * 100)
+    return m.b(h)
+
+
+def with_elu_in_place(m, x):
+    return m.b(F.elu(m.a(x) * 3, inplace=True))
+
+
+def with_a_late_write(m, x):
+    h = m.a(x)
+    y = h * h
+    h.data.mul_(0.5)
+    return m.b(y)
+
+
+def with_a_stopped_gradient(m, x):
+    with torch.no_grad():
+        gate = m.a(x).sigmoid()
+    return m.b(x * gate), gate
+
+
+def with_a_gradient_inside(m, x):
+    h = m.a(x)
+    (g,) = torch.autograd.grad(m.b(h).sin().sum(), h, create_graph=True)
+    return m.b(h).sum() + g.norm()
+
+
+MODELS = [
+    *(with_a_bound_function, with_a_frozen_layer, with_a_hook_that_goes, with_a_hook_that_stays, with_elu_in_place),
+    *(with_a_stopped_gradient, with_a_gradient_inside),
+]
+
+
+def law_of(run: Any, **words: Any) -> Any:
+    torch.manual_seed(0)
+    return rl.check(Net(run), torch.randn(3, 4), **words)["gradients"]
+
+
+@pytest.mark.parametrize("run", MODELS)
+def test_the_gradients_of_an_honest_program_are_the_models(run):
+    law = law_of(run)
+    assert law
+    assert not law.skipped
+    assert law.asked == 5  # four parameters and the input
+
+
+def passed_by(*args: Any) -> Any:
+    """`requires_grad_`, as if it were nothing to a program."""
+    _, func, given, kwargs = args
+    return func(*given, **kwargs)
+
+
+FAULTS = {
+    "a bound function is not seen": (
+        with_a_bound_function,
+        lambda patch: patch(
+            "replaylens._capture.tracer.apply_call", lambda tracer, kind, call, args, kwargs: call(*args)
+        ),
+    ),
+    "a frozen layer is read as ever": (
+        with_a_frozen_layer,
+        lambda patch: patch("replaylens._capture.tracer.turn", passed_by),
+    ),
+    "a thawed layer stays frozen": (
+        with_a_frozen_layer,
+        lambda patch: patch("replaylens._capture.flags._hold", lambda recorder, tensor, handle: None),
+    ),
+    "a hook that went stays": (
+        with_a_hook_that_goes,
+        lambda patch: patch("replaylens._capture.hooks._take_out", lambda recording, handle: None),
+    ),
+    "a hook that stays goes": (
+        with_a_hook_that_stays,
+        lambda patch: patch("replaylens._capture.hooks.hooked", lambda tensor, hook: tensor.view_as(tensor)),
+    ),
+    "elu in place is elu": (
+        with_elu_in_place,
+        lambda patch: patch("replaylens._capture.twins._UNARY", twins._UNARY | {"elu_"}),
+    ),
+    "a late write is not looked for": (
+        with_a_late_write,
+        lambda patch: patch("replaylens._capture.writes.note_late_write", lambda *args, **words: None),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_law_finds_each_fault_that_there_was(fault, monkeypatch):
+    run, break_ = FAULTS[fault]
+    break_(monkeypatch.setattr)
+    assert not law_of(run)
+
+
+def without_gradients(call: Call) -> Call:
+    return evolve(call, context=evolve(call.context, grad=False))
+
+
+MUTATIONS = {
+    "a call runs without gradients": lambda graph: [
+        without_gradients(n) if isinstance(n, Call) and n.kind == "linear" and n.name.startswith("linear_2") else n
+        for n in graph.nodes
+    ],
+    "a block without gradients runs with them": lambda graph: [
+        evolve(n, context=evolve(n.context, grad=True)) if isinstance(n, Call) else n for n in graph.nodes
+    ],
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_the_law_finds_a_mutation_of_the_program(mutation, monkeypatch):
+    record_of = subjects.record_of
+
+    def mutated(captured: Any) -> Any:
+        made = record_of(captured)
+        return evolve(made, graph=evolve(made.graph, nodes=tuple(MUTATIONS[mutation](made.graph))), plans={})
+
+    monkeypatch.setattr(subjects, "record_of", mutated)
+    assert not law_of(with_a_stopped_gradient)
+
+
+def test_where_gradients_are_refused_the_law_says_why_it_was_not_asked():
+    law = law_of(with_a_late_write)
+    assert law
+    assert law.skipped.startswith("gradients through memory that the model writes by .data after its use")
+
+
+def test_where_gradients_are_off_the_law_is_not_asked():
+    with torch.no_grad():
+        assert law_of(with_a_bound_function).skipped == "gradients are off; check the model with them on"
+
+
+def test_the_law_leaves_no_trace():
+    torch.manual_seed(0)
+    model, x = Net(with_a_frozen_layer), torch.randn(3, 4, requires_grad=True)
+    model.a.weight.grad = torch.ones(4, 4)
+    before, state, given = belongings(model), generators(), x.detach().clone()
+    assert rl.check(model, x)
+    assert_same(belongings(model), before)
+    assert_same(generators(), state)
+    assert x.grad is None
+    assert torch.equal(x, given)
