@@ -340,3 +340,54 @@ def test_a_line_without_an_order_is_no_ground_to_guess():
     key = next(label.partition(":")[0] for label in prog.layer_labels if label.startswith("mul") and ":" in label)
     with pytest.raises(rl.DivergedReplay, match="ran `mul` for several layers without an order"):
         prog.replay(patch={key: rl.Scale(0.1)})
+
+
+# ---- loops over inputs, and over a module and its function --------------------------------------------------------------
+
+
+def over_inputs(first, others):
+    for one in others:
+        first = torch.sin((first + one) * 2)
+    return first
+
+
+def with_what_it_gave_each_turn(first, *others):
+    found = []
+    for one in others:
+        first = torch.cos(first + one)
+        found.append(first)
+    return first * 2, found
+
+
+@pytest.mark.parametrize("model", [over_inputs, lambda a, others: with_what_it_gave_each_turn(a, *others)])
+def test_a_loop_that_reads_another_input_in_each_turn_has_passes(model):
+    found = labels(model, x(), [x(), x(), x()])
+    turns = [label for label in found if ":" in label]
+    assert {label.rpartition(":")[2] for label in turns} == {"1", "2", "3"}
+    assert len({label.partition(":")[0] for label in turns}) == len(turns) / 3
+
+
+def added_on_lines_of_their_own(a, b, c):
+    a = torch.relu(a + b)
+    return torch.relu(a + c)
+
+
+def test_inputs_that_are_added_on_lines_of_their_own_are_no_loop():
+    assert not any(":" in label for label in labels(added_on_lines_of_their_own, x(), x(), x()))
+
+
+class ModuleAndFunction(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.relu = nn.ReLU()
+
+    def forward(self, x):
+        for turn in range(6):
+            x = F.relu(x) if turn % 2 else self.relu(x)
+            x = x + 1
+        return x
+
+
+def test_a_loop_that_takes_a_module_in_one_turn_and_its_function_in_the_next_has_passes():
+    passes = [f"{kind}:{turn}" for turn in range(1, 7) for kind in ("relu_1_1", "add_1_2")]
+    assert labels(ModuleAndFunction()) == ["input_1_0", *passes, "output_1_3"]

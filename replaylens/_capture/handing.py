@@ -155,6 +155,13 @@ def _move(
     end = len(where)
     recording.patched = {where[n]: where[of] for n, of in recording.patched.items()}
     recording.guards = [_moved_guard(read_at(guard, guard.position), where) for guard in recording.guards]
+    recording.asked = [
+        one._replace(
+            handle=None if one.handle is None else in_tree(Handle(one.handle), one.position),
+            position=where[min(one.position, end - 1)],
+        )
+        for one in recording.asked
+    ]
     recording.output = in_tree(recording.output, end)
     recording.changes = [(place, in_tree(last, end)) for place, last in recording.changes]
     outputs = recording.scope_outputs

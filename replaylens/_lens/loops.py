@@ -115,7 +115,7 @@ class _Stretch:
     def _corresponds(self, number: int, length: int) -> bool:
         """Is a call like the one `length` further on, and does that read what a next round would?"""
         wires, one, other = self.wires, self.calls[number], self.calls[number + length]
-        if wires.key(one) != wires.key(other) or wires.drafts[one].modules != wires.drafts[other].modules:
+        if wires.key(one) != wires.key(other) or not self._is_at_home(one, other, length):
             return False  # two modules one after the other are no loop, however alike
         is_same_line = wires.drafts[one].site is not None and wires.drafts[one].site == wires.drafts[other].site
         reads = zip(wires.parents[one], wires.parents[other], strict=True)
@@ -127,18 +127,25 @@ class _Stretch:
             for old, new in reads
         )
 
+    def _is_at_home(self, one: int, other: int, length: int) -> bool:
+        """Do two calls run in the same module? Or, in rounds of several calls, one in it and one in a module of its own
+        there, as where a loop takes `self.relu` in one turn and `F.relu` in the next.
+        """
+        inner, outer = sorted((self.wires.drafts[one].modules, self.wires.drafts[other].modules), key=len, reverse=True)
+        return inner == outer or (length > 1 and len(inner) == len(outer) + 1 and inner[: len(outer)] == outer)
+
     def _is_carried(self, old: int, new: int, number: int, length: int) -> bool:
         """Does the next round read of this one what this one reads of the round before, or of what came before all?"""
         to, at = self.place.get(new, -1), self.place.get(old)
         return to >= number and (at is None or to - at == length)
 
     def _is_fed_anew(self, old: int, new: int) -> bool:
-        """Do two rounds read two results of one function, two parts of one tensor, two constants? Only where one line
-        runs again is that a loop: in `a + f(b) + f(c)` it is not.
+        """Do two rounds read two results of one function, two parts of one tensor, two constants, two inputs? Only
+        where one line runs again is that a loop: in `a + f(b) + f(c)` it is not.
         """
         wires = self.wires
         if not (wires.is_call[old] and wires.is_call[new]):
-            return old == new or wires.drafts[old].kind == wires.drafts[new].kind == "constant"
+            return old == new or wires.drafts[old].kind == wires.drafts[new].kind in ("constant", "input")
         if old == new or wires.key(old) == wires.key(new):
             return True
         kind, parents = wires.drafts[old].kind, wires.parents
