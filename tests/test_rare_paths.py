@@ -77,6 +77,40 @@ def test_a_replay_that_ends_at_a_node_asks_the_guard_right_before_it_and_none_be
     assert not prog.replay(to="gt_1", patch=nothing, on_divergence="raise")["gt_1"]
 
 
+def written_twice_through_a_view(x, change):
+    y = x * 2
+    view = y.flatten()[1:]
+    amount = change(x.sum())
+    view.add_(amount)
+    view[1:].mul_(3)
+    view.mul_(amount)
+    return y + 1, view + 1
+
+
+def test_a_view_stays_one_where_what_a_patch_changed_is_written_through_it():
+    wanted = written_twice_through_a_view(torch.ones(2, 2), lambda amount: amount * 10)
+    prog = rl.capture(lambda x: written_twice_through_a_view(x, lambda amount: amount), torch.ones(2, 2))
+    got = prog.replay(patch={"sum_1": lambda amount: amount * 10}).output
+    assert [t.tolist() for t in got] == [t.tolist() for t in wanted]
+
+
+def hook_that_replaces(x, change):
+    y = x * 2
+    view = change(y.flatten())
+    view.add_(1)
+    other = y.flatten()
+    other.mul_(view)
+    view.mul_(other)
+    return y + 1, view + 1, other + 1
+
+
+def test_a_view_that_a_patch_replaced_is_written_by_itself_and_the_memory_by_its_other_views():
+    wanted = hook_that_replaces(torch.ones(2, 2), lambda view: view * 10)
+    prog = rl.capture(lambda x: hook_that_replaces(x, lambda view: view), torch.ones(2, 2))
+    got = prog.replay(patch={"flatten_1": lambda view: view * 10}).output
+    assert [t.tolist() for t in got] == [t.tolist() for t in wanted]
+
+
 def test_memory_that_numpy_wrote_is_as_it_was_in_what_was_recorded_before():
     def forward(x):
         y = x * 2
