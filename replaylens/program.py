@@ -396,8 +396,8 @@ class Program(Held):
         patches = list(variants.values())
         made = [changes_of(self.graph, patch, None, self._sites) for patch in patches]
 
-        def alone(number: int) -> Any:
-            return self.replay(patch=patches[number], on_divergence=on_divergence).output
+        def alone(number: int) -> Run:
+            return self.replay(patch=patches[number], on_divergence=on_divergence)
 
         def captured(metric: Any, output: Any) -> Record:
             with torch.no_grad():

@@ -43,6 +43,7 @@ from .._lens.structure import labels
 from .asked import Asked, asks_identity, catches, guard_of, mode_guards
 from .branches import keeps, taken
 from .dynamic import with_dynamic_shapes
+from .failing import completions
 
 
 class Handle(int):
@@ -93,7 +94,7 @@ class SourceRecord(NamedTuple):
 
 
 class GuardRecord(NamedTuple):
-    """Content that left torch."""
+    """A fact that the model read: content that left torch, an exception that it caught."""
 
     function: Callable[..., Any]
     args: Any
@@ -103,6 +104,7 @@ class GuardRecord(NamedTuple):
     position: int
     scope: int
     site: Site | None
+    kind: str = "content"
 
 
 class ScopeRecord(NamedTuple):
@@ -482,13 +484,16 @@ _contexts: dict[tuple[Any, ...], Context] = {}
 def _guards(recording: Recording, made: list[Node], to_ref: Any, scopes: list[Any]) -> tuple[Guard, ...]:
     """The guards, each where what it reads is there: inside a custom function it is read before that is noted."""
     shapes = [_shape_guard(node, number) for number, node in enumerate(made) if type(node) is Call and node.is_dynamic]
-    if not recording.guards and not shapes:
-        return ()
     places = {node.name: number for number, node in enumerate(made)}
     found = [_guard(guard, len(made), to_ref, scopes) for guard in recording.guards]
     after = [max([places[ref.node] + 1 for ref in guard.refs], default=0) for guard in found]
     read = [evolve(g, position=max(g.position, place)) for g, place in zip(found, after, strict=True)]
-    return tuple(sorted((*shapes, *read), key=lambda guard: guard.position))
+    ends = [
+        *[to_ref(Handle(end)) for end in _ends(recording)],
+        *(ref for guard in (*shapes, *read) for ref in guard.refs),
+    ]
+    found = [*shapes, *read, *completions(made, [ref.node for ref in ends])]
+    return tuple(sorted(found, key=lambda guard: guard.position))
 
 
 def _shape_guard(call: Call, number: int) -> Guard:
@@ -546,6 +551,7 @@ def _guard(guard: GuardRecord, count: int, to_ref: Any, scopes: list[Any]) -> Gu
         tuple([(key, remake(value, to_ref)) for key, value in (guard.kwargs or {}).items()]),
         guard.result,
         has_result=guard.has_result,
+        kind=guard.kind,
         position=min(guard.position, count),
         scope=scopes[guard.scope] if guard.scope >= 0 else None,
         source=line_of(guard.site),
@@ -555,7 +561,7 @@ def _guard(guard: GuardRecord, count: int, to_ref: Any, scopes: list[Any]) -> Gu
 
 def _taken(guard: GuardRecord) -> Source | None:
     """Where the model went on after it had read a truth value. What `any` and its kin read is tested by them first."""
-    if type(guard.result) is not bool or guard.site is None:
+    if guard.kind != "content" or type(guard.result) is not bool or guard.site is None:
         return None
     code, instruction, *_ = guard.site
     is_kept = guard.function is torch.Tensor.__bool__ and keeps(code, instruction)

@@ -30,7 +30,18 @@ from .._core.torch_private import (
 from .._core.trees import freeze
 from ..errors import CaptureError, UnknownOrigin
 from .asked import Asked
-from .builder import PLAIN, CallRecord, Handle, Recording, Site, SourceRecord, is_torch_code, user_line, version_of
+from .builder import (
+    PLAIN,
+    CallRecord,
+    GuardRecord,
+    Handle,
+    Recording,
+    Site,
+    SourceRecord,
+    is_torch_code,
+    user_line,
+    version_of,
+)
 from .origins import Date, Origins, is_older, thread_marks
 from .randomness import Draws
 from .rules import PARTING, Rule, is_new_memory
@@ -151,12 +162,26 @@ class Recorder(TorchFunctionMode):
         func = stands_for or func
         returns = self.results(out, func, args, kwargs, tensors)
         if returns is None:
+            if tensors and draw.key is None and not self.functorch:
+                self.told(func, reads, named, out)
             return out
         func = made if is_undefined else func
         if not tensors and torch.get_default_dtype() != self.recording.default_dtype and isinstance(out, torch.Tensor):
             named = {**named, "dtype": out.dtype}
         self.append(func, rule, reads, named, returns, site, draw.key, rule.is_dynamic)
         return out
+
+    def told(self, func: Any, reads: Any, named: Any, out: Any) -> None:
+        """A call that read tensors and gave none: what it said, or that it raised nothing, is all that it is for."""
+        if out is None:
+            self.guard(func, reads, named, None, True, "exception")
+        elif type(out) in (bool, int, float, complex, str):
+            self.guard(func, reads, named, out, True)
+
+    def guard(self, func: Any, reads: Any, named: Any, result: Any, plain: bool, kind: str = "content") -> None:
+        position = len(self.recording.records)
+        record = GuardRecord(func, reads, named, result, plain, position, self.scope, self.guard_site(), kind)
+        self.recording.guards.append(record)
 
     def ask(self, kind: str, func: Any, args: Any, kwargs: Any, answer: Any) -> None:
         """Write down a question whose answer no content decides. Nothing is read for it: no node comes of it."""

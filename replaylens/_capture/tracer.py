@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter_ns as _now
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from .._core.pure import alias, copied
+from .._core.pure import alias, copied, what_is_raised
 from .._core.torch_private import (
     OpOverload,
     TransformType,
@@ -37,7 +38,6 @@ from ..errors import ReplaylensError, UnannouncedWrite
 from .builder import (
     PLAIN,
     CallRecord,
-    GuardRecord,
     Handle,
     Recording,
     ScopeRecord,
@@ -102,6 +102,9 @@ class Tracer(Recorder):
             return self._open_or_call(rule, func, args, kwargs or {})
         except (ReplaylensError, NeedsDeepLook) as refusal:
             self.refused = self.refused or refusal  # the model may swallow it: capture raises it again
+            raise
+        except Exception as error:
+            self._raised(rule, func, args, kwargs or {}, error)
             raise
 
     def _special_door(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
@@ -255,7 +258,7 @@ class Tracer(Recorder):
         result = func(*args, **kwargs)
         number = type(result) is str and isinstance(args[0], torch.Tensor) and args[0].dim() == 0
         plain = type(result) in (bool, int, float, complex) or number  # of larger tensors the content is compared
-        self._guard(func, reads, named, result if plain else None, plain)
+        self.guard(func, reads, named, result if plain else None, plain)
         return result
 
     def _expose(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
@@ -264,16 +267,29 @@ class Tracer(Recorder):
             reads = [self.read(tensor)]
             result = func(*args, **kwargs)
             if rule.kind not in ("dataptr", "dlpackdevice", "cudaarrayinterface"):
-                self._guard(torch.Tensor.numpy if rule.kind == "numpy" else func, reads, {}, None, False)
+                self.guard(torch.Tensor.numpy if rule.kind == "numpy" else func, reads, {}, None, False)
             self.memory.expose(tensor)
             self.exposed = True
             return result
         return func(*args, **kwargs)
 
-    def _guard(self, func: Any, reads: Any, named: Any, result: Any, plain: bool) -> None:
-        position = len(self.recording.records)
-        record = GuardRecord(func, reads, named, result, plain, position, self.scope, self.guard_site())
-        self.recording.guards.append(record)
+    def _raised(self, rule: Rule, func: Any, args: Any, kwargs: Any, error: Exception) -> None:
+        """An operation raised. If the model catches that, what it does then holds as long as the same is raised.
+
+        What a call within this one raised is known from there; gradients and transforms raise by what is no content.
+        """
+        if self.functorch or rule.special in _BY_NO_CONTENT or _was_seen(error, _DOORS) or not tensors_in(args, kwargs):
+            return
+        try:
+            with torch._C.DisableTorchFunction(), self.at_work():
+                reads, named = self.read_all(args, kwargs)
+                asked = partial(what_is_raised, func, *args, **kwargs)
+                if rule.how is not How.OPAQUE and asked() != type(error).__qualname__:
+                    return  # it came of gradients or memory, not of values
+        except (ReplaylensError, NeedsDeepLook) as refusal:
+            self.refused = self.refused or refusal
+            return
+        self.guard(func, reads, named, type(error).__qualname__, True, "exception")
 
     # -- calls with a way of their own ---------------------------------------------------------------------------------
 
@@ -544,5 +560,17 @@ class _Renaming:
         return len(self.tracer.recording.records) > self.records
 
 
+def _was_seen(error: BaseException, doors: tuple[CodeType, ...]) -> bool:
+    """Did an exception come through a door below the one that sees it now?"""
+    trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    while trace is not None:
+        if trace.tb_frame.f_code in doors:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+_DOORS = (Tracer.__torch_function__.__code__,)
+_BY_NO_CONTENT = ("differentiate", "backward", "grad_mode", "dual", "hook", "higher_order", "expose", "deepcopy")
 _RELU = Rule(How.FRESH, "relu")
 _IDENTITY = Rule(How.LEAF, "identity", is_identity=True)

@@ -17,6 +17,7 @@ import torch
 from ..errors import ReplaylensError
 from .target import Target
 from .torch_private import is_batched, outside_of_transforms, peek_interpreter_stack
+from .trees import freeze, thaw
 
 differentiate_name = "replaylens._replay.differentiate.differentiate"
 
@@ -273,6 +274,36 @@ def standing(place: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
     if not place.requires_grad or place.shape != content.shape:
         return content.detach()
     return _Standing.apply(place, content)  # type: ignore[no-untyped-call]
+
+
+def what_is_raised(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str | None:
+    """The name of the exception that a call raises on these values, None if it raises none. It changes nothing: it gets
+    copies of what it might write, and the generator is put back.
+    """
+    leaf = lambda value: _own_copy(value) if isinstance(value, torch.Tensor) else value  # noqa: E731
+    trees = freeze(args, leaf), freeze(kwargs, leaf)
+    state = torch.default_generator.get_state()
+    try:
+        with torch.no_grad():
+            function(*thaw(trees[0], _as_is), **thaw(trees[1], _as_is))
+    except Exception as error:
+        return type(error).__qualname__
+    finally:
+        torch.default_generator.set_state(state)
+    return None
+
+
+def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in the same layout, without a history."""
+    made = tensor.detach()
+    if made.layout is not torch.strided or made.is_quantized or made.is_contiguous() or made.is_meta:
+        return made.clone()
+    spread = torch.empty(0, dtype=made.dtype, device=made.device).set_(made.untyped_storage().clone())
+    return spread.as_strided(made.shape, made.stride(), made.storage_offset())
+
+
+def _as_is(leaf: Any) -> Any:
+    return leaf
 
 
 def fill_new(function: Target, dtypes: tuple[torch.dtype, ...], args: Any, kwargs: dict[str, Any]) -> Any:

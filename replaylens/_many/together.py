@@ -20,7 +20,8 @@ from .._core.trees import freeze_deep, leaves, thaw
 from .._replay.guards import diverged
 from .._replay.parting import parted
 from .._replay.replay import Record, version
-from ..errors import CaptureError, ReplaylensError
+from .._replay.run import Run
+from ..errors import CaptureError, DivergedReplay, ReplaylensError
 from .chunks import Plan
 from .many import Changes, Many, Replays, as_tensors, stacked_results, variants_of
 from .metric import why_impure, with_fixed_masks, with_metric
@@ -40,7 +41,7 @@ class Together:
     metric: Metric | None
     output: Any  # of the program, as it was recorded
     capture: Callable[[Metric, Any], Record]
-    alone: Callable[[int], Any]  # a variant's output, from a replay of its own
+    alone: Callable[[int], Run]  # a variant in a replay of its own
     memory: float | None = None
     many: Many = field(init=False)
     is_program: bool = field(init=False)
@@ -108,15 +109,22 @@ class Together:
         for number in sorted({*self.loners, *self.many.departures}):
             if number in self.many.departures and on_divergence == "raise":
                 raise diverged(self.many.departures[number], f"in the variant {self.keys[number]!r}, ")
-            _put(values, number, self._measured(self.alone(number)))
+            _put(values, number, self._alone(number), self.keys[number])
         return self._done(values, baseline)
 
     def _all_alone(self, tick: Callable[[int], None]) -> Any:
         results = []
         for number in range(len(self.keys)):
-            results.append(self._measured(self.alone(number)))
+            results.append(self._alone(number))
             tick(1)
         return stacked_results(results)
+
+    def _alone(self, number: int) -> Any:
+        """What a variant comes to by itself, and whether it leaves the recorded path."""
+        run = self.alone(number)
+        if run.departures:
+            self.many.departures.setdefault(number, run.departures[0])
+        return self._measured(run.output)
 
     def _at_once(self, tick: Callable[[int], None]) -> Any:
         if self.metric is None or self.is_program:
@@ -192,11 +200,18 @@ def apart(output: Any) -> Any:
     return thaw(freeze_deep(output, lambda tensor: tensor.detach().clone()), lambda leaf: leaf)
 
 
-def _put(values: Any, number: int, result: Any) -> None:
+def _put(values: Any, number: int, result: Any, key: Any) -> None:
     """One variant's result in its place."""
     found: list[list[torch.Tensor]] = [[], []]
     for tensors, tree in zip(found, (values, as_tensors(result)), strict=True):
         freeze_deep(tree, tensors.append)
+    whole, mine = [[tuple(t.shape) for t in tensors] for tensors in ([v[0] for v in found[0]], found[1])]
+    if whole != mine:
+        raise DivergedReplay(
+            f"the variant {key!r} leaves the recorded path and gives tensors of the shapes {mine}, where the others "
+            f"give {whole}: they cannot be stacked.\n"
+            "Pass a metric that gives one shape, or replay this variant alone."
+        )
     for stack, one in zip(*found, strict=True):
         stack[number] = one
 

@@ -23,7 +23,7 @@ from .._edit.rewrite import NOTHING
 from ..errors import ShapeMismatch
 from .convert import as_it_came_out
 from .facts import asked_again
-from .guards import Departure, answered, diverged, misdirected, place, same_result
+from .guards import Departure, answered, diverged, misdirected, place, raising, same_result
 from .interpreter import Code, Mode, compile_plan, interpret, recorded_world, states_begun
 from .keeping import keeping
 from .plan import Plan, plan
@@ -122,14 +122,15 @@ class _Work:
         def read() -> Values:
             return {ref: env[code.slots[ref]] for ref in refs if isinstance(env[code.slots[ref]], torch.Tensor)}
 
-        try:
-            with recorded_world(code.draws, graph):
-                interpret(code, env)
-        except Exception as error:
-            self.require_shapes(read(), error)
-            for departure in self.led_away(known | read()):  # what is wrong may only follow from that
-                departed(departure)
-            raise
+        with raising(graph, lambda: [graph.nodes[position].name for position in made.run], departed):
+            try:
+                with recorded_world(code.draws, graph):
+                    interpret(code, env)
+            except Exception as error:
+                self.require_shapes(read(), error)
+                for departure in self.led_away(known | read()):  # what is wrong may only follow from that
+                    departed(departure)
+                raise
         self.require_shapes(read())
         self.drawn.update(states_begun(code, env))
         return read()

@@ -6,7 +6,8 @@ diverged, where in the user's source, the recorded and the new value. Whoever ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -14,10 +15,12 @@ from attrs import evolve, frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Guard, Ref, Source, TensorMeaning
+from .._core.pure import same_content, what_is_raised
 from .._core.sameness import same
 from .._core.text import expression
+from .._core.torch_private import peek_interpreter_stack
 from .._core.trees import thaw
-from ..errors import DivergedReplay
+from ..errors import DivergedReplay, ReplaylensError
 
 
 @frozen(eq=False)
@@ -79,7 +82,8 @@ def changed(guard: Guard, result: Any) -> Departure | None:
 
 def changed_content(guard: Guard, recorded: torch.Tensor, new: torch.Tensor) -> Departure | None:
     """A departure, if content that left torch as a whole is another."""
-    if same(recorded, new):
+    is_same = same if peek_interpreter_stack() is None else same_content  # inside a transform bits cannot be looked at
+    if is_same(recorded, new):
         return None
     return Departure(fact(guard), _brief(recorded), _brief(new), guard.source, guard.kind)
 
@@ -99,14 +103,31 @@ def _sizes(guard: Guard, args: list[Any], kwargs: dict[str, Any]) -> Any:
     return tuple([TensorMeaning.of(value).sizes for value in args if isinstance(value, torch.Tensor)])
 
 
-_QUESTIONS: dict[str, Callable[[Guard, list[Any], dict[str, Any]], Any]] = {"shape": _sizes}
+def _raised(guard: Guard, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    return what_is_raised(guard.target.function, *args, **kwargs)
+
+
+def _is_there(guard: Guard, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """The values are there: what computes them has run, and would have shown by itself that it raises."""
+
+
+_QUESTIONS: dict[str, Callable[[Guard, list[Any], dict[str, Any]], Any]] = {
+    "shape": _sizes,
+    "exception": _raised,
+    "completion": _is_there,
+}
 
 
 def fact(guard: Guard) -> str:
     """What a guard asks, in words."""
+    nodes = ", ".join(dict.fromkeys(ref.node for ref in guard.refs))
     if guard.kind == "shape":
-        return f"the shape of {', '.join(dict.fromkeys(ref.node for ref in guard.refs))}"
+        return f"the shape of {nodes}"
+    if guard.kind == "completion":
+        return f"what `{guard.target.short.strip('_')}` raises at {nodes}"
     inner = ", ".join(expression(arg) for arg in guard.args)
+    if guard.kind == "exception":
+        return f"what `{guard.target.short.strip('_')}({inner})` raises"
     words = f"{guard.target.short.strip('_')}({inner})"
     return f"the content that `{words}` took out of torch" if guard.compares_content else f"`{words}`"
 
@@ -117,6 +138,45 @@ class LeftPath(Exception):
     def __init__(self, departure: Departure) -> None:
         super().__init__(str(departure))
         self.departure = departure
+
+
+def raised_at(error: BaseException, node: str) -> None:
+    """Remember with an exception which node of a program raised it; none, if a patch or a guard did."""
+    with suppress(AttributeError):
+        error._replaylens_node = node  # type: ignore[attr-defined]
+
+
+@contextmanager
+def raising(
+    graph: Graph, altered: Callable[[], Iterable[str]], departed: Callable[[Departure], None]
+) -> Iterator[None]:
+    """Within, an exception that the model's own operation raises because its values are others now is a departure: the
+    model may catch it. `altered` gives the nodes that have another value to begin with.
+    """
+    try:
+        yield
+    except Exception as error:
+        if (left := _departure_by(graph, altered, error)) is None:
+            raise
+        try:
+            departed(left)
+        except (DivergedReplay, LeftPath) as leaving:
+            raise leaving from error
+        raise
+
+
+def _departure_by(graph: Graph, altered: Callable[[], Iterable[str]], error: Exception) -> Departure | None:
+    name = getattr(error, "_replaylens_node", "")
+    node = graph[name] if name and name in graph else None
+    if not isinstance(node, Call) or node.edited or isinstance(error, _NO_FACTS):
+        return None
+    if name not in graph.descendants(list(altered())):
+        return None
+    what = f"what `{node.target.short.strip('_')}` raises at {name}"
+    return Departure(what, None, f"{type(error).__qualname__}: {error}", node.source, "exception")
+
+
+_NO_FACTS = (ReplaylensError, LeftPath, MemoryError, torch.OutOfMemoryError)
 
 
 def misdirected(call: Call, is_constant: bool) -> Iterator[Departure]:

@@ -23,7 +23,7 @@ from .._core.pure import all_placed, mutate, placed
 from .._core.text import where as text_of
 from .._core.torch_private import default_device, is_any_autocast_on
 from .._core.trees import leaves, thaw
-from .guards import Departure, departure
+from .guards import Departure, departure, raised_at
 from .parting import NONE, parted
 from .plan import Plan
 from .stream import Turn, apart_from, has_own_generator, in_turn, left_at, one_draws, outside, streamed
@@ -43,6 +43,7 @@ class Step:
     parts: tuple[tuple[tuple[int, ...], int], ...]
     dead: tuple[int, ...]
     source: Source | None = None
+    is_node: bool = False  # the model's own operation; else a patch, a guard
 
     @property
     def note(self) -> str:
@@ -62,6 +63,7 @@ class Stretch:
     context: Context
     rows: tuple[Any, ...]
     notes: tuple[str, ...]  # for an exception, by row
+    nodes: tuple[str, ...]  # the node that each row runs; empty where it is a patch or a guard
 
 
 @frozen(eq=False)
@@ -108,8 +110,11 @@ def interpret(code: Code, env: Env) -> Env:
                     for slot in dead:
                         env[slot] = None
         except Exception as error:
-            if row is not None and hasattr(error, "add_note"):
-                error.add_note(stretch.notes[next(n for n, other in enumerate(stretch.rows) if other is row)])
+            if row is not None:
+                number = next(n for n, other in enumerate(stretch.rows) if other is row)
+                raised_at(error, stretch.nodes[number])
+                if hasattr(error, "add_note"):
+                    error.add_note(stretch.notes[number])
             raise
     return env
 
@@ -202,7 +207,8 @@ def _stretches(made: Sequence[tuple[Context, Step]]) -> tuple[Stretch, ...]:
 
 
 def _stretch(context: Context | None, steps: list[Step]) -> Stretch:
-    return Stretch(context or NO_MODES, tuple([step.row for step in steps]), tuple([step.note for step in steps]))
+    rows, notes = tuple([step.row for step in steps]), tuple([step.note for step in steps])
+    return Stretch(context or NO_MODES, rows, notes, tuple([step.name if step.is_node else "" for step in steps]))
 
 
 class _Layout:
@@ -251,7 +257,8 @@ def _call_step(
         read, call = reader(node, layout.slots, layout.literal, {}, mode)
     if turn is not None:
         read, call = in_turn(read, call, turn, None if turn.begins is not None else states.get(node.draws or ""))
-    return Step(node.name, read, call, layout.slots[Ref(node.name)], layout.parts[node.name], dead, node.source)
+    slot, parts = layout.slots[Ref(node.name)], layout.parts[node.name]
+    return Step(node.name, read, call, slot, parts, dead, node.source, is_node=True)
 
 
 def caller(

@@ -20,7 +20,7 @@ from .._core.pure import as_leaf
 from .._core.trees import thaw
 from ..errors import ReplaylensError
 from .facts import require_as_asked
-from .guards import Departure, diverged
+from .guards import Departure, diverged, raising
 from .inputs import new_inputs
 from .interpreter import Code, Mode, compile_plan, interpret, recorded_world
 from .plan import plan
@@ -75,7 +75,7 @@ class ProgramModule(Holder):
         env = list(code.template)
         for name in supply:
             env[code.slots[Ref(name)]] = sources[name]
-        with recorded_world(code.draws, graph):
+        with raising(graph, lambda: sources, _departed), recorded_world(code.draws, graph):
             interpret(code, env)
         self._write({address: env[code.slots[ref]] for address, ref in graph.changes})
         return thaw(graph.output, lambda leaf: env[code.slots[leaf]] if type(leaf) is Ref else leaf)
@@ -101,7 +101,8 @@ class ProgramModule(Holder):
             graph = self._record.graph if grad else _without_gradients(self._record.graph)
             wanted = [graph.positions[ref.node] for ref in graph.wanted_refs]
             sources = [p for p, mark in enumerate(graph.call_marks) if not mark]
-            made = plan(graph, wanted, frozenset(sources), sources, keep=wanted, turns=graph.turns)
+            drawn = [graph.positions[call.name] for call in graph.calls if call.draws is not None]
+            made = plan(graph, wanted, frozenset(sources), (*sources, *drawn), keep=wanted, turns=graph.turns)
             mode = Mode(grad, fresh=True, on_departure=_departed)
             code = compile_plan(graph, made, self._record.draws, mode, {}, self._record.value)
             self._codes[grad] = code, tuple([graph.nodes[p].name for p in made.supply])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from .._core.trees import leaves, thaw
 from ..errors import InputMismatch, NotDifferentiable, ReplaylensError, StaleValue
 from .facts import Around, departures as departures_of, noticing, patch_departures, require_as_asked
 from .function import as_function
-from .guards import Departure, LeftPath, diverged, misdirected
+from .guards import Departure, LeftPath, diverged, misdirected, raising
 from .inputs import require_arguments
 from .interpreter import Code, Mode, Patches, compile_plan, interpret, recorded_world
 from .plan import Plan, plan
@@ -133,9 +133,23 @@ def execute(record: Record, request: Request, told: Callable[[Code], Code] | Non
             departed(departure)
 
     env = needed.begin(record, request, code)
-    with recorded_world(code.draws, graph), _as_running(departed, request.changed), noticing(patched):
+    with (
+        raising(graph, partial(_altered, graph, request), departed),
+        recorded_world(code.draws, graph),
+        _as_running(departed, request.changed),
+        noticing(patched),
+    ):
         interpret(told(code) if told is not None else code, env)
     return Executed(request, wanted, code, env, departures)
+
+
+def _altered(graph: Graph, request: Request) -> list[str]:
+    """The nodes that may have another value than the recorded one to begin with."""
+    drawn = [call.name for call in graph.calls if call.draws is not None] if request.fresh else []
+    again = [
+        call.name for call in graph.calls if not {graph.positions[n] for n in call.through}.isdisjoint(request.changed)
+    ]
+    return [*(graph.nodes[position].name for position in (*request.changed, *request.given)), *drawn, *again]
 
 
 def _with_starts(record: Record, request: Request) -> Record:
@@ -499,7 +513,16 @@ def function_of(record: Record, inputs: list[int], outputs: list[int] | None, gr
     def finish(env: list[Any]) -> Any:
         return read[0](env) if len(read) == 1 else tuple([one(env) for one in read])
 
-    return as_function(code, supplied, slots, finish, graph, _watch(record, made.supply, inputs))
+    pure = as_function(code, supplied, slots, finish, graph, _watch(record, made.supply, inputs))
+    names = [graph.nodes[position].name for position in inputs]
+
+    def function(*tensors: torch.Tensor) -> Any:
+        if torch.compiler.is_compiling() or peek_interpreter_stack() is not None:
+            return pure(*tensors)
+        with raising(graph, lambda: names, departed):
+            return pure(*tensors)
+
+    return function
 
 
 def _reader(tree: Any, slots: dict[Ref, int]) -> Callable[[list[Any]], Any]:
