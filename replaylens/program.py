@@ -43,7 +43,7 @@ from ._replay import editing
 from ._replay.convert import move, present, rerun
 from ._replay.expanding import expand
 from ._replay.gradients import Grads, ask, gradients, seen_from, total
-from ._replay.guards import Departure, LeftPath
+from ._replay.guards import Departure, Guards, LeftPath
 from ._replay.keeping import completed, keeping
 from ._replay.module import ProgramModule
 from ._replay.patching import bound_patches, changes_of
@@ -204,10 +204,10 @@ class Program(Held):
 
     @property
     def guards(self) -> tuple[Guard, ...]:
-        """What the model read in Python, of contents, shapes, layouts in memory, flags and modes: the recorded path
-        depends on it.
+        """The facts on which the recorded path depends: contents that Python read, shapes that content decides,
+        exceptions that the model caught, layouts in memory, flags and modes. `print(prog.guards)` says each in a line.
         """
-        return tuple(sorted((*self.graph.guards, *self.graph.asked), key=lambda guard: guard.position))
+        return Guards(sorted((*self.graph.guards, *self.graph.asked), key=lambda guard: guard.position))
 
     @property
     def code(self) -> str:

@@ -20,8 +20,8 @@ NAMES = frozenset(
     nll_loss2d nll_loss_nd cross_entropy_loss ctc_loss multi_margin_loss multilabel_margin_loss multinomial bernoulli
     poisson normal binomial exponential geometric log_normal cauchy uniform random histc histogram quantile nanquantile
     binary_cross_entropy max_unpool1d max_unpool2d max_unpool3d segment_reduce masked_scatter sparse_coo_tensor
-    sparse_compressed_tensor sparse_csr_tensor __getitem__ __setitem__ select narrow roll standard_gamma dirichlet
-    _standard_gamma _sample_dirichlet bucketize searchsorted embedding_renorm tensor as_strided""".split()
+    sparse_compressed_tensor sparse_csr_tensor __getitem__ __setitem__ _standard_gamma _sample_dirichlet
+    embedding_renorm""".split()
 )
 _OF_WHOLE_NUMBERS = frozenset(
     """floor_divide remainder fmod div divide true_divide pow __floordiv__ __rfloordiv__ __mod__ __rmod__ __pow__
@@ -51,6 +51,8 @@ def completions(nodes: list[Node], needed: Iterable[str]) -> Iterator[Guard]:
 
 
 def _can_raise(call: Call) -> bool:
+    if call.target.short == "__getitem__" and len(call.refs) == 1:
+        return False  # by whole numbers and slices
     inner = [leaf.short for leaf in call.args if type(leaf) is Target]
     for short in inner or (call.target.short,):
         name = short if short.startswith("__") else short.removeprefix("linalg_").rstrip("_")

@@ -14,7 +14,7 @@ from attrs import evolve, frozen
 
 from .._core.graph import Graph
 from .._core.laws import require_lawful
-from .._core.node import Call, Const, Input, Node, Ref, meanings_of, refs_of
+from .._core.node import Call, Const, Guard, Input, Node, Ref, meanings_of, refs_of
 from .._core.trees import Branch, leaves, remake
 from ..errors import BadEdit
 from .rewrite import beside, fresh, guard_reading, reading
@@ -51,12 +51,12 @@ class _Cutting:
         self._take(_refs(output))
         self._require_reached()
         last = self._last()
-        self.guards = [g for g in graph.guards if g.position <= last and not self.below.isdisjoint(g.refs)]
-        self.asked = [
-            g for g in graph.asked if g.position <= last and (not g.refs or not self.below.isdisjoint(g.refs))
-        ]
+        self.guards = [g for g in graph.guards if g.position <= last and self._can_change(g)]
+        self.asked = [g for g in graph.asked if g.position <= last and (not g.refs or self._can_change(g))]
         self.changes = self._writes(last)
         self._take([ref for guard in (*self.guards, *self.asked) for ref in guard.refs])
+        there = [g for g in graph.guards if g.kind == "shape" and g.position == last + 1 and self._can_change(g)]
+        self.guards += [g for g in there if all(ref.node in self.nodes for ref in g.refs)]
         self._take([ref for _, ref in self.changes])
         self._take([ref for ref in graph.written if ref in self.below and self._is_copy(ref, last)])
 
@@ -98,6 +98,10 @@ class _Cutting:
             if any(ref in found for ref in (*call.refs, *again)):
                 found.update(refs_of(call))
         return found
+
+    def _can_change(self, guard: Guard) -> bool:
+        """Does a guard read what depends on the beginnings, or on parameters alone?"""
+        return any(ref in self.below or ref.node not in self.of_inputs for ref in guard.refs)
 
     def _take(self, stack: list[Ref]) -> None:
         """Take along what these values need, back to the beginnings and to what is held."""

@@ -72,7 +72,7 @@ def unread(facts: Facts) -> frozenset[int]:
     """The operands of which only shape, dtype or device are read."""
     operands = facts.operands
     if facts.name.endswith("_like") or facts.name.startswith("new_"):
-        return frozenset(range(len(operands)))
+        return frozenset(range(min(1, len(operands))))  # what they fill with, and sizes that are tensors, are read
     if facts.name in ("expand_as", "view_as", "reshape_as", "type_as"):
         return frozenset(range(1, len(operands)))
     return frozenset()

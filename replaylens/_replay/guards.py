@@ -18,7 +18,6 @@ from .._core.node import Call, Guard, Ref, Source, TensorMeaning
 from .._core.pure import same_content, what_is_raised
 from .._core.sameness import same
 from .._core.text import expression
-from .._core.torch_private import peek_interpreter_stack
 from .._core.trees import thaw
 from ..errors import DivergedReplay, ReplaylensError
 
@@ -82,10 +81,17 @@ def changed(guard: Guard, result: Any) -> Departure | None:
 
 def changed_content(guard: Guard, recorded: torch.Tensor, new: torch.Tensor) -> Departure | None:
     """A departure, if content that left torch as a whole is another."""
-    is_same = same if peek_interpreter_stack() is None else same_content  # inside a transform bits cannot be looked at
-    if is_same(recorded, new):
+    if _is_same(recorded, new):
         return None
     return Departure(fact(guard), _brief(recorded), _brief(new), guard.source, guard.kind)
+
+
+def _is_same(recorded: torch.Tensor, new: torch.Tensor) -> bool:
+    """To the last bit; inside a transform, where bits cannot be looked at, number by number."""
+    try:
+        return same(recorded, new)
+    except RuntimeError:
+        return same_content(recorded, new)
 
 
 def same_result(one: Any, other: Any) -> bool:
@@ -177,6 +183,23 @@ def _departure_by(graph: Graph, altered: Callable[[], Iterable[str]], error: Exc
 
 
 _NO_FACTS = (ReplaylensError, LeftPath, MemoryError, torch.OutOfMemoryError)
+
+
+class Guards(tuple[Guard, ...]):
+    """The facts on which the recorded path of a program depends, in order. They print one a line."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return "\n".join(map(_line, self))
+
+
+def _line(guard: Guard) -> str:
+    where = (
+        f"    {guard.source.file.rsplit('/', 1)[-1]}:{guard.source.line}    {guard.source.text}" if guard.source else ""
+    )
+    said = "" if guard.compares_content or guard.kind == "completion" else f" was {_short(guard.result)}"
+    return f"{guard.kind:10s} {fact(guard)}{said}{where}"
 
 
 def misdirected(call: Call, is_constant: bool) -> Iterator[Departure]:
