@@ -60,7 +60,9 @@ class Layouts:
 
     def departures(self) -> Iterator[Departure]:
         """Every other answer, in the order of the program."""
-        questions = sorted((g for g in self.graph.asked if g.kind == "layout"), key=lambda guard: guard.position)
+        caught = [guard for guard in self.graph.guards if guard.kind == "exception"]
+        asked = [guard for guard in self.graph.asked if guard.kind == "layout"]
+        questions = sorted((*asked, *caught), key=lambda guard: guard.position)
         if not questions and not self._matters():
             return
         state = torch.default_generator.get_state()
@@ -89,7 +91,10 @@ class Layouts:
     # -- questions -----------------------------------------------------------------------------------------------------
 
     def _ask(self, guard: Guard) -> Iterator[Departure]:
-        (ref,) = guard.refs[:1]
+        if guard.kind == "exception":
+            yield from self._ask_exception(guard)
+            return
+        ref = guard.refs[0]
         if ref in self.unknown:
             yield Departure(fact(guard), guard.result, UNKNOWN, guard.source)
         elif ref in self.other:
@@ -97,6 +102,20 @@ class Layouts:
                 yield from self._ask_itself(guard, ref, _answer(guard, self.other[ref]))
             else:
                 yield from asked_of(guard, self.other[ref])
+
+    def _ask_exception(self, guard: Guard) -> Iterator[Departure]:
+        """A call that raised, which the model caught: does it raise on this memory?"""
+        if not any(ref in self.other or ref in self.unknown for ref in guard.refs):
+            return
+        leaf = lambda tree: self._value(tree) if type(tree) is Ref else tree  # noqa: E731
+        now = None
+        try:
+            guard.target.function(
+                *[thaw(arg, leaf) for arg in guard.args], **{key: thaw(arg, leaf) for key, arg in guard.kwargs}
+            )
+        except Exception as error:
+            now = type(error).__qualname__
+        yield from filter(None, (changed(guard, now),))
 
     def _ask_itself(self, guard: Guard, ref: Ref, answer: torch.Tensor) -> Iterator[Departure]:
         """`contiguous` of what was contiguous is no call of the program. What goes on from here is its copy now."""
