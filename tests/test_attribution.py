@@ -133,7 +133,7 @@ def test_it_is_exact_where_the_model_is_linear(method):
 
 def test_it_agrees_with_patching_each_unit_of_a_trained_network():
     clean, corrupt = curve()
-    found = rl.attribution(clean, corrupt, torch.sum, ["read", "blocks.*"], part="b [c]")
+    found = rl.attribution(clean, corrupt, torch.sum, ["read", "blocks.**"], part="b [c]")
     truth = {
         label: torch.stack(
             [patched(clean, corrupt, torch.sum, label, rl.Part("b [c]", c=c)) for c in range(len(score))]

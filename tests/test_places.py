@@ -476,3 +476,16 @@ def test_a_module_that_its_own_pre_hook_calls_is_numbered_alike_everywhere(x):
         run = rl.run(model, x, patch={call: tripled})
         assert torch.equal(run.output, prog.replay(patch={call: tripled}).output)
     assert rl.check(model, x)
+
+
+def test_a_part_that_does_not_fit_one_of_many_names_the_layer_its_line_and_the_cure(x):
+    prog = rl.capture(Around(nn.Flatten(0), lambda model, out: out.view(2, 3)), x)
+    with pytest.raises(rl.errors.BadPart) as patched:
+        prog.replay(patch={"linear_*": rl.Zero("b c [t]", t=0)})
+    with pytest.raises(rl.errors.BadPart) as swept:
+        rl.sweep(prog, "linear", "b c [t]", rl.Zero())
+    for error in (patched, swept):
+        assert "the pattern has 3 axes, and the tensor 2 axes" in str(error.value)
+        assert "prog.find(op=..., where=lambda layer: len(layer.shape or ()) == 4)" in str(error.value)
+    assert "test_places.py:" in str(swept.value) and "linear_1_1" in str(swept.value)
+    assert "test_places.py:" in str(patched.value) and "'linear_*' means this layer too" in str(patched.value)

@@ -17,6 +17,11 @@ from .._core.node import State
 from ..errors import NoSuchLayer, WrongCount
 from .glob import is_glob, matches
 
+CURE = (
+    "Name the layers that have such axes, or find them: "
+    "prog.find(op=..., where=lambda layer: len(layer.shape or ()) == 4)."
+)
+
 
 class Names(Protocol):
     """What is asked of the names of a program's layers."""

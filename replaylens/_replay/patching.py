@@ -21,7 +21,7 @@ from .._core.trees import freeze_deep, leaves, thaw
 from .._edit.acts import own_copy
 from .._edit.bind import bind
 from .._edit.patch import Apply, Chain, From, Patch, Set, patch_of
-from .._edit.select import Site
+from .._edit.select import CURE, Site, is_named
 from ..errors import BadPart, BadPatch, ReplaylensError, ShapeMismatch
 from .facts import patched
 from .inputs import with_strides
@@ -40,7 +40,12 @@ def changes_of(
     keys: dict[tuple[bool, Ref], Any] = {}  # an output of the program is another value than the node that gives it
     for site, key, what in wanted:
         at = at_place(graph, site.place)
-        made = change_at(graph, at, site.name, what)
+        try:
+            made = change_at(graph, at, site.name, what)
+        except BadPart as error:
+            if is_named(key, site):
+                raise
+            raise BadPart(f"{error}\n{key!r} means this layer too. {CURE}") from error
         for value in {(at.output is not None, ref) for ref in _refs(made.tree)}:
             if value in keys:
                 both = f"under {keys[value]!r} and {key!r}"

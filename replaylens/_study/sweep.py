@@ -16,7 +16,7 @@ from attrs import field, frozen
 from .._core.torch_private import pytree
 from .._edit.locate import Part
 from .._edit.patch import patch_of
-from .._edit.select import Selection
+from .._edit.select import CURE, Selection
 from .._many.chunks import Plan
 from .._many.many import Replays
 from ..errors import BadPart, ReplaylensError
@@ -210,11 +210,21 @@ def _variants(prog: Program, sites: Any, part: Any, patch: Any, axes: dict[str, 
             raise BadPart(
                 f"{name} gives several tensors, and {place} is for one. Name a module that gives one of them."
             )
-        sizes = place.sizes(shape)
+        sizes = _sizes(prog, name, place, shape)
         for indices in product(*[range(sizes[axis]) for axis in walked]):
             key = (name, *indices) if walked else name
             found[key] = {name: made.within(place.at(**dict(zip(walked, indices, strict=True))))}
     return ("site", *walked), found
+
+
+def _sizes(prog: Program, name: str, place: Part, shape: tuple[int, ...]) -> dict[str, int]:
+    """How long each axis of the part is at a site; or an error that says at which, on which line, and what to do."""
+    try:
+        return place.sizes(shape)
+    except BadPart as error:
+        layer = prog[name]
+        where = f" ({layer.source})" if layer.source is not None else ""
+        raise BadPart(f"the site {name!r}, {layer.label}{where}: {error}\n{CURE}") from error
 
 
 def _names(prog: Program, sites: Any) -> list[str]:
