@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attrs import evolve
 from torch import nn
 from torch.nn import functional as F
 
 import replaylens as rl
+from replaylens._core.laws import unasked
 
 RECORDED = torch.tensor([1.0, -2.0, 3.0, 4.0, -1.0])
 OTHER = torch.tensor([1.0, 2.0, 3.0, 4.0, -1.0])
@@ -393,3 +395,9 @@ def test_variants_that_cannot_be_stacked_are_refused():
     prog = rl.capture(model, torch.ones(3))
     with pytest.raises(rl.DivergedReplay, match="cannot be stacked"):
         prog.replay_many({"other": {"input": -torch.ones(3)}, "same": {"input": torch.ones(3) * 2}})
+
+
+def test_a_program_that_lost_the_guard_of_a_shape_breaks_a_law():
+    graph = rl.capture(SHAPES["nonzero"], RECORDED).graph
+    (problem,) = unasked(evolve(graph, guards=()))
+    assert problem.node == "nonzero_1_3" and not list(unasked(graph))

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from .._core.graph import Graph
-from .._core.laws import problems
+from .._core.laws import problems, unasked
 from .._core.node import Call, Input, Node, Ref, Scope, State, refs_of
 from .._core.trees import leaves
 from .._lens.layers import Atlas, Place, short
@@ -25,7 +25,7 @@ GRAPH, METADATA = "graph", "metadata"
 
 def graph_law(graph: Graph, as_captured: bool) -> Law:
     """What every graph obeys."""
-    found = [found_named(graph, GRAPH, problem.node, problem.fact) for problem in problems(graph)]
+    found = [found_named(graph, GRAPH, problem.node, problem.fact) for problem in (*problems(graph), *unasked(graph))]
     if not found:
         found = [*_dangling(graph), *_meanings(graph), *_state(graph), *(_orphans(graph) if as_captured else ())]
     return Law(GRAPH, len(graph), tuple(found), unit="nodes", holds="well formed")

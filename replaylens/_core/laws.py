@@ -12,7 +12,7 @@ from attrs import frozen
 
 from ..errors import UnlawfulGraph
 from .graph import Graph
-from .node import Call, Generator, Ref
+from .node import Call, Generator, Ref, meanings_of
 from .trees import leaves
 
 
@@ -88,6 +88,14 @@ def _guards_are_in_place(graph: Graph) -> Iterator[Problem]:
             for ref in guard.refs
             if graph.positions.get(ref.node, len(graph)) >= guard.position
         )
+
+
+def unasked(graph: Graph) -> Iterator[Problem]:
+    """Shapes that content decides and that no guard asks for: a program that was captured has none."""
+    asked = {ref for guard in graph.guards if guard.kind == "shape" for ref in guard.refs}
+    for call in graph.calls:
+        if call.is_dynamic and not asked.issuperset(meanings_of(call)):
+            yield Problem(call.name, "guard", "gives a shape that content decides, and no guard asks for it")
 
 
 def _runs_again_what_was_before(graph: Graph) -> Iterator[Problem]:
