@@ -9,9 +9,9 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from threading import Lock
+from threading import Lock, get_ident
 from types import FunctionType, GeneratorType
 from typing import Any
 
@@ -24,6 +24,7 @@ from .._core.node import Ref, State
 from .._core.text import where as text_of
 from .._core.torch_private import compiler_if_loaded, default_device, without_function_modes
 from .._core.trees import ATOMS, fingerprint, freeze_deep, leaves, named_paths, thaw
+from .._core.world import World, freed, in_children, surely
 from .._edit.wanted import EVERYTHING, Wish
 from .._replay.replay import Record, Versions
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite, UnsupportedModel
@@ -92,6 +93,16 @@ def flags_of(recording: Recording) -> list[tuple[torch.Tensor, bool]]:
 
 
 def looked(forward: Forward, put_back: Callable[[Recording, Beginning], None], origins: Origins) -> Captured:
+    """What a first look gave, or a second one. Torch's modes are left as they were, wherever an interrupt comes."""
+    world = World()
+    try:
+        return _looked(forward, put_back, origins)
+    except BaseException:
+        surely(world.put_back)
+        raise
+
+
+def _looked(forward: Forward, put_back: Callable[[Recording, Beginning], None], origins: Origins) -> Captured:
     """What a first look gave, or a second one, before which all that the first one changed is put back."""
     compiler_at_start = compiler_if_loaded()
     first = Recording(_name_of(forward.model))
@@ -121,8 +132,7 @@ def looked(forward: Forward, put_back: Callable[[Recording, Beginning], None], o
 def _look(forward: Forward, recording: Recording, origins: Origins, deep: bool) -> Captured:
     _require_ready(origins)
     deep = deep or reaches_scripts(origins)
-    with ExitStack() as stack:
-        date = stack.enter_context(dated())
+    with dated() as date:
         tracer = forward.tracer(recording, origins, date, deep, forward.beginning.unknown)
         tracer.draws.lent = {id(g): g.get_state() for g in lent_generators(forward.model, forward.args, forward.kwargs)}
         recording.ambient = tracer.context()
@@ -132,27 +142,30 @@ def _look(forward: Forward, recording: Recording, origins: Origins, deep: bool) 
         recording.takes_any_keyword = _takes_any_keyword(forward.model)
         recording.called_from = callers(sys._getframe())
         recording.inputs, args, kwargs = _take_inputs(tracer, forward.args, forward.kwargs)
-        stack.enter_context(eager_compiler())
-        stack.enter_context(listening(tracer))
-        stack.enter_context(tracer)
-        if tracer.deep and tracer.watch is not None:
-            stack.enter_context(tracer.watch)
-        with timed(recording), _told_of_failure(forward, recording):
-            output = _call(forward.model, args, kwargs, tracer)
-        with without_function_modes(), tracer.at_work():
-            recording.output = freeze_deep(output, tracer.read)
-            settle_hooks(recording, at_end=True)
-            _take_changes(tracer)
-            _take_touched(tracer)
-            recording.drawn_elsewhere = forward.beginning.dice.moved()
-            recording.versions = _require_announced(tracer)
-            if not recording.ambient[0] and any(
-                s.module._backward_hooks or s.module._backward_pre_hooks for s in recording.scopes
-            ):
-                recording.one_way.append("a module's backward hook")
+        watch = tracer.watch if tracer.deep and tracer.watch is not None else nullcontext()
+        with eager_compiler(), listening(tracer), tracer, watch:
+            with timed(recording), _told_of_failure(forward, recording):
+                output = _call(forward.model, args, kwargs, tracer)
+            with without_function_modes(), tracer.at_work():
+                _take_ends(forward, tracer, output)
     tracer.watch = None  # they hold each other, and with them every value
     recording.addresses = origins.addresses
     return Captured(recording, output, forward.beginning)
+
+
+def _take_ends(forward: Forward, tracer: Tracer, output: Any) -> None:
+    """What the forward gave, and what it wrote."""
+    recording = tracer.recording
+    recording.output = freeze_deep(output, tracer.read)
+    settle_hooks(recording, at_end=True)
+    _take_changes(tracer)
+    _take_touched(tracer)
+    recording.drawn_elsewhere = forward.beginning.dice.moved()
+    recording.versions = _require_announced(tracer)
+    if not recording.ambient[0] and any(
+        s.module._backward_hooks or s.module._backward_pre_hooks for s in recording.scopes
+    ):
+        recording.one_way.append("a module's backward hook")
 
 
 @contextmanager
@@ -400,25 +413,44 @@ def put_generators_back(recording: Recording) -> None:
         generator.set_state(state)
 
 
-_compiler_lock, _compiler_count, _compiler_stance = Lock(), 0, None
+_compiler_lock = Lock()
+_eager: dict[object, int] = {}  # the captures that want the compiler to run nothing, and their threads
+_stances: list[Any] = []  # the user's, while there are some
 
 
 @contextmanager
 def eager_compiler() -> Iterator[None]:
-    """Compiled modules run eagerly meanwhile. The stance is process-wide: counted, and put back by the last capture."""
-    global _compiler_count, _compiler_stance
-    dynamo = compiler_if_loaded("torch._dynamo.eval_frame")
+    """Compiled modules run eagerly meanwhile. The stance is process-wide: put back by the last capture."""
+    dynamo, token = compiler_if_loaded("torch._dynamo.eval_frame"), object()
     if dynamo is None:
         yield
         return
-    with _compiler_lock:
-        if _compiler_count == 0:
-            _compiler_stance = dynamo._set_stance(dynamo.DynamoStance("force_eager"))
-        _compiler_count += 1
     try:
-        yield
-    finally:
         with _compiler_lock:
-            _compiler_count -= 1
-            if _compiler_count == 0:
-                dynamo._set_stance(_compiler_stance)
+            _eager[token] = get_ident()
+            if not _stances:
+                _stances.append(dynamo._stance)
+                dynamo._set_stance(dynamo.DynamoStance("force_eager"))
+        yield
+    finally:  # twice: an interrupt may come before the first, or in it
+        try:
+            _compiles_again(dynamo, token)
+        finally:
+            _compiles_again(dynamo, token)
+
+
+def _compiles_again(dynamo: Any, token: object) -> None:
+    with _compiler_lock:
+        _eager.pop(token, None)
+        if not _eager and _stances:
+            dynamo._set_stance(_stances[0])
+            _stances.clear()
+
+
+def _in_a_child() -> None:
+    freed(_compiler_lock)
+    for token in [token for token, thread in _eager.items() if thread != get_ident()]:
+        _compiles_again(compiler_if_loaded("torch._dynamo.eval_frame"), token)
+
+
+in_children(_in_a_child)

@@ -322,8 +322,9 @@ class LiveTracer(Tracer):
         those that they were without it.
         """
         try:
-            with self._looking_away(), nothing_computed_again(), Draw(self.draws, generator_of(values, {})) as draw:
-                news = aim(*values)
+            draw = Draw(self.draws, generator_of(values, {}))
+            with self._looking_away(), nothing_computed_again():
+                news = draw(aim, values, {})
         except Exception as error:
             self.refused = self.refused or error  # the model may swallow it
             if hasattr(error, "add_note"):

@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._core.world import freed, in_children
 from .builder import Addresses
 from .scopes import addresses, module_table, other_addresses
 
 _lock = threading.Lock()
-_running = 0
+_running: dict[object, int] = {}  # the captures that run, and their threads
 _froze = False
 
 
@@ -55,22 +56,49 @@ def dated() -> Iterator[Date]:
     What exists now is moved to the collector's permanent generation: a list splice. What it lists afterwards is newer.
     Where something lies there already (another capture runs, or the user froze the collector) what is listed is noted.
     """
-    global _running, _froze
-    with _lock:
-        mine = _running == 0 and gc.get_freeze_count() == 0
-        _running += 1
-        if mine:
-            gc.freeze()
-            _froze = True
-        date = Date([] if mine else _listed_tensors())
+    token = object()
     try:
-        yield date
-    finally:
         with _lock:
-            _running -= 1
-            if _running == 0 and _froze:
-                gc.unfreeze()
-                _froze = False
+            date = _began(token)
+        yield date
+    finally:  # twice: an interrupt may come before the first, or in it
+        try:
+            _ended(token)
+        finally:
+            _ended(token)
+
+
+def _began(token: object) -> Date:
+    global _froze
+    mine = not _running and gc.get_freeze_count() == 0
+    _running[token] = threading.get_ident()
+    if mine:
+        _froze = True
+        gc.freeze()
+    return Date([] if mine else _listed_tensors())
+
+
+def _ended(token: object) -> None:
+    with _lock:
+        _running.pop(token, None)
+        _thaw()
+
+
+def _thaw() -> None:
+    global _froze
+    if not _running and _froze:
+        gc.unfreeze()
+        _froze = False
+
+
+def _in_a_child() -> None:
+    freed(_lock)
+    for token in [token for token, thread in _running.items() if thread != threading.get_ident()]:
+        del _running[token]
+    _thaw()
+
+
+in_children(_in_a_child)
 
 
 def is_older(tensor: torch.Tensor, date: Date) -> bool:

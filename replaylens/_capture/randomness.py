@@ -97,7 +97,7 @@ class Draws:
         self.ends: dict[str, torch.Tensor] = {}  # the states that draws left
 
     def around(self, may_draw: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
-        """To be entered around a call. Afterwards its `key` names the state that the call began with, if it drew."""
+        """To be given a call. Afterwards its `key` names the state that the call began with, if it drew."""
         if not may_draw or is_idle(func.__name__, args, kwargs):
             return _NO_DRAW
         return Draw(self, generator_of(args, kwargs))
@@ -164,18 +164,15 @@ class Draw:
         self.state: torch.Tensor | None = None
         self.key: str | None = None
 
-    def __enter__(self) -> Draw:
-        if self.draws is not None:
-            one_draws.acquire()
+    def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self.draws is None:
+            return func(*args, **kwargs)
+        with one_draws:
             self.state = self.generator.get_state()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self.draws is not None and self.state is not None:
             try:
-                self.key = self.draws.keep(self.generator, self.state)
+                return func(*args, **kwargs)
             finally:
-                one_draws.release()
+                self.key = self.draws.keep(self.generator, self.state)
 
 
 _NO_DRAW = Draw(None, torch.default_generator)

@@ -140,10 +140,10 @@ class Recorder(TorchFunctionMode):
         """One operation that does not write: its output may be a view, it may draw, its shape may depend on content."""
         reads, named = self.read_all(args, kwargs)
         site = self.site()
-        with self.draws.around(rule.may_draw, func, args, kwargs) as draw:
-            start = _now()
-            out = func(*args, **kwargs)
-            self.took = _now() - start
+        draw = self.draws.around(rule.may_draw, func, args, kwargs)
+        start = _now()
+        out = draw(func, args, kwargs)
+        self.took = _now() - start
         tensors = tensors_in(args, kwargs)
         if not tensors and isinstance(out, torch.Tensor) and self.from_outside(out):  # `as_tensor` of an array
             return out

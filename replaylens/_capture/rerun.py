@@ -193,8 +193,11 @@ def _run(
         recording, unwritten = captured.recording, looks[-1].unwritten
         recording.changes = [(where, last) for where, last in recording.changes if last not in unwritten]
         return captured, looks[-1]
-    finally:
-        leave()
+    finally:  # twice: an interrupt may come before the first, or in it
+        try:
+            leave()
+        finally:
+            leave()
 
 
 def _stand_ins(record: Record, request: Request, aims: Aims, tracer: LiveTracer) -> list[tuple[torch.Tensor, Waiting]]:

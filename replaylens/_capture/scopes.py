@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from .._core.torch_private import FunctionBase, SingleLevelFunction, compiler_if_loaded
+from .._core.world import freed, in_children
 from .builder import Site, is_torch_code, torch_code
 
 
@@ -59,29 +60,64 @@ def _traced_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
     return stack[-1].function_apply(cls, call, args, kwargs) if stack else call(*args, **kwargs)
 
 
-_originals: dict[str, Any] = {}
+_traced_entry: Any = classmethod(_traced_apply)
+_originals: dict[str, Any] = {"call": _module_call}
 
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
     """Module calls and custom functions of this thread are told to the listener."""
-    with _lock:
-        if not any(_listeners.values()):
-            _originals.update(call=nn.Module.__call__)
-            nn.Module.__call__ = _traced_call  # type: ignore[method-assign]
-            SingleLevelFunction.apply = classmethod(_traced_apply)
-        _listeners.setdefault(get_ident(), []).append(listener)
+    here = get_ident()
     try:
-        yield
-    finally:
         with _lock:
-            stack = _listeners[get_ident()]
-            stack.pop()
-            if not stack:
-                del _listeners[get_ident()]
-            if not _listeners:
-                nn.Module.__call__ = _originals["call"]  # type: ignore[method-assign]
-                del SingleLevelFunction.apply
+            _put_in()
+            _listeners.setdefault(here, []).append(listener)
+        yield
+    finally:  # twice: an interrupt may come before the first, or in it
+        try:
+            _leave(here, listener)
+        finally:
+            _leave(here, listener)
+
+
+def _put_in() -> None:
+    if nn.Module.__call__ is not _traced_call:
+        _originals["call"] = nn.Module.__call__
+        nn.Module.__call__ = _traced_call  # type: ignore[method-assign]
+    if SingleLevelFunction.__dict__.get("apply") is not _traced_entry:
+        SingleLevelFunction.apply = _traced_entry
+
+
+def _leave(here: int, listener: Listener) -> None:
+    """The listener, and those that came after it in its thread, listen no more."""
+    with _lock:
+        stack = _listeners.get(here, [])
+        at = next((number for number, other in enumerate(stack) if other is listener), None)
+        if at is not None:
+            del stack[at:]
+        if not stack:
+            _listeners.pop(here, None)
+        if not _listeners:
+            _take_out()
+
+
+def _take_out() -> None:
+    if nn.Module.__call__ is _traced_call:
+        nn.Module.__call__ = _originals["call"]  # type: ignore[method-assign]
+    if SingleLevelFunction.__dict__.get("apply") is _traced_entry:
+        del SingleLevelFunction.apply
+
+
+def _in_a_child() -> None:
+    """Of all the threads that listened only the one that forked is there."""
+    freed(_lock)
+    for other in [thread for thread in _listeners if thread != get_ident()]:
+        del _listeners[other]
+    if not _listeners:
+        _take_out()
+
+
+in_children(_in_a_child)
 
 
 def module_table(model: nn.Module | None) -> list[tuple[nn.Module, int, str]]:

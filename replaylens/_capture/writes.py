@@ -65,10 +65,9 @@ def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, tar
     for base in bases:
         recorder.memory.preserve(base)
     try:
-        with draw:
-            start = _now()
-            out = func(*args, **kwargs)
-            recorder.took = _now() - start
+        start = _now()
+        out = draw(func, args, kwargs)
+        recorder.took = _now() - start
     except Exception as error:
         if any(
             counter == -1 or version_of(base.root) != counter for base, counter in zip(bases, counters, strict=True)

@@ -86,11 +86,18 @@ def under_check(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> It
         with _same_world():
             subject = _captured(model, args, kwargs, belongings)
         yield subject
-    finally:
-        if subject is not None:
-            subject.begin()
-        belongings.put_back()
-        belongings.put_generators_back()
+    finally:  # twice: an interrupt may come before the first, or in it
+        try:
+            _leave(subject, belongings)
+        finally:
+            _leave(subject, belongings)
+
+
+def _leave(subject: Subject | None, belongings: Belongings) -> None:
+    if subject is not None:
+        subject.begin()
+    belongings.put_back()
+    belongings.put_generators_back()
 
 
 def _captured(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], belongings: Belongings) -> Subject:

@@ -77,6 +77,7 @@ function_modes = _name("torch.overrides._get_current_function_mode_stack", "mode
 is_function_mode_seen = _name("torch._C._is_torch_function_enabled", "whether a function mode sees the call as well")
 without_function_modes = _name("torch._C.DisableTorchFunction", "what the tracer computes for itself is not recorded")
 count_dispatch_modes = _name("torch._C._len_torch_dispatch_stack", "a dispatch mode of the model's own is refused")
+dispatch_mode_at = _name("torch._C._get_dispatch_stack_at", "modes that an interrupt left on are left")
 without_any_modes = _name("torch.utils._python_dispatch._disable_current_modes", "a hook compares values unseen")
 is_any_autocast_on = _name(
     "torch._C._is_any_autocast_enabled", "each call's own modes", "the public switches are asked", _autocast_is_on
@@ -173,6 +174,7 @@ NAMES: tuple[Private, ...] = tuple(_listed)
 OF_THE_COMPILER = (  # looked for where the compiler is loaded only
     Private("torch._dynamo.OptimizedModule", "the compiler's wrapper is no level of a model"),
     Private("torch._dynamo.eval_frame._set_stance", "compiled modules run eagerly in a capture"),
+    Private("torch._dynamo.eval_frame._stance", "the same, and afterwards as the user had it"),
     Private("torch._dynamo.eval_frame.DynamoStance", "the same"),
 )
 ATTRIBUTES = {

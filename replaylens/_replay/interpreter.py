@@ -23,6 +23,7 @@ from .._core.pure import all_placed, mutate, placed
 from .._core.text import where as text_of
 from .._core.torch_private import default_device, is_any_autocast_on
 from .._core.trees import leaves, thaw
+from .._core.world import World, surely
 from .guards import Departure, departure, raised_at
 from .parting import NONE, parted
 from .plan import Plan
@@ -96,6 +97,18 @@ class Mode:
 
 
 def interpret(code: Code, env: Env) -> Env:
+    """Run the steps. Torch's modes are left as they were, wherever an interrupt comes."""
+    if torch.compiler.is_compiling():
+        return _interpret(code, env)
+    world = World()
+    try:
+        return _interpret(code, env)
+    except BaseException:
+        surely(world.put_back)
+        raise
+
+
+def _interpret(code: Code, env: Env) -> Env:
     """Run the steps. Values that nothing needs any more are forgotten at once: that is speed, not only memory."""
     for stretch in code.stretches:
         row: Any = None
@@ -429,21 +442,27 @@ def recorded_world(draws: bool, graph: Graph) -> Any:
 
 @contextmanager
 def _recorded_world(draws: bool, graph: Graph) -> Any:
-    outer, dtype = torch.get_default_dtype(), graph.default_dtype
-    with ExitStack() as stack:
-        if draws:
-            stack.enter_context(one_draws)
-        before = torch.default_generator.get_state() if draws else None
-        if default_device() != graph.default_device:
-            stack.enter_context(torch.device(graph.default_device))
+    dtype, default = torch.get_default_dtype(), graph.default_device
+    device = torch.device(default) if default_device() != default else nullcontext()
+    with one_draws if draws else nullcontext():
+        before, depth = torch.default_generator.get_state() if draws else None, len(outside)
+
+        def leave() -> None:
+            if len(outside) > depth:
+                torch.default_generator.set_state(outside[depth])
+                del outside[depth:]
+            if torch.get_default_dtype() != dtype:
+                torch.set_default_dtype(dtype)
+
         try:
             if before is not None:
                 outside.append(before)
-            if outer != dtype:
-                torch.set_default_dtype(dtype)
-            yield
-        finally:
-            if before is not None:
-                torch.default_generator.set_state(outside.pop())
-            if outer != dtype:
-                torch.set_default_dtype(outer)
+            if graph.default_dtype != dtype:
+                torch.set_default_dtype(graph.default_dtype)
+            with device:
+                yield
+        finally:  # twice: an interrupt may come before the first, or in it
+            try:
+                leave()
+            finally:
+                leave()

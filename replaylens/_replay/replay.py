@@ -399,11 +399,15 @@ _running = _Running()
 
 @contextmanager
 def _as_running(departed: Callable[[Departure], None], changed: dict[int, tuple[Change, ...]]) -> Iterator[None]:
-    _running.stack.append((departed, changed))
+    depth = len(_running.stack)
     try:
+        _running.stack.append((departed, changed))
         yield
-    finally:
-        _running.stack.pop()
+    finally:  # twice: an interrupt may come before the first
+        try:
+            del _running.stack[depth:]
+        finally:
+            del _running.stack[depth:]
 
 
 def _patch_of_now(position: int, number: int) -> Callable[..., Any]:

@@ -19,9 +19,22 @@ from attrs import field, frozen
 from .._core.graph import Graph
 from .._core.node import Call, Generator
 from .._core.trees import leaves
+from .._core.world import freed, in_children
 
 one_draws = RLock()  # the global generator is set before each draw: one replay at a time does that
 outside: list[torch.Tensor] = []  # the user's states of the global generator while replays set it; under `one_draws`
+
+
+def _in_a_child() -> None:
+    """Another thread of the parent may have been at work: the generator is the user's again."""
+    if not one_draws._is_owned():  # type: ignore[attr-defined]
+        freed(one_draws)
+        if outside:
+            torch.default_generator.set_state(outside[0])
+            outside.clear()
+
+
+in_children(_in_a_child)
 _START = ""  # the state in which the user's generator was when the replay began
 
 

@@ -1,0 +1,63 @@
+"""How torch's modes stand, to be put back wherever an interrupt came.
+
+A KeyboardInterrupt can come between any two bytecodes: also after a mode was entered and before anybody would leave it,
+or in the middle of leaving. So whoever runs code for a user notes the modes first, and puts them back, twice, when
+anything raises: what the first time did not come to, the second one does. After a fork a child has locks of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .torch_private import count_dispatch_modes, count_function_modes, dispatch_mode_at, pop_function_mode
+
+_DEVICES = ("cpu", "cuda")
+
+
+class World:
+    """The modes of this thread as they are now."""
+
+    __slots__ = ("autocast", "dispatches", "dtype", "functions", "grad")
+
+    def __init__(self) -> None:
+        self.functions, self.dispatches = count_function_modes(), count_dispatch_modes()
+        self.grad, self.dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+        self.autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+
+    def put_back(self) -> None:
+        """As they were. Nothing happens where they are."""
+        while count_function_modes() > self.functions:
+            pop_function_mode()
+        while (count := count_dispatch_modes()) > self.dispatches:
+            dispatch_mode_at(count - 1).__exit__(None, None, None)
+        if torch.is_grad_enabled() != self.grad:
+            torch.set_grad_enabled(self.grad)
+        if torch.get_default_dtype() != self.dtype:
+            torch.set_default_dtype(self.dtype)
+        for device, was in zip(_DEVICES, self.autocast, strict=True):
+            if torch.is_autocast_enabled(device) != was:
+                torch.set_autocast_enabled(device, was)
+
+
+def surely(leave: Callable[[], Any]) -> None:
+    """Does something that can be begun again, to its end, also where an interrupt comes in the middle."""
+    try:
+        leave()
+    except BaseException:
+        leave()
+        raise
+
+
+def in_children(begin_again: Callable[[], Any]) -> None:
+    """Is called in each child after a fork: other threads, and what they held, are not there."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=begin_again)
+
+
+def freed(lock: Any) -> None:
+    """A lock of a forked child that a thread of its parent may have held."""
+    lock._at_fork_reinit()
