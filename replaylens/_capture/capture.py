@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from threading import Lock, get_ident
+from threading import RLock, get_ident
 from types import FunctionType, GeneratorType
 from typing import Any
 
@@ -24,7 +24,7 @@ from .._core.node import Ref, State
 from .._core.text import where as text_of
 from .._core.torch_private import compiler_if_loaded, default_device, without_function_modes
 from .._core.trees import ATOMS, fingerprint, freeze_deep, leaves, named_paths, thaw
-from .._core.world import World, freed, in_children, surely
+from .._core.world import World, alone, freed, in_children, surely
 from .._edit.wanted import EVERYTHING, Wish
 from .._replay.replay import Record, Versions
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite, UnsupportedModel
@@ -62,6 +62,7 @@ class Forward:
     tracer: Callable[[Recording, Origins, Date, bool, str], Tracer] = Tracer
     second: Callable[[Recording, Origins, Date, bool, str], Tracer] | None = None  # of a second look, if another
     failed: Callable[[Recording, Beginning], None] | None = None  # is told of a look that raises, and how far it came
+    begun: Callable[[tuple[Recording, Beginning]], None] | None = None  # is told of each look when it begins
 
 
 def record(
@@ -71,6 +72,7 @@ def record(
     unknown: str = "raise",
     wish: Wish = EVERYTHING,
     failed: Callable[[Recording, Beginning], None] | None = None,
+    begun: Callable[[tuple[Recording, Beginning]], None] | None = None,
 ) -> Captured:
     """Run the model under the tracer. Looks a second time, at every ATen call, if the first was blind to something, or
     had let go of a value that turned out to be needed: everything is kept then until the end.
@@ -79,7 +81,7 @@ def record(
     origins = Origins(model)
     beginning = Beginning(model, Snapshot(origins.modules, (args, kwargs)), Dice(), unknown)
     tracer = Tracer if wish.everything else sparing(wish)
-    captured = looked(Forward(model, args, kwargs, beginning, tracer, Tracer, failed), put_back, origins)
+    captured = looked(Forward(model, args, kwargs, beginning, tracer, Tracer, failed, begun), put_back, origins)
     settle(captured.recording)
     beginning.generators = tuple(captured.recording.generators.values())
     beginning.lent = frozenset(map(id, lent_generators(model, args, kwargs)))
@@ -131,6 +133,8 @@ def _looked(forward: Forward, put_back: Callable[[Recording, Beginning], None], 
 
 def _look(forward: Forward, recording: Recording, origins: Origins, deep: bool) -> Captured:
     _require_ready(origins)
+    if forward.begun is not None:
+        forward.begun((recording, forward.beginning))
     deep = deep or reaches_scripts(origins)
     with dated() as date:
         tracer = forward.tracer(recording, origins, date, deep, forward.beginning.unknown)
@@ -413,7 +417,7 @@ def put_generators_back(recording: Recording) -> None:
         generator.set_state(state)
 
 
-_compiler_lock = Lock()
+_compiler_lock = RLock()
 _eager: dict[object, int] = {}  # the captures that want the compiler to run nothing, and their threads
 _stances: list[Any] = []  # the user's, while there are some
 
@@ -426,25 +430,27 @@ def eager_compiler() -> Iterator[None]:
         yield
         return
     try:
-        with _compiler_lock:
-            _eager[token] = get_ident()
-            if not _stances:
-                _stances.append(dynamo._stance)
-                dynamo._set_stance(dynamo.DynamoStance("force_eager"))
-        yield
-    finally:  # twice: an interrupt may come before the first, or in it
         try:
-            _compiles_again(dynamo, token)
+            alone(_compiler_lock, partial(_compiles_nothing, dynamo, token))
+            yield
         finally:
-            _compiles_again(dynamo, token)
+            alone(_compiler_lock, partial(_compiles_again, dynamo, token))
+    finally:  # again: an interrupt may have come before, or in it
+        alone(_compiler_lock, partial(_compiles_again, dynamo, token))
+
+
+def _compiles_nothing(dynamo: Any, token: object) -> None:
+    _eager[token] = get_ident()
+    if not _stances:
+        _stances.append(dynamo._stance)
+        dynamo._set_stance(dynamo.DynamoStance("force_eager"))
 
 
 def _compiles_again(dynamo: Any, token: object) -> None:
-    with _compiler_lock:
-        _eager.pop(token, None)
-        if not _eager and _stances:
-            dynamo._set_stance(_stances[0])
-            _stances.clear()
+    _eager.pop(token, None)
+    if not _eager and _stances:
+        dynamo._set_stance(_stances[0])
+        _stances.clear()
 
 
 def _in_a_child() -> None:

@@ -383,16 +383,22 @@ class LiveTracer(Tracer):
     @contextmanager
     def _unseen(self) -> Iterator[None]:
         """Within, the mode sees no calls, wherever it is entered from."""
-        depth = 0
-        while (count := count_function_modes()) and function_mode_at(count - 1) is self:
-            _pop()
-            depth += 1
-        try:
-            with self.at_work():
-                yield
-        finally:
-            for _ in range(depth):
+        depth = count_function_modes()
+
+        def seen_again() -> None:
+            while count_function_modes() < depth:
                 _push(self)
+
+        try:
+            try:
+                while (count := count_function_modes()) and function_mode_at(count - 1) is self:
+                    _pop()
+                with self.at_work():
+                    yield
+            finally:
+                seen_again()
+        finally:  # again: an interrupt may have come before, or in it
+            seen_again()
 
 
 class _Deaf:

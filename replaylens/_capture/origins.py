@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._core.world import freed, in_children
+from .._core.world import alone, freed, in_children
 from .builder import Addresses
 from .scopes import addresses, module_table, other_addresses
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # what an interrupt left may be left while another capture is entered
 _running: dict[object, int] = {}  # the captures that run, and their threads
 _froze = False
 
@@ -58,14 +58,12 @@ def dated() -> Iterator[Date]:
     """
     token = object()
     try:
-        with _lock:
-            date = _began(token)
-        yield date
-    finally:  # twice: an interrupt may come before the first, or in it
         try:
-            _ended(token)
+            yield alone(_lock, partial(_began, token))
         finally:
-            _ended(token)
+            alone(_lock, partial(_ended, token))
+    finally:  # again: an interrupt may have come before, or in it
+        alone(_lock, partial(_ended, token))
 
 
 def _began(token: object) -> Date:
@@ -79,9 +77,8 @@ def _began(token: object) -> Date:
 
 
 def _ended(token: object) -> None:
-    with _lock:
-        _running.pop(token, None)
-        _thaw()
+    _running.pop(token, None)
+    _thaw()
 
 
 def _thaw() -> None:

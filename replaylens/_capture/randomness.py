@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .._core.torch_private import seed_tracker
-from .._replay.stream import one_draws
+from .._core.world import let_go, one_draws
 
 _DROPOUTS = frozenset(
     "dropout dropout_ alpha_dropout alpha_dropout_ feature_dropout feature_dropout_ feature_alpha_dropout".split()
@@ -167,12 +167,18 @@ class Draw:
     def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.draws is None:
             return func(*args, **kwargs)
-        with one_draws:
-            self.state = self.generator.get_state()
-            try:
-                return func(*args, **kwargs)
-            finally:
-                self.key = self.draws.keep(self.generator, self.state)
+        was_owned = one_draws._is_owned()  # type: ignore[attr-defined]
+        try:
+            with one_draws:
+                self.state = self.generator.get_state()
+                try:
+                    return func(*args, **kwargs)
+                finally:
+                    self.key = self.draws.keep(self.generator, self.state)
+        except BaseException:  # an interrupt may have come before the lock was left
+            if not was_owned:
+                let_go(one_draws)
+            raise
 
 
 _NO_DRAW = Draw(None, torch.default_generator)

@@ -19,13 +19,13 @@ from .._core.graph import Graph
 from .._core.node import Call, Const, Node, Ref, State, value_of
 from .._core.text import listing
 from .._core.trees import leaves, thaw
+from .._core.world import drawing_alone
 from .._replay.guards import Departure, departures
 from .._replay.inputs import numbers_of
 from .._replay.interpreter import modes, recorded_world
 from .._replay.replay import Record, detached, supply
 from .._replay.request import At, Request
 from .._replay.run import Run
-from .._replay.stream import one_draws
 from ..errors import DivergedReplay, StaleValue
 from .aims import Aim, Aims, aim_at, aims_of
 from .builder import Handle, Recording
@@ -51,7 +51,7 @@ class Lived:
 def rehearsed(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
     """A capture that leaves nothing behind, not even what a plain forward leaves."""
     require_supported(model)
-    with one_draws:  # what hangs on a model is changed and put back by one run at a time
+    with drawing_alone():  # what hangs on a model is changed and put back by one run at a time
         beginning = Beginning(model, Snapshot(Origins(model).modules, (args, kwargs)), Dice())
         captured, _ = _run(beginning, args, kwargs, Stage(Aims(), {}, lambda tracer: []))
     beginning.generators = tuple(captured.recording.generators.values())
@@ -78,7 +78,7 @@ def lived(beginning: Beginning, record: Record, request: Request, given: Any = N
         graph.inputs, lambda leaf: supply(record, request, leaf) if type(leaf) is Ref else leaf
     )
     ambient = evolve(graph.ambient, grad=True, inference=False) if request.grad else graph.ambient
-    with one_draws, recorded_world(not request.fresh, graph), modes(ambient):
+    with drawing_alone(), recorded_world(not request.fresh, graph), modes(ambient):
         captured, tracer = _run(beginning, args, kwargs, stage, request.inputs is not None)
     if request.fresh:  # the generators began elsewhere than when the program was recorded
         captured.recording.drawn_elsewhere = graph.drawn_elsewhere
@@ -187,17 +187,17 @@ def _run(
         begin()
 
     try:
-        begin()
-        with torch.set_grad_enabled(torch.is_grad_enabled()):
-            captured = looked(Forward(beginning.model, args, kwargs, beginning, tracer), begin_again, origins)
-        recording, unwritten = captured.recording, looks[-1].unwritten
-        recording.changes = [(where, last) for where, last in recording.changes if last not in unwritten]
-        return captured, looks[-1]
-    finally:  # twice: an interrupt may come before the first, or in it
         try:
-            leave()
+            begin()
+            with torch.set_grad_enabled(torch.is_grad_enabled()):
+                captured = looked(Forward(beginning.model, args, kwargs, beginning, tracer), begin_again, origins)
+            recording, unwritten = captured.recording, looks[-1].unwritten
+            recording.changes = [(where, last) for where, last in recording.changes if last not in unwritten]
+            return captured, looks[-1]
         finally:
             leave()
+    finally:  # again: an interrupt may have come before, or in it
+        leave()
 
 
 def _stand_ins(record: Record, request: Request, aims: Aims, tracer: LiveTracer) -> list[tuple[torch.Tensor, Waiting]]:

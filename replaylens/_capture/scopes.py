@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from threading import get_ident
 from types import CodeType, FrameType
 from typing import Any, Protocol
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from .._core.torch_private import FunctionBase, SingleLevelFunction, compiler_if_loaded
-from .._core.world import freed, in_children
+from .._core.world import alone, freed, in_children
 from .builder import Site, is_torch_code, torch_code
 
 
@@ -32,7 +33,7 @@ class Listener(Protocol):
 
 
 _listeners: dict[int, list[Listener]] = {}  # of each thread, the innermost last
-_lock = threading.Lock()
+_lock = threading.RLock()  # what an interrupt left may be left while another capture is entered
 _module_call = nn.Module.__call__
 _function_apply = FunctionBase.__dict__["apply"]
 _boundaries: set[int] = set()  # by id: the functions are ours, and stay
@@ -69,15 +70,18 @@ def listening(listener: Listener) -> Iterator[None]:
     """Module calls and custom functions of this thread are told to the listener."""
     here = get_ident()
     try:
-        with _lock:
-            _put_in()
-            _listeners.setdefault(here, []).append(listener)
-        yield
-    finally:  # twice: an interrupt may come before the first, or in it
         try:
-            _leave(here, listener)
+            alone(_lock, partial(_enter, here, listener))
+            yield
         finally:
-            _leave(here, listener)
+            alone(_lock, partial(_leave, here, listener))
+    finally:  # again: an interrupt may have come before, or in it
+        alone(_lock, partial(_leave, here, listener))
+
+
+def _enter(here: int, listener: Listener) -> None:
+    _put_in()
+    _listeners.setdefault(here, []).append(listener)
 
 
 def _put_in() -> None:
@@ -90,15 +94,14 @@ def _put_in() -> None:
 
 def _leave(here: int, listener: Listener) -> None:
     """The listener, and those that came after it in its thread, listen no more."""
-    with _lock:
-        stack = _listeners.get(here, [])
-        at = next((number for number, other in enumerate(stack) if other is listener), None)
-        if at is not None:
-            del stack[at:]
-        if not stack:
-            _listeners.pop(here, None)
-        if not _listeners:
-            _take_out()
+    stack = _listeners.get(here, [])
+    at = next((number for number, other in enumerate(stack) if other is listener), None)
+    if at is not None:
+        del stack[at:]
+    if not stack:
+        _listeners.pop(here, None)
+    if not _listeners:
+        _take_out()
 
 
 def _take_out() -> None:

@@ -7,7 +7,7 @@ buffers, inputs, attributes and generators are put back before each, and when al
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from .._capture.capture import Captured, eager_compiler, held, put_back, record,
 from .._capture.origins import Origins
 from .._capture.snapshot import Beginning, Belongings
 from .._core.node import Ref
+from .._core.world import World
 from .._replay.replay import Record, Versions, version
 from .outputs import apart, copied
 
@@ -81,32 +82,46 @@ def under_check(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> It
     """Capture a model. Afterwards it, its inputs and the generators are as they were."""
     require_supported(model)
     belongings = Belongings(Origins(model).modules, (args, kwargs))
-    subject = None
+    subject, world = None, World()
+    begun: list[tuple[Recording, Beginning]] = []
     try:
-        with _same_world():
-            subject = _captured(model, args, kwargs, belongings)
-        yield subject
-    finally:  # twice: an interrupt may come before the first, or in it
         try:
-            _leave(subject, belongings)
+            with _same_world():
+                subject = _captured(model, args, kwargs, belongings, begun.append)
+            yield subject
         finally:
-            _leave(subject, belongings)
+            _leave(subject, belongings, begun, world)
+    finally:  # again: an interrupt may have come before, or in it
+        _leave(subject, belongings, begun, world)
 
 
-def _leave(subject: Subject | None, belongings: Belongings) -> None:
+def _leave(
+    subject: Subject | None, belongings: Belongings, begun: list[tuple[Recording, Beginning]], world: World
+) -> None:
+    world.put_back()
     if subject is not None:
         subject.begin()
+    else:  # no look came to its end
+        for recording, beginning in reversed(begun):
+            put_back(recording, beginning)
     belongings.put_back()
     belongings.put_generators_back()
+    world.put_back()
 
 
-def _captured(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], belongings: Belongings) -> Subject:
+def _captured(
+    model: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    belongings: Belongings,
+    begun: Callable[[tuple[Recording, Beginning]], None] | None = None,
+) -> Subject:
     def undo(recording: Recording, beginning: Beginning) -> None:
         """What a forward did before it raised."""
         belongings.put_back()
         put_back(recording, beginning)
 
-    captured = record(model, args, kwargs, failed=undo)
+    captured = record(model, args, kwargs, failed=undo, begun=begun)
     made = _sheltered(record_of(captured), captured.recording)
     return Subject(model, args, kwargs, captured, made, belongings)
 

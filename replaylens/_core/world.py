@@ -8,24 +8,46 @@ anything raises: what the first time did not come to, the second one does. After
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import RLock
+from typing import Any, TypeVar
 
 import torch
 
 from .torch_private import count_dispatch_modes, count_function_modes, dispatch_mode_at, pop_function_mode
 
+T = TypeVar("T")
 _DEVICES = ("cpu", "cuda")
+
+
+one_draws = RLock()  # held while the global generator is set for one draw after another
+
+
+def let_go(lock: Any) -> None:
+    """The lock is free of this thread, however often it took it."""
+    while lock._is_owned():
+        lock.release()
+
+
+def alone(lock: Any, work: Callable[[], T]) -> T:
+    """What some work gives, of one thread at a time. Where an interrupt keeps the lock, the next work frees it."""
+    try:
+        lock.acquire()
+        return work()
+    finally:
+        let_go(lock)
 
 
 class World:
     """The modes of this thread as they are now."""
 
-    __slots__ = ("autocast", "dispatches", "dtype", "functions", "grad")
+    __slots__ = ("autocast", "dispatches", "dtype", "functions", "grad", "owned")
 
     def __init__(self) -> None:
         self.functions, self.dispatches = count_function_modes(), count_dispatch_modes()
         self.grad, self.dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+        self.owned = one_draws._is_owned()  # type: ignore[attr-defined]
         self.autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
 
     def put_back(self) -> None:
@@ -34,6 +56,8 @@ class World:
             pop_function_mode()
         while (count := count_dispatch_modes()) > self.dispatches:
             dispatch_mode_at(count - 1).__exit__(None, None, None)
+        if not self.owned:
+            let_go(one_draws)
         if torch.is_grad_enabled() != self.grad:
             torch.set_grad_enabled(self.grad)
         if torch.get_default_dtype() != self.dtype:
@@ -41,6 +65,28 @@ class World:
         for device, was in zip(_DEVICES, self.autocast, strict=True):
             if torch.is_autocast_enabled(device) != was:
                 torch.set_autocast_enabled(device, was)
+
+
+@contextmanager
+def drawing_alone() -> Iterator[None]:
+    """Within, no other thread's capture or replay sets the global generator."""
+    was_owned, taken = one_draws._is_owned(), [True]  # type: ignore[attr-defined]
+
+    def leave() -> None:
+        if not was_owned:
+            let_go(one_draws)
+        elif taken:
+            taken.pop()
+            one_draws.release()
+
+    try:
+        try:
+            one_draws.acquire()
+            yield
+        finally:
+            leave()
+    finally:  # again: an interrupt may have come before, or in it
+        leave()
 
 
 def surely(leave: Callable[[], Any]) -> None:

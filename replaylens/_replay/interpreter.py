@@ -23,11 +23,11 @@ from .._core.pure import all_placed, mutate, placed
 from .._core.text import where as text_of
 from .._core.torch_private import default_device, is_any_autocast_on
 from .._core.trees import leaves, thaw
-from .._core.world import World, surely
+from .._core.world import World, drawing_alone, surely
 from .guards import Departure, departure, raised_at
 from .parting import NONE, parted
 from .plan import Plan
-from .stream import Turn, apart_from, has_own_generator, in_turn, left_at, one_draws, outside, streamed
+from .stream import Turn, apart_from, has_own_generator, in_turn, left_at, outside, streamed
 
 Env = list[Any]
 Patches = Mapping[int, tuple[tuple[Any, Callable[..., Any]], ...]]  # position -> (which of its values, new from old)
@@ -444,7 +444,7 @@ def recorded_world(draws: bool, graph: Graph) -> Any:
 def _recorded_world(draws: bool, graph: Graph) -> Any:
     dtype, default = torch.get_default_dtype(), graph.default_device
     device = torch.device(default) if default_device() != default else nullcontext()
-    with one_draws if draws else nullcontext():
+    with drawing_alone() if draws else nullcontext():
         before, depth = torch.default_generator.get_state() if draws else None, len(outside)
 
         def leave() -> None:
@@ -455,14 +455,14 @@ def _recorded_world(draws: bool, graph: Graph) -> Any:
                 torch.set_default_dtype(dtype)
 
         try:
-            if before is not None:
-                outside.append(before)
-            if graph.default_dtype != dtype:
-                torch.set_default_dtype(graph.default_dtype)
-            with device:
-                yield
-        finally:  # twice: an interrupt may come before the first, or in it
             try:
-                leave()
+                if before is not None:
+                    outside.append(before)
+                if graph.default_dtype != dtype:
+                    torch.set_default_dtype(graph.default_dtype)
+                with device:
+                    yield
             finally:
                 leave()
+        finally:  # again: an interrupt may have come before, or in it
+            leave()

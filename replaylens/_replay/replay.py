@@ -401,13 +401,13 @@ _running = _Running()
 def _as_running(departed: Callable[[Departure], None], changed: dict[int, tuple[Change, ...]]) -> Iterator[None]:
     depth = len(_running.stack)
     try:
-        _running.stack.append((departed, changed))
-        yield
-    finally:  # twice: an interrupt may come before the first
         try:
-            del _running.stack[depth:]
+            _running.stack.append((departed, changed))
+            yield
         finally:
             del _running.stack[depth:]
+    finally:  # again: an interrupt may have come before, or in it
+        del _running.stack[depth:]
 
 
 def _patch_of_now(position: int, number: int) -> Callable[..., Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from threading import RLock
 from typing import Any
 
 import torch
@@ -19,9 +18,8 @@ from attrs import field, frozen
 from .._core.graph import Graph
 from .._core.node import Call, Generator
 from .._core.trees import leaves
-from .._core.world import freed, in_children
+from .._core.world import freed, in_children, one_draws
 
-one_draws = RLock()  # the global generator is set before each draw: one replay at a time does that
 outside: list[torch.Tensor] = []  # the user's states of the global generator while replays set it; under `one_draws`
 
 

@@ -1,0 +1,345 @@
+"""A KeyboardInterrupt at any line leaves torch, the model and the generators as they were, and so does a fork.
+
+A trace function counts the lines of replaylens that run, and raises at one of them. The quick tests ask for a sample,
+and for every line of what enters and leaves; the zoo suite asks for all.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import replaylens as rl
+from replaylens._capture import capture as capture_module, origins, scopes
+from replaylens._core import world
+from replaylens._replay import stream
+
+HOME = str(Path(rl.__file__).parent)
+LEAVES = (
+    "listening _leave _put_in _take_out dated _began _ended _thaw eager_compiler _compiles_again _recorded_world leave "
+    "begin _run _unseen _looking_away seeing at_work _as_running under_check _same_world _look looked lived rehearsed "
+    "open_layers _told_of_failure execute interpret put_back put_generators_back put_own_generators_back __call__ made "
+    "function_apply _open module_call forward _captured undo surely"
+).split()
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, slope):
+        return 2 * slope
+
+
+class Net(nn.Module):
+    """A parameter, a buffer, an attribute, a draw, a custom function, a condition."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc, self.calls, self.seen = nn.Linear(3, 3), 0, []
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen.append(self.calls)
+        self.count += 1
+        h = F.dropout(Twice.apply(self.fc(x))) + random.random() + float(np.random.rand())
+        return F.normalize(h) if h.sum() < 1000 else h
+
+
+def x():
+    return torch.ones(2, 3)
+
+
+def far(value):
+    return value + 10_000
+
+
+TASKS: dict[str, Callable[[Net, rl.Program], Any]] = {
+    "capture": lambda net, prog: rl.capture(net, x()),
+    "replay": lambda net, prog: prog.replay(),
+    "replay with gradients": lambda net, prog: prog.replay(grad=True, patch={"fc": rl.Zero()}),
+    "fresh": lambda net, prog: prog.replay(rng="fresh", on_divergence="ignore"),
+    "sweep": lambda net, prog: prog.replay_many(
+        {"a": {"fc": rl.Zero()}, "b": {"fc": rl.Scale(2.0)}}, lambda y: y.sum()
+    ),
+    "run": lambda net, prog: rl.run(net, x(), patch={"fc": lambda value: value + torch.rand(2, 3)}),
+    "live rerun": lambda net, prog: prog.replay(patch={"fc": far}),
+    "check": lambda net, prog: rl.check(net, x(), progress=False),
+    "check of a program": lambda net, prog: prog.check(progress=False),
+    "grads": lambda net, prog: prog.grads(of=lambda y: y.sum()),
+    "edit": lambda net, prog: prog.with_patch({"fc": rl.Zero()}),
+    "module": lambda net, prog: prog.slice(to="fc").function()(x()),
+}
+FORWARDS = ("capture", "fresh")  # these move generators, or leave what a forward leaves
+
+
+class Interrupt:
+    """Raises at the n-th line of replaylens that runs, of some functions only if they are named."""
+
+    def __init__(self, at: int, within: tuple[str, ...] = (), opcodes: bool = False) -> None:
+        self.at, self.within, self.opcodes, self.count, self.place = at, within, opcodes, 0, ""
+
+    def __enter__(self) -> Interrupt:
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        sys.settrace(None)
+
+    def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
+        code = frame.f_code
+        if not code.co_filename.startswith(HOME) or (self.within and code.co_name not in self.within):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = self.opcodes, not self.opcodes
+        return self._line
+
+    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event in ("line", "opcode"):
+            self.count += 1
+            if self.count == self.at:
+                self.place = f"{frame.f_code.co_filename[len(HOME) :]}:{frame.f_lineno} {frame.f_code.co_name}"
+                raise KeyboardInterrupt
+        return self._line
+
+
+def surroundings() -> dict[str, Any]:
+    """What must be as it was, whatever ran."""
+    free: list[bool] = []
+
+    def ask() -> None:
+        free.append(world.one_draws.acquire(blocking=False))
+        if free[0]:
+            world.one_draws.release()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    return {
+        "module entry": nn.Module.__call__ is scopes._module_call,
+        "function entry": "apply" in vars(scopes.SingleLevelFunction),
+        "listeners": dict(scopes._listeners),
+        "collector": (gc.get_freeze_count(), dict(origins._running)),
+        "compiler": (list(capture_module._stances), dict(capture_module._eager)),
+        "locks": (free, scopes._lock._is_owned(), origins._lock._is_owned(), capture_module._compiler_lock._is_owned()),
+        "function modes": torch._C._len_torch_function_stack(),
+        "dispatch modes": torch._C._len_torch_dispatch_stack(),
+        "gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "dtype": torch.get_default_dtype(),
+        "outside": len(stream.outside),
+        "layers": torch.backends.mha.get_fastpath_enabled(),
+    }
+
+
+def dice() -> tuple[Any, ...]:
+    numpys = np.random.get_state()
+    return torch.get_rng_state().tolist(), random.getstate(), numpys[1].tolist(), numpys[2:]
+
+
+def belongings(net: Net) -> dict[str, Any]:
+    """All that hangs on a model."""
+    return {
+        "keys": [sorted(vars(module)) for module in net.modules()],
+        "calls": (net.calls, list(net.seen), net.training),
+        "hooks": [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in net.modules()],
+        "count": net.count.item(),
+        "flags": [(p.requires_grad, p.grad) for p in net.parameters()],
+        "weights": [p.tolist() for p in net.parameters()],
+        "buffers": (list(net._buffers), net.count.requires_grad),
+    }
+
+
+def interrupted(task: str, at: int, **how: Any) -> tuple[bool, list[str]]:
+    """Was there an n-th line, and what was not as it was before? What a plain forward may change it may change."""
+    net = Net()
+    net(x())
+    prog = rl.capture(net, x())
+    before, owned, drawn = surroundings(), belongings(net), dice()
+    trap = Interrupt(at, **how)
+    try:
+        with trap:
+            TASKS[task](net, prog)
+    except KeyboardInterrupt:
+        pass
+    after = surroundings()
+    left = [f"{what}: {before[what]} -> {after[what]}" for what in before if before[what] != after[what]]
+    if task not in FORWARDS:
+        now = belongings(net)
+        left += [f"{what}: {owned[what]} -> {now[what]}" for what in owned if owned[what] != now[what]]
+        left += ["generators"] * (dice() != drawn)
+    if not left:
+        seeds()
+        wanted = Net()(x())
+        seeds()
+        again = rl.capture(Net(), x())
+        if not torch.equal(again.output, wanted) or not torch.equal(again.replay().output, wanted):
+            left.append("the next capture")
+    return trap.count >= at, [f"{task}, {at}, {trap.place}: {one}" for one in left]
+
+
+def seeds() -> None:
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+
+
+def lines_of(task: str, **how: Any) -> int:
+    net = Net()
+    prog = rl.capture(net, x())
+    with Interrupt(-1, **how) as trap:
+        TASKS[task](net, prog)
+    return trap.count
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_an_interrupt_where_something_is_entered_or_left_leaves_nothing(task):
+    count = lines_of(task, within=tuple(LEAVES))
+    step = max(1, count // 12)
+    found = [left for at in range(1, count + 1, step) for left in interrupted(task, at, within=tuple(LEAVES))[1]]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_an_interrupt_at_some_line_leaves_nothing(task):
+    count = lines_of(task)
+    places = sorted(random.Random(0).sample(range(1, count + 1), min(count, 8)))
+    found = [left for at in places for left in interrupted(task, at)[1]]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("task", TASKS)
+def test_an_interrupt_at_any_line_leaves_nothing(task):
+    count = min(lines_of(task), 20_000)
+    found = [left for at in range(1, count + 1) for left in interrupted(task, at)[1]]
+    assert not found, "\n".join(found[:40])
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("task", TASKS)
+def test_an_interrupt_at_any_bytecode_of_what_enters_or_leaves_leaves_nothing(task):
+    how = {"within": tuple(LEAVES), "opcodes": True}
+    count = min(lines_of(task, **how), 20_000)
+    found = [left for at in range(1, count + 1) for left in interrupted(task, at, **how)[1]]
+    assert not found, "\n".join(found[:40])
+
+
+# ---- forks -------------------------------------------------------------------------------------------------------------
+
+
+def in_a_child(ask: Callable[[], bool]) -> bool:
+    """What a forked child finds, which has ten seconds for it."""
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.alarm(10)
+            os._exit(0 if ask() else 1)
+        finally:
+            os._exit(2)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def works() -> bool:
+    seeds()
+    wanted = Net()(x())
+    seeds()
+    ran = rl.run(Net(), x())
+    clean = nn.Module.__call__ is scopes._module_call and not scopes._listeners and not stream.outside
+    return clean and torch.equal(ran.output, wanted) and gc.get_freeze_count() == 0
+
+
+forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+forks_among_threads = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
+
+@contextmanager
+def meanwhile(work: Callable[[threading.Event, threading.Event], None]) -> Iterator[None]:
+    """Another thread is in the middle of some work."""
+    begun, over = threading.Event(), threading.Event()
+    thread = threading.Thread(target=work, args=(begun, over))
+    thread.start()
+    begun.wait()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@forks
+@forks_among_threads
+def test_a_child_that_is_forked_while_another_thread_captures_has_clean_entries():
+    def work(begun: threading.Event, over: threading.Event) -> None:
+        def model(x):
+            begun.set()
+            over.wait()
+            return x + 1
+
+        rl.capture(model, x())
+
+    with meanwhile(work):
+        assert in_a_child(works)
+    assert works()
+
+
+@forks
+@forks_among_threads
+@pytest.mark.parametrize("lock", [world.one_draws, scopes._lock, origins._lock, capture_module._compiler_lock])
+def test_a_child_that_is_forked_while_another_thread_holds_a_lock_does_not_wait_for_it(lock):
+    def work(begun: threading.Event, over: threading.Event) -> None:
+        with lock:
+            begun.set()
+            over.wait()
+
+    with meanwhile(work):
+        assert in_a_child(works)
+    assert works()
+
+
+@forks
+@forks_among_threads
+def test_a_child_that_is_forked_in_the_middle_of_a_replay_has_the_users_generator():
+    prog = rl.capture(lambda x: F.dropout(x).relu() + torch.rand(3), x())
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+
+    def work(begun: threading.Event, over: threading.Event) -> None:
+        def wait(value):
+            begun.set()
+            over.wait()
+            return value
+
+        prog.replay(patch={"relu_1": wait, "dropout_1": lambda value: value})
+
+    with meanwhile(work):
+        assert in_a_child(lambda: torch.equal(torch.get_rng_state(), state) and works())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@forks
+def test_a_forward_may_fork():
+    def model(x):
+        assert in_a_child(lambda: torch.equal(Net().fc(x), Net().fc(x)))
+        return x + 1
+
+    assert torch.equal(rl.capture(model, x()).replay().output, x() + 1)
+    assert works()
