@@ -58,10 +58,14 @@ def with_dynamic_shapes(nodes: list[Node]) -> list[Node]:
 
 
 def _is_dynamic(call: Call, meaning: Meaning) -> bool:
-    if call.is_dynamic or any(known.stored is not None for known in call.meaning):
+    if call.is_dynamic:
         return True
-    inner = [leaf.function for leaf in call.args if type(leaf) is Target]
-    return any(_decides(way_of(function), call, meaning) for function in inner or (call.target.function,))
+    for known in call.meaning:
+        if known.stored is not None:
+            return True
+    inner = call.args[0] if call.args and type(call.args[0]) is Target else call.target  # of a pure call: what it calls
+    way = way_of(inner.function)
+    return way is not Way.NEVER and _decides(way, call, meaning)
 
 
 def _decides(way: Way, call: Call, meaning: Meaning) -> bool:
