@@ -198,6 +198,10 @@ class Held(Described, Reference):
     def _position(self, name: Any) -> int:
         return self._at(name).position
 
+    def _positions(self, names: Any) -> list[int]:
+        """Where layers lie; of a module that hands on several tensors, each of them."""
+        return [self.graph.positions[one.place.node] for name in as_list(names) for one in self._site(name).each]
+
     def _inputs(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> Given:
         return new_inputs(self.graph, inputs, named, self._record.live) if inputs or named else Given()
 

@@ -356,7 +356,7 @@ class Program(Held):
             patch,
             state,
             self._when_diverged(on_divergence),
-            to=self._position(to) if to is not None else None,
+            to=max(self._positions(to)) if to is not None else None,
             keep=self._keep("all" if grad and keep == "output" else keep),  # for gradients at any of them
             grad=grad,
             fresh=rng == "fresh",
@@ -485,8 +485,8 @@ class Program(Held):
         `outputs` the layers that it returns (the model's output, if not given).
         """
         names = [node.name for node in self.graph.input_nodes] if inputs is None else as_list(inputs)
-        ends = None if outputs is None else [self._position(name) for name in as_list(outputs)]
-        return function_of(self._record, [self._position(name) for name in names], ends)
+        ends = None if outputs is None else self._positions(outputs)
+        return function_of(self._record, self._positions(names), ends)
 
     # -- editing it: each edit gives another program -------------------------------------------------------------------
 

@@ -306,6 +306,8 @@ def test_gradients_and_slices_of_several(x):
     prog = rl.capture(Around(Part(gives_a_named_tuple), with_kept), x)
     grads = prog.grads(of=lambda out: out.sum(), at="part")
     assert grads["part[1]"].shape == (2, 3)
+    assert len(prog.function(outputs="part")(x)) == 2
+    assert prog.replay(to="part")["part"].right.equal(prog["part[1]"].value)
     assert prog.slice(to="part").output[1].equal(prog["part[1]"].value)
     assert prog.replay(from_="part", patch=tripled).output.equal(prog.replay(patch={"part": tripled}).output)
 
