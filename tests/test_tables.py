@@ -49,7 +49,7 @@ def tables():
             for name, value in vars(module).items():
                 where = f"{info.name.removeprefix('replaylens.')}.{name}"
                 is_table = isinstance(value, frozenset | dict) and value and all(isinstance(w, str) for w in value)
-                if is_table and not name.startswith("__") and where not in OTHERS:
+                if is_table and name.isupper() and where not in OTHERS:
                     found[where] = frozenset(value)
     return found
 
