@@ -10,6 +10,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from .errors import ReplaylensError
 from .program import capture, check
 
-HOLDS, BROKEN, NOT_ASKED = 0, 1, 2
+HOLDS, BROKEN, NOT_ASKED, INTERRUPTED = 0, 1, 2, 130
 Asked = tuple[Any, tuple[Any, ...], dict[str, Any]]  # a model and its inputs
 
 
@@ -27,18 +28,30 @@ class BadWords(Exception):
 
 def main(words: Sequence[str] | None = None) -> int:
     """Do what the words say. Gives the exit status."""
-    asked = _parser().parse_args(words)
+    asked = _parser().parse_args(_joined(sys.argv[1:] if words is None else words))
     try:
         with torch.set_grad_enabled(asked.grad):
             return int(asked.act(asked))
     except (BadWords, ReplaylensError) as error:
         print(f"replaylens: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("replaylens: interrupted.", file=sys.stderr)
+        return INTERRUPTED
     except SystemExit as error:  # the model's own, which must not pass for a status of ours
         print(f"replaylens: the model, or its module, ended Python by SystemExit({error.code!r}).", file=sys.stderr)
     except Exception as error:  # the model's own
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
         print(f"replaylens: {type(error).__name__}: {error}{notes}", file=sys.stderr)
     return NOT_ASKED
+
+
+def _joined(words: Sequence[str]) -> list[str]:
+    """`--input -1,4` as `--input=-1,4`: argparse takes the shape for an option, and says nothing of use."""
+    joined = list(words)
+    for at in [at for at, word in enumerate(joined) if word == "--input"][::-1]:
+        if at + 1 < len(joined) and joined[at + 1][:2].lstrip("-").isdigit():
+            joined[at : at + 2] = [f"--input={joined[at + 1]}"]
+    return joined
 
 
 def _check(asked: argparse.Namespace) -> int:
@@ -136,11 +149,33 @@ def _input(shape: str, dtype: str, high: int) -> torch.Tensor:
         raise BadWords(f"{shape!r} is no shape: sizes are not negative. Write 1,3,224,224.")
     if high < 1:
         raise BadWords(f"integers from zero on lie below 1 or more, not below {high}.")
+    try:
+        return _random(sizes, kind, high)
+    except (RuntimeError, NotImplementedError, OverflowError, TypeError, MemoryError):
+        raise BadWords(_why_not(shape, sizes, kind, high)) from None
+
+
+def _random(sizes: list[int], kind: torch.dtype, high: int) -> torch.Tensor:
     if kind is torch.bool:
         return torch.rand(sizes) < 0.5
+    if kind.is_floating_point and kind.itemsize == 1:
+        return torch.randn(sizes).to(kind)
     if kind.is_floating_point or kind.is_complex:
         return torch.randn(sizes, dtype=kind)
     return torch.randint(high, sizes, dtype=kind)
+
+
+def _why_not(shape: str, sizes: list[int], kind: torch.dtype, high: int) -> str:
+    """Why there is no such tensor: its type, the numbers in it, or its size."""
+    try:
+        _random([1], kind, 1)
+    except (RuntimeError, NotImplementedError, TypeError):
+        return f"torch makes no random numbers of {kind}. Let the factory give (model, args)."
+    try:
+        _random([1], kind, high)
+    except (RuntimeError, OverflowError, TypeError):
+        return f"{kind} has no numbers up to {high}. Write a smaller --high."
+    return f"{shape!r} is more than the memory of this machine: {prod(sizes):,} numbers."
 
 
 def _count(word: str) -> float:

@@ -78,7 +78,8 @@ def capture(
     function of a layer, or a list of these. What is not wanted is let go of while the model runs; what needs it later
     computes it again. With `fake=True` nothing is computed, and no memory taken: the program of a model of any size,
     also of one on the meta device, has structure and shapes, and no values. `unknown="constant"` keeps tensors whose
-    origin cannot be known (such as another thread's) as constants, which no patch reaches.
+    origin cannot be known (such as another thread's) as constants, which no patch reaches. A forward with a keyword of
+    its own of one of these names gets it by `functools.partial(model, save=...)`.
 
     >>> prog = capture(torch.nn.Linear(2, 3), torch.ones(1, 2))
     >>> prog.replay().output.shape

@@ -3,11 +3,14 @@
 The witness is the plain model: what a replay gives is compared with the model called on the same inputs, bit by bit.
 """
 
+import sys
+
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
 import replaylens as rl
+from replaylens.cli import main
 from replaylens.errors import CaptureError, UnannouncedWrite
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
@@ -284,3 +287,173 @@ def test_memory_that_a_tensor_looks_at_again_is_refused():
 
     with pytest.raises(CaptureError, match="had let go"):
         rl.capture(model, random(3))
+
+
+# -- checks: no false alarm, no crash ------------------------------------------------------------------------------------
+
+QUIET = {
+    "isreal": lambda x: torch.isreal(x),
+    "fill": lambda x: torch.fill(x, 1.0),
+    "where of equals": lambda x: torch.where(x > 0, x, x),
+    "whole numbers": lambda x: (torch.isnan(x.int()), torch.isfinite(x.int()), torch.signbit(x.byte())),
+    "argmax out": lambda x: torch.argmax(x[0, :1], 0, out=torch.zeros((), dtype=torch.int64)) * 1,
+    "copied over": lambda x: torch.index_copy(x, 0, torch.tensor([2, 0, 1]), x * 2, out=torch.zeros(3, 3)) * 1,
+    "one class": lambda x: torch.nn.functional.multi_margin_loss(x[:, :1], torch.tensor([0, 0, 0])),
+    "one label": lambda x: torch.nn.functional.multilabel_margin_loss(x[0, 0], torch.tensor(0)),
+    "indices": lambda x: x.to_sparse().indices() * 2,
+    "rows": lambda x: indices_of(x.to_sparse_csr()),
+}
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_a_check_is_quiet_where_torch_itself_makes_nothing_of_an_argument(name):
+    prog = rl.capture(QUIET[name], random(3, 3))
+    assert prog.check(), prog.check()
+
+
+@pytest.mark.parametrize("dtype", ["e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu"])
+def test_narrow_floats_are_checked_on_other_inputs(dtype):
+    kind = getattr(torch, f"float8_{dtype}")
+
+    def model(x):
+        return (x.float() * 2).to(kind), x.clone()
+
+    prog = assert_agrees(model, (random(3, 3).abs() + 1).to(kind))
+    with pytest.raises(rl.errors.BadPatch, match="torch has none for"):
+        prog.replay(patch={"input_1": rl.Scale(2)})
+
+
+class Exchanges(torch.nn.Module):
+    """Gives its buffer other memory by a method that no function mode sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("kept", torch.ones(3))
+
+    def forward(self, x):
+        before, new = x + self.kept, x.sum(0)
+        self.kept.set_(new)
+        new.add_(1)
+        return before + self.kept
+
+
+def test_a_buffer_that_set_gives_other_memory_is_followed():
+    x = random(2, 3)
+    prog = rl.capture(Exchanges(), x)
+    assert prog.check() and rl.check(Exchanges(), x)
+    assert same(prog.replay(x * 2).output, Exchanges()(x * 2))
+
+
+def test_a_write_that_was_not_seen_is_not_hidden_by_one_that_was():
+    def model(x):
+        made, given = torch.zeros(3), x * 1
+        made.set_(given)
+        made.add_(1)
+        return given * 2
+
+    prog = rl.capture(model, random(3))
+    assert same(prog.replay(other := random(3, seed=1)).output, model(other))
+
+
+# -- odd values and odd models -------------------------------------------------------------------------------------------
+
+
+class Holder:
+    """An object with attributes."""
+
+
+def test_an_output_that_holds_itself_does_so_in_a_replay():
+    def model(x):
+        words, row, thing = {"y": x * 2}, [x + 1], Holder()
+        words["self"] = words
+        row.append((row,))
+        thing.y, thing.me = x - 1, thing
+        return words, row, thing
+
+    x = random(3)
+    prog = rl.capture(model, x)
+    assert prog.check() and rl.check(model, x)
+    words, row, thing = prog.replay(x * 3).output
+    assert words["self"] is words and row[1][0] is row and thing.me is thing
+    assert torch.equal(words["y"], x * 3 * 2) and torch.equal(row[0], x * 3 + 1) and torch.equal(thing.y, x * 3 - 1)
+
+
+def test_two_hundred_nested_modules_are_captured_where_the_forward_runs():
+    model = torch.nn.Linear(2, 2)
+    for _ in range(200):
+        model = torch.nn.Sequential(model)
+    before = sys.getrecursionlimit()
+    prog = rl.capture(model, x := random(1, 2))
+    assert same(prog.replay(x * 2).output, model(x * 2)) and sys.getrecursionlimit() == before
+
+
+def test_a_list_that_is_nested_deeper_than_pythons_stack_is_refused_in_words():
+    nested = random(2)
+    for _ in range(5000):
+        nested = [nested]
+    with pytest.raises(CaptureError, match="nested deeper than Python's stack"):
+        rl.capture(lambda given: torch.ones(2) * 2, nested)
+
+
+class Trap(torch.nn.Module):
+    """Answers to no name but its own, and to no question."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(2, 2)
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __eq__(self, other):
+        raise RuntimeError("compared")
+
+    def __bool__(self):
+        raise RuntimeError("asked")
+
+    __hash__ = torch.nn.Module.__hash__
+
+    def forward(self, x):
+        return self.fc(x)
+
+
+class CallableTrap:
+    """A callable that raises at every name."""
+
+    def __getattr__(self, name):
+        raise ZeroDivisionError(name)
+
+    def __call__(self, x):
+        return x * 2
+
+
+def test_models_whose_attributes_raise_anything_are_captured():
+    assert_agrees(Trap(), random(1, 2), others=[(random(1, 2, seed=1),)])
+    assert_agrees(CallableTrap(), random(2), others=[(random(2, seed=1),)])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--input 99999999999999999999999,4", "more than the memory of this machine"),
+        ("--dtype qint8 --input 3,4", "torch makes no random numbers of torch.qint8"),
+        ("--input -1,4", "'-1,4' is no shape: sizes are not negative"),
+        ("--dtype uint8 --high 1000 --input 3", "torch.uint8 has no numbers up to 1000"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_the_command_line_says_in_its_own_words_what_cannot_be(words, said, capsys):
+    assert main(["show", "torch:nn.Identity", *words.split()]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_an_interrupted_command_ends_with_the_status_of_an_interrupt(monkeypatch, capsys):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("replaylens.cli.capture", interrupted)
+    assert main(["show", "torch:nn.Identity", "--input", "2"]) == 130
+    assert capsys.readouterr().err == "replaylens: interrupted.\n"

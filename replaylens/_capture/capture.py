@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from threading import RLock, get_ident
-from types import FunctionType, GeneratorType
+from types import FunctionType, GeneratorType, MethodType
 from typing import Any
 
 import torch
@@ -147,7 +147,7 @@ def _look(forward: Forward, recording: Recording, origins: Origins, deep: bool) 
         recording.called_from = callers(sys._getframe())
         recording.inputs, args, kwargs = _take_inputs(tracer, forward.args, forward.kwargs)
         watch = tracer.watch if tracer.deep and tracer.watch is not None else nullcontext()
-        with eager_compiler(), listening(tracer), tracer, watch:
+        with eager_compiler(), deeper_stack(), listening(tracer), tracer, watch:
             with timed(recording), _told_of_failure(forward, recording):
                 output = _call(forward.model, args, kwargs, tracer)
             with without_function_modes(), tracer.at_work():
@@ -263,9 +263,11 @@ def _require_ready(origins: Origins) -> None:
 
 def _name_of(model: Any) -> str:
     if isinstance(model, nn.Module):
-        return type(getattr(model, "_orig_mod", model)).__name__
-    inner = getattr(model, "func", model)
-    return str(getattr(inner, "__name__", type(inner).__name__)).strip("<>")
+        return type(vars(model).get("_modules", {}).get("_orig_mod", model)).__name__
+    while isinstance(model, partial):
+        model = model.func
+    named = model if inspect.isroutine(model) or isinstance(model, type) else None  # others may answer anything
+    return str(getattr(named, "__name__", type(model).__name__)).strip("<>")
 
 
 def _take_inputs(tracer: Tracer, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
@@ -342,8 +344,8 @@ def _takes_any_keyword(model: Any) -> bool:
     while isinstance(model, partial):
         model = model.func
     found = inspect.getattr_static(type(model), "forward", None) if isinstance(model, nn.Module) else model
-    forward = getattr(found, "__func__", found)  # a script's is no function, and asking for it raises
-    code = getattr(forward, "__code__", None) or getattr(
+    forward = found.__func__ if isinstance(found, (MethodType, staticmethod, classmethod)) else found
+    code = (forward.__code__ if isinstance(forward, FunctionType) else None) or getattr(
         inspect.getattr_static(model, "__call__", None), "__code__", None
     )
     return code is None or bool(code.co_flags & inspect.CO_VARKEYWORDS)
@@ -417,6 +419,38 @@ def put_generators_back(recording: Recording) -> None:
         generator.set_state(state)
 
 
+@contextmanager
+def deeper_stack() -> Iterator[None]:
+    """Room on Python's stack for the tracer's own frames, two at each module call: what the model alone has room for
+    has room under a capture. Process-wide: put back by the last capture.
+    """
+    token = object()
+    try:
+        try:
+            alone(_compiler_lock, partial(_deepens, token))
+            yield
+        finally:
+            alone(_compiler_lock, partial(_is_shallow_again, token))
+    finally:  # again: an interrupt may have come before, or in it
+        alone(_compiler_lock, partial(_is_shallow_again, token))
+
+
+def _deepens(token: object) -> None:
+    _deeper[token] = get_ident()
+    if not _limits:
+        _limits.append(sys.getrecursionlimit())
+        sys.setrecursionlimit(2 * _limits[0] + 500)
+
+
+def _is_shallow_again(token: object) -> None:
+    _deeper.pop(token, None)
+    if not _deeper and _limits:
+        sys.setrecursionlimit(_limits[0])
+        _limits.clear()
+
+
+_deeper: dict[object, int] = {}  # the captures that want room, and their threads
+_limits: list[int] = []  # the user's limit, while there are some
 _compiler_lock = RLock()
 _eager: dict[object, int] = {}  # the captures that want the compiler to run nothing, and their threads
 _stances: list[Any] = []  # the user's, while there are some
@@ -457,6 +491,8 @@ def _in_a_child() -> None:
     freed(_compiler_lock)
     for token in [token for token, thread in _eager.items() if thread != get_ident()]:
         _compiles_again(compiler_if_loaded("torch._dynamo.eval_frame"), token)
+    for token in [token for token, thread in _deeper.items() if thread != get_ident()]:
+        _is_shallow_again(token)
 
 
 in_children(_in_a_child)

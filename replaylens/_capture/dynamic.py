@@ -17,6 +17,7 @@ from attrs import evolve
 
 from .._core.node import Call, Node, Ref, TensorMeaning, meanings_of
 from .._core.target import Target
+from .._core.torch_private import OpOverload, OpOverloadPacket
 from .._core.trees import Branch, leaves
 
 Meaning = Callable[[Ref], TensorMeaning]
@@ -117,7 +118,7 @@ def _in_places_of_numbers(call: Call) -> Iterator[Any]:
 @cache
 def way_of(function: Any) -> Way:
     """How content decides on the shape that a function gives."""
-    is_overload = isinstance(function, torch._ops.OpOverload)
+    is_overload = isinstance(function, OpOverload)
     name = function._schema.name.split("::")[-1] if is_overload else str(getattr(function, "__name__", ""))
     if name in ("__getitem__", "index"):
         return Way.INDEX
@@ -139,7 +140,7 @@ def way_of(function: Any) -> Way:
 @cache
 def _kinds(function: Any) -> tuple[tuple[bool, ...], dict[str, bool]] | None:
     """Which places of an operator take whole numbers, in order and by name; None where no schema is known."""
-    is_overload = isinstance(function, torch._ops.OpOverload)
+    is_overload = isinstance(function, OpOverload)
     overloads = [function] if is_overload else _overloads(str(getattr(function, "__name__", "")))
     if not overloads:
         return None
@@ -159,6 +160,6 @@ def _overloads(name: str) -> list[Any]:
     for spelling in dict.fromkeys((name, name.rstrip("_"))) if name and not name.startswith("__") else ():
         for place in (torch.ops.aten, torch.ops.prims):
             packet = getattr(place, spelling, None)
-            if isinstance(packet, torch._ops.OpOverloadPacket):
+            if isinstance(packet, OpOverloadPacket):
                 found.extend(getattr(packet, overload) for overload in packet.overloads())
     return [overload for overload in found if any("Tensor" in str(out.type) for out in overload._schema.returns)]

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._core.trees import own, own_attributes
 from .._core.world import alone, freed, in_children
 from .builder import Addresses
 from .scopes import addresses, module_table, other_addresses
@@ -313,14 +314,14 @@ def _modules_of(model: Any) -> Iterator[nn.Module]:
             stack.extend(
                 thing.__globals__[n] for n in thing.__code__.co_names if isinstance(thing.__globals__.get(n), nn.Module)
             )
-        elif hasattr(thing, "func") and hasattr(thing, "keywords"):
+        elif isinstance(thing, partial):
             stack.extend((thing.func, *thing.args, *thing.keywords.values()))
         elif isinstance(thing, (list, tuple)):
             stack.extend(thing)
         elif isinstance(thing, dict):
             stack.extend(thing.values())
-        elif not isinstance(thing, (type, torch.Tensor, str)) and hasattr(thing, "__dict__"):
-            stack.extend(value for value in vars(thing).values() if isinstance(value, nn.Module))
+        elif not isinstance(thing, (type, torch.Tensor, str)):
+            stack.extend(value for value in own_attributes(thing).values() if isinstance(value, nn.Module))
     inner = {id(m) for module in found.values() for m in module.modules() if m is not module}
     return (module for key, module in found.items() if key not in inner)
 
@@ -371,12 +372,12 @@ def _members(thing: Any, top: bool) -> Iterator[tuple[str, Any]]:
     elif isinstance(thing, FunctionType):
         names = zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=False)
         yield from ((f".{name}", cell.cell_contents) for name, cell in names if _is_set(cell))
-    elif hasattr(thing, "func") and hasattr(thing, "keywords"):
+    elif isinstance(thing, partial):
         yield from ((".func", thing.func), (".args", thing.args), (".keywords", thing.keywords))
     else:
-        yield from ((f".{name}", value) for name, value in list(getattr(thing, "__dict__", {}).items()))
+        yield from ((f".{name}", value) for name, value in list(own_attributes(thing).items()))
         for kind in type(thing).__mro__:
             slots = kind.__dict__.get("__slots__", ())
             for slot in (slots,) if isinstance(slots, str) else slots:
-                if hasattr(thing, slot):
-                    yield f".{slot}", getattr(thing, slot)
+                if (held := own(thing, slot, own)) is not own:
+                    yield f".{slot}", held

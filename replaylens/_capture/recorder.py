@@ -28,7 +28,7 @@ from .._core.torch_private import (
     top_saving_hooks,
 )
 from .._core.trees import freeze
-from ..errors import CaptureError, UnknownOrigin
+from ..errors import CaptureError, UnannouncedWrite, UnknownOrigin
 from .asked import Asked
 from .builder import (
     PLAIN,
@@ -408,6 +408,15 @@ class Recorder(TorchFunctionMode):
         if not self.deep:
             raise NeedsDeepLook
         raise UnknownOrigin(self._unknown_text(tensor))
+
+    def written_unseen(self, tensor: torch.Tensor) -> None:
+        """A tensor was written by a call that the function layer did not see, such as `z.real = y` or `set_`."""
+        if not self.deep:
+            raise NeedsDeepLook
+        raise UnannouncedWrite(
+            f"a tensor {tuple(tensor.shape)} was written by something that was not seen: another thread, an "
+            f"extension, or a call that hides what it writes.{self.where()}"
+        )
 
     def _is_own(self, tensor: torch.Tensor, base: Base) -> bool:
         """Was it there before the capture, over the memory of an input that nobody has written yet? What the model

@@ -226,6 +226,8 @@ def _operator_rule(function: Any) -> Rule:
         return Rule(How.PASS)
     if name in ("item", "_local_scalar_dense", "equal", "is_nonzero", "allclose"):
         return Rule(How.ESCAPE, kind_of(name))
+    if name == "set_" and not is_packet and "source_Tensor" in function._overloadname:  # no mode sees it
+        return Rule(How.SPECIAL, kind_of(name), special="assign")
     silent = _writes_by_name(name) if name in STATISTICS else None
     writes = _writes_by_schema(overloads) if any(o._schema.is_mutable for o in overloads) else silent
     if torch.Tag.inplace_view in tags:

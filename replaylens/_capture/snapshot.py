@@ -47,12 +47,14 @@ class Snapshot:
             tuple[torch.Tensor, bool]
         ] = []  # of leaves that the forward freezes or thaws: known afterwards
         self.apart = _REGISTERED if whole else _TORCHS
+        self.memories: list[tuple[torch.Tensor, torch.UntypedStorage, Any]] = []  # of buffers: `set_` gives them others
         self._seen: set[int] = set()
         for module in modules:
             self._note_hooks(module)
             of_torch = type(module).__module__.startswith("torch.nn.")
             if (module._buffers or whole or not of_torch) and type(module._buffers) in _DICTS:
                 self.containers.append((module._buffers, dict(module._buffers)))
+                self.memories.extend(filter(None, map(_memory_of, module._buffers.values())))
             if of_torch and not whole:
                 self.training.append((module, module.training))
                 continue
@@ -106,6 +108,7 @@ class Snapshot:
             now._note_hooks(module)
         now.training = [(module, module.training) for module, _ in self.training]
         now.containers = [(container, type(content)(container)) for container, content in self.containers]
+        now.memories = [one for tensor, *_ in self.memories if (one := _memory_of(tensor)) is not None]
         now.restored = [(value, _restorer(value)) for value, _ in self.restored]
         return now
 
@@ -126,6 +129,10 @@ class Snapshot:
             module.training = training
         for _, restore in self.restored:
             restore()
+        for tensor, storage, geometry in self.memories:
+            if tensor.untyped_storage()._cdata != storage._cdata:
+                with torch.no_grad():
+                    tensor.set_(storage, *geometry)
         for container, content in self.containers:
             if not _same(container, content):
                 container.clear()
@@ -137,6 +144,13 @@ def turn_back(flags: Iterable[tuple[torch.Tensor, bool]]) -> None:
     for tensor, flag in flags:
         if tensor.is_leaf and tensor.requires_grad != flag:
             tensor.requires_grad_(flag)
+
+
+def _memory_of(tensor: torch.Tensor | None) -> tuple[torch.Tensor, torch.UntypedStorage, Any] | None:
+    """A buffer with the memory that it looks at, and how."""
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
+        return None
+    return tensor, tensor.untyped_storage(), (tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _hooks_of(module: nn.Module) -> list[dict[Any, Any]]:

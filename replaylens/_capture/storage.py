@@ -84,6 +84,7 @@ class Memory:
     bases: dict[int, Base] = field(factory=dict)
     keep_alive: list[Any] = field(factory=list)
     same_as: dict[Handle, Handle] = field(factory=dict)  # values that differ from another in how gradients flow alone
+    strayed: torch.Tensor | None = None  # came to look at this memory by a call that was not seen
     lent: set[int] = field(factory=set)  # storages of tensors that a sparse tensor was made of
 
     # -- reading -------------------------------------------------------------------------------------------------
@@ -130,11 +131,16 @@ class Memory:
         known = self.live[id(tensor)]
         if isinstance(known, Entry):
             return known
-        base = Base(tensor, known, known, counter=version_of(tensor), held=[known])
+        base = Base(tensor, known, known, counter=self._counter(tensor, known), held=[known])
         if (key := storage_key(tensor)) is not None:
             self.bases[key] = base
         made = self.live[id(tensor)] = Entry(tensor, base, (), known, 0)
         return made
+
+    def _counter(self, tensor: torch.Tensor, handle: Handle) -> int:
+        """Torch's write counter as it was when the value was recorded: a write since then was not seen."""
+        noted = self.recording.versions[handle]
+        return version_of(tensor) if noted < 0 or self.recording.values[handle] is not tensor else noted
 
     def share(self, base: Base) -> None:
         """Before a first write: inputs and state that look at the same memory become views of the base."""
@@ -150,6 +156,9 @@ class Memory:
             if source.tensor is base.root or known is None or (isinstance(known, Entry) and known.base is base):
                 continue
             self.recording.aliased |= source.kind == "input" or self.is_input(base)
+            if type(known) is Handle and self._counter(source.tensor, known) != version_of(source.tensor):
+                self.strayed = source.tensor
+                return
             if isinstance(known, Entry):
                 self._join(known.base, base)
             else:

@@ -281,7 +281,7 @@ class Tracer(Recorder):
         if self.functorch or rule.special in _BY_NO_CONTENT or _was_seen(error, _DOORS) or not tensors_in(args, kwargs):
             return
         try:
-            with torch._C.DisableTorchFunction(), self.at_work():
+            with without_function_modes(), self.at_work():
                 reads, named = self.read_all(args, kwargs)
                 asked = partial(what_is_raised, func, *args, **kwargs)
                 if rule.how is not How.OPAQUE and asked() != type(error).__qualname__:
@@ -469,7 +469,7 @@ class Tracer(Recorder):
             return out, self._handed_out(out)
         tree = freeze_deep(out, self._handed_out)
         names = _Renaming(self, tree, given, records)
-        with torch._C.DisableTorchFunction():  # what is looked at here, the model did not ask
+        with without_function_modes():  # what is looked at here, the model did not ask
             is_whole = self.recording.scopes[self.scope].module is self.origins.root
             new = renewed(out, beyond, names) if names.known and not is_whole else out
         return new, tree if new is out and not names.made else freeze_deep(new, self._handed_out)
@@ -487,7 +487,7 @@ class Tracer(Recorder):
         hidden = tensor.requires_grad and not _grad_enabled() and self.recording.ambient[0]
         if self.functorch or hidden:
             return tensor
-        with torch._C.DisableTorchFunction(), self.at_work():
+        with without_function_modes(), self.at_work():
             try:
                 made = torch.ops.aten.alias.default(tensor)
             except (RuntimeError, NotImplementedError):

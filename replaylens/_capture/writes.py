@@ -46,12 +46,17 @@ def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, tar
             recorder.memory.entry(tensor)
     for base in bases:
         recorder.memory.share(base)
+    if recorder.memory.strayed is not None:
+        recorder.written_unseen(recorder.memory.strayed)
     if any(step.items[0].function is standing for entry in entries for step in entry.steps):
         raise CaptureError(
             f"`{rule.kind}` writes a tensor that needs gradients and was given other memory by "
             f"`.data =`.{recorder.where()}\n"
             "Where its gradient goes cannot be said. Write before the assignment, or assign a copy."
         )
+    for base in bases:  # else this write would hide it
+        if base.counter is not None and version_of(base.root) != base.counter:
+            recorder.written_unseen(base.root)
     if any(recorder.memory.is_lent(base.root) for base in bases):
         raise CaptureError(
             f"`{rule.kind}` writes memory that a sparse tensor was made of.{recorder.where()}\n"

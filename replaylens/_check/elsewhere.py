@@ -17,6 +17,7 @@ from .._core.trees import thaw
 from .._replay.replay import Record, execute
 from .._replay.request import Request
 from ..errors import DivergedReplay
+from .nonsense import wide
 from .outputs import unlike
 from .report import Finding, Law
 from .subject import UNSTEADY, Subject, open_layers
@@ -69,7 +70,7 @@ def _other(tensor: torch.Tensor) -> torch.Tensor | None:
         return None
     rolled = tensor.detach().flatten().roll(1).reshape(tensor.shape)
     if tensor.is_floating_point() or tensor.is_complex():
-        rolled = rolled * 0.75 + 0.1
+        rolled = rolled.to(wide(tensor.dtype)) * 0.75 + 0.1
     elif torch.equal(rolled, tensor):
         return None
     made = torch.empty_like(tensor).copy_(rolled)

@@ -72,7 +72,7 @@ def _numbers(value: torch.Tensor) -> Iterator[torch.Tensor]:
     span = (high - low) or abs(high) or 1.0
     yield _uniform(value, low, low + span, 1)
     yield _uniform(value, low - 4 * span - 1, high + 4 * span + 1, 2)
-    number = value.to(_wide(value.dtype))
+    number = value.to(wide(value.dtype))
     yield (number * -1.5 - span).to(value.dtype)
     yield (number * 2).to(value.dtype)
     yield (number + _uniform(number, 0.0, 0.01 * span, 3)).to(value.dtype)
@@ -113,7 +113,7 @@ def specials(value: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def _holds(dtype: torch.dtype, number: float) -> bool:
     if dtype.is_floating_point or dtype.is_complex:
-        return abs(number) <= torch.finfo(dtype).max
+        return torch.finfo(dtype).min <= number <= torch.finfo(dtype).max  # a narrow type may have none below zero
     if not float(number).is_integer():
         return False
     return dtype == torch.bool or torch.iinfo(dtype).min <= number <= torch.iinfo(dtype).max
@@ -139,7 +139,7 @@ def _nested(value: torch.Tensor, wide: bool) -> Iterator[torch.Tensor]:
 
 
 def _of_another_layout(value: torch.Tensor, wide: bool) -> Iterator[torch.Tensor]:
-    """The same places, other numbers there."""
+    """The same places, other numbers there; then other places too."""
     shape = tuple(value.shape)
     if value.layout is torch.sparse_coo:
         for made in _unflagged(value._values(), wide):
@@ -156,6 +156,17 @@ def _of_another_layout(value: torch.Tensor, wide: bool) -> Iterator[torch.Tensor
             )
     else:
         yield from _that_can_be_made(value, (lambda one: (one.to_dense() * -1.5 - 1).to_mkldnn(),))
+        return
+    yield from _that_can_be_made(value, (_in_other_places,))
+
+
+def _in_other_places(value: torch.Tensor) -> torch.Tensor:
+    """A sparse tensor with its first row last."""
+    block = tuple(value.values().shape[-2:]) if value.layout in (torch.sparse_bsr, torch.sparse_bsc) else None
+    dense = value.to_dense().roll(1, 0)
+    if value.layout is torch.sparse_coo:
+        return dense.to_sparse(value.sparse_dim())
+    return dense.to_sparse(layout=value.layout, blocksize=block)
 
 
 def _quantized(value: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -220,7 +231,7 @@ def _uniform(value: torch.Tensor, low: float, high: float, turn: int) -> torch.T
     if value.is_complex():
         real = torch.view_as_real(value)
         return torch.view_as_complex(_uniform(real, low, high, turn).contiguous())
-    dtype = _wide(value.dtype)
+    dtype = wide(value.dtype)
     limit = torch.finfo(value.dtype).max
     low, high = max(low, -limit), min(high, limit)
     numbers = _some(value, turn).to(dtype) * (high - low) + low
@@ -261,10 +272,10 @@ def _is_dense(value: torch.Tensor) -> bool:
     return True
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide(dtype: torch.dtype) -> torch.dtype:
     """A type to compute in: the narrow ones know no arithmetic."""
     if dtype.is_complex:
-        return dtype
+        return torch.complex64 if dtype is torch.complex32 else dtype
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -20,7 +20,7 @@ from .alone import Alone, Given, ready
 from .backwards import is_foreign, is_read_backward
 from .literals import otherwise, reading_elsewhere
 from .nonsense import hinted, others_than, specials
-from .reasons import known_reason, trusts
+from .reasons import is_given_to_torch, known_reason, trusts
 
 Draws = Mapping[str, torch.Tensor]
 UNREAD = "no nonsense in its place changes the value: nothing depends on it"
@@ -159,6 +159,8 @@ def _hidden(trial: Trial, parent: Ref) -> str:
         return "read in the backward of a custom function alone"
     if is_foreign(trial.alone.node):
         return "taken by code that is not torch's, which does not read it"
+    if is_given_to_torch(trial.alone.node, parent):
+        return "torch's own kernel makes nothing of its numbers"
     return ""
 
 

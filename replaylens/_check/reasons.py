@@ -8,6 +8,7 @@ matters.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from .._core.node import Call, Ref
 from .._core.pure import BLANKS, Step, fill_new, laid_out, mutate, standing
 from .._core.target import Target
+from .._core.torch_private import OpOverload, OpOverloadPacket
 from .._core.trees import Branch, leaves
 from .._replay.differentiate import differentiate
 
@@ -92,6 +94,20 @@ def _called(node: Call) -> tuple[Target, tuple[Any, ...]]:
     if function is fill_new:
         return node.args[0], node.args[2]
     return node.target, node.args
+
+
+def is_given_to_torch(node: Call, parent: Ref) -> bool:
+    """Does the value stand among the arguments of one of torch's compiled operations, as the model itself called it?
+
+    Such a call holds nothing that a capture could have put in the place of the value.
+    """
+    function, args = _called(node)
+    words = node.args[3] if node.target.function in (mutate, fill_new) else tuple([value for _, value in node.kwargs])
+    called = function.function
+    is_compiled = isinstance(called, (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType))
+    is_operator = isinstance(called, (OpOverload, OpOverloadPacket)) and function.name.startswith("torch.ops.aten.")
+    is_torchs = function.is_stable and function.name.startswith("torch.") and not function.name.endswith(".apply")
+    return is_torchs and (is_compiled or is_operator) and _stands((args, words), parent)
 
 
 def _reason_of_a_write(node: Call, short: str, parent: Ref) -> str:

@@ -8,14 +8,16 @@ function made of the tensors, and from which an equal object can be built again.
 from __future__ import annotations
 
 import enum
+import sys
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import define, evolve, field, frozen
 
+from ..errors import CaptureError
 from .torch_private import pytree
 
 Leaf = Callable[[Any], Any]
@@ -38,6 +40,7 @@ class Branch:
     items: tuple[Any, ...]
     keys: tuple[Any, ...] | None = None
     like: Any = field(default=None, eq=False, repr=False)
+    loop: int | None = None  # its number, if it holds itself: there an Again stands
 
     def build(self, items: list[Any]) -> Any:
         """The container again, around other items."""
@@ -52,7 +55,16 @@ class Branch:
             return pytree.tree_unflatten(items, self.like)
         if issubclass(kind, tuple):
             return kind(*items) if hasattr(kind, "_fields") else kind(items)
-        copied: Any = kind.__new__(kind)
+        return self.filled(kind.__new__(kind), items)
+
+    def filled(self, copied: Any, items: list[Any]) -> Any:
+        """An empty container of the kind, with these items in it."""
+        if self.kind is list:
+            copied.extend(items)
+            return copied
+        if self.kind is dict:
+            copied.update(zip(self.keys or (), items, strict=True))
+            return copied
         if isinstance(copied, dict):
             dict.update(copied, self.like)
         elif isinstance(copied, list):
@@ -60,6 +72,13 @@ class Branch:
         for key, value in (*_attributes(self.like), *zip(self.keys or (), items, strict=True)):
             object.__setattr__(copied, key, value)
         return copied
+
+
+@frozen
+class Again:
+    """In a frozen tree: the very container of this number, in which it stands."""
+
+    loop: int
 
 
 def freeze(value: Any, leaf: Leaf) -> Any:
@@ -89,7 +108,13 @@ def freeze(value: Any, leaf: Leaf) -> Any:
 
 def freeze_deep(value: Any, leaf: Leaf) -> Any:
     """A model's inputs or output as a frozen tree, through any container or object that holds tensors."""
-    return _freeze_deep(value, leaf, {})
+    try:
+        return _freeze_deep(value, leaf, {})
+    except RecursionError:
+        raise CaptureError(
+            f"a value is nested deeper than Python's stack is: {sys.getrecursionlimit()} calls.\n"
+            "Nest less, or give Python more room by `sys.setrecursionlimit`."
+        ) from None
 
 
 def _freeze_deep(value: Any, leaf: Leaf, seen: dict[int, Any]) -> Any:
@@ -99,8 +124,12 @@ def _freeze_deep(value: Any, leaf: Leaf, seen: dict[int, Any]) -> Any:
     if kind in ATOMS or isinstance(value, (*_OPAQUE, torch.nn.Module)):
         return value
     if id(value) in seen:
-        return seen[id(value)]
-    seen[id(value)] = value  # an object that holds itself stays as it is where it comes back
+        known = seen[id(value)]
+        if type(known) is _Open:
+            known.is_loop = True
+            return Again(known.loop)
+        return known
+    begun = seen[id(value)] = _Open(len(seen))
     if kind is tuple:
         frozen_value: Any = tuple([_freeze_deep(item, leaf, seen) for item in value])
     elif kind is list:
@@ -114,8 +143,18 @@ def _freeze_deep(value: Any, leaf: Leaf, seen: dict[int, Any]) -> Any:
         frozen_value = Branch(kind, tuple([_freeze_deep(item, leaf, seen) for item in items]), like=spec)
     else:
         frozen_value = _freeze_object(value, leaf, seen)
+    if begun.is_loop and type(frozen_value) is Branch:
+        frozen_value = evolve(frozen_value, loop=begun.loop)
     seen[id(value)] = frozen_value
     return frozen_value
+
+
+@define
+class _Open:
+    """A container that is being frozen."""
+
+    loop: int
+    is_loop: bool = False
 
 
 def _freeze_object(value: Any, leaf: Leaf, seen: dict[int, Any]) -> Any:
@@ -124,7 +163,7 @@ def _freeze_object(value: Any, leaf: Leaf, seen: dict[int, Any]) -> Any:
     if not attributes:
         return value
     items = tuple([_freeze_deep(item, leaf, seen) for _, item in attributes])
-    if all(item is other for item, (_, other) in zip(items, attributes, strict=True)):
+    if all(item is other or type(item) is Again for item, (_, other) in zip(items, attributes, strict=True)):
         return value
     return Branch(type(value), items, tuple([key for key, _ in attributes]), like=value)
 
@@ -132,13 +171,27 @@ def _freeze_object(value: Any, leaf: Leaf, seen: dict[int, Any]) -> Any:
 def _attributes(value: Any) -> list[tuple[str, Any]]:
     if type(value).__module__ in ("builtins", "numpy", "torch"):
         return []
-    found = list(getattr(value, "__dict__", {}).items())
+    found = list(own_attributes(value).items())
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
         for slot in (slots,) if isinstance(slots, str) else slots:
-            if slot not in ("__dict__", "__weakref__") and hasattr(value, slot):
-                found.append((slot, getattr(value, slot)))
+            if slot not in ("__dict__", "__weakref__") and (held := own(value, slot, own)) is not own:
+                found.append((slot, held))
     return found
+
+
+def own_attributes(value: Any) -> dict[str, Any]:
+    """The attributes that an object has itself, by name."""
+    found: dict[str, Any] = own(value, "__dict__", {})
+    return found
+
+
+def own(value: Any, name: str, otherwise: Any) -> Any:
+    """An attribute as the object has it, without the user's `__getattr__`, which may do and raise anything."""
+    try:
+        return object.__getattribute__(value, name)
+    except AttributeError:
+        return otherwise
 
 
 def fingerprint(value: Any, depth: int = 0) -> str:
@@ -166,6 +219,10 @@ def thaw(tree: Any, leaf: Leaf) -> Any:
     if kind is tuple:
         return tuple([thaw(item, leaf) for item in tree])
     if kind is Branch:
+        if tree.loop is not None and not isinstance(tree.like, pytree.TreeSpec):
+            made = tree.kind.__new__(tree.kind)
+            again: Leaf = lambda x: made if type(x) is Again and x.loop == tree.loop else leaf(x)  # noqa: E731
+            return tree.filled(made, [thaw(item, again) for item in tree.items])
         return tree.build([thaw(item, leaf) for item in tree.items])
     return leaf(tree)
 

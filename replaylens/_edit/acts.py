@@ -41,6 +41,8 @@ def zero(value: Tensor, part: Part | None = None) -> Tensor:
     """Zeros in the place of the value, or of a part of it."""
     if part is None:
         return torch.zeros_like(value)
+    if is_narrow(value.dtype):
+        return torch.where(part.mask(value.shape, value.device), torch.zeros_like(value), value)
     return value.masked_fill(part.mask(value.shape, value.device), 0)
 
 
@@ -281,6 +283,16 @@ def _require_floating(word: str, value: Tensor) -> None:
             f"{word} needs numbers of a floating type, and the value is {value.dtype}.\n"
             "Zero, Set, From, Clamp, Resample and Apply take integers."
         )
+    if is_narrow(value.dtype):
+        raise BadPatch(
+            f"{word} needs arithmetic, and torch has none for {value.dtype}.\n"
+            "Patch the wider value that it was made from, or give `lambda t: (t.float() * 2).to(t.dtype)` or its like."
+        )
+
+
+def is_narrow(dtype: torch.dtype) -> bool:
+    """Is it a floating type of a byte, in which torch keeps numbers and computes nothing?"""
+    return dtype.is_floating_point and dtype.itemsize == 1
 
 
 def _operand(word: str, given: Any, old: Tensor, part: Part | None) -> Any:

@@ -17,6 +17,7 @@ from attrs import frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Guard, Ref, TensorMeaning, meanings_of
+from .._core.torch_private import is_wrapped
 from .guards import Departure, changed, diverged, fact
 from .layouts import Layouts, asked_of, geometry
 
@@ -127,7 +128,7 @@ def layout_departures(graph: Graph, recorded: Tensors, given: Tensors) -> Iterat
 
 
 def _lies_otherwise(graph: Graph, recorded: Tensors, ref: Ref, tensor: torch.Tensor) -> bool:
-    if ref.node not in graph or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if ref.node not in graph or is_wrapped(tensor):
         return False
     meaning, known = meanings_of(graph[ref.node]).get(ref), recorded.get(ref)
     if meaning is None or meaning.strides is None or tensor.layout is not torch.strided or tensor.is_nested:
