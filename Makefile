@@ -25,6 +25,7 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 help:
 	@echo "make demo    a first look: runs examples/demo.py"
 	@echo "make test    the quick tests"
+	@echo "make matrix  the quick tests on every Python found that has torch in reach"
 	@echo "make zoo     the tests on real library models (transformers, timm, torchvision)"
 	@echo "make databases  every sample of torch's own databases of operators and modules"
 	@echo "make lint    format, rules, types"
@@ -36,6 +37,10 @@ demo: $(PACKAGE) dot
 
 test: $(DEV) dot
 	$(TEST_ENV) $(PYTEST)
+
+# Every Python from 3.10 on, of pyenv's or on the path: each in a venv of its own, .matrix/<version>.
+matrix:
+	@$(PYTHON) bench/matrix.py
 
 zoo: $(ZOO) dot browser
 	$(TEST_ENV) $(PYTEST) -m zoo
@@ -55,7 +60,7 @@ bench: $(ZOO)
 	$(BIN)/python bench/summary.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .hypothesis
+	rm -rf $(VENV) .matrix build dist *.egg-info .hypothesis
 	find . -name .git -prune -o -type d \
 	    \( -name __pycache__ -o -name .pytest_cache -o -name .mypy_cache -o -name .ruff_cache \) -prune -exec rm -rf {} +
 
