@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from attrs import frozen
 
-from .torch_private import is_wrapped
+from .torch_private import FakeTensor, is_wrapped
 
 Pair = tuple[str, str]
 
@@ -52,7 +52,7 @@ def _meeting(tensors: Mapping[str, torch.Tensor], new: frozenset[str]) -> frozen
 
 def extent(tensor: torch.Tensor) -> tuple[int, int] | None:
     """The first address that a tensor looks at, and the first after it; None where it has none to compare."""
-    if is_wrapped(tensor) or tensor.layout is not torch.strided:
+    if is_wrapped(tensor) or tensor.layout is not torch.strided or isinstance(tensor, FakeTensor):
         return None
     try:
         start = tensor.data_ptr()
