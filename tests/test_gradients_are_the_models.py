@@ -112,6 +112,20 @@ class DirtyByNumpy(torch.autograd.Function):
         return grad * ctx.saved_tensors[0]
 
 
+class Counts(torch.autograd.Function):
+    """Writes a buffer, and gives it back beside its value."""
+
+    @staticmethod
+    def forward(ctx: Any, count: Tensor, x: Tensor) -> Any:
+        count.add_(1)
+        ctx.mark_dirty(count)
+        return count, x * 2
+
+    @staticmethod
+    def backward(ctx: Any, _count: Any, grad: Tensor) -> Any:
+        return None, 19 * grad
+
+
 class ByNumpy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -340,6 +354,12 @@ def dirty_view(h):
     return h.sin()
 
 
+@whole
+def dirty_buffer(m, x):
+    count, h = Counts.apply(m.count, m.a(x))
+    return m.b(h) * count + m.count
+
+
 # ---- parameters frozen for a while -----------------------------------------------------------------------------------
 
 
@@ -496,6 +516,40 @@ def a_hook_that_was_there_for_a_gradient_in_the_forward(m, x):
     return m.b(h) * g.sum()
 
 
+@whole
+def a_hook_on_a_parameter(m, x):
+    if not m.a.weight._backward_hooks:
+        m.a.weight.register_hook(lambda g: g * 100)
+    return m.b(m.a(x))
+
+
+@whole
+def a_hook_on_a_parameter_that_is_taken_away(m, x):
+    handle = m.a.weight.register_hook(lambda g: g * 100)
+    h = m.a(x)
+    handle.remove()
+    return m.b(h)
+
+
+@whole
+def a_hook_on_the_input(m, x):
+    x.register_hook(lambda g: g * 100)
+    return m.b(m.a(x))
+
+
+@whole
+def a_hook_on_the_input_that_is_taken_away(m, x):
+    with x.register_hook(lambda g: g * 100):
+        return m.b(m.a(x))
+
+
+@whole
+def a_hook_on_a_step_of_the_backward(m, x):
+    h = m.a(x)
+    h.grad_fn.register_prehook(lambda grads: (grads[0] * 100,))
+    return m.b(h)
+
+
 # ---- writes in place whose backward is their own -----------------------------------------------------------------------
 
 IN_PLACE = {
@@ -604,6 +658,14 @@ def an_activation_scaled_by_data_after_its_use(m, x):
 
 
 @whole
+def a_weight_written_by_numpy_after_its_use(m, x):
+    y = m.b(m.a(x).tanh())
+    array = m.b.weight.detach().numpy()
+    array *= 0.5
+    return y
+
+
+@whole
 def a_bias_scaled_by_data_after_its_use(m, x):
     y = m.b(m.a(x).tanh())
     m.b.bias.data.mul_(0.5)  # nothing reads a bias in the backward
@@ -700,11 +762,16 @@ REFUSED = {
     "an_activation_scaled_by_data_after_its_use",
     "a_part_of_a_weight_written_by_data_after_its_use",
     "a_hook_after_the_value_was_read",
+    "a_hook_on_a_step_of_the_backward",
+    "a_weight_written_by_numpy_after_its_use",
     "a_hook_that_was_there_for_a_gradient_in_the_forward",
 }
 
 
-WRITING = {name for name in MODELS if "scaled_by_data" in name or "_by_data_" in name} | {"frozen_and_written"}
+WRITING = {name for name in MODELS if "scaled_by_data" in name or "_by_data_" in name or "_by_numpy_after" in name} | {
+    "frozen_and_written",
+    "dirty_buffer",
+}
 
 
 # ---- how it is asked -------------------------------------------------------------------------------------------------

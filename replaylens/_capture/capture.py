@@ -32,6 +32,7 @@ from .account import account_of, timed
 from .builder import Handle, Recording, SourceRecord, freeze, is_torch_code, last_name, line_of, version_of
 from .handing import hand_on
 from .hooks import settle_hooks
+from .late import note_writes_from_outside
 from .origins import Date, Origins, dated, reaches_scripts
 from .randomness import lent_generators
 from .recorder import NeedsDeepLook
@@ -162,6 +163,7 @@ def _take_ends(forward: Forward, tracer: Tracer, output: Any) -> None:
     recording = tracer.recording
     recording.output = freeze_deep(output, tracer.read)
     settle_hooks(recording, at_end=True)
+    note_writes_from_outside(tracer)
     _take_changes(tracer)
     _take_touched(tracer)
     recording.drawn_elsewhere = forward.beginning.dice.moved()

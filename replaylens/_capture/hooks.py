@@ -15,6 +15,9 @@ from .recorder import Recorder
 from .rules import How, Rule
 
 HOOK_LATE = "a hook on a tensor that was read before: it acts on what comes back from there too. Register it at once."
+HOOK_ON_STEP = (
+    "hooks on steps of the backward pass (grad_fn.register_hook): they are not seen. Register them on tensors."
+)
 HOOK_TWICE = (
     "a hook within a gradient that is taken with create_graph=True: it acts on both ways back, and once. Use a custom "
     "function."

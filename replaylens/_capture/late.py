@@ -1,16 +1,17 @@
 """Memory that a backward pass still reads, written where torch does not notice: `weight.data.mul_(0.5)` after its use.
 
-In: memory that is written through `.data`, or exchanged by it. Out: whether a call before saved it for its backward.
+In: memory that is written through `.data` or by numpy, or exchanged. Out: whether a call before saved it.
 Torch's own backward then reads what is there by that time; a program has the gradient of what was computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
+from .._core.pure import same_content
 from .._core.trees import leaves
 from .builder import CallRecord, Gone, Handle, Recording
 from .recorder import Recorder
@@ -18,19 +19,21 @@ from .regions import reads_of
 from .storage import Base, storage_key
 
 LATE_WRITE = (
-    "memory that the model writes by .data after its use: torch's own backward reads what is there by then, without a "
-    "sign. Write it before, or compute with a copy."
+    "memory that the model writes by .data or numpy after its use: torch's own backward reads what is there by then, "
+    "without a sign. Write it before, or compute with a copy."
 )
 Is = Callable[[torch.Tensor], bool]
 _DEEPEST = 6  # how many steps of a backward pass one torch function may take
 
 
-def note_late_write(recorder: Recorder, base: Base, exchanged: torch.Tensor | None = None) -> None:
+def note_late_write(
+    recorder: Recorder, base: Base, exchanged: torch.Tensor | None = None, held: Collection[Handle] = ()
+) -> None:
     """Gradients are refused if a backward pass reads what is written now; or this very object, which gets other memory:
     what looks at it keeps the old one.
     """
     recording = recorder.recording
-    held = {*base.held, base.handle}
+    held = set(held) or {*base.held, base.handle}
     memory = storage_key(base.root)
 
     def is_it(tensor: torch.Tensor) -> bool:
@@ -39,6 +42,16 @@ def note_late_write(recorder: Recorder, base: Base, exchanged: torch.Tensor | No
     readers = [r for r in recording.records if isinstance(r, CallRecord) and not held.isdisjoint(reads_of(r))]
     if any(_saves(recording, record, is_it) for record in readers):
         recording.one_way.append(LATE_WRITE)
+
+
+def note_writes_from_outside(recorder: Recorder) -> None:
+    """The same for what numpy and its like wrote, when the forward is over."""
+    memory = recorder.memory
+    for base in list(memory.bases.values()):
+        if base.exposed is not None and not same_content(base.root, base.exposed):
+            note_late_write(recorder, base)
+    for base, held in memory.rewritten:
+        note_late_write(recorder, base, held=held)
 
 
 def _saves(recording: Recording, record: CallRecord, is_it: Is) -> bool:

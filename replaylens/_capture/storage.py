@@ -83,6 +83,7 @@ class Memory:
     written: list[Handle] = field(factory=list)  # the first values of bases, once for each write
     bases: dict[int, Base] = field(factory=dict)
     keep_alive: list[Any] = field(factory=list)
+    rewritten: list[tuple[Base, set[Handle]]] = field(factory=list)  # by numpy, and the values that it held before
     same_as: dict[Handle, Handle] = field(factory=dict)  # values that differ from another in how gradients flow alone
     strayed: torch.Tensor | None = None  # came to look at this memory by a call that was not seen
     lent: set[int] = field(factory=set)  # storages of tensors that a sparse tensor was made of
@@ -403,6 +404,7 @@ class Memory:
             if same_content(base.root, base.exposed):
                 return
             now = base.root.detach().clone()
+        self.rewritten.append((base, {*base.held, base.handle}))
         self.restore_held(base)
         handle = self.recording.keep(now)
         self.recording.records.append(

@@ -47,7 +47,7 @@ from .builder import (
 )
 from .customs import apply_call
 from .flags import turn
-from .hooks import hook
+from .hooks import HOOK_ON_STEP, hook
 from .keeping import ALONE, BARE, references_of, renewed
 from .opening import opened
 from .origins import Date, Origins, is_older
@@ -335,6 +335,8 @@ class Tracer(Recorder):
         """The model asks what autograd knows of a tensor. What torch's own code asks is for itself."""
         code, answer = outside(_frame(1)).f_code, func(*args, **kwargs)
         if not is_torch_code(code):
+            if rule.kind == "grad_fn" and not _STEP_HOOKS.isdisjoint(code.co_names):
+                self.recording.one_way.append(HOOK_ON_STEP)
             known = answer if type(answer) is bool else answer is None or type(answer).__name__
             self.ask("flags", func, args[:1], {}, known)
         return answer
@@ -571,6 +573,7 @@ def _was_seen(error: BaseException, doors: tuple[CodeType, ...]) -> bool:
 
 
 _DOORS = (Tracer.__torch_function__.__code__,)
-_BY_NO_CONTENT = ("differentiate", "backward", "grad_mode", "dual", "hook", "higher_order", "expose", "deepcopy")
+_BY_NO_CONTENT = frozenset("differentiate backward grad_mode dual hook turn higher_order expose deepcopy".split())
+_STEP_HOOKS = frozenset(("register_hook", "register_prehook"))
 _RELU = Rule(How.FRESH, "relu")
 _IDENTITY = Rule(How.LEAF, "identity", is_identity=True)
