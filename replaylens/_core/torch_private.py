@@ -186,6 +186,7 @@ ATTRIBUTES = {
     "Tensor._backward_hooks": "is there a hook on its gradient?",
     "Tensor._indices": "what a sparse tensor is made of",
     "Tensor._values": "the same",
+    "Tensor._nnz": "how many numbers it has",
     "UntypedStorage._cdata": "which memory it is",
     "Module._parameters": "parameters and buffers by name, without asking a module's `__getattr__`",
     "Module._buffers": "the same",
