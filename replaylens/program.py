@@ -47,7 +47,7 @@ from ._replay.guards import Departure, Guards, LeftPath
 from ._replay.keeping import completed, keeping
 from ._replay.module import ProgramModule
 from ._replay.patching import bound_patches, changes_of
-from ._replay.replay import Record, Versions, detached, function_of, replay, version
+from ._replay.replay import OVERWRITTEN, Record, Versions, detached, function_of, replay, version
 from ._replay.request import At, Request
 from ._replay.run import Origin, Run
 from ._replay.swap import insert, swap
@@ -199,9 +199,10 @@ class Program(Held):
         return MappingProxyType({node.address: self._record.value(Ref(node.name)) for node in self.graph.state_nodes})
 
     @property
-    def state_changes(self) -> dict[str, torch.Tensor]:
-        """What the forward wrote to buffers and parameters: address -> new value."""
-        return {address: detached(self._record.value(ref)) for address, ref in self.graph.changes}
+    def state_changes(self) -> dict[str, torch.Tensor | None]:
+        """What the forward wrote to buffers and parameters: address -> new value; None where it removed one."""
+        written = {address: detached(self._record.value(ref)) for address, ref in self.graph.changes}
+        return {**written, **dict.fromkeys(self.graph.removed)}
 
     @property
     def guards(self) -> tuple[Guard, ...]:
@@ -744,19 +745,43 @@ def _require_mapping(patch: Any) -> Mapping[Any, Any]:
 
 def _flatten(program: Program) -> tuple[list[Any], Any]:
     record = program._record
-    return list(record.values.values()), (record, tuple(record.values), program._returned, program.history)
+    stale = frozenset([ref for ref in record.values if record.stale(ref) is not None])
+    return list(record.values.values()), (record, tuple(record.values), program._returned, program.history, stale)
 
 
 def _unflatten(tensors: Iterable[Any], context: Any) -> Program:
-    record, refs, _, history = context
+    """The program on other tensors. What was overwritten when the tensors were taken out is so for any copy of it."""
+    record, refs, _, history, stale = context
     values = dict(zip(refs, tensors, strict=True))
-    versions = Versions((ref, version(t) if isinstance(t, torch.Tensor) else -1) for ref, t in values.items())
+    versions = Versions((ref, _count(record, ref, tensor, ref in stale)) for ref, tensor in values.items())
     get = lambda leaf: values[leaf] if type(leaf) is Ref else leaf  # noqa: E731
+    same = {node.name for node in record.graph.state_nodes if values[Ref(node.name)] is record.values[Ref(node.name)]}
+    live = {name: tensor for name, tensor in record.live.items() if name in same}
     return Program(
-        _record=Record(record.graph, values, versions, record.draws, account=record.account, saved=record.saved),
+        _record=Record(
+            record.graph,
+            values,
+            versions,
+            record.draws,
+            live,
+            account=record.account,
+            saved=record.saved,
+            places=record.places,
+        ),
         _output=thaw(record.graph.output, get),
         _history=history,
     )
+
+
+def _count(record: Record, ref: Ref, tensor: Any, is_stale: bool) -> int:
+    """The write counter that a value must have: that of the record for the recorded tensor itself, never to be met for
+    a copy of what was overwritten.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        return -1
+    if tensor is record.values[ref]:
+        return record.versions[ref]
+    return OVERWRITTEN if is_stale else version(tensor)
 
 
 pytree.register_pytree_node(Program, _flatten, _unflatten, serialized_type_name="replaylens.Program")

@@ -14,7 +14,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import replaylens as rl
+from replaylens._core.node import Ref
 from replaylens._replay.plan import plan
+from replaylens._replay.replay import execute
+from replaylens._replay.request import Request
 
 
 def x(seed=0):
@@ -138,17 +141,14 @@ def test_a_replay_of_a_kind_is_planned_once():
 
 
 def test_a_value_is_forgotten_after_its_last_use():
-    alive, seen = [], []
-
-    def watch(value):
-        seen.append([ref() is not None for ref in alive])
-        alive.append(weakref.ref(value))
-        return value
-
     prog = rl.capture(lambda x: x.sin().cos().exp().tanh(), x())
-    prog.replay(patch={"sin_1": watch, "exp_1": watch})
-    prog.replay(patch={"sin_1": watch, "exp_1": watch}, keep=["sin_1"])
-    assert seen == [[], [False], [False, False], [False, False, True]]
+
+    def there(**more):
+        ran = execute(prog._record, Request(whole=True, **more))
+        return [ran[Ref(call.name)] is not None for call in prog.graph.calls]
+
+    assert there() == [False, False, False, True]
+    assert there(keep=frozenset([prog.graph.positions["sin_1_1"]])) == [True, False, False, True]
 
 
 # ---- patches -------------------------------------------------------------------------------------------------------

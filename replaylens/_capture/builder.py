@@ -40,6 +40,7 @@ from .._core.torch_private import FakeTensor
 from .._core.trees import leaves, remake
 from .._lens.drafts import Draft
 from .._lens.structure import labels
+from .._replay.state import StatePlace
 from .asked import Asked, asks_identity, catches, guard_of, mode_guards
 from .branches import keeps, taken
 from .dynamic import with_dynamic_shapes
@@ -151,6 +152,11 @@ class Recording:
     output: Any = None
     inputs: Any = ()
     changes: list[tuple[tuple[Any, str], Handle]] = field(factory=list)  # (module, key) and its value at the end
+    replaced: list[tuple[Any, str]] = field(factory=list)  # (module, key): of changes, where another tensor stands now
+    removed: list[tuple[Any, str]] = field(factory=list)  # (module, key), where nothing stands any more
+    places: list[tuple[tuple[Any, str], StatePlace]] = field(
+        factory=list
+    )  # where the model holds what it read or wrote
     ambient: tuple[Any, ...] = ()
     default_dtype: torch.dtype = torch.float32
     default_device: str = "cpu"
@@ -244,7 +250,9 @@ def freeze(recording: Recording) -> Frozen:
         module_outputs=tuple(
             [(scope, remake(t, to_ref)) for n, t, _ in recording.scope_outputs if (scope := scopes[n])]
         ),
-        changes=tuple([(_address(addresses, where), refs[last]) for where, last in recording.changes]),
+        changes=tuple([(address_of(addresses, where), refs[last]) for where, last in recording.changes]),
+        replaced=frozenset([address_of(addresses, where) for where in recording.replaced]),
+        removed=tuple([address_of(addresses, where) for where in recording.removed]),
         orphans=frozenset(name for name, orphan in zip(names, orphans, strict=True) if orphan),
         asked=_asked(recording, codes, refs, to_ref, scopes),
         written=frozenset(refs[handle] for handle in recording.written if handle in refs),
@@ -339,7 +347,7 @@ def _drafts(recording: Recording, addresses: Addresses, scopes: list[Scope | Non
 
 
 def _source_draft(addresses: Addresses, record: SourceRecord) -> Draft:
-    address = _address(addresses, record.where) if record.kind == "parameter" else None
+    address = address_of(addresses, record.where) if record.kind == "parameter" else None
     return Draft(record.kind, (), (record.returns,), address=address)
 
 
@@ -444,7 +452,7 @@ def _source_node(recording: Recording, addresses: Addresses, record: SourceRecor
         return Input(name, record.where, meaning, recording.input_types.get(record.returns))
     if record.kind == "constant":
         return Const(name, record.where, meaning, user_line(recording, record.site, -1))
-    address, aliases = _address(addresses, record.where), addresses.aliases(*record.where)
+    address, aliases = address_of(addresses, record.where), addresses.aliases(*record.where)
     return State(name, address, record.kind, meaning, tuple(a for a in aliases if a != address))
 
 
@@ -460,7 +468,7 @@ def _overlaps(recording: Recording, names: list[str]) -> Overlaps:
     return evolve(found, touched=touched)
 
 
-def _address(addresses: Addresses, where: tuple[Any, str]) -> str:
+def address_of(addresses: Addresses, where: tuple[Any, str]) -> str:
     module, key = where
     prefix = addresses.modules.get(id(module), "")
     return f"{prefix}.{key}" if prefix else key

@@ -7,6 +7,7 @@ buffers, its hooks, the generators and torch itself are left as a plain forward 
 from __future__ import annotations
 
 import inspect
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -20,16 +21,18 @@ from attrs import evolve, frozen
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from .._core.node import Ref, State
+from .._core.graph import Graph
+from .._core.node import Node, Ref, State
 from .._core.text import where as text_of
 from .._core.torch_private import compiler_if_loaded, default_device, without_function_modes
 from .._core.trees import ATOMS, fingerprint, freeze_deep, leaves, named_paths, thaw
 from .._core.world import World, alone, freed, in_children, surely
 from .._edit.wanted import EVERYTHING, Wish
 from .._replay.replay import Record, Versions
+from .._replay.state import StatePlace
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite, UnsupportedModel
 from .account import account_of, timed
-from .builder import Handle, Recording, SourceRecord, freeze, is_torch_code, last_name, line_of, version_of
+from .builder import Handle, Recording, SourceRecord, address_of, freeze, is_torch_code, last_name, line_of, version_of
 from .handing import hand_on
 from .hooks import settle_hooks
 from .late import note_writes_from_outside
@@ -39,6 +42,7 @@ from .recorder import NeedsDeepLook
 from .scopes import boundary, callers, listening
 from .snapshot import Beginning, Dice, Snapshot, turn_back
 from .sparing import settle, sparing
+from .state import held, keep_by_value, note_places, take_changes
 from .storage import Entry
 from .tracer import Tracer
 
@@ -164,10 +168,13 @@ def _take_ends(forward: Forward, tracer: Tracer, output: Any) -> None:
     recording.output = freeze_deep(output, tracer.read)
     settle_hooks(recording, at_end=True)
     note_writes_from_outside(tracer)
-    _take_changes(tracer)
+    take_changes(tracer, forward.beginning.snapshot)
     _take_touched(tracer)
     recording.drawn_elsewhere = forward.beginning.dice.moved()
     recording.versions = _require_announced(tracer)
+    if tracer.leaves_changes:
+        keep_by_value(tracer)
+        note_places(tracer)
     if not recording.ambient[0] and any(
         s.module._backward_hooks or s.module._backward_pre_hooks for s in recording.scopes
     ):
@@ -215,7 +222,8 @@ def record_of(captured: Captured) -> Record:
     """What a capture knows, by Ref: values, write counters, generator states, the model's own parameters."""
     hand_on(captured.recording)
     recording, made = captured.recording, freeze(captured.recording)
-    graph = made.graph
+    places = {address_of(made.addresses, where): place for where, place in recording.places}
+    graph = _as_it_was(made.graph, places)
     values: dict[Ref, torch.Tensor] = {}
     live: dict[str, torch.Tensor] = {}
     for ref, handle in made.handles.items():
@@ -230,7 +238,18 @@ def record_of(captured: Captured) -> Record:
             )
     versions = Versions((ref, recording.versions[handle]) for ref, handle in made.handles.items() if ref in values)
     account = account_of(recording, made)
-    return Record(graph, values, versions, recording.draws, live, account=account)
+    return Record(graph, values, versions, recording.draws, live, account=account, places=places)
+
+
+def _as_it_was(graph: Graph, places: dict[str, StatePlace]) -> Graph:
+    """The graph with the dtypes that the model's tensors had: `model.double()` may have come before this was asked."""
+    nodes: list[Node] = list(graph.nodes)
+    for position, node in enumerate(nodes):
+        if not isinstance(node, State) or (place := places.get(node.address)) is None:
+            continue
+        if place.dtype is not None and place.dtype is not node.meaning.dtype:
+            nodes[position] = evolve(node, meaning=evolve(node.meaning, dtype=place.dtype))
+    return graph if all(map(operator.is_, nodes, graph.nodes)) else evolve(graph, nodes=tuple(nodes))
 
 
 def require_supported(model: Any) -> None:
@@ -309,26 +328,6 @@ def _take_inputs(tracer: Tracer, args: Any, kwargs: Any) -> tuple[Any, Any, Any]
     return tree, *tracer.given(tree, args, kwargs)
 
 
-def _take_changes(tracer: Tracer) -> None:
-    """Which parameters, buffers and other tensors of the model hold another value than at the start."""
-    recording, memory = tracer.recording, tracer.memory
-    quiet = not memory.written and not memory.parted and tracer.origins.same_parameters()
-    sources = tracer.stateful if quiet else [r for r in recording.records if isinstance(r, SourceRecord)]
-    addresses = set()
-    for kind, first, where, _, tensor in sources:
-        if kind in ("input", "constant"):
-            continue
-        module, key = where
-        addresses.add((id(module), key))
-        now = tensor if kind == "attribute" else held(module, key)
-        last = memory.read(now) if now is not None else None
-        if last is not None and first not in (same := memory.same_content(last)):
-            recording.changes.append((where, same[-1]))
-    for module, key, tensor in tracer.origins.buffers():
-        if (id(module), key) not in addresses and (last := memory.read(tensor)) is not None:
-            recording.changes.append(((module, key), last))
-
-
 def _take_touched(tracer: Tracer) -> None:
     """Which sources hold memory that was written, or whose address was asked for."""
     tracer.recording.written.update(tracer.memory.written)
@@ -351,14 +350,6 @@ def _takes_any_keyword(model: Any) -> bool:
         inspect.getattr_static(model, "__call__", None), "__code__", None
     )
     return code is None or bool(code.co_flags & inspect.CO_VARKEYWORDS)
-
-
-def held(module: Any, key: str) -> torch.Tensor | None:
-    """The parameter or buffer that a module has under this name now."""
-    for tensors in (module._parameters, module._buffers):
-        if key in tensors:
-            return tensors[key]
-    return None
 
 
 def _require_announced(tracer: Tracer) -> list[int]:

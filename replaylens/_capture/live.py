@@ -71,6 +71,7 @@ class LiveTracer(Tracer):
     """One live run."""
 
     alone = -1  # every output of a module is looked at: a patch may be meant for what it hands on
+    leaves_changes = False
 
     def __init__(
         self, recording: Recording, origins: Origins, date: Date, deep: bool, unknown: str, stage: Stage

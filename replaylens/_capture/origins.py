@@ -122,15 +122,16 @@ class Origins:
         self.root = model if isinstance(model, nn.Module) else None
         self.extra = [] if self.root is not None else list(_modules_of(model))
         self.table = module_table(self.root)
-        self.at_start: list[Any] = []
+        self.parameters_at_start: list[Any] = []
         for module, _, _ in self.table:
             if parameters := module._parameters:
-                self.at_start.extend(parameters.values())
+                self.parameters_at_start.extend(parameters.values())
         for number, module in enumerate(self.extra):
             inner = module_table(module)
             shift = len(self.table)
             name = "" if len(self.extra) == 1 else f"model{number + 1}"
             self.table.extend((m, p + shift if p >= 0 else -1, n or name) for m, p, n in inner)
+        self.begun = [(module, dict(module._buffers)) for module, _, _ in self.table if module._buffers]
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -143,8 +144,31 @@ class Origins:
             for kind, tensors in (("parameter", running._parameters), ("buffer", running._buffers)):
                 for key, value in list(tensors.items()):
                     if value is tensor and id(running) in self.known_modules:
+                        if kind == "buffer" and self.at_start(running, key) is not tensor:
+                            break  # it was handed on: its name is that of where it stood first
                         return kind, (running, key)
+        if (began := self.begun_by_id.get(id(tensor))) is not None:
+            return "buffer", began
         return self.whole.get(id(tensor))
+
+    @cached_property
+    def begun_by_id(self) -> dict[int, tuple[nn.Module, str]]:
+        """Where each buffer stood when the forward began: the model may hand them on."""
+        found: dict[int, tuple[nn.Module, str]] = {}
+        for module, buffers in self.begun:
+            for key, value in buffers.items():
+                if value is not None:
+                    found.setdefault(id(value), (module, key))
+        return found
+
+    def at_start(self, module: nn.Module, key: str) -> torch.Tensor | None:
+        """The buffer that a module had under this name when the forward began; what it has now, if it had none."""
+        buffers = self.begun_by_module.get(id(module), {})
+        return buffers[key] if key in buffers else module._buffers.get(key)
+
+    @cached_property
+    def begun_by_module(self) -> dict[int, dict[str, torch.Tensor | None]]:
+        return {id(module): buffers for module, buffers in self.begun}
 
     def same_parameters(self) -> bool:
         """Has every module the parameters that it had when the capture began?"""
@@ -152,11 +176,11 @@ class Origins:
         for module, _, _ in self.table:
             if parameters := module._parameters:
                 now.extend(parameters.values())
-        return len(now) == len(self.at_start) and all(map(operator.is_, now, self.at_start))
+        return len(now) == len(self.parameters_at_start) and all(map(operator.is_, now, self.parameters_at_start))
 
     @cached_property
     def start_ids(self) -> frozenset[int]:
-        return frozenset(map(id, self.at_start))
+        return frozenset(map(id, self.parameters_at_start))
 
     def was_there(self, tensor: torch.Tensor) -> bool:
         """Was this object a parameter when the capture began? Buffers are looked up by what was written."""
@@ -237,19 +261,20 @@ class Origins:
         found: dict[int, tuple[Any, list[str]]] = {}
         for module in self.modules:
             prefixes = (modules[id(module)], *others.get(id(module), ()))
-            for tensors in (module._parameters, module._buffers):
+            for tensors in (module._parameters, self.begun_by_module.get(id(module), module._buffers)):
                 for key, value in tensors.items():
                     if value is not None:
                         names = [f"{prefix}.{key}" if prefix else key for prefix in prefixes]
                         found.setdefault(id(value), (value, []))[1].extend(names)
         return list(found.values())
 
-    @staticmethod
-    def _aliases(found: list[tuple[Any, list[str]]]) -> Any:
+    def _aliases(self, found: list[tuple[Any, list[str]]]) -> Any:
         holders = {id(value): names for value, names in found}
 
         def aliases(module: Any, key: str) -> tuple[str, ...]:
             value = getattr(module, key, None) if isinstance(module, nn.Module) and "." not in key else None
+            if isinstance(module, nn.Module) and (key in module._buffers or id(module) in self.begun_by_module):
+                value = self.at_start(module, key) if self.at_start(module, key) is not None else value
             return tuple(holders.get(id(value), ())) if value is not None else ()
 
         return aliases

@@ -69,6 +69,7 @@ class Recorder(TorchFunctionMode):
 
     # Python looks up attributes of an object fast while its dict has at most thirty: these few are not in it.
     __slots__ = ("forward", "forwards", "has_scripts", "took")
+    leaves_changes = True  # what the forward writes stays written
 
     def __init__(self, recording: Recording, origins: Origins, date: Date, deep: bool, unknown: str) -> None:
         super().__init__()

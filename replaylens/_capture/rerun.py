@@ -29,7 +29,7 @@ from .._replay.run import Run
 from ..errors import DivergedReplay, StaleValue
 from .aims import Aim, Aims, aim_at, aims_of
 from .builder import Handle, Recording
-from .capture import Captured, Forward, flags_of, held, looked, put_generators_back, record_of, require_supported
+from .capture import Captured, Forward, flags_of, looked, put_generators_back, record_of, require_supported
 from .live import LiveTracer, Stage
 from .origins import Date, Origins
 from .randomness import lent_generators
@@ -37,6 +37,7 @@ from .scopes import addresses
 from .snapshot import Beginning, Belongings, Dice, Snapshot
 from .spots import Counterparts
 from .standins import Waiting
+from .state import held
 
 
 @frozen(eq=False)
@@ -63,6 +64,7 @@ def rehearsed(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capt
 def lived(beginning: Beginning, record: Record, request: Request, given: Any = None) -> Lived:
     """Run the model with the changes of a request made while it runs, on the recorded inputs if none are given."""
     request = evolve(request, given={**request.given, **request.raw})  # as it lies in the user's memory
+    record = _with_what_was_replaced(record)
     graph, aims = record.graph, aims_of(record, request)
     if aims.unseen:
         raise DivergedReplay(
@@ -96,6 +98,14 @@ def lived(beginning: Beginning, record: Record, request: Request, given: Any = N
     return Lived(found, unreached, {Ref(n.name): values[r.returns] for r, n in pairs if isinstance(n, State)})
 
 
+def _with_what_was_replaced(record: Record) -> Record:
+    """The record for a run in which all that the model holds is as it was recorded: what stands elsewhere by now, and
+    is whole, is put in its place.
+    """
+    places = {address: place for address, place in record.places.items() if not place.is_whole_elsewhere()}
+    return record if len(places) == len(record.places) else evolve(record, places=places, plans={})
+
+
 def as_run(
     made: Lived, recorded: Record, request: Request, first: Departure | None, find: Callable[[Any], At], program: Any
 ) -> Run:
@@ -125,7 +135,9 @@ def as_run(
     found.extend(Departure(f"the patch at {name}", "reached", "on a path not taken") for name in made.unreached)
     return Run(
         executed=tuple([call.name for call in graph.calls]),
-        state_changes={address: get(ref) for address, ref in graph.changes} if has_output else {},
+        state_changes={**{a: get(ref) for a, ref in graph.changes}, **dict.fromkeys(graph.removed)}
+        if has_output
+        else {},
         departures=tuple(found),
         output=thaw(graph.output, lambda leaf: ended[leaf] if type(leaf) is Ref and leaf in ended else get(leaf))
         if has_output
@@ -190,6 +202,7 @@ def _run(
         try:
             begin()
             with torch.set_grad_enabled(torch.is_grad_enabled()):
+                origins = Origins(beginning.model)  # what the model holds is that of the beginning now
                 captured = looked(Forward(beginning.model, args, kwargs, beginning, tracer), begin_again, origins)
             recording, unwritten = captured.recording, looks[-1].unwritten
             recording.changes = [(where, last) for where, last in recording.changes if last not in unwritten]

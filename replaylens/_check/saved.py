@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from .._core.node import Ref, State, meanings_of
-from .._replay.replay import Record, version
+from .._replay.replay import Record
 from .findings import found_named
 from .report import Finding, Law
 
@@ -19,7 +19,7 @@ NAME = "saved values"
 
 def stale_values(record: Record) -> frozenset[Ref]:
     """The values that were overwritten since they were recorded."""
-    return frozenset([ref for ref, tensor in record.values.items() if record.versions[ref] != version(tensor)])
+    return frozenset([ref for ref in record.values if record.stale(ref) is not None])
 
 
 def saved_values(record: Record, stale: frozenset[Ref]) -> Law:

@@ -16,9 +16,10 @@ from attrs import evolve, frozen
 from torch import nn
 
 from .._capture.builder import Recording, SourceRecord
-from .._capture.capture import Captured, eager_compiler, held, put_back, record, record_of, require_supported
+from .._capture.capture import Captured, eager_compiler, put_back, record, record_of, require_supported
 from .._capture.origins import Origins
 from .._capture.snapshot import Beginning, Belongings
+from .._capture.state import held
 from .._core.node import Ref
 from .._core.world import World
 from .._replay.replay import Record, Versions, version

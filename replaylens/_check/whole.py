@@ -63,9 +63,10 @@ def _outputs(record: Record, returned: Any, run: Run) -> Iterator[Finding]:
 
 def _changes(record: Record, run: Run) -> Iterator[Finding]:
     for address, ref in record.graph.changes:
-        if ref in record.values and not same(run.state_changes[address], record.values[ref]):
+        now = run.state_changes[address]
+        if now is not None and ref in record.values and not same(now, record.values[ref]):
             fact = f"what the model writes to `{address}` comes out as another value"
-            yield _apart(record.graph, ref.node, fact, run.state_changes[address], record.values[ref])
+            yield _apart(record.graph, ref.node, fact, now, record.values[ref])
 
 
 def _apart(graph: Graph, name: str, fact: str, one: torch.Tensor, other: torch.Tensor) -> Finding:

@@ -37,7 +37,7 @@ def with_metric(record: Record, metric: Record) -> Record:
     versions = Versions((ref, count) for ref, count in record.versions.items())
     versions.update({moved(ref): count for ref, count in metric.versions.items() if ref.node in names})
     draws = {**record.draws, **{f"metric.{key}": state for key, state in metric.draws.items()}}
-    return Record(joined, values, versions, draws)
+    return Record(joined, values, versions, draws, record.live, places=record.places)
 
 
 def _moved(node: Node, name: str, moved: Any) -> Node:

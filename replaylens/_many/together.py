@@ -96,6 +96,7 @@ class Together:
 
     def run(self, on_divergence: str, tick: Callable[[int], None]) -> Replays:
         """All of them, in the order of their keys."""
+        self.record.require_steady()  # it may have been planned long ago
         baseline = self.output if self.metric is None else self._measured(self.output)
         if len(self.loners) == len(self.keys):
             return self._done(self._all_alone(tick), baseline)

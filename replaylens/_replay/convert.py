@@ -13,14 +13,16 @@ import torch
 from attrs import evolve
 
 from .._core.graph import Graph
-from .._core.node import Call, Node, Ref, TensorMeaning
+from .._core.node import Call, Node, Ref, State, TensorMeaning
 from .._core.pure import as_leaf
 from .._core.trees import leaves, remake, thaw
+from ..errors import StaleValue
 from .guards import Departure, diverged
 from .interpreter import Mode, compile_plan, interpret, recorded_world, states_begun
 from .keeping import keeping
 from .plan import plan
 from .replay import Record, Versions, version
+from .state import StatePlace, sight_of
 
 
 def present(record: Record, model: Any) -> Record:
@@ -30,7 +32,7 @@ def present(record: Record, model: Any) -> Record:
         try:
             held = reduce(getattr, node.address.split("."), model)
         except AttributeError:
-            continue
+            held = place.now() if (place := record.places.get(node.address)) is not None else None
         if isinstance(held, torch.Tensor) and node.name in live:
             live[node.name] = held
     return evolve(record, live=live, plans={})
@@ -46,7 +48,7 @@ def rerun(
         for node in graph.nodes:
             if not isinstance(node, Call):
                 ref = Ref(node.name)
-                sources[ref] = record.live.get(node.name, record.values[ref])
+                sources[ref] = _present(record, node, record.live.get(node.name, record.values[ref]))
     made = plan(graph, range(len(graph)), bytearray(len(graph)), (), rerun_all=True, keep=range(len(graph)))
 
     def departed(departure: Departure) -> None:
@@ -59,6 +61,7 @@ def rerun(
     with recorded_world(code.draws, graph):
         interpret(code, env)
     values = {ref: env[slot] for ref, slot in code.slots.items() if isinstance(env[slot], torch.Tensor)}
+    values |= {ref: values[ref].detach().clone() for ref in _written(graph) if ref in values and ref in sources}
     graph = as_it_came_out(graph, values)
     live = {name: tensor for name, tensor in record.live.items() if sources.get(Ref(name)) is tensor}
     fresh = Record(
@@ -68,9 +71,39 @@ def rerun(
         {**record.draws, **states_begun(code, env)},
         live,
         account=record.account.untimed(),
+        places=_as_they_are(record, live),
     )
     fresh = fresh if record.saved is None else keeping(fresh, record.saved)
     return fresh, thaw(graph.output, lambda leaf: values[leaf] if type(leaf) is Ref else leaf)
+
+
+def _present(record: Record, node: Node, tensor: torch.Tensor) -> torch.Tensor:
+    """A source as it is now, if it is of the recorded kind."""
+    assert not isinstance(node, Call)
+    now, then = TensorMeaning.of(tensor), node.meaning
+    if (now.shape, now.dtype, now.device) != (then.shape, then.dtype, then.device):
+        what = f"the {node.kind} `{node.address}`" if isinstance(node, State) else f"`{node.name}`"
+        raise StaleValue(
+            f"{what} is {now} on {now.device} now, and the program was recorded with {then}.\n"
+            "Capture the model again, on inputs that fit it."
+        )
+    return tensor
+
+
+def _written(graph: Graph) -> list[Ref]:
+    """The state that the forward writes: it is kept by value, for the model writes it again."""
+    written = {*[address for address, _ in graph.changes], *graph.removed}
+    return [Ref(n.name) for n in graph.state_nodes if not written.isdisjoint((n.address, *n.aliases))]
+
+
+def _as_they_are(record: Record, live: Mapping[str, torch.Tensor]) -> dict[str, StatePlace]:
+    """The places of the model's tensors, as they look now."""
+    found = dict(record.places)
+    for node in record.graph.state_nodes:
+        tensor, place = live.get(node.name), record.places.get(node.address)
+        if tensor is not None and place is not None:
+            found[node.address] = evolve(place, tensor=tensor, sight=sight_of(tensor))
+    return found
 
 
 def as_it_came_out(graph: Graph, values: Mapping[Ref, torch.Tensor]) -> Graph:

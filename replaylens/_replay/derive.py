@@ -81,6 +81,7 @@ def derive(
         {**record.draws, **added.draws, **work.drawn},
         work.live(),
         account=record.account.untimed(),
+        places=record.places,
     )
     made = made if record.saved is None else keeping(made, record.saved)
     return made, thaw(graph.output, lambda leaf: values[leaf] if type(leaf) is Ref else leaf)

@@ -131,5 +131,6 @@ def cut_out(record: Record, starts: Sequence[Any] | None, output: Any) -> Made:
         {name: tensor for name, tensor in record.live.items() if name in names},
         account=record.account.untimed(),
         saved=record.saved,
+        places=record.places,
     )
     return fresh, thaw(made.graph.output, lambda leaf: fresh.value(leaf) if type(leaf) is Ref else leaf)

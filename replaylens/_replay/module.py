@@ -7,18 +7,17 @@ inputs for which the model would have gone another way are an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from attrs import evolve
+from attrs import define, evolve
 from torch import nn
 
 from .._core.graph import Graph
-from .._core.node import Call, Context, Node, Ref, State
+from .._core.node import Call, Context, Node, Ref, State, TensorMeaning
 from .._core.pure import as_leaf
 from .._core.trees import thaw
-from ..errors import ReplaylensError
+from ..errors import ReplaylensError, StaleValue
 from .facts import require_as_asked
 from .guards import Departure, diverged, raising
 from .inputs import new_inputs
@@ -26,6 +25,7 @@ from .interpreter import Code, Mode, compile_plan, interpret, recorded_world
 from .plan import plan
 from .replay import Record, require_differentiable
 from .request import Request
+from .state import StatePlace
 
 
 class Holder(nn.Module):
@@ -44,7 +44,8 @@ class ProgramModule(Holder):
 
     _record: Record
     _codes: dict[bool, tuple[Code, tuple[str, ...]]]
-    _held: dict[str, Callable[[], torch.Tensor]]
+    _held: dict[str, tuple[Standing, ...]]  # by the name of a node
+    _ends: dict[str, Standing]  # by address
 
     def __init__(self, record: Record) -> None:
         super().__init__()
@@ -55,13 +56,17 @@ class ProgramModule(Holder):
             )
         hidden = self.__dict__  # no submodules, parameters or state of the module's own
         hidden["_record"], hidden["_codes"] = record, {}
-        hidden["_held"] = {node.name: _place(self, record, node) for node in record.graph.state_nodes}
+        hidden["_held"] = held = {node.name: _places(self, record, node) for node in record.graph.state_nodes}
+        known = {place.address for places in held.values() for place in places}
+        ends = [*[address for address, _ in record.graph.changes], *record.graph.removed]
+        hidden["_ends"] = {place.address: place for places in held.values() for place in places}
+        hidden["_ends"] |= {address: _end(self, record, address) for address in ends if address not in known}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the program gives for these inputs, of the recorded shapes."""
         record = self._record
         graph = record.graph
-        held = {name: held() for name, held in self._held.items()}
+        held = {name: tensor for name, places in self._held.items() if (tensor := places[0].now()) is not None}
         new = new_inputs(graph, args, kwargs, held)
         given = {graph.nodes[p].name: tensor for p, tensor in new.fitting.items()}
         raw = {Ref(graph.nodes[p].name): tensor for p, tensor in new.raw.items()}
@@ -83,18 +88,33 @@ class ProgramModule(Holder):
     def _source(self, node: Node, given: dict[str, torch.Tensor]) -> torch.Tensor:
         if node.name in given:
             return given[node.name]
-        if node.name in self._held:
-            return self._held[node.name]()
-        live = self._record.live.get(node.name)
-        return as_leaf(self._record.value(Ref(node.name))) if live is None else live
+        if isinstance(node, State):
+            return self._state(node)
+        return as_leaf(self._record.value(Ref(node.name)))
+
+    def _state(self, node: State) -> torch.Tensor:
+        """What stands at a place of the model, if the program can go on from it."""
+        tensor = self._held[node.name][0].now()
+        what, cure = f"the {node.kind} `{node.address}`", "Capture the model again, as it is now."
+        if tensor is None:
+            raise StaleValue(f"{what} was removed since the capture, and the program reads it.\n{cure}")
+        now, then = TensorMeaning.of(tensor), node.meaning
+        grows = node.address in self._record.graph.replaced
+        if (now.dtype, now.device) != (then.dtype, then.device) or (now.shape != then.shape and not grows):
+            raise StaleValue(f"{what} is {now} on {now.device} now, and was recorded as {then}.\n{cure}")
+        return tensor
 
     def _write(self, changes: dict[str, torch.Tensor]) -> None:
-        """What the model writes to its parameters and buffers."""
-        by_address = {node.address: node.name for node in self._record.graph.state_nodes}
+        """What the model leaves in its parameters and buffers: written in place, assigned or removed, as it does."""
+        replaced = self._record.graph.replaced
         with torch.no_grad():
             for address, value in changes.items():
-                if address in by_address:
-                    self._held[by_address[address]]().copy_(value)
+                if address not in replaced:
+                    self._ends[address].write(value)
+        for address in replaced.intersection(changes):
+            self._ends[address].put(changes[address])
+        for address in self._record.graph.removed:
+            self._ends[address].put(None)
 
     def _compiled(self, grad: bool) -> tuple[Code, tuple[str, ...]]:
         if grad not in self._codes:
@@ -115,12 +135,15 @@ class ProgramModule(Holder):
         return f"{graph.model_name}: ({inputs}) -> ({', '.join(map(str, graph.output_refs))})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ProgramModule:
+        """A module with parameters and buffers of its own, which no model has."""
         live = dict(self._record.live)
         for node in self._record.graph.state_nodes:
-            tensor = self._held[node.name]()
-            copied = memo[id(tensor)] = memo.get(id(tensor)) or _copy(tensor)
-            live[node.name] = copied
-        made = ProgramModule(evolve(self._record, live=live, plans={}))
+            tensor = self._held[node.name][0].now()
+            if tensor is not None:
+                if id(tensor) not in memo:
+                    memo[id(tensor)] = _copy(tensor)
+                live[node.name] = memo[id(tensor)]
+        made = ProgramModule(evolve(self._record, live=live, places={}, plans={}))
         memo[id(self)] = made
         return made.train(self.training)
 
@@ -131,21 +154,74 @@ class ProgramModule(Holder):
         )
 
 
-def _place(root: nn.Module, record: Record, node: State) -> Callable[[], torch.Tensor]:
+@define(eq=False)
+class Standing:
+    """A place in the module, and the same one in the model while both hold one tensor."""
+
+    address: str
+    own: dict[str, Any]
+    key: str
+    model: StatePlace | None
+    shared: torch.Tensor | None = None  # what both held last
+
+    def now(self) -> torch.Tensor | None:
+        """What stands there: in the model, if the module was not given another tensor meanwhile."""
+        mine: torch.Tensor | None = self.own.get(self.key)
+        if self.model is None or mine is not self.shared:
+            return mine
+        self.shared = self.own[self.key] = self.model.now()
+        return self.shared
+
+    def put(self, tensor: torch.Tensor | None) -> None:
+        """Assign another tensor, in the model too."""
+        both = self.model is not None and self.own.get(self.key) is self.shared
+        self.own[self.key] = tensor
+        if both and self.model is not None:
+            self.model.put(tensor)
+            self.shared = tensor
+
+    def write(self, value: torch.Tensor) -> None:
+        """Write a value in place."""
+        tensor = self.now()
+        if tensor is None or tensor.shape != value.shape:
+            self.put(value)
+        else:
+            tensor.copy_(value)
+
+
+def _places(root: nn.Module, record: Record, node: State) -> tuple[Standing, ...]:
     """Put a tensor of the model where its addresses say; and how it is read there."""
-    tensor = record.live.get(node.name)
-    if tensor is None:
+    tensor, place = record.live.get(node.name), record.places.get(node.address)
+    own = place is not None and (place.tensor is None or place.tensor is tensor)
+    written = {*[address for address, _ in record.graph.changes], *record.graph.removed}
+    stays = own and place is not None and tensor is not None and node.address not in written
+    if stays and place is not None and place.now() is not tensor:
+        raise StaleValue(record.stale(Ref(node.name)) or f"`{node.address}` {place.change}.")
+    if own and place is not None and node.address in written:
+        tensor = place.now()
+    elif tensor is None:
         tensor = record.value(Ref(node.name)).detach()
-    if node.kind == "parameter" and not isinstance(tensor, nn.Parameter):
+    if node.kind == "parameter" and not isinstance(tensor, nn.Parameter) and tensor is not None:
         tensor = nn.Parameter(tensor.detach(), tensor.is_floating_point())
-    if node.kind not in ("parameter", "buffer"):
-        return lambda: tensor
-    places = [_register(root, address, node.kind, tensor) for address in (node.address, *node.aliases)]
-    tensors, key = places[0]
-    return lambda: tensors[key]
+    found = []
+    for address in (node.address, *node.aliases):
+        held, key = _register(root, address, node.kind, tensor)
+        model = record.places.get(address) if own else None
+        found.append(Standing(address, held, key, model, tensor))
+    return tuple(found)
 
 
-def _register(root: nn.Module, address: str, kind: str, tensor: torch.Tensor) -> tuple[dict[str, Any], str]:
+def _end(root: nn.Module, record: Record, address: str) -> Standing:
+    """A place that the forward writes and never reads."""
+    place = record.places.get(address)
+    tensor = place.now() if place is not None else None
+    held, key = _register(root, address, place.kind if place is not None else "buffer", tensor)
+    return Standing(address, held, key, place, tensor)
+
+
+def _register(root: nn.Module, address: str, kind: str, tensor: torch.Tensor | None) -> tuple[dict[str, Any], str]:
+    if kind not in ("parameter", "buffer"):
+        return {address: tensor}, address
     *path, key = address.split(".")
     holder = root
     for word in path:

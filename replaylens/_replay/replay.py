@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from attrs import define, evolve, field, frozen
 
 from .._core.account import NOTHING_KNOWN, Account
 from .._core.graph import Graph
-from .._core.node import Call, Input, Ref, State, refs_of, value_of
+from .._core.node import Call, Input, Ref, State, TensorMeaning, refs_of, value_of
 from .._core.pure import as_leaf, fresh_leaf, same_content, standing
 from .._core.torch_private import peek_interpreter_stack
 from .._core.trees import leaves, thaw
@@ -27,10 +27,12 @@ from .function import as_function
 from .guards import Departure, LeftPath, diverged, misdirected, raising
 from .inputs import require_arguments
 from .interpreter import Code, Mode, Patches, compile_plan, interpret, recorded_world
+from .late import Late, Remembered, mark_of
 from .plan import Plan, plan
 from .recover import recovered
 from .request import At, Change, Request
 from .run import Run
+from .state import StatePlace, all_stand, sight_of
 
 
 class Versions(dict[Ref, int]):
@@ -58,22 +60,75 @@ class Record:
     account: Account = NOTHING_KNOWN
     histories: frozenset[Ref] | None = None  # which values gradients flow through: see gradients.py
     saved: frozenset[str] | None = None  # the nodes whose values are to be kept, if not all are: see recover.py
+    places: Mapping[str, StatePlace] = field(factory=dict)  # by address: where the model holds its tensors
+    _watched: tuple[dict[str, StatePlace], dict[int, StatePlace]] | None = field(default=None, init=False)
 
     def value(self, ref: Ref) -> torch.Tensor:
         """A recorded value, if nobody overwrote it since; computed again, if it was not kept."""
         tensor = self.values.get(ref)
         if tensor is None:
             return recovered(self, [ref])[ref]
-        if self.versions[ref] != version(tensor):
-            raise StaleValue(_stale_text(self.graph, ref))
+        if (reason := self.stale(ref)) is not None:
+            raise StaleValue(reason)
         return tensor
+
+    def stale(self, ref: Ref) -> str | None:
+        """Why a recorded value does not hold any more."""
+        if self.versions[ref] != version(self.values[ref]):
+            return _stale_text(self.graph, ref)
+        place = self.place_of(ref)
+        return None if place is None or place.is_as_it_was() else _stale_text(self.graph, ref, place)
+
+    def place_of(self, ref: Ref) -> StatePlace | None:
+        """Where the model holds the memory in which a recorded value lies, if that is to be as it was recorded."""
+        by_name, by_storage = self.watched
+        if not by_name:
+            return None
+        return by_name.get(ref.node) or by_storage.get(storage_of(self.values[ref]) or 0)
+
+    @property
+    def watched(self) -> tuple[dict[str, StatePlace], dict[int, StatePlace]]:
+        """The places of `place_of`, by the name of a node and by storage."""
+        if self._watched is None:
+            self._watched = self._watch()
+        return self._watched
+
+    def _watch(self) -> tuple[dict[str, StatePlace], dict[int, StatePlace]]:
+        """The state whose recorded values are the model's own tensors. What the forward writes is kept by value."""
+        written = {*[address for address, _ in self.graph.changes], *self.graph.removed}
+        by_name, by_storage = {}, {}
+        for node in self.graph.state_nodes if self.places else ():
+            place = self.places.get(node.address)
+            own = place is not None and place.tensor is not None and place.tensor is self.live.get(node.name)
+            if place is None or not own or not written.isdisjoint((node.address, *node.aliases)):
+                continue
+            by_name[node.name] = place
+            if (key := storage_of(self.values[Ref(node.name)])) is not None:
+                by_storage[key] = place
+        return by_name, by_storage
 
     def steady_values(self) -> list[torch.Tensor]:
         """All recorded values without their histories, if nobody overwrote one since."""
-        for ref, tensor in self.values.items():
-            if self.versions[ref] != version(tensor):
-                raise StaleValue(_stale_text(self.graph, ref))
+        self.require_steady()
         return [tensor.detach() if tensor.requires_grad else tensor for tensor in self.values.values()]
+
+    def require_steady(self) -> None:
+        """Did nobody overwrite a recorded value?"""
+        moved = any(self.versions[ref] != version(tensor) for ref, tensor in self.values.items())
+        if moved or not all_stand(self.watched[0].values()):
+            for ref in self.values:
+                self.value(ref)  # raises for the one that was overwritten
+
+
+def storage_of(tensor: torch.Tensor) -> int | None:
+    """What names the memory that a tensor lies in."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):  # sparse and nested ones have no one memory
+        return None
+
+
+OVERWRITTEN = -2  # in the place of a write counter: of a copy of what had been overwritten
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -92,6 +147,8 @@ class Executed:
     code: Code
     env: list[Any]
     departures: list[Departure]
+    patched: Remembered  # what the patches made
+    given: dict[int, Any]  # how the given tensors looked when it began
 
     def __getitem__(self, ref: Ref) -> Any:
         return self.env[self.code.slots[ref]]
@@ -133,14 +190,15 @@ def execute(record: Record, request: Request, told: Callable[[Code], Code] | Non
             departed(departure)
 
     env = needed.begin(record, request, code)
+    remembered, given = Remembered(), {p: (mark_of(tensor), sight_of(tensor)) for p, tensor in request.given.items()}
     with (
         raising(graph, partial(_altered, graph, request), departed),
         recorded_world(code.draws, graph),
-        _as_running(departed, request.changed),
+        _as_running(departed, request.changed, remembered),
         noticing(patched),
     ):
         interpret(told(code) if told is not None else code, env)
-    return Executed(request, wanted, code, env, departures)
+    return Executed(request, wanted, code, env, departures, remembered, given)
 
 
 def _altered(graph: Graph, request: Request) -> list[str]:
@@ -168,40 +226,16 @@ def replay(
     """Run what the request needs. `resolve` finds what a user's name means, for the Run's own lookups."""
     ran = execute(record, request, told)
     graph, request, code, env = record.graph, ran.request, ran.code, ran.env
-    kept = ran.wanted | request.keep
-
     finish = _same if request.grad else _detached_leaf
-
-    def lookup(at: At) -> Any:
-        if (places := at.each(graph)) is not None:
-            return thaw(places, lambda leaf: lookup(leaf) if type(leaf) is At else leaf)
-        position, node = at.position, graph.nodes[at.position]
-        if at.output is not None and at.output in ended:
-            return ended[at.output]
-        tree = at.output or at.part or value_of(node)
-        refs = [leaf for leaf in leaves(tree) if type(leaf) is Ref]
-        if position in kept and all(env[code.slots[ref]] is not None for ref in refs):
-            return thaw(tree, get)
-        if position in request.given and position not in request.changed:
-            return request.given[position]
-        same = node.name not in code.executed and position not in request.changed and position not in reached()
-        if same and all(ref in record.values for ref in refs) and not request.grad:
-            return thaw(tree, lambda leaf: detached(record.value(leaf)) if type(leaf) is Ref else leaf)
-        if request.fresh:
-            raise ReplaylensError(
-                f"{node.name} was not kept, and fresh draws cannot be repeated. Pass keep=[{node.name!r}]."
-            )
-        again = replay(record, _only(graph, request, position), resolve)
-        return again[at]
-
-    @cache
-    def reached() -> frozenset[int]:
-        """What the change can reach, also where the output did not need it."""
-        names = [graph.nodes[position].name for position in (*request.changed, *request.given)]
-        return frozenset([graph.positions[name] for name in graph.descendants(names)]) if names else frozenset()
+    late = Late(ran, record, supply, _known, finish)
 
     def by_name(name: Any) -> Any:
-        return lookup(name if isinstance(name, At) else resolve(name))
+        at = name if isinstance(name, At) else resolve(name)
+        if (places := at.each(graph)) is not None:
+            return thaw(places, lambda leaf: by_name(leaf) if type(leaf) is At else leaf)
+        if at.output is not None and at.output in ended:
+            return ended[at.output]
+        return late(at.position, at.output or at.part or value_of(graph.nodes[at.position]))
 
     def get(leaf: Any) -> Any:
         return finish(env[code.slots[leaf]]) if type(leaf) is Ref else leaf
@@ -212,8 +246,9 @@ def replay(
     has_output = request.to is None
     ended = {ref: finish(change(env[code.slots[ref]])) for ref, change in request.ends.items()} if has_output else {}
     output = thaw(graph.output, end) if has_output else None
-    changes = {address: get(ref) for address, ref in graph.changes} if has_output else {}
-    return Run(code.executed, changes, tuple(ran.departures), output, has_output, by_name)
+    changes: dict[str, Any] = {address: get(ref) for address, ref in graph.changes} if has_output else {}
+    changes |= dict.fromkeys(graph.removed) if has_output else {}
+    return Run(code.executed, changes, tuple(ran.departures), output, has_output, by_name, late.everything)
 
 
 def _misdirected(graph: Graph, request: Request) -> Iterator[Departure]:
@@ -272,13 +307,6 @@ def _same(value: Any) -> Any:
 
 def _detached_leaf(value: Any) -> Any:
     return detached(value) if isinstance(value, torch.Tensor) else value
-
-
-def _only(graph: Graph, request: Request, position: int) -> Request:
-    """The same up to one node, without what cannot reach it."""
-    name, nodes = graph.nodes[position].name, graph.nodes
-    changed = {p: made for p, made in request.changed.items() if name in graph.descendants([nodes[p].name])}
-    return evolve(request, changed=changed, to=position, ends={}, keep=frozenset(), whole=False, on_divergence="ignore")
 
 
 def _wanted(graph: Graph, request: Request) -> frozenset[int]:
@@ -364,7 +392,7 @@ class _Supply:
 
     def __init__(self, refs: list[Ref], slots: list[int], request: Request) -> None:
         self.refs, self.slots = refs, slots
-        self.kept: tuple[list[torch.Tensor], list[int], list[Any]] | None = None
+        self.kept: tuple[list[torch.Tensor], list[int], list[StatePlace], list[Any]] | None = None
         self.is_steady = not request.given and (not request.grad or bool(request.at))
 
     def begin(self, record: Record, request: Request, code: Code) -> list[Any]:
@@ -373,9 +401,10 @@ class _Supply:
             return self._filled(record, request, code)
         if self.kept is None:
             tensors, versions = [record.values[ref] for ref in self.refs], [record.versions[ref] for ref in self.refs]
-            self.kept = tensors, versions, self._filled(record, request, code)
-        tensors, versions, env = self.kept
-        if -1 not in versions and [tensor._version for tensor in tensors] != versions:
+            self.kept = tensors, versions, _places_of(record, self.refs), self._filled(record, request, code)
+        tensors, versions, places, env = self.kept
+        moved = -1 not in versions and [tensor._version for tensor in tensors] != versions
+        if moved or not all_stand(places):
             for ref in self.refs:
                 record.value(ref)  # raises for the one that was overwritten
         return env.copy()
@@ -387,22 +416,30 @@ class _Supply:
         return env
 
 
+def _places_of(record: Record, refs: Iterable[Ref]) -> list[StatePlace]:
+    """The places of the model's in whose memory these values lie."""
+    found = {id(place): place for ref in refs if (place := record.place_of(ref)) is not None}
+    return list(found.values())
+
+
 class _Running(threading.local):
     """What the replays that run in this thread are for, the innermost last: cached code looks its patches up here."""
 
     def __init__(self) -> None:
-        self.stack: list[tuple[Callable[[Departure], None], dict[int, tuple[Change, ...]]]] = []
+        self.stack: list[tuple[Callable[[Departure], None], dict[int, tuple[Change, ...]], Remembered]] = []
 
 
 _running = _Running()
 
 
 @contextmanager
-def _as_running(departed: Callable[[Departure], None], changed: dict[int, tuple[Change, ...]]) -> Iterator[None]:
+def _as_running(
+    departed: Callable[[Departure], None], changed: dict[int, tuple[Change, ...]], patched: Remembered
+) -> Iterator[None]:
     depth = len(_running.stack)
     try:
         try:
-            _running.stack.append((departed, changed))
+            _running.stack.append((departed, changed, patched))
             yield
         finally:
             del _running.stack[depth:]
@@ -411,7 +448,13 @@ def _as_running(departed: Callable[[Departure], None], changed: dict[int, tuple[
 
 
 def _patch_of_now(position: int, number: int) -> Callable[..., Any]:
-    return lambda value: _running.stack[-1][1][position][number](value)
+    def patch(value: Any) -> Any:
+        _, changed, patched = _running.stack[-1]
+        change = changed[position][number]
+        made = change(value)
+        return made if change.is_steady else patched.note(position, number, made)
+
+    return patch
 
 
 def _known(record: Record, request: Request) -> bytearray:
@@ -443,7 +486,7 @@ def supply(record: Record, request: Request, ref: Ref) -> Any:
         recorded = record.value(ref)
         if live.data_ptr() == recorded.data_ptr():
             return live
-        if not any(ref.node == address for address, _ in _changed_nodes(record.graph)):
+        if not _is_written(record.graph, ref.node):
             raise StaleValue(_stale_text(record.graph, ref))
         if live.grad_fn is not None:  # a buffer with the history of what was written into it since
             return recorded
@@ -454,9 +497,11 @@ def supply(record: Record, request: Request, ref: Ref) -> Any:
     return value if ref.node in record.live or (request.grad and value.is_leaf) else as_leaf(value)
 
 
-def _changed_nodes(graph: Graph) -> list[tuple[str, Ref]]:
-    by_address = {node.address: node.name for node in graph.state_nodes}
-    return [(by_address[address], ref) for address, ref in graph.changes]
+def _is_written(graph: Graph, name: str) -> bool:
+    """Does the forward leave another value at a place of this state?"""
+    node = graph[name]
+    written = {*[address for address, _ in graph.changes], *graph.removed}
+    return isinstance(node, State) and not written.isdisjoint((node.address, *node.aliases))
 
 
 def _flagged(given: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
@@ -544,6 +589,7 @@ def _watch(record: Record, supply: tuple[int, ...], inputs: list[int]) -> Callab
     """Asks whether a value that a function holds was overwritten since, and whether its arguments fit."""
     refs = [ref for position in supply if position not in inputs for ref in refs_of(record.graph.nodes[position])]
     tensors, versions = [record.values[ref] for ref in refs], [record.versions[ref] for ref in refs]
+    places = _places_of(record, refs)
 
     names = [record.graph.nodes[position].name for position in inputs]
 
@@ -551,7 +597,8 @@ def _watch(record: Record, supply: tuple[int, ...], inputs: list[int]) -> Callab
         require_arguments(record.graph, names, arguments, record.live)
         given = {Ref(name): tensor for name, tensor in zip(names, arguments, strict=True)}
         require_as_asked(record.graph, record.values, given)
-        if -1 not in versions and [tensor._version for tensor in tensors] != versions:
+        moved = -1 not in versions and [tensor._version for tensor in tensors] != versions
+        if moved or not all_stand(places):
             for ref in refs:
                 record.value(ref)  # raises for the one that was
 
@@ -571,11 +618,23 @@ def _only_ref(graph: Graph, position: int) -> Ref:
     return tree
 
 
-def _stale_text(graph: Graph, ref: Ref) -> str:
+def _stale_text(graph: Graph, ref: Ref, place: StatePlace | None = None) -> str:
     node = graph[ref.node]
     what = f"the {node.kind} `{node.address}`" if isinstance(node, State) else f"the recorded value of `{ref.node}`"
+    how = "was overwritten since the capture, by an optimizer's step or an operation in place"
+    now = place.now() if place is not None else None
+    if place is not None and isinstance(node, State):
+        how = place.change
+        meaning = TensorMeaning.of(now) if now is not None else None
+        if meaning is None or (meaning.shape, meaning.dtype, meaning.device) != _kind(node.meaning):
+            is_now = "" if meaning is None else f": it is {meaning} on {meaning.device}, and was {node.meaning}"
+            return f"{what} {how}{is_now}.\nCapture the model again, on inputs that fit it."
     return (
-        f"{what} was overwritten since the capture, by an optimizer's step or an operation in place.\n"
+        f"{what} {how}.\n"
         "`prog = prog.refresh()` runs the program again on what is there now; `state={...}` gives "
         "other parameters to one replay."
     )
+
+
+def _kind(meaning: TensorMeaning) -> tuple[Any, ...]:
+    return meaning.shape, meaning.dtype, meaning.device

@@ -14,6 +14,7 @@ from attrs import field, frozen
 from .._core.graph import Graph
 from .._core.node import Ref
 from .._core.trees import remake
+from .._edit.patch import Clamp, Mean, Scale, Zero
 from .inputs import Mismatch
 
 
@@ -42,6 +43,12 @@ class Change:
     hooked: Callable[[Any], Any]  # the same as it lies, as a hook would give it
     free: Callable[[Any], Any]  # the same for a value that is not of the recorded shape
     what: Any = None  # as the user gave it
+
+    @property
+    def is_steady(self) -> bool:
+        """Does it give the same whenever it is asked? A user's function need not; a given tensor may be written to."""
+        number = isinstance(self.what, Scale) and not isinstance(self.what.k, torch.Tensor)
+        return number or isinstance(self.what, (Zero, Mean, Clamp))
 
     @property
     def ref(self) -> Ref | None:

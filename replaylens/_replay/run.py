@@ -1,8 +1,8 @@
 """Run: the values of one replay.
 
 In: what the interpreter left in its env, and how the replay was asked for. Out: the output in the model's own
-structure, any value by name. What was not kept is computed again when it is asked for: a program is pure, so it is
-the same value.
+structure, any value by name. What was not kept is computed when it is asked for, from what led to
+the output: see late.py.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ class Run(Reference):
     """
 
     executed: tuple[str, ...]
-    state_changes: dict[str, torch.Tensor]
+    state_changes: dict[str, torch.Tensor | None]
     departures: tuple[Departure, ...]
     _output: Any
     _has_output: bool
     _lookup: Callable[[Any], Any] = field()
+    _everything: Callable[[], None] = field(default=lambda: None)  # computes all that was not kept
     program: Any = None  # where the model itself was run: the path that it took, as a Program, patches and all
     origin: Origin | None = None
 
@@ -84,6 +85,11 @@ class Run(Reference):
 
     def __getitem__(self, name: Any) -> Any:
         return self._lookup(name)
+
+    def hold_all(self) -> Run:
+        """Compute now, in one go, every value that the replay did not keep."""
+        self._everything()
+        return self
 
     def _value_for(self, name: str) -> Any:
         return self[name]

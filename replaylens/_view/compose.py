@@ -16,7 +16,7 @@ from .._core.node import Ref, State
 from .._edit.content import shown
 from .._lens.layers import Atlas, Layer, Place
 from .._replay.gradients import histories
-from .._replay.replay import Record, replay
+from .._replay.replay import Record
 from .._replay.run import Run
 from ..errors import CannotDraw, NoGradient, NoSuchLayer, NotSaved
 from .change import LayerChange, compare
@@ -126,7 +126,7 @@ def executed_in(atlas: Atlas, run: Run) -> list[str]:
 
 def _changes(record: Record, atlas: Atlas, layers: Layers, run: Run, labels: set[str]) -> dict[str, float]:
     """How much layers changed in a replay."""
-    full = with_all_values(record, run)
+    full = with_all_values(run)
     found = [compared(layers(place), full) for place in atlas.places if place.label in labels]
     return {change.label: change.change for change in found if change.change is not None}
 
@@ -144,14 +144,9 @@ def compared(layer: Layer, run: Run) -> LayerChange:
     return compare(layer.label, tensors_in(old), tensors_in(value))
 
 
-def with_all_values(record: Record, run: Run) -> Run:
+def with_all_values(run: Run) -> Run:
     """The same replay with every value kept. Fresh draws cannot be repeated: such a run has what it kept."""
-    assert run.origin is not None
-    request = run.origin.request
-    if request.fresh:
-        return run
-    keep = frozenset(range(len(record.graph)))
-    return replay(record, evolve(request, keep=keep, on_divergence="ignore"), run.origin.resolve)
+    return run.hold_all()
 
 
 def patched_in(graph: Graph, atlas: Atlas, run: Run) -> dict[str, str]:

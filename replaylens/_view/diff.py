@@ -85,7 +85,7 @@ def diff(record: Record, atlas: Atlas, layers: Sequence[Layer], run: Run) -> Dif
         ran, values = labels, run
     else:
         ran = labels & {*executed_in(atlas, run), *patched_in(record.graph, atlas, run)}
-        values = with_all_values(record, run)
+        values = with_all_values(run)
     rows = [compared(layer, values) for layer in layers if layer.label in ran]
     return Diff(tuple(rows), labels - ran, lambda name: atlas.find(name).label)
 

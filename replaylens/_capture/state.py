@@ -1,0 +1,165 @@
+"""What a forward left in the tensors that the model holds.
+
+In: a tracer whose forward is over. Out, in its recording: the places whose tensors have another value, where another
+tensor stands or none; what stood there before and after, kept by value, so that the next forward of the model leaves
+the program as it is; and what every tensor of the model looked like, to notice later what became of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._core.pure import history_of, writable_copy
+from .._replay.state import PLAIN, StatePlace, attribute_at, sight_of
+from .builder import Handle, SourceRecord, version_of
+from .recorder import Recorder
+from .snapshot import Snapshot
+from .storage import Entry, storage_key
+
+Where = tuple[Any, str]  # module, and the name or path of a tensor there
+Firsts = dict[int, Handle]  # by the id of a tensor that the model held when it was first read: the value then
+
+
+def held(module: Any, key: str) -> torch.Tensor | None:
+    """The parameter or buffer that a module has under this name now."""
+    for tensors in (module._parameters, module._buffers):
+        if key in tensors:
+            return tensors[key]
+    return None
+
+
+def take_changes(recorder: Recorder, snapshot: Snapshot) -> None:
+    """Which parameters, buffers and other tensors of the model hold another value than at the start."""
+    recording, memory = recorder.recording, recorder.memory
+    quiet = not memory.written and not memory.parted and recorder.origins.same_parameters()
+    sources = recorder.stateful if quiet else [r for r in recording.records if isinstance(r, SourceRecord)]
+    firsts: Firsts = {id(s.tensor): s.returns for s in sources if s.kind not in ("input", "constant")}
+    for source in list(sources):
+        if source.kind == "parameter":
+            _compare(recorder, source.where, source.tensor, held(*source.where), firsts)
+    for module, buffers in recorder.origins.begun:
+        tensors = module._buffers
+        for key, first in buffers.items():
+            now = held(module, key) if key in tensors else None
+            if now is not first or not quiet:
+                _compare(recorder, (module, key), first, now, firsts)
+    _take_new_buffers(recorder, firsts)
+    _take_attributes(recorder, snapshot, [s for s in sources if s.kind == "attribute"], firsts)
+
+
+def _take_new_buffers(recorder: Recorder, firsts: Firsts) -> None:
+    begun = recorder.origins.begun_by_module
+    for module, key, now in recorder.origins.buffers():
+        if key not in begun.get(id(module), ()):
+            _compare(recorder, (module, key), None, now, firsts)
+
+
+def _take_attributes(recorder: Recorder, snapshot: Snapshot, sources: list[SourceRecord], firsts: Firsts) -> None:
+    """Tensors that hang on the model in another way: those that it read, and those that it exchanged."""
+    seen = set()
+    for source in sources:
+        module, path = source.where
+        seen.add((id(module), path))
+        now = attribute_at(vars(module), path) if isinstance(module, nn.Module) else source.tensor
+        _compare(recorder, source.where, source.tensor, now, firsts)
+    known = recorder.origins.known_modules if snapshot.attributes else ()
+    for module, attributes in snapshot.attributes:
+        for key, first in attributes.items():
+            is_exchanged = type(first) in PLAIN and (now := vars(module).get(key)) is not first
+            if is_exchanged and (id(module), key) not in seen and id(module) in known:
+                _compare(recorder, (module, key), first, now if isinstance(now, torch.Tensor) else None, firsts)
+
+
+def _compare(
+    recorder: Recorder, where: Where, first: torch.Tensor | None, now: torch.Tensor | None, firsts: Firsts
+) -> None:
+    """Note what became of the tensor at a place."""
+    if now is None:
+        if first is not None:
+            recorder.recording.removed.append(where)
+        return
+    last = _last(recorder, now, is_same=now is first)
+    if last is None:
+        return
+    same = recorder.memory.same_content(last)
+    if first is not None and firsts.get(id(first)) in same:
+        return
+    last = same[-1]
+    recorder.recording.changes.append((where, last))
+    if now is not first:
+        recorder.recording.replaced.append(where)
+
+
+def _last(recorder: Recorder, now: torch.Tensor, is_same: bool) -> Handle | None:
+    """The value that a tensor of the model holds at the end; None for one that stands where it stood, unwritten."""
+    memory = recorder.memory
+    if (known := memory.read(now)) is not None:
+        return known
+    if not is_same:
+        return recorder.read(now)
+    base = memory.bases.get(storage_key(now) or 0) if memory.written else None
+    return recorder.read(now) if base is not None and base.version else None
+
+
+def keep_by_value(recorder: Recorder) -> None:
+    """Copies of what stood before and stands now where the forward wrote: the model writes there again."""
+    recording, memory = recorder.recording, recorder.memory
+    if not recording.changes and not recording.removed:
+        return
+    read = {_key(record.where): record for record in recorder.stateful}
+    for where in (*[where for where, _ in recording.changes], *recording.removed):
+        record = read.get(_key(where))
+        if record is not None and recording.values[record.returns] is record.tensor:
+            _keep(recorder, record.returns)
+    for where, handle in recording.changes:
+        now = _standing(where)
+        known = memory.live.get(id(now))
+        if isinstance(known, Entry) and known.base.version:
+            memory.preserve(known.base)
+        elif _key(where) in read or held(*where) is not None:  # a stashed activation is only referred to
+            _keep(recorder, handle)
+
+
+def _key(where: Where) -> tuple[int, str]:
+    return id(where[0]), where[1]
+
+
+def _standing(where: Where) -> torch.Tensor | None:
+    """The tensor that stands at a place now."""
+    module, key = where
+    if not isinstance(module, nn.Module):
+        return None
+    return now if (now := held(module, key)) is not None else attribute_at(vars(module), key)
+
+
+def _keep(recorder: Recorder, handle: Handle) -> None:
+    """A copy of one value in the place of the tensor that the model holds."""
+    recording = recorder.recording
+    if handle in recording.gone:
+        return
+    value = recording.values[handle]
+    if (history := history_of(value)) is not None:
+        recording.gradients[handle] = history
+    with torch.no_grad():
+        copy = writable_copy(value.detach())
+    flag = value.requires_grad and copy.is_floating_point() and not copy.is_inference()
+    recording.values[handle] = copy.requires_grad_() if flag else copy
+    recording.versions[handle] = version_of(recording.values[handle])
+
+
+def note_places(recorder: Recorder) -> None:
+    """Where the model holds what the forward read or wrote, and what it looks like there."""
+    recording, begun = recorder.recording, recorder.origins.begun_by_module
+    add = recording.places.append
+    for record in [record for record in recording.records if type(record) is SourceRecord]:
+        kind, where, tensor = record.kind, record.where, record.tensor
+        if kind not in ("input", "constant") and isinstance(where[0], nn.Module):
+            add((where, StatePlace.of(where[0], where[1], kind, tensor, sight_of(tensor))))
+    for where in (*[where for where, _ in recording.changes], *recording.removed):
+        module, key = where
+        if isinstance(module, nn.Module):
+            own = key in module._buffers or key in module._parameters or key in begun.get(id(module), ())
+            add((where, StatePlace.of(module, key, "buffer" if own else "attribute", None, (None, None))))

@@ -1,0 +1,194 @@
+"""What a replay did not keep, when somebody asks for it later: the value that led to the run's output, or StaleValue.
+
+In: an executed request. Out: values by place. A first question runs what that value needs, a second one all the rest;
+everything on the way is remembered. What patches made is not asked of them again: they may draw, count, or read a
+tensor that is another one by now. Of what was given, it is noticed if somebody wrote to it since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from attrs import evolve
+
+from .._core.node import Call, Ref, refs_of
+from .._core.trees import leaves, thaw
+from ..errors import ReplaylensError, StaleValue
+from .interpreter import Mode, compile_plan, interpret, recorded_world
+from .plan import Plan, plan
+from .state import sight_of
+
+
+def mark_of(value: Any) -> Any:
+    """What tells whether a value was written to since."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(mark_of, value))
+    return _version(value) if isinstance(value, torch.Tensor) else None
+
+
+def _version(tensor: torch.Tensor) -> int:
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1
+
+
+def _marks(env: list[Any]) -> list[Any]:
+    try:
+        return [value._version if type(value) is torch.Tensor else mark_of(value) for value in env]
+    except RuntimeError:  # inference tensors have no write counter
+        return list(map(mark_of, env))
+
+
+class Remembered:
+    """What patches made in a replay, by position and number: a second question gets the same answer."""
+
+    def __init__(self) -> None:
+        self.values: dict[tuple[int, int], tuple[Any, Any]] = {}
+
+    def note(self, position: int, number: int, value: Any) -> Any:
+        """This is what the patch made."""
+        self.values[position, number] = value, mark_of(value)
+        return value
+
+    def again(self, position: int, number: int, name: str) -> Any:
+        """What it made then, if nobody wrote to it since."""
+        value, mark = self.values[position, number]
+        if mark_of(value) != mark:
+            raise StaleValue(_text(f"what the patch at `{name}` gave", name))
+        return value
+
+
+class Late:
+    """The values of one replay."""
+
+    def __init__(
+        self,
+        ran: Any,
+        record: Any,
+        supply: Callable[..., Any],
+        known: Callable[..., bytearray],
+        finish: Callable[[Any], Any],
+    ) -> None:
+        self.record, self.request, self.code, self.env = record, ran.request, ran.code, ran.env
+        self.supply, self.known, self.finish = supply, known, finish
+        self.patched: Remembered = ran.patched
+        self.given = ran.given
+        self.kept = ran.wanted | ran.request.keep
+        self.marks = _marks(ran.env) if ran.request.keep else self._marks_of_wanted(ran.wanted)
+        self.asked = 0
+        self.values: dict[Ref, tuple[Any, Any]] = {}  # what was computed since
+
+    def _marks_of_wanted(self, wanted: Iterable[int]) -> Any:
+        nodes, slots = self.record.graph.nodes, self.code.slots
+        return {slots[ref]: mark_of(self.env[slots[ref]]) for p in wanted for ref in refs_of(nodes[p])}
+
+    def __call__(self, position: int, tree: Any) -> Any:
+        """The values at a node, as a tree."""
+        refs = [leaf for leaf in leaves(tree) if type(leaf) is Ref]
+        if not all(map(self._is_here, refs)):
+            if self._is_as_recorded(position) and all(ref in self.record.values for ref in refs):
+                return thaw(tree, lambda leaf: self.finish(self.record.value(leaf)) if type(leaf) is Ref else leaf)
+            self._run(position)
+        return thaw(tree, lambda leaf: self.finish(self._held(leaf)) if type(leaf) is Ref else leaf)
+
+    def everything(self) -> None:
+        """All that the replay ran, in one run."""
+        positions = [self.record.graph.positions[name] for name in self.code.executed]
+        if not self.request.fresh and any(not self._has(position) for position in positions):
+            self._execute(positions)
+
+    def _is_here(self, ref: Ref) -> bool:
+        is_kept = self.record.graph.positions[ref.node] in self.kept
+        return ref in self.values or (is_kept and self.env[self.code.slots[ref]] is not None)
+
+    def _held(self, ref: Ref) -> Any:
+        slot = self.code.slots[ref]
+        value, mark = self.values[ref] if ref in self.values else (self.env[slot], self.marks[slot])
+        if mark_of(value) != mark:
+            raise StaleValue(_text(f"the value of `{ref.node}` in this run", ref.node))
+        return value
+
+    def _has(self, position: int) -> bool:
+        return all(map(self._is_here, refs_of(self.record.graph.nodes[position])))
+
+    def _is_as_recorded(self, position: int) -> bool:
+        """Can nothing of what was asked for have changed the value there, and was it not run again?"""
+        request, name = self.request, self.record.graph.nodes[position].name
+        changed = position in request.changed or position in request.given or position in self._reached
+        return not changed and name not in self._executed and not request.grad
+
+    @cached_property
+    def _executed(self) -> frozenset[str]:
+        return frozenset(self.code.executed)
+
+    @cached_property
+    def _reached(self) -> frozenset[int]:
+        """What the change can reach, also where the output did not need it."""
+        graph, request = self.record.graph, self.request
+        names = [graph.nodes[position].name for position in (*request.changed, *request.given, *request.start)]
+        return frozenset([graph.positions[name] for name in graph.descendants(names)]) if names else frozenset()
+
+    def _run(self, position: int) -> None:
+        graph, name = self.record.graph, self.record.graph.nodes[position].name
+        if self.request.fresh:
+            raise ReplaylensError(f"{name} was not kept, and fresh draws cannot be repeated. Pass keep=[{name!r}].")
+        self.asked += 1
+        rest = [graph.positions[other] for other in self.code.executed] if self.asked > 1 else []
+        self._execute([position, *rest])
+
+    def _execute(self, positions: Iterable[int]) -> None:
+        """Run what these nodes need and nobody remembers."""
+        graph, record = self.record.graph, self.record
+        made = self._plan(positions)
+        patches = {
+            position: tuple([(c.tree, partial(self._patched, position, n)) for n, c in enumerate(changes)])
+            for position, changes in self.request.changed.items()
+        }
+        mode = Mode(self.request.grad, on_departure=lambda departure: None)
+        code = compile_plan(graph, made, record.draws, mode, patches, record.value)
+        env = list(code.template)
+        for position in made.supply:
+            for ref in refs_of(graph.nodes[position]):
+                env[code.slots[ref]] = self._held(ref) if self._is_here(ref) else self._source(position, ref)
+        with recorded_world(code.draws, graph):
+            interpret(code, env)
+        for position in (*made.run, *made.supply):
+            for ref in refs_of(graph.nodes[position]):
+                if not self._is_here(ref) and (value := env[code.slots[ref]]) is not None:
+                    self.values[ref] = value, mark_of(value)
+
+    def _plan(self, positions: Iterable[int]) -> Plan:
+        graph = self.record.graph
+        known = self.known(self.record, self.request)
+        for position, node in enumerate(graph.nodes):
+            if isinstance(node, Call):
+                usable = known[position] and position not in self._reached
+                known[position] = self._has(position) or usable
+        made = plan(graph, positions, known, (), keep=range(len(graph)))
+        there = {*made.run, *made.supply}
+        return evolve(made, patch=tuple([p for p in sorted(self.request.changed) if p in there and not self._has(p)]))
+
+    def _source(self, position: int, ref: Ref) -> Any:
+        given = self.request.given.get(position)
+        if given is not None and self.given[position] != (mark_of(given), sight_of(given)):
+            raise StaleValue(_text(f"what was given for `{ref.node}`", ref.node))
+        return self.supply(self.record, self.request, ref)
+
+    def _patched(self, position: int, number: int, value: Any) -> Any:
+        if (position, number) in self.patched.values and not self._is_differentiated(position):
+            return self.patched.again(position, number, self.record.graph.nodes[position].name)
+        return self.patched.note(position, number, self.request.changed[position][number](value))
+
+    def _is_differentiated(self, position: int) -> bool:
+        """Does a call take a gradient through the node, for which the patch must be a function?"""
+        name = self.record.graph.nodes[position].name
+        return any(name in call.through for call in self.record.graph.calls)
+
+
+def _text(what: str, name: str) -> str:
+    cure = f"Ask for values before, or let the replay hold them: keep={[name]!r}."
+    return f"{what} was overwritten since the replay.\n{cure}"

@@ -1,0 +1,173 @@
+"""Where the model holds its parameters, buffers and other tensors, and what stood there when it was captured.
+
+In: a module, and the name or path of a tensor in it. Out: a StatePlace, which says what stands there now, puts another
+tensor there, and tells whether what was recorded is overwritten. Torch's write counters miss much: `p.data = other`,
+`model.double()`, `load_state_dict(assign=True)`, fused optimizers, the statistics of a batch norm. So the place, the
+address in memory and the first eight bytes are compared too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from ctypes import c_uint64
+from typing import Any
+
+import torch
+from attrs import field, frozen
+from torch import nn
+
+PLAIN = frozenset((torch.Tensor, nn.Parameter))
+Sight = tuple[int | None, int | None]  # of a tensor: its address in memory, and the first eight bytes there
+
+
+def sight_of(tensor: torch.Tensor) -> Sight:
+    """Where a tensor lies, and what stands there first; None where torch does not say."""
+    if type(tensor) not in PLAIN:
+        return None, None
+    try:
+        address = tensor.data_ptr()
+    except (RuntimeError, NotImplementedError):  # sparse and wrapped ones
+        return None, None
+    if not address or not tensor.is_cpu or tensor.nbytes < 8:
+        return address, None
+    return address, c_uint64.from_address(address).value
+
+
+@frozen(eq=False)
+class StatePlace:
+    """A place in a module, and the tensor that stood there when the forward was over. It does not hold the module."""
+
+    key: str  # the name of a parameter or buffer; the path to another tensor
+    kind: str  # "parameter" | "buffer" | "attribute"
+    tensor: torch.Tensor | None
+    held: tuple[dict[str, Any], ...]  # the module's parameters and buffers; or its attributes
+    sight: Sight = field(default=(None, None))
+    dtype: torch.dtype | None = None  # what it was of, when it stood there
+    cell: c_uint64 | None = field(init=False)  # the first eight bytes, to be read again and again
+
+    @cell.default
+    def _cell(self) -> c_uint64 | None:
+        address, word = self.sight
+        return None if address is None or word is None else c_uint64.from_address(address)
+
+    @classmethod
+    def of(cls, module: nn.Module, key: str, kind: str, tensor: torch.Tensor | None, sight: Sight) -> StatePlace:
+        """The place of a tensor in a module."""
+        held = (vars(module),) if kind == "attribute" else (module._parameters, module._buffers)
+        return cls(key, kind, tensor, held, sight, None if tensor is None else tensor.dtype)
+
+    def now(self) -> torch.Tensor | None:
+        """What stands there now."""
+        if self.kind == "attribute":
+            return attribute_at(self.held[0], self.key)
+        for tensors in self.held:
+            if self.key in tensors:  # those of TorchScript are no dicts
+                return tensors[self.key]
+        return None
+
+    def put(self, tensor: torch.Tensor | None) -> None:
+        """Let another tensor stand there, as an assignment in the forward does."""
+        if self.kind == "attribute":
+            put_attribute(self.held[0], self.key, tensor)
+        else:
+            self.held[self.key not in self.held[0]][self.key] = tensor
+
+    def is_as_it_was(self) -> bool:
+        """Does the very tensor stand there still, in the same memory, with the same first bytes?"""
+        tensor = self.tensor
+        return tensor is not None and self.now() is tensor and sight_of(tensor) == self.sight
+
+    def is_whole_elsewhere(self) -> bool:
+        """Stands another tensor there now, and is the one that stood there as it was?"""
+        return self.tensor is not None and self.now() is not self.tensor and sight_of(self.tensor) == self.sight
+
+    @property
+    def change(self) -> str:
+        """What became of it, in words."""
+        tensor, now = self.tensor, self.now()
+        if tensor is not None and now is tensor and sight_of(tensor)[0] == self.sight[0]:
+            return "was overwritten since the capture, by an optimizer's step or an operation in place"
+        if now is None:
+            return "stands no more where it was at the capture: it was removed or parametrized"
+        return "was replaced since the capture"
+
+
+def all_stand(places: Iterable[StatePlace]) -> bool:
+    """Are all as they were? Asked at every replay."""
+    for place in places:
+        tensor, (address, word) = place.tensor, place.sight
+        if place.now() is not tensor:
+            return False
+        if address is None or tensor is None:
+            continue
+        if tensor.data_ptr() != address or (place.cell is not None and place.cell.value != word):
+            return False
+    return True
+
+
+def attribute_at(attributes: dict[str, Any], path: str) -> torch.Tensor | None:
+    """The tensor that a path leads to among a module's attributes: `anchors[2]`, `cache['keys'].last`."""
+    key, rest = _parted(path)
+    thing = attributes.get(key)
+    while rest:
+        step = next(((text, value) for text, value, _ in _members(thing) if _begins(rest, text)), None)
+        if step is None:
+            return None
+        rest, thing = rest[len(step[0]) :], step[1]
+    return thing if isinstance(thing, torch.Tensor) else None
+
+
+def put_attribute(attributes: dict[str, Any], path: str, tensor: torch.Tensor | None) -> None:
+    """Let a path lead to another tensor."""
+    key, rest = _parted(path)
+    attributes[key] = _put(attributes.get(key), rest, tensor)
+
+
+def _put(thing: Any, path: str, tensor: torch.Tensor | None) -> Any:
+    if not path:
+        return tensor
+    for text, value, put in _members(thing):
+        if _begins(path, text):
+            return put(_put(value, path[len(text) :], tensor))
+    return thing
+
+
+def _parted(path: str) -> tuple[str, str]:
+    ends = [place for mark in ".[" if (place := path.find(mark)) >= 0]
+    return (path[: min(ends)], path[min(ends) :]) if ends else (path, "")
+
+
+def _begins(path: str, text: str) -> bool:
+    return path.startswith(text) and path[len(text) : len(text) + 1] in ("", ".", "[")
+
+
+def _members(thing: Any) -> Iterator[tuple[str, Any, Callable[[Any], Any]]]:
+    """What is in a container or an object: its name there, its value, and what gives the whole with another value."""
+    if isinstance(thing, tuple):
+        for number, value in enumerate(thing):
+            yield f"[{number}]", value, _in_tuple(thing, number)
+    elif isinstance(thing, list):
+        for number, value in enumerate(thing):
+            yield f"[{number}]", value, _in_items(thing, thing, number)
+    elif isinstance(thing, dict):
+        for key, value in list(thing.items()):
+            yield f"[{key!r}]", value, _in_items(thing, thing, key)
+    elif hasattr(thing, "__dict__") and not isinstance(thing, (type, torch.Tensor, nn.Module)):
+        for name, value in list(vars(thing).items()):
+            yield f".{name}", value, _in_items(thing, vars(thing), name)
+
+
+def _in_tuple(thing: Any, number: int) -> Callable[[Any], Any]:
+    def put(value: Any) -> Any:
+        items = [*thing[:number], value, *thing[number + 1 :]]
+        return type(thing)(*items) if hasattr(thing, "_fields") else tuple(items)
+
+    return put
+
+
+def _in_items(thing: Any, items: Any, key: Any) -> Callable[[Any], Any]:
+    def put(value: Any) -> Any:
+        items[key] = value
+        return thing
+
+    return put
