@@ -45,6 +45,7 @@ from .errors import (
     NoGradient as NoGradient,
     NoSuchLayer as NoSuchLayer,
     NotDifferentiable as NotDifferentiable,
+    NotPickled as NotPickled,
     NotSaved as NotSaved,
     NoValues as NoValues,
     ReplaylensError as ReplaylensError,

@@ -104,6 +104,10 @@ class StaleValue(ReplaylensError, RuntimeError):
     """
 
 
+class NotPickled(ReplaylensError, TypeError):
+    """Programs, runs, layers and sweeps hold functions, and cannot be pickled. Save the tensors that are needed."""
+
+
 class DivergedReplay(ReplaylensError, RuntimeError):
     """The model would have taken another path than the recorded one, and nobody could run the model there.
 

@@ -113,7 +113,11 @@ def keep_by_value(recorder: Recorder) -> None:
     for where in (*[where for where, _ in recording.changes], *recording.removed):
         record = read.get(_key(where))
         if record is not None and recording.values[record.returns] is record.tensor:
-            _keep(recorder, record.returns)
+            known = memory.live.get(id(record.tensor))
+            if isinstance(known, Entry) and not known.steps:
+                memory.preserve(known.base)
+            else:
+                _keep(recorder, record.returns)
     for where, handle in recording.changes:
         now = _standing(where)
         known = memory.live.get(id(now))

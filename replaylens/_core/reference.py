@@ -5,10 +5,37 @@ It stands this low because patches know no more of it than this.
 
 from __future__ import annotations
 
-from typing import Any
+from copy import deepcopy
+from typing import Any, NoReturn
+
+from attrs import fields
+
+from ..errors import NotPickled
 
 
-class Reference:
+class Unpickled:
+    """A base for what holds functions of the user's and of torch's: it can be copied, and cannot be pickled."""
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        what = f"a {type(self).__name__}"
+        raise NotPickled(
+            f"{what} holds functions, and cannot be pickled or saved by torch.save: that is not supported yet.\n"
+            "Save the tensors that you need (`layer.value`, `run.output`), or capture again where it is to be used."
+        )
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = memo[id(self)] = object.__new__(type(self))
+        for one in fields(type(self)):  # type: ignore[arg-type]
+            object.__setattr__(made, one.name, deepcopy(getattr(self, one.name), memo))
+        return made
+
+
+class Reference(Unpickled):
     """A base for what `From(...)` and `Mean(of=...)` read. Its subclasses say which value they have under a name."""
 
     __slots__ = ()

@@ -15,6 +15,7 @@ from attrs import define, field, frozen
 from .._core.graph import Graph
 from .._core.node import Call, Input, Ref
 from .._core.pure import mutate, same_content
+from .._core.reference import Unpickled
 from .._core.target import Target
 from .._core.trees import freeze_deep, leaves, thaw
 from .._replay.guards import diverged
@@ -218,7 +219,7 @@ def _put(values: Any, number: int, result: Any, key: Any) -> None:
 
 
 @frozen(eq=False)
-class Planned:
+class Planned(Unpickled):
     """Many replays that were asked for, and not run yet."""
 
     together: Together

@@ -18,6 +18,7 @@ from attrs import evolve, frozen
 from .._core.graph import Graph
 from .._core.node import Call, Input, Node, Ref, State, TensorMeaning, meanings_of, value_of
 from .._core.pure import mutate, placed
+from .._core.reference import Unpickled
 from .._core.trees import leaves, thaw
 from ..errors import BadMetric, NoGradient
 from .cuts import Cuts, hidden
@@ -28,7 +29,7 @@ Found = Mapping[Ref, torch.Tensor | None]
 
 
 @frozen(eq=False, repr=False)
-class Grads(Mapping[str, Any]):
+class Grads(Unpickled, Mapping[str, Any]):
     """The gradients of one number at the values of a program: `grads["relu_3"]`, under any of a layer's names.
 
     Each is the gradient at the value as the model saw it: what reads that value takes part, whatever it is called or

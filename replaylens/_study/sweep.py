@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from attrs import field, frozen
 
+from .._core.reference import Unpickled
 from .._core.torch_private import pytree
 from .._edit.locate import Part
 from .._edit.patch import patch_of
@@ -25,7 +26,7 @@ from .plots import heatmap, optional
 
 
 @frozen(eq=False, repr=False)
-class Sweep:
+class Sweep(Unpickled):
     """What a metric was under each of many patches: `sweep["layer4.1", 3]`, `.values`, `.grid`, `.to_pandas()`.
 
     `values[n]` belongs to `keys[n]`, whose words are named by `axes`. `baseline` is the metric without any patch.

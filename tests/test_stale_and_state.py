@@ -1,0 +1,454 @@
+"""What became of a model's tensors since the capture, and what a forward leaves in them.
+
+Witness: the plain model, run as often, or forward hooks on it.
+"""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from oracle import assert_same
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import replaylens as rl
+
+
+def x(seed=0):
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+
+
+class Stateful(nn.Module):
+    """A model that does what a function says, with buffers and attributes of these names."""
+
+    def __init__(self, does, buffers=(), attributes=(), **more):
+        super().__init__()
+        self.does = does
+        for number, name in enumerate(buffers):
+            self.register_buffer(name, x(10 + number))
+        for number, name in enumerate(attributes):
+            setattr(self, name, x(20 + number))
+        for name, value in more.items():
+            setattr(self, name, value)
+
+    def forward(self, x):
+        return self.does(self, x)
+
+
+def hands_on(m, x):
+    y = x + m.last - 2 * m.prev
+    m.last, m.prev = x * 2, m.last
+    return y
+
+
+def exchanges(m, x):
+    y = x + m.a - 2 * m.b
+    m.a, m.b = m.b, m.a
+    return y
+
+
+def exchanges_unread(m, x):
+    m.a, m.b = m.b, m.a
+    return x * 3
+
+
+def gives_two_one(m, x):
+    y = x + m.a - 2 * m.b
+    m.a = m.b = x * 2
+    return y
+
+
+def writes_only(m, x):
+    m.a = x * 2
+    m.b.copy_(x)
+    return x + 1
+
+
+def grows(m, x):
+    y = x + m.a
+    m.a = torch.cat([m.a[:1], y.sum(0, keepdim=True)]).sum(0, keepdim=True)
+    return y
+
+
+def counts(m, x):
+    m.a.add_(1)
+    return x * m.a
+
+
+def reads_a_part(m, x):
+    m.a.add_(x)
+    return x + m.first
+
+
+def reassigns_an_attribute(m, x):
+    y = x + m.h
+    m.h = m.h * 0.5 + x
+    return y
+
+
+def reassigns_in_containers(m, x):
+    y = x + m.held[0] - m.held[1]["k"]
+    m.held[0], m.held[1]["k"] = x * 2, m.held[1]["k"] + 1
+    return y
+
+
+def reassigns_a_pair(m, x):
+    h, c = m.pair
+    m.pair = (h + x, c * 0.5)
+    return x + h - c
+
+
+def registers(m, x):
+    m.register_buffer("new", x * 2)
+    return x + m.new
+
+
+def shares_a_part():
+    model = Stateful(reads_a_part, ["a"])
+    model.register_buffer("first", model.a[:1])
+    return model
+
+
+def batch_norm():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def normed():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)), Stateful(writes_only, ["a", "b"]))
+
+
+MODELS = {
+    "hands_on": lambda: Stateful(hands_on, ["last", "prev"]),
+    "exchanges": lambda: Stateful(exchanges, ["a", "b"]),
+    "exchanges_unread": lambda: Stateful(exchanges_unread, ["a", "b"]),
+    "gives_two_one": lambda: Stateful(gives_two_one, ["a", "b"]),
+    "writes_only": lambda: Stateful(writes_only, ["a", "b"]),
+    "grows": lambda: Stateful(grows, ["a"]),
+    "counts": lambda: Stateful(counts, ["a"]),
+    "shares_a_part": shares_a_part,
+    "reassigns_an_attribute": lambda: Stateful(reassigns_an_attribute, [], ["h"]),
+    "reassigns_in_containers": lambda: Stateful(reassigns_in_containers, held=[x(1), {"k": x(2)}]),
+    "reassigns_a_pair": lambda: Stateful(reassigns_a_pair, pair=(x(1), x(2))),
+    "registers": lambda: Stateful(registers),
+    "batch_norm": batch_norm,
+    "spectral_norm": normed,
+}
+every_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+
+
+def buffers(model):
+    return {name: value.clone() for name, value in model.named_buffers()}
+
+
+@every_model
+def test_state_changes_are_all_that_the_forward_leaves_in_buffers(make):
+    model, plain = make(), make()
+    before, prog = buffers(plain), rl.capture(model, x())
+    assert_same(prog.output, plain(x()))
+    left = buffers(plain)
+    written = {name for name, value in left.items() if name not in before or not torch.equal(value, before[name])}
+    assert written <= set(prog.state_changes)
+    for name in set(left) & set(prog.state_changes):
+        assert_same(prog.state_changes[name], left[name], name)
+
+
+@every_model
+def test_a_program_survives_the_next_forwards_of_its_model(make):
+    model = make()
+    prog = rl.capture(model, x())
+    model(x(1)), rl.capture(model, x(2)), rl.check(model, x(3))
+    assert_same(prog.replay().output, prog.output)
+    names = [call.name for call in prog.graph.calls if call.name not in prog.graph.orphans]
+    for name in names:
+        assert_same(prog.replay(from_=name).output, prog.output, name)
+    assert prog.check(), str(prog.check())
+
+
+@every_model
+def test_a_model_that_writes_its_state_is_right_for_both_checks(make):
+    model = make()
+    assert rl.capture(model, x()).check()
+    report = rl.check(make(), x())
+    assert report, str(report)
+
+
+@pytest.mark.parametrize("make", [one for name, one in MODELS.items() if name != "spectral_norm"])
+def test_a_module_goes_on_where_its_model_stands_and_writes_the_models_own_state(make):
+    model, plain = make(), make()
+    module = rl.capture(model, x()).module()
+    plain(x())
+    for seed in (1, 2):
+        assert_same(module(x(seed)), plain(x(seed)))
+    assert_same(model(x(3)), plain(x(3)))  # the model itself stands where the module left it
+    assert_same(module(x(4)), plain(x(4)))
+    for name, value in plain.named_buffers():
+        assert_same(dict(model.named_buffers())[name], value, name)
+
+
+def sets_none(m, x):
+    y = x + m.a
+    m.a = None
+    return y
+
+
+def deletes(m, x):
+    y = x + m.a
+    del m.a
+    return y
+
+
+@pytest.mark.parametrize("does", [sets_none, deletes])
+def test_a_buffer_that_is_taken_away_is_none_among_the_changes(does):
+    model = Stateful(does, ["a"])
+    prog = rl.capture(model, x())
+    assert prog.state_changes == {"a": None} == prog.replay().state_changes
+    assert prog.check() and rl.check(Stateful(does, ["a"]), x())
+    with pytest.raises(rl.StaleValue, match="the buffer `a` was removed since the capture"):
+        prog.module()(x())
+
+
+def test_buffers_that_are_given_one_tensor_stay_two_for_other_state():
+    model, plain = Stateful(gives_two_one, ["a", "b"]), Stateful(gives_two_one, ["a", "b"])
+    plain.b = torch.ones(3, 4)
+    prog = rl.capture(model, x())
+    assert_same(prog.replay(state={"b": torch.ones(3, 4)}).output, plain(x()))
+
+
+def test_programs_of_a_model_that_writes_its_buffers_can_be_compared():
+    model, plain = batch_norm(), batch_norm()
+    one, other = rl.capture(model, x()), rl.capture(model, x(1))
+    normed = plain[0](x(1))
+    assert_same(one.replay(patch={"batchnorm_1": rl.From(other)}).output, plain[1](normed))
+
+
+# ---- stale --------------------------------------------------------------------------------------------------------
+
+
+def net():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+def steps(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+
+
+def steps_fused(model):
+    model(x()).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.5, fused=True).step()
+
+
+def is_given_other_data(model):
+    for parameter in model.parameters():
+        parameter.data = parameter.data + 1
+
+
+def is_written_through_data(model):
+    for parameter in model.parameters():
+        parameter.data.mul_(2)
+
+
+def is_loaded_by_assignment(model):
+    model.load_state_dict({key: value + 1 for key, value in model.state_dict().items()}, assign=True)
+
+
+def is_given_a_vector(model):
+    vector = nn.utils.parameters_to_vector(model.parameters()) + 1
+    nn.utils.vector_to_parameters(vector, model.parameters())
+
+
+class Twice(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def is_parametrized(model):
+    for layer in (model[0], model[2]):
+        nn.utils.parametrize.register_parametrization(layer, "weight", Twice())
+
+
+BECAME = [
+    steps,
+    steps_fused,
+    nn.Module.double,
+    nn.Module.half,
+    is_given_other_data,
+    is_written_through_data,
+    is_loaded_by_assignment,
+    is_given_a_vector,
+    is_parametrized,
+]
+
+ASKED = {
+    "replay": lambda p: p.replay(),
+    "new inputs": lambda p: p(x(1)),
+    "from": lambda p: p.replay(from_="linear_1"),
+    "patch": lambda p: p.replay(patch={"relu_1": lambda value: value + 1}),
+    "gradients": lambda p: p.replay(grad=True),
+    "grads": lambda p: p.grads(of=lambda out: out.sum()),
+    "function": lambda p: p.function()(x()),
+    "sweep": lambda p: p.replay_many({1: {"relu_1": rl.Zero()}, 2: {"relu_1": rl.Scale(2.0)}}),
+    "swap": lambda p: p.swap("relu", torch.tanh),
+    "with_patch": lambda p: p.with_patch({"relu_1": rl.Zero()}),
+    "deepcopy": lambda p: copy.deepcopy(p).replay(from_="linear_1"),
+    "tree_map": lambda p: pytree.tree_map(torch.clone, p).replay(from_="linear_1"),
+    "unflatten": lambda p: pytree.tree_unflatten(*pytree.tree_flatten(p)).replay(from_="linear_1"),
+    "to": lambda p: p.to(torch.float64),
+    "value": lambda p: p["0.weight"].value,
+}
+
+
+@pytest.mark.parametrize(
+    ("became", "is_used"), [*[(one, False) for one in BECAME], (is_given_other_data, True), (steps_fused, True)]
+)
+def test_whatever_became_of_the_parameters_the_program_is_stale(became, is_used):
+    for ask in ASKED.values():
+        model = net()
+        prog = rl.capture(model, x())
+        if is_used:
+            ask(prog)
+        became(model)
+        with pytest.raises(rl.StaleValue):
+            ask(prog)
+    report = prog.check()
+    assert not report and "since the capture" in str(report)
+
+
+@pytest.mark.parametrize("became", [steps, is_given_other_data, is_loaded_by_assignment])
+def test_a_refreshed_program_is_that_of_the_present_parameters(became):
+    model = net()
+    prog = rl.capture(model, x())
+    became(model)
+    fresh = prog.refresh()
+    assert_same(fresh.output, model(x()))
+    assert_same(fresh.replay(from_="linear_1").output, model(x()))
+    became(model)
+    with pytest.raises(rl.StaleValue):
+        fresh.replay()
+
+
+def test_a_model_of_another_dtype_has_to_be_captured_again():
+    model = net()
+    prog = rl.capture(model, x())
+    module = prog.module()
+    model.double()
+    for ask in (prog.refresh, prog.replay, lambda: module(x()), lambda: prog.module()(x())):
+        with pytest.raises(rl.StaleValue, match="Capture the model again"):
+            ask()
+
+
+def test_what_was_planned_before_the_parameters_changed_is_stale():
+    model = net()
+    prog = rl.capture(model, x())
+    planned, function = prog.replay_many({1: {"relu_1": rl.Zero()}}, dry=True), prog.function()
+    leaves, spec = pytree.tree_flatten(prog)
+    steps(model)
+    for ask in (planned.run, lambda: function(x()), pytree.tree_unflatten(leaves, spec).replay):
+        with pytest.raises(rl.StaleValue):
+            ask()
+
+
+def test_a_copy_of_a_program_outlives_the_model():
+    model = net()
+    prog = rl.capture(model, x())
+    twin, wanted = copy.deepcopy(prog), prog.output.clone()
+    steps(model)
+    assert_same(twin.replay(from_="linear_1").output, wanted)
+
+
+# ---- what a run says later ----------------------------------------------------------------------------------------
+
+
+def deep():
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def test_a_patch_is_not_asked_again_for_what_a_run_says_later():
+    model, made = deep(), []
+
+    def random(value):
+        made.append(torch.randn_like(value))
+        return made[-1]
+
+    prog = rl.capture(model, x())
+    run = prog.replay(patch={"linear_1": random})
+    values = [run[label] for label in prog.layer_labels]
+    run.diff()
+    assert len(made) == 1
+    assert_same(values[-1], model[1:](made[0]))
+    assert_same(run["linear_2"], model[1:3](made[0]))
+    assert_same(prog.replay(patch={"linear_2": rl.From(run)}).output, run.output)
+
+
+def test_asking_for_many_values_computes_each_once():
+    model, ran = deep(), []
+    prog = rl.capture(model, x()).swap("tanh", lambda value: ran.append(1) or value.tanh())
+    run = prog.replay(x(1))
+    for label in prog.layer_labels:
+        run[label]
+    run.diff()
+    seen = {label: run[label] for label in prog.layer_labels}
+    kept = prog.replay(x(1), keep="all")
+    for label, value in seen.items():
+        assert_same(value, kept[label], label)
+
+
+GIVEN = {
+    "input": lambda prog, t: prog.replay(t),
+    "state": lambda prog, t: prog.replay(state={"0.weight": t}),
+    "patch": lambda prog, t: prog.replay(patch={"linear_1": t}),
+    "set": lambda prog, t: prog.replay(patch={"linear_1": rl.Set(t)}),
+}
+
+
+@pytest.mark.parametrize("give", GIVEN.values(), ids=GIVEN)
+def test_what_was_given_and_written_since_is_not_read_as_it_is_now(give):
+    prog = rl.capture(deep(), torch.ones(4, 4))
+    tensor = torch.randn(4, 4)
+    run, held = give(prog, tensor), give(prog, tensor).hold_all()
+    wanted = held["relu_1"].clone()
+    tensor.zero_()
+    assert_same(held["relu_1"], wanted)
+    with pytest.raises(rl.StaleValue, match="was overwritten since the replay"):
+        run["relu_1"]
+
+
+def test_what_patches_made_of_given_tensors_is_remembered():
+    model = deep()
+    prog, vector = rl.capture(model, x()), torch.ones(4)
+    run = prog.replay(patch={"linear_1": rl.Add(vector)})
+    vector.zero_()
+    assert_same(run["linear_2"], model[1:3](model[0](x()) + 1))
+
+
+def test_a_kept_value_that_was_written_is_stale():
+    prog = rl.capture(deep(), x())
+    run = prog.replay(x(1), keep="all")
+    run["tanh_1"].zero_()
+    with pytest.raises(rl.StaleValue):
+        run["tanh_1"]
+
+
+# ---- pickles ------------------------------------------------------------------------------------------------------
+
+
+PICKLED = {
+    "program": lambda p: p,
+    "edited": lambda p: p.lesion("relu_1"),
+    "run": lambda p: p.replay(),
+    "layer": lambda p: p["relu_1"],
+    "grads": lambda p: p.grads(of=lambda out: out.sum()),
+}
+
+
+@pytest.mark.parametrize("made", PICKLED.values(), ids=PICKLED)
+def test_pickling_is_refused_with_what_to_do(made):
+    with pytest.raises(rl.ReplaylensError, match="cannot be pickled") as error:
+        pickle.dumps(made(rl.capture(net(), x())))
+    assert isinstance(error.value, TypeError)
