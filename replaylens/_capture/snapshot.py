@@ -289,6 +289,8 @@ class Belongings:
         for tensor, flag, grad in self.leaves:
             if not tensor.is_leaf and not tensor._is_view():  # a buffer into which something differentiable was written
                 tensor.detach_()
+            if not tensor.is_leaf:
+                continue  # a view of such a buffer
             if tensor.requires_grad != flag:
                 tensor.requires_grad_(flag)
             if tensor.grad is not grad:
