@@ -231,11 +231,7 @@ def replay(
 
     def by_name(name: Any) -> Any:
         at = name if isinstance(name, At) else resolve(name)
-        if (places := at.each(graph)) is not None:
-            return thaw(places, lambda leaf: by_name(leaf) if type(leaf) is At else leaf)
-        if at.output is not None and at.output in ended:
-            return ended[at.output]
-        return late(at.position, at.output or at.part or value_of(graph.nodes[at.position]))
+        return _read(graph, late, ended, at)
 
     def get(leaf: Any) -> Any:
         return finish(env[code.slots[leaf]]) if type(leaf) is Ref else leaf
@@ -249,6 +245,15 @@ def replay(
     changes: dict[str, Any] = {address: get(ref) for address, ref in graph.changes} if has_output else {}
     changes |= dict.fromkeys(graph.removed) if has_output else {}
     return Run(code.executed, changes, tuple(ran.departures), output, has_output, by_name, late.everything)
+
+
+def _read(graph: Graph, late: Late, ended: Mapping[Ref, Any], at: At) -> Any:
+    """What a run has at a place."""
+    if (places := at.each(graph)) is not None:
+        return thaw(places, lambda leaf: _read(graph, late, ended, leaf) if type(leaf) is At else leaf)
+    if at.output is not None and at.output in ended:
+        return ended[at.output]
+    return late(at.position, at.output or at.part or value_of(graph.nodes[at.position]))
 
 
 def _misdirected(graph: Graph, request: Request) -> Iterator[Departure]:
