@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .._core.pure import needing, standing
-from .builder import Handle
+from .builder import Handle, SourceRecord
 from .recorder import Recorder
 from .rules import How, Rule
 
@@ -24,6 +24,7 @@ def turn(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
     if before == wanted or not tensor.is_leaf or recorder.functorch or tensor.is_inference():
         return func(*args, **kwargs)
     source = recorder.read(tensor)
+    _keep_as_it_was(recorder, source, tensor, before)
     result = func(*args, **kwargs)
     first, flag, _ = recorder.recording.turned.setdefault(id(tensor), (source, before, tensor))
     if wanted == flag and first in recorder.memory.same_content(source):
@@ -35,6 +36,15 @@ def turn(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
     else:
         _hold(recorder, tensor, _written_down(recorder, tensor, needing, source))
     return result
+
+
+def _keep_as_it_was(recorder: Recorder, source: Handle, tensor: torch.Tensor, flag: bool) -> None:
+    """What a call gave is recorded with the flag that it had then. What the model holds and is given stays itself."""
+    values = recorder.recording.values
+    is_given = any(isinstance(r, SourceRecord) and r.returns == source for r in recorder.recording.records)
+    if values[source] is tensor and not is_given:
+        with recorder.at_work():
+            values[source] = tensor.detach().requires_grad_(flag)
 
 
 def _written_down(recorder: Recorder, tensor: torch.Tensor, function: Any, *reads: Handle) -> Handle:

@@ -102,6 +102,9 @@ class LiveTracer(Tracer):
     def _open_or_call(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         if rule.how in (How.OPEN, How.RELU) and func not in self.opened:  # what it does comes to this door by itself
             return super()._open_or_call(rule, func, self.stand_ins.met(tuple(args)), self.stand_ins.met(kwargs))
+        if rule.special == "asks_flag":
+            asked = self.stand_ins.asked(args[0], rule.kind)
+            return super()._open_or_call(rule, func, (asked, *args[1:]), kwargs)
         args, kwargs, targets = self._ours(rule, args, kwargs)
         with nothing_computed_again():
             out = super()._open_or_call(rule, func, args, kwargs)

@@ -44,6 +44,7 @@ class StandIns:
     own: dict[int, bool] = field(factory=dict)  # by storage: is it the user's?
     seen: int = 0
     parted: dict[int, tuple[Base, torch.Tensor]] = field(factory=dict)  # storages of which there is a copy now
+    copies: set[int] = field(factory=set)  # stand-ins over such a copy, by id
 
     def put(self, original: torch.Tensor, new: torch.Tensor) -> None:
         """From now on this stands for the object."""
@@ -54,6 +55,16 @@ class StandIns:
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """What stands for a tensor: mostly it does so itself."""
         while (other := self.by_id.get(id(tensor))) is not None:
+            tensor = other
+        return tensor
+
+    def asked(self, tensor: torch.Tensor, word: str) -> torch.Tensor:
+        """What knows the answer to a question about autograd: a copy of what is written has flags of its own, and
+        gradients are at the leaf itself.
+        """
+        if word == "grad" and tensor.is_leaf:
+            return tensor
+        while (other := self.by_id.get(id(tensor))) is not None and id(other) not in self.copies:
             tensor = other
         return tensor
 
@@ -138,6 +149,7 @@ class StandIns:
             memory.look(made, base, steps, base.handle)
         if steps:
             memory.entry(made).version = -1  # to be derived when it is read
+        self.copies.add(id(made))
         self.share(tensor, made)
 
     def _move(self, base: Base, root: torch.Tensor) -> None:
@@ -149,6 +161,7 @@ class StandIns:
                 with torch.set_grad_enabled(step.items[4]):
                     made = take_step(made, thaw(step, self._value))
             self.put(entry.tensor, made)
+            self.copies.add(id(made))
             memory.live[id(made)] = entry
             entry.tensor = made
         base.root, base.counter, base.held = root, version_of(root), []

@@ -106,11 +106,19 @@ def patched(ref: Ref, old: Any, new: torch.Tensor) -> None:
 def patch_departures(
     graph: Graph, recorded: Tensors, ref: Ref, old: Any, new: torch.Tensor, around: Around
 ) -> Iterator[Departure]:
-    """Other answers with a patched value. Its flag counts where the old value had another."""
-    flags = isinstance(old, torch.Tensor) and _flags(old) != _flags(new)
+    """Other answers with a patched value. Its flag counts where the old value had another, and where the model itself
+    does not turn it just there.
+    """
+    flags = isinstance(old, torch.Tensor) and _flags(old) != _flags(new) and not _is_turned(graph, ref)
     if flags and graph.asked:
         yield from flag_departures(graph, recorded, {ref: new}, around)
     yield from layout_departures(graph, recorded, {ref: new})
+
+
+def _is_turned(graph: Graph, ref: Ref) -> bool:
+    """Does the model turn the flag of this value, whatever it was: `h.detach().requires_grad_()`?"""
+    node = graph[ref.node]
+    return isinstance(node, Call) and node.kind == "requiresgrad"
 
 
 def _flags(tensor: torch.Tensor) -> tuple[bool, bool]:
