@@ -12,11 +12,14 @@ import torch
 
 PACKAGES = "_capture", "_check", "_edit", "_lens", "_many", "_replay", "_study", "_view"
 OTHERS = {  # words of other kinds: of modules, of callers' options, of bytecode, of what is shown
+    "_capture.asked._CUTTING": "Python functions of torch.autograd",
     "_capture.branches._NOTHING": "bytecode",
     "_capture.branches._SHUFFLES": "bytecode",
     "_capture.origins._HIDDEN": "attributes of a module",
     "_capture.snapshot._REGISTERED": "attributes of a module",
     "_capture.snapshot._TORCHS": "attributes of a module",
+    "_capture.tracer._BY_NO_CONTENT": "kinds of rules",
+    "_capture.tracer._STEP_HOOKS": "methods of steps of a backward pass",
     "_check.aten.QUIET": "namespaces of operators",
     "_check.watch.GRADIENTS": "Python functions of torch.autograd",
     "_check.watch.WITHIN": "files",

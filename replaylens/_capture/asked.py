@@ -24,6 +24,8 @@ MODES: dict[str, Callable[[], bool]] = {
     "is_inference_mode_enabled": torch.is_inference_mode_enabled,
 }
 
+_CUTTING = frozenset(("_grad_preprocess",))
+
 
 class Asked(NamedTuple):
     """A question as it was met: of which tensor, at which record, from where."""
@@ -53,6 +55,11 @@ def guard_of(asked: Asked, ref: Any, to_ref: Any, scope: Any, source: Source | N
         scope=scope,
         source=source,
     )
+
+
+def cuts_by_flags(code: CodeType) -> bool:
+    """Is it one of torch's functions that cut a tensor off its history, or do not, by its flag?"""
+    return code.co_name in _CUTTING
 
 
 def mode_guards(codes: Iterable[CodeType], model: Any, kinds: Iterable[type], ambient: Any) -> Iterator[Guard]:

@@ -157,6 +157,9 @@ class Recording:
     places: list[tuple[tuple[Any, str], StatePlace]] = field(
         factory=list
     )  # where the model holds what it read or wrote
+    lent: list[tuple[tuple[Any, str], Handle, torch.Tensor]] = field(
+        factory=list
+    )  # tensors of the model, written in the memory of an input: (module, key), that input, what was there before
     ambient: tuple[Any, ...] = ()
     default_dtype: torch.dtype = torch.float32
     default_device: str = "cpu"

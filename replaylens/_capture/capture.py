@@ -42,7 +42,7 @@ from .recorder import NeedsDeepLook
 from .scopes import boundary, callers, listening
 from .snapshot import Beginning, Dice, Snapshot, turn_back
 from .sparing import settle, sparing
-from .state import held, keep_by_value, note_places, take_changes
+from .state import held, keep_by_value, note_places, take_changes, take_lent
 from .storage import Entry
 from .tracer import Tracer
 
@@ -175,6 +175,7 @@ def _take_ends(forward: Forward, tracer: Tracer, output: Any) -> None:
     if tracer.leaves_changes:
         keep_by_value(tracer)
         note_places(tracer)
+        take_lent(tracer)
     if not recording.ambient[0] and any(
         s.module._backward_hooks or s.module._backward_pre_hooks for s in recording.scopes
     ):
@@ -236,9 +237,11 @@ def record_of(captured: Captured) -> Record:
             values[Ref(node.name)] = (
                 value if value.is_inference() else value.detach().requires_grad_(value.requires_grad)
             )
+    names = {handle: ref.node for ref, handle in made.handles.items()}
+    lent = {address_of(made.addresses, where): (names[source], first) for where, source, first in recording.lent}
     versions = Versions((ref, recording.versions[handle]) for ref, handle in made.handles.items() if ref in values)
     account = account_of(recording, made)
-    return Record(graph, values, versions, recording.draws, live, account=account, places=places)
+    return Record(graph, values, versions, recording.draws, live, account=account, places=places, lent=lent)
 
 
 def _as_it_was(graph: Graph, places: dict[str, StatePlace]) -> Graph:

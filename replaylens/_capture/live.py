@@ -8,13 +8,13 @@ the Aim makes of the value. What the model holds and was given is not written: s
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 from torch import nn
 
 from .._core.torch_private import (
@@ -51,6 +51,7 @@ class Stage:
     aims: Aims
     inputs: dict[int, Aim]  # by their number
     stand_ins: Callable[[LiveTracer], list[tuple[torch.Tensor, Waiting]]]
+    lent: Mapping[int, Sequence[torch.Tensor]] = field(factory=dict)  # the model's, in the memory of inputs: by number
     grad: bool = False
     fresh: bool = False
     most: int = sys.maxsize  # calls, after which the forward is taken for one that does not end
@@ -195,6 +196,10 @@ class LiveTracer(Tracer):
                 self.memory.know(new, handle)
                 self.append_patch(aim, number, [old], [handle], key)
                 self.stand_ins.share(record.tensor, new)
+        for record in list(recording.records) if self.stage.lent else ():
+            if isinstance(record, SourceRecord) and record.kind == "input":
+                for tensor in self.stage.lent.get(record.where[0], ()):
+                    self.stand_ins.lay_over(tensor, self.stand_ins.of(record.tensor))
         return thaw(tree, lambda leaf: self.stand_ins.of(recording.values[leaf]) if type(leaf) is Handle else leaf)
 
     # -- reading -------------------------------------------------------------------------------------------------------

@@ -16,9 +16,9 @@ from attrs import evolve, frozen
 from torch import nn
 
 from .._core.graph import Graph
-from .._core.node import Call, Const, Node, Ref, State, value_of
+from .._core.node import Call, Const, Input, Node, Ref, State, value_of
 from .._core.text import listing
-from .._core.trees import leaves, thaw
+from .._core.trees import freeze_deep, leaves, thaw
 from .._core.world import drawing_alone
 from .._replay.guards import Departure, departures
 from .._replay.inputs import numbers_of
@@ -26,6 +26,7 @@ from .._replay.interpreter import modes, recorded_world
 from .._replay.replay import Record, detached, supply
 from .._replay.request import At, Request
 from .._replay.run import Run
+from .._replay.state import attribute_at
 from ..errors import DivergedReplay, StaleValue
 from .aims import Aim, Aims, aim_at, aims_of
 from .builder import Handle, Recording
@@ -38,6 +39,7 @@ from .snapshot import Beginning, Belongings, Dice, Snapshot
 from .spots import Counterparts
 from .standins import Waiting
 from .state import held
+from .storage import storage_key
 
 
 @frozen(eq=False)
@@ -75,7 +77,8 @@ def lived(beginning: Beginning, record: Record, request: Request, given: Any = N
     inputs = {numbers[name]: aim for name, aim in aims.sources.items() if name in numbers}
     made = partial(_stand_ins, record, request, aims)
     most = max(10_000, 100 * len(graph))
-    stage = Stage(aims, inputs, made, grad=request.grad, fresh=request.fresh, most=most)
+    lent = _lent(beginning.model, record) if request.inputs is None and given is None else {}
+    stage = Stage(aims, inputs, made, lent, grad=request.grad, fresh=request.fresh, most=most)
     args, kwargs = given or thaw(
         graph.inputs, lambda leaf: supply(record, request, leaf) if type(leaf) is Ref else leaf
     )
@@ -237,7 +240,46 @@ def _stand_ins(record: Record, request: Request, aims: Aims, tracer: LiveTracer)
         elif any(thing is not value for thing in objects):
             new = value.view_as(value) if any(value is other for other, _ in found) else value
             found.append((new, Waiting(kind, where, tuple(objects), new)))
+    if request.inputs is not None:
+        found.extend(_were_lent(record, modules, request))
     return found
+
+
+def _lent(model: Any, record: Record) -> dict[int, list[torch.Tensor]]:
+    """By the number of a recorded input, the model's tensors in its memory, which the forward wrote."""
+    origins = Origins(model)
+    named = addresses(origins.table)
+    modules = {named[id(module)]: module for module in origins.modules}
+    found: dict[int, list[torch.Tensor]] = {}
+    for address, (name, _) in record.lent.items():
+        node = record.graph[name]
+        if isinstance(node, Input) and (now := _standing(address, modules)) is not None:
+            found.setdefault(node.path[0], []).append(now)
+    return found
+
+
+def _standing(address: str, modules: dict[str, nn.Module]) -> torch.Tensor | None:
+    """The model's tensor at an address now."""
+    module, key = _where(address, modules)
+    if module is None:
+        return None
+    return now if (now := held(module, key)) is not None else attribute_at(vars(module), key)
+
+
+def _were_lent(
+    record: Record, modules: dict[str, nn.Module], request: Request
+) -> Iterator[tuple[torch.Tensor, Waiting]]:
+    """With other inputs, what stands for tensors of the model that lay in the memory of a recorded one: they hold what
+    they held then, unless they are given again.
+    """
+    given: list[torch.Tensor] = []
+    freeze_deep(request.inputs, given.append)
+    known = {storage_key(tensor) for tensor in given}
+    read = {address for node in record.graph.state_nodes for address in (node.address, *node.aliases)}
+    for address, (_, first) in record.lent.items():
+        now = _standing(address, modules) if address not in read else None
+        if now is not None and storage_key(now) not in known:
+            yield first, Waiting("buffer", _where(address, modules), (now,), first)
 
 
 def _value(node: State, record: Record, request: Request) -> torch.Tensor:

@@ -152,6 +152,14 @@ class StandIns:
         self.copies.add(id(made))
         self.share(tensor, made)
 
+    def lay_over(self, tensor: torch.Tensor, root: torch.Tensor) -> None:
+        """From now on the object looks at the memory of another."""
+        if tensor is root:
+            return
+        base = self.recorder.memory.entry(root).base
+        self.parted[storage_key(tensor) or 0] = base, root
+        self._late(tensor)
+
     def _move(self, base: Base, root: torch.Tensor) -> None:
         memory = self.recorder.memory
         entries = {id(known): known for known in memory.live.values() if isinstance(known, Entry)}

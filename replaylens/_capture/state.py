@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._core.pure import history_of, writable_copy
+from .._core.pure import history_of, take_step, writable_copy
+from .._core.trees import thaw
 from .._replay.state import PLAIN, StatePlace, attribute_at, sight_of
 from .builder import Handle, SourceRecord, version_of
 from .recorder import Recorder
@@ -152,6 +153,26 @@ def _keep(recorder: Recorder, handle: Handle) -> None:
     flag = value.requires_grad and copy.is_floating_point() and not copy.is_inference()
     recording.values[handle] = copy.requires_grad_() if flag else copy
     recording.versions[handle] = version_of(recording.values[handle])
+
+
+def take_lent(recorder: Recorder) -> None:
+    """Which tensors of the model that the forward wrote lie in the memory of an input."""
+    recording, memory = recorder.recording, recorder.memory
+    recording_value = lambda leaf: recording.values[leaf] if type(leaf) is Handle else leaf  # noqa: E731
+    given = {}
+    for record in recording.records if recording.aliased or recording.changes else ():
+        if isinstance(record, SourceRecord) and record.kind == "input":
+            given[storage_key(record.tensor)] = record
+    for where, _ in recording.changes if given else ():
+        now = _standing(where)
+        known = memory.live.get(id(now))
+        if now is None or not isinstance(known, Entry) or (source := given.get(storage_key(now))) is None:
+            continue
+        with torch.no_grad():
+            first = writable_copy(recording.values[known.base.first].detach())
+            for step in known.steps:
+                first = take_step(first, thaw(step, recording_value))
+        recording.lent.append((where, source.returns, first))
 
 
 def note_places(recorder: Recorder) -> None:

@@ -35,6 +35,7 @@ from .._core.torch_private import (
 )
 from .._core.trees import ATOMS, freeze, freeze_deep, leaves
 from ..errors import ReplaylensError, UnannouncedWrite
+from .asked import cuts_by_flags
 from .builder import (
     PLAIN,
     CallRecord,
@@ -332,9 +333,9 @@ class Tracer(Recorder):
         return answer
 
     def _special_asks_flag(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        """The model asks what autograd knows of a tensor. What torch's own code asks is for itself."""
+        """The model asks what autograd knows of a tensor. What torch's own code asks is mostly for itself."""
         code, answer = outside(_frame(1)).f_code, func(*args, **kwargs)
-        if not is_torch_code(code):
+        if cuts_by_flags(code) or not is_torch_code(code):
             if rule.kind == "grad_fn" and not _STEP_HOOKS.isdisjoint(code.co_names):
                 self.recording.one_way.append(HOOK_ON_STEP)
             known = answer if type(answer) is bool else answer is None or type(answer).__name__

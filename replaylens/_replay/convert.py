@@ -72,9 +72,16 @@ def rerun(
         live,
         account=record.account.untimed(),
         places=_as_they_are(record, live),
+        lent=_lent_now(record, values),
     )
     fresh = fresh if record.saved is None else keeping(fresh, record.saved)
     return fresh, thaw(graph.output, lambda leaf: values[leaf] if type(leaf) is Ref else leaf)
+
+
+def _lent_now(record: Record, values: dict[Ref, torch.Tensor]) -> dict[str, tuple[str, torch.Tensor]]:
+    """What the model holds in the memory of inputs, as those are now."""
+    now = {address: (name, first, values[Ref(name)]) for address, (name, first) in record.lent.items()}
+    return {a: (n, t if t.stride() == first.stride() else first) for a, (n, first, t) in now.items()}
 
 
 def _present(record: Record, node: Node, tensor: torch.Tensor) -> torch.Tensor:

@@ -61,6 +61,9 @@ class Record:
     histories: frozenset[Ref] | None = None  # which values gradients flow through: see gradients.py
     saved: frozenset[str] | None = None  # the nodes whose values are to be kept, if not all are: see recover.py
     places: Mapping[str, StatePlace] = field(factory=dict)  # by address: where the model holds its tensors
+    lent: Mapping[str, tuple[str, torch.Tensor]] = field(
+        factory=dict
+    )  # by address: tensors of the model in the memory of an input, that input, and what was there
     _watched: tuple[dict[str, StatePlace], dict[int, StatePlace]] | None = field(default=None, init=False)
 
     def value(self, ref: Ref) -> torch.Tensor:
