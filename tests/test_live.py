@@ -567,7 +567,10 @@ def test_parameters_are_as_they_were_recorded():
     model = seeded(two_ways, **PARTS)
     prog, wanted = rl.capture(model, x()), hooked(model, far, x()).detach()
     weight = model.fc.weight
-    model.fc.weight = nn.Parameter(torch.zeros(4, 4))  # another object: the recorded one is whole
+    model.fc.weight = nn.Parameter(torch.zeros(4, 4))  # another object: it is not silently put aside for the run
+    with pytest.raises(rl.StaleValue, match=r"fc.weight. was replaced since the capture"):
+        prog.replay(patch={"fc": far})
+    model.fc.weight = weight
     assert_same(prog.replay(patch={"fc": far}).output, wanted)
     with torch.no_grad():
         weight.add_(1)

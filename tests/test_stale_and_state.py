@@ -319,6 +319,118 @@ def test_whatever_became_of_the_parameters_the_program_is_stale(became, is_used)
     assert not report and "since the capture" in str(report)
 
 
+@pytest.mark.parametrize("became", BECAME)
+def test_a_check_says_which_values_are_stale_by_what_and_the_cure(became):
+    model = net()
+    prog = rl.capture(model, x())
+    became(model)
+    report = prog.check()
+    headline, cure, *_ = str(report).splitlines()
+    assert headline.startswith("Check of Sequential: stale: the parameter `0.weight` was ")
+    assert headline.endswith("more.") and "since the capture" in headline and "`prog = prog.refresh()`" in cure
+    assert "broken" not in str(report).lower() and not report
+    assert {finding.law for finding in report.failures} == {"saved values"} and report.failures == report.stale
+    assert repr(report) == f"<CheckReport: {headline}>"
+
+
+@pytest.mark.parametrize("wide", [1, 3, 7, 64, 100])
+@pytest.mark.parametrize("begin", [1, 2, 50])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.uint8])
+def test_writes_through_data_are_noticed_behind_the_first_bytes(wide, begin, dtype):
+    model = Stateful(lambda m, x: x + m.weight.sum(), weight=nn.Buffer(torch.ones(100, wide).to(dtype)))
+    prog = rl.capture(model, x())
+    assert prog.check() and torch.equal(prog.replay().output, prog.output)
+    model.weight.data[begin:].mul_(2)
+    with pytest.raises(rl.StaleValue):
+        prog.replay()
+    assert prog.check().stale
+    assert_same(prog.refresh().output, model(x()))
+
+
+@pytest.mark.parametrize(
+    "change", [lambda w: w.T, lambda w: w[:, ::2], lambda w: w[:1].expand(4, 4), lambda w: w[0, 0]]
+)
+def test_tensors_that_do_not_fill_their_memory_are_watched_within_it(change):
+    whole = torch.ones(4, 4)
+    model = Stateful(lambda m, x: x + m.weight.sum(), weight=nn.Buffer(change(whole)))
+    prog = rl.capture(model, x())
+    assert_same(prog.replay().output, model(x()))
+    whole.data.mul_(2)
+    with pytest.raises(rl.StaleValue):
+        prog.replay()
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.last(h if h.sum() > 0 else h * 2)
+
+
+LEADS_AWAY = {
+    "shape": lambda p: p.replay(torch.cat([x(), x(1)])),
+    "dtype": lambda p: p.replay(x().double()),
+    "patch": lambda p: p.replay(patch={"linear_1": torch.neg}),
+    "sweep": lambda p: p.replay_many({1: {"linear_1": torch.neg}, 2: {"linear_1": rl.Scale(-2.0)}}),
+    "gradients": lambda p: p.replay(patch={"linear_1": torch.neg}, grad=True),
+}
+
+
+@pytest.mark.parametrize("ask", LEADS_AWAY.values(), ids=LEADS_AWAY)
+@pytest.mark.parametrize(
+    "became", [one for one in BECAME if one not in (steps_fused, is_parametrized, is_given_a_vector)]
+)
+def test_a_live_run_does_not_put_old_parameters_back(became, ask):
+    model = Branches()
+    prog = rl.capture(model, x())
+    became(model)
+    held = dict(model.named_parameters())
+    with pytest.raises(rl.StaleValue):
+        ask(prog)
+    assert all(held[name] is tensor for name, tensor in model.named_parameters())
+
+
+def test_a_live_run_takes_given_parameters_for_those_that_were_replaced():
+    model = Branches()
+    prog = rl.capture(model, x())
+    state = {name: tensor.detach() + 1 for name, tensor in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    both = torch.cat([x(), x(1)])
+    assert_same(prog.replay(both, state=state).output, model(both))
+
+
+@pytest.mark.parametrize(
+    "of", [lambda p: p, lambda p: p.swap("relu", nn.functional.relu), lambda p: p.slice("linear_1")]
+)
+def test_a_module_holds_what_its_model_holds_after_a_load_by_assignment(of):
+    model = net()
+    module = of(rl.capture(model, x())).module()
+    is_loaded_by_assignment(model)
+    theirs = dict(model.named_parameters())
+    assert all(tensor is theirs[name] for name, tensor in module.named_parameters())
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in module.state_dict().items())
+    is_loaded_by_assignment(model)
+    assert module[2].weight is model[2].weight
+    is_loaded_by_assignment(model)
+    module.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in module.state_dict().items()})
+    assert not model[2].weight.any()
+
+
+def test_buffers_that_are_one_by_assignment_are_not_given_other_state_by_one_name():
+    model = Stateful(gives_two_one, ("a", "b"))
+    model(x())
+    prog = rl.capture(model, x())
+    with pytest.raises(rl.InputMismatch, match="were one tensor when the model was captured"):
+        prog.replay(state={"b": x(3)})
+    both = Stateful(gives_two_one, ("a", "b"))
+    both.a = both.b = x(3)
+    assert_same(prog.replay(state={"a": x(3), "b": x(3)}).output, both(x()))
+
+
 @pytest.mark.parametrize("became", [steps, is_given_other_data, is_loaded_by_assignment])
 def test_a_refreshed_program_is_that_of_the_present_parameters(became):
     model = net()

@@ -287,7 +287,9 @@ def _require_ready(origins: Origins) -> None:
 
 def _name_of(model: Any) -> str:
     if isinstance(model, nn.Module):
-        return type(vars(model).get("_modules", {}).get("_orig_mod", model)).__name__
+        modules = vars(model).get("_modules", ())
+        inner = modules["_orig_mod"] if "_orig_mod" in modules else model  # noqa: SIM401  (those of TorchScript: no get)
+        return type(inner).__name__
     while isinstance(model, partial):
         model = model.func
     named = model if inspect.isroutine(model) or isinstance(model, type) else None  # others may answer anything

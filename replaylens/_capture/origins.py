@@ -164,7 +164,8 @@ class Origins:
     def at_start(self, module: nn.Module, key: str) -> torch.Tensor | None:
         """The buffer that a module had under this name when the forward began; what it has now, if it had none."""
         buffers = self.begun_by_module.get(id(module), {})
-        return buffers[key] if key in buffers else module._buffers.get(key)
+        own = buffers if key in buffers else module._buffers
+        return own[key] if key in own else None  # noqa: SIM401  (those of TorchScript have no get)
 
     @cached_property
     def begun_by_module(self) -> dict[int, dict[str, torch.Tensor | None]]:

@@ -66,6 +66,7 @@ def rehearsed(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capt
 def lived(beginning: Beginning, record: Record, request: Request, given: Any = None) -> Lived:
     """Run the model with the changes of a request made while it runs, on the recorded inputs if none are given."""
     request = evolve(request, given={**request.given, **request.raw})  # as it lies in the user's memory
+    _require_in_place(record, request)
     record = _with_what_was_replaced(record)
     graph, aims = record.graph, aims_of(record, request)
     if aims.unseen:
@@ -101,9 +102,20 @@ def lived(beginning: Beginning, record: Record, request: Request, given: Any = N
     return Lived(found, unreached, {Ref(n.name): values[r.returns] for r, n in pairs if isinstance(n, State)})
 
 
+def _require_in_place(record: Record, request: Request) -> None:
+    """Do the parameters and buffers that were recorded stand in the model still? The model that would be run is another
+    one if not. The request may give others; attributes are put back for the run.
+    """
+    by_name, _ = record.watched
+    for name, place in by_name.items():
+        is_given = record.graph.positions[name] in request.given
+        if place.kind != "attribute" and not is_given and not place.is_as_it_was():
+            raise StaleValue(record.stale(Ref(name)))
+
+
 def _with_what_was_replaced(record: Record) -> Record:
-    """The record for a run in which all that the model holds is as it was recorded: what stands elsewhere by now, and
-    is whole, is put in its place.
+    """The record for a run in which all that the model holds is as it was recorded: attributes that stand elsewhere by
+    now, and are whole, are put in their place.
     """
     places = {address: place for address, place in record.places.items() if not place.is_whole_elsewhere()}
     return record if len(places) == len(record.places) else evolve(record, places=places, plans={})

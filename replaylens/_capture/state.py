@@ -14,7 +14,7 @@ from torch import nn
 
 from .._core.pure import history_of, take_step, writable_copy
 from .._core.trees import thaw
-from .._replay.state import PLAIN, StatePlace, attribute_at, sight_of
+from .._replay.state import NO_SIGHT, PLAIN, StatePlace, attribute_at, sight_of
 from .builder import Handle, SourceRecord, version_of
 from .recorder import Recorder
 from .snapshot import Snapshot
@@ -187,4 +187,4 @@ def note_places(recorder: Recorder) -> None:
         module, key = where
         if isinstance(module, nn.Module):
             own = key in module._buffers or key in module._parameters or key in begun.get(id(module), ())
-            add((where, StatePlace.of(module, key, "buffer" if own else "attribute", None, (None, None))))
+            add((where, StatePlace.of(module, key, "buffer" if own else "attribute", None, NO_SIGHT)))

@@ -27,6 +27,7 @@ class Finding:
     parent: str = ""  # the value that was exchanged, where one was
     difference: float | None = None  # the largest absolute difference, where numbers differ
     line: str = ""  # the node as a line of the program
+    is_stale: bool = False  # overwritten or replaced since it was recorded: no fault in the program
 
     def __str__(self) -> str:
         far = f" (by at most {self.difference:.3g})" if self.difference is not None else ""
@@ -51,6 +52,16 @@ class Law:
         return not self.failures
 
     @property
+    def stale(self) -> tuple[Finding, ...]:
+        """The values that were overwritten or replaced since they were recorded."""
+        return tuple([finding for finding in self.failures if finding.is_stale])
+
+    @property
+    def breaches(self) -> int:
+        """How often the law itself is broken."""
+        return len(self.failures) - len(self.stale)
+
+    @property
     def reasons(self) -> dict[str, int]:
         """Why nothing could be seen, and how often, the commonest first."""
         return dict(Counter(finding.fact for finding in self.special).most_common())
@@ -60,7 +71,8 @@ class Law:
         """The outcome in a few words."""
         if self.skipped:
             return f"not asked: {self.skipped}"
-        words = [f"BROKEN {len(self.failures)} times" if self.failures else self.holds]
+        words = [f"STALE: {len(self.stale)}" if self.stale else "" if self.failures else self.holds]
+        words.append(f"BROKEN {self.breaches} times" if self.breaches else "")
         if self.special:
             words.append(f"{len(self.special)} special ({_counted(self.reasons)})")
         return "; ".join([word for word in (*words, self.note) if word])
@@ -68,7 +80,7 @@ class Law:
 
 @frozen(repr=False)
 class CheckReport:
-    """What a check came to. Truthy when no law is broken; a law that was not asked says why.
+    """What a check came to. Truthy when no law is broken and nothing is stale; a law that was not asked says why.
 
     `report["each node alone"]` is one law, `report.failures` every breach, `report.special` every case in which nothing
     could be seen, with its reason.
@@ -88,8 +100,13 @@ class CheckReport:
 
     @property
     def failures(self) -> tuple[Finding, ...]:
-        """Every breach, law by law, in program order."""
+        """Every breach and every stale value, law by law, in program order."""
         return tuple([finding for law in self.laws for finding in law.failures])
+
+    @property
+    def stale(self) -> tuple[Finding, ...]:
+        """The values that were overwritten or replaced since they were recorded."""
+        return tuple([finding for law in self.laws for finding in law.stale])
 
     @property
     def special(self) -> tuple[Finding, ...]:
@@ -102,7 +119,7 @@ class CheckReport:
 
     def to_pandas(self) -> Any:
         """A row for every breach and every special case, as a pandas DataFrame."""
-        rows = [_row(finding, "broken") for finding in self.failures]
+        rows = [_row(finding, "stale" if finding.is_stale else "broken") for finding in self.failures]
         rows += [_row(finding, "special") for finding in self.special]
         return _pandas().DataFrame(rows, columns=list(_COLUMNS))
 
@@ -110,7 +127,7 @@ class CheckReport:
         return "\n".join([self._headline, *self._table, *self._listing])
 
     def __repr__(self) -> str:
-        return f"<CheckReport: {self._headline}>"
+        return f"<CheckReport: {self._headline.splitlines()[0]}>"
 
     def _repr_html_(self) -> str:
         text = str(self).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
@@ -118,11 +135,15 @@ class CheckReport:
 
     @property
     def _headline(self) -> str:
-        broken = sum(not law for law in self.laws)
+        broken = sum(bool(law.breaches) for law in self.laws)
         unasked = sum(bool(law.skipped) for law in self.laws)
         name = f"Check of {self.model_name or 'a function'}:"
+        if self.stale:
+            name = f"{name} stale: {_what_is_stale(self.stale)}"
+            rest = "What else was asked holds." if not broken else f"Besides, {_laws(broken, len(self.laws))}"
+            return f"{name}\n{CURE}\n{rest}"
         if broken:
-            return f"{name} {broken} of {len(self.laws)} laws {'is' if broken == 1 else 'are'} broken."
+            return f"{name} {_laws(broken, len(self.laws))}"
         return f"{name} all holds." if not unasked else f"{name} all that was asked holds; {unasked} not asked."
 
     @property
@@ -140,6 +161,16 @@ class CheckReport:
         return [*shown, *([f"\n... and {left} more in report.failures"] if left else [])]
 
 
+def _laws(broken: int, count: int) -> str:
+    return f"{broken} of {count} laws {'is' if broken == 1 else 'are'} broken."
+
+
+def _what_is_stale(found: tuple[Finding, ...]) -> str:
+    """Which values, and what became of them."""
+    first, more = found[0].fact.replace("its saved value", f"the recorded value of `{found[0].node}`"), len(found) - 1
+    return f"{first}; so {'is' if more == 1 else 'are'} {more} more." if more else f"{first}."
+
+
 def _count(law: Law) -> str:
     """How much was asked, in words: `1 output, 0 state changes`, `8 parents`."""
     word, comma, rest = law.unit.partition(",")
@@ -148,6 +179,10 @@ def _count(law: Law) -> str:
 
 
 _SHOWN = 20
+CURE = (
+    "`prog = prog.refresh()` runs the program again on what is there now; a model of other shapes or dtypes has to be "
+    "captured again."
+)
 _COLUMNS = ("kind", "law", "node", "parent", "fact", "difference", "line", "file", "source_line")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from attrs import evolve
 
 from .._core.node import Ref, State, meanings_of
 from .._replay.replay import Record
@@ -24,7 +25,7 @@ def stale_values(record: Record) -> frozenset[Ref]:
 
 def saved_values(record: Record, stale: frozenset[Ref]) -> Law:
     """Nothing was overwritten, and shapes, types and devices are those of the graph."""
-    found = (*_overwritten(record, stale), *_of_another_kind(record))
+    found = (*_overwritten(record, stale), *_of_another_kind(record, stale))
     holds = "none overwritten, all of the recorded kind"
     missing = sum(ref not in record.values for node in record.graph.calls for ref in meanings_of(node))
     note = f"{missing:,} values were not kept" if missing else ""
@@ -36,15 +37,17 @@ def _overwritten(record: Record, stale: frozenset[Ref]) -> Iterator[Finding]:
         if ref in stale:
             node = record.graph[ref.node]
             what = f"the {node.kind} `{node.address}`" if isinstance(node, State) else "its saved value"
-            fact = f"{what} was overwritten since the capture"
-            yield found_named(record.graph, NAME, ref.node, fact)
+            place = record.place_of(ref)
+            own = isinstance(node, State) and place is not None and not place.is_as_it_was()
+            fact = f"{what} {place.change if own and place is not None else 'was overwritten since the capture'}"
+            yield evolve(found_named(record.graph, NAME, ref.node, fact), is_stale=True)
 
 
-def _of_another_kind(record: Record) -> Iterator[Finding]:
+def _of_another_kind(record: Record, stale: frozenset[Ref]) -> Iterator[Finding]:
     for node in record.graph.nodes:
         for ref, meaning in meanings_of(node).items():
             value = record.values.get(ref)
-            if not isinstance(value, torch.Tensor):
+            if not isinstance(value, torch.Tensor) or ref in stale:
                 continue
             shape = tuple(value.shape) if not value.is_nested else ()
             mine, wanted = (shape, value.dtype, str(value.device)), (meaning.shape, meaning.dtype, meaning.device)

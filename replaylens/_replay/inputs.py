@@ -104,7 +104,22 @@ def new_state(graph: Graph, state: dict[str, torch.Tensor], nearest: Callable[[s
             found[graph.positions[node.name]] = tensor
         else:
             found[graph.positions[node.name]] = with_strides(tensor, node.meaning)
+    for node in graph.state_nodes:
+        _require_all_names(graph, node, state)
     return Given(found, raw, tuple(mismatches))
+
+
+def _require_all_names(graph: Graph, node: State, state: Mapping[str, torch.Tensor]) -> None:
+    """Places that hold one tensor by the forward's own assignments are not tied: other state is given to each."""
+    names = (node.address, *node.aliases)
+    missing = [name for name in names if name not in state]
+    if missing and len(missing) < len(names) and not graph.replaced.isdisjoint(names):
+        given = next(name for name in names if name in state)
+        raise InputMismatch(
+            f"{given!r} and {missing[0]!r} were one tensor when the model was captured, and the forward assigns others "
+            f"to them: whether {missing[0]!r} is to change too is not known.\n"
+            f"Give all of {', '.join(names)}, or capture the model where they are not one."
+        )
 
 
 def state_called(graph: Graph, address: str, nearest: Callable[[str], str]) -> State:

@@ -7,6 +7,7 @@ inputs for which the model would have gone another way are an error.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -31,8 +32,19 @@ from .state import StatePlace
 class Holder(nn.Module):
     """What lies at an address of the model, and nothing else: `m.layer1[0].weight` is reached as in the model."""
 
+    _standing: dict[str, Standing]  # by key: only what stands in this one
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.__dict__["_standing"] = {}
+
     def __getitem__(self, index: int) -> Any:
         return getattr(self, str(index))
+
+    def __getattr__(self, name: str) -> Any:
+        if (standing := self.__dict__.get("_standing", {}).get(name)) is not None:
+            standing.now()
+        return super().__getattr__(name)
 
 
 class ProgramModule(Holder):
@@ -61,6 +73,33 @@ class ProgramModule(Holder):
         ends = [*[address for address, _ in record.graph.changes], *record.graph.removed]
         hidden["_ends"] = {place.address: place for places in held.values() for place in places}
         hidden["_ends"] |= {address: _end(self, record, address) for address in ends if address not in known}
+
+    def follow(self) -> None:
+        """Hold what the model holds now: `load_state_dict(assign=True)` gives it other tensors."""
+        for places in self._held.values():
+            for place in places:
+                place.now()
+        for place in self._ends.values():
+            place.now()
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """As any module's. Those who list parameters and buffers ask for it."""
+        self.follow()
+        return super().named_modules(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As any module's, of what the model holds now."""
+        self.follow()
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As any module's, into what the model holds now."""
+        self.follow()
+        return super().load_state_dict(*args, **kwargs)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        self.follow()
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the program gives for these inputs, of the recorded shapes."""
@@ -207,7 +246,7 @@ def _places(root: nn.Module, record: Record, node: State) -> tuple[Standing, ...
     for address in (node.address, *node.aliases):
         held, key = _register(root, address, node.kind, tensor)
         model = record.places.get(address) if own else None
-        found.append(Standing(address, held, key, model, tensor))
+        found.append(_stand(root, Standing(address, held, key, model, tensor)))
     return tuple(found)
 
 
@@ -216,7 +255,7 @@ def _end(root: nn.Module, record: Record, address: str) -> Standing:
     place = record.places.get(address)
     tensor = place.now() if place is not None else None
     held, key = _register(root, address, place.kind if place is not None else "buffer", tensor)
-    return Standing(address, held, key, place, tensor)
+    return _stand(root, Standing(address, held, key, place, tensor))
 
 
 def _register(root: nn.Module, address: str, kind: str, tensor: torch.Tensor | None) -> tuple[dict[str, Any], str]:
@@ -233,6 +272,16 @@ def _register(root: nn.Module, address: str, kind: str, tensor: torch.Tensor | N
     held: dict[str, Any] = holder._parameters if kind == "parameter" else holder._buffers
     held[key] = tensor
     return held, key
+
+
+def _stand(root: nn.Module, standing: Standing) -> Standing:
+    """Let the holder of a place know of it."""
+    holder = root
+    for word in standing.address.split(".")[:-1]:
+        holder = holder._modules.get(word) or holder
+    if isinstance(holder, Holder) and (standing.own is holder._parameters or standing.own is holder._buffers):
+        holder._standing[standing.key] = standing
+    return standing
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,34 +3,71 @@
 In: a module, and the name or path of a tensor in it. Out: a StatePlace, which says what stands there now, puts another
 tensor there, and tells whether what was recorded is overwritten. Torch's write counters miss much: `p.data = other`,
 `model.double()`, `load_state_dict(assign=True)`, fused optimizers, the statistics of a batch norm. So the place, the
-address in memory and the first eight bytes are compared too.
+address in memory and a few samples of what stands there are compared too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from ctypes import c_uint64
-from typing import Any
+from ctypes import c_int, c_ssize_t, c_void_p, py_object, pythonapi
+from typing import Any, Literal
 
 import torch
 from attrs import field, frozen
 from torch import nn
 
 PLAIN = frozenset((torch.Tensor, nn.Parameter))
-Sight = tuple[int | None, int | None]  # of a tensor: its address in memory, and the first eight bytes there
+SAMPLES = 16
+
+
+@frozen
+class Sight:
+    """A tensor as it was looked at: its address in memory, and samples of what stood there, spread over all of it."""
+
+    address: int | None  # None where torch does not say
+    seen: memoryview | None = None
+    live: memoryview | None = field(default=None, eq=False)  # the memory itself, to be compared again and again
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Does this very tensor lie there still, with the same samples? The address comes first: memory that it has
+        left may be gone.
+        """
+        if self.address is None:
+            return True
+        return tensor.data_ptr() == self.address and (self.live is None or self.live == self.seen)
+
+
+NO_SIGHT = Sight(None)
 
 
 def sight_of(tensor: torch.Tensor) -> Sight:
-    """Where a tensor lies, and what stands there first; None where torch does not say."""
+    """A look at a tensor."""
     if type(tensor) not in PLAIN:
-        return None, None
+        return NO_SIGHT
     try:
         address = tensor.data_ptr()
     except (RuntimeError, NotImplementedError):  # sparse and wrapped ones
-        return None, None
-    if not address or not tensor.is_cpu or tensor.nbytes < 8:
-        return address, None
-    return address, c_uint64.from_address(address).value
+        return NO_SIGHT
+    live = _window(tensor, address) if address and tensor.is_cpu else None
+    return Sight(address, None if live is None else _copied(live), live)
+
+
+def _copied(live: memoryview) -> memoryview:
+    return memoryview(live.tobytes()).cast(_KINDS[live.itemsize])
+
+
+def _window(tensor: torch.Tensor, address: int) -> memoryview:
+    """Samples of the memory that a tensor fills, without a copy. An odd step does not stay within one column."""
+    size = tensor.nbytes if tensor.is_contiguous() or tensor.mT.is_contiguous() else tensor.element_size()
+    wide = next(wide for wide in _KINDS if not size % wide)
+    count = size // wide
+    words: memoryview = _memory_at(address, size, _READ).cast(_KINDS[wide])
+    return words[:: (count - 1) // (SAMPLES - 1) | 1] if count > SAMPLES else words
+
+
+_memory_at: Any = pythonapi["PyMemoryView_FromMemory"]  # an object of this module's own
+_memory_at.argtypes, _memory_at.restype, _READ = (c_void_p, c_ssize_t, c_int), py_object, 0x100
+_KINDS: dict[int, Literal["Q", "I", "H", "B"]] = {8: "Q", 4: "I", 2: "H", 1: "B"}  # of words, by their width
 
 
 @frozen(eq=False)
@@ -41,14 +78,8 @@ class StatePlace:
     kind: str  # "parameter" | "buffer" | "attribute"
     tensor: torch.Tensor | None
     held: tuple[dict[str, Any], ...]  # the module's parameters and buffers; or its attributes
-    sight: Sight = field(default=(None, None))
+    sight: Sight = NO_SIGHT
     dtype: torch.dtype | None = None  # what it was of, when it stood there
-    cell: c_uint64 | None = field(init=False)  # the first eight bytes, to be read again and again
-
-    @cell.default
-    def _cell(self) -> c_uint64 | None:
-        address, word = self.sight
-        return None if address is None or word is None else c_uint64.from_address(address)
 
     @classmethod
     def of(cls, module: nn.Module, key: str, kind: str, tensor: torch.Tensor | None, sight: Sight) -> StatePlace:
@@ -73,34 +104,34 @@ class StatePlace:
             self.held[self.key not in self.held[0]][self.key] = tensor
 
     def is_as_it_was(self) -> bool:
-        """Does the very tensor stand there still, in the same memory, with the same first bytes?"""
+        """Does the very tensor stand there still, in the same memory, with the same samples?"""
         tensor = self.tensor
-        return tensor is not None and self.now() is tensor and sight_of(tensor) == self.sight
+        return tensor is not None and self.now() is tensor and self.sight.holds(tensor)
 
     def is_whole_elsewhere(self) -> bool:
         """Stands another tensor there now, and is the one that stood there as it was?"""
-        return self.tensor is not None and self.now() is not self.tensor and sight_of(self.tensor) == self.sight
+        return self.tensor is not None and self.now() is not self.tensor and self.sight.holds(self.tensor)
 
     @property
     def change(self) -> str:
         """What became of it, in words."""
         tensor, now = self.tensor, self.now()
-        if tensor is not None and now is tensor and sight_of(tensor)[0] == self.sight[0]:
+        if tensor is not None and now is tensor and sight_of(tensor).address == self.sight.address:
             return "was overwritten since the capture, by an optimizer's step or an operation in place"
         if now is None:
-            return "stands no more where it was at the capture: it was removed or parametrized"
+            return "was removed or parametrized since the capture"
         return "was replaced since the capture"
 
 
 def all_stand(places: Iterable[StatePlace]) -> bool:
     """Are all as they were? Asked at every replay."""
     for place in places:
-        tensor, (address, word) = place.tensor, place.sight
+        tensor, sight = place.tensor, place.sight
         if place.now() is not tensor:
             return False
-        if address is None or tensor is None:
+        if sight.address is None or tensor is None:
             continue
-        if tensor.data_ptr() != address or (place.cell is not None and place.cell.value != word):
+        if tensor.data_ptr() != sight.address or (sight.live is not None and sight.live != sight.seen):
             return False
     return True
 
