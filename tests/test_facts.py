@@ -401,3 +401,17 @@ def test_a_program_that_lost_the_guard_of_a_shape_breaks_a_law():
     graph = rl.capture(SHAPES["nonzero"], RECORDED).graph
     (problem,) = unasked(evolve(graph, guards=()))
     assert problem.node == "nonzero_1_3" and not list(unasked(graph))
+
+
+def test_what_stands_behind_a_view_that_is_written_is_no_other_memory_of_its_base():
+    """What a hook gives in its place is a tensor of its own."""
+
+    def model(x):
+        wide = x.new_zeros(8).as_strided((2, 2), (4, 2))
+        return wide.copy_(x).relu()
+
+    x = torch.randn(2, 2)
+    prog = rl.capture(model, x)
+    patched = prog.replay(patch={"asstrided_1_2": lambda value: value * 0.5}).output
+    inserted = prog.insert_after("asstrided_1_2", lambda value: value * 0.5).output
+    assert torch.equal(patched, inserted) and torch.equal(patched, x.relu())

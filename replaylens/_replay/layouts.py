@@ -133,7 +133,7 @@ class Layouts:
         if any(ref in self.unknown for ref in node.refs) or not _can_run(node):
             self.unknown.update(gives)
             return
-        if _goes_by_memory(node):
+        if _goes_by_memory(node) and self._is_looked_at(node):
             yield Departure(f"the memory that {node.name} looks at", "laid out in one way", "in another", node.source)
         try:
             made = self._made(node)
@@ -147,6 +147,14 @@ class Layouts:
             if isinstance(new, torch.Tensor) and new.layout is torch.strided and self.meanings[ref].strides is not None:
                 yield from self._other_views(node, ref, new)
                 self._settle(ref, new)
+
+    def _is_looked_at(self, node: Call) -> bool:
+        """Does a call that goes by memory go by memory that lies otherwise? A write's views are made of its bases; what
+        a patch gives in the place of such a view is a tensor of its own.
+        """
+        if node.target.function is not mutate or "as_strided" in node.args[0].name:
+            return True
+        return any(type(leaf) is Ref and leaf in self.other for leaf in leaves(node.args[1]))
 
     def _other_views(self, node: Call, ref: Ref, new: torch.Tensor) -> Iterator[Departure]:
         """Is it a view where it was a copy, or the other way round, and does the model write what it looks at?"""
