@@ -183,7 +183,7 @@ def test_the_law_finds_a_mutation_of_the_program(mutation, monkeypatch):
 def test_where_gradients_are_refused_the_law_says_why_it_was_not_asked():
     law = law_of(with_a_late_write)
     assert law
-    assert law.skipped.startswith("gradients through memory that the model writes by .data after its use")
+    assert law.skipped.startswith("gradients through memory that the model writes by .data or numpy after its use")
 
 
 def test_where_gradients_are_off_the_law_is_not_asked():
@@ -201,3 +201,68 @@ def test_the_law_leaves_no_trace():
     assert_same(generators(), state)
     assert x.grad is None
     assert torch.equal(x, given)
+
+
+def asks_the_input(m, x):
+    return m.a(x) * (2 if x.requires_grad else 3)
+
+
+def asks_what_comes_of_the_input(m, x):
+    return m.a(x) * (2 if (x * 2).grad_fn is None else 3)
+
+
+@pytest.mark.parametrize("run", [asks_the_input, asks_what_comes_of_the_input])
+def test_inputs_of_a_model_that_asks_whether_they_need_gradients_stay_as_they_were_given(run):
+    law = law_of(run)
+    assert law
+    assert law.asked == 4  # the parameters
+
+
+def test_a_model_that_asks_for_flags_and_has_no_parameters_is_not_asked_and_the_law_says_why():
+    law = rl.check(lambda x: x * (2 if x.requires_grad else 3), torch.randn(3))["gradients"]
+    assert law
+    assert law.skipped.startswith("the model goes another way where an input needs gradients: it asks for `")
+    assert "requires_grad" in law.skipped
+
+
+def test_a_fault_is_not_hidden_where_only_inputs_as_they_were_given_are_taken(monkeypatch):
+    monkeypatch.setattr("replaylens._capture.tracer.turn", passed_by)
+
+    def run(m, x):
+        return asks_the_input(m, x) + with_a_frozen_layer(m, x).sum()
+
+    assert not law_of(run)
+
+
+def written_under_no_grad(m, x):
+    h = m.a(x) * 1
+    with torch.no_grad():
+        h.clamp_(min=0)
+    return m.b(h * h)
+
+
+def filled(m, x):
+    return m.a(x).clone().zero_()
+
+
+def made_by_out(m, x):
+    return torch.quantile(m.a(x), 0.5, out=torch.zeros(()))
+
+
+def without_its_history(monkeypatch):
+    monkeypatch.setattr("replaylens._capture.writes._may_have_history", lambda recorder, target: False)
+
+
+@pytest.mark.parametrize("run", [written_under_no_grad, filled, made_by_out])
+def test_writes_keep_the_history_that_they_keep_in_the_model(run):
+    assert law_of(run)
+
+
+def test_the_law_finds_a_write_under_no_grad_that_cuts_the_history(monkeypatch):
+    without_its_history(monkeypatch)
+    assert not law_of(written_under_no_grad)
+
+
+def test_the_law_finds_a_fill_that_cuts_the_history(monkeypatch):
+    monkeypatch.setattr(twins, "_DIFFERENTIABLE", frozenset())
+    assert not law_of(filled)

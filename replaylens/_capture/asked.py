@@ -25,6 +25,8 @@ MODES: dict[str, Callable[[], bool]] = {
 }
 
 _CUTTING = frozenset(("_grad_preprocess",))
+# functions of torch's that hand the flags of what they are given to a kernel, which computes the gradients at once
+HANDS_ON_FLAGS = frozenset(("linear_cross_entropy",))
 
 
 class Asked(NamedTuple):

@@ -35,7 +35,7 @@ from .._core.torch_private import (
 )
 from .._core.trees import ATOMS, freeze, freeze_deep, leaves
 from ..errors import ReplaylensError, UnannouncedWrite
-from .asked import cuts_by_flags
+from .asked import HANDS_ON_FLAGS, cuts_by_flags
 from .builder import (
     PLAIN,
     CallRecord,
@@ -335,7 +335,10 @@ class Tracer(Recorder):
     def _special_asks_flag(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         """The model asks what autograd knows of a tensor. What torch's own code asks is mostly for itself."""
         code, answer = outside(_frame(1)).f_code, func(*args, **kwargs)
-        if cuts_by_flags(code) or not is_torch_code(code):
+        is_told = code.co_name in HANDS_ON_FLAGS
+        if is_told and not (_grad_enabled() or self.recording.ambient[0]):
+            self.recording.one_way.append(f"`{code.co_name}`: it was told that no gradient will be asked for.")
+        if is_told or cuts_by_flags(code) or not is_torch_code(code):
             if rule.kind == "grad_fn" and not _STEP_HOOKS.isdisjoint(code.co_names):
                 self.recording.one_way.append(HOOK_ON_STEP)
             known = answer if type(answer) is bool else answer is None or type(answer).__name__

@@ -22,6 +22,7 @@ _UNARY = frozenset(
 _BINARY = frozenset("add_ sub_ mul_ div_ pow_ __iadd__ __isub__ __imul__ __itruediv__ true_divide_".split())
 _OPERATORS = {"__iadd__": "add", "__isub__": "sub", "__imul__": "mul", "__itruediv__": "div"}
 _FLOATS = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
+_DIFFERENTIABLE = _FLOATS | {torch.complex64, torch.complex128}
 
 Twin = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
@@ -42,6 +43,8 @@ def twin_of(func: Any, args: Any, kwargs: Any, target: torch.Tensor, others: lis
         return None
     if name in ("zero_", "fill_") and not others:
         value = 0 if name == "zero_" else args[1] if len(args) > 1 else kwargs["value"]
+        if target.dtype in _DIFFERENTIABLE:  # the history goes on, with a gradient of zeros
+            return torch.fill, (target, value), {}
         return torch.full_like, (target, value), {}
     if target.dtype not in _FLOATS:
         return None

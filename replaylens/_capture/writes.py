@@ -101,7 +101,7 @@ def write_record(
     shared = [t for t in tensors_in(args, kwargs) if recorder.base_of(t) in bases and not any(t is x for x in targets)]
     if len(targets) == 1 and not entries[0].steps and not shared and not may_draw:
         target = targets[0]
-        lost = target.requires_grad and not _grad_enabled()
+        lost = _may_have_history(recorder, target) and not _grad_enabled()
         others = [tensor for tensor in tensors_in(args, kwargs) if tensor is not target]
         if not lost and (twin := twin_of(func, args, kwargs, target, others)) is not None:
             function, arguments, named = twin
@@ -132,6 +132,12 @@ def write_record(
     ]
     values = tuple([entry.handle if entry.steps and not _repeats(entry.tensor) else None for entry in entries])
     return mutate, [*given, written, values], {}
+
+
+def _may_have_history(recorder: Recorder, target: torch.Tensor) -> bool:
+    """Can a replay have gradients flow through what is written? A write that autograd does not see keeps them."""
+    may = recorder.recording.ambient[0] and (target.is_floating_point() or target.is_complex())
+    return target.requires_grad or may
 
 
 def _parting(recorder: Recorder, views: list[Entry]) -> set[Handle]:

@@ -18,6 +18,7 @@ from .._core.node import Call, Ref
 from .._core.sameness import difference, same
 from .._core.trees import thaw
 from .._replay.differentiate import differentiate
+from .._replay.facts import Around, departures
 from .._replay.replay import Record, execute
 from .._replay.request import Request
 from ..errors import DivergedReplay, NotDifferentiable, StaleValue
@@ -37,14 +38,26 @@ def gradients(subject: Subject) -> Law:
     values = [subject.record.values[Ref(node.name)] for node in subject.record.graph.input_nodes]
     if any(value.grad_fn is not None for value in values):
         return Law(NAME, skipped="an input has a history of its own, which ends where a program begins")
-    law = _asked(subject, _inputs(subject, True))
-    if law is None or law.skipped:
-        law = _asked(subject, _inputs(subject, False)) or law
+    flagged = _inputs(subject, True)
+    away = _led_away(subject, flagged)
+    law = None if away else _asked(subject, flagged)
+    if law is None:
+        law = _asked(subject, _inputs(subject, False))
+        if away and (law is None or not (law.asked or law.skipped)):
+            return Law(NAME, skipped=away)
     if law is None:
         return Law(NAME, skipped="the model cannot be run and differentiated a second time")
     if law:
         return law
     return Law(NAME, law.asked, special=(Finding(NAME, "", UNSTEADY),)) if subject.is_unsteady else law
+
+
+def _led_away(subject: Subject, inputs: dict[str, torch.Tensor]) -> str:
+    """Why the model would go another way on these inputs than it was captured; empty if it would not."""
+    record = subject.record
+    given: dict[Ref, torch.Tensor] = {Ref(name): value for name, value in inputs.items()}
+    found = next(departures(record.graph, record.values, given, Around.now()), None)
+    return f"the model goes another way where an input needs gradients: it asks for {found.what}" if found else ""
 
 
 @frozen(eq=False)

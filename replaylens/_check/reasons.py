@@ -30,7 +30,7 @@ _OVERWRITERS = frozenset(
     "copy_ fill_ zero_ normal_ uniform_ random_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_ set_ "
     "kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_ trunc_normal_ orthogonal_ constant_ ones_ zeros_ "
     "eye_ dirac_ sparse_ __setitem__ "
-    "copy index_put index_put_ select_scatter slice_scatter as_strided_scatter diagonal_scatter scatter scatter_ "
+    "copy fill index_put index_put_ select_scatter slice_scatter as_strided_scatter diagonal_scatter scatter scatter_ "
     "index_copy index_copy_ index_fill index_fill_ fill_diagonal_ resize_ _foreach_copy_ _foreach_zero_".split()
 )
 _OF_ONE = frozenset(

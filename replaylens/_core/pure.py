@@ -158,11 +158,17 @@ def same_content(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _into(out: Any, function: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`function(..., out=out)`. Torch forbids `out=` where gradients flow, and under vmap: then by copying."""
+    """`function(..., out=out)`. Torch forbids it under vmap, and mostly where gradients flow: then by copying."""
     given = (*args, *kwargs.values())
     flows = torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in (*given, out))
     if not flows and peek_interpreter_stack() is None:
         return function.function(*args, **kwargs, out=out)
+    if peek_interpreter_stack() is None:
+        try:  # what is made of other operations may let gradients through
+            return function.function(*args, **kwargs, out=out)
+        except RuntimeError as error:
+            if "support automatic differentiation" not in str(error):
+                raise
     result = function.function(*args, **kwargs)
     pairs = zip(out, result, strict=True) if isinstance(out, (tuple, list)) else ((out, result),)
     with torch.no_grad():
