@@ -415,3 +415,13 @@ def test_what_stands_behind_a_view_that_is_written_is_no_other_memory_of_its_bas
     patched = prog.replay(patch={"asstrided_1_2": lambda value: value * 0.5}).output
     inserted = prog.insert_after("asstrided_1_2", lambda value: value * 0.5).output
     assert torch.equal(patched, inserted) and torch.equal(patched, x.relu())
+
+
+def test_a_program_with_a_patch_lies_in_memory_as_a_replay_with_it():
+    def model(x):
+        wide = x.new_zeros(23).as_strided(x.shape, x.stride())
+        return wide.copy_(x).relu() * sum(x.stride())
+
+    prog = rl.capture(model, torch.randn(3, 8)[:, 1::2])
+    patch = {"input_1_0": rl.Scale(0.5)}
+    assert torch.equal(prog.with_patch(patch).output, prog.replay(patch=patch).output)

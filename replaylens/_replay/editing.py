@@ -20,6 +20,7 @@ from .._edit.edges import OUTPUT, rewired, tapped
 from .._edit.lower import in_recorded_layout, lower
 from .._edit.patch import Patch
 from .._edit.rewrite import unread_sources, without
+from ..errors import DivergedReplay
 from .derive import Added, derive, require_choice
 from .inputs import new_state, state_called
 from .keeping import with_values
@@ -51,7 +52,12 @@ def patch(record: Record, bound: Bound, request: Request) -> Made:
         graph, tensors = made.graph, {**tensors, **made.tensors}
         names.add(name)
     added = Added(tensors, {name: tensor for name, tensor in tensors.items() if tensor.requires_grad})
-    derived = derive(record, graph, added, on_divergence)
+    try:
+        derived = derive(record, graph, added, on_divergence)
+    except DivergedReplay:  # perhaps by the memory layout alone, which is put right below
+        derived = derive(record, graph, added, "ignore")
+        if not _other_strides(record.graph, derived[0].graph, names):
+            raise
     other = _other_strides(record.graph, derived[0].graph, names)
     return derive(record, in_recorded_layout(graph, other), added, on_divergence) if other else derived
 
