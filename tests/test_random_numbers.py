@@ -6,6 +6,7 @@ The witness is the plain model, run from the same state of the same generators.
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -213,11 +214,108 @@ def test_a_generator_that_the_model_holds_is_left_alone_and_one_of_the_callers_i
     model = Held()
     prog = rl.capture(model, x())
     state = model.generator.get_state()
-    assert_same(prog.replay(rng="fresh").output, prog.output)
+    fresh = [prog.replay(rng="fresh").output for _ in range(2)]
     assert_same(model.generator.get_state(), state)
+    assert_same(fresh, [model(x())] * 2)
+    assert_same(prog.replay().output, prog.output)
     generator = torch.Generator().manual_seed(5)
     prog = rl.capture(lambda x, generator: x + torch.rand(5, generator=generator), x(), generator=generator)
     assert not torch.equal(prog.replay(rng="fresh").output, prog.output)
+
+
+def held_by(attribute):
+    class Held(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.kept = attribute(torch.Generator().manual_seed(5))
+
+        def forward(self, x):
+            kept = self.kept
+            while not isinstance(kept, torch.Generator):
+                kept = kept[0] if isinstance(kept, (list, tuple)) else next(iter(vars_of(kept).values()))
+            return x + torch.empty(5).normal_(generator=kept) * F.dropout(x)
+
+    return Held()
+
+
+def vars_of(kept):
+    return kept if isinstance(kept, dict) else vars(kept)
+
+
+class Holder:
+    def __init__(self, generator):
+        self.generator = generator
+
+
+GLOBAL = torch.Generator().manual_seed(6)
+SETTINGS = Holder(torch.Generator().manual_seed(7))
+NOISE = partial(torch.rand, generator=torch.Generator().manual_seed(8))
+
+
+def noise():
+    return torch.rand(5, generator=GLOBAL)
+
+
+def of_a_helpers_global(x):
+    return x + noise()
+
+
+def of_a_globals_attribute(x):
+    return x + torch.rand(5, generator=SETTINGS.generator)
+
+
+def of_a_partial(x):
+    return x + NOISE(5)
+
+
+class OfTheClass(nn.Module):
+    generator = torch.Generator().manual_seed(9)
+
+    def forward(self, x):
+        return x + torch.randn(5, generator=self.generator)
+
+
+class DrawnThenSeeded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(5)
+
+    def forward(self, x):
+        first = torch.rand(5, generator=self.generator)
+        return x + first * torch.rand(5, generator=self.generator.manual_seed(2))
+
+
+HOLDING = {
+    "in a list": lambda: held_by(lambda g: [g]),
+    "in a dict of lists": lambda: held_by(lambda g: {"a": [g]}),
+    "in a tuple": lambda: held_by(lambda g: (g,)),
+    "in an object": lambda: held_by(Holder),
+    "a global of a helper": lambda: of_a_helpers_global,
+    "an attribute of a global": lambda: of_a_globals_attribute,
+    "in a partial": lambda: of_a_partial,
+    "of the class": OfTheClass,
+    "drawn from and then seeded": DrawnThenSeeded,
+}
+
+
+@pytest.mark.parametrize("case", HOLDING)
+@pytest.mark.parametrize("earlier", [0, 2])
+def test_a_generator_that_is_kept_between_forwards_gives_its_next_numbers_and_is_not_moved(case, earlier):
+    model = HOLDING[case]()
+    for _ in range(earlier):
+        model(x())
+    prog = rl.capture(model, x())
+    begun()
+    fresh = [prog.replay(rng="fresh").output]
+    begun()
+    fresh.append(prog.replay(rng="fresh").output)
+    begun()
+    assert_same(fresh, [model(x())] * 2)
+    assert_same(prog.replay().output, prog.output)
+    with pytest.raises(rl.DivergedReplay, match=r"what `torch\.Generator` drew"):
+        prog.replay(rng="fresh", on_divergence="raise")
+    with pytest.raises(rl.ReplaylensError, match=r"draws numbers by torch\.Generator"):
+        prog.module()
 
 
 def test_draws_that_began_in_one_state_still_do_behind_the_layer_that_a_fresh_replay_begins_at():

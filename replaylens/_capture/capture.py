@@ -144,6 +144,7 @@ def _look(forward: Forward, recording: Recording, origins: Origins, deep: bool) 
     with dated() as date:
         tracer = forward.tracer(recording, origins, date, deep, forward.beginning.unknown)
         tracer.draws.lent = {id(g): g.get_state() for g in lent_generators(forward.model, forward.args, forward.kwargs)}
+        tracer.draws.held = {id(g): state for g, state in forward.beginning.snapshot.generators}
         recording.ambient = tracer.context()
         recording.default_dtype = torch.get_default_dtype()
         recording.default_device = default_device()
@@ -170,7 +171,7 @@ def _take_ends(forward: Forward, tracer: Tracer, output: Any) -> None:
     note_writes_from_outside(tracer)
     take_changes(tracer, forward.beginning.snapshot)
     _take_touched(tracer)
-    recording.drawn_elsewhere = forward.beginning.dice.moved()
+    recording.drawn_elsewhere = (*forward.beginning.dice.moved(), *tracer.draws.elsewhere)
     recording.versions = _require_announced(tracer)
     if tracer.leaves_changes:
         keep_by_value(tracer)

@@ -7,6 +7,8 @@ an earlier draw left, at once or put back by the forward, is known again; one th
 
 from __future__ import annotations
 
+import sys
+from functools import partial
 from types import CellType, FunctionType
 from typing import Any
 
@@ -18,6 +20,7 @@ from .._core.world import let_go, one_draws
 _DROPOUTS = frozenset(
     "dropout dropout_ alpha_dropout alpha_dropout_ feature_dropout feature_dropout_ feature_alpha_dropout".split()
 )
+OF_THE_MODEL = "torch.Generator"
 _RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu".split())
 
 
@@ -64,6 +67,37 @@ def lent_generators(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return [value for value in values if type(value) is torch.Generator and value is not torch.default_generator]
 
 
+def _is_at_hand(generator: torch.Generator) -> bool:
+    """Is it held by a global of a function, or by the class of a method, that is at work? Then nobody made it now."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code, known = frame.f_code, frame.f_globals
+        held = [known[name] for name in code.co_names if name in known]
+        if code.co_argcount and (owner := frame.f_locals.get(code.co_varnames[0])) is not None:
+            held += type(owner).__mro__
+        if any(_holds(value, generator) for value in held):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _holds(value: Any, generator: torch.Generator) -> bool:
+    """Is it this generator, or one of the things that it keeps?"""
+    if value is generator:
+        return True
+    kept: list[Any] = list(getattr(value, "__dict__", {}).values())
+    if isinstance(value, partial):
+        kept += [*value.args, *value.keywords.values()]
+    elif isinstance(value, FunctionType):
+        kept += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        kept += [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+    elif type(value) is dict:
+        kept += value.values()
+    elif type(value) in (list, tuple):
+        kept += value
+    return any(one is generator for one in kept)
+
+
 def _is_filled(cell: CellType) -> bool:
     try:
         return cell.cell_contents is not None
@@ -93,6 +127,8 @@ class Draws:
         self.start, self.seed = torch.default_generator.get_state(), torch.default_generator.initial_seed()
         self.seedings = seedings()
         self.lent: dict[int, torch.Tensor] = {}  # generators of the caller's, and how they were
+        self.held: dict[int, torch.Tensor] = {}  # generators that hang on the model, and how they were
+        self.elsewhere: tuple[str, ...] = ()  # `(OF_THE_MODEL,)` once one of those draws where an earlier forward ended
         self.last: dict[int, str] = {}  # of each generator, the draw made last
         self.ends: dict[str, torch.Tensor] = {}  # the states that draws left
 
@@ -127,9 +163,22 @@ class Draws:
             return last, self.follows[last][1]
         if last is None and (lent := self.lent.get(id(generator))) is not None and torch.equal(lent, state):
             return f"generator_before_draw_{len(self.kept)}", False
+        if last is None and self._goes_on(generator, state):
+            self.elsewhere = (OF_THE_MODEL,)
         if generator is not torch.default_generator and is_newly_seeded(generator, state):
             return None, True
         return self._left_before(state) or self._unseen(generator, state, last)
+
+    def _goes_on(self, generator: torch.Generator, state: torch.Tensor) -> bool:
+        """Did nobody seed it in this forward, so that the next one draws on from where this one ends?"""
+        if generator is torch.default_generator:
+            return False
+        known = self.held.get(id(generator), self.lent.get(id(generator)))
+        if known is not None and torch.equal(known, state):
+            return True
+        if known is None and _is_at_hand(generator):
+            return True
+        return not (is_newly_seeded(generator, state) or self._left_before(state))
 
     def _left_before(self, state: torch.Tensor) -> tuple[str | None, bool] | None:
         """Where the forward put back a state that was there before."""

@@ -203,8 +203,7 @@ def _run(
 
     def begin() -> None:
         beginning.snapshot.put_back()
-        beginning.put_own_generators_back()
-        if not stage.fresh:
+        if not stage.fresh:  # else generators that it holds draw on from where they are
             beginning.put_back()
         if inputs is not None:
             inputs.put_back()

@@ -43,6 +43,7 @@ class Snapshot:
         self.hooked: list[nn.Module] = []  # all modules, and the hooks of those that have some
         self.hooks: dict[int, dict[Any, Any]] = {}
         self.restored: list[tuple[Any, Callable[[], object]]] = []  # arrays and generators: puts back what they held
+        self.generators: list[tuple[torch.Generator, torch.Tensor]] = []  # of torch's, and their states
         self.flags: list[
             tuple[torch.Tensor, bool]
         ] = []  # of leaves that the forward freezes or thaws: known afterwards
@@ -82,6 +83,9 @@ class Snapshot:
         elif _is_kept(kind):  # type: ignore[arg-type]
             self.restored.append((value, _restorer(value)))
             return
+        elif kind is torch.Generator:
+            self.generators.append((value, value.get_state()))
+            return
         elif _is_plain(kind):  # type: ignore[arg-type]
             content = vars(value)
             self._note(content, depth)
@@ -109,6 +113,7 @@ class Snapshot:
         now.training = [(module, module.training) for module, _ in self.training]
         now.containers = [(container, type(content)(container)) for container, content in self.containers]
         now.memories = [one for tensor, *_ in self.memories if (one := _memory_of(tensor)) is not None]
+        now.generators = [(generator, generator.get_state()) for generator, _ in self.generators]
         now.restored = [(value, _restorer(value)) for value, _ in self.restored]
         return now
 
@@ -257,10 +262,6 @@ class Beginning:
         for generator, state in self.generators:
             generator.set_state(state)
         self.dice.put_back()
-
-    def put_own_generators_back(self) -> None:
-        """Those that the model holds, as they were. The global ones stay, and those that its caller gave."""
-        _put_back_but_global([pair for pair in self.generators if id(pair[0]) not in self.lent])
 
 
 def _put_back_but_global(generators: Iterable[tuple[torch.Generator, torch.Tensor]]) -> None:

@@ -64,7 +64,8 @@ class ProgramModule(Holder):
         if record.graph.drawn_elsewhere:
             raise ReplaylensError(
                 f"the model draws numbers by {' and '.join(record.graph.drawn_elsewhere)}, and a module draws anew in "
-                "each call, which only the model itself can do with those. Draw them by torch, or call the model."
+                "each call, which only the model itself can do with those. Draw them by torch's default generator, or "
+                "call the model."
             )
         hidden = self.__dict__  # no submodules, parameters or state of the module's own
         hidden["_record"], hidden["_codes"] = record, {}
