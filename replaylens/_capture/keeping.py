@@ -7,12 +7,13 @@ the module has kept as well stays as it is: what is put into it, the module woul
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from .._core.trees import ATOMS
+from .._core.trees import ATOMS, Branch, attributes_of, own, own_attributes
 from .storage import Entry, Memory
 
 _references = sys.getrefcount
@@ -39,25 +40,29 @@ def _is_held_by_torch(tensor: torch.Tensor) -> bool:
     return bool(tensor._use_count() > 1)  # type: ignore[attr-defined]
 
 
-def renewed(value: Any, beyond: int, new: New) -> Any:
+def renewed(value: Any, beyond: int, new: New, ours: Mapping[int, int]) -> Any:
     """A module's output with `new(tensor, beyond)` in the place of each tensor; `beyond` counts the references that
     are not the output's own. Tuples are made again; what can be written is written where nobody else holds it.
+    `ours`: how many references to an object, by its id, are those of frozen trees.
     """
     if isinstance(value, torch.Tensor):
         return new(value, beyond)
     if type(value) in ATOMS or isinstance(value, (type, torch.nn.Module)):
         return value
+    beyond -= ours.get(id(value), 0)
     if isinstance(value, tuple):
-        return _tuple_renewed(value, new)
+        return _tuple_renewed(value, beyond, new, ours)
     if beyond <= 0:
-        _write(value, new)
+        _write(value, new, ours)
     return value
 
 
-def _tuple_renewed(value: Any, new: New) -> Any:
+def _tuple_renewed(value: Any, beyond: int, new: New, ours: Mapping[int, int]) -> Any:
+    """Who has kept the tuple has kept what is in it."""
     items = []
     for item in value:
-        items.append(renewed(item, _references(item) - _WITHIN, new))
+        count = _references(item) - _WITHIN
+        items.append(renewed(item, count + max(beyond, 0), new, ours))
     if all(item is other for item, other in zip(items, value, strict=True)):
         return value
     if hasattr(value, "_fields"):
@@ -65,28 +70,51 @@ def _tuple_renewed(value: Any, new: New) -> Any:
     return tuple(items) if type(value) is tuple else value
 
 
-def _write(value: Any, new: New) -> None:
+def _write(value: Any, new: New, ours: Mapping[int, int]) -> None:
     """Put new tensors into a list, a dict, or an object with attributes."""
-    if isinstance(value, list):
+    if isinstance(value, (list, deque)):
         for number in range(len(value)):
             item = value[number]
-            if (made := renewed(item, _references(item) - _WITHIN, new)) is not item:
+            count = _references(item) - _WITHIN
+            if (made := renewed(item, count, new, ours)) is not item:
                 value[number] = made
     elif isinstance(value, dict):
-        own = getattr(value, "__dict__", {})
+        attributes = own_attributes(value)
         for key in list(value):
             item = value[key]
-            twice = own.get(key) is item
-            if (made := renewed(item, _references(item) - _WITHIN - twice, new)) is not item:
+            twice = attributes.get(key) is item
+            count = _references(item) - _WITHIN
+            if (made := renewed(item, count - twice, new, ours)) is not item:
                 value[key] = made
                 if twice:
-                    own[key] = made
+                    attributes[key] = made
     elif type(value).__module__ not in ("builtins", "numpy", "torch"):
-        own = getattr(value, "__dict__", {})
-        for key in list(own):
-            item = own[key]
-            if (made := renewed(item, _references(item) - _WITHIN, new)) is not item:
-                own[key] = made
+        _write_attributes(value, new, ours)
+
+
+def _write_attributes(value: Any, new: New, ours: Mapping[int, int]) -> None:
+    for name in [name for name, _ in attributes_of(value)]:
+        item = own(value, name, None)
+        count = _references(item) - _WITHIN
+        if (made := renewed(item, count, new, ours)) is not item:
+            object.__setattr__(value, name, made)
+
+
+def objects_held(tree: Any) -> Counter[int]:
+    """How many references to each object, by its id, a frozen tree holds, to copy from it later."""
+    held: Counter[int] = Counter()
+    seen: set[int] = set()
+    stack = [tree]
+    while stack:
+        part = stack.pop()
+        if type(part) is tuple:
+            stack.extend(part)
+        elif type(part) is Branch:
+            if part.like is not None and id(part) not in seen:
+                held[id(part.like)] += 1
+            seen.add(id(part))
+            stack.extend(part.items)
+    return held
 
 
 def _counted() -> tuple[int, int, int, bool]:

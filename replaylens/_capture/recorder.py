@@ -7,6 +7,7 @@ tracer.py; calls that write are in writes.py.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
 from time import perf_counter_ns as _now
@@ -68,7 +69,7 @@ class Recorder(TorchFunctionMode):
     """What the parts of a capture share: the recording, the memory, and where the model is."""
 
     # Python looks up attributes of an object fast while its dict has at most thirty: these few are not in it.
-    __slots__ = ("forward", "forwards", "has_scripts", "took")
+    __slots__ = ("forward", "forwards", "has_scripts", "in_trees", "took")
     leaves_changes = True  # what the forward writes stays written
 
     def __init__(self, recording: Recording, origins: Origins, date: Date, deep: bool, unknown: str) -> None:
@@ -83,6 +84,7 @@ class Recorder(TorchFunctionMode):
         self.scope = -1
         self.forward: CodeType | None = None  # the code of the running module's forward
         self.forwards: dict[type, CodeType | None] = {}  # by the class of a module
+        self.in_trees: Counter[int] = Counter()  # by id: references to objects that modules gave, in frozen trees
         self.has_scripts = False  # a module that is TorchScript has run
         self.stateful: list[SourceRecord] = []  # buffers and attributes that were read
         self.opened: set[Any] = set()

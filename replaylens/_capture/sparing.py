@@ -23,6 +23,7 @@ from .._core.torch_private import storage_holders
 from .._core.trees import bare, leaves
 from .._edit.wanted import Wish
 from .builder import CallRecord, Gone, Handle, Recording, SourceRecord, parts_of, version_of
+from .keeping import objects_held
 from .origins import Date, Origins
 from .recorder import NeedsDeepLook
 from .rules import Rule
@@ -84,7 +85,9 @@ class SparingTracer(Tracer):
 
     def _left(self, output: tuple[int, Any, int]) -> None:
         """A module gave its output, which may be wanted by the module's address."""
-        self.recording.scope_outputs[-1] = (output[0], bare(output[1]), output[2])
+        self.recording.scope_outputs[-1] = (output[0], kept := bare(output[1]), output[2])
+        self.in_trees.subtract(objects_held(output[1]))
+        self.in_trees.update(objects_held(kept))
         if self.guess.module(output[0]):
             for handle in leaves(output[1]):
                 if type(handle) is Handle:

@@ -49,7 +49,7 @@ from .builder import (
 from .customs import apply_call
 from .flags import turn
 from .hooks import HOOK_ON_STEP, hook
-from .keeping import ALONE, BARE, references_of, renewed
+from .keeping import ALONE, BARE, objects_held, references_of, renewed
 from .opening import opened
 from .origins import Date, Origins, is_older
 from .recorder import NeedsDeepLook, Recorder, outside, tensors_in
@@ -475,10 +475,16 @@ class Tracer(Recorder):
             return out, self._handed_out(out)
         tree = freeze_deep(out, self._handed_out)
         names = _Renaming(self, tree, given, records)
+        self.in_trees.update(objects_held(tree))
         with without_function_modes():  # what is looked at here, the model did not ask
             is_whole = self.recording.scopes[self.scope].module is self.origins.root
-            new = renewed(out, beyond, names) if names.known and not is_whole else out
-        return new, tree if new is out and not names.made else freeze_deep(new, self._handed_out)
+            new = renewed(out, beyond, names, self.in_trees) if names.known and not is_whole else out
+        if new is out and not names.made:
+            return new, tree
+        self.in_trees.subtract(objects_held(tree))
+        tree = freeze_deep(new, self._handed_out)
+        self.in_trees.update(objects_held(tree))
+        return new, tree
 
     def is_renamed(self, tensor: torch.Tensor, handle: Handle, names: _Renaming, beyond: int) -> bool:
         """Does a tensor that a module gives need a name of its own? Not if the module has let go of it."""

@@ -69,7 +69,7 @@ class Branch:
             dict.update(copied, self.like)
         elif isinstance(copied, list):
             list.extend(copied, self.like)
-        for key, value in (*_attributes(self.like), *zip(self.keys or (), items, strict=True)):
+        for key, value in (*attributes_of(self.like), *zip(self.keys or (), items, strict=True)):
             object.__setattr__(copied, key, value)
         return copied
 
@@ -139,7 +139,7 @@ def _freeze_deep(value: Any, leaf: Leaf, seen: dict[int, Any]) -> Any:
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
         frozen_value = Branch(kind, tuple([_freeze_deep(item, leaf, seen) for item in value]))
     elif kind in pytree.SUPPORTED_NODES and kind is not slice:
-        items, spec = pytree.tree_flatten(value, is_leaf=lambda other: other is not value)
+        items, spec = _taken_apart(value)
         frozen_value = Branch(kind, tuple([_freeze_deep(item, leaf, seen) for item in items]), like=spec)
     else:
         frozen_value = _freeze_object(value, leaf, seen)
@@ -147,6 +147,14 @@ def _freeze_deep(value: Any, leaf: Leaf, seen: dict[int, Any]) -> Any:
         frozen_value = evolve(frozen_value, loop=begun.loop)
     seen[id(value)] = frozen_value
     return frozen_value
+
+
+def _taken_apart(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """What a container that torch knows holds. Torch's function is part of a cycle: it would hold the container on."""
+    whole = [value]
+    items, spec = pytree.tree_flatten(value, is_leaf=lambda other: other is not whole[0])
+    whole.clear()
+    return items, spec
 
 
 @define
@@ -159,7 +167,7 @@ class _Open:
 
 def _freeze_object(value: Any, leaf: Leaf, seen: dict[int, Any]) -> Any:
     """An object with attributes: a branch if a tensor hangs somewhere below it, else the object itself."""
-    attributes = _attributes(value)
+    attributes = attributes_of(value)
     if not attributes:
         return value
     items = tuple([_freeze_deep(item, leaf, seen) for _, item in attributes])
@@ -168,7 +176,8 @@ def _freeze_object(value: Any, leaf: Leaf, seen: dict[int, Any]) -> Any:
     return Branch(type(value), items, tuple([key for key, _ in attributes]), like=value)
 
 
-def _attributes(value: Any) -> list[tuple[str, Any]]:
+def attributes_of(value: Any) -> list[tuple[str, Any]]:
+    """The attributes that an object has itself, those in slots among them, with their names."""
     if type(value).__module__ in ("builtins", "numpy", "torch"):
         return []
     found = list(own_attributes(value).items())
@@ -205,7 +214,7 @@ def fingerprint(value: Any, depth: int = 0) -> str:
         return f"{kind.__name__}({', '.join([fingerprint(item, depth + 1) for item in value])})"
     if isinstance(value, (set, frozenset)):
         return f"{kind.__name__}({', '.join(sorted([fingerprint(item, depth + 1) for item in value]))})"
-    pairs = [*(value.items() if isinstance(value, dict) else ()), *_attributes(value)]
+    pairs = [*(value.items() if isinstance(value, dict) else ()), *attributes_of(value)]
     if pairs or isinstance(value, dict):
         return f"{kind.__name__}({', '.join([f'{key!r}={fingerprint(item, depth + 1)}' for key, item in pairs])})"
     if kind.__module__ in ("builtins", "numpy"):
