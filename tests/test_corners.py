@@ -3,6 +3,7 @@
 The witness is the plain model: what a replay gives is compared with the model called on the same inputs, bit by bit.
 """
 
+import contextlib
 import sys
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import replaylens as rl
+from replaylens._check.nonsense import others_than
+from replaylens._core.trees import freeze_deep
 from replaylens.cli import main
 from replaylens.errors import CaptureError, UnannouncedWrite
 
@@ -457,3 +460,123 @@ def test_an_interrupted_command_ends_with_the_status_of_an_interrupt(monkeypatch
     monkeypatch.setattr("replaylens.cli.capture", interrupted)
     assert main(["show", "torch:nn.Identity", "--input", "2"]) == 130
     assert capsys.readouterr().err == "replaylens: interrupted.\n"
+
+
+# -- what is exchanged, handed out twice, or unsigned ------------------------------------------------------------------
+
+
+def exchanges(x):
+    a, b = x * 2, x * 3
+    torch.utils.swap_tensors(a, b)
+    return a
+
+
+def exchanges_and_hides_what_is_said(x):
+    a, b = x * 2, x * 3
+    with contextlib.suppress(RuntimeError):
+        torch.utils.swap_tensors(a, b)
+    return a
+
+
+class ExchangesParameters(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+
+    def forward(self, x):
+        torch.utils.swap_tensors(self.one.weight, self.other.weight)
+        return self.one(x)
+
+
+@pytest.mark.parametrize("model", [exchanges, exchanges_and_hides_what_is_said, ExchangesParameters()])
+def test_an_exchange_of_two_tensors_is_refused_at_its_line(model):
+    with pytest.raises(CaptureError, match=r"swap_tensors` exchanged two tensors[^\n]*\n    test_corners.py"):
+        rl.capture(model, random(2, 3))
+
+
+def test_tensors_are_exchanged_as_ever_outside_of_captures_and_in_patches():
+    a, b = torch.ones(2), torch.zeros(2)
+    with pytest.raises(CaptureError):
+        rl.capture(exchanges, random(3))
+    torch.utils.swap_tensors(a, b)
+    assert a.tolist() == [0, 0] and b.tolist() == [1, 1]
+
+    def patch(value):
+        kept, new = value.clone(), torch.zeros_like(value)
+        torch.utils.swap_tensors(kept, new)
+        return kept
+
+    x = random(3)
+    run = rl.capture(lambda x: (x * 2) + 1, x).replay(patch={"mul_1": patch})
+    assert torch.equal(run.output, torch.ones(3))
+
+
+def a_list_twice(x):
+    pair = [x * 1, x * 2]
+    return pair, pair
+
+
+def a_tuple_twice(x):
+    pair = (x * 1, x * 2)
+    return {"one": pair, "other": [pair]}
+
+
+def a_named_result_twice(x):
+    found = torch._lu_with_info(x * 1)  # one of those that torch does not tell pytree of
+    return found, found
+
+
+@pytest.mark.filterwarnings("ignore:torch.lu is deprecated:UserWarning")
+@pytest.mark.parametrize("model", [a_list_twice, a_tuple_twice, a_named_result_twice])
+def test_a_container_that_is_handed_out_twice_is_no_breach(model):
+    prog = assert_agrees(model, random(3, 3), others=[(random(3, 3, seed=1),)])
+    assert len(prog.graph.output_refs) == len(tree_leaves(model(random(3, 3)), is_leaf=torch.is_tensor))
+
+
+@pytest.mark.filterwarnings("ignore:torch.lu is deprecated:UserWarning")
+def test_every_tensor_of_a_named_result_is_opened():
+    opened = []
+    freeze_deep(torch._lu_with_info(random(3, 3)), opened.append)
+    assert [t.dtype for t in opened] == [torch.float32, torch.int32, torch.int32]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64])
+def test_nonsense_is_made_of_integers_up_to_the_ends_of_their_type(dtype):
+    ends = torch.iinfo(dtype)
+    for numbers in ([ends.min, ends.max, 0], [ends.max] * 3, [ends.min] * 3, [1, 2, 3]):
+        value = torch.tensor(numbers, dtype=dtype)
+        made = list(others_than(value))
+        assert all(one.dtype == dtype and one.shape == value.shape for one in made)
+        assert not all(torch.equal(one, value) for one in made)
+
+
+def test_a_hash_of_large_unsigned_numbers_is_checked():
+    def model(x):
+        found = torch.zeros(5, dtype=torch.uint64)
+        torch.hash_tensor(x * 1, 0, out=found)
+        return torch.hash_tensor(x * 1, 0), found
+
+    assert_agrees(model, random(3, 5), others=[(random(3, 5, seed=1),)])
+
+
+class WritesAView(torch.nn.Module):
+    """A view of its parameter, made and written in the mode in which the model is called."""
+
+    def __init__(self, view, again):
+        super().__init__()
+        self.weight, self.view, self.again = torch.nn.Parameter(random(3, 3)), view, again
+
+    def forward(self, x):
+        before = x @ self.weight
+        view = self.view(self.weight)
+        view.mul_(2)
+        return before + x @ self.weight + (view.sum() if self.again else 0)
+
+
+@pytest.mark.parametrize("view", [lambda w: w[0], lambda w: w.t(), lambda w: w.unbind()[1][:2], lambda w: w.view(-1)])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_view_of_a_parameter_that_is_written_without_gradients_is_checked(view, mode, again):
+    with mode():
+        report = rl.check(WritesAView(view, again), random(2, 3))
+    assert report, str(report)

@@ -421,6 +421,9 @@ class _Deaf:
         """As if nobody listened."""
         return call(*args, **kwargs)
 
+    def swapped(self) -> None:
+        """As if nobody listened."""
+
 
 def _is_held(tensor: torch.Tensor) -> bool:
     """Is it a leaf that collects gradients? Only a write that autograd does not see can change it."""

@@ -5,6 +5,7 @@ captures run, `nn.Module.__call__` is one function of ours, which looks for a ca
 passes on; it is counted, and put back when the last capture ends. (Global forward hooks cost six times as much and
 see a module's output before the user's own hooks have changed it.) So is `apply` of a custom `autograd.Function`, one
 class below `Function` itself: an `apply` that was taken from its class before (`swish = Swish.apply`) comes by there.
+So is what exchanges two tensors (`torch.utils.swap_tensors`), which no torch function shows.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from .._core.torch_private import FunctionBase, SingleLevelFunction, compiler_if_loaded
+from .._core.torch_private import (
+    FunctionBase,
+    SingleLevelFunction,
+    compiler_if_loaded,
+    set_swap_of_tensors,
+    swap_of_tensors,
+)
 from .._core.world import alone, freed, in_children
 from .builder import Site, is_torch_code, torch_code
 
@@ -30,6 +37,8 @@ class Listener(Protocol):
     def module_call(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
 
     def function_apply(self, kind: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
+
+    def swapped(self) -> None: ...
 
 
 _listeners: dict[int, list[Listener]] = {}  # of each thread, the innermost last
@@ -61,6 +70,13 @@ def _traced_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
     return stack[-1].function_apply(cls, call, args, kwargs) if stack else call(*args, **kwargs)
 
 
+def _traced_swap(one: Any, other: Any) -> None:
+    swap_of_tensors(one, other)  # it has begun: half of an exchange is worse than a whole one
+    stack = _listeners.get(get_ident())
+    if stack:
+        stack[-1].swapped()
+
+
 _traced_entry: Any = classmethod(_traced_apply)
 _originals: dict[str, Any] = {"call": _module_call}
 
@@ -90,6 +106,8 @@ def _put_in() -> None:
         nn.Module.__call__ = _traced_call  # type: ignore[method-assign]
     if SingleLevelFunction.__dict__.get("apply") is not _traced_entry:
         SingleLevelFunction.apply = _traced_entry
+    if swap_of_tensors is not None:
+        set_swap_of_tensors(_traced_swap)
 
 
 def _leave(here: int, listener: Listener) -> None:
@@ -109,6 +127,8 @@ def _take_out() -> None:
         nn.Module.__call__ = _originals["call"]  # type: ignore[method-assign]
     if SingleLevelFunction.__dict__.get("apply") is _traced_entry:
         del SingleLevelFunction.apply
+    if swap_of_tensors is not None:
+        set_swap_of_tensors(swap_of_tensors)
 
 
 def _in_a_child() -> None:

@@ -34,7 +34,7 @@ from .._core.torch_private import (
     without_function_modes,
 )
 from .._core.trees import ATOMS, freeze, freeze_deep, leaves
-from ..errors import ReplaylensError, UnannouncedWrite
+from ..errors import CaptureError, ReplaylensError, UnannouncedWrite
 from .asked import HANDS_ON_FLAGS, cuts_by_flags
 from .builder import (
     PLAIN,
@@ -533,6 +533,15 @@ class Tracer(Recorder):
     def function_apply(self, kind: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A custom `autograd.Function`: one node with its own backward, if all that it reads are its arguments."""
         return apply_call(self, kind, call, args, kwargs)
+
+    def swapped(self) -> None:
+        """Two tensors have exchanged what they are: recorded values among them are others now."""
+        refusal = CaptureError(
+            f"`torch.utils.swap_tensors` exchanged two tensors, which a program cannot say.{self.where()}\n"
+            "Exchange the names (`a, b = b, a`), or copy the numbers by `copy_`."
+        )
+        self.refused = self.refused or refusal  # the model may swallow it
+        raise refusal
 
 
 def _written_by(rule: Rule, args: Any, kwargs: Any) -> list[torch.Tensor]:

@@ -80,16 +80,17 @@ def _numbers(value: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _integers(value: torch.Tensor, wide: bool) -> Iterator[torch.Tensor]:
+    """Integers in the range and at its ends. Unsigned ones of 64 bits are taken as the signed ones of the same bits."""
     low, high = (int(end) for end in _range(value))
     number = value.to(torch.int64)
     yield _whole(value, low, high, 1)
-    yield (low + high - number).to(value.dtype)
+    yield (low - number + high).to(value.dtype)  # the sum of the ends may be more than an integer holds
     yield _rolled(value)
-    yield from (torch.full_like(value, end) for end in dict.fromkeys((low, high)))
+    yield from (torch.full_like(number, end).to(value.dtype) for end in dict.fromkeys((low, high)))
     if wide:
-        bounds = torch.iinfo(value.dtype)
-        yield _whole(value, low, min(high + 1, bounds.max), 2)
-        yield from (torch.full_like(value, end) for end in (0, min(high + 1, bounds.max)))
+        most = min(high + 1, torch.iinfo(value.dtype).max, torch.iinfo(torch.int64).max)
+        yield _whole(value, low, most, 2)
+        yield from (torch.full_like(number, end).to(value.dtype) for end in (0, most))
 
 
 def _one_flipped(value: torch.Tensor) -> torch.Tensor:
@@ -239,9 +240,8 @@ def _uniform(value: torch.Tensor, low: float, high: float, turn: int) -> torch.T
 
 
 def _whole(value: torch.Tensor, low: int, high: int, turn: int) -> torch.Tensor:
-    numbers = (
-        (_some(value, turn).to(torch.float64) * (high - low + 1)).floor().to(torch.int64).add_(low).clamp_(low, high)
-    )
+    steps = _some(value, turn).to(torch.float64) * float(high - low + 1)
+    numbers = steps.floor().to(torch.int64).add_(low).clamp_(low, high)
     return _repeated(numbers, value, torch.int64).to(value.dtype)
 
 

@@ -6,6 +6,7 @@ In: a record and what the model returned. Out: a law. The replay is the one that
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from .._core.graph import Graph
 from .._core.node import Ref
 from .._core.sameness import difference, kind_of, same
 from .._core.text import expression
-from .._core.trees import Branch, freeze_deep, leaves
+from .._core.trees import Branch, freeze_deep, leaves, remake
 from .._replay.replay import Record, replay
 from .._replay.request import Request
 from .._replay.run import Run
@@ -29,18 +30,18 @@ NAME = "whole replay"
 def whole_replay(record: Record, returned: Any, stale: frozenset[Ref], proven: Proven) -> Law:
     """The output and the state changes of a replay without changes. Which calls it ran rightly goes to `proven`."""
     graph = record.graph
-    count, unit = len(graph.output_refs), f"outputs, {len(graph.changes)} state changes"
+    asked, unit = len(graph.output_refs), f"outputs, {len(graph.changes)} state changes"
     if stale:
         return Law(NAME, skipped="a saved value was overwritten")
     try:
         run = replay(record, Request(whole=True, on_divergence="raise"), lambda name: name, proven.told)
     except DivergedReplay as error:
-        return Law(NAME, count, (Finding(NAME, "", f"leaves the recorded path: {_first_line(error)}"),), unit=unit)
+        return Law(NAME, asked, (Finding(NAME, "", f"leaves the recorded path: {_first_line(error)}"),), unit=unit)
     except Exception as error:
         name = next((words[1] for words in map(_node_of, getattr(error, "__notes__", ())) if words), "")
-        return Law(NAME, count, (found_named(graph, NAME, name, f"raises {type(error).__name__}"),), unit=unit)
+        return Law(NAME, asked, (found_named(graph, NAME, name, f"raises {type(error).__name__}"),), unit=unit)
     found = (*_outputs(record, returned, run), *_changes(record, run))
-    return Law(NAME, count, tuple(found), unit=unit, holds="bit for bit")
+    return Law(NAME, asked, tuple(found), unit=unit, holds="bit for bit")
 
 
 def _outputs(record: Record, returned: Any, run: Run) -> Iterator[Finding]:
@@ -75,13 +76,18 @@ def _apart(graph: Graph, name: str, fact: str, one: torch.Tensor, other: torch.T
 
 
 def _opened(output: Any) -> tuple[Any, list[torch.Tensor]]:
+    """The tree of an output, and its tensors: those of a container that stands in two places, twice."""
     found: list[torch.Tensor] = []
 
     def leaf(tensor: torch.Tensor) -> Ref:
         found.append(tensor)
         return Ref("value", (len(found),))
 
-    return freeze_deep(output, leaf), found
+    tree = freeze_deep(output, leaf)
+    places = [one for one in leaves(tree) if type(one) is Ref]
+    numbers = count()
+    counted = remake(tree, lambda one: Ref("value", (next(numbers),)) if type(one) is Ref else one)
+    return counted, [found[one.path[0] - 1] for one in places]
 
 
 def _shape_of(tree: Any) -> Any:
@@ -95,9 +101,9 @@ def _shape_of(tree: Any) -> Any:
 
 
 def _short(tree: Any) -> str:
-    count = sum(type(leaf) is Ref for leaf in leaves(tree))
+    held = sum(type(leaf) is Ref for leaf in leaves(tree))
     kind = tree.kind.__name__ if isinstance(tree, Branch) else type(tree).__name__
-    return "a tensor" if type(tree) is Ref else f"a {kind} of {count} tensors" if count else expression(tree)
+    return "a tensor" if type(tree) is Ref else f"a {kind} of {held} tensors" if held else expression(tree)
 
 
 def _first_line(error: Exception) -> str:

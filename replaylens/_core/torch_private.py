@@ -127,6 +127,9 @@ storage_holders = _name("torch._C._storage_Use_Count", "whether a value can be l
 seed_tracker = _name(
     "torch.cuda._lazy_seed_tracker", "was `torch.manual_seed` called?", "only a seed that changes the generator is seen"
 )
+swap_of_tensors = _name(
+    "torch._C._swap_tensor_impl", "`torch.utils.swap_tensors` in a forward is refused", "it is not seen"
+)
 OPERATOR_PLACES = tuple(
     (path, _name(path, "a torch function is found again by its name", "those of another place are kept as they are"))
     for path in ("torch._C._nn", "torch._C._fft", "torch._C._linalg", "torch._C._special", "torch._C._sparse")
@@ -135,6 +138,11 @@ OPERATOR_PLACES = tuple(
     ("torch._C", torch._C),
     ("torch.Tensor", TensorBase),
 )
+
+
+def set_swap_of_tensors(swap: Any) -> None:
+    """Let another function exchange two tensors: `torch.utils.swap_tensors` asks for it at each call."""
+    torch._C._swap_tensor_impl = swap
 
 
 def compiler_if_loaded(module: str = "torch._dynamo") -> Any:

@@ -141,6 +141,8 @@ def _freeze_deep(value: Any, leaf: Leaf, seen: dict[int, Any]) -> Any:
     elif kind in pytree.SUPPORTED_NODES and kind is not slice:
         items, spec = _taken_apart(value)
         frozen_value = Branch(kind, tuple([_freeze_deep(item, leaf, seen) for item in items]), like=spec)
+    elif isinstance(value, tuple) and hasattr(kind, "n_sequence_fields"):  # torch's named results that pytree has not
+        frozen_value = Branch(kind, tuple([_freeze_deep(item, leaf, seen) for item in value]))
     else:
         frozen_value = _freeze_object(value, leaf, seen)
     if begun.is_loop and type(frozen_value) is Branch:
