@@ -16,6 +16,7 @@ import torch
 from attrs import evolve
 
 from .._core.node import Call, Node, Ref, TensorMeaning, meanings_of
+from .._core.pure import mutate
 from .._core.target import Target
 from .._core.torch_private import OpOverload, OpOverloadPacket
 from .._core.trees import Branch, leaves
@@ -52,21 +53,39 @@ def with_dynamic_shapes(nodes: list[Node]) -> list[Node]:
     def meaning(ref: Ref) -> TensorMeaning:
         return meanings_of(nodes[places[ref.node]])[ref]
 
+    marked = [(node, isinstance(node, Call) and _is_dynamic(node, meaning)) for node in nodes]
     return [
-        evolve(node, is_dynamic=True) if isinstance(node, Call) and _is_dynamic(node, meaning) else node
-        for node in nodes
+        evolve(node, is_dynamic=dynamic) if isinstance(node, Call) and dynamic != node.is_dynamic else node
+        for node, dynamic in marked
     ]
 
 
 def _is_dynamic(call: Call, meaning: Meaning) -> bool:
-    if call.is_dynamic:
+    if call.is_dynamic and not _is_known(call.target.function):
         return True
     for known in call.meaning:
         if known.stored is not None:
             return True
+    if _keeps_shapes(call):
+        return False
     inner = call.args[0] if call.args and type(call.args[0]) is Target else call.target  # of a pure call: what it calls
     way = way_of(inner.function)
     return way is not Way.NEVER and _decides(way, call, meaning)
+
+
+def _is_known(function: Any) -> bool:
+    """Does a function that torch wrote in Python stand for an operator, whose schema tells?"""
+    home = getattr(function, "__module__", None) or ""
+    return home.startswith(("torch.nn.functional", "torch._jit_internal")) and bool(_overloads(function.__name__))
+
+
+def _keeps_shapes(call: Call) -> bool:
+    """A write in place that gives nothing besides what it wrote: that has the shape that it had."""
+    if call.target.function is not mutate or type(call.returns) is not tuple:
+        return False
+    named = call.args[3]
+    has_out = isinstance(named, Branch) and "out" in (named.keys or ())
+    return not has_out and not any(type(leaf) is Ref for leaf in leaves(call.returns[0]))
 
 
 def _decides(way: Way, call: Call, meaning: Meaning) -> bool:
