@@ -58,7 +58,8 @@ def _copied(live: memoryview) -> memoryview:
 
 def _window(tensor: torch.Tensor, address: int) -> memoryview:
     """Samples of the memory that a tensor fills, without a copy. An odd step does not stay within one column."""
-    size = tensor.nbytes if tensor.is_contiguous() or tensor.mT.is_contiguous() else tensor.element_size()
+    is_dense = tensor.is_contiguous() or (tensor.dim() > 1 and tensor.mT.is_contiguous())
+    size = tensor.nbytes if is_dense else tensor.element_size()
     wide = next(wide for wide in _KINDS if not size % wide)
     count = size // wide
     words: memoryview = _memory_at(address, size, _READ).cast(_KINDS[wide])
