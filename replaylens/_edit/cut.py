@@ -50,6 +50,7 @@ class _Cutting:
         self.held: dict[Ref, None] = {}  # values that are constants
         self._take(_refs(output))
         self._require_reached()
+        self._require_whole_gradients()
         last = self._last()
         self.guards = [g for g in graph.guards if g.position <= last and self._can_change(g)]
         self.asked = [g for g in graph.asked if g.position <= last and (not g.refs or self._can_change(g))]
@@ -144,6 +145,16 @@ class _Cutting:
                     "Begin before it, or behind the write."
                 )
 
+    def _require_whole_gradients(self) -> None:
+        """No beginning stands inside a gradient of the model's that ends in the slice: it was of the recorded value."""
+        inside = [ref for ref in self.begins if _is_differentiated(self.graph[ref.node])]
+        whole = self.output == self.graph.output
+        if inside and (whole or not all(_is_differentiated(self.graph[name]) for name in self.nodes)):
+            raise BadEdit(
+                f"the model takes a gradient through {inside[0]}, which is of the recorded value: a slice cannot begin "
+                "there.\nBegin before it, or behind the gradient."
+            )
+
     def _is_copy(self, ref: Ref, last: int) -> bool:
         """Is it a copy that would be a view of what it copies, were that laid out otherwise?"""
         node = self.graph[ref.node]
@@ -203,6 +214,10 @@ class _Cutting:
 
     def _input(self, number: int, ref: Ref, called: dict[Ref, str]) -> Input:
         return Input(called[ref], (number,), meanings_of(self.graph[ref.node])[ref])
+
+
+def _is_differentiated(node: Node) -> bool:
+    return isinstance(node, Call) and node.is_differentiated
 
 
 def _refs(tree: Any) -> list[Ref]:

@@ -20,7 +20,7 @@ from .._core.target import Target
 from .._core.trees import freeze_deep, leaves, thaw
 from .._replay.guards import diverged
 from .._replay.parting import parted
-from .._replay.replay import Record, version
+from .._replay.replay import Record, led_astray, version
 from .._replay.run import Run
 from ..errors import CaptureError, DivergedReplay, ReplaylensError
 from .chunks import Plan
@@ -62,6 +62,7 @@ class Together:
             apart = [n for n, each in enumerate(self.changes) if not can_share(graph, delicate, each)]
             self.loners = self.loners.union(apart)
             self.notes.extend(f"{name}: {_DELICATE}" for name in _layers(graph, [self.changes[n] for n in apart]))
+        self.loners |= {n for n, each in enumerate(self.changes) if any(led_astray(graph, each))}
         if graph.shifts:
             shifting = [n for n, each in enumerate(self.changes) if _shifts_draws(graph, each)]
             self.loners = self.loners.union(shifting)

@@ -179,7 +179,7 @@ def execute(record: Record, request: Request, told: Callable[[Code], Code] | Non
     mode = Mode(request.grad, request.fresh, on_departure=departed)
     code, needed = _compiled(record, request, wanted, mode)
     require_differentiable(record, request)
-    for departure in _misdirected(graph, request):
+    for departure in led_astray(graph, request.changed):
         departed(departure)
     for name in graph.drawn_elsewhere if request.fresh else ():
         departed(Departure(f"what `{name}` drew", "drawn in the forward", "others, which only the model can draw"))
@@ -259,9 +259,9 @@ def _read(graph: Graph, late: Late, ended: Mapping[Ref, Any], at: At) -> Any:
     return late(at.position, at.output or at.part or value_of(graph.nodes[at.position]))
 
 
-def _misdirected(graph: Graph, request: Request) -> Iterator[Departure]:
+def led_astray(graph: Graph, changed: Mapping[int, tuple[Change, ...]]) -> Iterator[Departure]:
     """Patches through which the model takes gradients in a way that they cannot take part in."""
-    for position, changes in request.changed.items():
+    for position, changes in changed.items():
         node = graph.nodes[position]
         if graph.shares_inputs and isinstance(node, Input):
             yield Departure(f"the memory of {node.name}", "shared with what is written", "apart from it")
@@ -600,10 +600,14 @@ def _watch(record: Record, supply: tuple[int, ...], inputs: list[int]) -> Callab
     places = _places_of(record, refs)
 
     names = [record.graph.nodes[position].name for position in inputs]
+    astray = _astray(record.graph, inputs)
 
     def watch(arguments: Sequence[torch.Tensor]) -> None:
         require_arguments(record.graph, names, arguments, record.live)
         given = {Ref(name): tensor for name, tensor in zip(names, arguments, strict=True)}
+        for number, (ref, departure) in astray.items():
+            if peek_interpreter_stack() is not None or not same_content(record.value(ref), arguments[number]):
+                raise diverged(departure)
         require_as_asked(record.graph, record.values, given)
         moved = -1 not in versions and [tensor._version for tensor in tensors] != versions
         if moved or not all_stand(places):
@@ -611,6 +615,16 @@ def _watch(record: Record, supply: tuple[int, ...], inputs: list[int]) -> Callab
                 record.value(ref)  # raises for the one that was
 
     return watch
+
+
+def _astray(graph: Graph, inputs: list[int]) -> dict[int, tuple[Ref, Departure]]:
+    """The arguments of a function, by number, for which another value than the recorded one leads away."""
+    found: dict[int, tuple[Ref, Departure]] = {}
+    for number, position in enumerate(inputs):
+        node = graph.nodes[position]
+        for departure in misdirected(node, bool(_rerun_by(graph, node.name))) if isinstance(node, Call) else ():
+            found[number] = _only_ref(graph, position), departure
+    return found
 
 
 def _saved(record: Record, node: Any) -> bool:

@@ -1,0 +1,133 @@
+"""A patch that cannot take part in a gradient of the forward's own is said, whatever the entry: sweeps, functions, slices.
+
+The witness is the plain model with a forward hook, and the replay of one patch.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import replaylens as rl
+from tests.oracle import assert_same
+
+
+class Inner(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+        self.l1, self.l2 = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.way(self, self.l1(x)[0])
+
+
+def jacrev(m, h):
+    return torch.func.jacrev(lambda z: m.l2(z.relu()))(h)
+
+
+def jacfwd(m, h):
+    return torch.func.jacfwd(lambda z: m.l2(z.relu()))(h)
+
+
+def grad(m, h):
+    return torch.func.grad(lambda z: m.l2(z.relu()).pow(2).sum())(h)
+
+
+def grad_and_value(m, h):
+    found, value = torch.func.grad_and_value(lambda z: m.l2(z.sin()).pow(2).sum())(h)
+    return found * value
+
+
+def vjp(m, h):
+    value, pull = torch.func.vjp(lambda z: m.l2(z.sin()).exp(), h)
+    return pull(torch.ones_like(value))[0] + value
+
+
+def jvp(m, h):
+    value, push = torch.func.jvp(lambda z: m.l2(z.sin()).exp(), (h,), (torch.ones_like(h),))
+    return value * push
+
+
+def hessian(m, h):
+    return torch.func.hessian(lambda z: m.l2(z.sin()).exp().sum())(h)
+
+
+def of_each_row(m, h):
+    return torch.func.vmap(torch.func.grad(lambda z: m.l2(z.sin()).exp().sum()))(torch.stack([h, h + 1]))
+
+
+def autograd(m, h):
+    z = h.detach().requires_grad_()
+    with torch.enable_grad():
+        return torch.autograd.grad(m.l2(z.sin()).exp().sum() + z.sum(), z)[0] + h
+
+
+WAYS = [jacrev, jacfwd, grad, grad_and_value, vjp, jvp, hessian, of_each_row, autograd]
+PATCHES = {"zero": rl.Zero(), "scale": rl.Scale(2), "function": torch.neg, "add": rl.Add(torch.arange(4.0))}
+HOOKS = {
+    "zero": torch.zeros_like,
+    "scale": lambda t: t * 2,
+    "function": torch.neg,
+    "add": lambda t: t + torch.arange(4.0),
+}
+
+
+def captured(way):
+    torch.manual_seed(0)
+    model, x = Inner(way), torch.randn(2, 4)
+    return model, x, rl.capture(model, x)
+
+
+def with_a_hook(model, x, name):
+    handle = model.l2.register_forward_hook(lambda module, args, out: HOOKS[name](out))
+    try:
+        return model(x)
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("metric", [torch.sum, None, lambda out: float(out.sum())], ids=["sum", "none", "python"])
+def test_a_sweep_says_what_a_replay_says(way, metric):
+    model, x, prog = captured(way)
+    for name, patch in PATCHES.items():
+        for choice in ("raise", "rerun", "ignore"):
+            try:
+                run = prog.replay(patch={"l2": patch}, on_divergence=choice)
+            except rl.DivergedReplay:
+                with pytest.raises(rl.DivergedReplay):
+                    rl.sweep(prog, variants={0: {"l2": patch}}, metric=metric, on_divergence=choice)
+                continue
+            found = rl.sweep(prog, variants={0: {"l2": patch}}, metric=metric, on_divergence=choice)
+            wanted = run.output if metric is None else torch.as_tensor(metric(run.output))
+            assert torch.allclose(found[0].to(wanted.dtype), wanted, atol=1e-5)
+            assert bool(found.departures) == bool(run.departures)
+            if choice != "ignore":
+                assert torch.allclose(run.output, with_a_hook(model, x, name), atol=1e-5)
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way is not hessian], ids=lambda way: way.__name__)
+def test_a_function_of_a_value_inside_a_gradient_says_that_it_misses_it(way):
+    _, _, prog = captured(way)
+    inside = [c.name for c in prog.graph.calls if c.is_differentiated and c.meaning[0].device != "meta"]
+    for name in inside:
+        try:
+            function = prog.function(inputs=[name])
+        except rl.ReplaylensError:
+            continue
+        recorded = prog[name].value
+        assert_same(function(recorded).detach(), prog.output.detach())
+        with pytest.raises(rl.DivergedReplay, match="gradient that the model takes"):
+            function(recorded + 1)
+        with pytest.raises(rl.DivergedReplay, match="gradient that the model takes"):
+            torch.func.vmap(function)(torch.stack([recorded, recorded]))
+        with pytest.raises(rl.BadEdit):
+            prog.slice(from_=name)
+
+
+def test_a_function_of_a_value_before_a_gradient_is_the_models():
+    model, x, prog = captured(grad)
+    function = prog.function(inputs=["l1"])
+    assert_same(function(model.l1(x + 1)).detach(), model(x + 1).detach())
