@@ -42,7 +42,7 @@ from .recorder import NeedsDeepLook
 from .scopes import boundary, callers, listening
 from .snapshot import Beginning, Dice, Snapshot, turn_back
 from .sparing import settle, sparing
-from .state import held, keep_by_value, note_places, take_changes, take_lent
+from .state import counters_of, held, keep_by_value, note_places, require_seen, take_changes, take_lent
 from .storage import Entry
 from .tracer import Tracer
 
@@ -153,10 +153,12 @@ def _look(forward: Forward, recording: Recording, origins: Origins, deep: bool) 
         recording.called_from = callers(sys._getframe())
         recording.inputs, args, kwargs = _take_inputs(tracer, forward.args, forward.kwargs)
         watch = tracer.watch if tracer.deep and tracer.watch is not None else nullcontext()
+        counters = counters_of(origins, forward.beginning.snapshot)
         with eager_compiler(), deeper_stack(), listening(tracer), tracer, watch:
             with timed(recording), _told_of_failure(forward, recording):
                 output = _call(forward.model, args, kwargs, tracer)
             with without_function_modes(), tracer.at_work():
+                require_seen(tracer, counters)
                 _take_ends(forward, tracer, output)
     tracer.watch = None  # they hold each other, and with them every value
     recording.addresses = origins.addresses

@@ -359,7 +359,8 @@ class Recorder(TorchFunctionMode):
                     values = recording.values
                     handle = memory.live[number] = Handle(len(values))
                     values.append(tensor)
-                    recording.versions.append(version_of(tensor))
+                    memory.begun[number] = version_of(tensor)
+                    recording.versions.append(memory.begun[number])
                     recording.records.append(_tuple(SourceRecord, ("parameter", handle, (module, key), None, tensor)))
                     return handle
         return self._origin(tensor)
@@ -383,6 +384,7 @@ class Recorder(TorchFunctionMode):
         if kind in ("buffer", "attribute"):
             self.stateful.append(record)
         self.memory.live[id(tensor)] = handle
+        self.memory.begun[id(tensor)] = version_of(tensor)
         return handle
 
     def _origin(self, tensor: torch.Tensor) -> Handle:

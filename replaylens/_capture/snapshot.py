@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from ctypes import string_at
 from functools import lru_cache, partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from attrs import define
@@ -48,7 +48,7 @@ class Snapshot:
             tuple[torch.Tensor, bool]
         ] = []  # of leaves that the forward freezes or thaws: known afterwards
         self.apart = _REGISTERED if whole else _TORCHS
-        self.memories: list[tuple[torch.Tensor, torch.UntypedStorage, Any]] = []  # of buffers: `set_` gives them others
+        self.memories: list[_Memory] = []  # of buffers and other tensors: `set_` gives them others, `resize_` more
         self._seen: set[int] = set()
         for module in modules:
             self._note_hooks(module)
@@ -76,6 +76,9 @@ class Snapshot:
 
     def _note(self, value: Any, depth: int) -> None:
         kind = type(value)
+        if kind is torch.Tensor:
+            self.memories.extend(filter(None, (_memory_of(value),)))
+            return
         if kind in _CONTAINERS:
             content: Any = dict(value) if kind in _DICTS else set(value) if kind is set else list(value)
         elif kind is tuple:
@@ -112,7 +115,7 @@ class Snapshot:
             now._note_hooks(module)
         now.training = [(module, module.training) for module, _ in self.training]
         now.containers = [(container, type(content)(container)) for container, content in self.containers]
-        now.memories = [one for tensor, *_ in self.memories if (one := _memory_of(tensor)) is not None]
+        now.memories = [one for old in self.memories if (one := _memory_of(old.tensor)) is not None]
         now.generators = [(generator, generator.get_state()) for generator, _ in self.generators]
         now.restored = [(value, _restorer(value)) for value, _ in self.restored]
         return now
@@ -134,10 +137,8 @@ class Snapshot:
             module.training = training
         for _, restore in self.restored:
             restore()
-        for tensor, storage, geometry in self.memories:
-            if tensor.untyped_storage()._cdata != storage._cdata:
-                with torch.no_grad():
-                    tensor.set_(storage, *geometry)
+        for memory in self.memories:
+            memory.put_back()
         for container, content in self.containers:
             if not _same(container, content):
                 container.clear()
@@ -151,11 +152,39 @@ def turn_back(flags: Iterable[tuple[torch.Tensor, bool]]) -> None:
             tensor.requires_grad_(flag)
 
 
-def _memory_of(tensor: torch.Tensor | None) -> tuple[torch.Tensor, torch.UntypedStorage, Any] | None:
-    """A buffer with the memory that it looks at, and how."""
+class _Memory(NamedTuple):
+    """A tensor with the memory that it looks at, and how."""
+
+    tensor: torch.Tensor
+    storage: torch.UntypedStorage
+    size: int  # of the storage, in bytes
+    geometry: tuple[int, torch.Size, tuple[int, ...]]
+
+    def put_back(self) -> None:
+        """Let it look there again. Memory that has grown is left to what else looks at it: the tensor gets a copy."""
+        tensor, now = self.tensor, self.tensor.untyped_storage()
+        has_grown = self.storage.nbytes() != self.size
+        is_there = now.nbytes() == self.size if has_grown else now._cdata == self.storage._cdata
+        if is_there and self.geometry == _geometry_of(tensor):
+            return
+        storage = self.storage
+        if has_grown:
+            storage = torch.empty(self.size, dtype=torch.uint8, device=tensor.device).untyped_storage()
+            kept = min(self.size, self.storage.nbytes())
+            storage[:kept].copy_(self.storage[:kept])
+        with torch.no_grad():
+            tensor.set_(storage, *self.geometry)
+
+
+def _geometry_of(tensor: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+    return int(tensor.storage_offset()), tensor.shape, tensor.stride()
+
+
+def _memory_of(tensor: torch.Tensor | None) -> _Memory | None:
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
         return None
-    return tensor, tensor.untyped_storage(), (tensor.storage_offset(), tensor.shape, tensor.stride())
+    storage = tensor.untyped_storage()
+    return _Memory(tensor, storage, storage.nbytes(), _geometry_of(tensor))
 
 
 def _hooks_of(module: nn.Module) -> list[dict[Any, Any]]:

@@ -16,6 +16,7 @@ from .._core.pure import history_of, take_step, writable_copy
 from .._core.trees import thaw
 from .._replay.state import NO_SIGHT, PLAIN, StatePlace, attribute_at, sight_of
 from .builder import Handle, SourceRecord, version_of
+from .origins import Origins
 from .recorder import Recorder
 from .snapshot import Snapshot
 from .storage import Entry, storage_key
@@ -30,6 +31,39 @@ def held(module: Any, key: str) -> torch.Tensor | None:
         if key in tensors:
             return tensors[key]
     return None
+
+
+Counters = list[tuple[torch.Tensor, int]]
+
+
+def counters_of(origins: Origins, snapshot: Snapshot) -> Counters:
+    """What the model holds as a forward begins, with torch's write counters."""
+    buffers = [tensor for _, held in origins.begun for tensor in held.values()]
+    others = [value for _, attributes in snapshot.attributes for value in attributes.values() if type(value) in PLAIN]
+    tensors = (*origins.parameters_at_start, *buffers, *others)
+    return [(tensor, version_of(tensor)) for tensor in tensors if isinstance(tensor, torch.Tensor)]
+
+
+def require_seen(recorder: Recorder, counters: Counters) -> None:
+    """Refuse a forward in which a tensor of the model was written, or given other memory by `set_`, before it was read
+    and by something that was not seen.
+    """
+    for tensor, counter in counters:
+        if version_of(tensor) != counter and not _is_seen(recorder, tensor, counter):
+            recorder.deep |= isinstance(tensor, nn.Parameter)  # what it held is gone: no second look can begin there
+            recorder.written_unseen(tensor)
+
+
+def _is_seen(recorder: Recorder, tensor: torch.Tensor, counter: int) -> bool:
+    memory, recording = recorder.memory, recorder.recording
+    known = memory.live.get(id(tensor))
+    if (first := memory.begun.get(id(tensor))) is not None:
+        silent = isinstance(tensor, nn.Parameter) and type(known) is Handle and recording.values[known] is tensor
+        return first == counter and not silent  # others are asked for all values at the end
+    if known is not None or id(tensor) in memory.moved:
+        return True
+    base = memory.bases.get(storage_key(tensor) or 0)
+    return base is not None and base.version > 0
 
 
 def take_changes(recorder: Recorder, snapshot: Snapshot) -> None:

@@ -80,6 +80,8 @@ class Memory:
     sources: dict[int, list[SourceRecord]] = field(factory=dict)  # inputs, state and constants, by storage
     shared_to: int = 0
     parted: bool = False  # a tensor object was given another geometry or other memory
+    moved: set[int] = field(factory=set)  # those objects, by id
+    begun: dict[int, int] = field(factory=dict)  # by id of what the model holds: its counter when it was first read
     written: list[Handle] = field(factory=list)  # the first values of bases, once for each write
     bases: dict[int, Base] = field(factory=dict)
     keep_alive: list[Any] = field(factory=list)
@@ -380,6 +382,7 @@ class Memory:
     def part_from(self, tensor: torch.Tensor) -> None:
         """Before a tensor object gets another geometry or storage: its recorded values go on in an alias."""
         self.parted = True
+        self.moved.add(id(tensor))
         known = self.live.get(id(tensor))
         held = known.base.held if isinstance(known, Entry) else []
         plain = [known] if type(known) is Handle else []

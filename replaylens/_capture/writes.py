@@ -290,6 +290,7 @@ def _forget(recorder: Recorder, tensor: torch.Tensor) -> None:
     if isinstance(known, Entry):
         recorder.memory.bases = {key: base for key, base in recorder.memory.bases.items() if base is not known.base}
     recorder.memory.keep_alive.append(tensor)
+    recorder.memory.moved.add(id(tensor))
 
 
 def reshape(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:

@@ -1,0 +1,139 @@
+"""Tensors of a model that get other memory or another size by a method that torch shows to nobody: `set_`, `resize_`.
+
+The witness is the plain model on the new input.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+import replaylens as rl
+
+
+class Model(nn.Module):
+    def __init__(self, forward, place):
+        super().__init__()
+        self.first, self.run = nn.Linear(4, 4), forward
+        if place == "buffer":
+            self.register_buffer("a", torch.zeros(4))
+        elif place == "attribute":
+            self.a = torch.zeros(4)
+        elif place == "list":
+            self.kept = [torch.zeros(4)]
+        else:
+            self.a = nn.Parameter(torch.zeros(4))
+
+    @property
+    def held(self):
+        return self.kept[0] if hasattr(self, "kept") else self.a
+
+    def forward(self, x):
+        return self.run(self, x)
+
+
+def set_before_it_is_read(self, x):
+    with torch.no_grad():
+        self.held.set_(self.first(x).mean(0).detach())
+    return x + self.held
+
+
+def set_and_written(self, x):
+    with torch.no_grad():
+        self.held.set_(self.first(x).mean(0).detach())
+        self.held.mul_(2)
+    return x + self.held
+
+
+def set_after_it_was_read(self, x):
+    before = x * self.held.sum()
+    with torch.no_grad():
+        self.held.set_(self.first(x).mean(0).detach())
+    return before + self.held
+
+
+def set_twice(self, x):
+    with torch.no_grad():
+        self.held.set_(self.first(x).mean(0).detach())
+        self.held.set_(x.sum(0))
+    return x + self.held
+
+
+def set_to_a_view(self, x):
+    with torch.no_grad():
+        self.held.set_(self.first(x).detach()[0])
+    return x + self.held
+
+
+def made(forward, place):
+    torch.manual_seed(0)
+    return Model(forward, place)
+
+
+@pytest.fixture
+def inputs():
+    torch.manual_seed(1)
+    return torch.randn(2, 4), torch.randn(2, 4)
+
+
+SETTING = [set_before_it_is_read, set_and_written, set_after_it_was_read, set_twice, set_to_a_view]
+
+
+@pytest.mark.parametrize("place", ["buffer", "attribute", "list"])
+@pytest.mark.parametrize("forward", SETTING, ids=lambda forward: forward.__name__)
+def test_what_set_gives_a_tensor_of_the_model_follows_new_inputs(forward, place, inputs):
+    x, y = inputs
+    wanted = made(forward, place)(y)
+    prog = rl.capture(made(forward, place), x)
+    assert torch.equal(prog.output, made(forward, place)(x))
+    assert torch.equal(prog.replay(y).output, wanted)
+    assert forward is set_after_it_was_read or torch.equal(prog.module()(y), wanted)  # it begins with what is there now
+    assert torch.allclose(rl.sweep(prog, {0: {"input_1": y}})[0], wanted)
+
+
+@pytest.mark.parametrize("forward", SETTING, ids=lambda forward: forward.__name__)
+def test_a_parameter_that_set_gives_other_memory_is_refused(forward, inputs):
+    with pytest.raises(rl.errors.UnannouncedWrite):
+        rl.capture(made(forward, "parameter"), inputs[0])
+
+
+@pytest.mark.parametrize("forward", SETTING, ids=lambda forward: forward.__name__)
+def test_what_set_gives_a_buffer_is_a_change_of_state(forward, inputs):
+    model = made(forward, "buffer")
+    prog = rl.capture(model, inputs[0])
+    assert torch.equal(prog.state_changes["a"], model.a)
+    model(inputs[1])
+    assert prog.check()
+
+
+@pytest.mark.parametrize("place", ["buffer", "attribute", "list"])
+def test_every_law_holds_of_a_model_that_sets_a_tensor_before_it_reads_it(place, inputs):
+    model = made(set_before_it_is_read, place)
+    memory = model.held.data_ptr()
+    assert rl.check(model, inputs[0])
+    assert model.held.data_ptr() == memory
+    assert torch.equal(model.held, torch.zeros(4))
+
+
+def grows(self, x):
+    self.a.resize_(8).zero_()
+    return self.first(x) + self.a.sum()
+
+
+def shrinks(self, x):
+    self.a.resize_(2)
+    return self.first(x) + self.a.sum()
+
+
+def turns(self, x):
+    self.a.unsqueeze_(0)
+    return self.first(x) + self.a
+
+
+@pytest.mark.parametrize("forward", [grows, shrinks, turns], ids=lambda forward: forward.__name__)
+def test_a_buffer_that_the_model_resizes_is_put_back_as_it_was(forward, inputs):
+    model = made(forward, "buffer")
+    before = torch.arange(4.0)
+    model.a.copy_(before)
+    assert rl.check(model, inputs[0])
+    assert torch.equal(model.a, before)
+    assert rl.check(model, inputs[0])
