@@ -564,3 +564,136 @@ def test_pickling_is_refused_with_what_to_do(made):
     with pytest.raises(rl.ReplaylensError, match="cannot be pickled") as error:
         pickle.dumps(made(rl.capture(net(), x())))
     assert isinstance(error.value, TypeError)
+
+
+# ---- what an input is, when a patch stands in its place ----------------------------------------------------------
+
+
+class Own(torch.Tensor):
+    pass
+
+
+def with_a_gradient(value):
+    value = value.clone().requires_grad_()
+    value.sum().backward()
+    return value
+
+
+ASKS_AN_INPUT = {
+    "isinstance": lambda x: x * 2 if isinstance(x, nn.Parameter) else x * 3,
+    "type": lambda x: x * 2 if type(x) is torch.Tensor else x * 3,
+    "class": lambda x: x * 2 if x.__class__.__name__ == "Tensor" else x * 3,
+    "grad": lambda x: x * 2 if x.grad is None else x * 3,
+    "content of grad": lambda x: x * 2 if x.grad is None else x * x.grad.sum().item(),
+    "is_leaf": lambda x: x * 2 if x.is_leaf else x * 3,
+    "requires_grad": lambda x: x * 2 if x.requires_grad else x * 3,
+    "grad_fn": lambda x: x * 2 if x.grad_fn is None else x * 3,
+    "behind a module": lambda x: nn.ReLU()(x) if isinstance(x, nn.Parameter) else x.tanh(),
+}
+
+GIVEN = {
+    "parameter": lambda v: nn.Parameter(v + 1),
+    "frozen parameter": lambda v: nn.Parameter(v + 1, requires_grad=False),
+    "subclass": lambda v: (v + 1).as_subclass(Own),
+    "with a gradient": with_a_gradient,
+    "leaf": lambda v: (v + 1).requires_grad_(),
+    "no leaf": lambda v: (v + 1).requires_grad_() * 1,
+    "plain": lambda v: v + 1,
+}
+
+PATCHED = {
+    "replay": lambda p, f, v: p.replay(patch={"input_1": v}).output,
+    "raise": lambda p, f, v: p.replay(patch={"input_1": v}, on_divergence="raise").output,
+    "function": lambda p, f, v: p.replay(patch={"input_1": lambda old: v}).output,
+    "gradients": lambda p, f, v: p.replay(patch={"input_1": v}, grad=True).output,
+    "run": lambda p, f, v: rl.run(f, x(), patch={"input_1": v}).output,
+    "sweep": lambda p, f, v: p.replay_many({1: {"input_1": v}, 2: {"input_1": x()}}).values[0],
+    "with_patch": lambda p, f, v: p.with_patch({"input_1": v}).output,
+    "new input": lambda p, f, v: p(v).output,
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("give", GIVEN.values(), ids=GIVEN)
+@pytest.mark.parametrize("asks", ASKS_AN_INPUT.values(), ids=ASKS_AN_INPUT)
+def test_a_patch_at_an_input_is_to_the_model_what_was_given(asks, give):
+    value = give(x())
+    wanted = asks(value).detach().as_subclass(torch.Tensor)
+    prog = rl.capture(asks, x())
+    for name, ask in PATCHED.items():
+        try:
+            found = ask(prog, asks, value)
+        except rl.DivergedReplay:
+            assert name in ("raise", "with_patch")
+            continue
+        except rl.InputMismatch:
+            assert name == "raise"
+            continue
+        assert torch.equal(found.detach().as_subclass(torch.Tensor), wanted), name
+
+
+def test_a_model_that_writes_what_it_is_given_does_not_write_the_patch():
+    def writes(x):
+        with torch.no_grad():
+            x.mul_(2)
+        return x + 1 if isinstance(x, nn.Parameter) else x - 1
+
+    value = nn.Parameter(x())
+    run = rl.run(writes, x(3), patch={"input_1": value})
+    assert_same(run.output, x() * 2 + 1)
+    assert_same(value.detach(), x())
+
+
+def test_gradients_of_a_live_run_reach_the_leaf_that_an_input_was_patched_with():
+    asks, value = ASKS_AN_INPUT["isinstance"], nn.Parameter(x() + 1)
+    run = rl.capture(asks, x()).replay(patch={"input_1": value}, grad=True)
+    run.output.sum().backward()
+    assert_same(value.grad, torch.full((3, 4), 2.0))
+
+
+# ---- what an edit's function gives, where the model asks later ----------------------------------------------------
+
+
+def views_or_not(x):
+    try:
+        return x.tanh().view(-1)[:4] + x
+    except RuntimeError:
+        return x * 3
+
+
+def leaves_or_not(x):
+    y = x.tanh()
+    return y * (2 if y.is_leaf else 3)
+
+
+def has_function_or_not(x):
+    y = x.tanh()
+    return y * (2 if y.grad_fn is None else 3)
+
+
+def steps_or_not(x):
+    y = x.tanh()
+    return y * (2 if 0 in y.stride() else 3)
+
+
+def begins_or_not(x):
+    y = x.tanh()
+    return y + y.storage_offset()
+
+
+INSERTED = [
+    (views_or_not, lambda v: v.t().contiguous().t()),
+    (leaves_or_not, lambda v: x().requires_grad_() * 1),
+    (has_function_or_not, lambda v: x().requires_grad_() * 1),
+    (steps_or_not, lambda v: torch.arange(4.0).expand(3, 4)),
+    (begins_or_not, lambda v: torch.arange(20.0)[5:17].view(3, 4)),
+]
+
+
+@pytest.mark.parametrize(("asks", "gives"), INSERTED)
+def test_what_an_inserted_function_gives_is_asked_what_the_model_asks(asks, gives):
+    prog = rl.capture(asks, x())
+    with pytest.raises(rl.DivergedReplay):
+        prog.insert_after("tanh_1", gives)
+    with pytest.raises(rl.DivergedReplay):
+        prog.swap("tanh_1", gives)

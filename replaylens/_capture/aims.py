@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 from attrs import define, evolve, field, frozen
+from torch import nn
 
 from .._core.graph import Graph
-from .._core.node import Call, Node, Ref, Source, State, TensorMeaning, value_of
+from .._core.node import Call, Input, Node, Ref, Source, State, TensorMeaning, value_of
 from .._core.pure import copy_in_place
 from .._core.target import Target
 from .._core.trees import leaves, thaw
+from .._replay.facts import is_like_an_input
 from .._replay.replay import Record
 from .._replay.request import Change, Request
 from ..errors import ShapeMismatch
@@ -33,6 +35,8 @@ class Aim:
     refs: tuple[Ref, ...]
     changes: tuple[Change, ...]
     meanings: dict[Ref, TensorMeaning]
+    is_input: bool = False
+    with_gradients: bool = False
 
     def __call__(self, *values: torch.Tensor) -> Any:
         given = dict(zip(self.refs, values, strict=True))
@@ -64,7 +68,23 @@ class Aim:
                 f"the patch at `{self.name}` gives {what}; on the path that the model takes now, the value there is "
                 f"{TensorMeaning.of(old)}."
             )
+        if self.is_input and is_like_an_input(new):
+            return new if self.with_gradients and new.is_leaf else _as_given(new)
         return new if new.is_inference() and not old.is_inference() else copy_in_place(new)
+
+
+def _as_given(new: torch.Tensor) -> torch.Tensor:
+    """What the model is given instead of an input: of the same class, a leaf where it is one, with its gradient. It may
+    be written.
+    """
+    if new.grad_fn is not None:
+        return new.clone()
+    copy = new.detach().clone()
+    copy = nn.Parameter(copy, False) if isinstance(new, nn.Parameter) else copy
+    copy.requires_grad_(new.requires_grad)
+    if new.grad is not None:
+        copy.grad = new.grad
+    return copy
 
 
 def _places(tree: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Ref]]:
@@ -128,7 +148,7 @@ def aims_of(record: Record, request: Request) -> Aims:
     aims = Aims(recorded=frozenset(where.values()))
     for position, changes in sorted(request.changed.items()):
         node = graph.nodes[position]
-        aim = _aim(node, changes)
+        aim = _aim(node, changes, request.grad)
         if not isinstance(node, Call):
             aims.sources[node.name] = aim
         elif (spot := where.get(position)) is None:
@@ -145,9 +165,9 @@ def aims_of(record: Record, request: Request) -> Aims:
     return evolve(aims, rounds=rounds_of(graph, where, every))
 
 
-def _aim(node: Node, changes: tuple[Change, ...]) -> Aim:
+def _aim(node: Node, changes: tuple[Change, ...], grad: bool) -> Aim:
     refs = tuple(dict.fromkeys(leaf for leaf in leaves(value_of(node)) if type(leaf) is Ref))
-    return Aim(node.name, refs, changes, _meanings(node))
+    return Aim(node.name, refs, changes, _meanings(node), isinstance(node, Input), grad)
 
 
 def aim_at(graph: Graph, ref: Ref, change: Change) -> Aim:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from attrs import frozen
 
-from .._core.node import Context, Guard, Ref
+from .._core.node import Context, Guard, Input, Ref
 from .._core.trees import leaves, thaw
-from .._replay.facts import layout_departures
+from .._replay.facts import Around, is_like_an_input, layout_departures, patch_departures
 from .._replay.guards import Departure, departure
 from .._replay.interpreter import modes, recorded_world
 from .._replay.request import Change
@@ -256,7 +256,7 @@ class _Chunk:
                     if (departure := self._lies_otherwise(slot, new)) is not None:
                         self._drop((lane,), {lane: departure}.__getitem__)
                         continue
-                    news.setdefault(slot, []).append((lane, new))
+                    news.setdefault(slot, []).append((lane, new.detach() if new.requires_grad else new))
         for slot, pairs in news.items():
             recorded = machine.values[slot]
             lanes = tuple([lane for lane, _ in pairs])
@@ -277,20 +277,24 @@ class _Chunk:
             slot = self.machine.slot[change.tree]
             value = self._value(slot, lane)
             new = change.free(value)
-            if type(new) is not Tensor or new.shape != value.shape or new.dtype != value.dtype:
+            if not isinstance(new, Tensor) or new.shape != value.shape or new.dtype != value.dtype:
                 new = change.make(value)  # raises, and says what is wrong
-            return [(slot, new.detach() if new.requires_grad else new)]
+            return [(slot, new)]
         slots = [self.machine.slot[leaf] for leaf in leaves(change.tree) if type(leaf) is Ref]
         now = thaw(change.tree, lambda leaf: self._value(self.machine.slot[leaf], lane) if type(leaf) is Ref else leaf)
         news = change.make(now)
-        return [(slot, new.detach()) for slot, new in zip(slots, news, strict=True)]
+        return list(zip(slots, news, strict=True))
 
     def _lies_otherwise(self, slot: int, new: Tensor) -> Departure | None:
-        """Does the memory layout of a patched value lead away?"""
-        if new.stride() == self.machine.values[slot].stride():
+        """Does the memory layout of a patched value lead away, or what else the model may ask of an input?"""
+        own = is_like_an_input(new)
+        if new.stride() == self.machine.values[slot].stride() and not own:
             return None
         ref = next(ref for ref, number in self.machine.slot.items() if number == slot)
-        return next(layout_departures(self.machine.graph, self.machine.record.values, {ref: new}), None)
+        graph, values = self.machine.graph, self.machine.record.values
+        if not own or not isinstance(graph[ref.node], Input):
+            return next(layout_departures(graph, values, {ref: new}), None)
+        return next(patch_departures(graph, values, ref, values[ref], new, Around.of_replay(graph, False)), None)
 
     def _value(self, slot: int, lane: int) -> Tensor:
         recorded, delta = self.machine.values[slot], self.env[slot]

@@ -16,7 +16,7 @@ import torch
 from attrs import frozen
 
 from .._core.graph import Graph
-from .._core.node import Call, Guard, Ref, TensorMeaning, meanings_of
+from .._core.node import Call, Guard, Input, Ref, TensorMeaning, meanings_of
 from .._core.torch_private import is_wrapped
 from .guards import Departure, changed, diverged, fact
 from .layouts import Layouts, asked_of, geometry
@@ -65,11 +65,15 @@ def require_as_asked(graph: Graph, recorded: Tensors, given: Tensors) -> None:
 
 
 def asked_again(guard: Guard, value: torch.Tensor) -> Iterator[Departure]:
-    """Another answer of a value itself. Which leaves and functions of autograd there are, a replay does not say."""
+    """Another answer of a value itself. Of functions of autograd a replay says whether there is one, not which."""
     if guard.kind == "layout" and value.layout is torch.strided:
         yield from asked_of(guard, value)
     elif guard.target.short in ("requires_grad", "is_inference"):
         yield from filter(None, (changed(guard, answer(guard, value)),))
+    elif guard.target.short in ("is_leaf", "grad_fn"):
+        was_leaf, is_leaf = guard.result is True, value.is_leaf  # no function is True, too
+        if was_leaf != is_leaf and value.requires_grad == was_leaf:
+            yield from filter(None, (changed(guard, answer(guard, value)),))
 
 
 # -- patches -----------------------------------------------------------------------------------------------------------
@@ -110,9 +114,29 @@ def patch_departures(
     does not turn it just there.
     """
     flags = isinstance(old, torch.Tensor) and _flags(old) != _flags(new) and not _is_turned(graph, ref)
-    if flags and graph.asked:
+    is_given = is_like_an_input(new) and isinstance(graph[ref.node], Input)
+    if (flags or is_given) and graph.asked:
         yield from flag_departures(graph, recorded, {ref: new}, around)
+    if is_given:
+        yield from _class_departures(graph, ref, new)
     yield from layout_departures(graph, recorded, {ref: new})
+
+
+def is_like_an_input(new: torch.Tensor) -> bool:
+    """Has it what a tensor of the user's may have, and a model may ask an input for: a class, a flag, a gradient?"""
+    if type(new) is not torch.Tensor:
+        return not is_wrapped(new)
+    return new.is_leaf and (new.requires_grad or new.grad is not None)
+
+
+def _class_departures(graph: Graph, ref: Ref, new: torch.Tensor) -> Iterator[Departure]:
+    """Where an input is patched with a tensor of another class: nobody sees the model ask for that."""
+    node = graph[ref.node]
+    was, now = getattr(node, "python_type", None), type(new)
+    if was is None or now is torch.Tensor:
+        return
+    if (was.__module__, was.__qualname__) != (now.__module__, now.__qualname__):
+        yield Departure(f"the class of {node.name}", was.__name__, now.__name__)
 
 
 def _is_turned(graph: Graph, ref: Ref) -> bool:

@@ -152,6 +152,11 @@ def raised_at(error: BaseException, node: str) -> None:
         error._replaylens_node = node  # type: ignore[attr-defined]
 
 
+def node_of(error: BaseException) -> str:
+    """The node of a program that raised an exception, if one did."""
+    return str(getattr(error, "_replaylens_node", ""))
+
+
 @contextmanager
 def raising(
     graph: Graph, altered: Callable[[], Iterable[str]], departed: Callable[[Departure], None]
@@ -172,7 +177,7 @@ def raising(
 
 
 def _departure_by(graph: Graph, altered: Callable[[], Iterable[str]], error: Exception) -> Departure | None:
-    name = getattr(error, "_replaylens_node", "")
+    name = node_of(error)
     node = graph[name] if name and name in graph else None
     if not isinstance(node, Call) or node.edited or isinstance(error, _NO_FACTS):
         return None

@@ -21,9 +21,9 @@ from .._core.trees import Branch, freeze_deep, thaw
 from .._edit.arguments import Arguments, fitted, name_of
 from .._edit.rewrite import Splice, fresh, inward, names_within, replace, splice, unread_sources, without
 from .._edit.writes import with_plain
-from ..errors import BadEdit
+from ..errors import BadEdit, ReplaylensError
 from .derive import Added, derive
-from .guards import diverged, misdirected
+from .guards import diverged, misdirected, node_of
 from .replay import Record
 
 Recorder = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Record]
@@ -116,12 +116,16 @@ def _recorded(
     trial = _Trial(graph, function, recorder)
     places = {site.name: (trial.place(site),) for site in sites}
     wanted = {Ref(site.name): site.wanted for site in sites if site.wanted is not None}
-    trial.run(record, replace(graph, places), wanted)
+    trial.run(record, replace(graph, places), wanted, on_divergence)
     work = _Splicing(record, graph)
     for site in sites:
         work.put(site, trial.seen[site.name])
     made = without(work.graph, unread_sources(record.graph, work.graph))
     return derive(record, made, Added(work.values, work.live, work.draws), on_divergence, wanted)
+
+
+def _is_edited(node: Node) -> bool:
+    return isinstance(node, Call) and bool(node.edited)
 
 
 # -- seeing what the function does -------------------------------------------------------------------------------------
@@ -149,9 +153,17 @@ class _Trial:
         plain = evolve(call, target=target, draws=None, is_dynamic=False, edited=site.edited)
         return evolve(plain, args=site.given.args, kwargs=site.given.kwargs)
 
-    def run(self, record: Record, graph: Graph, wanted: Mapping[Ref, TensorMeaning]) -> None:
+    def run(self, record: Record, graph: Graph, wanted: Mapping[Ref, TensorMeaning], on_divergence: str) -> None:
         """Run what the sites can reach. The function draws from the generators as it would anywhere."""
-        derive(record, graph, on_divergence="ignore", wanted=wanted)
+        try:
+            derive(record, graph, on_divergence="ignore", wanted=wanted)
+        except ReplaylensError:
+            raise
+        except Exception as error:  # of the model's own operation, perhaps: then it is a departure
+            if on_divergence == "ignore" or (node := node_of(error)) not in graph or _is_edited(graph[node]):
+                raise
+            derive(record, graph, wanted=wanted)
+            raise
         torch.default_generator.set_state(self.generator)
 
     def _watch(self, call: Call, site: Site, args: Any, kwargs: Any) -> Any:
