@@ -986,3 +986,30 @@ def test_a_capture_leaves_no_trace_on_custom_functions():
     before = Swish.apply.__func__, dict(vars(torch.autograd.function._SingleLevelFunction))
     rl.capture(activation, torch.randn(3))
     assert (Swish.apply.__func__, dict(vars(torch.autograd.function._SingleLevelFunction))) == before
+
+
+@pytest.mark.parametrize("name", sorted(name for name in REFUSED if "_after_its_use" in name))
+def test_a_late_write_is_refused_too_where_it_was_captured_on_an_input_that_needs_no_gradient(name):
+    model, x = made(name)
+    prog = rl.capture(model, x.detach())
+    with pytest.raises(rl.NotDifferentiable, match="memory that the model writes"):
+        prog.replay(x, grad=True)
+
+
+class WrittenAfterTheFirstUse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        self.a.weight.data.mul_(2)
+        return self.b(h)
+
+
+def test_a_first_layer_whose_weight_is_written_after_its_use_is_refused_whatever_the_input_needed():
+    x = torch.randn(3, 4)
+    for captured_on in (x, x.clone().requires_grad_()):
+        prog = rl.capture(WrittenAfterTheFirstUse(), captured_on)
+        with pytest.raises(rl.NotDifferentiable, match="memory that the model writes"):
+            prog.replay(x.clone().requires_grad_(), grad=True)

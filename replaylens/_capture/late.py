@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .._core.pure import same_content
-from .._core.trees import leaves
+from .._core.trees import freeze_deep, leaves, thaw
 from .builder import CallRecord, Gone, Handle, Recording
 from .recorder import Recorder
 from .regions import reads_of
@@ -40,7 +40,7 @@ def note_late_write(
         return storage_key(tensor) == memory if exchanged is None else tensor is exchanged
 
     readers = [r for r in recording.records if isinstance(r, CallRecord) and not held.isdisjoint(reads_of(r))]
-    if any(_saves(recording, record, is_it) for record in readers):
+    if any(_saves(recording, record, is_it, exchanged is not None) for record in readers):
         recording.one_way.append(LATE_WRITE)
 
 
@@ -54,15 +54,56 @@ def note_writes_from_outside(recorder: Recorder) -> None:
         note_late_write(recorder, base, held=held)
 
 
-def _saves(recording: Recording, record: CallRecord, is_it: Is) -> bool:
+def _saves(recording: Recording, record: CallRecord, is_it: Is, as_object: bool) -> bool:
     """Did the call save what is asked for for its backward? Where gradients are off, torch does not tell."""
     given = [recording.values[h] for h in leaves(record.returns) if type(h) is Handle]
     if not recording.ambient[0]:
         return any(not _is_gone(t) and not is_it(t) and t.is_floating_point() for t in given)
     if any(_is_gone(value) for value in given):
         return any(h in recording.gradients for h in leaves(record.returns) if type(h) is Handle)
+    if not as_object and any(_may_need_gradients_elsewhere(recording.values[h]) for h in reads_of(record)):
+        return _would_save(recording, record, is_it)
     stops = {id(value.grad_fn) for value in (recording.values[h] for h in reads_of(record)) if _has_history(value)}
     return any(_saved_below(value.grad_fn, is_it, stops, _DEEPEST) for value in given if _has_history(value))
+
+
+def _may_need_gradients_elsewhere(value: Any) -> bool:
+    """Torch saves less for what needs no gradient, and a replay may be given what does."""
+    return not _is_gone(value) and not value.requires_grad and (value.is_floating_point() or value.is_complex())
+
+
+def _would_save(recording: Recording, record: CallRecord, is_it: Is) -> bool:
+    """Is what is asked for saved where all that the call reads needs gradients? The call is made once more to see."""
+    if record.draws is not None:
+        return True
+    copies: dict[Handle, torch.Tensor] = {}
+    asked: list[torch.Tensor] = []
+
+    def leaf(value: Any) -> Any:
+        if type(value) is not Handle:
+            return value
+        if value not in copies:
+            tensor = recording.values[value]
+            copy = copies[value] = tensor.detach().clone()
+            if is_it(tensor):
+                asked.append(copy)
+            if copy.is_floating_point() or copy.is_complex():
+                copy.requires_grad_()
+        return copies[value]
+
+    try:
+        with torch.enable_grad():
+            args = [thaw(value, leaf) for value in record.args]
+            out = record.function(*args, **{key: thaw(value, leaf) for key, value in record.kwargs.items()})
+    except Exception:
+        return True
+
+    def is_asked(tensor: torch.Tensor) -> bool:
+        return any(storage_key(tensor) == storage_key(one) for one in asked)
+
+    found: list[torch.Tensor] = []
+    freeze_deep(out, found.append)
+    return any(_saved_below(value.grad_fn, is_asked, set(), _DEEPEST) for value in found)
 
 
 def _is_gone(value: Any) -> bool:
