@@ -137,3 +137,29 @@ def test_a_buffer_that_the_model_resizes_is_put_back_as_it_was(forward, inputs):
     assert rl.check(model, inputs[0])
     assert torch.equal(model.a, before)
     assert rl.check(model, inputs[0])
+
+
+class Exchanges(nn.Module):
+    """Another tensor becomes the buffer, and the one that was there is written; the next forward writes the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.l1, self.l2 = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("a", torch.zeros(4))
+
+    def forward(self, x):
+        old = self.a
+        self.a = self.l1(x).mean(0).detach()
+        old.add_(5)
+        return self.l2(x) + old + self.a
+
+
+def test_a_program_outlives_a_forward_that_writes_what_became_a_buffer(inputs):
+    model = Exchanges()
+    assert rl.check(model, inputs[0])
+    prog = rl.capture(model, inputs[0])
+    mean, swept = prog["mean_1"].value.clone(), rl.sweep(prog, {0: {"l1": torch.neg}})[0]
+    model(inputs[1])
+    assert prog.check()
+    assert torch.equal(rl.sweep(prog, {0: {"l1": torch.neg}})[0], swept)
+    assert torch.equal(prog["mean_1"].value, mean)

@@ -147,19 +147,27 @@ def keep_by_value(recorder: Recorder) -> None:
     read = {_key(record.where): record for record in recorder.stateful}
     for where in (*[where for where, _ in recording.changes], *recording.removed):
         record = read.get(_key(where))
-        if record is not None and recording.values[record.returns] is record.tensor:
-            known = memory.live.get(id(record.tensor))
+        if record is None:
+            continue
+        known = memory.live.get(id(record.tensor))
+        if isinstance(known, Entry) and known.base.version:
+            memory.preserve(known.base)
+        elif recording.values[record.returns] is record.tensor:
             if isinstance(known, Entry) and not known.steps:
                 memory.preserve(known.base)
             else:
                 _keep(recorder, record.returns)
+    begun = {id(record.tensor) for record in recording.records if isinstance(record, SourceRecord)}
     for where, handle in recording.changes:
         now = _standing(where)
         known = memory.live.get(id(now))
         if isinstance(known, Entry) and known.base.version:
             memory.preserve(known.base)
         elif _key(where) in read or held(*where) is not None:  # a stashed activation is only referred to
-            _keep(recorder, handle)
+            if isinstance(known, Entry) and id(known.base.root) not in begun:
+                memory.preserve(known.base)  # what it was made of lies there too
+            else:
+                _keep(recorder, handle)
 
 
 def _key(where: Where) -> tuple[int, str]:
