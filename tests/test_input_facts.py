@@ -5,6 +5,7 @@ The witness is the plain model on the same inputs. Inputs are made anew for each
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -687,3 +688,12 @@ def test_inference_mode_is_asked_for_too() -> None:
 def test_what_a_model_asks_of_the_mode_is_among_the_guards() -> None:
     (guard,) = rl.capture(asks_the_mode, plain()).guards
     assert (guard.kind, guard.result, guard.source.function) == ("mode", True, "asks_the_mode")
+
+
+def test_a_plain_number_of_another_sign_of_zero_is_another_input():
+    def model(x, number):
+        return x * math.copysign(1, number)
+
+    prog = rl.capture(model, torch.ones(2), 0.0)
+    run = prog.replay(torch.ones(2), -0.0)
+    assert torch.equal(run.output, model(torch.ones(2), -0.0)) and run.departures

@@ -491,3 +491,47 @@ def test_a_part_that_does_not_fit_one_of_many_names_the_layer_its_line_and_the_c
         assert "prog.find(op=..., where=lambda layer: len(layer.shape or ()) == 4)" in str(error.value)
     assert "test_places.py:" in str(swept.value) and "linear_1_1" in str(swept.value)
     assert "test_places.py:" in str(patched.value) and "'linear_*' means this layer too" in str(patched.value)
+
+
+class Repeated(nn.Module):
+    """A layer that runs several times."""
+
+    def __init__(self):
+        super().__init__()
+        self.l = nn.Linear(4, 4)
+
+    def forward(self, x, times):
+        for _ in range(times):
+            x = self.l(x)
+        return x
+
+
+class Blocks(nn.Module):
+    """The n-th block runs its layer n times."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Repeated(), Repeated(), Repeated()])
+
+    def forward(self, x):
+        for number, block in enumerate(self.blocks):
+            x = block(x, number + 1)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("key", "calls"), [("blocks.1.l", 2), ("blocks.*.l", 6), ("**.l", 6), ("blocks.[12].l", 5), ("blocks.2.l:[13]", 2)]
+)
+def test_a_glob_means_all_calls_of_each_module_that_it_matches(key, calls):
+    model, seen = Blocks(), []
+    prog = rl.capture(model, torch.ones(2, 4))
+    prog.replay(patch={key: lambda value: (seen.append(1), value)[1]})
+    assert len(seen) == calls
+    hooked = [
+        module.register_forward_hook(lambda *given: given[2] * 0)
+        for module in model.modules()
+        if isinstance(module, nn.Linear)
+    ]
+    if calls == 6:
+        assert torch.equal(prog.replay(patch={key: rl.Zero()}).output, model(torch.ones(2, 4)))
+    assert len(hooked) == 3

@@ -209,7 +209,10 @@ def test_a_program_prints_as_its_summary():
     assert rows[0] == "    Structure: purely feedforward, with branching; 7 modules, 1 of them not called."
     assert rows[1] == "    25 tensors (772 B) computed; 25 (772 B) kept."
     assert rows[2] == "    8 parameter operations; 56 numbers (224 B) in 8 parameters."
-    assert "The model writes blocks.0.norm.running_mean, blocks.0.norm.running_var, blocks.0.norm.num_batches_tracked" in text
+    assert (
+        "The model writes blocks.0.norm.running_mean, blocks.0.norm.running_var, blocks.0.norm.num_batches_tracked"
+        in text
+    )
     assert [row.split(": ")[1] for row in rows[rows.index("    Layers:") + 1 :]] == captured(train=True).layer_labels
 
 

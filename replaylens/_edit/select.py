@@ -266,8 +266,15 @@ def is_named(key: Any, site: Site) -> bool:
 
 def _by_glob(names: Names, pattern: str) -> list[Site]:
     """What all modules hand on, and all layers, that a glob matches; no parameters and buffers."""
-    known = {address: place for address, place in names.module_places.items() if matches(address, pattern)}
-    modules = [Site(place, address) for address, place in known.items() if not _is_second(address, known)]
+    every = {
+        f"{address}:{number}"
+        for address, calls in names.module_calls.items()
+        if calls > 1 and matches(address, pattern)
+        for number in range(1, calls + 1)
+    }
+    places = names.module_places.items()
+    known = {address: place for address, place in places if address in every or matches(address, pattern)}
+    modules = [Site(place, name, name in every) for name, place in known.items() if not _is_second(name, known)]
     return [*modules, *_by_labels(names, pattern)]
 
 

@@ -247,6 +247,8 @@ def _same_literal(one: Any, other: Any, print_of_one: str | None) -> bool:
     if one is other:
         return True
     try:
+        if type(one) is type(other) and isinstance(one, (float, complex)):
+            return repr(one) == repr(other)  # -0.0 is not 0.0, and NaN is NaN
         return bool(type(one) is type(other) and one == other)
     except Exception:  # a user's class whose comparison fails is another value
         return False
