@@ -40,7 +40,7 @@ from .._core.torch_private import FakeTensor
 from .._core.trees import leaves, remake
 from .._lens.drafts import Draft
 from .._lens.structure import labels
-from .._replay.state import StatePlace
+from .._replay.state import PlaceNote
 from .asked import Asked, asks_identity, catches, guard_of, mode_guards
 from .branches import keeps, taken
 from .dynamic import with_dynamic_shapes
@@ -154,9 +154,7 @@ class Recording:
     changes: list[tuple[tuple[Any, str], Handle]] = field(factory=list)  # (module, key) and its value at the end
     replaced: list[tuple[Any, str]] = field(factory=list)  # (module, key): of changes, where another tensor stands now
     removed: list[tuple[Any, str]] = field(factory=list)  # (module, key), where nothing stands any more
-    places: list[tuple[tuple[Any, str], StatePlace]] = field(
-        factory=list
-    )  # where the model holds what it read or wrote
+    places: list[PlaceNote] = field(factory=list)  # where the model holds what it read or wrote
     lent: list[tuple[tuple[Any, str], Handle, torch.Tensor]] = field(
         factory=list
     )  # tensors of the model, written in the memory of an input: (module, key), that input, what was there before

@@ -226,7 +226,7 @@ def record_of(captured: Captured) -> Record:
     """What a capture knows, by Ref: values, write counters, generator states, the model's own parameters."""
     hand_on(captured.recording)
     recording, made = captured.recording, freeze(captured.recording)
-    places = {address_of(made.addresses, where): place for where, place in recording.places}
+    places = {address_of(made.addresses, note[0]): StatePlace.noted(note) for note in recording.places}
     graph = _as_it_was(made.graph, places)
     values: dict[Ref, torch.Tensor] = {}
     live: dict[str, torch.Tensor] = {}

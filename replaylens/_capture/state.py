@@ -14,7 +14,7 @@ from torch import nn
 
 from .._core.pure import history_of, take_step, writable_copy
 from .._core.trees import thaw
-from .._replay.state import NO_SIGHT, PLAIN, StatePlace, attribute_at, sight_of
+from .._replay.state import PLAIN, attribute_at, look_at
 from .builder import Handle, SourceRecord, version_of
 from .origins import Origins
 from .recorder import Recorder
@@ -224,9 +224,9 @@ def note_places(recorder: Recorder) -> None:
     for record in [record for record in recording.records if type(record) is SourceRecord]:
         kind, where, tensor = record.kind, record.where, record.tensor
         if kind not in ("input", "constant") and isinstance(where[0], nn.Module):
-            add((where, StatePlace.of(where[0], where[1], kind, tensor, sight_of(tensor))))
+            add((where, kind, tensor, tensor.dtype, look_at(tensor)))
     for where in (*[where for where, _ in recording.changes], *recording.removed):
         module, key = where
         if isinstance(module, nn.Module):
             own = key in module._buffers or key in module._parameters or key in begun.get(id(module), ())
-            add((where, StatePlace.of(module, key, "buffer" if own else "attribute", None, NO_SIGHT)))
+            add((where, "buffer" if own else "attribute", None, None, (None, None, None)))

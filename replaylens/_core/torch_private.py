@@ -200,6 +200,7 @@ ATTRIBUTES = {
     "Module._buffers": "the same",
     "Module._modules": "the same",
     "Module._backward_pre_hooks": "are there hooks?",
+    "Module._apply": "what `module.to`, `double` and the like go through",
 }
 LACKING = tuple([one.path for one in NAMES if not one.is_there and not one.without])
 

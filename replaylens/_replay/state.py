@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from ctypes import c_int, c_ssize_t, c_void_p, py_object, pythonapi
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -40,26 +41,42 @@ class Sight:
 NO_SIGHT = Sight(None)
 
 
+Look = tuple[int | None, bytes | None, memoryview | None]  # what a Sight is made of; taken at every capture
+
+
 def sight_of(tensor: torch.Tensor) -> Sight:
     """A look at a tensor."""
+    return as_sight(look_at(tensor))
+
+
+def as_sight(look: Look) -> Sight:
+    """A look as it is compared."""
+    address, seen, live = look
+    if seen is None or live is None:
+        return NO_SIGHT if address is None else Sight(address)
+    return Sight(address, memoryview(seen).cast(_KINDS[live.itemsize]), live)
+
+
+def look_at(tensor: torch.Tensor) -> Look:
+    """Where a tensor lies, and samples of what stands there. Cheap: a capture does it for each that the model holds."""
     if type(tensor) not in PLAIN:
-        return NO_SIGHT
+        return None, None, None
     try:
         address = tensor.data_ptr()
     except (RuntimeError, NotImplementedError):  # sparse and wrapped ones
-        return NO_SIGHT
-    live = _window(tensor, address) if address and tensor.is_cpu else None
-    return Sight(address, None if live is None else _copied(live), live)
-
-
-def _copied(live: memoryview) -> memoryview:
-    return memoryview(live.tobytes()).cast(_KINDS[live.itemsize])
-
-
-def _window(tensor: torch.Tensor, address: int) -> memoryview:
-    """Samples of the memory that a tensor fills, without a copy. An odd step does not stay within one column."""
+        return None, None, None
+    if not address or not tensor.is_cpu:
+        return address, None, None
     is_dense = tensor.is_contiguous() or (tensor.dim() > 1 and tensor.mT.is_contiguous())
-    size = tensor.nbytes if is_dense else tensor.element_size()
+    live = _window(address, tensor.nbytes if is_dense else tensor.element_size())
+    return address, live.tobytes(), live
+
+
+@lru_cache(maxsize=1 << 16)
+def _window(address: int, size: int) -> memoryview:
+    """Samples of so many bytes of memory, without a copy: nothing is read here. An odd step does not stay within one
+    column. Kept from one capture to the next: a window is a place, whatever stands there.
+    """
     wide = next(wide for wide in _KINDS if not size % wide)
     count = size // wide
     words: memoryview = _memory_at(address, size, _READ).cast(_KINDS[wide])
@@ -69,6 +86,10 @@ def _window(tensor: torch.Tensor, address: int) -> memoryview:
 _memory_at: Any = pythonapi["PyMemoryView_FromMemory"]  # an object of this module's own
 _memory_at.argtypes, _memory_at.restype, _READ = (c_void_p, c_ssize_t, c_int), py_object, 0x100
 _KINDS: dict[int, Literal["Q", "I", "H", "B"]] = {8: "Q", 4: "I", 2: "H", 1: "B"}  # of words, by their width
+
+
+# Of a module and a key: the kind, the tensor that stands there, its dtype, and a look at it.
+PlaceNote = tuple[tuple[Any, str], str, torch.Tensor | None, torch.dtype | None, Look]
 
 
 @frozen(eq=False)
@@ -83,10 +104,11 @@ class StatePlace:
     dtype: torch.dtype | None = None  # what it was of, when it stood there
 
     @classmethod
-    def of(cls, module: nn.Module, key: str, kind: str, tensor: torch.Tensor | None, sight: Sight) -> StatePlace:
-        """The place of a tensor in a module."""
-        held = (vars(module),) if kind == "attribute" else (module._parameters, module._buffers)
-        return cls(key, kind, tensor, held, sight, None if tensor is None else tensor.dtype)
+    def noted(cls, note: PlaceNote) -> StatePlace:
+        """The place of which a capture took note."""
+        (module, key), kind, tensor, dtype, look = note
+        held: Any = (vars(module),) if kind == "attribute" else (module._parameters, module._buffers)
+        return cls(key, kind, tensor, held, as_sight(look), dtype)
 
     def now(self) -> torch.Tensor | None:
         """What stands there now."""
