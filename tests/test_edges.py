@@ -178,8 +178,11 @@ def test_an_edge_into_a_gradient_of_the_models_own_is_refused(x):
         return slope
 
     prog = rl.capture(model, x)
+    assert said(rl.BadEdit, lambda: prog.replay(patch={Edge("requiresgrad_1", "grad_1"): rl.Zero()})) == (
+        "grad_1_5 is a gradient that the model takes through requiresgrad_1_2: it reads no copy of it."
+    )
     assert said(rl.BadEdit, lambda: prog.replay(patch={Edge("detach_1", "grad_1"): rl.Zero()})) == (
-        "grad_1_4 is a gradient that the model takes through detach_1_1: it reads no copy of it."
+        "grad_1_5 does not read detach_1_1: it reads requiresgrad_1_2."
     )
 
 

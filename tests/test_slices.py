@@ -184,7 +184,7 @@ def test_a_slice_cannot_begin_inside_a_gradient(x):
 
     prog = rl.capture(model, x)
     assert said(rl.BadEdit, lambda: prog.slice("square_1")) == (
-        "grad_1_5 is a gradient that the model takes through square_1_2: a slice cannot begin there.\n"
+        "grad_1_6 is a gradient that the model takes through square_1_3: a slice cannot begin there.\n"
         "Begin before it, or behind the gradient."
     )
     assert_same(prog.slice("grad_1")((x,)).output, x * 2)
