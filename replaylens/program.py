@@ -62,6 +62,7 @@ from .errors import (
     CannotDraw,
     CaptureError,
     DivergedReplay,
+    InputMismatch,
     NoSuchLayer,
     ReplaylensError,
 )
@@ -683,6 +684,11 @@ class Program(Held):
         except Exception as error:
             if first is not None and hasattr(error, "add_note"):
                 error.add_note(f"replaylens: raised where the model was run again, because {first}")
+            misfits = [one.text for one in request.mismatches if one.of_state]
+            if misfits and not isinstance(error, ReplaylensError):
+                raise InputMismatch(
+                    f"{misfits[0]}\nWith it the model raises {type(error).__name__}: {error}"
+                ) from error
             raise
         prog = Program(_record=made.record, _history=(*self.history, "run again with patches"))
         prog._returned = thaw(prog.graph.output, lambda leaf: made.record.values[leaf] if type(leaf) is Ref else leaf)

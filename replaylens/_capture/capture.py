@@ -25,7 +25,7 @@ from .._core.graph import Graph
 from .._core.node import Node, Ref, State
 from .._core.text import where as text_of
 from .._core.torch_private import compiler_if_loaded, default_device, without_function_modes
-from .._core.trees import ATOMS, fingerprint, freeze_deep, leaves, named_paths, thaw
+from .._core.trees import ATOMS, fingerprint, freeze_deep, leaves, named_paths, require_room, thaw
 from .._core.world import World, alone, freed, in_children, surely
 from .._edit.wanted import EVERYTHING, Wish
 from .._replay.replay import Record, Versions
@@ -42,7 +42,16 @@ from .recorder import NeedsDeepLook
 from .scopes import boundary, callers, listening
 from .snapshot import Beginning, Dice, Snapshot, turn_back
 from .sparing import settle, sparing
-from .state import counters_of, held, keep_by_value, note_places, require_seen, take_changes, take_lent
+from .state import (
+    counters_of,
+    held,
+    keep_by_value,
+    note_places,
+    output_by_value,
+    require_seen,
+    take_changes,
+    take_lent,
+)
 from .storage import Entry
 from .tracer import Tracer
 
@@ -160,6 +169,9 @@ def _look(forward: Forward, recording: Recording, origins: Origins, deep: bool) 
             with without_function_modes(), tracer.at_work():
                 require_seen(tracer, counters)
                 _take_ends(forward, tracer, output)
+                output = output_by_value(tracer, output)
+    for tree in (recording.inputs, recording.output, *[tree for _, tree, _ in recording.scope_outputs]):
+        require_room(tree)
     tracer.watch = None  # they hold each other, and with them every value
     recording.addresses = origins.addresses
     return Captured(recording, output, forward.beginning)

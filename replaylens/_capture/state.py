@@ -10,12 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from attrs import frozen
 from torch import nn
 
 from .._core.pure import history_of, take_step, writable_copy
-from .._core.trees import thaw
+from .._core.trees import freeze_deep, leaves, thaw
 from .._replay.state import PLAIN, attribute_at, look_at
-from .builder import Handle, SourceRecord, version_of
+from .builder import Handle, Recording, SourceRecord, version_of
 from .origins import Origins
 from .recorder import Recorder
 from .snapshot import Snapshot
@@ -168,6 +169,46 @@ def keep_by_value(recorder: Recorder) -> None:
                 memory.preserve(known.base)  # what it was made of lies there too
             else:
                 _keep(recorder, handle)
+
+
+def output_by_value(recorder: Recorder, output: Any) -> Any:
+    """What the model returned, with copies of what lies in memory that its next forward writes."""
+    recording = recorder.recording
+    if not recorder.leaves_changes or not (recording.changes or recording.removed):
+        return output
+    written = {
+        storage_key(now)
+        for where, handle in recording.changes
+        if (now := _standing(where)) is not None and _is_copied(recording, handle, now)
+    }
+    tree, copies = freeze_deep(output, _Returned), dict[int, torch.Tensor]()
+    for one, handle in zip(leaves(tree), leaves(recording.output), strict=True):
+        if type(one) is _Returned and (storage_key(one.tensor) in written or _is_copied(recording, handle, one.tensor)):
+            copies[id(one.tensor)] = _returned_copy(one.tensor)
+    if not copies:
+        return output
+    return thaw(tree, lambda leaf: copies.get(id(leaf.tensor), leaf.tensor) if type(leaf) is _Returned else leaf)
+
+
+@frozen(eq=False)
+class _Returned:
+    tensor: torch.Tensor
+
+
+def _is_copied(recording: Recording, handle: Handle, tensor: torch.Tensor) -> bool:
+    """Was a copy kept of this value, and not the tensor itself?"""
+    if handle in recording.gone or (key := storage_key(tensor)) is None:
+        return False
+    return storage_key(recording.values[handle]) != key
+
+
+def _returned_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the history of the tensor, if it has one."""
+    if tensor.grad_fn is not None:
+        return tensor.clone()
+    with torch.no_grad():
+        copy = writable_copy(tensor.detach())
+    return copy.requires_grad_() if tensor.requires_grad else copy
 
 
 def _key(where: Where) -> tuple[int, str]:

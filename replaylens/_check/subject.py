@@ -16,7 +16,15 @@ from attrs import evolve, frozen
 from torch import nn
 
 from .._capture.builder import Recording, SourceRecord
-from .._capture.capture import Captured, eager_compiler, put_back, record, record_of, require_supported
+from .._capture.capture import (
+    Captured,
+    deeper_stack,
+    eager_compiler,
+    put_back,
+    record,
+    record_of,
+    require_supported,
+)
 from .._capture.origins import Origins
 from .._capture.snapshot import Beginning, Belongings
 from .._capture.state import held
@@ -51,7 +59,7 @@ class Subject:
         self.begin()
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
-            for context in (_same_world(), eager_compiler(), *around):
+            for context in (_same_world(), eager_compiler(), deeper_stack(), *around):
                 stack.enter_context(context)
             return self.model(*args, **kwargs)
 

@@ -111,10 +111,38 @@ def freeze_deep(value: Any, leaf: Leaf) -> Any:
     try:
         return _freeze_deep(value, leaf, {})
     except RecursionError:
-        raise CaptureError(
-            f"a value is nested deeper than Python's stack is: {sys.getrecursionlimit()} calls.\n"
-            "Nest less, or give Python more room by `sys.setrecursionlimit`."
-        ) from None
+        raise _too_deep() from None
+
+
+def require_room(tree: Any) -> None:
+    """Refuse a frozen tree that Python's stack has no room for where it is walked later: two frames for each level."""
+    level, depth = [tree], 0
+    while level := list({id(item): item for one in level for item in _items_of(one)}.values()):
+        depth += 1
+    if depth > _SURELY_SHALLOW and 2 * depth + _frames() + _SPARE_FRAMES > sys.getrecursionlimit():
+        raise _too_deep()
+
+
+_SURELY_SHALLOW, _SPARE_FRAMES = 50, 60
+
+
+def _items_of(tree: Any) -> tuple[Any, ...]:
+    return tree if type(tree) is tuple else tree.items if type(tree) is Branch else ()
+
+
+def _frames() -> int:
+    """How many frames stand on the stack now."""
+    frame, number = sys._getframe(), 1
+    while (outer := frame.f_back) is not None:
+        frame, number = outer, number + 1
+    return number
+
+
+def _too_deep() -> CaptureError:
+    return CaptureError(
+        f"a value is nested deeper than Python's stack is: {sys.getrecursionlimit()} calls.\n"
+        "Nest less, or give Python more room by `sys.setrecursionlimit`."
+    )
 
 
 def _freeze_deep(value: Any, leaf: Leaf, seen: dict[int, Any]) -> Any:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from .._core.graph import Graph
 from .._core.node import Input, Ref, State, TensorMeaning, meanings_of
@@ -40,6 +40,7 @@ class Mismatch:
     text: str
     departure: Departure
     can_follow: bool = False
+    of_state: bool = False  # a parameter or a buffer, not an input
 
 
 @frozen(eq=False)
@@ -91,7 +92,9 @@ def new_state(graph: Graph, state: dict[str, torch.Tensor], nearest: Callable[[s
     for address, tensor in state.items():
         if address in graph.unread:  # of a whole state_dict: nothing depends on it
             continue
-        node, meaning = state_called(graph, address, nearest), TensorMeaning.of(tensor)
+        node = state_called(graph, address, nearest)
+        _require_tensor(f"the state at {address!r}", node.meaning, tensor)
+        meaning = TensorMeaning.of(tensor)
         raw[graph.positions[node.name]] = tensor
         other, before = given.setdefault(node.name, (address, tensor))
         if before is not tensor and not same_content(before, tensor):
@@ -99,8 +102,9 @@ def new_state(graph: Graph, state: dict[str, torch.Tensor], nearest: Callable[[s
                 f"{other!r} and {address!r} are one tensor of the model, and two values are given for it. Give one."
             )
         if (meaning.shape, meaning.dtype) != (node.meaning.shape, node.meaning.dtype):
-            text = f"the state at {address!r} is {meaning}; the program was recorded with {node.meaning}."
-            mismatches.append(_other(f"the state at {address!r}", node.meaning, meaning, text))
+            what = f"the state at {address!r}"
+            text = f"{what} is {meaning}; the program was recorded with {node.meaning}.\n{CAPTURE_AGAIN}"
+            mismatches.append(evolve(_other(what, node.meaning, meaning, text), of_state=True))
             found[graph.positions[node.name]] = tensor
         else:
             found[graph.positions[node.name]] = with_strides(tensor, node.meaning)
@@ -156,10 +160,12 @@ def require_arguments(graph: Graph, names: Sequence[str], tensors: Sequence[torc
     found: dict[str, torch.Tensor] = {}
     for name, tensor in zip(names, tensors, strict=True):
         node, what = graph[name], f"the argument for {name}"
+        meaning = next(iter(meanings_of(node).values()))
+        _require_tensor(what, meaning, tensor)
         mismatch = (
             _other_tensor(graph, what, name, tensor, found)
             if isinstance(node, Input)
-            else _other_meaning(what, next(iter(meanings_of(node).values())), tensor)
+            else _other_meaning(what, meaning, tensor)
         )
         if mismatch is not None:
             raise InputMismatch(mismatch.text)
@@ -179,6 +185,15 @@ class _Given:
 
 def _other(what: str, recorded: Any, new: Any, text: str, can_follow: bool = False) -> Mismatch:
     return Mismatch(text, Departure(what, recorded, new), can_follow)
+
+
+def _require_tensor(what: str, meaning: TensorMeaning, value: Any) -> None:
+    if not isinstance(value, torch.Tensor):
+        now = "None" if value is None else f"a {type(value).__name__}"
+        raise InputMismatch(
+            f"{what} is {now}; the program was recorded with {meaning} on {meaning.device}.\n"
+            "Give a tensor of the recorded shape and dtype."
+        )
 
 
 def _laid_out(graph: Graph, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -281,8 +296,10 @@ def _other_container(one: Any, other: Any, at: tuple[Any, ...] = ()) -> Mismatch
         what, was, now = f"the input at {_words(at)}", f"a {kinds[0].__name__}", f"a {kinds[1].__name__}"
         return _other(what, was, now, f"{what} is {now}; the program was recorded with {was}.\n{ONE_STRUCTURE}")
     new = dict(named(other))
-    found = (_other_container(item, new[key], (*at, key)) for key, item in named(one) if key in new)
-    return next((place for place in found if place is not None), None)
+    for key, item in named(one):
+        if key in new and (found := _other_container(item, new[key], (*at, key))) is not None:
+            return found
+    return None
 
 
 def _class_name(kind: type) -> tuple[str, str]:
