@@ -44,6 +44,7 @@ from ._replay.convert import move, present, rerun
 from ._replay.expanding import expand
 from ._replay.gradients import Grads, ask, gradients, seen_from, total
 from ._replay.guards import Departure, Guards, LeftPath
+from ._replay.inputs import CAPTURE_AGAIN
 from ._replay.keeping import completed, keeping
 from ._replay.module import ProgramModule
 from ._replay.patching import bound_patches, changes_of
@@ -686,9 +687,8 @@ class Program(Held):
                 error.add_note(f"replaylens: raised where the model was run again, because {first}")
             misfits = [one.text for one in request.mismatches if one.of_state]
             if misfits and not isinstance(error, ReplaylensError):
-                raise InputMismatch(
-                    f"{misfits[0]}\nWith it the model raises {type(error).__name__}: {error}"
-                ) from error
+                raised = f"With it the model raises {type(error).__name__}: {error}"
+                raise InputMismatch(f"{misfits[0]}\n{raised}\n{CAPTURE_AGAIN}") from error
             raise
         prog = Program(_record=made.record, _history=(*self.history, "run again with patches"))
         prog._returned = thaw(prog.graph.output, lambda leaf: made.record.values[leaf] if type(leaf) is Ref else leaf)

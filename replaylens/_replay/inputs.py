@@ -103,7 +103,7 @@ def new_state(graph: Graph, state: dict[str, torch.Tensor], nearest: Callable[[s
             )
         if (meaning.shape, meaning.dtype) != (node.meaning.shape, node.meaning.dtype):
             what = f"the state at {address!r}"
-            text = f"{what} is {meaning}; the program was recorded with {node.meaning}.\n{CAPTURE_AGAIN}"
+            text = f"{what} is {meaning}; the program was recorded with {node.meaning}."
             mismatches.append(evolve(_other(what, node.meaning, meaning, text), of_state=True))
             found[graph.positions[node.name]] = tensor
         else:
