@@ -123,9 +123,19 @@ def run(model: Any, *args: Any, patch: Mapping[Any, Any] | None = None, grad: bo
         return prog._of(request, prog._rerun(request, None, (args, kwargs)))
     except DivergedReplay as refusal:  # a patch that no live run can make is made in a replay, if that keeps the path
         try:
-            return prog._of(request, replay(prog._record, request, prog._at))
+            return prog._of(request, _with_quiet_patches(prog, request))
         except DivergedReplay:
             raise refusal from None
+
+
+def _with_quiet_patches(prog: Program, request: Request) -> Run:
+    """A replay in the place of a live run: of patches that draw nothing which shifts what the model draws."""
+    state = torch.default_generator.get_state()
+    made = replay(prog._record, request, prog._at)
+    if prog.graph.drawn and not torch.equal(state, torch.default_generator.get_state()):
+        torch.default_generator.set_state(state)
+        raise DivergedReplay("a patch draws random numbers, and the model draws on from where it ends.")
+    return made
 
 
 def check(
@@ -662,7 +672,7 @@ class Program(Held):
         return choice
 
     def _replayed(self, request: Request) -> Run:
-        state = torch.default_generator.get_state() if request.fresh else None
+        state = torch.default_generator.get_state() if request.fresh or request.changed or request.ends else None
         try:
             return self._of(request, replay(self._record, request, self._at))
         except LeftPath as left:

@@ -556,3 +556,152 @@ def test_a_patch_draws_from_the_users_generator_and_not_what_the_model_draws_nex
     assert_same([run["relu_1"] for run in runs], noise)
     for run in runs:
         assert_same(run["randn_2"], prog["randn_2"].value)
+
+
+def noisy(h):
+    return h + torch.rand(5)
+
+
+def noisy_twice(h):
+    return h * torch.rand(5) + torch.randn(5)
+
+
+def as_many_as_it_needs(h):
+    return h + torch.poisson(h.abs() * 4)
+
+
+class Between(nn.Module):
+    """A layer to be patched, with draws before and behind it."""
+
+    def __init__(self, branches=False):
+        super().__init__()
+        self.layer, self.branches = nn.Linear(5, 5), branches
+
+    def forward(self, x):
+        first = torch.rand(5)
+        h = self.layer(x + first)
+        if self.branches and h.sum() > 1000:
+            h = h * 2
+        return first, h, F.dropout(h), torch.randn(5)
+
+
+PATCHES = [noisy, noisy_twice, as_many_as_it_needs, nn.Dropout()]
+
+
+def hooked(model, patch, given):
+    handle = model.layer.register_forward_hook(lambda module, args, out: patch(out))
+    try:
+        return model(given)
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: getattr(patch, "__name__", "module"))
+@pytest.mark.parametrize("branches", [False, True])
+def test_a_patch_of_a_run_draws_as_a_forward_hook_does(patch, branches):
+    model = Between(branches)
+    far = (lambda h: patch(h) + 1000) if branches else patch
+    begun()
+    wanted = hooked(model, far, x())
+    begun()
+    start = torch.get_rng_state()
+    run = rl.run(model, x(), patch={"layer": far})
+    assert_same(run.output, tuple(t.detach() for t in wanted))
+    assert_same(run.program.replay().output, run.output)
+    assert torch.equal(torch.get_rng_state(), start)
+    begun()
+    given = rl.capture(model, x()).replay(patch={"layer": far}, rng="fresh").output
+    begun()
+    model(x())
+    assert_same(given, tuple(t.detach() for t in hooked(model, far, x())))
+
+
+def test_patches_of_inputs_and_of_a_seeded_model_draw_as_they_would_before_it():
+    def model(x):
+        h = x.neg()
+        torch.manual_seed(3)
+        return h, torch.rand(5)
+
+    begun()
+    wanted = [noisy(x()), torch.randn(5)]
+    begun()
+    run = rl.run(lambda x: (x * 1, torch.randn(5)), x(), patch={"input_1": noisy})
+    assert_same(list(run.output), wanted)
+    begun()
+    wanted = noisy(-x())
+    begun()
+    assert_same(rl.run(model, x(), patch={"neg": noisy}).output[0], wanted)
+    assert_same(rl.run(model, x(), patch={"neg": noisy}).output[1], model(x())[1])
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: getattr(patch, "__name__", "module"))
+def test_a_patch_that_leads_the_model_elsewhere_draws_from_the_users_generator_too(patch):
+    prog = captured(Between(branches=True))
+    layer = prog["layer"].value
+    begun()
+    wanted, state = patch(layer) + 1000, torch.get_rng_state()
+    begun()
+    run = prog.replay(patch={"layer": lambda h: patch(h) + 1000})
+    assert run.diverged
+    assert_same(run["layer"], wanted)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert_same([run.output[0], run.output[3]], [prog.output[0], prog.output[3]])
+    assert_same(run.program.replay().output, run.output)
+
+
+EDITED = {
+    "a function": lambda prog, patch: prog.with_patch({"layer": patch}),
+    "a function of a part": lambda prog, patch: prog.with_patch({"layer": rl.Apply(patch, "b f")}),
+    "several": lambda prog, patch: prog.with_patch({"layer": rl.Apply(patch) >> rl.Scale(2) >> rl.Apply(patch)}),
+    "of an input": lambda prog, patch: prog.with_patch({"input_1": patch}),
+    "of two layers": lambda prog, patch: prog.with_patch({"input_1": patch, "layer": patch}),
+    "one after the other": lambda prog, patch: prog.with_patch({"layer": patch}).with_patch({"layer": patch}),
+}
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: getattr(patch, "__name__", "module"))
+@pytest.mark.parametrize("edit", EDITED)
+def test_a_program_edited_by_a_function_that_draws_gives_its_output_again(patch, edit, tmp_path):
+    prog = captured(Between())
+    begun()
+    edited = EDITED[edit](prog, patch)
+    assert_same(edited.output[0], prog.output[0])
+    assert not torch.equal(edited.output[1], prog.output[1])
+    for _ in range(2):
+        state = torch.get_rng_state()
+        assert_same(edited.replay().output, edited.output)
+        assert_same(edited.function()(x()), edited.output)
+        assert_same(edited.refresh().output, edited.output)
+        assert_same(edited.slice("input_1").output, edited.output)
+        assert_same(edited.replay_many({"a": {}}, lambda out: out[1]).values[0], edited.output[1])
+        assert torch.equal(torch.get_rng_state(), state)
+        torch.rand(1)
+    assert edited.check()
+    fresh = []
+    for seed in (9, 9, 10):
+        torch.manual_seed(seed)
+        fresh.append(edited.replay(rng="fresh").output[1])
+    assert torch.equal(fresh[0], fresh[1]) and not torch.equal(fresh[0], fresh[2])
+    torch.manual_seed(9)
+    module = edited.module()
+    assert not torch.equal(module(x())[1], module(x())[1])
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: getattr(patch, "__name__", "module"))
+def test_an_edit_draws_what_a_replay_with_the_same_patch_draws(patch):
+    prog = captured(Between())
+    begun()
+    wanted = prog.replay(patch={"layer": patch}).output
+    state = torch.get_rng_state()
+    begun()
+    assert_same(prog.with_patch({"layer": patch}).output, wanted)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_edit_of_several_values_that_draws_gives_its_output_again():
+    prog = captured(lambda x: (*x.max(dim=1), torch.rand(4)))
+    begun()
+    edited = prog.with_patch({"max_1": lambda pair: (pair[0] + torch.rand(4), pair[1])})
+    assert_same(edited.replay().output, edited.output)
+    assert not torch.equal(edited.replay(rng="fresh").output[0], edited.output[0])
+    assert edited.check()

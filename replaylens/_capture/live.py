@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from .._core.torch_private import (
     push_function_mode,
 )
 from .._core.trees import thaw
+from .._replay.stream import as_the_user, outside
 from ..errors import DivergedReplay, NotDifferentiable
 from .aims import Aim, Aims
 from .builder import CallRecord, Handle, Recording, SourceRecord, parts_of, user_line
@@ -54,6 +55,7 @@ class Stage:
     lent: Mapping[int, Sequence[torch.Tensor]] = field(factory=dict)  # the model's, in the memory of inputs: by number
     grad: bool = False
     fresh: bool = False
+    draws_apart: bool = False  # patches draw from the user's generator, and the model what it drew without them
     most: int = sys.maxsize  # calls, after which the forward is taken for one that does not end
 
 
@@ -327,19 +329,23 @@ class LiveTracer(Tracer):
         return _with(done.out, instead) if instead else done.out
 
     def made(self, aim: Aim, values: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], str | None]:
-        """What an Aim makes of values, and the key of the generator's state if it drew. The model's own draws are
-        those that they were without it.
+        """What an Aim makes of values, and the key of the generator's state if it drew.
+
+        A patch draws as a forward hook does: the model draws on from where it ends. Not so where the model draws what
+        was recorded: there it draws from the user's generator.
         """
+        generator = generator_of(values, {})
+        is_apart = self.stage.draws_apart and generator is torch.default_generator and bool(outside)
         try:
-            draw = Draw(self.draws, generator_of(values, {}))
-            with self._looking_away(), nothing_computed_again():
+            draw = Draw(self.draws.aside() if is_apart else self.draws, generator)
+            with self._looking_away(), nothing_computed_again(), as_the_user() if is_apart else nullcontext():
                 news = draw(aim, values, {})
         except Exception as error:
             self.refused = self.refused or error  # the model may swallow it
             if hasattr(error, "add_note"):
                 error.add_note(f"replaylens: raised by the patch at {aim.name}")
             raise
-        if draw.key is not None and draw.state is not None and not self.stage.fresh:
+        if self.stage.draws_apart and not is_apart and draw.key is not None and draw.state is not None:
             draw.generator.set_state(draw.state)
         return news if isinstance(news, tuple) else (news,), draw.key
 

@@ -150,6 +150,10 @@ class Draws:
         self.last[id(generator)], self.ends[key] = key, left
         return key
 
+    def aside(self) -> Draws:
+        """For a draw in a stream of its own, which is none of the forward's."""
+        return _Aside(self.kept, {}, self.follows)
+
     def _origin(self, generator: torch.Generator, state: torch.Tensor) -> tuple[str | None, bool]:
         """The draw that left this state, or None where it is the one that the forward began with; is it fixed?"""
         last = self.last.get(id(generator))
@@ -203,6 +207,11 @@ class Draws:
         lines = seeding[1] if isinstance(seeding, tuple) and len(seeding) > 1 else ()
         anew = any(line.splitlines()[0].endswith("in seed") for line in lines[-3:] if line.strip())
         return (f"seed_before_draw_{len(self.kept)}", False) if anew else (None, True)
+
+
+class _Aside(Draws):
+    def _origin(self, generator: torch.Generator, state: torch.Tensor) -> tuple[str | None, bool]:
+        return f"aside_of_draw_{len(self.kept)}", False
 
 
 class Draw:

@@ -79,7 +79,8 @@ def lived(beginning: Beginning, record: Record, request: Request, given: Any = N
     made = partial(_stand_ins, record, request, aims)
     most = max(10_000, 100 * len(graph))
     lent = _lent(beginning.model, record) if request.inputs is None and given is None else {}
-    stage = Stage(aims, inputs, made, lent, grad=request.grad, fresh=request.fresh, most=most)
+    apart = given is None and not request.fresh
+    stage = Stage(aims, inputs, made, lent, grad=request.grad, fresh=request.fresh, draws_apart=apart, most=most)
     args, kwargs = given or thaw(
         graph.inputs, lambda leaf: supply(record, request, leaf) if type(leaf) is Ref else leaf
     )

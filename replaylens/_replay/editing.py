@@ -22,6 +22,7 @@ from .._edit.patch import Patch
 from .._edit.rewrite import unread_sources, without
 from ..errors import DivergedReplay
 from .derive import Added, derive, require_choice
+from .drawn import Watched
 from .inputs import new_state, state_called
 from .keeping import with_values
 from .replay import Record, Versions, execute, idle_among
@@ -37,6 +38,7 @@ def patch(record: Record, bound: Bound, request: Request) -> Made:
     `request` asks for a replay with the same patches. It is made first: it says what is wrong with them.
     """
     require_choice(request.on_divergence)
+    watched = Watched(record.draws)
     execute(record, request)
     idle, on_divergence = idle_among(record, request.changed), request.on_divergence
     bound = [(at, patches) for at, patches in bound if at.output is not None or at.position not in idle]
@@ -52,14 +54,20 @@ def patch(record: Record, bound: Bound, request: Request) -> Made:
         graph, tensors = made.graph, {**tensors, **made.tensors}
         names.add(name)
     added = Added(tensors, {name: tensor for name, tensor in tensors.items() if tensor.requires_grad})
+    known = {id(call.meaning) for call in record.graph.calls}  # also of those that go on under another name
+    functions = {call.name for call in graph.edited if id(call.meaning) not in known}
+
+    def made_by(graph: Graph, on_divergence: str) -> Made:
+        return watched(graph, functions, lambda each: derive(record, each, added, on_divergence))
+
     try:
-        derived = derive(record, graph, added, on_divergence)
+        derived = made_by(graph, on_divergence)
     except DivergedReplay:  # perhaps by the memory layout alone, which is put right below
-        derived = derive(record, graph, added, "ignore")
+        derived = made_by(graph, "ignore")
         if not _other_strides(record.graph, derived[0].graph, names):
             raise
     other = _other_strides(record.graph, derived[0].graph, names)
-    return derive(record, in_recorded_layout(graph, other), added, on_divergence) if other else derived
+    return made_by(in_recorded_layout(graph, other), on_divergence) if other else derived
 
 
 def _by_node(graph: Graph, bound: Bound) -> dict[str, list[tuple[Any, Patch]]]:

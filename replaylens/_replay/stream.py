@@ -8,7 +8,8 @@ generator as the model's would: what the forward seeded stays as it was, and dra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any
 
@@ -191,10 +192,19 @@ def apart_from(stream: Stream, patch: Callable[..., Any]) -> Callable[..., Any]:
     def patched(*values: Any) -> Any:
         if not outside:
             return patch(*values)
-        torch.default_generator.set_state(outside[-1])
-        try:
+        with as_the_user():
             return patch(*values)
-        finally:
-            outside[-1] = torch.default_generator.get_state()
 
     return patched
+
+
+@contextmanager
+def as_the_user() -> Iterator[None]:
+    """Within, the generator is the user's, which goes on from where it is left; afterwards it is as it was."""
+    before = torch.default_generator.get_state()
+    torch.default_generator.set_state(outside[-1])
+    try:
+        yield
+    finally:
+        outside[-1] = torch.default_generator.get_state()
+        torch.default_generator.set_state(before)
