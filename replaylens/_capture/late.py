@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .._core.pure import same_content
+from .._core.pure import history_of, same_content
 from .._core.trees import freeze_deep, leaves, thaw
 from .builder import CallRecord, Gone, Handle, Recording
 from .recorder import Recorder
@@ -111,7 +111,7 @@ def _is_gone(value: Any) -> bool:
 
 
 def _has_history(value: Any) -> bool:
-    return not _is_gone(value) and value.requires_grad and value.grad_fn is not None
+    return not _is_gone(value) and value.requires_grad and history_of(value) is not None
 
 
 def _saved_below(function: Any, is_it: Is, stops: set[int], depth: int) -> bool:

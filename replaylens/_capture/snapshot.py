@@ -183,7 +183,10 @@ def _geometry_of(tensor: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]
 def _memory_of(tensor: torch.Tensor | None) -> _Memory | None:
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
         return None
-    storage = tensor.untyped_storage()
+    try:
+        storage = tensor.untyped_storage()
+    except NotImplementedError:  # the wrapper of a transform of the user's
+        return None
     return _Memory(tensor, storage, storage.nbytes(), _geometry_of(tensor))
 
 
