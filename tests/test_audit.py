@@ -4,6 +4,7 @@ import ctypes
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
@@ -202,6 +203,41 @@ def test_a_cache_that_is_read_by_another_operation_than_it_is_made_is_no_fault()
         return m.fc(x) + cache[0][:1]
 
     assert checked(steps)
+
+
+class Slotted:
+    __slots__ = ("table",)
+
+
+def in_closure(tensor):
+    return lambda: tensor
+
+
+def in_slots(tensor):
+    made = Slotted()
+    made.table = tensor
+    return made
+
+
+HOLDERS = {
+    "closure": (in_closure, lambda held: held()),
+    "partial": (lambda tensor: partial(torch.neg, tensor), lambda held: held.args[0]),
+    "slots": (in_slots, lambda held: held.table),
+    "set": (lambda tensor: {tensor}, lambda held: next(iter(held))),
+    "frozenset": (lambda tensor: frozenset((tensor,)), lambda held: next(iter(held))),
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_a_tensor_that_hangs_on_the_model_in_whatever_holds_it_is_not_taken_for_removed(name: str) -> None:
+    hold, find = HOLDERS[name]
+    model = Model(lambda m, x: m.fc(x) + find(m.held))
+    model.held = hold(torch.randn(4))
+    prog = rl.capture(model, torch.randn(3, 4))
+    assert not prog.graph.removed
+    assert prog.check()
+    find(model.held).add_(1)
+    assert prog.check().stale
 
 
 def test_a_fused_layer_is_said_with_how_far_it_is_from_the_open_one() -> None:

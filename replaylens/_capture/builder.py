@@ -158,6 +158,7 @@ class Recording:
     lent: list[tuple[tuple[Any, str], Handle, torch.Tensor]] = field(
         factory=list
     )  # tensors of the model, written in the memory of an input: (module, key), that input, what was there before
+    took_branch: bool = False  # of a `torch.cond`
     ambient: tuple[Any, ...] = ()
     default_dtype: torch.dtype = torch.float32
     default_device: str = "cpu"

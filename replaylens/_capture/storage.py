@@ -337,6 +337,7 @@ class Memory:
             return tensor.detach().clone()
         view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        view = view.data  # its write counter is that of a new tensor: `set_` is no write of anybody's
         flag = tensor.requires_grad and view.is_floating_point()
         return view.requires_grad_() if flag else view  # the flag chooses kernels in a replay
 

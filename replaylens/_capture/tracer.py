@@ -362,6 +362,7 @@ class Tracer(Recorder):
     def _special_higher_order(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         """`torch.cond`: the branch that is taken runs under the mode. Others run as they are and are one call."""
         if rule.kind == "cond" and len(args) >= 3:
+            self.recording.took_branch = True
             with self.seeing():
                 taken = args[1] if bool(args[0]) else args[2]
                 return taken(*(args[3] if len(args) > 3 else ()))

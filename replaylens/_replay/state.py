@@ -9,13 +9,17 @@ address in memory and a few samples of what stands there are compared too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from ctypes import c_int, c_ssize_t, c_void_p, py_object, pythonapi
-from functools import lru_cache
+from functools import lru_cache, partial
+from types import FunctionType
 from typing import Any, Literal
 
 import torch
 from attrs import field, frozen
 from torch import nn
+
+from .._core.trees import own, own_attributes
 
 PLAIN = frozenset((torch.Tensor, nn.Parameter))
 SAMPLES = 16
@@ -203,18 +207,64 @@ def _members(thing: Any) -> Iterator[tuple[str, Any, Callable[[Any], Any]]]:
     elif isinstance(thing, list):
         for number, value in enumerate(thing):
             yield f"[{number}]", value, _in_items(thing, thing, number)
+    elif isinstance(thing, (set, frozenset)):
+        for number, value in enumerate(list(thing)):
+            yield f"[{number}]", value, _in_set(thing, value)
     elif isinstance(thing, dict):
         for key, value in list(thing.items()):
             yield f"[{key!r}]", value, _in_items(thing, thing, key)
-    elif hasattr(thing, "__dict__") and not isinstance(thing, (type, torch.Tensor, nn.Module)):
-        for name, value in list(vars(thing).items()):
-            yield f".{name}", value, _in_items(thing, vars(thing), name)
+    elif isinstance(thing, FunctionType):
+        for name, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=False):
+            with suppress(ValueError):  # an empty one
+                yield f".{name}", cell.cell_contents, _in_attribute(thing, cell, "cell_contents")
+    elif isinstance(thing, partial):
+        yield ".args", thing.args, _in_partial(thing, 1)
+        yield ".keywords", thing.keywords, _in_partial(thing, 2)
+        yield ".func", thing.func, _in_partial(thing, 0)
+    elif not isinstance(thing, (type, torch.Tensor, nn.Module)):
+        attributes = own_attributes(thing)
+        for name, value in list(attributes.items()):
+            yield f".{name}", value, _in_items(thing, attributes, name)
+        for kind in type(thing).__mro__:
+            slots = kind.__dict__.get("__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                if (value := own(thing, name, own)) is not own:
+                    yield f".{name}", value, _in_attribute(thing, thing, name)
 
 
 def _in_tuple(thing: Any, number: int) -> Callable[[Any], Any]:
     def put(value: Any) -> Any:
         items = [*thing[:number], value, *thing[number + 1 :]]
         return type(thing)(*items) if hasattr(thing, "_fields") else tuple(items)
+
+    return put
+
+
+def _in_set(thing: Any, old: Any) -> Callable[[Any], Any]:
+    def put(value: Any) -> Any:
+        if isinstance(thing, frozenset):
+            return thing - {old} | {value}
+        thing.discard(old)
+        thing.add(value)
+        return thing
+
+    return put
+
+
+def _in_partial(thing: Any, number: int) -> Callable[[Any], Any]:
+    def put(value: Any) -> Any:
+        parts = [thing.func, thing.args, thing.keywords]
+        parts[number] = value
+        thing.__setstate__((*parts, vars(thing)))
+        return thing
+
+    return put
+
+
+def _in_attribute(thing: Any, holder: Any, name: str) -> Callable[[Any], Any]:
+    def put(value: Any) -> Any:
+        setattr(holder, name, value)
+        return thing
 
     return put
 
