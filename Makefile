@@ -20,7 +20,7 @@ ZOO := $(VENV)/.zoo
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test zoo databases lint bench clean dot browser
+.PHONY: help demo test zoo databases interrupts lint bench clean dot browser
 
 help:
 	@echo "make demo    a first look: runs examples/demo.py"
@@ -28,6 +28,7 @@ help:
 	@echo "make matrix  the quick tests on every Python found that has torch in reach"
 	@echo "make zoo     the tests on real library models (transformers, timm, torchvision)"
 	@echo "make databases  every sample of torch's own databases of operators and modules"
+	@echo "make interrupts  an interrupt at a thousand places of each task"
 	@echo "make lint    format, rules, types"
 	@echo "make bench   the tables of costs against the plain model"
 	@echo "make clean   remove .venv and everything that was built"
@@ -47,6 +48,9 @@ zoo: $(ZOO) dot browser
 
 databases: $(ZOO)
 	$(TEST_ENV) REPLAYLENS_DATABASES=all $(BIN)/python -m pytest -q -m zoo tests/test_databases.py
+
+interrupts: $(DEV)
+	$(TEST_ENV) $(BIN)/python -m pytest -q -m interrupts tests/test_interrupts.py
 
 lint: $(DEV)
 	$(BIN)/ruff format --check .

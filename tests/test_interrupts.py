@@ -230,7 +230,7 @@ def test_an_interrupt_at_some_line_leaves_nothing(task):
 HOWS = {"lines": {}, "bytecodes": {"within": tuple(LEAVES), "opcodes": True}}
 
 
-@pytest.mark.zoo
+@pytest.mark.interrupts
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("task", TASKS)
 def test_an_interrupt_anywhere_leaves_nothing(task, how):

@@ -33,9 +33,12 @@ def let_go(lock: Any) -> None:
 def alone(lock: Any, work: Callable[[], T]) -> T:
     """What some work gives, of one thread at a time. Where an interrupt keeps the lock, the next work frees it."""
     try:
-        lock.acquire()
-        return work()
-    finally:
+        try:
+            lock.acquire()
+            return work()
+        finally:
+            let_go(lock)
+    finally:  # an interrupt may have come while the lock was let go
         let_go(lock)
 
 
