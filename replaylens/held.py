@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from attrs import evolve
 
 from ._capture.capture import Captured, record_of
 from ._core.graph import Graph
@@ -224,7 +223,10 @@ class Held(Described, Reference):
                 "from_= begins at a recorded value, and new inputs change what comes before it. Give one."
             )
         changed, ends = changes_of(self.graph, patch, start, self._sites)
-        request = Request(
+        asks = (start or changed or ends or given.tensors or other.tensors or given.mismatches or other.mismatches) or (
+            more.get("to") is not None or more.get("fresh")
+        )
+        return Request(
             changed=changed,
             ends=ends,
             given={**given.tensors, **other.tensors},
@@ -233,13 +235,10 @@ class Held(Described, Reference):
             inputs=given.whole,
             start=tuple([at_place(self.graph, one.place).position for one in start.each]) if start else (),
             on_divergence=on_divergence,
+            whole=not asks,
             **self._beyond(patch),
             **more,
         )
-        asks = (
-            start or changed or ends or request.given or request.mismatches or request.to is not None or request.fresh
-        )
-        return request if asks else evolve(request, whole=True)
 
     def _asked(self, at: Any, from_: Any) -> Asked:
         """The layers at which gradients are asked for."""

@@ -139,6 +139,10 @@ def surroundings() -> dict[str, Any]:
         "torch's functions": [
             id(f) for f in (torch.relu, torch.conv2d, Tensor.add_, Tensor.__setitem__, nn.functional.linear)
         ],
+        "ways to modes": [
+            vars(module).get("handle_torch_function") is torch.overrides.handle_torch_function
+            for module in (nn.functional, torch.functional, torch._tensor)
+        ],
         "module calls": [id(getattr(nn.Module, name)) for name in ("__call__", "_call_impl", "__setattr__", "forward")],
         "global hooks": [
             len(hooks)

@@ -137,6 +137,7 @@ def surroundings() -> dict[str, Any]:
         "module entry": nn.Module.__call__ is scopes._module_call,
         "function entry": "apply" in vars(scopes.SingleLevelFunction),
         "exchange": torch._C._swap_tensor_impl is scopes.swap_of_tensors,
+        "way to modes": nn.functional.handle_torch_function is torch.overrides.handle_torch_function,
         "listeners": dict(scopes._listeners),
         "collector": (gc.get_freeze_count(), dict(origins._running)),
         "compiler": (list(capture_module._stances), dict(capture_module._eager)),

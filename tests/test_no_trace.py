@@ -467,3 +467,48 @@ def test_a_live_run_puts_back_arrays_and_generators_that_the_model_holds():
     assert torch.equal(run.output, plain(torch.ones(2)))
     assert model.array[0] == 0 and model.numpys.random() == np.random.default_rng(0).random()
     assert model.pythons.random() == random.Random(0).random()
+
+
+class Counted(TorchFunctionMode):
+    """Counts the calls of torch's that come to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_functions_of_torch_come_to_a_mode_within_the_forward_as_they_do_without_a_capture():
+    seen = []
+
+    def model(x):
+        with Counted() as mode:
+            y = F.softmax(F.relu(torch.norm(x, dim=0)), dim=0)
+        seen.append(mode.names)
+        with torch.device("meta"):
+            shape = F.one_hot(torch.zeros(2, dtype=torch.int64), 3).shape
+        return F.relu(y) * shape[1]
+
+    expected = model(x())
+    prog = rl.capture(model, x())
+    assert seen[0] == seen[1] and "softmax" in seen[0]
+    assert_same(prog.output, expected)
+    assert_same(prog.replay().output, expected)
+
+
+def test_functions_of_torch_in_another_thread_pass_by_a_capture():
+    apart = {}
+
+    def model(x):
+        thread = threading.Thread(target=lambda: apart.update(value=F.relu(torch.ones(2) - 3), modes=modes()))
+        thread.start()
+        thread.join()
+        return F.relu(x)
+
+    modes = torch._C._len_torch_function_stack
+    prog = rl.capture(model, x())
+    assert apart["modes"] == 0 and apart["value"].tolist() == [0.0, 0.0]
+    assert [call.kind for call in prog.graph.calls] == ["relu"]

@@ -8,7 +8,7 @@ Handles. Nothing is named or frozen while the model runs: the forward pays for o
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import CodeType
 from typing import Any, NamedTuple
@@ -226,6 +226,14 @@ def version_of(tensor: torch.Tensor) -> int:
         return -1
 
 
+def versions_of(tensors: list[torch.Tensor]) -> list[int]:
+    """The write counters of many tensors."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        return [version_of(tensor) for tensor in tensors]
+
+
 def freeze(recording: Recording) -> Frozen:
     """The Graph that a recording stands for: nodes named, Handles turned into Refs, scopes and lines resolved."""
     addresses = recording.addresses() if recording.addresses else Addresses({})
@@ -327,13 +335,17 @@ def _reader(refs: dict[Handle, Ref]) -> Callable[[Any], Any]:
     return to_ref
 
 
-def parts_of(returns: Any) -> Iterator[tuple[tuple[int, ...], Handle]]:
+def parts_of(returns: Any) -> Iterable[tuple[tuple[int, ...], Handle]]:
     """Every Handle in what a call gave, with the way to it."""
+    return (((), returns),) if type(returns) is Handle else _parts_of(returns)
+
+
+def _parts_of(returns: Any) -> Iterator[tuple[tuple[int, ...], Handle]]:
     if type(returns) is Handle:
         yield (), returns
     elif type(returns) is tuple or hasattr(returns, "items"):
         for number, item in enumerate(returns if type(returns) is tuple else returns.items):
-            for path, handle in parts_of(item):
+            for path, handle in _parts_of(item):
                 yield (number, *path), handle
 
 
@@ -354,9 +366,8 @@ def _source_draft(addresses: Addresses, record: SourceRecord) -> Draft:
 
 
 def _call_draft(record: CallRecord, modules: tuple[str, ...]) -> Draft:
-    trees = (*record.args, *(record.kwargs or {}).values())
-    reads = tuple([leaf for leaf in leaves(trees) if type(leaf) is Handle])
-    gives = tuple([handle for _, handle in parts_of(record.returns)])
+    reads = tuple([leaf for leaf in leaves((*record.args, *(record.kwargs or {}).values())) if type(leaf) is Handle])
+    gives = (record.returns,) if type(record.returns) is Handle else tuple([h for _, h in parts_of(record.returns)])
     site = record.site and (id(record.site[0]), record.site[1])
     return Draft(record.kind, reads, gives, record.function, None, modules, site, partial(_literals, record))
 

@@ -32,7 +32,7 @@ from .._replay.replay import Record, Versions
 from .._replay.state import StatePlace
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite, UnsupportedModel
 from .account import account_of, timed
-from .builder import Handle, Recording, SourceRecord, address_of, freeze, is_torch_code, last_name, line_of, version_of
+from .builder import Handle, Recording, SourceRecord, address_of, freeze, is_torch_code, last_name, line_of, versions_of
 from .handing import hand_on
 from .hooks import settle_hooks
 from .late import note_writes_from_outside
@@ -171,7 +171,8 @@ def _look(forward: Forward, recording: Recording, origins: Origins, deep: bool) 
                 _take_ends(forward, tracer, output)
                 output = output_by_value(tracer, output)
     for tree in (recording.inputs, recording.output, *[tree for _, tree, _ in recording.scope_outputs]):
-        require_room(tree)
+        if type(tree) is not Handle:
+            require_room(tree)
     tracer.watch = None  # they hold each other, and with them every value
     recording.addresses = origins.addresses
     return Captured(recording, output, forward.beginning)
@@ -375,10 +376,7 @@ def _takes_any_keyword(model: Any) -> bool:
 def _require_announced(tracer: Tracer) -> list[int]:
     """The write counters of all values at the end, if nothing was written that nobody announced."""
     values = tracer.recording.values
-    try:
-        counters = [value._version for value in values]
-    except RuntimeError:  # inference tensors have none
-        counters = [version_of(value) for value in values]
+    counters = versions_of(values)
     if counters == tracer.recording.versions:
         return counters
     for tensor, _ in tracer.memory.unannounced():

@@ -9,13 +9,13 @@ case of need, and that turn out to tell nothing apart, are taken out again. Noth
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeGuard
 
 from attrs import define
 
 from .._core.pure import alias
-from .._core.trees import leaves, remake
+from .._core.trees import ATOMS, leaves, remake
 from .builder import Addresses, CallRecord, GuardRecord, Handle, Recording, parts_of
 
 
@@ -61,34 +61,42 @@ class _Readers:
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
         self.end = len(recording.records)
-        handings = [record for record in recording.records if is_handing(record)]
+        self.handings = [(position, record) for position, record in enumerate(recording.records) if is_handing(record)]
         given = {leaf for _, tree, _ in recording.scope_outputs for leaf in leaves(tree) if type(leaf) is Handle}
         self.of: dict[Handle, list[int]] = {handle: [] for handle in given}
-        for record in handings:
+        for _, record in self.handings:
             self.of.setdefault(record.args[0], [])
             self.of.setdefault(record.returns, [])
         self.made: dict[Handle, int] = {}
+        of = self.of
         for position, item in enumerate(recording.records):
-            self.made.update((h, position) for _, h in parts_of(item.returns) if h in self.of)
+            returns = item.returns
+            if type(returns) is not Handle:
+                self.made.update((h, position) for _, h in parts_of(returns) if h in of)
+            elif returns in of:
+                self.made[returns] = position
             if isinstance(item, CallRecord):
-                self._note(position, (tuple(item.args), tuple((item.kwargs or {}).values())))
+                self._note(position, item.args)
+                if item.kwargs:
+                    self._note(position, item.kwargs.values())
         for guard in recording.guards:
-            self._note(guard.position, (tuple(guard.args), tuple((guard.kwargs or {}).values())))
+            self._note(guard.position, (*guard.args, *(guard.kwargs or {}).values()))
         self._note(self.end, (recording.output, tuple([last for _, last in recording.changes])))
         for positions in self.of.values():
             positions.sort()
 
-    def _note(self, position: int, trees: Any) -> None:
-        for leaf in leaves(trees):
-            if type(leaf) is Handle and leaf in self.of:
-                self.of[leaf].append(position)
+    def _note(self, position: int, trees: Iterable[Any]) -> None:
+        for tree in trees:
+            for leaf in (tree,) if type(tree) is Handle or type(tree) in ATOMS else leaves(tree):
+                if type(leaf) is Handle and leaf in self.of:
+                    self.of[leaf].append(position)
 
     def idle(self) -> set[int]:
         """The aliases that tell nothing apart: nothing else reads what they are of, or nothing reads them."""
         found: set[int] = set()
         patched = set(self.recording.patched.values())
-        for position, record in enumerate(self.recording.records):
-            if not is_handing(record) or position in patched:
+        for position, record in self.handings:
+            if position in patched:
                 continue
             if not self.of[record.returns] or self.of[record.args[0]] == [position]:
                 found.add(position)

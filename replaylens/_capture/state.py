@@ -16,7 +16,7 @@ from torch import nn
 from .._core.pure import history_of, take_step, writable_copy
 from .._core.trees import freeze_deep, leaves, thaw
 from .._replay.state import PLAIN, attribute_at, look_at
-from .builder import Handle, Recording, SourceRecord, version_of
+from .builder import Handle, Recording, SourceRecord, version_of, versions_of
 from .origins import Origins
 from .recorder import Recorder
 from .snapshot import Snapshot
@@ -34,23 +34,26 @@ def held(module: Any, key: str) -> torch.Tensor | None:
     return None
 
 
-Counters = list[tuple[torch.Tensor, int]]
+Counters = tuple[list[torch.Tensor], list[int]]
 
 
 def counters_of(origins: Origins, snapshot: Snapshot) -> Counters:
     """What the model holds as a forward begins, with torch's write counters."""
     buffers = [tensor for _, held in origins.begun for tensor in held.values()]
     others = [value for _, attributes in snapshot.attributes for value in attributes.values() if type(value) in PLAIN]
-    tensors = (*origins.parameters_at_start, *buffers, *others)
-    return [(tensor, version_of(tensor)) for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    tensors = [t for t in (*origins.parameters_at_start, *buffers, *others) if isinstance(t, torch.Tensor)]
+    return tensors, versions_of(tensors)
 
 
 def require_seen(recorder: Recorder, counters: Counters) -> None:
     """Refuse a forward in which a tensor of the model was written, or given other memory by `set_`, before it was read
     and by something that was not seen.
     """
-    for tensor, counter in counters:
-        if version_of(tensor) != counter and not _is_seen(recorder, tensor, counter):
+    tensors, then = counters
+    if (now := versions_of(tensors)) == then:
+        return
+    for tensor, before, after in zip(tensors, then, now, strict=True):
+        if after != before and not _is_seen(recorder, tensor, before):
             recorder.deep |= isinstance(tensor, nn.Parameter)  # what it held is gone: no second look can begin there
             recorder.written_unseen(tensor)
 
@@ -262,10 +265,11 @@ def note_places(recorder: Recorder) -> None:
     """Where the model holds what the forward read or wrote, and what it looks like there."""
     recording, begun = recorder.recording, recorder.origins.begun_by_module
     add = recording.places.append
-    for record in [record for record in recording.records if type(record) is SourceRecord]:
-        kind, where, tensor = record.kind, record.where, record.tensor
-        if kind not in ("input", "constant") and isinstance(where[0], nn.Module):
-            add((where, kind, tensor, tensor.dtype, look_at(tensor)))
+    for record in recording.records:
+        if type(record) is SourceRecord:
+            kind, _, where, _, tensor = record
+            if kind == "parameter" or (kind not in ("input", "constant") and isinstance(where[0], nn.Module)):
+                add((where, kind, tensor, tensor.dtype, look_at(tensor)))
     for where in (*[where for where, _ in recording.changes], *recording.removed):
         module, key = where
         if isinstance(module, nn.Module):

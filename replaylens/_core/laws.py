@@ -65,7 +65,8 @@ def _reads_what_is_there(graph: Graph) -> Iterator[Problem]:
                 for ref in node.refs
                 if ref not in parts
             )
-            parts.update(leaf for leaf in leaves(node.returns) if type(leaf) is Ref)
+            if type(node.returns) is not Ref:
+                parts.update(leaf for leaf in leaves(node.returns) if type(leaf) is Ref)
         parts.add(Ref(node.name))
     ends = [ref for ref in graph.wanted_refs if ref not in parts]
     yield from (Problem("output", "order", f"gives {ref}, which no node gives") for ref in ends)
@@ -73,8 +74,7 @@ def _reads_what_is_there(graph: Graph) -> Iterator[Problem]:
 
 def _draws_are_named(graph: Graph) -> Iterator[Problem]:
     for call in graph.calls:
-        keys = {leaf.key for leaf in leaves(call.args) if isinstance(leaf, Generator)}
-        if keys and call.draws is None:
+        if call.draws is None and any(isinstance(leaf, Generator) for leaf in leaves(call.args)):
             yield Problem(call.name, "draws", "has a generator but no recorded state")
 
 

@@ -145,6 +145,24 @@ def set_swap_of_tensors(swap: Any) -> None:
     torch._C._swap_tensor_impl = swap
 
 
+# Where torch's Python functions (`F.relu`, `torch.norm`, `Tensor.split`) look up the way to a function mode.
+_FROM_PYTHON: tuple[Any, ...] = tuple(
+    module
+    for module in (
+        torch.nn.functional,
+        torch.functional,
+        _name("torch._tensor", "methods written in Python come to a function mode", "by torch's own way"),
+    )
+    if getattr(module, "handle_torch_function", None) is torch.overrides.handle_torch_function
+)
+
+
+def set_way_to_modes(way: Any) -> None:
+    """Let torch's Python functions come to a function mode by another way."""
+    for module in _FROM_PYTHON:
+        module.handle_torch_function = way
+
+
 def compiler_if_loaded(module: str = "torch._dynamo") -> Any:
     """A module of the compiler's, which takes seconds to load: None where nobody has loaded it."""
     return sys.modules.get(module)

@@ -11,7 +11,7 @@ import enum
 import sys
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -294,15 +294,20 @@ def bare(tree: Any) -> Any:
 
 def leaves(tree: Any) -> Iterator[Any]:
     """Every leaf and literal of a frozen tree, from left to right."""
-    kind = type(tree)
-    if kind is tuple:
-        for item in tree:
-            yield from leaves(item)
-    elif kind is Branch:
-        for item in tree.items:
-            yield from leaves(item)
-    else:
-        yield tree
+    found: list[Any] = []
+    _gather((tree,), found)
+    return iter(found)
+
+
+def _gather(items: Iterable[Any], found: list[Any]) -> None:
+    for item in items:
+        kind = type(item)
+        if kind is tuple:
+            _gather(item, found)
+        elif kind is Branch:
+            _gather(item.items, found)
+        else:
+            found.append(item)
 
 
 def paths(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:

@@ -32,7 +32,7 @@ from .plan import Plan, plan
 from .recover import recovered
 from .request import At, Change, Request
 from .run import Run
-from .state import StatePlace, all_stand, sight_of
+from .state import Standing, StatePlace, sight_of
 
 
 class Versions(dict[Ref, int]):
@@ -118,7 +118,7 @@ class Record:
     def require_steady(self) -> None:
         """Did nobody overwrite a recorded value?"""
         moved = any(self.versions[ref] != version(tensor) for ref, tensor in self.values.items())
-        if moved or not all_stand(self.watched[0].values()):
+        if moved or not Standing(self.watched[0].values()):
             for ref in self.values:
                 self.value(ref)  # raises for the one that was overwritten
 
@@ -400,7 +400,7 @@ class _Supply:
 
     def __init__(self, refs: list[Ref], slots: list[int], request: Request) -> None:
         self.refs, self.slots = refs, slots
-        self.kept: tuple[list[torch.Tensor], list[int], list[StatePlace], list[Any]] | None = None
+        self.kept: tuple[list[torch.Tensor], list[int], Standing, list[Any]] | None = None
         self.is_steady = not request.given and (not request.grad or bool(request.at))
 
     def begin(self, record: Record, request: Request, code: Code) -> list[Any]:
@@ -409,10 +409,10 @@ class _Supply:
             return self._filled(record, request, code)
         if self.kept is None:
             tensors, versions = [record.values[ref] for ref in self.refs], [record.versions[ref] for ref in self.refs]
-            self.kept = tensors, versions, _places_of(record, self.refs), self._filled(record, request, code)
-        tensors, versions, places, env = self.kept
+            self.kept = tensors, versions, Standing(_places_of(record, self.refs)), self._filled(record, request, code)
+        tensors, versions, standing, env = self.kept
         moved = -1 not in versions and [tensor._version for tensor in tensors] != versions
-        if moved or not all_stand(places):
+        if moved or not standing:
             for ref in self.refs:
                 record.value(ref)  # raises for the one that was overwritten
         return env.copy()
@@ -597,8 +597,7 @@ def _watch(record: Record, supply: tuple[int, ...], inputs: list[int]) -> Callab
     """Asks whether a value that a function holds was overwritten since, and whether its arguments fit."""
     refs = [ref for position in supply if position not in inputs for ref in refs_of(record.graph.nodes[position])]
     tensors, versions = [record.values[ref] for ref in refs], [record.versions[ref] for ref in refs]
-    places = _places_of(record, refs)
-
+    standing = Standing(_places_of(record, refs))
     names = [record.graph.nodes[position].name for position in inputs]
     astray = _astray(record.graph, inputs)
 
@@ -610,7 +609,7 @@ def _watch(record: Record, supply: tuple[int, ...], inputs: list[int]) -> Callab
                 raise diverged(departure)
         require_as_asked(record.graph, record.values, given)
         moved = -1 not in versions and [tensor._version for tensor in tensors] != versions
-        if moved or not all_stand(places):
+        if moved or not standing:
             for ref in refs:
                 record.value(ref)  # raises for the one that was
 

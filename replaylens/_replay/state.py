@@ -8,10 +8,12 @@ address in memory and a few samples of what stands there are compared too.
 
 from __future__ import annotations
 
+import operator
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from ctypes import c_int, c_ssize_t, c_void_p, py_object, pythonapi
-from functools import lru_cache, partial
+from functools import partial
 from types import FunctionType
 from typing import Any, Literal
 
@@ -63,6 +65,13 @@ def as_sight(look: Look) -> Sight:
 
 def look_at(tensor: torch.Tensor) -> Look:
     """Where a tensor lies, and samples of what stands there. Cheap: a capture does it for each that the model holds."""
+    known = _known.get(id(tensor))
+    if known is None or known[0]() is not tensor or known[1] != tensor.data_ptr() or known[2] != tensor.nbytes:
+        return _first_look(tensor)
+    return known[1], known[3].tobytes(), known[3]
+
+
+def _first_look(tensor: torch.Tensor) -> Look:
     if type(tensor) not in PLAIN:
         return None, None, None
     try:
@@ -73,13 +82,18 @@ def look_at(tensor: torch.Tensor) -> Look:
         return address, None, None
     is_dense = tensor.is_contiguous() or (tensor.dim() > 1 and tensor.mT.is_contiguous())
     live = _window(address, tensor.nbytes if is_dense else tensor.element_size())
+    number = id(tensor)
+    _known[number] = weakref.ref(tensor, lambda _: _known.pop(number, None)), address, tensor.nbytes, live
     return address, live.tobytes(), live
 
 
-@lru_cache(maxsize=1 << 16)
+# By id: where a tensor was found at the last look, its size, and what shows samples of it, whatever stands there.
+_known: dict[int, tuple[weakref.ref[torch.Tensor], int, int, memoryview]] = {}
+
+
 def _window(address: int, size: int) -> memoryview:
     """Samples of so many bytes of memory, without a copy: nothing is read here. An odd step does not stay within one
-    column. Kept from one capture to the next: a window is a place, whatever stands there.
+    column.
     """
     wide = next(wide for wide in _KINDS if not size % wide)
     count = size // wide
@@ -130,6 +144,17 @@ class StatePlace:
         else:
             self.held[self.key not in self.held[0]][self.key] = tensor
 
+    @property
+    def home(self) -> dict[str, Any] | None:
+        """The dict in which the tensor stands that stood there; None where it stands in none."""
+        homes: Iterable[Any] = () if self.kind == "attribute" or self.tensor is None else self.held
+        mine = (home for home in homes if isinstance(home, dict) and home.get(self.key) is self.tensor)
+        return next(mine, None)  # those of TorchScript are no dicts
+
+    def stands(self) -> bool:
+        """Does the same stand there as then, or nothing as then?"""
+        return self.now() is self.tensor and (self.tensor is None or self.sight.holds(self.tensor))
+
     def is_as_it_was(self) -> bool:
         """Does the very tensor stand there still, in the same memory, with the same samples?"""
         tensor = self.tensor
@@ -150,17 +175,31 @@ class StatePlace:
         return "was replaced since the capture"
 
 
-def all_stand(places: Iterable[StatePlace]) -> bool:
-    """Are all as they were? Asked at every replay."""
-    for place in places:
-        tensor, sight = place.tensor, place.sight
-        if place.now() is not tensor:
-            return False
-        if sight.address is None or tensor is None:
-            continue
-        if tensor.data_ptr() != sight.address or (sight.live is not None and sight.live != sight.seen):
-            return False
-    return True
+class Standing:
+    """Whether all of some places are as they were. Asked at every replay: so the questions are put in C, by kind."""
+
+    def __init__(self, places: Iterable[StatePlace]) -> None:
+        self.places = list(places)
+        plain = [place for place in self.places if place.home is not None]
+        self.others = [place for place in self.places if place.home is None]
+        self.homes, self.keys = [place.home for place in plain], [place.key for place in plain]
+        self.tensors = [place.tensor for place in plain]
+        lying = [place for place in plain if place.sight.address is not None and place.tensor is not None]
+        self.lying, self.addresses = [place.tensor for place in lying], [place.sight.address for place in lying]
+        self.live, self.seen = [place.sight.live for place in lying], [place.sight.seen for place in lying]
+
+    def __bool__(self) -> bool:
+        """The addresses come before the samples: memory that a tensor has left may be gone."""
+        now: Iterable[Any] = map(dict.get, self.homes, self.keys)  # type: ignore[arg-type]
+        return (
+            all(map(operator.is_, now, self.tensors))
+            and [*map(_address, self.lying)] == self.addresses
+            and self.live == self.seen
+            and all(place.stands() for place in self.others)
+        )
+
+
+_address: Any = torch.Tensor.data_ptr
 
 
 def attribute_at(attributes: dict[str, Any], path: str) -> torch.Tensor | None:
