@@ -697,3 +697,97 @@ def test_what_an_inserted_function_gives_is_asked_what_the_model_asks(asks, give
         prog.insert_after("tanh_1", gives)
     with pytest.raises(rl.DivergedReplay):
         prog.swap("tanh_1", gives)
+
+
+class Held(nn.Module):
+    """A parameter, a buffer and an attribute, all square."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        make = lambda seed: torch.randn(4, 4, dtype=dtype, generator=torch.Generator().manual_seed(seed))  # noqa: E731
+        self.w = nn.Parameter(make(0))
+        self.register_buffer("b", make(1))
+        self.c = make(2)
+
+    def forward(self, x):
+        return torch.tanh(x @ self.w) @ self.b + self.c
+
+
+SEEN_OTHERWISE = {
+    "transposed": lambda t: t.t(),
+    "expanded": lambda t: t[:1].expand(4, 4),
+    "a part": lambda t: t[:, :1],
+    "with a sign to come": torch._neg_view,
+    "another overlap": lambda t: t.as_strided((4, 4), (1, 1)),
+}
+
+
+@pytest.mark.parametrize("guards", ["in C", "one by one"])
+@pytest.mark.parametrize("place", ["w", "b", "c"])
+@pytest.mark.parametrize("change", SEEN_OTHERWISE)
+def test_the_same_memory_seen_otherwise_is_stale(change, place, guards, monkeypatch):
+    if guards == "one by one":
+        monkeypatch.setattr("replaylens._replay.state.TensorGuards", None)
+    for asked_before in (False, True):
+        model, x = Held(), torch.randn(4, 4)
+        prog = rl.capture(model, x)
+        if asked_before:
+            prog.replay(patch={"input_1": rl.Scale(2.0)})
+        tensor = getattr(model, place)
+        tensor.data = SEEN_OTHERWISE[change](tensor.data)
+        for ask in (
+            lambda: prog.replay(),  # noqa: B023
+            lambda: prog.replay(patch={"input_1": rl.Scale(2.0)}),  # noqa: B023
+            lambda: prog.replay(torch.ones(4, 4)),  # noqa: B023
+            lambda: copy.deepcopy(prog).replay(),  # noqa: B023
+        ):
+            with pytest.raises(rl.StaleValue):
+                ask()
+        assert not prog.check() and prog.check().stale
+
+
+def test_a_conjugate_in_the_place_of_a_parameter_is_stale():
+    model, x = Held(torch.complex64), torch.randn(4, 4, dtype=torch.complex64)
+    prog = rl.capture(model, x)
+    model.w.data = model.w.data.conj()
+    with pytest.raises(rl.StaleValue):
+        prog.replay()
+
+
+def test_a_flag_or_a_mode_does_not_make_a_parameter_stale():
+    model, x = Held(), torch.randn(4, 4)
+    prog = rl.capture(model, x)
+    expected = prog.replay().output
+    model.w.requires_grad_(False)
+    assert torch.equal(prog.replay().output, expected)
+    with torch.inference_mode():
+        assert torch.equal(prog.replay().output, expected)
+    with torch.autocast("cpu"):
+        assert torch.equal(prog.replay().output, expected)
+    assert prog.check()
+
+
+def test_a_program_keeps_the_input_that_it_was_given_when_its_object_gets_another_memory():
+    model, x = Held(), torch.randn(4, 4)
+    prog = rl.capture(model, x)
+    expected = prog.output.clone()
+    x.data = torch.zeros(4, 4)
+    assert torch.equal(prog.replay().output, expected)
+    assert torch.equal(prog.replay(from_="tanh_1", patch=lambda t: t * 1).output, expected)
+    assert prog.check()
+
+
+@pytest.mark.parametrize("given", ["input", "state", "patch"])
+def test_what_was_given_to_a_run_and_is_seen_otherwise_since_is_stale(given):
+    model, x, y = Held(), torch.randn(4, 4), torch.randn(4, 4)
+    prog = rl.capture(model, x)
+    ask = {
+        "input": lambda: prog.replay(y),
+        "state": lambda: prog.replay(state={"w": y}),
+        "patch": lambda: prog.replay(patch={"matmul_1": y}),
+    }[given]
+    expected, run = ask()["tanh_1"].clone(), ask()
+    assert torch.equal(ask()["tanh_1"], expected)
+    y.data = y.data.t()
+    with pytest.raises(rl.StaleValue):
+        run["tanh_1"]

@@ -46,6 +46,7 @@ from .state import (
     counters_of,
     held,
     keep_by_value,
+    keep_inputs,
     note_places,
     output_by_value,
     require_seen,
@@ -190,6 +191,7 @@ def _take_ends(forward: Forward, tracer: Tracer, output: Any) -> None:
     recording.versions = _require_announced(tracer)
     if tracer.leaves_changes:
         keep_by_value(tracer)
+        keep_inputs(recording)
         note_places(tracer)
         take_lent(tracer)
     if not recording.ambient[0] and any(

@@ -15,7 +15,7 @@ from torch import nn
 
 from .._core.pure import history_of, take_step, writable_copy
 from .._core.trees import freeze_deep, leaves, thaw
-from .._replay.state import PLAIN, attribute_at, look_at
+from .._replay.state import NO_LOOK, PLAIN, attribute_at, look_at
 from .builder import Handle, Recording, SourceRecord, version_of, versions_of
 from .origins import Origins
 from .recorder import Recorder
@@ -261,6 +261,16 @@ def take_lent(recorder: Recorder) -> None:
         recording.lent.append((where, source.returns, first))
 
 
+def keep_inputs(recording: Recording) -> None:
+    """Inputs by objects of our own: `x.data = other` gives the user's object another memory."""
+    values = recording.values
+    for record in recording.records:
+        if type(record) is SourceRecord and record.kind == "input":
+            value = values[record.returns]
+            if type(value) is torch.Tensor and not value.requires_grad and not value.is_inference():
+                values[record.returns] = value.detach()
+
+
 def note_places(recorder: Recorder) -> None:
     """Where the model holds what the forward read or wrote, and what it looks like there."""
     recording, begun = recorder.recording, recorder.origins.begun_by_module
@@ -274,4 +284,4 @@ def note_places(recorder: Recorder) -> None:
         module, key = where
         if isinstance(module, nn.Module):
             own = key in module._buffers or key in module._parameters or key in begun.get(id(module), ())
-            add((where, "buffer" if own else "attribute", None, None, (None, None, None)))
+            add((where, "buffer" if own else "attribute", None, None, NO_LOOK))

@@ -123,6 +123,9 @@ pytree = _name("torch.utils._pytree", "containers that users registered with tor
 safe_softmax = _name("torch._safe_softmax", "attention in its open form, rows without a key")
 quantized_per_tensor = _name("torch._make_per_tensor_quantized_tensor", "other quantized values, in checks")
 quantized_per_channel = _name("torch._make_per_channel_quantized_tensor", "the same")
+TensorGuards = _name(
+    "torch._C._dynamo.guards.TensorGuards", "do the model's tensors lie as they did?", "each is asked by itself"
+)
 storage_holders = _name("torch._C._storage_Use_Count", "whether a value can be let go while the forward runs")
 seed_tracker = _name(
     "torch.cuda._lazy_seed_tracker", "was `torch.manual_seed` called?", "only a seed that changes the generator is seen"

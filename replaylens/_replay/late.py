@@ -29,6 +29,13 @@ def mark_of(value: Any) -> Any:
     return _version(value) if isinstance(value, torch.Tensor) else None
 
 
+def _sight_of(value: Any) -> Any:
+    """The same, and where the value lies and how."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_sight_of, value))
+    return (_version(value), sight_of(value)) if isinstance(value, torch.Tensor) else None
+
+
 def _version(tensor: torch.Tensor) -> int:
     try:
         return tensor._version
@@ -51,13 +58,13 @@ class Remembered:
 
     def note(self, position: int, number: int, value: Any) -> Any:
         """This is what the patch made."""
-        self.values[position, number] = value, mark_of(value)
+        self.values[position, number] = value, _sight_of(value)
         return value
 
     def again(self, position: int, number: int, name: str) -> Any:
-        """What it made then, if nobody wrote to it since."""
+        """What it made then, if nobody wrote to it since, or gave it another memory."""
         value, mark = self.values[position, number]
-        if mark_of(value) != mark:
+        if _sight_of(value) != mark:
             raise StaleValue(_text(f"what the patch at `{name}` gave", name))
         return value
 

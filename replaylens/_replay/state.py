@@ -3,7 +3,7 @@
 In: a module, and the name or path of a tensor in it. Out: a StatePlace, which says what stands there now, puts another
 tensor there, and tells whether what was recorded is overwritten. Torch's write counters miss much: `p.data = other`,
 `model.double()`, `load_state_dict(assign=True)`, fused optimizers, the statistics of a batch norm. So the place, the
-address in memory and a few samples of what stands there are compared too.
+address in memory, how the tensor lies there and a few samples of what stands there are compared too.
 """
 
 from __future__ import annotations
@@ -21,17 +21,39 @@ import torch
 from attrs import field, frozen
 from torch import nn
 
+from .._core.torch_private import TensorGuards
 from .._core.trees import own, own_attributes
 
 PLAIN = frozenset((torch.Tensor, nn.Parameter))
 SAMPLES = 16
 
 
+Layout = tuple[Any, ...]
+
+
+def layout_of(tensor: torch.Tensor) -> Layout:
+    """How a tensor lies at its address: `p.data = p.data.t()` leaves it there, and makes it another."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.is_neg(), tensor.is_conj()
+
+
+def same_layouts(tensors: list[torch.Tensor]) -> Callable[..., bool]:
+    """Asks of these tensors whether they lie as they do now: all at once, in C. It may say no where autograd's flags or
+    torch's modes are others.
+    """
+    if TensorGuards is not None:
+        return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    then = [*map(layout_of, tensors)]
+    return lambda *tensors: [*map(layout_of, tensors)] == then
+
+
 @frozen
 class Sight:
-    """A tensor as it was looked at: its address in memory, and samples of what stood there, spread over all of it."""
+    """A tensor as it was looked at: its address in memory, how it lies there, and samples of what stood there, spread
+    over all of it.
+    """
 
     address: int | None  # None where torch does not say
+    layout: Layout | None = None
     seen: memoryview | None = None
     live: memoryview | None = field(default=None, eq=False)  # the memory itself, to be compared again and again
 
@@ -41,13 +63,15 @@ class Sight:
         """
         if self.address is None:
             return True
-        return tensor.data_ptr() == self.address and (self.live is None or self.live == self.seen)
+        lies = tensor.data_ptr() == self.address and layout_of(tensor) == self.layout
+        return lies and (self.live is None or self.live == self.seen)
 
 
 NO_SIGHT = Sight(None)
 
 
-Look = tuple[int | None, bytes | None, memoryview | None]  # what a Sight is made of; taken at every capture
+Look = tuple[int | None, Layout | None, bytes | None, memoryview | None]  # of a Sight; taken at every capture
+NO_LOOK: Look = (None, None, None, None)
 
 
 def sight_of(tensor: torch.Tensor) -> Sight:
@@ -57,38 +81,39 @@ def sight_of(tensor: torch.Tensor) -> Sight:
 
 def as_sight(look: Look) -> Sight:
     """A look as it is compared."""
-    address, seen, live = look
+    address, layout, seen, live = look
     if seen is None or live is None:
-        return NO_SIGHT if address is None else Sight(address)
-    return Sight(address, memoryview(seen).cast(_KINDS[live.itemsize]), live)
+        return NO_SIGHT if address is None else Sight(address, layout)
+    return Sight(address, layout, memoryview(seen).cast(_KINDS[live.itemsize]), live)
 
 
 def look_at(tensor: torch.Tensor) -> Look:
     """Where a tensor lies, and samples of what stands there. Cheap: a capture does it for each that the model holds."""
     known = _known.get(id(tensor))
-    if known is None or known[0]() is not tensor or known[1] != tensor.data_ptr() or known[2] != tensor.nbytes:
+    if known is None or known[0]() is not tensor or known[1] != tensor.data_ptr() or not known[2](tensor):
         return _first_look(tensor)
-    return known[1], known[3].tobytes(), known[3]
+    return known[1], known[3], known[4].tobytes(), known[4]
 
 
 def _first_look(tensor: torch.Tensor) -> Look:
     if type(tensor) not in PLAIN:
-        return None, None, None
+        return NO_LOOK
     try:
-        address = tensor.data_ptr()
+        address, layout = tensor.data_ptr(), layout_of(tensor)
     except (RuntimeError, NotImplementedError):  # sparse and wrapped ones
-        return None, None, None
+        return NO_LOOK
     if not address or not tensor.is_cpu:
-        return address, None, None
+        return address, layout, None, None
     is_dense = tensor.is_contiguous() or (tensor.dim() > 1 and tensor.mT.is_contiguous())
     live = _window(address, tensor.nbytes if is_dense else tensor.element_size())
     number = id(tensor)
-    _known[number] = weakref.ref(tensor, lambda _: _known.pop(number, None)), address, tensor.nbytes, live
-    return address, live.tobytes(), live
+    forget = weakref.ref(tensor, lambda _: _known.pop(number, None))
+    _known[number] = forget, address, same_layouts([tensor]), layout, live
+    return address, layout, live.tobytes(), live
 
 
-# By id: where a tensor was found at the last look, its size, and what shows samples of it, whatever stands there.
-_known: dict[int, tuple[weakref.ref[torch.Tensor], int, int, memoryview]] = {}
+# By id: where a tensor was found at the last look, how it lay there, and what shows samples of what stands there.
+_known: dict[int, tuple[weakref.ref[torch.Tensor], int, Callable[..., bool], Layout, memoryview]] = {}
 
 
 def _window(address: int, size: int) -> memoryview:
@@ -115,7 +140,7 @@ class StatePlace:
     """A place in a module, and the tensor that stood there when the forward was over. It does not hold the module."""
 
     key: str  # the name of a parameter or buffer; the path to another tensor
-    kind: str  # "parameter" | "buffer" | "attribute"
+    kind: str  # "parameter" | "buffer" | "attribute"; "input" of what was given, which stands nowhere
     tensor: torch.Tensor | None
     held: tuple[dict[str, Any], ...]  # the module's parameters and buffers; or its attributes
     sight: Sight = NO_SIGHT
@@ -184,9 +209,12 @@ class Standing:
         self.others = [place for place in self.places if place.home is None]
         self.homes, self.keys = [place.home for place in plain], [place.key for place in plain]
         self.tensors = [place.tensor for place in plain]
-        lying = [place for place in plain if place.sight.address is not None and place.tensor is not None]
-        self.lying, self.addresses = [place.tensor for place in lying], [place.sight.address for place in lying]
-        self.live, self.seen = [place.sight.live for place in lying], [place.sight.seen for place in lying]
+        pairs = [(place.tensor, place.sight) for place in plain if place.tensor is not None]
+        self.lying = [tensor for tensor, sight in pairs if sight.address is not None]
+        self.sights = [sight for _, sight in pairs if sight.address is not None]
+        self.addresses = [sight.address for sight in self.sights]
+        self.live, self.seen = [sight.live for sight in self.sights], [sight.seen for sight in self.sights]
+        self.lies = same_layouts(self.lying) if self._lie() else None
 
     def __bool__(self) -> bool:
         """The addresses come before the samples: memory that a tensor has left may be gone."""
@@ -194,9 +222,13 @@ class Standing:
         return (
             all(map(operator.is_, now, self.tensors))
             and [*map(_address, self.lying)] == self.addresses
+            and ((self.lies is not None and self.lies(*self.lying)) or self._lie())
             and self.live == self.seen
             and all(place.stands() for place in self.others)
         )
+
+    def _lie(self) -> bool:
+        return all(layout_of(t) == sight.layout for t, sight in zip(self.lying, self.sights, strict=True))
 
 
 _address: Any = torch.Tensor.data_ptr
