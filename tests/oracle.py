@@ -151,6 +151,7 @@ def surroundings() -> dict[str, Any]:
         ],
         "saved tensor hooks": torch._C._autograd._saved_tensors_hooks_is_enabled(),
         "frozen objects": gc.get_freeze_count(),
+        "collector": (gc.isenabled(), gc.get_threshold()),
         "compiler stance": str(dynamo._stance.stance) if dynamo else "default",
     }
 

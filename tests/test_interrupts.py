@@ -139,7 +139,7 @@ def surroundings() -> dict[str, Any]:
         "exchange": torch._C._swap_tensor_impl is scopes.swap_of_tensors,
         "way to modes": nn.functional.handle_torch_function is torch.overrides.handle_torch_function,
         "listeners": dict(scopes._listeners),
-        "collector": (gc.get_freeze_count(), dict(origins._running)),
+        "collector": (gc.get_freeze_count(), gc.get_threshold(), dict(origins._running)),
         "compiler": (list(capture_module._stances), dict(capture_module._eager)),
         "locks": (free, scopes._lock._is_owned(), origins._lock._is_owned(), capture_module._compiler_lock._is_owned()),
         "function modes": torch._C._len_torch_function_stack(),

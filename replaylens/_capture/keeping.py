@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .._core.trees import ATOMS, Branch, attributes_of, own, own_attributes
-from .storage import Entry, Memory
+from .storage import Entry, Memory, storage_key
 
 _references = sys.getrefcount
 New = Callable[[torch.Tensor, int], torch.Tensor]
@@ -28,7 +28,7 @@ def references_of(memory: Memory, tensor: torch.Tensor) -> int:
         return found + (known is not None and _at(values, known) is tensor)
     base = known.base
     found += (known.tensor is tensor) + (base.root is tensor)
-    found += any(listed is tensor for listed in memory.by_storage.values())
+    found += bool(memory.by_storage) and memory.by_storage.get(storage_key(tensor) or 0) is tensor
     return found + sum(_at(values, handle) is tensor for handle in {*base.held, known.handle, base.handle})
 
 

@@ -29,6 +29,8 @@ from .scopes import addresses, module_table, other_addresses
 _lock = threading.RLock()  # what an interrupt left may be left while another capture is entered
 _running: dict[object, int] = {}  # the captures that run, and their threads
 _froze = False
+_thresholds: tuple[int, int, int] | None = None  # of the collector, as the user has them
+_PATIENT = 20_000  # a record of a call is garbage to nobody: the collector need not look at each few hundred
 
 
 class Date:
@@ -68,12 +70,14 @@ def dated() -> Iterator[Date]:
 
 
 def _began(token: object) -> Date:
-    global _froze
+    global _froze, _thresholds
     mine = not _running and gc.get_freeze_count() == 0
     _running[token] = threading.get_ident()
     if mine:
-        _froze = True
+        _froze, _thresholds = True, gc.get_threshold()
         gc.freeze()
+        if 0 < _thresholds[0] < _PATIENT:
+            gc.set_threshold(_PATIENT, *_thresholds[1:])
     return Date([] if mine else _listed_tensors())
 
 
@@ -86,6 +90,8 @@ def _thaw() -> None:
     global _froze
     if not _running and _froze:
         gc.unfreeze()
+        if _thresholds is not None and gc.get_threshold()[0] == _PATIENT:
+            gc.set_threshold(*_thresholds)
         _froze = False
 
 

@@ -76,14 +76,18 @@ def take_changes(recorder: Recorder, snapshot: Snapshot) -> None:
     quiet = not memory.written and not memory.parted and recorder.origins.same_parameters()
     sources = recorder.stateful if quiet else [r for r in recording.records if isinstance(r, SourceRecord)]
     firsts: Firsts = {id(s.tensor): s.returns for s in sources if s.kind not in ("input", "constant")}
+    live = memory.live
     for source in list(sources):
         if source.kind == "parameter":
-            _compare(recorder, source.where, source.tensor, held(*source.where), firsts)
+            now = held(*source.where)
+            if now is not source.tensor or live.get(id(now)) != source.returns:
+                _compare(recorder, source.where, source.tensor, now, firsts)
     for module, buffers in recorder.origins.begun:
         tensors = module._buffers
         for key, first in buffers.items():
             now = held(module, key) if key in tensors else None
-            if now is not first or not quiet:
+            known = firsts.get(id(now)) if now is first else None
+            if (now is not first or not quiet) and (known is None or live.get(id(now)) != known):
                 _compare(recorder, (module, key), first, now, firsts)
     _take_new_buffers(recorder, firsts)
     _take_attributes(recorder, snapshot, [s for s in sources if s.kind == "attribute"], firsts)
