@@ -170,7 +170,7 @@ def _look(forward: Forward, recording: Recording, origins: Origins, deep: bool) 
                 require_seen(tracer, counters)
                 _take_ends(forward, tracer, output)
                 output = output_by_value(tracer, output)
-    for tree in (recording.inputs, recording.output, *[tree for _, tree, _ in recording.scope_outputs]):
+    for tree in (recording.inputs, recording.output, *[tree for _, tree, *_ in recording.scope_outputs]):
         require_room(tree)
     tracer.watch = None  # they hold each other, and with them every value
     recording.addresses = origins.addresses

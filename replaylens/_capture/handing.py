@@ -2,8 +2,10 @@
 
 In: a Recording whose forward is over. Out: the same Recording, in which what a module gave has a name of its own (an
 alias, as the output of `nn.Identity` has) wherever a forward hook would change less than a patch of the value: where
-something had read it before the module returned, and something reads it afterwards. Aliases that a capture made in
-case of need, and that turn out to tell nothing apart, are taken out again. Nothing runs here.
+something had read it before the module returned, and something reads it afterwards; or where somebody else holds the
+container in which it is handed on. Who reads it from which of the two is not known then, and the alias is marked.
+Aliases that a capture made in case of need, and that turn out to tell nothing apart, are taken out again. Nothing runs
+here.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ def hand_on(recording: Recording) -> None:
     if idle:
         _take_out(recording, idle)
         found = _Readers(recording)
-    inner = [one for one in recording.scope_outputs if id(recording.scopes[one[0]].module) not in roots]
+    outputs = enumerate(recording.scope_outputs)
+    inner = [(turn, *one) for turn, one in outputs if id(recording.scopes[one[0]].module) not in roots]
     new = _needed(recording, found, inner)
     if new:
         _put_in(recording, new)
@@ -53,6 +56,7 @@ class _New:
     handle: Handle
     scope: int
     number: int
+    turn: int  # among what all module calls gave
 
 
 class _Readers:
@@ -62,7 +66,7 @@ class _Readers:
         self.recording = recording
         self.end = len(recording.records)
         handings = [record for record in recording.records if is_handing(record)]
-        given = {leaf for _, tree, _ in recording.scope_outputs for leaf in leaves(tree) if type(leaf) is Handle}
+        given = {leaf for _, tree, *_ in recording.scope_outputs for leaf in leaves(tree) if type(leaf) is Handle}
         self.of: dict[Handle, list[int]] = {handle: [] for handle in given}
         for record in handings:
             self.of.setdefault(record.args[0], [])
@@ -101,16 +105,21 @@ def _needed(recording: Recording, found: _Readers, given: list[Any]) -> list[_Ne
     now: dict[Handle, tuple[Handle, int]] = {}  # a value -> what stands for it after which position
     patched = {handle for n in recording.patched for _, handle in parts_of(recording.records[n].returns)}
     count = len(recording.values)
-    for scope, tree, end in given:
+    for turn, scope, tree, end, shared in given:
+        numbers: dict[Handle, int] = {}
         for number, leaf in enumerate([one for one in leaves(tree) if type(one) is Handle]):
+            numbers.setdefault(leaf, number)
+        for leaf, number in numbers.items():
             positions = found.of[leaf]
             source, since = now.get(leaf, (leaf, found.made.get(leaf, 0)))
-            before = any(since <= position < end for position in positions)
-            if not before or not positions or positions[-1] < end or leaf in patched:
+            tells_apart = positions and positions[-1] >= end and any(since <= position < end for position in positions)
+            if leaf in patched or not (tells_apart or leaf in shared):
                 continue
             handle = Handle(count + len(new))
-            new.append(_New(end, leaf, source, handle, scope, number))
+            new.append(_New(end, leaf, source, handle, scope, number, turn))
             now[leaf] = (handle, end)
+            if leaf in shared:
+                recording.shared.add(handle)
     return new
 
 
@@ -134,7 +143,10 @@ def _put_in(recording: Recording, new: list[_New]) -> None:
             records.append(names.read_at(recording.records[position], position))
     through = _through(recording, new, at)
     recording.records = [_moved(record, where, through) for record in records]
+    handed = [(n, names.handed(tree, turn), *rest) for turn, (n, tree, *rest) in enumerate(recording.scope_outputs)]
     _move(recording, where, names.in_tree, names.read_at)
+    ends = [end for _, _, end, _ in recording.scope_outputs]
+    recording.scope_outputs = [(n, tree, end, ()) for (n, tree, *_), end in zip(handed, ends, strict=True)]
 
 
 def _keep_as(recording: Recording, old: Handle, new: Handle) -> None:
@@ -165,7 +177,9 @@ def _move(
     recording.output = in_tree(recording.output, end)
     recording.changes = [(place, in_tree(last, end)) for place, last in recording.changes]
     outputs = recording.scope_outputs
-    recording.scope_outputs = [(scope, in_tree(tree, stop), where[stop]) for scope, tree, stop in outputs]
+    recording.scope_outputs = [
+        (scope, in_tree(tree, stop), where[stop], in_tree(shared, stop)) for scope, tree, stop, shared in outputs
+    ]
 
 
 class _Renamed:
@@ -203,6 +217,15 @@ class _Names(_Renamed):
         """The last alias before the position, if there is one."""
         passed = [one for one in self.of.get(handle, ()) if one.at <= position]
         return passed[-1].handle if passed else handle
+
+    def handed(self, tree: Any, turn: int) -> Any:
+        """What a module call gave, the n-th of all, under the names that the values had then."""
+
+        def name(leaf: Any) -> Any:
+            passed = [one for one in self.of.get(leaf, ()) if one.turn <= turn] if type(leaf) is Handle else []
+            return passed[-1].handle if passed else leaf
+
+        return remake(tree, name)
 
 
 class _Instead(_Renamed):

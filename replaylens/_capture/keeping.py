@@ -1,15 +1,15 @@
 """Has a module kept what it hands on? Asked of Python's count of references to it.
 
-In: a module's output as it leaves the module. Out: the same output in which other tensors may stand. A container that
-the module has kept as well stays as it is: what is put into it, the module would see. Of records nothing is known here.
+In: a module's output as it leaves the module. Out: the same output in which other tensors may stand. What is put into a
+container that somebody else holds as well, they would see: whoever asks is told of it. Of records nothing is known.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 
@@ -17,7 +17,14 @@ from .._core.trees import ATOMS, Branch, attributes_of, own, own_attributes
 from .storage import Entry, Memory
 
 _references = sys.getrefcount
-New = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+class New(Protocol):
+    """What stands in the place of what a module gives."""
+
+    def __call__(self, tensor: torch.Tensor, beyond: int) -> torch.Tensor: ...
+
+    def kept(self, container: Any) -> Any: ...
 
 
 def references_of(memory: Memory, tensor: torch.Tensor) -> int:
@@ -42,8 +49,8 @@ def _is_held_by_torch(tensor: torch.Tensor) -> bool:
 
 def renewed(value: Any, beyond: int, new: New, ours: Mapping[int, int]) -> Any:
     """A module's output with `new(tensor, beyond)` in the place of each tensor; `beyond` counts the references that
-    are not the output's own. Tuples are made again; what can be written is written where nobody else holds it.
-    `ours`: how many references to an object, by its id, are those of frozen trees.
+    are not the output's own. Tuples are made again; what can be written is written where nobody else holds it, and is
+    `new.kept(container)` elsewhere. `ours`: how many references to an object, by its id, are those of frozen trees.
     """
     if isinstance(value, torch.Tensor):
         return new(value, beyond)
@@ -52,8 +59,9 @@ def renewed(value: Any, beyond: int, new: New, ours: Mapping[int, int]) -> Any:
     beyond -= ours.get(id(value), 0)
     if isinstance(value, tuple):
         return _tuple_renewed(value, beyond, new, ours)
-    if beyond <= 0:
-        _write(value, new, ours)
+    if beyond > 0:
+        return new.kept(value)
+    _write(value, new, ours)
     return value
 
 

@@ -15,6 +15,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import torch
+from attrs import frozen
 from torch import nn
 from torch.autograd import forward_ad
 
@@ -33,7 +34,7 @@ from .._core.torch_private import (
     unwrapped,
     without_function_modes,
 )
-from .._core.trees import ATOMS, freeze, freeze_deep, leaves
+from .._core.trees import ATOMS, freeze, freeze_deep, leaves, thaw
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite
 from .asked import HANDS_ON_FLAGS, cuts_by_flags
 from .builder import (
@@ -440,12 +441,12 @@ class Tracer(Recorder):
                 out = call(module, *args, **kwargs)
             handle, count = self.memory.live.get(id(out)) if type(out) is _Tensor else None, len(recording.records)
             if type(handle) is Handle and count != records and not self.is_special and _references(out) <= self.alone:
-                recording.scope_outputs.append((index, handle, count))
+                recording.scope_outputs.append((index, handle, count, ()))
                 return out
             beyond = _references(out) - BARE
             with self.at_work():
-                out, tree = self._module_output((args, kwargs), out, records, beyond)
-            recording.scope_outputs.append((index, tree, len(recording.records)))
+                out, tree, shared = self._module_output((args, kwargs), out, records, beyond)
+            recording.scope_outputs.append((index, tree, len(recording.records), shared))
             return out
         except BaseException:
             self.failed_scope = max(self.failed_scope, index)
@@ -467,25 +468,36 @@ class Tracer(Recorder):
         finally:
             self.script_is_open = outer
 
-    def _module_output(self, given: Any, out: Any, records: int, beyond: int) -> tuple[Any, Any]:
-        """What a module gave, and which values that is. `beyond`: how many references there are to it elsewhere."""
+    def _module_output(self, given: Any, out: Any, records: int, beyond: int) -> tuple[Any, Any, tuple[Handle, ...]]:
+        """What a module gave, which values that is, and which of them lie in containers that somebody else holds, too.
+
+        `beyond`: how many references there are to the output elsewhere.
+        """
         if _peek() is not None:
-            return out, freeze_deep(out, self._read_wrapped)
+            return out, freeze_deep(out, self._read_wrapped), ()
         if type(out) in PLAIN and len(self.recording.records) == records and given[0] and out is given[0][0]:
             out = self._identity(out)
-            return out, self._handed_out(out)
+            return out, self._handed_out(out), ()
         tree = freeze_deep(out, self._handed_out)
         names = _Renaming(self, tree, given, records)
-        self.in_trees.update(objects_held(tree))
+        held = objects_held(tree)
+        self.in_trees.update(held)
+        beyond += held[id(out)]
         with without_function_modes():  # what is looked at here, the model did not ask
             is_whole = self.recording.scopes[self.scope].module is self.origins.root
+            if not is_whole and len(set(names.known)) < len(names.known):
+                renewed(out, beyond, _Looking(names), self.in_trees)
             new = renewed(out, beyond, names, self.in_trees) if names.known and not is_whole else out
         if new is out and not names.made:
-            return new, tree
+            return new, tree, tuple(names.shared)
         self.in_trees.subtract(objects_held(tree))
         tree = freeze_deep(new, self._handed_out)
         self.in_trees.update(objects_held(tree))
-        return new, tree
+        return new, tree, tuple(names.shared)
+
+    def is_meant(self, handle: Handle, names: _Renaming) -> bool:
+        """Is a value that a module gives to be another one for those to whom it is given?"""
+        return False
 
     def is_renamed(self, tensor: torch.Tensor, handle: Handle, names: _Renaming, beyond: int) -> bool:
         """Does a tensor that a module gives need a name of its own? Not if the module has let go of it."""
@@ -558,6 +570,8 @@ class _Renaming:
         self.tracer, self.given, self.records = tracer, given, records
         self.known = [leaf for leaf in leaves(tree) if type(leaf) is Handle]
         self.made: dict[int, torch.Tensor] = {}
+        self.shared: list[Handle] = []  # in containers that somebody else holds as well
+        self.copies: dict[int, Any] = {}  # of such containers, by id
 
     def __call__(self, tensor: torch.Tensor, beyond: int) -> torch.Tensor:
         """The tensor, or an alias of it. `beyond`: how many references there are to it, but for the output's own."""
@@ -568,6 +582,37 @@ class _Renaming:
         handle = self.tracer.memory.read(tensor)
         if handle not in self.known or not self.tracer.is_renamed(tensor, handle, self, beyond):
             return tensor
+        if handle in self.shared and not self.tracer.is_meant(handle, self):
+            return tensor  # it has one name, wherever it lies: that of what others see, too
+        return self._handing(tensor, handle)
+
+    def kept(self, container: Any) -> Any:
+        """A container that somebody else holds as well: another one like it, where another tensor is to be in it."""
+        if id(container) not in self.copies:
+            old: list[torch.Tensor] = []
+            freeze_deep(container, old.append)
+            new = {id(tensor): self._in_kept(tensor) for tensor in old}
+            same = all(new[id(tensor)] is tensor for tensor in old)
+            tree = None if same else freeze_deep(container, lambda tensor: new[id(tensor)])
+            self.copies[id(container)] = container if same else thaw(tree, lambda leaf: leaf)
+        return self.copies[id(container)]
+
+    def _in_kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        if (handle := self.note(tensor)) is None:
+            return tensor
+        if id(tensor) in self.made:
+            return self.made[id(tensor)]
+        return self._handing(tensor, handle) if self.tracer.is_meant(handle, self) else tensor
+
+    def note(self, tensor: torch.Tensor) -> Handle | None:
+        """A tensor lies in a container that somebody else holds as well."""
+        handle = self.tracer.memory.read(tensor)
+        if handle is None or handle not in self.known:
+            return None
+        self.shared.append(handle)
+        return handle
+
+    def _handing(self, tensor: torch.Tensor, handle: Handle) -> torch.Tensor:
         made = self.tracer.handing(tensor, self.known.index(handle))
         if made is not tensor:
             self.made[id(tensor)] = self.made[id(made)] = made
@@ -580,6 +625,20 @@ class _Renaming:
 
     def _did(self) -> bool:
         return len(self.tracer.recording.records) > self.records
+
+
+@frozen(eq=False)
+class _Looking:
+    """Notes what lies in containers that somebody else holds, and leaves all as it is."""
+
+    names: _Renaming
+
+    def __call__(self, tensor: torch.Tensor, beyond: int) -> torch.Tensor:
+        return tensor
+
+    def kept(self, container: Any) -> Any:
+        freeze_deep(container, self.names.note)
+        return container
 
 
 def _was_seen(error: BaseException, doors: tuple[CodeType, ...]) -> bool:
