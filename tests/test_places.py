@@ -312,6 +312,66 @@ def test_gradients_and_slices_of_several(x):
     assert prog.replay(from_="part", patch=tripled).output.equal(prog.replay(patch={"part": tripled}).output)
 
 
+RECURRENT = {
+    "an lstm on a batch": (lambda: nn.LSTM(3, 4, batch_first=True), (2, 5, 3)),
+    "an lstm on one sequence": (lambda: nn.LSTM(3, 4), (5, 3)),
+    "a gru on a batch": (lambda: nn.GRU(3, 4), (5, 2, 3)),
+    "a gru on one sequence": (lambda: nn.GRU(3, 4), (5, 3)),
+    "chunks": (lambda: Part(lambda self, x: x.chunk(3, -1)), (2, 3)),
+    "a module that gives them in another order": (lambda: Part(lambda self, x: x.chunk(3, -1)[::-1]), (2, 3)),
+    "a dict of chunks": (lambda: Part(lambda self, x: dict(zip("abc", x.chunk(3, -1), strict=True))), (2, 3)),
+}
+
+
+class Sums(nn.Module):
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+
+    def forward(self, x):
+        return sum(value.exp().sum() for value in torch.utils._pytree.tree_leaves(self.part(x)))
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_a_function_at_a_module_is_called_with_each_tensor_whatever_computed_them(kind):
+    torch.manual_seed(1)
+    make, shape = RECURRENT[kind]
+    model, x = Sums(make()), torch.randn(shape)
+    shapes = []
+
+    def noted(value):
+        shapes.append(tuple(value.shape))
+        return value * 2
+
+    handle = model.part.register_forward_hook(lambda m, i, out: torch.utils._pytree.tree_map(noted, out))
+    wanted, seen = model(x), [*shapes]
+    handle.remove()
+    prog, patch = rl.capture(model, x), {"part": noted}
+    values = [*torch.utils._pytree.tree_leaves(prog["part"].value)]
+    assert [tuple(value.shape) for value in values] == seen
+    for run in (
+        lambda: prog.replay(patch=patch).output,
+        lambda: rl.run(model, x, patch=patch).output,
+        lambda: rl.sweep(prog, {"one": patch})["one"],
+    ):
+        shapes.clear()
+        assert torch.allclose(run(), wanted)
+        assert shapes == seen
+    assert torch.equal(prog.with_patch(patch).output, wanted)
+    assert torch.equal(prog.insert_after("part", noted).output, wanted)
+    assert torch.allclose(rl.sweep(prog, {n: patch for n in range(3)})[2], wanted)
+
+
+def test_at_the_label_of_an_operation_that_gives_several_a_function_gets_the_tuple():
+    model, x = Sums(nn.LSTM(3, 4)), torch.randn(5, 2, 3)
+    prog, kinds = rl.capture(model, x), []
+    patch = {"lstm_1": lambda values: (kinds.append([type(v) for v in values]), values)[1]}
+    assert torch.equal(prog.replay(patch=patch).output, prog.output)
+    assert torch.allclose(rl.sweep(prog, {n: patch for n in range(2)})[1], prog.output)
+    assert torch.equal(rl.run(model, x, patch=patch).output, prog.output)
+    assert kinds == [[torch.Tensor] * 3] * 4
+
+
 # ---- one module under several names -----------------------------------------------------------------------------------
 
 

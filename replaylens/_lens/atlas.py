@@ -14,7 +14,7 @@ from typing import Any
 from attrs import evolve, field, frozen
 
 from .._core.graph import Graph
-from .._core.node import Ref, Scope, refs_of
+from .._core.node import Ref, Scope
 from .._core.trees import leaves, paths
 from ..errors import NoSuchLayer
 
@@ -118,7 +118,7 @@ class Atlas:
         if not refs:
             return None
         place = evolve(self.by_label[refs[0].node], scope=scope)
-        if len(refs) > 1 and {*refs} != {*refs_of(self.graph[place.node])}:
+        if len(refs) > 1:
             ways = {leaf: way for way, leaf in reversed(list(paths(tree))) if type(leaf) is Ref}
             return evolve(place, part=tree, names=tuple([_way(ways[ref]) for ref in refs]))
         if type(tree) is Ref and tree.path and tree != getattr(self.graph[tree.node], "result", None):
