@@ -359,7 +359,7 @@ def test_a_function_at_a_module_is_called_with_each_tensor_whatever_computed_the
         assert shapes == seen
     assert torch.equal(prog.with_patch(patch).output, wanted)
     assert torch.equal(prog.insert_after("part", noted).output, wanted)
-    assert torch.allclose(rl.sweep(prog, {n: patch for n in range(3)})[2], wanted)
+    assert torch.allclose(rl.sweep(prog, dict.fromkeys(range(3), patch))[2], wanted)
 
 
 def test_at_the_label_of_an_operation_that_gives_several_a_function_gets_the_tuple():
@@ -367,7 +367,7 @@ def test_at_the_label_of_an_operation_that_gives_several_a_function_gets_the_tup
     prog, kinds = rl.capture(model, x), []
     patch = {"lstm_1": lambda values: (kinds.append([type(v) for v in values]), values)[1]}
     assert torch.equal(prog.replay(patch=patch).output, prog.output)
-    assert torch.allclose(rl.sweep(prog, {n: patch for n in range(2)})[1], prog.output)
+    assert torch.allclose(rl.sweep(prog, dict.fromkeys(range(2), patch))[1], prog.output)
     assert torch.equal(rl.run(model, x, patch=patch).output, prog.output)
     assert kinds == [[torch.Tensor] * 3] * 4
 
