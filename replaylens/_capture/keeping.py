@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections import Counter, deque
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -57,16 +58,16 @@ def renewed(value: Any, beyond: int, new: New, ours: Mapping[int, int]) -> Any:
     if type(value) in ATOMS or isinstance(value, (type, torch.nn.Module)):
         return value
     beyond -= ours.get(id(value), 0)
-    if isinstance(value, tuple):
-        return _tuple_renewed(value, beyond, new, ours)
-    if beyond > 0:
+    if isinstance(value, (tuple, frozenset)):
+        return _made_again(value, beyond, new, ours)
+    if beyond > 0 or isinstance(value, (set, slice, MappingProxyType)):
         return new.kept(value)
     _write(value, new, ours)
     return value
 
 
-def _tuple_renewed(value: Any, beyond: int, new: New, ours: Mapping[int, int]) -> Any:
-    """Who has kept the tuple has kept what is in it."""
+def _made_again(value: Any, beyond: int, new: New, ours: Mapping[int, int]) -> Any:
+    """What cannot be written, around other items. Who has kept the tuple has kept what is in it."""
     items = []
     for item in value:
         count = _references(item) - _WITHIN
@@ -75,25 +76,31 @@ def _tuple_renewed(value: Any, beyond: int, new: New, ours: Mapping[int, int]) -
         return value
     if hasattr(value, "_fields"):
         return type(value)(*items)
-    return tuple(items) if type(value) is tuple else value
+    if type(value) in (tuple, frozenset) or hasattr(type(value), "n_sequence_fields"):
+        return type(value)(items)
+    made = (tuple if isinstance(value, tuple) else frozenset).__new__(type(value), items)
+    for name, item in attributes_of(value):
+        object.__setattr__(made, name, item)
+    return made
 
 
 def _write(value: Any, new: New, ours: Mapping[int, int]) -> None:
     """Put new tensors into a list, a dict, or an object with attributes."""
     if isinstance(value, (list, deque)):
+        put: Any = list.__setitem__ if isinstance(value, list) else deque.__setitem__
         for number in range(len(value)):
             item = value[number]
             count = _references(item) - _WITHIN
             if (made := renewed(item, count, new, ours)) is not item:
-                value[number] = made
+                put(value, number, made)
     elif isinstance(value, dict):
         attributes = own_attributes(value)
-        for key in list(value):
-            item = value[key]
+        for key in dict.keys(value):
+            item = dict.__getitem__(value, key)
             twice = attributes.get(key) is item
             count = _references(item) - _WITHIN
             if (made := renewed(item, count - twice, new, ours)) is not item:
-                value[key] = made
+                dict.__setitem__(value, key, made)
                 if twice:
                     attributes[key] = made
     elif type(value).__module__ not in ("builtins", "numpy", "torch"):
