@@ -595,3 +595,196 @@ def test_a_glob_means_all_calls_of_each_module_that_it_matches(key, calls):
     if calls == 6:
         assert torch.equal(prog.replay(patch={key: rl.Zero()}).output, model(torch.ones(2, 4)))
     assert len(hooked) == 3
+
+
+# ---- what shares memory with what is handed on ------------------------------------------------------------------------
+
+CONSTANT = torch.arange(3.0)
+
+
+def its_view_is_kept(self, x):
+    out = x.relu()
+    self.kept = out[0]
+    return out
+
+
+def a_view_of_its_view_is_kept(self, x):
+    out = x.relu()
+    self.kept = out.view(-1)[2:5]
+    return out
+
+
+def what_it_is_a_view_of_is_kept(self, x):
+    self.kept = x.relu()
+    return self.kept[0]
+
+
+def a_view_of_own_memory_is_written(self, x):
+    self.kept = x.tanh()
+    out = x.relu()
+    out[0].mul_(2)
+    return out
+
+
+def parts_of_own_memory_are_copied_to(self, x):
+    self.kept = out = torch.zeros(2, 3)
+    out[:1].copy_(x[:1])
+    out[1:].copy_(x[1:] * 2)
+    return out
+
+
+def a_constant_is_given(self, x):
+    self.kept = x.tanh()
+    return CONSTANT
+
+
+def nothing_more(model, out):
+    return out + 10 * model.part.kept
+
+
+def then_it_is_written(model, out):
+    out.add_(1)
+    return out + 10 * model.part.kept
+
+
+def then_a_row_of_it_is_written(model, out):
+    out[0] = 7.0
+    return out + 10 * model.part.kept
+
+
+def then_what_is_kept_is_written(model, out):
+    model.part.kept.add_(1)
+    return out + 10 * model.part.kept
+
+
+def edited_or_refused(prog, patch):
+    """The edited program, or None where an edit refuses what only the model can do."""
+    try:
+        return prog.with_patch(patch)
+    except rl.errors.DivergedReplay:
+        return None
+
+
+MEMORY = [
+    its_view_is_kept,
+    a_view_of_its_view_is_kept,
+    what_it_is_a_view_of_is_kept,
+    a_view_of_own_memory_is_written,
+    parts_of_own_memory_are_copied_to,
+]
+
+
+@pytest.mark.parametrize(
+    "read", [nothing_more, then_it_is_written, then_a_row_of_it_is_written, then_what_is_kept_is_written]
+)
+@pytest.mark.parametrize("part", MEMORY)
+def test_a_patch_parts_what_is_handed_on_from_the_memory_that_it_was_in(part, read, x):
+    model = Around(Part(part), read)
+    prog, patch, wanted = rl.capture(model, x), {"part": tripled}, hooked(model, "part", tripled, x)
+    assert torch.equal(prog.output, model(x))
+    assert torch.equal(prog.replay(patch=patch).output, wanted)
+    assert torch.equal(rl.run(model, x, patch=patch).output, wanted)
+    assert torch.allclose(rl.sweep(prog, dict.fromkeys((1, 2), patch))[2], wanted)
+    edited = edited_or_refused(prog, patch)
+    assert edited is None or torch.equal(edited.output, wanted)
+    assert torch.equal(prog.replay(2 * x, patch=patch).output, hooked(model, "part", tripled, 2 * x))
+
+
+class Beside(nn.Module):
+    """Goes on with what its part gave, and with what that was given."""
+
+    def __init__(self, part, then=lambda out, given: out + 10 * given):
+        super().__init__()
+        self.first, self.part, self.then = nn.Linear(3, 3), part, then
+
+    def forward(self, x):
+        given = self.first(x)
+        return self.then(self.part(given), given)
+
+
+GIVEN_BACK = {
+    "relu in place": lambda: nn.ReLU(inplace=True),
+    "relu in place, inside": lambda: nn.Sequential(nn.Identity(), nn.Sequential(nn.ReLU(inplace=True))),
+    "a product in place": lambda: Part(lambda self, x: x.mul_(2)),
+    "a row in place": lambda: Part(lambda self, x: (x[0].mul_(2), x)[1]),
+    "a row that is set": lambda: Part(lambda self, x: (x.__setitem__(0, 3.0), x)[1]),
+    "dropout in evaluation": lambda: nn.Dropout(0.5).eval(),
+    "the very tensor": lambda: Part(lambda self, x: x),
+    "the very tensor, after something": lambda: Part(lambda self, x: (x.relu(), x)[1]),
+    "the very tensor in a tuple": lambda: Part(lambda self, x: (x,)),
+}
+
+
+def both(out, given):
+    return total(out) + 10 * given
+
+
+def out_written(out, given):
+    total(out).add_(1)
+    return total(out) + 10 * given
+
+
+def given_written(out, given):
+    given.add_(1)
+    return total(out) + 10 * given
+
+
+def out_alone(out, given):
+    return total(out) * 2
+
+
+@pytest.mark.parametrize("then", [both, out_written, given_written, out_alone])
+@pytest.mark.parametrize("part", GIVEN_BACK)
+def test_a_patch_where_a_module_gives_back_what_it_was_given_leaves_that_as_it_is(part, then, x):
+    model = Beside(GIVEN_BACK[part](), then)
+    prog, patch, wanted = rl.capture(model, x), {"part": tripled}, hooked(model, "part", tripled, x)
+    assert torch.equal(prog.output, model(x))
+    assert torch.equal(prog.replay(patch=patch).output, wanted)
+    assert torch.equal(rl.run(model, x, patch=patch).output, wanted)
+    assert torch.allclose(rl.sweep(prog, {"one": patch})["one"], wanted)
+    assert rl.check(model, x)
+
+
+def test_a_module_in_place_whose_input_nobody_reads_again_has_no_node_more(x):
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 3), nn.ReLU(inplace=True))
+    assert not any("identity" in label for label in rl.capture(model, x).layer_labels)
+
+
+def test_a_constant_that_a_module_returns_and_others_read_is_patched_where_it_was_returned_to(x):
+    model = Around(Part(a_constant_is_given), lambda model, out: out + 10 * CONSTANT)
+    prog, patch, wanted = rl.capture(model, x), {"part": tripled}, hooked(model, "part", tripled, x)
+    assert torch.equal(prog.replay(patch=patch).output, wanted)
+    assert torch.equal(prog.with_patch(patch).output, wanted)
+    assert torch.equal(rl.run(model, x, patch=patch).output, wanted)
+
+
+class AsItIs(nn.Module):
+    def forward(self, weight):
+        return weight
+
+
+@pytest.mark.parametrize("address", ["part.parametrizations.weight.0", "part.parametrizations.weight"])
+def test_a_parametrization_that_gives_the_parameter_itself_is_patched_and_the_parameter_is_not(address, x):
+    part = nn.Linear(3, 3)
+    torch.nn.utils.parametrize.register_parametrization(part, "weight", AsItIs())
+    model = Around(part, lambda model, out: out + model.part.parametrizations.weight.original.sum())
+    prog, patch, wanted = rl.capture(model, x), {address: tripled}, hooked(model, address, tripled, x)
+    assert torch.equal(prog.replay(patch=patch).output, wanted)
+    assert torch.equal(rl.run(model, x, patch=patch).output, wanted)
+
+
+@pytest.mark.parametrize("then", ["the buffer", "what was given"])
+def test_a_buffer_that_is_given_and_written_later_is_patched_as_a_hook_patches_it(then, x):
+    def read(model, out):
+        (model.part.table if then == "the buffer" else out).add_(1)
+        return out + 10 * model.part.table
+
+    def make():
+        torch.manual_seed(0)
+        part = Part(lambda self, x: self.table)
+        part.register_buffer("table", torch.arange(3.0))
+        return Around(part, read)
+
+    prog, patch, wanted = rl.capture(make(), x), {"part": tripled}, hooked(make(), "part", tripled, x)
+    assert torch.equal(prog.replay(patch=patch).output, wanted)
+    assert torch.equal(rl.run(make(), x, patch=patch).output, wanted)

@@ -237,7 +237,7 @@ def freeze(recording: Recording) -> Frozen:
     addresses = recording.addresses() if recording.addresses else Addresses({})
     scopes, lines = _scopes(recording, addresses)
     names, orphans = _names(recording, _drafts(recording, addresses, scopes))
-    bypassed, twice = _bypassed(recording), _differentiated_twice(recording)
+    late, twice = bypassed(recording), _differentiated_twice(recording)
     refs: dict[Handle, Ref] = {}
     for record, name in zip(recording.records, names, strict=True):
         for path, handle in parts_of(record.returns):
@@ -245,7 +245,7 @@ def freeze(recording: Recording) -> Frozen:
     to_ref = _reader(refs)
     made: list[Node] = []
     for record, name in zip(recording.records, names, strict=True):
-        made.append(_node(recording, addresses, record, name, to_ref, scopes, lines, names, bypassed, twice))
+        made.append(_node(recording, addresses, record, name, to_ref, scopes, lines, names, late, twice))
     for number, before in recording.patched.items():
         made[number] = _patch_node(made[number], names[before])
     made = with_dynamic_shapes(made)
@@ -393,7 +393,7 @@ def _node(
     scopes: list[Any],
     lines: list[Source | None],
     names: list[str],
-    bypassed: set[Handle],
+    late: set[Handle],
     twice: set[int],
 ) -> Node:
     if isinstance(record, SourceRecord):
@@ -417,14 +417,14 @@ def _node(
         is_dynamic=record.is_dynamic,
         through=tuple([names[number] for number in record.through]),
         is_differentiated=record.is_differentiated or id(record) in twice,
-        is_overwritten=any(handle in bypassed for _, handle in parts_of(record.returns)),
+        is_overwritten=any(handle in late for _, handle in parts_of(record.returns)),
         is_shared=type(record.returns) is Handle and record.returns in recording.shared,
         scope=scopes[record.scope] if record.scope >= 0 else None,
         source=linked(record.site, lines[record.scope] if record.scope >= 0 else None) or line_of(record.site),
     )
 
 
-def _bypassed(recording: Recording) -> set[Handle]:
+def bypassed(recording: Recording) -> set[Handle]:
     """The values of views that something reads anew from their base, past what a patch would have made of them."""
     found: set[Handle] = set()
     stack = list(recording.overwritten)

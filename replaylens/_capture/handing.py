@@ -2,8 +2,10 @@
 
 In: a Recording whose forward is over. Out: the same Recording, in which what a module gave has a name of its own (an
 alias, as the output of `nn.Identity` has) wherever a forward hook would change less than a patch of the value: where
-something had read it before the module returned, and something reads it afterwards; or where somebody else holds the
-container in which it is handed on. Who reads it from which of the two is not known then, and the alias is marked.
+something had read it before the module returned, and something reads it afterwards; where it is memory that the module
+wrote through a view; or where somebody else holds the container in which it is handed on. Who reads it from which of
+the two is not known then, and the alias is marked. So it is where a view that the module made of it goes on to look at
+its memory, which is written later: with another tensor there, it would not.
 Aliases that a capture made in case of need, and that turn out to tell nothing apart, are taken out again. Nothing runs
 here.
 """
@@ -12,13 +14,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, TypeGuard
 
 from attrs import define
 
-from .._core.pure import alias
+from .._core.pure import alias, mutate
 from .._core.trees import leaves, remake
-from .builder import Addresses, CallRecord, GuardRecord, Handle, Recording, parts_of
+from .builder import Addresses, CallRecord, GuardRecord, Handle, Recording, bypassed, parts_of
+from .storage import storage_key
 
 
 def is_handing(record: Any) -> TypeGuard[CallRecord]:
@@ -72,10 +76,13 @@ class _Readers:
             self.of.setdefault(record.args[0], [])
             self.of.setdefault(record.returns, [])
         self.made: dict[Handle, int] = {}
+        self.memory: set[Handle] = set()  # what calls that wrote through views left in their memory
         for position, item in enumerate(recording.records):
             self.made.update((h, position) for _, h in parts_of(item.returns) if h in self.of)
             if isinstance(item, CallRecord):
                 self._note(position, (tuple(item.args), tuple((item.kwargs or {}).values())))
+                if item.function is mutate and item.result is not None:
+                    self.memory.update({h for _, h in parts_of(item.returns)}.difference(leaves(item.result)))
         for guard in recording.guards:
             self._note(guard.position, (tuple(guard.args), tuple((guard.kwargs or {}).values())))
         self._note(self.end, (recording.output, tuple([last for _, last in recording.changes])))
@@ -91,8 +98,9 @@ class _Readers:
         """The aliases that tell nothing apart: nothing else reads what they are of, or nothing reads them."""
         found: set[int] = set()
         patched = set(self.recording.patched.values())
+        late = bypassed(self.recording)
         for position, record in enumerate(self.recording.records):
-            if not is_handing(record) or position in patched:
+            if not is_handing(record) or position in patched or record.returns in late:
                 continue
             if not self.of[record.returns] or self.of[record.args[0]] == [position]:
                 found.add(position)
@@ -105,6 +113,7 @@ def _needed(recording: Recording, found: _Readers, given: list[Any]) -> list[_Ne
     now: dict[Handle, tuple[Handle, int]] = {}  # a value -> what stands for it after which position
     patched = {handle for n in recording.patched for _, handle in parts_of(recording.records[n].returns)}
     count = len(recording.values)
+    views = _Views(recording)
     for turn, scope, tree, end, shared in given:
         numbers: dict[Handle, int] = {}
         for number, leaf in enumerate([one for one in leaves(tree) if type(one) is Handle]):
@@ -113,14 +122,55 @@ def _needed(recording: Recording, found: _Readers, given: list[Any]) -> list[_Ne
             positions = found.of[leaf]
             source, since = now.get(leaf, (leaf, found.made.get(leaf, 0)))
             tells_apart = positions and positions[-1] >= end and any(since <= position < end for position in positions)
-            if leaf in patched or not (tells_apart or leaf in shared):
+            is_memory = leaf in found.memory and leaf not in now
+            if leaf in patched or not (tells_apart or is_memory or leaf in shared):
                 continue
             handle = Handle(count + len(new))
             new.append(_New(end, leaf, source, handle, scope, number, turn))
             now[leaf] = (handle, end)
             if leaf in shared:
                 recording.shared.add(handle)
+            elif tells_apart and any(_is_looked_at(recording, view, end) for view in views.of(leaf, end)):
+                recording.overwritten.add(handle)
     return new
+
+
+class _Views:
+    """Which values that stand before a record lie in the memory of another: found when it is first asked."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+
+    def of(self, handle: Handle, end: int) -> list[Handle]:
+        """The views of a value's memory that were made before a record."""
+        if not self._is_written or (key := self._key(handle)) is None:
+            return []
+        return [other for other, made in self._by_memory.get(key, ()) if made < end and other != handle]
+
+    @cached_property
+    def _is_written(self) -> bool:
+        records = self.recording.records
+        return bool(self.recording.overwritten) or any(getattr(r, "function", None) is mutate for r in records)
+
+    @cached_property
+    def _by_memory(self) -> dict[int, list[tuple[Handle, int]]]:
+        found: dict[int, list[tuple[Handle, int]]] = {}
+        for position, record in enumerate(self.recording.records):
+            for _, handle in parts_of(record.returns):
+                if (key := self._key(handle)) is not None:
+                    found.setdefault(key, []).append((handle, position))
+        return found
+
+    def _key(self, handle: Handle) -> int | None:
+        return None if handle in self.recording.gone else storage_key(self.recording.values[handle])
+
+
+def _is_looked_at(recording: Recording, view: Handle, end: int) -> bool:
+    """Is a view read again, or written through, after its memory was written?"""
+    if view in recording.overwritten:
+        return True
+    late = (r for r in recording.records[end:] if isinstance(r, CallRecord) and r.function is mutate)
+    return any(view in leaves(tuple(record.args)) for record in late)
 
 
 def _put_in(recording: Recording, new: list[_New]) -> None:

@@ -44,7 +44,6 @@ from .builder import (
     Recording,
     ScopeRecord,
     is_torch_code,
-    parts_of,
     version_of,
 )
 from .customs import apply_call
@@ -478,8 +477,11 @@ class Tracer(Recorder):
         if type(out) in PLAIN and len(self.recording.records) == records and given[0] and out is given[0][0]:
             out = self._identity(out)
             return out, self._handed_out(out), ()
+        is_tensor = isinstance(out, _Tensor)
+        before = self.own_references(out) if is_tensor else 0
         tree = freeze_deep(out, self._handed_out)
-        names = _Renaming(self, tree, given, records)
+        beyond += self.own_references(out) - before if is_tensor else 0
+        names = _Renaming(self, tree)
         held = objects_held(tree)
         self.in_trees.update(held)
         beyond += held[id(out)]
@@ -501,7 +503,7 @@ class Tracer(Recorder):
 
     def is_renamed(self, tensor: torch.Tensor, handle: Handle, names: _Renaming, beyond: int) -> bool:
         """Does a tensor that a module gives need a name of its own? Not if the module has let go of it."""
-        return beyond > self.own_references(tensor) and not names.is_written(tensor, handle)
+        return beyond > self.own_references(tensor)
 
     def own_references(self, tensor: torch.Tensor) -> int:
         """How many references to a tensor are the capture's own."""
@@ -566,8 +568,8 @@ def _written_by(rule: Rule, args: Any, kwargs: Any) -> list[torch.Tensor]:
 class _Renaming:
     """Which of the tensors that a module gives get a name of their own as they leave it: those that it has kept."""
 
-    def __init__(self, tracer: Tracer, tree: Any, given: Any, records: int) -> None:
-        self.tracer, self.given, self.records = tracer, given, records
+    def __init__(self, tracer: Tracer, tree: Any) -> None:
+        self.tracer = tracer
         self.known = [leaf for leaf in leaves(tree) if type(leaf) is Handle]
         self.made: dict[int, torch.Tensor] = {}
         self.shared: list[Handle] = []  # in containers that somebody else holds as well
@@ -617,14 +619,6 @@ class _Renaming:
         if made is not tensor:
             self.made[id(tensor)] = self.made[id(made)] = made
         return made
-
-    def is_written(self, tensor: torch.Tensor, handle: Handle) -> bool:
-        """Did the module write one of its arguments and give it back?"""
-        new = next(iter(parts_of(self.tracer.recording.records[self.records].returns)), None) if self._did() else None
-        return new is not None and handle >= new[1] and any(tensor is one for one in tensors_in(*self.given))
-
-    def _did(self) -> bool:
-        return len(self.tracer.recording.records) > self.records
 
 
 @frozen(eq=False)
