@@ -485,6 +485,36 @@ def test_a_type_is_no_name_and_says_so(shared, x):
         rl.capture(shared, x)["linear"]
 
 
+@pytest.mark.parametrize(("name", "said"), [("input", "one layer, 'input_1_0'"), ("output", "one layer, 'output_1_")])
+def test_the_types_of_inputs_and_outputs_are_types(shared, x, name, said):
+    prog = rl.capture(shared, x)
+    with pytest.raises(rl.errors.NoSuchLayer, match=f"'{name}' is a type, of {said}"):
+        prog[name]
+    assert prog.replay(patch={name: rl.Scale(2)}).output is not None
+
+
+def test_the_type_of_buffers_is_no_key_of_patches_and_says_what_is(shared, x):
+    with pytest.raises(rl.errors.NoSuchLayer, match=r"'buffer' is a type.*`prog\.find\(state=\.\.\.\)`, are keys"):
+        rl.capture(shared, x)["buffer"]
+
+
+@pytest.mark.parametrize("gives", [lambda x: (y for y in x), lambda x: lambda: x, lambda x: iter([x]), lambda x: None])
+def test_a_module_that_hands_on_no_tensor_says_so(gives, x):
+    model = Around(Part(lambda self, x: gives(x.relu())), lambda model, out: torch.ones(3))
+    prog = rl.capture(model, x)
+    for asked in (lambda: prog["part"], lambda: prog.replay(patch={"part": tripled})):
+        with pytest.raises(
+            rl.errors.NoSuchLayer, match=r"'part' hands on no tensor of the program.*find\(module='part'"
+        ):
+            asked()
+
+
+@pytest.mark.parametrize("name", ["c.*", "**.fc", "linear_?", "c.0:*"])
+def test_a_glob_is_no_name_and_says_how_to_list_what_it_means(shared, x, name):
+    with pytest.raises(rl.errors.NoSuchLayer, match=r"is a glob, which may mean several layers: `prog\.names_of"):
+        rl.capture(shared, x)[name]
+
+
 def test_a_glob_that_ends_too_early_says_that_a_star_stays_within_a_level(shared, x):
     with pytest.raises(rl.errors.NoSuchLayer, match=r"stays within one level of an address. '\*\*fc' finds a\.fc"):
         rl.capture(shared, x).names_of("*fc")
