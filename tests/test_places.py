@@ -818,3 +818,50 @@ def test_a_buffer_that_is_given_and_written_later_is_patched_as_a_hook_patches_i
     prog, patch, wanted = rl.capture(make(), x), {"part": tripled}, hooked(make(), "part", tripled, x)
     assert torch.equal(prog.replay(patch=patch).output, wanted)
     assert torch.equal(rl.run(make(), x, patch=patch).output, wanted)
+
+
+class Rebinds(nn.Module):
+    """Calls modules in place as they are mostly called: nobody holds what they were given."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.act, self.drop = nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Dropout(0.1, inplace=True)
+        self.seq = nn.Sequential(nn.Linear(3, 3), nn.Hardtanh(inplace=True), nn.ReLU6(inplace=True))
+
+    def forward(self, x):
+        x = self.first(x)
+        x = self.act(x)
+        x += 1
+        x = self.seq(self.act(self.first(x)))
+        return self.drop(x)
+
+
+def test_modules_in_place_that_are_called_one_after_the_other_stay_plain_operations(x):
+    model = Rebinds().eval()
+    prog = rl.capture(model, x)
+    assert not any(label.startswith(("identity", "alias")) for label in prog.layer_labels)
+    for address in ("act:1", "act:2", "seq.1", "seq", "drop"):
+        patch = {address: tripled}
+        assert torch.equal(prog.replay(patch=patch).output, rl.run(model, x, patch=patch).output)
+    assert torch.equal(prog.replay(patch={"seq.1": tripled}).output, hooked(model, "seq.1", tripled, x))
+
+
+def test_a_name_that_others_hold_keeps_what_a_module_in_place_was_given(x):
+    class Holds(nn.Module):
+        def __init__(self, how):
+            super().__init__()
+            self.first, self.part, self.how = nn.Linear(3, 3), nn.ReLU(inplace=True), how
+
+        def forward(self, x):
+            given = self.first(x)
+            held = [given] if self.how == "list" else given if self.how == "name" else None
+            self.held = given if self.how == "attribute" else None
+            given = self.part(given)
+            other = held[0] if self.how == "list" else held if self.how == "name" else self.held
+            return given + 10 * other
+
+    for how in ("list", "name", "attribute"):
+        model = Holds(how)
+        prog, wanted = rl.capture(model, x), hooked(model, "part", tripled, x)
+        assert torch.equal(prog.replay(patch={"part": tripled}).output, wanted)
+        assert torch.equal(rl.run(model, x, patch={"part": tripled}).output, wanted)

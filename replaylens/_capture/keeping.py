@@ -148,4 +148,26 @@ def _counted() -> tuple[int, int, int, bool]:
     return bare, alone, within, counts
 
 
+def _given() -> int:
+    """How many references to what a module gives back are those of a call `x = module(x)`."""
+    found = []
+
+    def listen(called: Any, call: Any, args: Any, kwargs: Any) -> Any:
+        out = call(called, *args, **kwargs)
+        found.append(_references(out) - BARE)
+        return out
+
+    class Called:
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return listen(self, lambda self, value: value, args, kwargs)
+
+    def rebinds(called: Any) -> None:
+        value = object()
+        value = called(value)
+
+    rebinds(Called())
+    return found[0]
+
+
 BARE, ALONE, _WITHIN, _TORCH_COUNTS = _counted()
+GIVEN = _given()

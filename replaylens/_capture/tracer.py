@@ -44,14 +44,16 @@ from .builder import (
     Recording,
     ScopeRecord,
     is_torch_code,
+    parts_of,
     version_of,
 )
 from .customs import apply_call
 from .flags import turn
 from .hooks import HOOK_ON_STEP, hook
-from .keeping import ALONE, BARE, objects_held, references_of, renewed
+from .keeping import ALONE, BARE, GIVEN, objects_held, references_of, renewed
 from .opening import opened
 from .origins import Date, Origins, is_older
+from .rebinding import rebinds
 from .recorder import NeedsDeepLook, Recorder, outside, tensors_in
 from .regions import AtenWatch, backward_call, differentiate_call, watched
 from .rules import How, Rule, rule_of
@@ -83,6 +85,7 @@ class Tracer(Recorder):
     def __init__(self, recording: Recording, origins: Origins, date: Date, deep: bool, unknown: str) -> None:
         super().__init__(recording, origins, date, deep, unknown)
         self.watch = AtenWatch(self) if deep else None
+        self.called_at: tuple[CodeType, int] = (Tracer.__init__.__code__, 0)  # the line of the last module's call
 
     # -- the door ------------------------------------------------------------------------------------------------------
 
@@ -444,6 +447,7 @@ class Tracer(Recorder):
                 return out
             beyond = _references(out) - BARE
             with self.at_work():
+                self.called_at = (frame.f_code, frame.f_lasti)
                 out, tree, shared = self._module_output((args, kwargs), out, records, beyond)
             recording.scope_outputs.append((index, tree, len(recording.records), shared))
             return out
@@ -481,7 +485,7 @@ class Tracer(Recorder):
         before = self.own_references(out) if is_tensor else 0
         tree = freeze_deep(out, self._handed_out)
         beyond += self.own_references(out) - before if is_tensor else 0
-        names = _Renaming(self, tree)
+        names = _Renaming(self, tree, given, records)
         held = objects_held(tree)
         self.in_trees.update(held)
         beyond += held[id(out)]
@@ -503,7 +507,8 @@ class Tracer(Recorder):
 
     def is_renamed(self, tensor: torch.Tensor, handle: Handle, names: _Renaming, beyond: int) -> bool:
         """Does a tensor that a module gives need a name of its own? Not if the module has let go of it."""
-        return beyond > self.own_references(tensor)
+        held = beyond - self.own_references(tensor)
+        return held > 0 and not names.is_given_over(tensor, handle, held)
 
     def own_references(self, tensor: torch.Tensor) -> int:
         """How many references to a tensor are the capture's own."""
@@ -568,8 +573,8 @@ def _written_by(rule: Rule, args: Any, kwargs: Any) -> list[torch.Tensor]:
 class _Renaming:
     """Which of the tensors that a module gives get a name of their own as they leave it: those that it has kept."""
 
-    def __init__(self, tracer: Tracer, tree: Any) -> None:
-        self.tracer = tracer
+    def __init__(self, tracer: Tracer, tree: Any, given: Any, records: int) -> None:
+        self.tracer, self.given, self.records = tracer, given, records
         self.known = [leaf for leaf in leaves(tree) if type(leaf) is Handle]
         self.made: dict[int, torch.Tensor] = {}
         self.shared: list[Handle] = []  # in containers that somebody else holds as well
@@ -613,6 +618,16 @@ class _Renaming:
             return None
         self.shared.append(handle)
         return handle
+
+    def is_given_over(self, tensor: torch.Tensor, handle: Handle, held: int) -> bool:
+        """Did the module write its argument and give it back, and does nobody hold that but who called it?"""
+        args, kwargs = self.given
+        if held > GIVEN or kwargs or len(args) != 1 or args[0] is not tensor:
+            return False
+        new = self.tracer.recording.records[self.records :]
+        if not any(handle == one for call in new if isinstance(call, CallRecord) for _, one in parts_of(call.returns)):
+            return False
+        return held < GIVEN or rebinds(*self.tracer.called_at)
 
     def _handing(self, tensor: torch.Tensor, handle: Handle) -> torch.Tensor:
         made = self.tracer.handing(tensor, self.known.index(handle))
