@@ -16,7 +16,6 @@ from attrs import evolve, field, frozen
 from .._core.graph import Graph
 from .._core.node import Input, Ref, Scope, State
 from .._core.trees import leaves, paths
-from .._edit.glob import is_glob
 from ..errors import NoSuchLayer
 
 
@@ -179,8 +178,7 @@ class Atlas:
         """What a name means that is no name of one layer: a type, or a glob."""
         found = [place for place in self.places if self._type_of(place) == name]
         if not found:
-            is_open = is_glob(name.replace("[", ""))  # a bracket is also that of one of several tensors
-            return f"{name!r} is a glob, which may mean several layers: `prog.names_of({name!r})`." * is_open
+            return f"{name!r} is a glob, which may mean several layers: `prog.names_of({name!r})`." * ("*" in name)
         label = found[0].label
         several = f"{len(found)} layers, such as {label!r}" if len(found) > 1 else f"one layer, {label!r}"
         said = f"{name!r} is a type, of {several}, and no name of a layer. `prog.find({name!r})` lists them; "
