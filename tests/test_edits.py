@@ -696,3 +696,72 @@ def test_passes_of_a_recurrent_layer_are_edited_one_by_one_or_all(x):
     assert "linear_1_1_p2 = zero(linear_1_1_before_p2)  # float32[2, 8]" in body(one)
     assert one["linear_1_1:2"].layer_type == "zero" and one["linear_1_1_before:2"].layer_type == "linear"
     assert_same(prog.bypass("step").output, x)
+
+
+def count_by_mask(self, x):
+    hidden = self.first(x)
+    return hidden[hidden > 0].exp().sum() + hidden.sum()
+
+
+def rows_by_mask(self, x):
+    hidden = self.first(x)
+    return self.second(hidden[hidden.sum(1) > 0]).tanh().sum(0)
+
+
+def places_of_nonzero(self, x):
+    where = (self.first(x) > 0).nonzero()
+    return self.second(x)[where[:, 0], where[:, 1]] * 2
+
+
+def distinct_values(self, x):
+    return self.first(x).round().unique() * 2
+
+
+class Counts(torch.nn.Module):
+    def __init__(self, run):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.run = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3), run
+
+    def forward(self, x):
+        return self.run(self, x)
+
+
+def lowered(value):
+    return value * 0 - 1
+
+
+EDITS_OF_COUNTS = {
+    "insert_after a module": lambda prog, **how: prog.insert_after("first", lowered, **how),
+    "insert_after a layer": lambda prog, **how: prog.insert_after("linear_1", lowered, **how),
+    "swap": lambda prog, **how: prog.swap("linear_1", lambda x, *rest: x * 0 - 1, **how),
+    "with_patch": lambda prog, **how: prog.with_patch({"first": lowered}, **how),
+    "lesion": lambda prog, **how: prog.with_patch({"first": rl.Scale(0) >> rl.Add(-1)}, **how),
+    "set_state": lambda prog, **how: prog.set_state("first.weight", torch.zeros_like, **how).set_state(
+        "first.bias", lambda bias: bias * 0 - 1, **how
+    ),
+}
+
+
+@pytest.mark.parametrize("run", [count_by_mask, rows_by_mask, places_of_nonzero, distinct_values])
+@pytest.mark.parametrize("edit", EDITS_OF_COUNTS)
+def test_an_edit_that_changes_a_count_that_content_decides_has_left_the_path_and_says_where(edit, run):
+    model, x = Counts(run), torch.randn(4, 3, generator=torch.Generator().manual_seed(3))
+    prog, make = rl.capture(model, x), EDITS_OF_COUNTS[edit]
+    with pytest.raises(rl.errors.DivergedReplay) as left:
+        make(prog)
+    said = str(left.value)
+    assert "the shape of " in said and " when recorded, and is " in said
+    assert "test_edits.py:" in said and "on_divergence=" in said
+    handle = model.first.register_forward_hook(lambda module, args, out: lowered(out))
+    wanted = model(x)
+    handle.remove()
+    assert torch.equal(make(prog, on_divergence="ignore").output, wanted)
+
+
+def test_a_function_of_a_wrong_shape_is_a_wrong_shape_also_where_content_decides_a_count_behind_it():
+    prog = rl.capture(Counts(rows_by_mask), torch.randn(4, 3))
+    with pytest.raises(rl.errors.ShapeMismatch):
+        prog.insert_after("first", lambda value: value[:2])
+    with pytest.raises(rl.errors.ShapeMismatch):
+        prog.swap("linear_1", lambda x, *rest: x[:2])

@@ -4,10 +4,15 @@ The witness for an output is a copy of it, taken before the model runs again.
 """
 
 import copy
+import functools
+from collections import OrderedDict, defaultdict, deque
+from types import MappingProxyType
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import replaylens as rl
 from replaylens.errors import CaptureError, InputMismatch
@@ -195,3 +200,148 @@ def test_lists_too_deep_for_a_replay_are_refused_at_capture(model):
 def test_lists_nested_as_deep_as_there_is_room_for_are_captured():
     prog = rl.capture(lambda x: nested(x * 2, 300), torch.ones(2))
     assert prog.check() and len(prog.replay(torch.zeros(2)).output) == 1
+
+
+# ---- containers that torch does not know ------------------------------------------------------------------------------
+
+
+class Named(dict):
+    """A dict that says more than it holds."""
+
+    def __setitem__(self, key, value):
+        raise TypeError("written once")
+
+
+class Ordered(OrderedDict):
+    pass
+
+
+class Counted(defaultdict):
+    pass
+
+
+class Listed(list):
+    pass
+
+
+class Fixed(tuple):
+    def __new__(cls, items, more=None):
+        made = super().__new__(cls, items)
+        made.more = more
+        return made
+
+
+class Queue(deque):
+    pass
+
+
+class Bag(set):
+    pass
+
+
+CONTAINERS = {
+    "a class of dicts": lambda h: Named(a=h, b=[h + 1]),
+    "a class of ordered dicts": lambda h: Ordered(a=h, b=(h + 1,)),
+    "a class of default dicts": lambda h: Counted(list, a=h),
+    "a class of lists": lambda h: Listed([h, h + 1]),
+    "a class of tuples": lambda h: Fixed([h], more=h + 1),
+    "a class of queues": lambda h: Queue([h, h + 1], 3),
+    "a set": lambda h: {h},
+    "a frozen set": lambda h: frozenset([h]),
+    "a class of sets": lambda h: Bag([h]),
+    "a mapping that cannot be written": lambda h: MappingProxyType({"a": h, "b": {"c": h + 1}}),
+    "a slice": lambda h: slice(h, h + 1),
+    "a list of a class of dicts": lambda h: [Listed([Named(a=h)])],
+}
+
+
+def found_in(value):
+    """The tensors of these containers, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, slice):
+        return [value.start, value.stop]
+    if isinstance(value, (dict, MappingProxyType)):
+        return [one for item in value.values() for one in found_in(item)]
+    more = [value.more] if isinstance(value, Fixed) else []
+    return [one for item in [*value, *more] for one in found_in(item)]
+
+
+class Packs(nn.Module):
+    def __init__(self, pack):
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.pack = nn.Linear(3, 3), pack
+
+    def forward(self, x):
+        return self.pack(self.first(x))
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_what_a_model_returns_in_a_container_of_any_class_is_of_this_replay(container):
+    model, x = Packs(CONTAINERS[container]), torch.randn(2, 3)
+    prog = rl.capture(model, x)
+    for found, wanted in (
+        (prog.replay(2 * x).output, model(2 * x)),
+        (prog.replay(patch={"first": rl.Scale(3)}).output, model.pack(model.first(x) * 3)),
+        (rl.run(model, x, patch={"first": rl.Scale(3)}).output, model.pack(model.first(x) * 3)),
+        (rl.capture(model, x, save=[]).output, model(x)),
+    ):
+        assert type(found) is type(wanted)
+        pairs = zip(found_in(found), found_in(wanted), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs) and found_in(wanted)
+    assert getattr(prog.replay(2 * x).output, "maxlen", 3) == 3
+    assert rl.check(model, x)
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_so_is_what_a_module_hands_on_in_one_and_it_is_patched_there(container):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = Packs(CONTAINERS[container])
+
+        def forward(self, x):
+            return sum(found_in(self.part(x)))
+
+    model, x = Net(), torch.randn(2, 3)
+    wanted = sum(one * 3 for one in found_in(model.part(x)))
+    prog = rl.capture(model, x)
+    assert torch.equal(prog.replay(patch={"part": rl.Scale(3)}).output, wanted)
+    assert torch.equal(rl.run(model, x, patch={"part": rl.Scale(3)}).output, wanted)
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_what_is_given_in_one_is_an_input(container):
+    make = CONTAINERS[container]
+    x = torch.randn(2, 3)
+    prog = rl.capture(lambda given: sum(found_in(given)) * 2, make(x))
+    assert torch.equal(prog.replay(make(3 * x)).output, sum(found_in(make(3 * x))) * 2)
+
+
+CLOSED = {
+    "function": lambda h: lambda: h,
+    "partial": lambda h: functools.partial(torch.add, h),
+    "builtin_function_or_method": lambda h: h.sum,
+    "list_iterator": lambda h: iter([h]),
+    "dict_values": lambda h: {"a": h}.values(),
+    "map": lambda h: map(torch.neg, [h]),
+    "ndarray": lambda h: np.array([Counts, [h]], dtype=object),
+    "ValueError": lambda h: ValueError(h),
+    "ParameterList": lambda h: nn.ParameterList([nn.Parameter(h.detach().clone())]),
+    "tensor as a key": lambda h: {"a": {h: 1}},
+}
+
+
+@pytest.mark.parametrize("what", CLOSED)
+def test_what_a_model_computed_and_returns_where_no_replay_could_put_another_is_refused(what):
+    with pytest.raises(CaptureError, match=rf"the model returned an? {what}.*a replay could put no other"):
+        rl.capture(Packs(lambda h: (h, CLOSED[what](h))), torch.randn(2, 3))
+
+
+def test_functions_and_modules_that_hold_nothing_of_the_forward_are_returned_as_they_are():
+    model = Packs(None)
+    model.pack = lambda h: (h, torch.relu, model.first, model.forward, nn.Linear, functools.partial(F.gelu), iter([1]))
+    prog = rl.capture(model, x := torch.randn(2, 3))
+    assert prog.output[2] is model.first
+    assert torch.equal(prog.replay(2 * x).output[0], model.first(2 * x))

@@ -1,10 +1,12 @@
 """A module that keeps a tensor and hands it on within other containers: a patch reaches what is handed on alone.
 
-The witness is the plain model with a forward hook at the module that maps over the output.
+A container that it both keeps and hands on is told apart by a live run, as by a hook that builds a new one; what has no
+model to run is refused. The witness is the plain model with a forward hook at the module that maps over the output.
 """
 
 import copy
 from collections import OrderedDict, UserList, deque, namedtuple
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -163,3 +165,168 @@ def test_a_module_that_keeps_nothing_has_no_node_more(container, x):
 
 def test_every_law_holds_of_a_module_that_keeps_what_it_hands_on(x):
     assert rl.check(Net(Keeps(CONTAINERS["dict of a list"], KEEPS["the tensor"])), x)
+
+
+# ---- the very container that the module keeps -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Out:
+    main: torch.Tensor
+    extra: dict
+
+
+KEPT = CONTAINERS | {
+    "dataclass": lambda b: Out(b, {"more": b * 2}),
+    "tuple of a list and a tensor": lambda b: ([b], b * 2),
+    "one list twice": lambda b: [[b]] * 2,
+}
+
+
+class KeepsWhole(nn.Module):
+    def __init__(self, container):
+        super().__init__()
+        self.container = container
+
+    def forward(self, x):
+        self.kept = self.container(x.relu())
+        return self.kept
+
+
+@pytest.mark.parametrize("container", KEPT)
+def test_a_patch_where_a_module_keeps_the_very_container_that_it_hands_on_is_made_by_the_model(container, x):
+    model = Net(KeepsWhole(KEPT[container]))
+    wanted, patch = hooked(model, x), {"part": torch.neg}
+    prog = rl.capture(model, x)
+    run = prog.replay(patch=patch)
+    assert torch.equal(run.output, wanted)
+    assert run.diverged
+    assert torch.equal(rl.run(model, x, patch=patch).output, wanted)
+    assert torch.equal(rl.sweep(prog, {"negated": patch})["negated"], wanted)
+    assert torch.equal(rl.capture(model, x, save=[]).replay(patch=patch).output, wanted)
+    assert torch.equal(prog.replay(2 * x, patch=patch).output, hooked(model, 2 * x))
+
+
+@pytest.mark.parametrize("container", ["list", "dict of a list", "object of an object", "dataclass"])
+def test_without_a_model_such_a_patch_is_refused_and_the_layer_named_that_all_read(container, x):
+    model = Net(KeepsWhole(KEPT[container]))
+    prog = rl.capture(model, x)
+    said = r"what `part:1` hands on in a container that something else holds as well was relu_1_1 for all(.|\n)*"
+    said += "A patch at `relu_1_1` changes it for all that read it"
+    for asked in (
+        lambda: prog.replay(patch={"part": torch.neg}, on_divergence="raise"),
+        lambda: prog.with_patch({"part": torch.neg}),
+        lambda: prog.insert_after("part", torch.neg),
+        lambda: prog.slice().replay(patch={"part": torch.neg}),
+    ):
+        with pytest.raises(rl.errors.DivergedReplay, match=said):
+            asked()
+    both = prog.replay(patch={"relu_1": torch.neg}, on_divergence="raise")
+    assert torch.equal(both.output, -model(x))
+
+
+def test_what_needs_to_know_who_reads_a_shared_container_says_that_nobody_does(x):
+    prog = rl.capture(Net(KeepsWhole(KEPT["list"])), x)
+    with pytest.raises(rl.errors.BadEdit, match=r"a slice cannot begin there\.\nBegin at relu_1_1"):
+        prog.slice(from_="part")
+    with pytest.raises(rl.errors.NoGradient, match="At relu_1_1 is the gradient of all that read it"):
+        prog.grads(of=torch.sum, at="part")["part"]
+    with pytest.raises(rl.errors.DivergedReplay, match="hands on in a container"):
+        prog.function(inputs="part")(x)
+    swapped = prog.swap("part", torch.tanh)
+    assert torch.equal(swapped.output, x.tanh() + 10 * x.tanh())
+
+
+@pytest.mark.parametrize("container", KEPT)
+def test_every_law_holds_of_a_module_that_keeps_the_very_container(container, x):
+    assert rl.check(Net(KeepsWhole(KEPT[container])), x)
+
+
+def appends(made, kept):
+    made.append(made[0] * 2)
+    return sum(made) + 10 * sum(kept)
+
+
+def replaces(made, kept):
+    made[0] = made[0] * 2
+    return sum(made) + 10 * sum(kept)
+
+
+def takes_out(made, kept):
+    first = made.pop(0)
+    return first + 10 * sum(kept)
+
+
+def clears(made, kept):
+    made.clear()
+    return torch.ones(3) + 10 * sum(kept)
+
+
+@pytest.mark.parametrize("then", [appends, replaces, takes_out, clears])
+def test_what_a_parent_does_to_the_container_it_does_to_the_hooks_one(then, x):
+    class Parent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = KeepsWhole(lambda b: [b, b.exp()])
+
+        def forward(self, x):
+            return then(self.part(x), self.part.kept)
+
+    model = Parent()
+    wanted = hooked(model, x)
+    prog = rl.capture(model, x)
+    assert torch.equal(prog.output, model(x))
+    assert torch.equal(prog.replay(patch={"part": torch.neg}).output, wanted)
+    assert torch.equal(rl.run(model, x, patch={"part": torch.neg}).output, wanted)
+
+
+def test_a_container_that_came_from_outside_and_is_handed_back_is_another_one_for_the_caller(x):
+    class Fills(nn.Module):
+        def forward(self, x, bag):
+            bag.append(x.relu())
+            return bag
+
+    class Gives(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = Fills()
+
+        def forward(self, x):
+            bag = [x.exp()]
+            out = self.part(x, bag)
+            return sum(out) + 10 * sum(bag)
+
+    model = Gives()
+    wanted = hooked(model, x)
+    prog = rl.capture(model, x)
+    assert torch.equal(prog.replay(patch={"part": torch.neg}).output, wanted)
+    assert torch.equal(rl.run(model, x, patch={"part": torch.neg}).output, wanted)
+    one = prog.replay(patch={"part[1]": torch.neg}).output
+    assert torch.equal(one, x.exp() - x.relu() + 10 * (x.exp() + x.relu()))
+
+
+def test_modules_that_hand_on_one_shared_container_are_patched_each_at_its_own_end(x):
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = KeepsWhole(lambda b: [b])
+
+        def forward(self, x):
+            self.kept = self.inner(x)
+            return self.kept
+
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = Outer()
+
+        def forward(self, x):
+            return self.part(x)[0] + 10 * self.part.kept[0] + 100 * self.part.inner.kept[0]
+
+    model, r = Whole(), x.relu()
+    prog = rl.capture(model, x)
+    wanted = {"part": -r + 10 * r + 100 * r, "part.inner": -r - 10 * r + 100 * r}
+    for address, output in wanted.items():
+        assert torch.equal(prog.replay(patch={address: torch.neg}).output, output)
+        assert torch.equal(rl.run(model, x, patch={address: torch.neg}).output, output)
+    assert torch.equal(prog.replay(patch={"relu_1": torch.neg}).output, -111 * r)

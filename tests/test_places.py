@@ -312,6 +312,66 @@ def test_gradients_and_slices_of_several(x):
     assert prog.replay(from_="part", patch=tripled).output.equal(prog.replay(patch={"part": tripled}).output)
 
 
+RECURRENT = {
+    "an lstm on a batch": (lambda: nn.LSTM(3, 4, batch_first=True), (2, 5, 3)),
+    "an lstm on one sequence": (lambda: nn.LSTM(3, 4), (5, 3)),
+    "a gru on a batch": (lambda: nn.GRU(3, 4), (5, 2, 3)),
+    "a gru on one sequence": (lambda: nn.GRU(3, 4), (5, 3)),
+    "chunks": (lambda: Part(lambda self, x: x.chunk(3, -1)), (2, 3)),
+    "a module that gives them in another order": (lambda: Part(lambda self, x: x.chunk(3, -1)[::-1]), (2, 3)),
+    "a dict of chunks": (lambda: Part(lambda self, x: dict(zip("abc", x.chunk(3, -1), strict=True))), (2, 3)),
+}
+
+
+class Sums(nn.Module):
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+
+    def forward(self, x):
+        return sum(value.exp().sum() for value in torch.utils._pytree.tree_leaves(self.part(x)))
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_a_function_at_a_module_is_called_with_each_tensor_whatever_computed_them(kind):
+    torch.manual_seed(1)
+    make, shape = RECURRENT[kind]
+    model, x = Sums(make()), torch.randn(shape)
+    shapes = []
+
+    def noted(value):
+        shapes.append(tuple(value.shape))
+        return value * 2
+
+    handle = model.part.register_forward_hook(lambda m, i, out: torch.utils._pytree.tree_map(noted, out))
+    wanted, seen = model(x), [*shapes]
+    handle.remove()
+    prog, patch = rl.capture(model, x), {"part": noted}
+    values = [*torch.utils._pytree.tree_leaves(prog["part"].value)]
+    assert [tuple(value.shape) for value in values] == seen
+    for run in (
+        lambda: prog.replay(patch=patch).output,
+        lambda: rl.run(model, x, patch=patch).output,
+        lambda: rl.sweep(prog, {"one": patch})["one"],
+    ):
+        shapes.clear()
+        assert torch.allclose(run(), wanted)
+        assert shapes == seen
+    assert torch.equal(prog.with_patch(patch).output, wanted)
+    assert torch.equal(prog.insert_after("part", noted).output, wanted)
+    assert torch.allclose(rl.sweep(prog, dict.fromkeys(range(3), patch))[2], wanted)
+
+
+def test_at_the_label_of_an_operation_that_gives_several_a_function_gets_the_tuple():
+    model, x = Sums(nn.LSTM(3, 4)), torch.randn(5, 2, 3)
+    prog, kinds = rl.capture(model, x), []
+    patch = {"lstm_1": lambda values: (kinds.append([type(v) for v in values]), values)[1]}
+    assert torch.equal(prog.replay(patch=patch).output, prog.output)
+    assert torch.allclose(rl.sweep(prog, dict.fromkeys(range(2), patch))[1], prog.output)
+    assert torch.equal(rl.run(model, x, patch=patch).output, prog.output)
+    assert kinds == [[torch.Tensor] * 3] * 4
+
+
 # ---- one module under several names -----------------------------------------------------------------------------------
 
 
@@ -425,6 +485,36 @@ def test_a_type_is_no_name_and_says_so(shared, x):
         rl.capture(shared, x)["linear"]
 
 
+@pytest.mark.parametrize(("name", "said"), [("input", "one layer, 'input_1_0'"), ("output", "one layer, 'output_1_")])
+def test_the_types_of_inputs_and_outputs_are_types(shared, x, name, said):
+    prog = rl.capture(shared, x)
+    with pytest.raises(rl.errors.NoSuchLayer, match=f"'{name}' is a type, of {said}"):
+        prog[name]
+    assert prog.replay(patch={name: rl.Scale(2)}).output is not None
+
+
+def test_the_type_of_buffers_is_no_key_of_patches_and_says_what_is(shared, x):
+    with pytest.raises(rl.errors.NoSuchLayer, match=r"'buffer' is a type.*`prog\.find\(state=\.\.\.\)`, are keys"):
+        rl.capture(shared, x)["buffer"]
+
+
+@pytest.mark.parametrize("gives", [lambda x: (y for y in x), lambda x: lambda: x, lambda x: iter([x]), lambda x: None])
+def test_a_module_that_hands_on_no_tensor_says_so(gives, x):
+    model = Around(Part(lambda self, x: gives(x.relu())), lambda model, out: torch.ones(3))
+    prog = rl.capture(model, x)
+    for asked in (lambda: prog["part"], lambda: prog.replay(patch={"part": tripled})):
+        with pytest.raises(
+            rl.errors.NoSuchLayer, match=r"'part' hands on no tensor of the program.*find\(module='part'"
+        ):
+            asked()
+
+
+@pytest.mark.parametrize("name", ["c.*", "**.fc", "linear_*", "c.0:*"])
+def test_a_glob_is_no_name_and_says_how_to_list_what_it_means(shared, x, name):
+    with pytest.raises(rl.errors.NoSuchLayer, match=r"is a glob, which may mean several layers: `prog\.names_of"):
+        rl.capture(shared, x)[name]
+
+
 def test_a_glob_that_ends_too_early_says_that_a_star_stays_within_a_level(shared, x):
     with pytest.raises(rl.errors.NoSuchLayer, match=r"stays within one level of an address. '\*\*fc' finds a\.fc"):
         rl.capture(shared, x).names_of("*fc")
@@ -535,3 +625,243 @@ def test_a_glob_means_all_calls_of_each_module_that_it_matches(key, calls):
     if calls == 6:
         assert torch.equal(prog.replay(patch={key: rl.Zero()}).output, model(torch.ones(2, 4)))
     assert len(hooked) == 3
+
+
+# ---- what shares memory with what is handed on ------------------------------------------------------------------------
+
+CONSTANT = torch.arange(3.0)
+
+
+def its_view_is_kept(self, x):
+    out = x.relu()
+    self.kept = out[0]
+    return out
+
+
+def a_view_of_its_view_is_kept(self, x):
+    out = x.relu()
+    self.kept = out.view(-1)[2:5]
+    return out
+
+
+def what_it_is_a_view_of_is_kept(self, x):
+    self.kept = x.relu()
+    return self.kept[0]
+
+
+def a_view_of_own_memory_is_written(self, x):
+    self.kept = x.tanh()
+    out = x.relu()
+    out[0].mul_(2)
+    return out
+
+
+def parts_of_own_memory_are_copied_to(self, x):
+    self.kept = out = torch.zeros(2, 3)
+    out[:1].copy_(x[:1])
+    out[1:].copy_(x[1:] * 2)
+    return out
+
+
+def a_constant_is_given(self, x):
+    self.kept = x.tanh()
+    return CONSTANT
+
+
+def nothing_more(model, out):
+    return out + 10 * model.part.kept
+
+
+def then_it_is_written(model, out):
+    out.add_(1)
+    return out + 10 * model.part.kept
+
+
+def then_a_row_of_it_is_written(model, out):
+    out[0] = 7.0
+    return out + 10 * model.part.kept
+
+
+def then_what_is_kept_is_written(model, out):
+    model.part.kept.add_(1)
+    return out + 10 * model.part.kept
+
+
+def edited_or_refused(prog, patch):
+    """The edited program, or None where an edit refuses what only the model can do."""
+    try:
+        return prog.with_patch(patch)
+    except rl.errors.DivergedReplay:
+        return None
+
+
+MEMORY = [
+    its_view_is_kept,
+    a_view_of_its_view_is_kept,
+    what_it_is_a_view_of_is_kept,
+    a_view_of_own_memory_is_written,
+    parts_of_own_memory_are_copied_to,
+]
+
+
+@pytest.mark.parametrize(
+    "read", [nothing_more, then_it_is_written, then_a_row_of_it_is_written, then_what_is_kept_is_written]
+)
+@pytest.mark.parametrize("part", MEMORY)
+def test_a_patch_parts_what_is_handed_on_from_the_memory_that_it_was_in(part, read, x):
+    model = Around(Part(part), read)
+    prog, patch, wanted = rl.capture(model, x), {"part": tripled}, hooked(model, "part", tripled, x)
+    assert torch.equal(prog.output, model(x))
+    assert torch.equal(prog.replay(patch=patch).output, wanted)
+    assert torch.equal(rl.run(model, x, patch=patch).output, wanted)
+    assert torch.allclose(rl.sweep(prog, dict.fromkeys((1, 2), patch))[2], wanted)
+    edited = edited_or_refused(prog, patch)
+    assert edited is None or torch.equal(edited.output, wanted)
+    assert torch.equal(prog.replay(2 * x, patch=patch).output, hooked(model, "part", tripled, 2 * x))
+
+
+class Beside(nn.Module):
+    """Goes on with what its part gave, and with what that was given."""
+
+    def __init__(self, part, then=lambda out, given: out + 10 * given):
+        super().__init__()
+        self.first, self.part, self.then = nn.Linear(3, 3), part, then
+
+    def forward(self, x):
+        given = self.first(x)
+        return self.then(self.part(given), given)
+
+
+GIVEN_BACK = {
+    "relu in place": lambda: nn.ReLU(inplace=True),
+    "relu in place, inside": lambda: nn.Sequential(nn.Identity(), nn.Sequential(nn.ReLU(inplace=True))),
+    "a product in place": lambda: Part(lambda self, x: x.mul_(2)),
+    "a row in place": lambda: Part(lambda self, x: (x[0].mul_(2), x)[1]),
+    "a row that is set": lambda: Part(lambda self, x: (x.__setitem__(0, 3.0), x)[1]),
+    "dropout in evaluation": lambda: nn.Dropout(0.5).eval(),
+    "the very tensor": lambda: Part(lambda self, x: x),
+    "the very tensor, after something": lambda: Part(lambda self, x: (x.relu(), x)[1]),
+    "the very tensor in a tuple": lambda: Part(lambda self, x: (x,)),
+}
+
+
+def both(out, given):
+    return total(out) + 10 * given
+
+
+def out_written(out, given):
+    total(out).add_(1)
+    return total(out) + 10 * given
+
+
+def given_written(out, given):
+    given.add_(1)
+    return total(out) + 10 * given
+
+
+def out_alone(out, given):
+    return total(out) * 2
+
+
+@pytest.mark.parametrize("then", [both, out_written, given_written, out_alone])
+@pytest.mark.parametrize("part", GIVEN_BACK)
+def test_a_patch_where_a_module_gives_back_what_it_was_given_leaves_that_as_it_is(part, then, x):
+    model = Beside(GIVEN_BACK[part](), then)
+    prog, patch, wanted = rl.capture(model, x), {"part": tripled}, hooked(model, "part", tripled, x)
+    assert torch.equal(prog.output, model(x))
+    assert torch.equal(prog.replay(patch=patch).output, wanted)
+    assert torch.equal(rl.run(model, x, patch=patch).output, wanted)
+    assert torch.allclose(rl.sweep(prog, {"one": patch})["one"], wanted)
+    assert rl.check(model, x)
+
+
+def test_a_module_in_place_whose_input_nobody_reads_again_has_no_node_more(x):
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 3), nn.ReLU(inplace=True))
+    assert not any("identity" in label for label in rl.capture(model, x).layer_labels)
+
+
+def test_a_constant_that_a_module_returns_and_others_read_is_patched_where_it_was_returned_to(x):
+    model = Around(Part(a_constant_is_given), lambda model, out: out + 10 * CONSTANT)
+    prog, patch, wanted = rl.capture(model, x), {"part": tripled}, hooked(model, "part", tripled, x)
+    assert torch.equal(prog.replay(patch=patch).output, wanted)
+    assert torch.equal(prog.with_patch(patch).output, wanted)
+    assert torch.equal(rl.run(model, x, patch=patch).output, wanted)
+
+
+class AsItIs(nn.Module):
+    def forward(self, weight):
+        return weight
+
+
+@pytest.mark.parametrize("address", ["part.parametrizations.weight.0", "part.parametrizations.weight"])
+def test_a_parametrization_that_gives_the_parameter_itself_is_patched_and_the_parameter_is_not(address, x):
+    part = nn.Linear(3, 3)
+    torch.nn.utils.parametrize.register_parametrization(part, "weight", AsItIs())
+    model = Around(part, lambda model, out: out + model.part.parametrizations.weight.original.sum())
+    prog, patch, wanted = rl.capture(model, x), {address: tripled}, hooked(model, address, tripled, x)
+    assert torch.equal(prog.replay(patch=patch).output, wanted)
+    assert torch.equal(rl.run(model, x, patch=patch).output, wanted)
+
+
+@pytest.mark.parametrize("then", ["the buffer", "what was given"])
+def test_a_buffer_that_is_given_and_written_later_is_patched_as_a_hook_patches_it(then, x):
+    def read(model, out):
+        (model.part.table if then == "the buffer" else out).add_(1)
+        return out + 10 * model.part.table
+
+    def make():
+        torch.manual_seed(0)
+        part = Part(lambda self, x: self.table)
+        part.register_buffer("table", torch.arange(3.0))
+        return Around(part, read)
+
+    prog, patch, wanted = rl.capture(make(), x), {"part": tripled}, hooked(make(), "part", tripled, x)
+    assert torch.equal(prog.replay(patch=patch).output, wanted)
+    assert torch.equal(rl.run(make(), x, patch=patch).output, wanted)
+
+
+class Rebinds(nn.Module):
+    """Calls modules in place as they are mostly called: nobody holds what they were given."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.act, self.drop = nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Dropout(0.1, inplace=True)
+        self.seq = nn.Sequential(nn.Linear(3, 3), nn.Hardtanh(inplace=True), nn.ReLU6(inplace=True))
+
+    def forward(self, x):
+        x = self.first(x)
+        x = self.act(x)
+        x += 1
+        x = self.seq(self.act(self.first(x)))
+        return self.drop(x)
+
+
+def test_modules_in_place_that_are_called_one_after_the_other_stay_plain_operations(x):
+    model = Rebinds().eval()
+    prog = rl.capture(model, x)
+    assert not any(label.startswith(("identity", "alias")) for label in prog.layer_labels)
+    for address in ("act:1", "act:2", "seq.1", "seq", "drop"):
+        patch = {address: tripled}
+        assert torch.equal(prog.replay(patch=patch).output, rl.run(model, x, patch=patch).output)
+    assert torch.equal(prog.replay(patch={"seq.1": tripled}).output, hooked(model, "seq.1", tripled, x))
+
+
+def test_a_name_that_others_hold_keeps_what_a_module_in_place_was_given(x):
+    class Holds(nn.Module):
+        def __init__(self, how):
+            super().__init__()
+            self.first, self.part, self.how = nn.Linear(3, 3), nn.ReLU(inplace=True), how
+
+        def forward(self, x):
+            given = self.first(x)
+            held = [given] if self.how == "list" else given if self.how == "name" else None
+            self.held = given if self.how == "attribute" else None
+            given = self.part(given)
+            other = held[0] if self.how == "list" else held if self.how == "name" else self.held
+            return given + 10 * other
+
+    for how in ("list", "name", "attribute"):
+        model = Holds(how)
+        prog, wanted = rl.capture(model, x), hooked(model, "part", tripled, x)
+        assert torch.equal(prog.replay(patch={"part": tripled}).output, wanted)
+        assert torch.equal(rl.run(model, x, patch={"part": tripled}).output, wanted)

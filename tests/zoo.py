@@ -2937,3 +2937,17 @@ def weight_exchanged_by_data_without_gradients(m, x):
     other = m.fc(x)  # its gradient goes to the weight, whatever the weight holds now
     m.fc.weight.data = own
     return other + m.fc(x) ** 2
+
+
+@whole
+def list_that_a_module_keeps_and_hands_on():
+    def keeps(m, x):
+        m.kept = [m.fc(x), x.tanh()]
+        return m.kept
+
+    def steps(m, x):
+        made = m.part(x)
+        made.append(made[0] * made[1])
+        return sum(made) + 2 * m.part.kept[0]
+
+    return Case(Net(steps, part=Net(keeps, fc=nn.Linear(4, 4))), batch())

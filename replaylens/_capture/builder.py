@@ -108,6 +108,11 @@ class GuardRecord(NamedTuple):
     kind: str = "content"
 
 
+# What a module call gave: its number, values, how many records there were then; and which of the values lie in
+# containers that somebody else holds as well.
+Handed = tuple[int, Any, int, tuple[Handle, ...]]
+
+
 class ScopeRecord(NamedTuple):
     """A module call: the module, inside which other call, from which line."""
 
@@ -127,8 +132,9 @@ class Recording:
     values: list[torch.Tensor] = field(factory=list)  # by Handle
     versions: list[int] = field(factory=list)  # of each value's tensor when it was recorded; -1: it has none
     scopes: list[ScopeRecord] = field(factory=list)
-    scope_outputs: list[tuple[int, Any, int]] = field(factory=list)  # call, values, how many records there were then
+    scope_outputs: list[Handed] = field(factory=list)
     is_handed_on: bool = False  # what modules hand on has its names: see handing.py
+    shared: set[Handle] = field(factory=set)  # of these names, those of what others see in the same container
     draws: dict[str, torch.Tensor] = field(factory=dict)
     follows: dict[str, tuple[str | None, bool]] = field(factory=dict)  # of each draw: which one before, is it seeded
     drawn_elsewhere: tuple[str, ...] = ()  # what drew numbers besides torch: "random", "numpy"
@@ -239,7 +245,7 @@ def freeze(recording: Recording) -> Frozen:
     addresses = recording.addresses() if recording.addresses else Addresses({})
     scopes, lines = _scopes(recording, addresses)
     names, orphans = _names(recording, _drafts(recording, addresses, scopes))
-    bypassed, twice = _bypassed(recording), _differentiated_twice(recording)
+    late, twice = bypassed(recording), _differentiated_twice(recording)
     refs: dict[Handle, Ref] = {}
     for record, name in zip(recording.records, names, strict=True):
         for path, handle in parts_of(record.returns):
@@ -247,7 +253,7 @@ def freeze(recording: Recording) -> Frozen:
     to_ref = _reader(refs)
     made: list[Node] = []
     for record, name in zip(recording.records, names, strict=True):
-        made.append(_node(recording, addresses, record, name, to_ref, scopes, lines, names, bypassed, twice))
+        made.append(_node(recording, addresses, record, name, to_ref, scopes, lines, names, late, twice))
     for number, before in recording.patched.items():
         made[number] = _patch_node(made[number], names[before])
     made = with_dynamic_shapes(made)
@@ -258,7 +264,7 @@ def freeze(recording: Recording) -> Frozen:
         inputs=remake(recording.inputs, to_ref),
         guards=_guards(recording, made, to_ref, scopes),
         module_outputs=tuple(
-            [(scope, remake(t, to_ref)) for n, t, _ in recording.scope_outputs if (scope := scopes[n])]
+            [(scope, remake(t, to_ref)) for n, t, *_ in recording.scope_outputs if (scope := scopes[n])]
         ),
         changes=tuple([(address_of(addresses, where), refs[last]) for where, last in recording.changes]),
         replaced=frozenset([address_of(addresses, where) for where in recording.replaced]),
@@ -398,7 +404,7 @@ def _node(
     scopes: list[Any],
     lines: list[Source | None],
     names: list[str],
-    bypassed: set[Handle],
+    late: set[Handle],
     twice: set[int],
 ) -> Node:
     if isinstance(record, SourceRecord):
@@ -422,13 +428,14 @@ def _node(
         is_dynamic=record.is_dynamic,
         through=tuple([names[number] for number in record.through]),
         is_differentiated=record.is_differentiated or id(record) in twice,
-        is_overwritten=any(handle in bypassed for _, handle in parts_of(record.returns)),
+        is_overwritten=any(handle in late for _, handle in parts_of(record.returns)),
+        is_shared=type(record.returns) is Handle and record.returns in recording.shared,
         scope=scopes[record.scope] if record.scope >= 0 else None,
         source=linked(record.site, lines[record.scope] if record.scope >= 0 else None) or line_of(record.site),
     )
 
 
-def _bypassed(recording: Recording) -> set[Handle]:
+def bypassed(recording: Recording) -> set[Handle]:
     """The values of views that something reads anew from their base, past what a patch would have made of them."""
     found: set[Handle] = set()
     stack = list(recording.overwritten)

@@ -25,7 +25,7 @@ from .._core.graph import Graph
 from .._core.node import Node, Ref, State
 from .._core.text import where as text_of
 from .._core.torch_private import compiler_if_loaded, default_device, without_function_modes
-from .._core.trees import ATOMS, fingerprint, freeze_deep, leaves, named_paths, require_room, thaw
+from .._core.trees import ATOMS, fingerprint, freeze_deep, keys_of, leaves, named_paths, require_room, thaw
 from .._core.world import World, alone, freed, in_children, surely
 from .._edit.wanted import EVERYTHING, Wish
 from .._replay.replay import Record, Versions
@@ -34,9 +34,10 @@ from ..errors import CaptureError, ReplaylensError, UnannouncedWrite, Unsupporte
 from .account import account_of, timed
 from .builder import Handle, Recording, SourceRecord, address_of, freeze, is_torch_code, last_name, line_of, versions_of
 from .handing import hand_on
+from .hidden import behind
 from .hooks import settle_hooks
 from .late import note_writes_from_outside
-from .origins import Date, Origins, dated, reaches_scripts
+from .origins import Date, Origins, dated, is_older, reaches_scripts
 from .randomness import lent_generators
 from .recorder import NeedsDeepLook
 from .scopes import boundary, callers, listening
@@ -171,7 +172,7 @@ def _look(forward: Forward, recording: Recording, origins: Origins, deep: bool) 
                 require_seen(tracer, counters)
                 _take_ends(forward, tracer, output)
                 output = output_by_value(tracer, output)
-    for tree in (recording.inputs, recording.output, *[tree for _, tree, _ in recording.scope_outputs]):
+    for tree in (recording.inputs, recording.output, *[tree for _, tree, *_ in recording.scope_outputs]):
         if type(tree) is not Handle:
             require_room(tree)
     tracer.watch = None  # they hold each other, and with them every value
@@ -183,6 +184,7 @@ def _take_ends(forward: Forward, tracer: Tracer, output: Any) -> None:
     """What the forward gave, and what it wrote."""
     recording = tracer.recording
     recording.output = freeze_deep(output, tracer.read)
+    _require_open(tracer, recording.output)
     settle_hooks(recording, at_end=True)
     note_writes_from_outside(tracer)
     take_changes(tracer, forward.beginning.snapshot)
@@ -198,6 +200,24 @@ def _take_ends(forward: Forward, tracer: Tracer, output: Any) -> None:
         s.module._backward_hooks or s.module._backward_pre_hooks for s in recording.scopes
     ):
         recording.one_way.append("a module's backward hook")
+
+
+def _require_open(tracer: Tracer, tree: Any) -> None:
+    """Is all that the model computed in its output where a program can put other values?"""
+    closed = [leaf for leaf in leaves(tree) if type(leaf) is not Handle and type(leaf) not in ATOMS]
+    keys = [key for key in keys_of(tree) if isinstance(key, torch.Tensor)]
+    own = tracer.origins.known_modules if closed else frozenset()
+    for leaf in [*closed, *keys]:
+        for tensor in [leaf] if isinstance(leaf, torch.Tensor) else behind(leaf, own):
+            if tracer.origins.own_among(tensor) or (
+                tracer.memory.read(tensor) is None and is_older(tensor, tracer.date)
+            ):
+                continue
+            what = "a tensor as a key" if leaf is tensor else f"a {type(leaf).__name__} that holds a tensor"
+            raise CaptureError(
+                f"the model returned {what} which the forward computed or was given: a replay could put no other "
+                "there.\nReturn such tensors by themselves, in lists, tuples, dicts or attributes of objects."
+            )
 
 
 @contextmanager

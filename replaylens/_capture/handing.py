@@ -2,21 +2,27 @@
 
 In: a Recording whose forward is over. Out: the same Recording, in which what a module gave has a name of its own (an
 alias, as the output of `nn.Identity` has) wherever a forward hook would change less than a patch of the value: where
-something had read it before the module returned, and something reads it afterwards. Aliases that a capture made in
-case of need, and that turn out to tell nothing apart, are taken out again. Nothing runs here.
+something had read it before the module returned, and something reads it afterwards; where it is memory that the module
+wrote through a view; or where somebody else holds the container in which it is handed on. Who reads it from which of
+the two is not known then, and the alias is marked. So it is where a view that the module made of it goes on to look at
+its memory, which is written later: with another tensor there, it would not.
+Aliases that a capture made in case of need, and that turn out to tell nothing apart, are taken out again. Nothing runs
+here.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import Any, TypeGuard
 
 from attrs import define
 
-from .._core.pure import alias
+from .._core.pure import alias, mutate
 from .._core.trees import ATOMS, leaves, remake
-from .builder import Addresses, CallRecord, GuardRecord, Handle, Recording, parts_of
+from .builder import Addresses, CallRecord, GuardRecord, Handle, Recording, bypassed, parts_of
+from .storage import storage_key
 
 
 def is_handing(record: Any) -> TypeGuard[CallRecord]:
@@ -37,7 +43,8 @@ def hand_on(recording: Recording) -> None:
     if idle:
         _take_out(recording, idle)
         found = _Readers(recording)
-    inner = [one for one in recording.scope_outputs if id(recording.scopes[one[0]].module) not in roots]
+    outputs = enumerate(recording.scope_outputs)
+    inner = [(turn, *one) for turn, one in outputs if id(recording.scopes[one[0]].module) not in roots]
     new = _needed(recording, found, inner)
     if new:
         _put_in(recording, new)
@@ -53,6 +60,7 @@ class _New:
     handle: Handle
     scope: int
     number: int
+    turn: int  # among what all module calls gave
 
 
 class _Readers:
@@ -62,13 +70,14 @@ class _Readers:
         self.recording = recording
         self.end = len(recording.records)
         self.handings = [(position, record) for position, record in enumerate(recording.records) if is_handing(record)]
-        given = {leaf for _, tree, _ in recording.scope_outputs for leaf in leaves(tree) if type(leaf) is Handle}
+        given = {leaf for _, tree, *_ in recording.scope_outputs for leaf in leaves(tree) if type(leaf) is Handle}
         self.of: dict[Handle, list[int]] = {handle: [] for handle in given}
         for _, record in self.handings:
             self.of.setdefault(record.args[0], [])
             self.of.setdefault(record.returns, [])
         self.made: dict[Handle, int] = {}
         of = self.of
+        self.memory: set[Handle] = set()  # what calls that wrote through views left in their memory
         for position, item in enumerate(recording.records):
             returns = item.returns
             if type(returns) is not Handle:
@@ -79,6 +88,8 @@ class _Readers:
                 self._note(position, item.args)
                 if item.kwargs:
                     self._note(position, item.kwargs.values())
+                if item.function is mutate and item.result is not None:
+                    self.memory.update({h for _, h in parts_of(item.returns)}.difference(leaves(item.result)))
         for guard in recording.guards:
             self._note(guard.position, (*guard.args, *(guard.kwargs or {}).values()))
         self._note(self.end, (recording.output, tuple([last for _, last in recording.changes])))
@@ -95,8 +106,9 @@ class _Readers:
         """The aliases that tell nothing apart: nothing else reads what they are of, or nothing reads them."""
         found: set[int] = set()
         patched = set(self.recording.patched.values())
+        late = bypassed(self.recording)
         for position, record in self.handings:
-            if position in patched:
+            if position in patched or record.returns in late:
                 continue
             if not self.of[record.returns] or self.of[record.args[0]] == [position]:
                 found.add(position)
@@ -109,17 +121,64 @@ def _needed(recording: Recording, found: _Readers, given: list[Any]) -> list[_Ne
     now: dict[Handle, tuple[Handle, int]] = {}  # a value -> what stands for it after which position
     patched = {handle for n in recording.patched for _, handle in parts_of(recording.records[n].returns)}
     count = len(recording.values)
-    for scope, tree, end in given:
+    views = _Views(recording)
+    for turn, scope, tree, end, shared in given:
+        numbers: dict[Handle, int] = {}
         for number, leaf in enumerate([one for one in leaves(tree) if type(one) is Handle]):
+            numbers.setdefault(leaf, number)
+        for leaf, number in numbers.items():
             positions = found.of[leaf]
             source, since = now.get(leaf, (leaf, found.made.get(leaf, 0)))
-            before = any(since <= position < end for position in positions)
-            if not before or not positions or positions[-1] < end or leaf in patched:
+            tells_apart = positions and positions[-1] >= end and any(since <= position < end for position in positions)
+            is_memory = leaf in found.memory and leaf not in now
+            if leaf in patched or not (tells_apart or is_memory or leaf in shared):
                 continue
             handle = Handle(count + len(new))
-            new.append(_New(end, leaf, source, handle, scope, number))
+            new.append(_New(end, leaf, source, handle, scope, number, turn))
             now[leaf] = (handle, end)
+            if leaf in shared:
+                recording.shared.add(handle)
+            elif tells_apart and any(_is_looked_at(recording, view, end) for view in views.of(leaf, end)):
+                recording.overwritten.add(handle)
     return new
+
+
+class _Views:
+    """Which values that stand before a record lie in the memory of another: found when it is first asked."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+
+    def of(self, handle: Handle, end: int) -> list[Handle]:
+        """The views of a value's memory that were made before a record."""
+        if not self._is_written or (key := self._key(handle)) is None:
+            return []
+        return [other for other, made in self._by_memory.get(key, ()) if made < end and other != handle]
+
+    @cached_property
+    def _is_written(self) -> bool:
+        records = self.recording.records
+        return bool(self.recording.overwritten) or any(getattr(r, "function", None) is mutate for r in records)
+
+    @cached_property
+    def _by_memory(self) -> dict[int, list[tuple[Handle, int]]]:
+        found: dict[int, list[tuple[Handle, int]]] = {}
+        for position, record in enumerate(self.recording.records):
+            for _, handle in parts_of(record.returns):
+                if (key := self._key(handle)) is not None:
+                    found.setdefault(key, []).append((handle, position))
+        return found
+
+    def _key(self, handle: Handle) -> int | None:
+        return None if handle in self.recording.gone else storage_key(self.recording.values[handle])
+
+
+def _is_looked_at(recording: Recording, view: Handle, end: int) -> bool:
+    """Is a view read again, or written through, after its memory was written?"""
+    if view in recording.overwritten:
+        return True
+    late = (r for r in recording.records[end:] if isinstance(r, CallRecord) and r.function is mutate)
+    return any(view in leaves(tuple(record.args)) for record in late)
 
 
 def _put_in(recording: Recording, new: list[_New]) -> None:
@@ -142,7 +201,10 @@ def _put_in(recording: Recording, new: list[_New]) -> None:
             records.append(names.read_at(recording.records[position], position))
     through = _through(recording, new, at)
     recording.records = [_moved(record, where, through) for record in records]
+    handed = [(n, names.handed(tree, turn), *rest) for turn, (n, tree, *rest) in enumerate(recording.scope_outputs)]
     _move(recording, where, names.in_tree, names.read_at)
+    ends = [end for _, _, end, _ in recording.scope_outputs]
+    recording.scope_outputs = [(n, tree, end, ()) for (n, tree, *_), end in zip(handed, ends, strict=True)]
 
 
 def _keep_as(recording: Recording, old: Handle, new: Handle) -> None:
@@ -173,7 +235,9 @@ def _move(
     recording.output = in_tree(recording.output, end)
     recording.changes = [(place, in_tree(last, end)) for place, last in recording.changes]
     outputs = recording.scope_outputs
-    recording.scope_outputs = [(scope, in_tree(tree, stop), where[stop]) for scope, tree, stop in outputs]
+    recording.scope_outputs = [
+        (scope, in_tree(tree, stop), where[stop], in_tree(shared, stop)) for scope, tree, stop, shared in outputs
+    ]
 
 
 class _Renamed:
@@ -211,6 +275,15 @@ class _Names(_Renamed):
         """The last alias before the position, if there is one."""
         passed = [one for one in self.of.get(handle, ()) if one.at <= position]
         return passed[-1].handle if passed else handle
+
+    def handed(self, tree: Any, turn: int) -> Any:
+        """What a module call gave, the n-th of all, under the names that the values had then."""
+
+        def name(leaf: Any) -> Any:
+            passed = [one for one in self.of.get(leaf, ()) if one.turn <= turn] if type(leaf) is Handle else []
+            return passed[-1].handle if passed else leaf
+
+        return remake(tree, name)
 
 
 class _Instead(_Renamed):

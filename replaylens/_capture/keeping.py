@@ -1,15 +1,16 @@
 """Has a module kept what it hands on? Asked of Python's count of references to it.
 
-In: a module's output as it leaves the module. Out: the same output in which other tensors may stand. A container that
-the module has kept as well stays as it is: what is put into it, the module would see. Of records nothing is known here.
+In: a module's output as it leaves the module. Out: the same output in which other tensors may stand. What is put into a
+container that somebody else holds as well, they would see: whoever asks is told of it. Of records nothing is known.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import torch
 
@@ -17,7 +18,14 @@ from .._core.trees import ATOMS, Branch, attributes_of, own, own_attributes
 from .storage import Entry, Memory, storage_key
 
 _references = sys.getrefcount
-New = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+class New(Protocol):
+    """What stands in the place of what a module gives."""
+
+    def __call__(self, tensor: torch.Tensor, beyond: int) -> torch.Tensor: ...
+
+    def kept(self, container: Any) -> Any: ...
 
 
 def references_of(memory: Memory, tensor: torch.Tensor) -> int:
@@ -42,23 +50,24 @@ def _is_held_by_torch(tensor: torch.Tensor) -> bool:
 
 def renewed(value: Any, beyond: int, new: New, ours: Mapping[int, int]) -> Any:
     """A module's output with `new(tensor, beyond)` in the place of each tensor; `beyond` counts the references that
-    are not the output's own. Tuples are made again; what can be written is written where nobody else holds it.
-    `ours`: how many references to an object, by its id, are those of frozen trees.
+    are not the output's own. Tuples are made again; what can be written is written where nobody else holds it, and is
+    `new.kept(container)` elsewhere. `ours`: how many references to an object, by its id, are those of frozen trees.
     """
     if isinstance(value, torch.Tensor):
         return new(value, beyond)
     if type(value) in ATOMS or isinstance(value, (type, torch.nn.Module)):
         return value
     beyond -= ours.get(id(value), 0)
-    if isinstance(value, tuple):
-        return _tuple_renewed(value, beyond, new, ours)
-    if beyond <= 0:
-        _write(value, new, ours)
+    if isinstance(value, (tuple, frozenset)):
+        return _made_again(value, beyond, new, ours)
+    if beyond > 0 or isinstance(value, (set, slice, MappingProxyType)):
+        return new.kept(value)
+    _write(value, new, ours)
     return value
 
 
-def _tuple_renewed(value: Any, beyond: int, new: New, ours: Mapping[int, int]) -> Any:
-    """Who has kept the tuple has kept what is in it."""
+def _made_again(value: Any, beyond: int, new: New, ours: Mapping[int, int]) -> Any:
+    """What cannot be written, around other items. Who has kept the tuple has kept what is in it."""
     items = []
     for item in value:
         count = _references(item) - _WITHIN
@@ -67,25 +76,31 @@ def _tuple_renewed(value: Any, beyond: int, new: New, ours: Mapping[int, int]) -
         return value
     if hasattr(value, "_fields"):
         return type(value)(*items)
-    return tuple(items) if type(value) is tuple else value
+    if type(value) in (tuple, frozenset) or hasattr(type(value), "n_sequence_fields"):
+        return type(value)(items)
+    made = (tuple if isinstance(value, tuple) else frozenset).__new__(type(value), items)
+    for name, item in attributes_of(value):
+        object.__setattr__(made, name, item)
+    return made
 
 
 def _write(value: Any, new: New, ours: Mapping[int, int]) -> None:
     """Put new tensors into a list, a dict, or an object with attributes."""
     if isinstance(value, (list, deque)):
+        put: Any = list.__setitem__ if isinstance(value, list) else deque.__setitem__
         for number in range(len(value)):
             item = value[number]
             count = _references(item) - _WITHIN
             if (made := renewed(item, count, new, ours)) is not item:
-                value[number] = made
+                put(value, number, made)
     elif isinstance(value, dict):
         attributes = own_attributes(value)
-        for key in list(value):
-            item = value[key]
+        for key in dict.keys(value):
+            item = dict.__getitem__(value, key)
             twice = attributes.get(key) is item
             count = _references(item) - _WITHIN
             if (made := renewed(item, count - twice, new, ours)) is not item:
-                value[key] = made
+                dict.__setitem__(value, key, made)
                 if twice:
                     attributes[key] = made
     elif type(value).__module__ not in ("builtins", "numpy", "torch"):
@@ -133,4 +148,26 @@ def _counted() -> tuple[int, int, int, bool]:
     return bare, alone, within, counts
 
 
+def _given() -> int:
+    """How many references to what a module gives back are those of a call `x = module(x)`."""
+    found = []
+
+    def listen(called: Any, call: Any, args: Any, kwargs: Any) -> Any:
+        out = call(called, *args, **kwargs)
+        found.append(_references(out) - BARE)
+        return out
+
+    class Called:
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return listen(self, lambda self, value: value, args, kwargs)
+
+    def rebinds(called: Any) -> None:
+        value = object()
+        value = called(value)
+
+    rebinds(Called())
+    return found[0]
+
+
 BARE, ALONE, _WITHIN, _TORCH_COUNTS = _counted()
+GIVEN = _given()

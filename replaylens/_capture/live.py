@@ -154,12 +154,13 @@ class LiveTracer(Tracer):
 
     def is_renamed(self, tensor: torch.Tensor, handle: Handle, names: Any, beyond: int) -> bool:
         """What a patch is meant for has a name of its own as it leaves the module."""
-        where = self.counted.place(self.scope)
-        spot = handing_spot(*where, names.known.index(handle))
+        return self.is_meant(handle, names) or super().is_renamed(tensor, handle, names, beyond)
+
+    def is_meant(self, handle: Handle, names: Any) -> bool:
+        """Is a patch meant for what the module hands on?"""
+        spot = handing_spot(*self.counted.place(self.scope), names.known.index(handle))
         aims = self.stage.aims
-        if spot in aims.spots or (spot not in aims.recorded and spot.any_call in aims.any_call):
-            return True
-        return super().is_renamed(tensor, handle, names, beyond)
+        return spot in aims.spots or (spot not in aims.recorded and spot.any_call in aims.any_call)
 
     def handing(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
         """What a module hands on, patched where it is."""

@@ -36,7 +36,7 @@ from .origins import Date, Origins
 from .randomness import lent_generators
 from .scopes import addresses
 from .snapshot import Beginning, Belongings, Dice, Snapshot
-from .spots import Counterparts
+from .spots import Counterparts, is_handed_on
 from .standins import Waiting
 from .state import held
 from .storage import storage_key
@@ -362,11 +362,13 @@ def _require_as_recorded(record: Record, found: Record) -> None:
 
 
 def _until_patched(one: Graph, other: Graph) -> Iterator[tuple[Node, Node]]:
+    """The nodes of both up to the first patch. What modules hand on gets its names as it is patched, or at the end: in
+    another order.
+    """
     patched = {node.edits for node in other.calls if node.edits is not None}
-    for mine, theirs in zip(one.nodes, other.nodes, strict=False):
-        yield mine, theirs
-        if theirs.name in patched:
-            return
+    end = next((n for n, node in enumerate(other.nodes) if node.name in patched), len(other.nodes))
+    made = [[node for node in nodes if not is_handed_on(node)] for nodes in (one.nodes, other.nodes[: end + 1])]
+    yield from zip(*made, strict=False)
 
 
 def _values(one: Call, other: Call) -> Iterator[tuple[Ref, Ref]]:

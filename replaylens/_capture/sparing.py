@@ -22,7 +22,7 @@ from attrs import define, field
 from .._core.torch_private import storage_holders
 from .._core.trees import bare, leaves
 from .._edit.wanted import Wish
-from .builder import CallRecord, Gone, Handle, Recording, SourceRecord, parts_of, version_of
+from .builder import CallRecord, Gone, Handed, Handle, Recording, SourceRecord, parts_of, version_of
 from .keeping import objects_held
 from .origins import Date, Origins
 from .recorder import NeedsDeepLook
@@ -83,9 +83,9 @@ class SparingTracer(Tracer):
         """How many references to a tensor are the capture's own."""
         return super().own_references(tensor) + (id(tensor) in self.shedding.watched)
 
-    def _left(self, output: tuple[int, Any, int]) -> None:
+    def _left(self, output: Handed) -> None:
         """A module gave its output, which may be wanted by the module's address."""
-        self.recording.scope_outputs[-1] = (output[0], kept := bare(output[1]), output[2])
+        self.recording.scope_outputs[-1] = (output[0], kept := bare(output[1]), *output[2:])
         self.in_trees.subtract(objects_held(output[1]))
         self.in_trees.update(objects_held(kept))
         if self.guess.module(output[0]):

@@ -8,7 +8,7 @@ program, would not agree. Views that are derived again after a write have none: 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, TypeGuard
 
 from attrs import field, frozen
 
@@ -42,11 +42,16 @@ def spots(graph: Graph) -> dict[int, Spot]:
     seen: Counter[Any] = Counter()
     found: dict[int, Spot] = {}
     for position, node in enumerate(graph.nodes):
-        if isinstance(node, Call) and node.target.function is alias and len(node.args) == 2:
+        if is_handed_on(node):
             found[position] = handing_spot(*_of_scope(node.scope), node.args[1])
         elif isinstance(node, Call) and (node.scope is not None or node.source is not None):
             found[position] = _next(seen, _of_scope(node.scope), node.kind, node.source)
     return found
+
+
+def is_handed_on(node: Node) -> TypeGuard[Call]:
+    """Does a node stand for what a module hands on?"""
+    return isinstance(node, Call) and node.target.function is alias and len(node.args) == 2
 
 
 def handing_spot(address: str, call: int, number: int) -> Spot:

@@ -15,6 +15,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import torch
+from attrs import frozen
 from torch import nn
 from torch.autograd import forward_ad
 
@@ -33,7 +34,7 @@ from .._core.torch_private import (
     unwrapped,
     without_function_modes,
 )
-from .._core.trees import ATOMS, freeze, freeze_deep, leaves
+from .._core.trees import ATOMS, freeze, freeze_deep, leaves, thaw
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite
 from .asked import HANDS_ON_FLAGS, cuts_by_flags
 from .builder import (
@@ -49,9 +50,10 @@ from .builder import (
 from .customs import apply_call
 from .flags import turn
 from .hooks import HOOK_ON_STEP, hook
-from .keeping import ALONE, BARE, objects_held, references_of, renewed
+from .keeping import ALONE, BARE, GIVEN, objects_held, references_of, renewed
 from .opening import opened
 from .origins import Date, Origins, is_older
+from .rebinding import rebinds
 from .recorder import NeedsDeepLook, Recorder, outside, tensors_in
 from .regions import AtenWatch, backward_call, differentiate_call, watched
 from .rules import How, Rule, rule_of
@@ -83,6 +85,7 @@ class Tracer(Recorder):
     def __init__(self, recording: Recording, origins: Origins, date: Date, deep: bool, unknown: str) -> None:
         super().__init__(recording, origins, date, deep, unknown)
         self.watch = AtenWatch(self) if deep else None
+        self.called_at: tuple[CodeType, int] = (Tracer.__init__.__code__, 0)  # the line of the last module's call
 
     # -- the door ------------------------------------------------------------------------------------------------------
 
@@ -440,12 +443,13 @@ class Tracer(Recorder):
                 out = call(module, *args, **kwargs)
             handle, count = self.memory.live.get(id(out)) if type(out) is _Tensor else None, len(recording.records)
             if type(handle) is Handle and count != records and not self.is_special and _references(out) <= self.alone:
-                recording.scope_outputs.append((index, handle, count))
+                recording.scope_outputs.append((index, handle, count, ()))
                 return out
             beyond = _references(out) - BARE
             with self.at_work():
-                out, tree = self._module_output((args, kwargs), out, records, beyond)
-            recording.scope_outputs.append((index, tree, len(recording.records)))
+                self.called_at = (frame.f_code, frame.f_lasti)
+                out, tree, shared = self._module_output((args, kwargs), out, records, beyond)
+            recording.scope_outputs.append((index, tree, len(recording.records), shared))
             return out
         except BaseException:
             self.failed_scope = max(self.failed_scope, index)
@@ -467,29 +471,44 @@ class Tracer(Recorder):
         finally:
             self.script_is_open = outer
 
-    def _module_output(self, given: Any, out: Any, records: int, beyond: int) -> tuple[Any, Any]:
-        """What a module gave, and which values that is. `beyond`: how many references there are to it elsewhere."""
+    def _module_output(self, given: Any, out: Any, records: int, beyond: int) -> tuple[Any, Any, tuple[Handle, ...]]:
+        """What a module gave, which values that is, and which of them lie in containers that somebody else holds, too.
+
+        `beyond`: how many references there are to the output elsewhere.
+        """
         if _peek() is not None:
-            return out, freeze_deep(out, self._read_wrapped)
+            return out, freeze_deep(out, self._read_wrapped), ()
         if type(out) in PLAIN and len(self.recording.records) == records and given[0] and out is given[0][0]:
             out = self._identity(out)
-            return out, self._handed_out(out)
+            return out, self._handed_out(out), ()
+        is_tensor = isinstance(out, _Tensor)
+        before = self.own_references(out) if is_tensor else 0
         tree = freeze_deep(out, self._handed_out)
+        beyond += self.own_references(out) - before if is_tensor else 0
         names = _Renaming(self, tree, given, records)
-        self.in_trees.update(objects_held(tree))
+        held = objects_held(tree)
+        self.in_trees.update(held)
+        beyond += held[id(out)]
         with without_function_modes():  # what is looked at here, the model did not ask
             is_whole = self.recording.scopes[self.scope].module is self.origins.root
+            if not is_whole and len(set(names.known)) < len(names.known):
+                renewed(out, beyond, _Looking(names), self.in_trees)
             new = renewed(out, beyond, names, self.in_trees) if names.known and not is_whole else out
         if new is out and not names.made:
-            return new, tree
+            return new, tree, tuple(names.shared)
         self.in_trees.subtract(objects_held(tree))
         tree = freeze_deep(new, self._handed_out)
         self.in_trees.update(objects_held(tree))
-        return new, tree
+        return new, tree, tuple(names.shared)
+
+    def is_meant(self, handle: Handle, names: _Renaming) -> bool:
+        """Is a value that a module gives to be another one for those to whom it is given?"""
+        return False
 
     def is_renamed(self, tensor: torch.Tensor, handle: Handle, names: _Renaming, beyond: int) -> bool:
         """Does a tensor that a module gives need a name of its own? Not if the module has let go of it."""
-        return beyond > self.own_references(tensor) and not names.is_written(tensor, handle)
+        held = beyond - self.own_references(tensor)
+        return held > 0 and not names.is_given_over(tensor, handle, held)
 
     def own_references(self, tensor: torch.Tensor) -> int:
         """How many references to a tensor are the capture's own."""
@@ -558,6 +577,8 @@ class _Renaming:
         self.tracer, self.given, self.records = tracer, given, records
         self.known = [leaf for leaf in leaves(tree) if type(leaf) is Handle]
         self.made: dict[int, torch.Tensor] = {}
+        self.shared: list[Handle] = []  # in containers that somebody else holds as well
+        self.copies: dict[int, Any] = {}  # of such containers, by id
 
     def __call__(self, tensor: torch.Tensor, beyond: int) -> torch.Tensor:
         """The tensor, or an alias of it. `beyond`: how many references there are to it, but for the output's own."""
@@ -568,18 +589,65 @@ class _Renaming:
         handle = self.tracer.memory.read(tensor)
         if handle not in self.known or not self.tracer.is_renamed(tensor, handle, self, beyond):
             return tensor
+        if handle in self.shared and not self.tracer.is_meant(handle, self):
+            return tensor  # it has one name, wherever it lies: that of what others see, too
+        return self._handing(tensor, handle)
+
+    def kept(self, container: Any) -> Any:
+        """A container that somebody else holds as well: another one like it, where another tensor is to be in it."""
+        if id(container) not in self.copies:
+            old: list[torch.Tensor] = []
+            freeze_deep(container, old.append)
+            new = {id(tensor): self._in_kept(tensor) for tensor in old}
+            same = all(new[id(tensor)] is tensor for tensor in old)
+            tree = None if same else freeze_deep(container, lambda tensor: new[id(tensor)])
+            self.copies[id(container)] = container if same else thaw(tree, lambda leaf: leaf)
+        return self.copies[id(container)]
+
+    def _in_kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        if (handle := self.note(tensor)) is None:
+            return tensor
+        if id(tensor) in self.made:
+            return self.made[id(tensor)]
+        return self._handing(tensor, handle) if self.tracer.is_meant(handle, self) else tensor
+
+    def note(self, tensor: torch.Tensor) -> Handle | None:
+        """A tensor lies in a container that somebody else holds as well."""
+        handle = self.tracer.memory.read(tensor)
+        if handle is None or handle not in self.known:
+            return None
+        self.shared.append(handle)
+        return handle
+
+    def is_given_over(self, tensor: torch.Tensor, handle: Handle, held: int) -> bool:
+        """Did the module write its argument and give it back, and does nobody hold that but who called it?"""
+        args, kwargs = self.given
+        if held > GIVEN or kwargs or len(args) != 1 or args[0] is not tensor:
+            return False
+        new = self.tracer.recording.records[self.records :]
+        if not any(handle == one for call in new if isinstance(call, CallRecord) for _, one in parts_of(call.returns)):
+            return False
+        return held < GIVEN or rebinds(*self.tracer.called_at)
+
+    def _handing(self, tensor: torch.Tensor, handle: Handle) -> torch.Tensor:
         made = self.tracer.handing(tensor, self.known.index(handle))
         if made is not tensor:
             self.made[id(tensor)] = self.made[id(made)] = made
         return made
 
-    def is_written(self, tensor: torch.Tensor, handle: Handle) -> bool:
-        """Did the module write one of its arguments and give it back?"""
-        new = next(iter(parts_of(self.tracer.recording.records[self.records].returns)), None) if self._did() else None
-        return new is not None and handle >= new[1] and any(tensor is one for one in tensors_in(*self.given))
 
-    def _did(self) -> bool:
-        return len(self.tracer.recording.records) > self.records
+@frozen(eq=False)
+class _Looking:
+    """Notes what lies in containers that somebody else holds, and leaves all as it is."""
+
+    names: _Renaming
+
+    def __call__(self, tensor: torch.Tensor, beyond: int) -> torch.Tensor:
+        return tensor
+
+    def kept(self, container: Any) -> Any:
+        freeze_deep(container, self.names.note)
+        return container
 
 
 def _was_seen(error: BaseException, doors: tuple[CodeType, ...]) -> bool:

@@ -1,8 +1,9 @@
 """Nested arguments and results: walk, map, freeze and rebuild.
 
-In: whatever a model passes around: tensors in lists, tuples, dicts, slices, named tuples, dataclasses, attrs classes,
-`ModelOutput`s, caches, plain objects with attributes. Out: a frozen tree of the same shape, whose leaves are what a
-function made of the tensors, and from which an equal object can be built again. What the leaves mean is not known here.
+In: whatever a model passes around: tensors in lists, tuples, dicts, sets, slices and classes made of them, named
+tuples, dataclasses, attrs classes, `ModelOutput`s, caches, plain objects with attributes. Out: a frozen tree of the
+same shape, whose leaves are what a function made of the tensors, and from which an equal object can be built again.
+What the leaves mean is not known here.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import enum
 import sys
 import types
-from collections import defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -41,6 +43,9 @@ class Branch:
     keys: tuple[Any, ...] | None = None
     like: Any = field(default=None, eq=False, repr=False)
     loop: int | None = None  # its number, if it holds itself: there an Again stands
+    count: int | None = (
+        None  # of a class made of a list, a dict or the like: how many of the items lie in it as in that
+    )
 
     def build(self, items: list[Any]) -> Any:
         """The container again, around other items."""
@@ -53,25 +58,60 @@ class Branch:
             return slice(*items)
         if isinstance(self.like, pytree.TreeSpec):
             return pytree.tree_unflatten(items, self.like)
+        if kind is MappingProxyType:
+            return MappingProxyType(items[0])
+        if self.count is not None and (base := _unwritable(kind)) is not None:
+            made: Any = base.__new__(kind, items[: self.count])
+            return self._with_attributes(made, items)
         if issubclass(kind, tuple):
             return kind(*items) if hasattr(kind, "_fields") else kind(items)
-        return self.filled(kind.__new__(kind), items)
+        return self.filled(self.empty(), items)
+
+    def empty(self) -> Any:
+        """A container of the kind with nothing in it."""
+        kind: Any = self.kind
+        return kind.__new__(kind)
 
     def filled(self, copied: Any, items: list[Any]) -> Any:
         """An empty container of the kind, with these items in it."""
+        if self.count is not None:
+            _fill(copied, (self.keys or ())[: self.count], items[: self.count], self.like)
+            return self._with_attributes(copied, items)
         if self.kind is list:
             copied.extend(items)
             return copied
         if self.kind is dict:
             copied.update(zip(self.keys or (), items, strict=True))
             return copied
-        if isinstance(copied, dict):
-            dict.update(copied, self.like)
-        elif isinstance(copied, list):
-            list.extend(copied, self.like)
         for key, value in (*attributes_of(self.like), *zip(self.keys or (), items, strict=True)):
             object.__setattr__(copied, key, value)
         return copied
+
+    def _with_attributes(self, copied: Any, items: list[Any]) -> Any:
+        for key, value in zip((self.keys or ())[self.count :], items[self.count :], strict=True):
+            object.__setattr__(copied, key, value)
+        return copied
+
+
+def _unwritable(kind: Any) -> Any:
+    """Of a class made of a tuple or a frozen set: that."""
+    return next((base for base in (tuple, frozenset) if issubclass(kind, base)), None)
+
+
+def _fill(copied: Any, keys: tuple[Any, ...], items: list[Any], like: Any) -> None:
+    """Put items into a container as Python's own class does it: what a user's class makes of them, it has made."""
+    if isinstance(copied, list):
+        list.extend(copied, items)
+    elif isinstance(copied, set):
+        set.update(copied, items)
+    elif isinstance(copied, deque):
+        deque.__init__(copied, items, like.maxlen)
+    else:
+        if isinstance(copied, defaultdict):
+            copied.default_factory = like.default_factory
+        put = OrderedDict.__setitem__ if isinstance(copied, OrderedDict) else dict.__setitem__
+        for key, value in zip(keys, items, strict=True):
+            put(copied, key, value)
 
 
 @frozen
@@ -171,6 +211,14 @@ def _freeze_deep(value: Any, leaf: Leaf, seen: dict[int, Any]) -> Any:
         frozen_value = Branch(kind, tuple([_freeze_deep(item, leaf, seen) for item in items]), like=spec)
     elif isinstance(value, tuple) and hasattr(kind, "n_sequence_fields"):  # torch's named results that pytree has not
         frozen_value = Branch(kind, tuple([_freeze_deep(item, leaf, seen) for item in value]))
+    elif kind is slice:
+        frozen_value = Branch(
+            slice, tuple([_freeze_deep(x, leaf, seen) for x in (value.start, value.stop, value.step)])
+        )
+    elif kind is MappingProxyType:
+        frozen_value = Branch(kind, (_freeze_deep(dict(value), leaf, seen),))
+    elif isinstance(value, (list, tuple, dict, set, frozenset, deque)):
+        frozen_value = _freeze_contents(value, leaf, seen)
     else:
         frozen_value = _freeze_object(value, leaf, seen)
     if begun.is_loop and type(frozen_value) is Branch:
@@ -204,6 +252,18 @@ def _freeze_object(value: Any, leaf: Leaf, seen: dict[int, Any]) -> Any:
     if all(item is other or type(item) is Again for item, (_, other) in zip(items, attributes, strict=True)):
         return value
     return Branch(type(value), items, tuple([key for key, _ in attributes]), like=value)
+
+
+def _freeze_contents(value: Any, leaf: Leaf, seen: dict[int, Any]) -> Any:
+    """A container of a class that torch does not know: a branch if a tensor is in it, or hangs on it, else itself."""
+    keys = tuple(dict.keys(value)) if isinstance(value, dict) else tuple(range(len(value)))
+    held = [*(dict.values(value) if isinstance(value, dict) else value)]
+    attributes = attributes_of(value)
+    old = [*held, *[item for _, item in attributes]]
+    items = tuple([_freeze_deep(item, leaf, seen) for item in old])
+    if all(item is other or type(item) is Again for item, other in zip(items, old, strict=True)):
+        return value
+    return Branch(type(value), items, (*keys, *[key for key, _ in attributes]), like=value, count=len(held))
 
 
 def attributes_of(value: Any) -> list[tuple[str, Any]]:
@@ -259,7 +319,7 @@ def thaw(tree: Any, leaf: Leaf) -> Any:
         return tuple([thaw(item, leaf) for item in tree])
     if kind is Branch:
         if tree.loop is not None and not isinstance(tree.like, pytree.TreeSpec):
-            made = tree.kind.__new__(tree.kind)
+            made = tree.empty()
             again: Leaf = lambda x: made if type(x) is Again and x.loop == tree.loop else leaf(x)  # noqa: E731
             return tree.filled(made, [thaw(item, again) for item in tree.items])
         return tree.build([thaw(item, leaf) for item in tree.items])
@@ -286,10 +346,21 @@ def bare(tree: Any) -> Any:
     same = all(new is item for new, item in zip(items, old, strict=True))
     if kind is tuple:
         return tree if same else items
-    holds = tree.like is not None and not isinstance(tree.like, (pytree.TreeSpec, dict, list))
+    holds = tree.like is not None and not isinstance(tree.like, pytree.TreeSpec)
     if same and not holds:
         return tree
-    return evolve(tree, items=items, like=tree.kind.__new__(tree.kind) if holds else tree.like)
+    return evolve(tree, items=items, like=_hollow(tree) if holds else tree.like)
+
+
+def _hollow(tree: Branch) -> Any:
+    """An object to copy from in the place of the one that a branch was made from, with nothing in it."""
+    if tree.count is None:
+        return tree.empty()
+    if _unwritable(tree.kind) is not None:
+        return None
+    made = tree.empty()
+    _fill(made, (), [], tree.like)
+    return made
 
 
 def leaves(tree: Any) -> Iterator[Any]:
@@ -308,6 +379,14 @@ def _gather(items: Iterable[Any], found: list[Any]) -> None:
             _gather(item.items, found)
         else:
             found.append(item)
+
+
+def keys_of(tree: Any) -> Iterator[Any]:
+    """Every key of the containers in a frozen tree."""
+    if type(tree) is Branch:
+        yield from _keys(tree) or ()
+    for item in _items_of(tree):
+        yield from keys_of(item)
 
 
 def paths(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:

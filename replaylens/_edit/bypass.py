@@ -44,6 +44,7 @@ def bypassed(graph: Graph, name: str, to: Any, resolve: Callable[[Any], Ref]) ->
         is_dynamic=False,
         is_overwritten=False,
         is_differentiated=False,
+        is_shared=False,
         edited=f"was {call.kind}",
     )
     return replace(graph, {name: (made,)})

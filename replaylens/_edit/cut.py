@@ -144,6 +144,12 @@ class _Cutting:
                     f"the model writes the memory of {ref} later, and reads it again: a slice cannot begin there.\n"
                     "Begin before it, or behind the write."
                 )
+            if isinstance(node, Call) and node.is_shared:
+                raise BadEdit(
+                    f"`{node.scope}` hands on {ref} in a container that something else holds as well: what reads it "
+                    "from there is not known, and a slice cannot begin there.\n"
+                    f"Begin at {_refs(node.args)[0]}, or behind it."
+                )
 
     def _require_whole_gradients(self) -> None:
         """No beginning stands inside a gradient of the model's that ends in the slice: it was of the recorded value."""

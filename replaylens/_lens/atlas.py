@@ -14,7 +14,7 @@ from typing import Any
 from attrs import evolve, field, frozen
 
 from .._core.graph import Graph
-from .._core.node import Ref, Scope, refs_of
+from .._core.node import Input, Ref, Scope, State
 from .._core.trees import leaves, paths
 from ..errors import NoSuchLayer
 
@@ -118,7 +118,7 @@ class Atlas:
         if not refs:
             return None
         place = evolve(self.by_label[refs[0].node], scope=scope)
-        if len(refs) > 1 and {*refs} != {*refs_of(self.graph[place.node])}:
+        if len(refs) > 1:
             ways = {leaf: way for way, leaf in reversed(list(paths(tree))) if type(leaf) is Ref}
             return evolve(place, part=tree, names=tuple([_way(ways[ref]) for ref in refs]))
         if type(tree) is Ref and tree.path and tree != getattr(self.graph[tree.node], "result", None):
@@ -165,16 +165,33 @@ class Atlas:
             raise NoSuchLayer(
                 f"the module {name!r} runs {calls} times: say which call, '{name}:1' to '{name}:{calls}'."
             )
-        own = [place for place in self.places if place.output is None]
-        if of_type := [place.label for place in own if getattr(self.graph[place.node], "kind", "") == name]:
-            several = (
-                f"{len(of_type)} layers, such as {of_type[0]!r}" if len(of_type) > 1 else f"one layer, {of_type[0]!r}"
-            )
+        if calls and name not in self.module_places:
             raise NoSuchLayer(
-                f"{name!r} is a type, of {several}, and no name of a layer. `prog.find({name!r})` lists them; as a key "
-                f"of patches, `patch={{{name!r}: ...}}`, it means them all."
+                f"the module {name!r} hands on no tensor of the program, by itself or in a container or object. "
+                f"`prog.find(module={name!r})` lists what it computes."
             )
+        if why := self._why_several(name):
+            raise NoSuchLayer(why)
         raise NoSuchLayer(f"no layer is called {name!r}.{self.nearest(name)}")
+
+    def _why_several(self, name: str) -> str:
+        """What a name means that is no name of one layer: a type, or a glob."""
+        found = [place for place in self.places if self._type_of(place) == name]
+        if not found:
+            return f"{name!r} is a glob, which may mean several layers: `prog.names_of({name!r})`." * ("*" in name)
+        label = found[0].label
+        several = f"{len(found)} layers, such as {label!r}" if len(found) > 1 else f"one layer, {label!r}"
+        said = f"{name!r} is a type, of {several}, and no name of a layer. `prog.find({name!r})` lists them; "
+        if found[0].output is None and isinstance(self.graph[found[0].node], State):
+            return f"{said}their addresses, and `prog.find(state=...)`, are keys of patches."
+        return f"{said}as a key of patches, `patch={{{name!r}: ...}}`, it means them all."
+
+    def _type_of(self, place: Place) -> str:
+        """Which type a layer is of, as keys of patches have it."""
+        node = self.graph[place.node]
+        return (
+            "output" if place.output is not None else "input" if isinstance(node, Input) else getattr(node, "kind", "")
+        )
 
     def nearest(self, name: str) -> str:
         """The three nearest names, as the end of an error's text."""

@@ -12,6 +12,7 @@ from typing import Any
 from attrs import frozen
 
 from .._core.node import Call, Ref, value_of
+from .._core.pure import alias
 from .._core.trees import Branch, leaves
 from .._edit.edges import OUTPUT
 from .._edit.select import Selection, Site
@@ -32,15 +33,18 @@ class Words:
 
     def operations(self, key: Any) -> list[str]:
         """The nodes that a key means, where each is all that it names: not the last operation of a whole module."""
+        found: list[str] = []
         for site in self.sites(key):
-            inside = [call.name for call in self.atlas.graph.calls if self._lies_in(call, site)]
+            every = [call for call in self.atlas.graph.calls if self._lies_in(call, site)]
+            inside = [call.name for call in every if not _is_handing(call)]
             if len(inside) > 1:
                 some = ", ".join(inside[:4]) + (", ..." if len(inside) > 4 else "")
                 raise BadEdit(
                     f"{site.name!r} is a module of {len(inside)} operations ({some}), and this edit is of one. "
                     f"Name the one that is meant, such as {site.place.label!r}, which gives the module's output."
                 )
-        return self.nodes(key)
+            found.extend(inside if len(every) > 1 else [one.place.node for one in site.each])
+        return list(dict.fromkeys(found))
 
     def _lies_in(self, call: Call, site: Site) -> bool:
         """Is this one of the operations of the module that a site is named by?"""
@@ -87,6 +91,11 @@ class Words:
         if type(tree) is not Ref:
             raise BadEdit(f"{place.label} gives several tensors: name the one that is meant by its module.")
         return tree
+
+
+def _is_handing(call: Call) -> bool:
+    """Is it no operation, but the name of what a module hands on?"""
+    return call.target.function is alias and len(call.args) == 2
 
 
 def as_list(names: Any) -> list[Any]:

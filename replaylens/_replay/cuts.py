@@ -52,6 +52,12 @@ class Cuts:
     def hides(self, refs: Iterable[Ref]) -> str | None:
         """Why the gradient that came to some values is not the whole one."""
         for ref in refs:
+            node = self.graph[ref.node]
+            if isinstance(node, Call) and node.is_shared:
+                return (
+                    f"`{node.scope}` hands it on in a container that something else holds as well, and what reads it "
+                    f"from there is not known. At {node.refs[0]} is the gradient of all that read it"
+                )
             call = self.hidden.get(ref)
             if call is not None and call.name in self._ancestors:
                 return f"it is used once more inside {_line(call)}, where autograd cannot tell it from " + (

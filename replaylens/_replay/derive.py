@@ -148,12 +148,13 @@ class _Work:
         return made, compile_plan(graph, made, draws, mode, {}, lambda ref: self.record.value(before[ref]))
 
     def require_shapes(self, values: Values, cause: Exception | None = None) -> None:
-        """What calls read has the shape that they were recorded with."""
+        """What calls read has its recorded shape, but for what content decides: of that a guard tells."""
         old, graph = self.record.graph, self.graph
         before = {ref: meaning for node in old.calls for ref, meaning in meanings_of(node).items()}
         before |= {Ref(n.name): before[tree] for n in old.calls if type(tree := value_of(n)) is Ref and tree in before}
         before |= self.wanted
         now = as_it_came_out(graph, values)
+        decided = self._decided_otherwise(now, before, values)
         for node in now.calls:
             for ref, meaning in meanings_of(node).items():
                 wanted = before.get(ref)
@@ -161,6 +162,7 @@ class _Work:
                     ref not in values
                     or wanted is None
                     or node.is_dynamic
+                    or node.name in decided
                     or not graph.users[graph.positions[node.name]]
                 ):
                     continue
@@ -170,6 +172,17 @@ class _Work:
                         f"{listing(now, node.name, node.edited)}\n"
                         f"Give a value of shape {wanted.shape} and dtype {wanted.dtype}, or capture the changed model."
                     ) from cause
+
+    @staticmethod
+    def _decided_otherwise(now: Graph, before: Mapping[Ref, TensorMeaning], values: Values) -> frozenset[str]:
+        """What follows from calls to which their content gives another shape than the recorded one."""
+        other = [
+            node.name
+            for node in now.calls
+            if node.is_dynamic
+            and any(before.get(ref, new).sizes != new.sizes for ref, new in meanings_of(node).items() if ref in values)
+        ]
+        return now.descendants(other) if other else frozenset()
 
     def led_away(self, values: Values) -> Iterator[Departure]:
         """Edits of calls whose memory the model writes later, or through which it takes gradients."""

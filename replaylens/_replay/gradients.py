@@ -108,7 +108,7 @@ class Grads(Unpickled, Mapping[str, Any]):
         cuts = self._cuts
         tree, values = (at.output, self._ends) if at.output is not None else (_tree(cuts.graph, at), self._values)
         refs = [tree] if type(tree) is Ref else [leaf for leaf in leaves(tree) if type(leaf) is Ref]
-        if at.output is None and cuts.hidden and (reason := cuts.hides(refs)):
+        if at.output is None and (reason := cuts.hides(refs)):
             return None, reason
         found: dict[Ref, Any] = {ref: values.get(ref) for ref in refs}
         if any(gradient is None for gradient in found.values()):

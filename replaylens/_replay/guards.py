@@ -31,6 +31,7 @@ class Departure:
     new: Any
     source: Source | None = None
     kind: str = "content"  # of the guard that found it
+    cure: str = ""  # what can be done besides what is said of all departures
 
     def __str__(self) -> str:
         where = (
@@ -215,6 +216,13 @@ def misdirected(call: Call, is_constant: bool) -> Iterator[Departure]:
     if call.is_overwritten:
         what = f"the memory of {call.name}, which the model writes later and reads again,"
         yield Departure(what, "shared with it", "apart from it, as that of a patch is", call.source)
+    if call.is_shared:
+        what = f"what `{call.scope}` hands on in a container that something else holds as well"
+        own = ", ".join(map(str, call.refs))
+        cure = f"A patch at `{own}` changes it for all that read it, from wherever they have it.\n"
+        yield Departure(
+            what, f"{own} for all", "another value for those that read it from there", call.source, cure=cure
+        )
     if call.is_differentiated or is_constant:
         what = f"the gradient that the model takes through {call.name}"
         yield Departure(what, "of the recorded value", "of a patch", call.source)
@@ -222,7 +230,7 @@ def misdirected(call: Call, is_constant: bool) -> Iterator[Departure]:
 
 def diverged(departure: Departure, which: str = "") -> DivergedReplay:
     return DivergedReplay(
-        f"{which}the change leads away from the recorded path: {departure}\n"
+        f"{which}the change leads away from the recorded path: {departure}\n{departure.cure}"
         'on_divergence="rerun" runs the model itself with this change, where a program still holds its model; '
         '"ignore" goes on along the recorded path.'
     )
