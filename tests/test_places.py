@@ -865,3 +865,37 @@ def test_a_name_that_others_hold_keeps_what_a_module_in_place_was_given(x):
         prog, wanted = rl.capture(model, x), hooked(model, "part", tripled, x)
         assert torch.equal(prog.replay(patch={"part": tripled}).output, wanted)
         assert torch.equal(rl.run(model, x, patch={"part": tripled}).output, wanted)
+
+
+class Keeps(nn.Module):
+    """What it gives, it keeps as well; nobody reads what it hands on, but for `reads`."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        self.kept = self.linear(x)
+        return x * 2, self.kept
+
+
+@pytest.mark.parametrize("patch", [rl.Zero(), rl.Scale(3.0), lambda t: t + 1], ids=["zero", "scale", "function"])
+def test_what_a_module_kept_is_as_it_was_where_nobody_reads_what_it_handed_on(patch):
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = Keeps()
+
+        def forward(self, x):
+            y, _ = self.part(x)
+            return y + self.part.kept
+
+    model, x = Outer(), torch.randn(2, 4)
+    prog = rl.capture(model, x)
+    change = {rl.Zero: torch.zeros_like, rl.Scale: lambda t: t * 3.0}.get(type(patch), patch)
+    hook = model.part.register_forward_hook(lambda module, args, out: tuple(map(change, out)))
+    expected = model(x)
+    hook.remove()
+    assert torch.equal(prog.replay(patch={"part": patch}).output, expected)
+    assert torch.equal(rl.run(model, x, patch={"part": patch}).output, expected)
+    assert torch.equal(prog.with_patch({"part": patch}).replay().output, expected)

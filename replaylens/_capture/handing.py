@@ -103,14 +103,15 @@ class _Readers:
                     self.of[leaf].append(position)
 
     def idle(self) -> set[int]:
-        """The aliases that tell nothing apart: nothing else reads what they are of, or nothing reads them."""
+        """The aliases that tell nothing apart: nothing else reads what they are of, or nothing reads either afterwards."""
         found: set[int] = set()
         patched = set(self.recording.patched.values())
         late = bypassed(self.recording)
         for position, record in self.handings:
             if position in patched or record.returns in late:
                 continue
-            if not self.of[record.returns] or self.of[record.args[0]] == [position]:
+            reads = self.of[record.args[0]]
+            if reads == [position] or (not self.of[record.returns] and reads[-1] <= position):
                 found.add(position)
         return found
 
