@@ -24,7 +24,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from .._core.graph import Graph
 from .._core.node import Node, Ref, State
 from .._core.text import where as text_of
-from .._core.torch_private import compiler_if_loaded, default_device, without_function_modes
+from .._core.torch_private import compiler_if_loaded, default_device, hooks_of_all_modules, without_function_modes
 from .._core.trees import ATOMS, fingerprint, freeze_deep, leaves, named_paths, require_room, thaw
 from .._core.world import World, alone, freed, in_children, surely
 from .._edit.wanted import EVERYTHING, Wish
@@ -34,7 +34,7 @@ from ..errors import CaptureError, ReplaylensError, UnannouncedWrite, Unsupporte
 from .account import account_of, timed
 from .builder import Handle, Recording, SourceRecord, address_of, freeze, is_torch_code, last_name, line_of, version_of
 from .handing import hand_on
-from .hooks import settle_hooks
+from .hooks import note_hooks
 from .late import note_writes_from_outside
 from .origins import Date, Origins, dated, reaches_scripts
 from .randomness import lent_generators
@@ -181,7 +181,7 @@ def _take_ends(forward: Forward, tracer: Tracer, output: Any) -> None:
     """What the forward gave, and what it wrote."""
     recording = tracer.recording
     recording.output = freeze_deep(output, tracer.read)
-    settle_hooks(recording, at_end=True)
+    note_hooks(tracer)
     note_writes_from_outside(tracer)
     take_changes(tracer, forward.beginning.snapshot)
     _take_touched(tracer)
@@ -191,9 +191,9 @@ def _take_ends(forward: Forward, tracer: Tracer, output: Any) -> None:
         keep_by_value(tracer)
         note_places(tracer)
         take_lent(tracer)
-    if not recording.ambient[0] and any(
-        s.module._backward_hooks or s.module._backward_pre_hooks for s in recording.scopes
-    ):
+    modules = [scope.module for scope in recording.scopes]
+    own = any(module._backward_hooks or module._backward_pre_hooks for module in modules)
+    if own or (modules and any(hooks_of_all_modules)):
         recording.one_way.append("a module's backward hook")
 
 
