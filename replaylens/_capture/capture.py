@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from .._core.graph import Graph
-from .._core.node import Node, Ref, State
+from .._core.node import Input, Node, Ref, State
 from .._core.text import where as text_of
 from .._core.torch_private import compiler_if_loaded, default_device, hooks_of_all_modules, without_function_modes
 from .._core.trees import ATOMS, fingerprint, freeze_deep, leaves, named_paths, require_room, thaw
@@ -252,11 +252,18 @@ def record_of(captured: Captured) -> Record:
             values[Ref(node.name)] = (
                 value if value.is_inference() else value.detach().requires_grad_(value.requires_grad)
             )
+        elif isinstance(node, Input) and _is_written_leaf(source, values.get(Ref(node.name))):
+            live[node.name] = source.tensor  # type: ignore[union-attr]
     names = {handle: ref.node for ref, handle in made.handles.items()}
     lent = {address_of(made.addresses, where): (names[source], first) for where, source, first in recording.lent}
     versions = Versions((ref, recording.versions[handle]) for ref, handle in made.handles.items() if ref in values)
     account = account_of(recording, made)
     return Record(graph, values, versions, recording.draws, live, account=account, places=places, lent=lent)
+
+
+def _is_written_leaf(source: Any, value: torch.Tensor | None) -> bool:
+    """Did the forward write a leaf that it was given, so that what it held before is kept by value?"""
+    return value is not None and value is not source.tensor and value.requires_grad and source.tensor.is_leaf
 
 
 def _as_it_was(graph: Graph, places: dict[str, StatePlace]) -> Graph:
