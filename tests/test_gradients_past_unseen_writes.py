@@ -548,6 +548,57 @@ def test_a_detached_alias_that_is_written_has_the_gradients_of_the_model(forward
     assert_same(wanted, taken(model, x, again))
 
 
+# ---- patches and edits -----------------------------------------------------------------------------------------------
+
+
+def by_data(value: Tensor) -> Tensor:
+    value.data.mul_(2)
+    return value
+
+
+def by_numpy(value: Tensor) -> Tensor:
+    doubled(value)
+    return value
+
+
+class Middle(nn.Module):
+    def __init__(self, middle: nn.Module) -> None:
+        super().__init__()
+        self.a, self.middle, self.b = nn.Linear(4, 4), middle, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.middle(self.a(x)))
+
+
+@pytest.mark.parametrize("write", [by_data, by_numpy])
+def test_a_patch_that_writes_what_the_call_before_it_saved_has_values_and_no_gradients(write):
+    torch.manual_seed(0)
+    model, x = Middle(nn.Tanh()), torch.randn(3, 4)
+    prog = rl.capture(model, x)
+    model.middle.register_forward_hook(lambda module, args, out: write(out.detach()))
+    wanted = model(x)
+    for run in (prog.replay(patch={"middle": write}, grad=True), prog.with_patch({"middle": write}).replay(grad=True)):
+        assert torch.equal(run.output, wanted)
+        with pytest.raises(rl.NotDifferentiable, match="a patch that writes its value"):
+            run.output.sum().backward()
+    with pytest.raises(rl.NotDifferentiable, match="a function that writes what it is given"):
+        prog.insert_after("tanh_1", write).replay(grad=True)
+
+
+@pytest.mark.parametrize("write", [by_data, by_numpy])
+def test_a_patch_that_writes_what_nobody_saved_has_the_gradients_of_a_hook(write):
+    torch.manual_seed(0)
+    model, x = Middle(nn.Identity()), torch.randn(3, 4)
+    prog = rl.capture(model, x)
+    run = prog.replay(patch={"a": write}, grad=True)
+    run.output.sum().backward()
+    got = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    model.a.register_forward_hook(lambda module, args, out: write(out))
+    model(x).sum().backward()
+    assert all(torch.equal(one, parameter.grad) for one, parameter in zip(got, model.parameters(), strict=True))
+
+
 @pytest.mark.parametrize("name", ["a_value", "a_value_twice", "a_parameter_for_a_while"])
 def test_a_forward_derivative_goes_where_the_gradient_goes(name):
     model, first, _ = made(EXCHANGED[name])
