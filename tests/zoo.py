@@ -710,16 +710,6 @@ def history_past_a_write_by_numpy(m, x):
     return m.fc(y)
 
 
-@small(escapes=True)
-def three_hooks_on_one_value(m, x):
-    y = m.fc(x) * 2
-    if y.requires_grad:
-        y.register_hook(lambda g: g * 2)
-        y.register_hook(lambda g: g + 1)
-        y.register_hook(lambda g: g**3)
-    return m.fc(y)
-
-
 @small
 def memory_exchanged_twice_by_data(m, x):
     y = m.fc(x)

@@ -19,7 +19,7 @@ from attrs import define, field
 from .._core.pure import Hole, Step, as_strided_from, history_of, same_content, standing, take_step
 from .._core.target import Target
 from .._core.torch_private import unset_fake_temporarily, without_function_modes
-from .._core.trees import Branch, freeze, remake, thaw
+from .._core.trees import Branch, freeze, leaves, remake, thaw
 from ..errors import CaptureError, UnannouncedWrite
 from .builder import CallRecord, GuardRecord, Handle, Recording, SourceRecord, version_of
 
@@ -32,6 +32,23 @@ FORKED = (
 def detaches(function: Any) -> bool:
     """Does a gradient end at this view?"""
     return getattr(function, "__name__", "") == "detach" or getattr(function, "__self__", None) is torch.Tensor.data
+
+
+def may_flow(recording: Recording, handle: Handle) -> bool:
+    """Can a gradient go back from a value to an input or a parameter, in a replay if not in this forward?"""
+    made = {h: record for record in recording.records for h in leaves(record.returns) if type(h) is Handle}
+    stack, seen = [handle], {handle}
+    while stack:
+        record = made[stack.pop()]
+        if isinstance(record, SourceRecord):
+            if record.kind == "input" or record.tensor.requires_grad:
+                return True
+        elif (record.context[0] or not recording.ambient[0]) and not detaches(record.function):
+            reads = leaves((*record.args, *(record.kwargs or {}).values()))
+            above = {leaf for leaf in reads if type(leaf) is Handle} - seen
+            seen |= above
+            stack.extend(above)
+    return False
 
 
 @define(eq=False)
@@ -331,7 +348,7 @@ class Memory:
         values, old = self.recording.values, (base.root if content is None else content)
         there = [handle for handle in base.held if handle not in self.recording.gone]
         there = [handle for handle in there if storage_key(values[handle]) == storage_key(base.root)]
-        for handle in self.recording.spare.intersection(there):
+        for handle in self.recording.spare.intersection(there) if content is None else ():  # else it is no call's work
             self.recording.let_go(handle)
         held = [handle for handle in there if handle not in self.recording.gone]
         base.held = []
@@ -447,7 +464,7 @@ class Memory:
             self.recording.records.append(
                 SourceRecord("constant", handle, "written from outside torch, through numpy", None, now)
             )
-            if now.is_floating_point() or now.is_complex():
+            if base.root.requires_grad or may_flow(self.recording, place):
                 content = handle
                 handle = self.recording.keep(now.clone().requires_grad_(base.root.requires_grad))
                 made = CallRecord(standing, "data", [place, content], {}, handle, (True,), -1, None)

@@ -18,15 +18,14 @@ from .._core.node import Generator
 from .._core.pure import Derived, Hole, Nth, clear, fill, fill_new, fills_memory, mutate, resized, standing
 from .._core.target import Target
 from .._core.torch_private import OpOverload
-from .._core.trees import Branch, freeze, leaves
+from .._core.trees import Branch, freeze
 from ..errors import CaptureError
-from .builder import CallRecord, Handle, Recording, SourceRecord, version_of
+from .builder import CallRecord, Handle, version_of
 from .flags import turn
 from .late import note_late_write
 from .recorder import Recorder, geometry_of, number_parts, tensors_in
-from .regions import reads_of
 from .rules import How, Rule
-from .storage import FORKED, Base, Entry, detaches, geometry_step, meet, step_tree, storage_key
+from .storage import FORKED, Base, Entry, geometry_step, may_flow, meet, step_tree, storage_key
 from .twins import twin_of
 
 WRITTEN_STANDING = (
@@ -104,7 +103,7 @@ def _note_forks(
     written = [entry for entry in detached if any(entry.tensor is target for target in targets)]
     if written and (_grad_enabled() or not recording.ambient[0]):
         others = [t for t in tensors if not any(t is entry.tensor for entry in detached)]
-        if any(_may_flow(recording, recorder.read(tensor)) for tensor in others):
+        if any(may_flow(recording, recorder.read(tensor)) for tensor in others):
             for entry in written:
                 entry.base.is_forked = True
 
@@ -372,7 +371,7 @@ def assign(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) ->
     recorder.memory.part_from(tensor)
     result = func(*args, **kwargs)
     base, steps = recorder.memory.entry(value).base, recorder.memory.entry(value).steps
-    straight = tensor.requires_grad or _may_flow(recorder.recording, old)  # the gradient goes where it went before
+    straight = tensor.requires_grad or may_flow(recorder.recording, old)  # the gradient goes where it went before
     step = step_tree(standing, (old, Hole.HERE), None, (), True) if straight else _DETACH
     handle = recorder.recording.keep(tensor)
     if steps:
@@ -383,22 +382,6 @@ def assign(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) ->
     if straight:
         _keep_history(recorder)
     return result
-
-
-def _may_flow(recording: Recording, handle: Handle) -> bool:
-    """Can a gradient go back from a value to an input or a parameter, in a replay if not in this forward?"""
-    made = {h: record for record in recording.records for h in leaves(record.returns) if type(h) is Handle}
-    stack, seen = [handle], {handle}
-    while stack:
-        record = made[stack.pop()]
-        if isinstance(record, SourceRecord):
-            if record.kind == "input" or record.tensor.requires_grad:
-                return True
-        elif (record.context[0] or not recording.ambient[0]) and not detaches(record.function):
-            above = set(reads_of(record)) - seen
-            seen |= above
-            stack.extend(above)
-    return False
 
 
 def resize(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
