@@ -771,7 +771,8 @@ def _unflatten(tensors: Iterable[Any], context: Any) -> Program:
     values = dict(zip(refs, tensors, strict=True))
     versions = Versions((ref, _count(record, ref, tensor, ref in stale)) for ref, tensor in values.items())
     get = lambda leaf: values[leaf] if type(leaf) is Ref else leaf  # noqa: E731
-    same = {node.name for node in record.graph.state_nodes if values[Ref(node.name)] is record.values[Ref(node.name)]}
+    sources = (*record.graph.state_nodes, *record.graph.input_nodes)
+    same = {node.name for node in sources if values[Ref(node.name)] is record.values[Ref(node.name)]}
     live = {name: tensor for name, tensor in record.live.items() if name in same}
     return Program(
         _record=Record(

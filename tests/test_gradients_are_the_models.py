@@ -823,7 +823,7 @@ def assert_alike(
 def refused_or(name: str, ask: Callable[[], None]) -> None:
     if name not in REFUSED:
         return ask()
-    with pytest.raises(rl.NotDifferentiable):
+    with pytest.raises((rl.NotDifferentiable, rl.DivergedReplay)):  # what numpy wrote holds for recorded numbers only
         ask()
     return None
 
@@ -852,15 +852,15 @@ def test_a_replay_on_other_inputs_has_the_gradients_of_the_model(name):
     torch.manual_seed(5)
     prog = rl.capture(twin, first)
     torch.manual_seed(5)
-    if name in WRITING:  # it goes on from what the first forward left
-        prog = prog.refresh()
+    if name in WRITING:
         model(first)
     output = model(x)
     wanted = gradients(model, x, output)
     y = x.detach().clone().requires_grad_()
 
     def ask() -> None:
-        again = prog.replay(y, grad=True, on_divergence="raise").output
+        now = prog.refresh() if name in WRITING else prog  # it goes on from what the first forward left
+        again = now.replay(y, grad=True, on_divergence="raise").output
         assert_alike(again, output, gradients(twin, y, again), wanted, name in ADDED_UP_ANEW)
 
     refused_or(name, ask)

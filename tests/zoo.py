@@ -702,6 +702,23 @@ def write_through_the_storage(m, x):
     return y + 1
 
 
+@small(refusal="numpy writes without a word to torch", escapes=True)
+def history_past_a_write_by_numpy(m, x):
+    y = m.fc(x)
+    array = y.detach().numpy()
+    array *= 2
+    return m.fc(y)
+
+
+@small
+def memory_exchanged_twice_by_data(m, x):
+    y = m.fc(x)
+    y.data = y.data * 2
+    z = y + 1
+    y.data = y.data + 1
+    return m.fc(y) + z
+
+
 @small(refusal="the failing call has written half of its targets")
 def foreach_that_fails_half_way(m, x):
     a, b = m.fc(x).detach(), torch.zeros(5)

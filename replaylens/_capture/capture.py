@@ -22,9 +22,9 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from .._core.graph import Graph
-from .._core.node import Node, Ref, State
+from .._core.node import Input, Node, Ref, State
 from .._core.text import where as text_of
-from .._core.torch_private import compiler_if_loaded, default_device, without_function_modes
+from .._core.torch_private import compiler_if_loaded, default_device, hooks_of_all_modules, without_function_modes
 from .._core.trees import ATOMS, fingerprint, freeze_deep, keys_of, leaves, named_paths, require_room, thaw
 from .._core.world import World, alone, freed, in_children, surely
 from .._edit.wanted import EVERYTHING, Wish
@@ -35,7 +35,7 @@ from .account import account_of, timed
 from .builder import Handle, Recording, SourceRecord, address_of, freeze, is_torch_code, last_name, line_of, versions_of
 from .handing import hand_on
 from .hidden import behind
-from .hooks import settle_hooks
+from .hooks import note_hooks
 from .late import note_writes_from_outside
 from .origins import Date, Origins, dated, is_older, reaches_scripts
 from .randomness import lent_generators
@@ -185,7 +185,7 @@ def _take_ends(forward: Forward, tracer: Tracer, output: Any) -> None:
     recording = tracer.recording
     recording.output = freeze_deep(output, tracer.read)
     _require_open(tracer, recording.output)
-    settle_hooks(recording, at_end=True)
+    note_hooks(tracer)
     note_writes_from_outside(tracer)
     take_changes(tracer, forward.beginning.snapshot)
     _take_touched(tracer)
@@ -196,9 +196,9 @@ def _take_ends(forward: Forward, tracer: Tracer, output: Any) -> None:
         keep_inputs(recording)
         note_places(tracer)
         take_lent(tracer)
-    if not recording.ambient[0] and any(
-        s.module._backward_hooks or s.module._backward_pre_hooks for s in recording.scopes
-    ):
+    modules = [scope.module for scope in recording.scopes]
+    own = any(module._backward_hooks or module._backward_pre_hooks for module in modules)
+    if own or (modules and any(hooks_of_all_modules)):
         recording.one_way.append("a module's backward hook")
 
 
@@ -275,11 +275,18 @@ def record_of(captured: Captured) -> Record:
             values[Ref(node.name)] = (
                 value if value.is_inference() else value.detach().requires_grad_(value.requires_grad)
             )
+        elif isinstance(node, Input) and _is_written_leaf(source, values.get(Ref(node.name))):
+            live[node.name] = source.tensor  # type: ignore[union-attr]
     names = {handle: ref.node for ref, handle in made.handles.items()}
     lent = {address_of(made.addresses, where): (names[source], first) for where, source, first in recording.lent}
     versions = Versions((ref, recording.versions[handle]) for ref, handle in made.handles.items() if ref in values)
     account = account_of(recording, made)
     return Record(graph, values, versions, recording.draws, live, account=account, places=places, lent=lent)
+
+
+def _is_written_leaf(source: Any, value: torch.Tensor | None) -> bool:
+    """Did the forward write a leaf that it was given, so that what it held before is kept by value?"""
+    return value is not None and value is not source.tensor and value.requires_grad and source.tensor.is_leaf
 
 
 def _as_it_was(graph: Graph, places: dict[str, StatePlace]) -> Graph:

@@ -8,6 +8,7 @@ known.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -37,12 +38,24 @@ def apply_call(tracer: Recorder, kind: type, call: Callable[..., Any], args: Any
     if tracer.functorch:
         tracer.leave_functorch()
     if kind.__name__ == "CheckpointFunction" and kind.__module__ == "torch.utils.checkpoint":
-        return args[0](*args[2:])  # its body is the model's own: recorded openly, under the present grad mode
+        return _checkpointed(tracer, args[0], args[2:])
     if kind.__name__ == "BackwardHookFunction":
         tracer.recording.one_way.append("a module's backward hook")
         return call(*args, **kwargs)
     body = _Body(tracer, kind, args, kwargs)
     return body.ended(call(*args, **kwargs))
+
+
+def _checkpointed(tracer: Recorder, body: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+    """The body of a reentrant checkpoint is the model's own, and recorded openly. It has gradients only where one of
+    the tensors that it is given needs them.
+    """
+    tensors = [value for value in given if isinstance(value, torch.Tensor)]
+    flags = [tensor.requires_grad for tensor in tensors]
+    for tensor, flag in zip(tensors, flags, strict=True):
+        tracer.ask("flags", torch.Tensor.requires_grad.__get__, (tensor,), {}, flag)  # type: ignore[attr-defined]
+    with nullcontext() if any(flags) else torch.no_grad():
+        return body(*given)
 
 
 @define(eq=False)

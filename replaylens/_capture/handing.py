@@ -103,7 +103,7 @@ class _Readers:
                     self.of[leaf].append(position)
 
     def idle(self) -> set[int]:
-        """The aliases that tell nothing apart: nothing else reads what they are of, or nothing reads either afterwards."""
+        """The aliases that tell nothing apart: nothing else reads what they are of, or nothing reads either later."""
         found: set[int] = set()
         patched = set(self.recording.patched.values())
         late = bypassed(self.recording)

@@ -6,22 +6,34 @@ long as it is there when a gradient is taken: one that is gone by then is taken 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
+
+import torch
 
 from .._core.pure import alias, hooked
 from .._core.trees import leaves
-from .builder import CallRecord, Handle, Recording
+from .builder import CallRecord, Handle, Recording, SourceRecord
 from .recorder import Recorder
 from .rules import How, Rule
+from .storage import Entry
 
 HOOK_LATE = "a hook on a tensor that was read before: it acts on what comes back from there too. Register it at once."
 HOOK_ON_STEP = (
     "hooks on steps of the backward pass (grad_fn.register_hook): they are not seen. Register them on tensors."
 )
+HOOK_READS = (
+    "a hook that reads tensors which the forward computes, or was given: it holds those of the capture. Use a custom "
+    "function that saves them."
+)
 HOOK_TWICE = (
     "a hook within a gradient that is taken with create_graph=True: it acts on both ways back, and once. Use a custom "
     "function."
 )
+_HOOK = "hook"
+_MOST = 10_000  # objects that are looked at for the tensors that a hook can name
 
 
 def hook(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
@@ -37,8 +49,34 @@ def hook(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
     handle = recorder.know_again(tensor)
     recorder.memory.same_as[handle] = source
     recorder.recording.hooks.append((handle, removable, is_late))
-    recorder.append(hooked, Rule(How.LEAF, "hook"), [source, function], {}, handle, site, None, False)
+    recorder.append(hooked, Rule(How.LEAF, _HOOK), [source, function], {}, handle, site, None, False)
+    _in_turn(recorder.recording)
     return removable
+
+
+def _in_turn(recording: Recording) -> None:
+    """Of hooks on one value a gradient comes first to the one that was there first: that is the last of the calls."""
+    chain = list(_chain(recording))
+    hooks = {handle: (removable, is_late) for handle, removable, is_late in recording.hooks}
+    held = [(record.function, record.args[1:], hooks.pop(record.returns, None)) for _, record in chain]
+    for (number, record), (function, more, noted) in zip(chain, [*held[1:], held[0]], strict=True):
+        recording.records[number] = record._replace(function=function, args=[record.args[0], *more])
+        if noted is not None:
+            hooks[record.returns] = noted
+    recording.hooks[:] = [(handle, *hooks[handle]) for handle in sorted(hooks)]
+
+
+def _chain(recording: Recording) -> Iterator[tuple[int, CallRecord]]:
+    """The calls of hooks on one value, the last of the recording first."""
+    wanted = recording.records[-1].returns
+    for number in range(len(recording.records) - 1, -1, -1):
+        record = recording.records[number]
+        if record.returns != wanted:
+            continue
+        if not isinstance(record, CallRecord) or record.kind != _HOOK:
+            break
+        yield number, record
+        wanted = record.args[0]
 
 
 def _is_read(recording: Recording, source: Handle) -> bool:
@@ -57,15 +95,13 @@ def _reads(record: CallRecord) -> list[Any]:
     return list(leaves((*record.args, *(record.kwargs or {}).values())))
 
 
-def settle_hooks(recording: Recording, at_end: bool = False) -> None:
-    """Of the hooks that are gone by now only the value stays. What no replay can give is noted at the end."""
+def settle_hooks(recording: Recording) -> None:
+    """Of the hooks that are gone by now only the value stays."""
     staying = []
     for handle, removable, is_late in recording.hooks:
         held = removable.hooks_dict_ref()
         if held is not None and removable.id in held:
             staying.append((handle, removable, is_late))
-            if is_late and at_end:
-                recording.one_way.append(HOOK_LATE)
         else:
             _take_out(recording, handle)
     recording.hooks[:] = staying
@@ -75,3 +111,78 @@ def _take_out(recording: Recording, handle: Handle) -> None:
     for number, record in enumerate(recording.records):
         if record.returns == handle and isinstance(record, CallRecord) and record.function is hooked:
             recording.records[number] = record._replace(function=alias, args=record.args[:1])
+
+
+def note_hooks(recorder: Recorder) -> None:
+    """What no replay can give of the hooks that are there when the forward is over."""
+    recording = recorder.recording
+    settle_hooks(recording)
+    if any(is_late for _, _, is_late in recording.hooks):
+        recording.one_way.append(HOOK_LATE)
+    for _, removable, _ in recording.hooks:
+        hook = (removable.hooks_dict_ref() or {}).get(removable.id)
+        if any(_is_of_forward(recorder, tensor) for tensor in _tensors_of(hook)):
+            recording.one_way.append(HOOK_READS)
+
+
+def _is_of_forward(recorder: Recorder, tensor: torch.Tensor) -> bool:
+    """Did the forward make or write this tensor, or was it given? What the model holds is there in a replay too."""
+    known = recorder.memory.live.get(id(tensor))
+    if isinstance(known, Entry):
+        if known.base.version:
+            return True
+        known = known.handle
+    source = [r for r in recorder.recording.records if isinstance(r, SourceRecord) and r.returns == known]
+    return known is not None and (not source or source[0].kind == "input")
+
+
+def _tensors_of(hook: Any) -> Iterator[torch.Tensor]:
+    """The tensors that a function can name: what it closes over, its defaults, what is bound to it, its globals; and of
+    other objects the attributes that it names.
+    """
+    seen: set[int] = set()
+    stack: list[tuple[Any, frozenset[str]]] = [(hook, frozenset())]
+    while stack and len(seen) < _MOST:
+        value, names = stack.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, FunctionType):
+            named = names | _names_in(value.__code__)
+            cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+            defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+            meant = [value.__globals__[name] for name in sorted(named) if name in value.__globals__]
+            stack.extend((one, named) for one in (*cells, *defaults, *meant))
+        elif isinstance(value, MethodType):
+            stack.extend(((value.__func__, names), (value.__self__, names | _names_in(value.__func__.__code__))))
+        elif isinstance(value, partial):
+            stack.extend((one, names) for one in (value.func, *value.args, *value.keywords.values()))
+        elif isinstance(value, dict):
+            stack.extend((one, names) for one in value.values())
+        elif isinstance(value, (tuple, list, set, frozenset)):
+            stack.extend((one, names) for one in value)
+        elif not isinstance(value, (type, ModuleType)):
+            call = vars(type(value)).get("__call__")
+            named = names | (_names_in(call.__code__) if isinstance(call, FunctionType) else frozenset())
+            stack.extend((one, named) for one in _attributes(value, named))
+
+
+def _attributes(value: Any, names: frozenset[str]) -> list[Any]:
+    """The attributes of an object that have one of these names; tensors and modules of a module are such too."""
+    held = [getattr(value, "__dict__", {})]
+    held.extend(held[0].get(table) or {} for table in ("_buffers", "_modules"))
+    return [one for table in held for name, one in table.items() if name in names]
+
+
+def _names_in(code: CodeType) -> frozenset[str]:
+    inner = [_names_in(one) for one in code.co_consts if isinstance(one, CodeType)]
+    return frozenset(code.co_names).union(*inner)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False

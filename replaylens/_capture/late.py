@@ -1,17 +1,21 @@
 """Memory that a backward pass still reads, written where torch does not notice: `weight.data.mul_(0.5)` after its use.
 
-In: memory that is written through `.data` or by numpy, or exchanged. Out: whether a call before saved it.
-Torch's own backward then reads what is there by that time; a program has the gradient of what was computed.
+In: memory that is written through `.data` or by numpy, or exchanged. Out: whether a call before saved it, of what it
+read or of what it gave. Torch's own backward then reads what is there by that time; a program has the gradient of what
+was computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
+from attrs import frozen
 
+from .._core.backward import saved_below
 from .._core.pure import history_of, same_content
+from .._core.torch_private import without_function_modes
 from .._core.trees import freeze_deep, leaves, thaw
 from .builder import CallRecord, Gone, Handle, Recording
 from .recorder import Recorder
@@ -23,7 +27,6 @@ LATE_WRITE = (
     "without a sign. Write it before, or compute with a copy."
 )
 Is = Callable[[torch.Tensor], bool]
-_DEEPEST = 6  # how many steps of a backward pass one torch function may take
 
 
 def note_late_write(
@@ -39,71 +42,111 @@ def note_late_write(
     def is_it(tensor: torch.Tensor) -> bool:
         return storage_key(tensor) == memory if exchanged is None else tensor is exchanged
 
-    readers = [r for r in recording.records if isinstance(r, CallRecord) and not held.isdisjoint(reads_of(r))]
-    if any(_saves(recording, record, is_it, exchanged is not None) for record in readers):
+    asked = _Asked(recorder, held, is_it, exchanged is not None)
+    if asked.is_made_by_what_saved_it(base.root) or any(map(asked.is_saved_by, asked.records)):
         recording.one_way.append(LATE_WRITE)
 
 
 def note_writes_from_outside(recorder: Recorder) -> None:
-    """The same for what numpy and its like wrote, when the forward is over."""
+    """The same for what numpy and its like wrote, when the forward is over. What nobody read since is recorded as it
+    was before.
+    """
     memory = recorder.memory
     for base in list(memory.bases.values()):
         if base.exposed is not None and not same_content(base.root, base.exposed):
+            memory.require_announced(base)
             note_late_write(recorder, base)
+            memory.restore_held(base)
     for base, held in memory.rewritten:
         note_late_write(recorder, base, held=held)
 
 
-def _saves(recording: Recording, record: CallRecord, is_it: Is, as_object: bool) -> bool:
-    """Did the call save what is asked for for its backward? Where gradients are off, torch does not tell."""
-    given = [recording.values[h] for h in leaves(record.returns) if type(h) is Handle]
-    if not recording.ambient[0]:
-        return any(not _is_gone(t) and not is_it(t) and t.is_floating_point() for t in given)
-    if any(_is_gone(value) for value in given):
-        return any(h in recording.gradients for h in leaves(record.returns) if type(h) is Handle)
-    if not as_object and any(_may_need_gradients_elsewhere(recording.values[h]) for h in reads_of(record)):
-        return _would_save(recording, record, is_it)
-    stops = {id(value.grad_fn) for value in (recording.values[h] for h in reads_of(record)) if _has_history(value)}
-    return any(_saved_below(value.grad_fn, is_it, stops, _DEEPEST) for value in given if _has_history(value))
+@frozen(eq=False)
+class _Asked:
+    """What is asked for: the values that lie in some memory, or one object, which gets other memory."""
+
+    recorder: Recorder
+    held: set[Handle]
+    is_it: Is
+    as_object: bool
+
+    @property
+    def recording(self) -> Recording:
+        """What was written down so far."""
+        return self.recorder.recording
+
+    @property
+    def records(self) -> Iterator[CallRecord]:
+        """The calls that read it or made it. A call keeps an alias of its result, which nobody exchanges."""
+        for record in self.recording.records:
+            if isinstance(record, CallRecord):
+                made = () if self.as_object else _given(record)
+                if not self.held.isdisjoint(reads_of(record)) or not self.held.isdisjoint(made):
+                    yield record
+
+    def is_made_by_what_saved_it(self, tensor: torch.Tensor) -> bool:
+        """Does the history of what lies there now begin with a step that saved it?"""
+        has_history = not self.as_object and _has_history(tensor)
+        return has_history and saved_below(tensor.grad_fn, self.is_it, set())
+
+    def is_saved_by(self, record: CallRecord) -> bool:
+        """Did the call save it for its backward? Where nothing has a history, torch does not tell."""
+        recording = self.recording
+        given = [recording.values[h] for h in _given(record)]
+        reads = [recording.values[h] for h in reads_of(record)]
+        if not recording.ambient[0] or any(map(_may_need_gradients_elsewhere, reads)):
+            return self.would_be_saved_by(record)
+        if any(_is_gone(value) for value in given):
+            return any(h in recording.gradients for h in _given(record))
+        stops = {id(value.grad_fn) for value in reads if _has_history(value)}
+        return any(saved_below(value.grad_fn, self.is_it, stops) for value in given if _has_history(value))
+
+    def would_be_saved_by(self, record: CallRecord) -> bool:
+        """Is it saved where all that the call reads needs gradients? The call is made once more to see."""
+        if record.draws is not None:
+            return True
+        copies: dict[Handle, torch.Tensor] = {}
+        asked: list[torch.Tensor] = []
+
+        def leaf(value: Any) -> Any:
+            if type(value) is not Handle:
+                return value
+            if value not in copies:
+                tensor = self.recording.values[value]
+                copy = copies[value] = tensor.detach().clone()
+                if self.is_it(tensor) if self.as_object else value in self.held:
+                    asked.append(copy)
+                if copy.is_floating_point() or copy.is_complex():
+                    copy.requires_grad_()
+            return copies[value]
+
+        try:
+            with without_function_modes(), self.recorder.at_work(), torch.enable_grad():
+                args = [thaw(value, leaf) for value in record.args]
+                out = record.function(*args, **{key: thaw(value, leaf) for key, value in (record.kwargs or {}).items()})
+        except Exception:
+            return True
+        found: list[torch.Tensor] = []
+        freeze_deep(out, found.append)
+        if not self.as_object:
+            given = _given(record)
+            is_plain = len(given) == len(found)
+            made = [tensor for tensor, handle in zip(found, given, strict=False) if handle in self.held]
+            asked.extend(made if is_plain else found)
+
+        def is_asked(tensor: torch.Tensor) -> bool:
+            return any(tensor is one if self.as_object else storage_key(tensor) == storage_key(one) for one in asked)
+
+        return any(saved_below(value.grad_fn, is_asked, set()) for value in found)
+
+
+def _given(record: CallRecord) -> list[Handle]:
+    return [leaf for leaf in leaves(record.returns) if type(leaf) is Handle]
 
 
 def _may_need_gradients_elsewhere(value: Any) -> bool:
     """Torch saves less for what needs no gradient, and a replay may be given what does."""
     return not _is_gone(value) and not value.requires_grad and (value.is_floating_point() or value.is_complex())
-
-
-def _would_save(recording: Recording, record: CallRecord, is_it: Is) -> bool:
-    """Is what is asked for saved where all that the call reads needs gradients? The call is made once more to see."""
-    if record.draws is not None:
-        return True
-    copies: dict[Handle, torch.Tensor] = {}
-    asked: list[torch.Tensor] = []
-
-    def leaf(value: Any) -> Any:
-        if type(value) is not Handle:
-            return value
-        if value not in copies:
-            tensor = recording.values[value]
-            copy = copies[value] = tensor.detach().clone()
-            if is_it(tensor):
-                asked.append(copy)
-            if copy.is_floating_point() or copy.is_complex():
-                copy.requires_grad_()
-        return copies[value]
-
-    try:
-        with torch.enable_grad():
-            args = [thaw(value, leaf) for value in record.args]
-            out = record.function(*args, **{key: thaw(value, leaf) for key, value in record.kwargs.items()})
-    except Exception:
-        return True
-
-    def is_asked(tensor: torch.Tensor) -> bool:
-        return any(storage_key(tensor) == storage_key(one) for one in asked)
-
-    found: list[torch.Tensor] = []
-    freeze_deep(out, found.append)
-    return any(_saved_below(value.grad_fn, is_asked, set(), _DEEPEST) for value in found)
 
 
 def _is_gone(value: Any) -> bool:
@@ -112,24 +155,3 @@ def _is_gone(value: Any) -> bool:
 
 def _has_history(value: Any) -> bool:
     return not _is_gone(value) and value.requires_grad and history_of(value) is not None
-
-
-def _saved_below(function: Any, is_it: Is, stops: set[int], depth: int) -> bool:
-    """Is what is asked for among what a step of a backward pass saved, or those that follow it within the same call?"""
-    if function is None or id(function) in stops or not depth:
-        return False
-    if any(map(is_it, _saved_by(function))):
-        return True
-    return any(_saved_below(below, is_it, stops, depth - 1) for below, _ in function.next_functions)
-
-
-def _saved_by(function: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for name in ("saved_tensors", *[name for name in dir(function) if name.startswith("_saved_")]):
-        try:
-            value = getattr(function, name, None)
-        except RuntimeError:  # it was written in a way that torch notices, or let go of: torch raises in the backward
-            continue
-        values = value if isinstance(value, (tuple, list)) else (value,)
-        found.extend(tensor for tensor in values if isinstance(tensor, torch.Tensor))
-    return found

@@ -16,12 +16,39 @@ from typing import Any
 import torch
 from attrs import define, field
 
-from .._core.pure import Hole, Step, as_strided_from, history_of, same_content, take_step
+from .._core.pure import Hole, Step, as_strided_from, history_of, same_content, standing, take_step
 from .._core.target import Target
 from .._core.torch_private import unset_fake_temporarily, without_function_modes
-from .._core.trees import Branch, freeze, remake, thaw
-from ..errors import CaptureError
+from .._core.trees import Branch, freeze, leaves, remake, thaw
+from ..errors import CaptureError, UnannouncedWrite
 from .builder import CallRecord, GuardRecord, Handle, Recording, SourceRecord, version_of
+
+FORKED = (
+    "a detached alias that was written with what has gradients, and is read again after its memory was written "
+    "elsewhere: torch keeps two histories of one memory. Compute with a copy."
+)
+
+
+def detaches(function: Any) -> bool:
+    """Does a gradient end at this view?"""
+    return getattr(function, "__name__", "") == "detach" or getattr(function, "__self__", None) is torch.Tensor.data
+
+
+def may_flow(recording: Recording, handle: Handle) -> bool:
+    """Can a gradient go back from a value to an input or a parameter, in a replay if not in this forward?"""
+    made = {h: record for record in recording.records for h in leaves(record.returns) if type(h) is Handle}
+    stack, seen = [handle], {handle}
+    while stack:
+        record = made[stack.pop()]
+        if isinstance(record, SourceRecord):
+            if record.kind == "input" or record.tensor.requires_grad:
+                return True
+        elif (record.context[0] or not recording.ambient[0]) and not detaches(record.function):
+            reads = leaves((*record.args, *(record.kwargs or {}).values()))
+            above = {leaf for leaf in reads if type(leaf) is Handle} - seen
+            seen |= above
+            stack.extend(above)
+    return False
 
 
 @define(eq=False)
@@ -37,6 +64,8 @@ class Base:
     derived: dict[Any, Handle] = field(factory=dict)  # views of this version
     twin: Base | None = None  # the same memory under another storage
     exposed: torch.Tensor | None = None  # the content when somebody outside torch got hold of the memory
+    is_forked: bool = False  # written through a detached alias, with what may have a history
+    is_told: bool = False  # ... and was told what is there, not the address alone
 
 
 @define(eq=False)
@@ -48,6 +77,12 @@ class Entry:
     steps: tuple[Any, ...]
     handle: Handle
     version: int
+
+    @property
+    def is_detached(self) -> bool:
+        """Do gradients end on the way from the base, or go elsewhere?"""
+        functions = [step.items[0].function for step in self.steps]
+        return any(function is standing or detaches(function) for function in functions)
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
@@ -258,6 +293,8 @@ class Memory:
             return self._derive_unseen(entry)
 
     def _derive_unseen(self, entry: Entry) -> Handle:
+        if entry.base.is_forked and entry.is_detached:
+            self.recording.one_way.append(FORKED)
         base, handle, tensor = entry.base, entry.base.handle, entry.base.root
         for number, step in enumerate(entry.steps):
             key = entry.steps[: number + 1]
@@ -311,7 +348,7 @@ class Memory:
         values, old = self.recording.values, (base.root if content is None else content)
         there = [handle for handle in base.held if handle not in self.recording.gone]
         there = [handle for handle in there if storage_key(values[handle]) == storage_key(base.root)]
-        for handle in self.recording.spare.intersection(there):
+        for handle in self.recording.spare.intersection(there) if content is None else ():  # else it is no call's work
             self.recording.let_go(handle)
         held = [handle for handle in there if handle not in self.recording.gone]
         base.held = []
@@ -389,45 +426,59 @@ class Memory:
         plain = [known] if type(known) is Handle else []
         for handle in (*held, *plain):
             if handle not in self.recording.gone and self.recording.values[handle] is tensor:
-                self.recording.values[handle] = tensor.detach()
+                self.recording.values[handle] = tensor.detach().requires_grad_(tensor.requires_grad)
         if isinstance(known, Entry) and known.base.root is tensor:
             known.base.root = tensor.detach()
         self.keep_alive.append(tensor)
 
     # -- memory that left torch ------------------------------------------------------------------------------------
 
-    def expose(self, tensor: torch.Tensor) -> None:
-        """Somebody outside torch can write this memory from now on: its content is compared at each read."""
+    def expose(self, tensor: torch.Tensor, is_told: bool = True) -> None:
+        """Somebody outside torch can write this memory from now on: its content is compared at each read. Is it told
+        what is there now, so that a guard holds it?
+        """
         base = self.entry(tensor).base
+        base.is_told |= is_told
         if base.exposed is None:
             base.exposed = base.root.detach().clone()
 
+    def require_announced(self, base: Base) -> None:
+        """Refuse what was written by somebody who knew no more than an address: nothing says what it was made of."""
+        if not base.is_told:
+            raise UnannouncedWrite(
+                f"a tensor {tuple(base.root.shape)} was written through its address (`data_ptr()`), by something that "
+                "was not seen.\nDeclare a custom operator that says what it writes (torch.library: mutates_args)."
+            )
+
     def _look_at_exposed(self, base: Base) -> None:
+        """What was written from outside is a constant; torch did not see it, so that gradients go where they went."""
         assert base.exposed is not None
         with without_function_modes():
             if same_content(base.root, base.exposed):
                 return
-            now = base.root.detach().clone()
-        self.rewritten.append((base, {*base.held, base.handle}))
-        self.restore_held(base)
-        handle = self.recording.keep(now)
-        self.recording.records.append(
-            SourceRecord("constant", handle, "written from outside torch, through numpy", None, now)
-        )
-        self.wrote(base, handle)
+            self.require_announced(base)
+            now, place = base.root.detach().clone(), base.handle
+            self.rewritten.append((base, {*base.held, base.handle}))
+            self.restore_held(base)
+            handle = self.recording.keep(now)
+            self.recording.records.append(
+                SourceRecord("constant", handle, "written from outside torch, through numpy", None, now)
+            )
+            if base.root.requires_grad or may_flow(self.recording, place):
+                content = handle
+                handle = self.recording.keep(now.clone().requires_grad_(base.root.requires_grad))
+                made = CallRecord(standing, "data", [place, content], {}, handle, (True,), -1, None)
+                self.recording.records.append(made)
+            self.wrote(base, handle)
 
     def restore_held(self, base: Base) -> None:
         """The recorded values of memory that numpy has overwritten, from the copy that was taken of it."""
         assert base.exposed is not None
-        values, held = self.recording.values, base.held
-        base.held = []
-        offset, root = base.root.storage_offset(), base.root
-        if root.is_contiguous():
-            flat = base.exposed.contiguous().view(-1)
-            for handle in [handle for handle in held if handle not in self.recording.gone]:
-                tensor = values[handle]
-                if tensor.dtype == root.dtype:
-                    values[handle] = flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - offset)
+        with torch.no_grad():
+            before = torch.empty(0, dtype=base.root.dtype, device=base.root.device)
+            before.set_(base.root.untyped_storage().clone(), *_geometry(base.root))
+            before.copy_(base.exposed)
+        self.preserve(base, before)
 
     def unannounced(self) -> list[tuple[torch.Tensor, Handle]]:
         """Tensors whose write counter moved without a call that says so."""
@@ -460,6 +511,10 @@ def geometry_step(tensor: torch.Tensor, base: Base) -> Any:
         )
     args = (Hole.HERE, tuple(tensor.shape), tensor.stride(), shift)
     return step_tree(as_strided_from, args, None, (), torch.is_grad_enabled())
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[Any, Any, Any]:
+    return tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def _addresses(tensor: torch.Tensor) -> tuple[int, int]:

@@ -270,9 +270,10 @@ class Tracer(Recorder):
         if tensor is not None:
             reads = [self.read(tensor)]
             result = func(*args, **kwargs)
-            if rule.kind not in ("dataptr", "dlpackdevice", "cudaarrayinterface"):
+            is_told = rule.kind not in ("dataptr", "dlpackdevice", "cudaarrayinterface")
+            if is_told:
                 self.guard(torch.Tensor.numpy if rule.kind == "numpy" else func, reads, {}, None, False)
-            self.memory.expose(tensor)
+            self.memory.expose(tensor, is_told)
             self.exposed = True
             return result
         return func(*args, **kwargs)

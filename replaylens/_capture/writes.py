@@ -25,10 +25,15 @@ from .flags import turn
 from .late import note_late_write
 from .recorder import Recorder, geometry_of, number_parts, tensors_in
 from .rules import How, Rule
-from .storage import Base, Entry, geometry_step, meet, step_tree, storage_key
+from .storage import FORKED, Base, Entry, geometry_step, may_flow, meet, step_tree, storage_key
 from .twins import twin_of
 
+WRITTEN_STANDING = (
+    "a write through a tensor that was given other memory by `.data =`: where its gradient goes cannot be said. Write "
+    "before the assignment, or assign a copy."
+)
 _grad_enabled = torch.is_grad_enabled
+_DETACH = step_tree(torch.Tensor.detach, (Hole.HERE,), None, (), True)
 
 
 def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, targets: list[torch.Tensor]) -> Any:
@@ -48,12 +53,8 @@ def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, tar
         recorder.memory.share(base)
     if recorder.memory.strayed is not None:
         recorder.written_unseen(recorder.memory.strayed)
-    if any(step.items[0].function is standing for entry in entries for step in entry.steps):
-        raise CaptureError(
-            f"`{rule.kind}` writes a tensor that needs gradients and was given other memory by "
-            f"`.data =`.{recorder.where()}\n"
-            "Where its gradient goes cannot be said. Write before the assignment, or assign a copy."
-        )
+    if any(map(_is_standing, [step for entry in entries for step in entry.steps])):
+        recorder.recording.one_way.append(WRITTEN_STANDING)
     for base in bases:  # else this write would hide it
         if base.counter is not None and version_of(base.root) != base.counter:
             recorder.written_unseen(base.root)
@@ -64,6 +65,7 @@ def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, tar
         )
     for base in {id(entry.base): entry.base for entry in entries if _is_by_data(entry)}.values():
         note_late_write(recorder, base)
+    _note_forks(recorder, targets, tensors, bases)
     record = write_record(recorder, func, args, kwargs, targets, entries, bases, draw.draws is not None)
     geometry = [geometry_of(target) for target in targets]
     counters = [version_of(base.root) for base in bases]
@@ -87,6 +89,32 @@ def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, tar
         return _outgrown(recorder, rule, func, args, kwargs, targets, out, site)
     append_write(recorder, rule, func, record, targets, entries, bases, tensors, out, site, draw.key)
     return out
+
+
+def _note_forks(
+    recorder: Recorder, targets: list[torch.Tensor], tensors: list[torch.Tensor], bases: list[Base]
+) -> None:
+    """What is written through a detached alias has a history there, and another one, or none, elsewhere in memory."""
+    recording = recorder.recording
+    there = [recorder.memory.entry(tensor) for tensor in tensors if recorder.base_of(tensor) in bases]
+    detached = [entry for entry in there if entry.is_detached]
+    if any(entry.base.is_forked for entry in detached):  # it is derived from the memory again, to be written
+        recording.one_way.append(FORKED)
+    written = [entry for entry in detached if any(entry.tensor is target for target in targets)]
+    if written and (_grad_enabled() or not recording.ambient[0]):
+        others = [t for t in tensors if not any(t is entry.tensor for entry in detached)]
+        if any(may_flow(recording, recorder.read(tensor)) for tensor in others):
+            for entry in written:
+                entry.base.is_forked = True
+
+
+def _is_standing(step: Any) -> bool:
+    return step.items[0].function is standing
+
+
+def _in_memory(steps: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The steps that lead to memory: what `.data =` gave a tensor is written there, whatever its history."""
+    return tuple([_DETACH if _is_standing(step) else step for step in steps])
 
 
 def _is_by_data(entry: Entry) -> bool:
@@ -123,7 +151,7 @@ def write_record(
         return recorder.read(tensor)
 
     tree = Branch(dict, tuple([freeze(value, leaf) for value in kwargs.values()]), tuple(kwargs))
-    written = tuple([Branch(Derived, (numbers[id(e.base)], e.steps)) for e in entries])
+    written = tuple([Branch(Derived, (numbers[id(e.base)], _in_memory(e.steps))) for e in entries])
     given: list[Any] = [
         Target.of(func),
         tuple([base.handle for base in bases]),
@@ -343,10 +371,8 @@ def assign(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) ->
     recorder.memory.part_from(tensor)
     result = func(*args, **kwargs)
     base, steps = recorder.memory.entry(value).base, recorder.memory.entry(value).steps
-    straight = tensor.requires_grad  # the gradient goes where it went before
-    step = step_tree(torch.Tensor.detach, (Hole.HERE,), None, (), True)
-    if straight:
-        step = step_tree(standing, (old, Hole.HERE), None, (), True)
+    straight = tensor.requires_grad or may_flow(recorder.recording, old)  # the gradient goes where it went before
+    step = step_tree(standing, (old, Hole.HERE), None, (), True) if straight else _DETACH
     handle = recorder.recording.keep(tensor)
     if steps:
         recorder.recording.view_of[handle] = (source,)

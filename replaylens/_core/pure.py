@@ -13,8 +13,9 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
-from ..errors import ReplaylensError
+from ..errors import NotDifferentiable, ReplaylensError
 from .target import Target
 from .torch_private import is_batched, outside_of_transforms, peek_interpreter_stack
 from .trees import freeze, thaw
@@ -250,6 +251,12 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()
 
 
+OTHER_KIND = (
+    "gradients of a tensor that was given other memory by `.data =`, of another shape or dtype, cannot be replayed.\n"
+    "Assign numbers of the same shape and dtype, or another tensor."
+)
+
+
 class _Standing(torch.autograd.Function):
     """One tensor's content, another one's place in the history."""
 
@@ -262,24 +269,27 @@ class _Standing(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is needed for the way back."""
+        """Of what kind both are."""
+        ctx.kinds = [(tuple(value.shape), value.dtype) for value in inputs]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         """To the place, unchanged."""
+        if ctx.kinds[0] != ctx.kinds[1]:
+            raise NotDifferentiable(OTHER_KIND)
         return grads[0], None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         """The tangent of the place."""
-        return tangents[0].clone()
+        return None if tangents[0] is None else tangents[0].clone()
 
 
 def standing(place: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
     """What `place.data = content` makes of a tensor: the new content, the gradient goes where it went."""
-    if not place.requires_grad or place.shape != content.shape:
+    if not place.requires_grad and peek_interpreter_stack() is None and forward_ad._current_level < 0:
         return content.detach()
-    return _Standing.apply(place, content)  # type: ignore[no-untyped-call]
+    return _Standing.apply(place, content.detach())  # type: ignore[no-untyped-call]
 
 
 def what_is_raised(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str | None:

@@ -133,6 +133,10 @@ seed_tracker = _name(
 swap_of_tensors = _name(
     "torch._C._swap_tensor_impl", "`torch.utils.swap_tensors` in a forward is refused", "it is not seen"
 )
+hooks_of_all_modules = tuple(
+    _name(f"torch.nn.modules.module._global_backward_{which}", "are there hooks on every module?", "none are seen", {})
+    for which in ("hooks", "pre_hooks")
+)
 OPERATOR_PLACES = tuple(
     (path, _name(path, "a torch function is found again by its name", "those of another place are kept as they are"))
     for path in ("torch._C._nn", "torch._C._fft", "torch._C._linalg", "torch._C._special", "torch._C._sparse")

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from attrs import frozen
 
-from .._core.pure import untransformed, writable_copy
+from .._core.backward import saved_below, without_way_back
+from .._core.pure import history_of, same_content, untransformed, writable_copy
 from .._core.target import Target
-from .._core.torch_private import is_any_autocast_on
+from .._core.torch_private import is_any_autocast_on, peek_interpreter_stack
+from .._core.trees import freeze_deep, thaw
 from ..errors import BadPatch, ShapeMismatch
 from .access import broadcasts, require_number
 from .locate import Part
@@ -233,7 +235,46 @@ def rotate(
 
 def apply(value: Tensor, fn: Callable[[Tensor], Tensor], part: Part | None = None) -> Tensor:
     """What a function makes of the value, or of a part of it. It gets a copy, and may write to it."""
-    return _changed(value, part, "Apply", lambda old: fn(own_copy(old)))
+    return _changed(value, part, "Apply", lambda old: of_own_copies(fn, old))
+
+
+def of_own_copies(fn: Callable[[Any], Any], values: Any) -> Any:
+    """What a function makes of a value, or of several. It gets copies, and may write to them.
+
+    In the model a hook that writes by `.data` or numpy changes what the call before it may have saved for its backward.
+    """
+    if torch.compiler.is_compiling():
+        return fn(own_copy(values) if isinstance(values, Tensor) else thaw(freeze_deep(values, own_copy), _same))
+    given: list[tuple[Tensor, Tensor, int]] = []
+
+    def copied(old: Tensor) -> Tensor:
+        copy = own_copy(old)
+        if history_of(old) is not None and torch.is_grad_enabled() and peek_interpreter_stack() is None:
+            given.append((old, copy.detach(), copy._version))
+        return copy
+
+    made = fn(copied(values) if isinstance(values, Tensor) else thaw(freeze_deep(values, copied), _same))
+    if not any(_is_spoilt(*one) for one in given):
+        return made
+    return thaw(freeze_deep(made, lambda tensor: without_way_back(tensor, _UNSEEN)), _same)
+
+
+def _is_spoilt(old: Tensor, there: Tensor, version: int) -> bool:
+    """Was the copy written in a way that torch does not see, where a hook would have written what its maker saved?"""
+    if there._version != version or same_content(old, there):
+        return False
+    memory = old.untyped_storage()._cdata if old.layout is torch.strided else None
+    return saved_below(old.grad_fn, lambda one: one.untyped_storage()._cdata == memory, set())
+
+
+_UNSEEN = (
+    "gradients through a patch that writes its value by .data or numpy cannot be given, where the call that made the "
+    "value saved it: torch's own backward reads what a hook wrote.\nGive a new tensor."
+)
+
+
+def _same(leaf: Any) -> Any:
+    return leaf
 
 
 def own_copy(tensor: Tensor) -> Tensor:

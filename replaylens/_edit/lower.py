@@ -15,10 +15,11 @@ from attrs import evolve, field, frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Const, Input, Node, Ref, TensorMeaning, meanings_of, refs_of, value_of
-from .._core.pure import alias, gathered, laid_out, writable_copy
+from .._core.pure import alias, gathered, laid_out
 from .._core.target import Target
 from .._core.trees import freeze, freeze_deep, leaves, remake, thaw
 from ..errors import ShapeMismatch
+from .acts import of_own_copies
 from .edges import is_tap
 from .patch import Apply, Chain, Patch
 from .rewrite import beside, fresh, renamed, replace
@@ -157,7 +158,7 @@ def _lower_several(graph: Graph, node: Node, old: Node, to_old: Mapping[Ref, Ref
 
 def apply_to_several(values: Any, fn: Callable[[Any], Any]) -> tuple[Any, ...]:
     """What a function makes of several values at once. It gets copies, and must give as many of the same shapes."""
-    made = fn(thaw(freeze_deep(values, writable_copy), lambda leaf: leaf))
+    made = of_own_copies(fn, values)
     before, after = _tensors(values), _tensors(made)
     if [_kind(tensor) for tensor in before] != [_kind(tensor) for tensor in after]:
         shown = ", ".join(map(_kind, after)) or type(made).__name__

@@ -48,7 +48,8 @@ def rerun(
         for node in graph.nodes:
             if not isinstance(node, Call):
                 ref = Ref(node.name)
-                sources[ref] = _present(record, node, record.live.get(node.name, record.values[ref]))
+                held = record.live.get(node.name) if isinstance(node, State) else None
+                sources[ref] = _present(record, node, record.values[ref] if held is None else held)
     made = plan(graph, range(len(graph)), bytearray(len(graph)), (), rerun_all=True, keep=range(len(graph)))
 
     def departed(departure: Departure) -> None:

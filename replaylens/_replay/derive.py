@@ -14,7 +14,7 @@ import torch
 from attrs import evolve, field, frozen
 
 from .._core.graph import Graph
-from .._core.node import Call, Guard, Ref, TensorMeaning, meanings_of, refs_of, value_of
+from .._core.node import Call, Guard, Input, Ref, State, TensorMeaning, meanings_of, refs_of, value_of
 from .._core.pure import as_leaf, same_content
 from .._core.text import listing
 from .._core.trees import thaw
@@ -231,10 +231,11 @@ class _Work:
         return Versions((ref, old[same[ref]] if ref in same else version(t)) for ref, t in values.items())
 
     def live(self) -> dict[str, torch.Tensor]:
-        """The model's own parameters, and those that the edit brought."""
+        """The model's own parameters and inputs, and those that the edit brought."""
         was = origins(self.record.graph, self.graph)
-        state = [node.name for node in self.graph.state_nodes if node.name not in self.added.values]
-        known = {name: self.record.live.get(was.get(name, name)) for name in state}
+        sources = {node.name for node in self.graph.nodes if isinstance(node, (State, Input))}
+        kept = sources.difference(self.added.values)
+        known = {name: self.record.live.get(was.get(name, name)) for name in kept}
         return {name: tensor for name, tensor in known.items() if tensor is not None} | dict(self.added.live)
 
 

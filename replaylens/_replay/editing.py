@@ -136,13 +136,14 @@ def cut_out(record: Record, starts: Sequence[Any] | None, output: Any) -> Made:
     sources = [Ref(node.name) for node in made.graph.nodes if not isinstance(node, Call)]
     record = with_values(record, [made.values[ref] for ref in sources])
     values = {new: record.values[old] for new, old in made.values.items() if old in record.values}
+    stays = [node.name for node in made.graph.input_nodes if made.values[Ref(node.name)] == Ref(node.name)]
     names = {node.name for node in made.graph.state_nodes} | {node.name for node in made.graph.const_nodes}
     fresh = Record(
         made.graph,
         values,
         Versions((new, record.versions[old]) for new, old in made.values.items()),
         record.draws,
-        {name: tensor for name, tensor in record.live.items() if name in names},
+        {name: tensor for name, tensor in record.live.items() if name in names.union(stays)},
         account=record.account.untimed(),
         saved=record.saved,
         places=record.places,

@@ -7,6 +7,7 @@ the new one is of the recorded shape and dtype. References are bound to what the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,8 +18,8 @@ from .._core.pure import spread
 from .._core.reference import Reference
 from .._core.text import listing
 from .._core.torch_private import peek_interpreter_stack
-from .._core.trees import freeze_deep, leaves, thaw
-from .._edit.acts import own_copy
+from .._core.trees import freeze_deep, leaves
+from .._edit.acts import of_own_copies
 from .._edit.bind import bind
 from .._edit.patch import Apply, Chain, From, Patch, Set, patch_of
 from .._edit.select import CURE, Site, is_named
@@ -170,7 +171,7 @@ def _new_value(node: str, tree: Any, meanings: dict[Ref, TensorMeaning], name: s
         return (lambda value: what), False
     patch = patch_of(what)
     if isinstance(patch, Apply) and patch.part is None:
-        return (lambda value: patch.fn(thaw(freeze_deep(value, own_copy), lambda leaf: leaf))), True
+        return partial(of_own_copies, patch.fn), True
     if type(tree) is not Ref:
         return _for_each(node, tree, meanings, name, patch)
     for part in patch.parts:

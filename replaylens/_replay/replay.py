@@ -55,7 +55,9 @@ class Record:
     values: dict[Ref, torch.Tensor]
     versions: Versions
     draws: dict[str, torch.Tensor]
-    live: dict[str, torch.Tensor] = field(factory=dict)  # the model's own parameters, by node name
+    live: dict[str, torch.Tensor] = field(
+        factory=dict
+    )  # by node name: the model's own parameters, and leaves among the inputs that the forward wrote
     plans: dict[Any, Any] = field(factory=dict)
     account: Account = NOTHING_KNOWN
     histories: frozenset[Ref] | None = None  # which values gradients flow through: see gradients.py
@@ -494,7 +496,8 @@ def supply(record: Record, request: Request, ref: Ref) -> Any:
         recorded = record.value(ref)
         if live.data_ptr() == recorded.data_ptr():
             return live
-        if not _is_written(record.graph, ref.node):
+        node = record.graph.nodes[position]
+        if isinstance(node, State) and not _is_written(record.graph, node):
             raise StaleValue(_stale_text(record.graph, ref))
         if live.grad_fn is not None:  # a buffer with the history of what was written into it since
             return recorded
@@ -505,11 +508,10 @@ def supply(record: Record, request: Request, ref: Ref) -> Any:
     return value if ref.node in record.live or (request.grad and value.is_leaf) else as_leaf(value)
 
 
-def _is_written(graph: Graph, name: str) -> bool:
+def _is_written(graph: Graph, node: State) -> bool:
     """Does the forward leave another value at a place of this state?"""
-    node = graph[name]
     written = {*[address for address, _ in graph.changes], *graph.removed}
-    return isinstance(node, State) and not written.isdisjoint((node.address, *node.aliases))
+    return not written.isdisjoint((node.address, *node.aliases))
 
 
 def _flagged(given: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:

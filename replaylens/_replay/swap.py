@@ -15,7 +15,7 @@ from attrs import define, evolve, field, frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Const, Node, Ref, State, TensorMeaning, meanings_of, value_of
-from .._core.pure import alias, mutate, writable_copy
+from .._core.pure import alias, mutate, same_content, writable_copy
 from .._core.target import Target
 from .._core.trees import Branch, freeze_deep, thaw
 from .._edit.arguments import Arguments, fitted, name_of
@@ -24,6 +24,7 @@ from .._edit.writes import with_plain
 from ..errors import BadEdit, ReplaylensError
 from .derive import Added, derive
 from .guards import diverged, misdirected, node_of
+from .late import mark_of
 from .replay import Record
 
 Recorder = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Record]
@@ -169,24 +170,35 @@ class _Trial:
     def _watch(self, call: Call, site: Site, args: Any, kwargs: Any) -> Any:
         order = iter(site.given.in_order)
         copies: dict[Ref, torch.Tensor] = {}  # one for each value that it is given, and for one given twice
+        originals: dict[Ref, torch.Tensor] = {}
 
         def copy(tensor: torch.Tensor) -> torch.Tensor:
             ref = next(order)
             if ref not in copies:
-                copies[ref] = writable_copy(tensor)
+                copies[ref], originals[ref] = writable_copy(tensor), tensor
             return copies[ref]
 
         given, named = thaw(freeze_deep((args, kwargs), copy), lambda leaf: leaf)
         outside = torch.default_generator.get_state()
         torch.default_generator.set_state(self.generator)
         try:
-            seen = self.seen[call.name] = self.recorder(self.function, given, named)
+            marks = [(tensor, copies[ref].detach(), mark_of(copies[ref])) for ref, tensor in originals.items()]
+            seen = self.recorder(self.function, given, named)
+            if any(mark_of(there) == mark and not same_content(there, tensor) for tensor, there, mark in marks):
+                seen = evolve(seen, graph=evolve(seen.graph, one_way=(*seen.graph.one_way, _UNSEEN)))
+            self.seen[call.name] = seen
         finally:
             self.generator = torch.default_generator.get_state()
             torch.default_generator.set_state(outside)
         _put_back(seen)
         _require_alike(call, seen.graph.output, self.function)
         return thaw(seen.graph.output, lambda leaf: seen.values[leaf] if type(leaf) is Ref else leaf)
+
+
+_UNSEEN = (
+    "a function that writes what it is given by .data or numpy: torch's own backward reads what is there by then, "
+    "without a sign. Let it compute with a copy."
+)
 
 
 def _put_back(seen: Record) -> None:
