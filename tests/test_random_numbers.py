@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import replaylens as rl
 from tests.oracle import assert_same
@@ -705,3 +706,123 @@ def test_an_edit_of_several_values_that_draws_gives_its_output_again():
     assert_same(edited.replay().output, edited.output)
     assert not torch.equal(edited.replay(rng="fresh").output[0], edited.output[0])
     assert edited.check()
+
+
+# ---- gradients that the forward takes through what it draws ----------------------------------------------------------------
+
+
+class DrawsItsMask(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        mask = torch.bernoulli(torch.full_like(x, 0.5))
+        ctx.save_for_backward(mask)
+        return x * mask
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0]
+
+
+def own_generator(t):
+    own = torch.Generator()
+    own.set_state(torch.get_rng_state())
+    return F.dropout(t) * torch.bernoulli(t / 10, generator=own)
+
+
+def reentrant(t):
+    return checkpoint(F.dropout, t, use_reentrant=True)
+
+
+DIFFERENTIATED = {
+    "dropout": F.dropout,
+    "dropout in place": lambda t: F.dropout(t * 1, inplace=True) ** 2,
+    "two": lambda t: F.dropout(t) * F.dropout(t.exp()),
+    "bernoulli": lambda t: t * torch.bernoulli(t / 10),
+    "numbers like it": lambda t: t * torch.rand_like(t),
+    "numbers": lambda t: t * torch.rand(5),
+    "attention": lambda t: F.scaled_dot_product_attention(t[None], t[None], t[None], dropout_p=0.5),
+    "rrelu": lambda t: F.rrelu(t - 0.5, training=True),
+    "a custom function": lambda t: DrawsItsMask.apply(t) * t,
+    "a checkpoint": lambda t: checkpoint(F.dropout, t, use_reentrant=False),
+    "behind what takes as many as it needs": lambda t: F.dropout(t) + 0 * torch.poisson(t.detach() * 3) * F.dropout(t),
+    "seeded in the middle": lambda t: F.dropout(t) * F.dropout(torch.manual_seed(3) and t),
+    "a generator of its own": own_generator,
+}
+
+
+def by_grad(draw, x):
+    h = x.detach().requires_grad_()
+    y = draw(h)
+    (g,) = torch.autograd.grad(y.sum(), h)
+    return y.detach(), g, torch.rand(3)
+
+
+def by_backward(draw, x):
+    h = x.detach().requires_grad_()
+    y = draw(h)
+    y.sum().backward()
+    return h.grad * torch.rand(5)
+
+
+def twice(draw, x):
+    h = x.detach().requires_grad_()
+    y = draw(h**3)
+    (g,) = torch.autograd.grad(y.sum(), h, create_graph=True)
+    (second,) = torch.autograd.grad((g**2).sum(), h)
+    return second
+
+
+WAYS = [(way, case) for way in (by_grad, by_backward, twice) for case in DIFFERENTIATED]
+
+
+@pytest.mark.parametrize(("way", "case"), [*WAYS, (by_backward, "a reentrant checkpoint")])
+def test_a_gradient_within_the_forward_is_taken_through_what_was_drawn_in_this_replay(way, case):
+    model = partial(way, DIFFERENTIATED.get(case, reentrant))
+    prog, module = captured(model), captured(model).module()
+    for seed in range(2):
+        begun(seed)
+        wanted = model(x())
+        begun(seed)
+        assert_same(prog.replay(rng="fresh").output, wanted)
+        begun(seed)
+        assert_same(module(x()), wanted)
+    assert_same(prog.replay().output, prog.output)
+    assert prog.check()
+
+
+def shifted_gradient(x):
+    h = x.detach().requires_grad_()
+    torch.poisson(x * 3)
+    y = F.dropout(h.exp())
+    (g,) = torch.autograd.grad(y.sum(), h)
+    return y.detach(), g
+
+
+@pytest.mark.parametrize("entry", [entry for entry in ENTRIES if entry != "a sweep"])
+def test_a_gradient_goes_through_a_draw_where_another_one_shifted_it(entry):
+    prog = captured(shifted_gradient)
+    captured(lambda x: x)
+    assert_same(ENTRIES[entry](prog), shifted_gradient(other()))
+    edited = prog.with_patch({"input_1": other()})
+    assert edited.check()
+
+
+@pytest.mark.parametrize("first", ["poisson_1", "dropout_1", "grad_1"])
+def test_what_is_asked_of_a_run_later_was_drawn_in_it(first):
+    prog = captured(shifted_gradient)
+    captured(lambda x: x)
+    counts = torch.poisson(other() * 3)
+    captured(lambda x: x)
+    wanted = dict(zip(("dropout_1", "grad_1"), shifted_gradient(other()), strict=True)) | {"poisson_1": counts}
+    for how in ({}, {"to": "poisson_1"}, {"keep": ["poisson_1"]}, {"keep": ["dropout_1"]}):
+        run = prog.replay(other(), **how)
+        for name in (first, *wanted):
+            (value,) = run[name] if isinstance(run[name], tuple) else (run[name],)
+            assert_same(value.detach(), wanted[name])
+
+
+def test_what_a_draw_gave_is_as_recorded_where_a_fresh_replay_begins_at_it():
+    prog = captured(several)
+    run = prog.replay(from_="dropout_1", rng="fresh", keep="all")
+    assert_same(run["dropout_1"], prog["dropout_1"].value)
+    assert not torch.equal(run["dropout_2"], prog["dropout_2"].value)

@@ -99,6 +99,28 @@ class Graph:
         return {position: before for position, before in found.items() if before < position}
 
     @cached_property
+    def states(self) -> dict[int, tuple[Ref, ...]]:
+        """By draw: the values that hold the state which it began with, for calls that run it again themselves."""
+        found: dict[int, list[Ref]] = {}
+        for call in self.again:
+            stretch, given = call.args[0], call.args[4]
+            held = dict(zip(given.keys or (), given.items, strict=True))
+            for name, inner in zip(call.through, stretch.calls, strict=True):
+                if inner.draws is not None and name in self.positions:
+                    found.setdefault(self.positions[name], []).append(held[inner.draws])
+        return {position: tuple(dict.fromkeys(refs)) for position, refs in found.items()}
+
+    @cached_property
+    def state_of(self) -> dict[int, int]:
+        """The same the other way: of each such value, by its position, the draw."""
+        return {self.positions[ref.node]: position for position, refs in self.states.items() for ref in refs}
+
+    @cached_property
+    def again(self) -> tuple[Call, ...]:
+        """The calls that run others again themselves."""
+        return tuple([call for call in self.calls if call.through])
+
+    @cached_property
     def shifts(self) -> dict[int, int]:
         """Those turns where the call before may take more or fewer numbers than it did, or was itself shifted."""
         found: dict[int, int] = {}
@@ -115,9 +137,9 @@ class Graph:
         again: dict[int, list[int]] = {}
         for position, before in self.shifts.items():
             again.setdefault(before, []).append(position)
-        for position, node in enumerate(self.nodes):
-            for name in node.through if isinstance(node, Call) else ():
-                again.setdefault(self.positions[name], []).append(position)
+        for call in self.again:
+            for name in call.through:
+                again.setdefault(self.positions[name], []).append(self.positions[call.name])
         return (
             tuple([(*users, *again[p]) if p in again else users for p, users in enumerate(self.users)])
             if again

@@ -149,7 +149,7 @@ def compile_plan(
     """Steps for a plan. Patches are steps like others: they read a slot and write it."""
     layout = _Layout(graph)
     run = set(plan.run)
-    stream = streamed(graph, plan.run, mode.fresh, layout.literal)
+    stream = streamed(graph, plan.run, mode.fresh, layout.literal, layout.slots)
     guards: dict[int, list[Guard]] = {}
     for number in plan.guards:
         guards.setdefault(graph.guards[number].position, []).append(graph.guards[number])

@@ -59,7 +59,7 @@ def plan(
     if rerun_all and not replaced:
         run, supply = bytearray(graph.call_marks), _sources(graph, ends)
     else:
-        run, supply = _needed(graph, ends, known_marks, dirty, turns, replaced, rerun_all)
+        run, supply = _needed(graph, ends, known_marks, dirty, frozenset(changed), turns, replaced, rerun_all)
     patch = tuple(p for p in changed if run[p] or supply[p] or p in replaced)
     kept = frozenset(keep) | frozenset(wanted)
     return Plan(
@@ -109,6 +109,7 @@ def _needed(
     ends: set[int],
     known: bytearray,
     dirty: bytearray,
+    changed: frozenset[int],
     turns: Mapping[int, int],
     replaced: frozenset[int],
     rerun_all: bool,
@@ -124,6 +125,9 @@ def _needed(
         usable = known[position] and not dirty[position] and (not rerun_all or not is_call)
         if usable or not is_call:
             supply[position] = 1
+            drawn = graph.state_of.get(position) if not is_call else None
+            if drawn is not None and (dirty[drawn] or drawn in turns or (drawn in changed and not known[drawn])):
+                stack.append(drawn)  # which may begin with another state than the one that is held for it
         else:
             run[position] = 1
             stack.extend(graph.parents[position])

@@ -354,9 +354,8 @@ def _compiled(record: Record, request: Request, wanted: frozenset[int], mode: Mo
     entry = record.plans.get(key)
     if entry is None:
         known = _known(record, request)
-        fresh = (
-            [p for p in graph.drawn.values() if not graph.nodes[p].is_seeded] if request.fresh else []  # type: ignore[union-attr]
-        )
+        drawn = graph.drawn.values() if request.fresh else ()
+        fresh = [position for position in drawn if _is_drawn_anew(graph, request, position)]
         places = _places(graph, request)
         made = plan(
             graph,
@@ -474,11 +473,17 @@ def _known(record: Record, request: Request) -> bytearray:
     for position, node in enumerate(graph.nodes):
         if not isinstance(node, Call):
             marks[position] = 1
-        elif request.fresh and node.draws and not node.is_seeded:
+        elif request.fresh and _is_drawn_anew(graph, request, position):
             continue
         elif not request.grad or request.at or position in request.start:
             marks[position] = all(ref in record.values for ref in refs_of(node))
     return marks
+
+
+def _is_drawn_anew(graph: Graph, request: Request, position: int) -> bool:
+    """Does a fresh replay draw there? Not what a seed fixed, nor the layer on whose recorded value it begins."""
+    node = graph.nodes[position]
+    return isinstance(node, Call) and bool(node.draws) and not node.is_seeded and position not in request.start
 
 
 def supply(record: Record, request: Request, ref: Ref) -> Any:

@@ -8,7 +8,7 @@ generator as the model's would: what the forward seeded stays as it was, and dra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from attrs import field, frozen
 
 from .._core.graph import Graph
-from .._core.node import Call, Generator
+from .._core.node import Call, Generator, Ref
 from .._core.trees import leaves
 from .._core.world import freed, in_children, one_draws
 
@@ -47,6 +47,7 @@ class Turn:
     goes_on: bool = False  # the generator is where it should be
     key: str = ""  # of a draw whose forerunner does not run: it has a stream of its own, made of the start and this
     own: bool = False  # it draws from a generator of its own
+    held: tuple[int, ...] = ()  # the slots of the state that it begins with, for calls that run it again themselves
 
 
 @frozen
@@ -69,25 +70,35 @@ def has_own_generator(node: Call) -> bool:
     return any(isinstance(leaf, Generator) for leaf in leaves((node.args, tuple([value for _, value in node.kwargs]))))
 
 
-def streamed(graph: Graph, run: Sequence[int], fresh: bool, literal: Callable[[Any], int]) -> Stream:
+def streamed(
+    graph: Graph, run: Sequence[int], fresh: bool, literal: Callable[[Any], int], slots: Mapping[Ref, int]
+) -> Stream:
     """The stream of the draws that run."""
     drawing = [p for p in run if graph.nodes[p].draws is not None]  # type: ignore[union-attr]
+    held = {p: tuple([slots[ref] for ref in graph.states[p]]) for p in drawing if p in graph.states}
     if fresh and drawing:
-        return _fresh(graph, drawing, literal)
+        return _fresh(graph, drawing, literal, held)
     shifts = {p: graph.shifts[p] for p in drawing if p in graph.shifts}
     there = set(drawing).intersection(shifts.values())
     if not there:
         return Stream(sets=bool(drawing))
     ends = {p: literal(None) for p in sorted(there)}
     turns = {
-        p: Turn(ends.get(shifts.get(p, -1)), ends.get(p), own=has_own_generator(graph.nodes[p]))  # type: ignore[arg-type]
+        p: Turn(
+            begins=ends.get(shifts.get(p, -1)),
+            ends=ends.get(p),
+            own=has_own_generator(graph.nodes[p]),  # type: ignore[arg-type]
+            held=held.get(p, ()) if shifts.get(p, -1) in ends else (),
+        )
         for p in drawing
         if p in ends or shifts.get(p, -1) in ends
     }
     return Stream(turns, True)
 
 
-def _fresh(graph: Graph, drawing: list[int], literal: Callable[[Any], int]) -> Stream:
+def _fresh(
+    graph: Graph, drawing: list[int], literal: Callable[[Any], int], held: Mapping[int, tuple[int, ...]]
+) -> Stream:
     """Draws that begin with the user's generator go on from there, in the model's order."""
     begins = {p: _beginning(graph, p, set(drawing)) for p in drawing}
     own = {p for p in drawing if has_own_generator(graph.nodes[p])}  # type: ignore[arg-type]
@@ -106,6 +117,7 @@ def _fresh(graph: Graph, drawing: list[int], literal: Callable[[Any], int]) -> S
             goes_on=p in going,
             key=begin if type(begin) is str else "",
             own=p in own,
+            held=held.get(p, ()) if begin is not None or p in going else (),
         )
     return Stream(turns, sets, slots.get(last, start) if sets else None, True)
 
@@ -148,6 +160,10 @@ def in_turn(read: Callable[..., Any], call: Callable[..., Any], turn: Turn, reco
         if not turn.goes_on:
             state: Any = recorded if turn.begins is None else env[turn.begins]
             generator.set_state(_branched(state, turn.key) if turn.key else state)
+        if turn.held:
+            state = generator.get_state()
+            for slot in turn.held:
+                env[slot] = state
         value = call(*given)
         if turn.ends is not None:
             env[turn.ends] = generator.get_state()
