@@ -169,12 +169,89 @@ def test_a_module_draws_what_the_model_draws_next(model):
         assert_same(module(other()), wanted)
 
 
-@pytest.mark.parametrize("model", [several, seeded_in_the_middle, forked_and_seeded, restored])
-def test_fresh_replays_go_on_from_each_other_and_leave_no_seed_of_the_forwards_behind(model):
+def a_layer_made_in_the_forward(x):
+    return nn.Linear(5, 3)(x)
+
+
+def initialised(x):
+    return x @ nn.init.kaiming_uniform_(torch.empty(5, 5)) + nn.init.normal_(torch.empty(5))
+
+
+def the_default_generator_by_name(x):
+    return x + torch.rand(5, generator=torch.default_generator) * torch.empty(5).normal_(generator=None)
+
+
+def one_that_nobody_reads_at_the_end(x):
+    y = F.dropout(x)
+    torch.rand(3)
+    return y
+
+
+def one_that_takes_as_many_as_it_needs_at_the_end(x):
+    y = F.dropout(x)
+    torch.poisson(x)
+    return y
+
+
+def seeded_at_the_end(x):
+    y = F.dropout(x)
+    torch.manual_seed(4)
+    return y * 2
+
+
+def seeded_alone(x):
+    torch.manual_seed(4)
+    return x * 2
+
+
+def advanced_in_a_fork_alone(x):
+    with torch.random.fork_rng():
+        return F.dropout(x)
+
+
+def put_back_at_the_end(x):
+    first = torch.rand(5)
+    state = torch.get_rng_state()
+    second = torch.rand(5)
+    torch.set_rng_state(state)
+    return x + first * second
+
+
+LEAVING = [
+    *DRAWING,
+    a_layer_made_in_the_forward,
+    initialised,
+    the_default_generator_by_name,
+    one_that_nobody_reads_at_the_end,
+    one_that_takes_as_many_as_it_needs_at_the_end,
+    seeded_at_the_end,
+    seeded_alone,
+    advanced_in_a_fork_alone,
+    put_back_at_the_end,
+]
+
+
+@pytest.mark.parametrize("model", LEAVING, ids=lambda model: getattr(model, "__name__", type(model).__name__))
+def test_fresh_replays_and_calls_of_a_module_are_the_models_calls_one_after_another(model):
     prog = captured(model)
+    module = prog.module()
+    given = other()
     begun()
-    outputs = [prog.replay(rng="fresh").output for _ in range(3)]
-    assert not torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[1], outputs[2])
+    wanted = [model(given) for _ in range(3)]
+    state = torch.get_rng_state()
+    for call in (module, lambda given: prog.replay(given, rng="fresh").output):
+        begun()
+        assert_same([call(given) for _ in range(3)], wanted)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_part_of_a_program_leaves_no_seed_behind_that_was_given_in_another_part():
+    prog = captured(seeded_at_the_end)
+    begun()
+    prog.replay(to="dropout_1", rng="fresh")
+    assert torch.initial_seed() == 7
+    begun()
+    prog.slice(to="dropout_1").module()(x())
     assert torch.initial_seed() == 7
 
 
@@ -826,3 +903,153 @@ def test_what_a_draw_gave_is_as_recorded_where_a_fresh_replay_begins_at_it():
     run = prog.replay(from_="dropout_1", rng="fresh", keep="all")
     assert_same(run["dropout_1"], prog["dropout_1"].value)
     assert not torch.equal(run["dropout_2"], prog["dropout_2"].value)
+
+
+# ---- forwards that read the generator itself ---------------------------------------------------------------------------
+
+
+def the_seed(x):
+    return x * (torch.initial_seed() % 7 + 1)
+
+
+def the_seed_by_the_generator(x):
+    return x * (torch.default_generator.initial_seed() % 7 + 1)
+
+
+def seed_of_torch():
+    return torch.initial_seed() % 7 + 1
+
+
+def the_seed_by_a_helper(x):
+    return x * seed_of_torch()
+
+
+def a_generator_of_the_same_seed(x):
+    return x + torch.rand(5, generator=torch.Generator().manual_seed(torch.initial_seed()))
+
+
+def a_copied_generator(x):
+    return x + torch.rand(5, generator=torch.default_generator.clone_state()) + torch.rand(5)
+
+
+def a_generator_in_the_same_state(x):
+    own = torch.Generator()
+    own.set_state(torch.get_rng_state())
+    return x + torch.rand(5, generator=own)
+
+
+def a_generator_in_the_same_state_later(x):
+    noise = torch.rand(5)
+    own = torch.Generator()
+    own.set_state(torch.default_generator.get_state())
+    return x * noise + torch.rand(5, generator=own)
+
+
+def the_state_as_a_tensor(x):
+    return x + torch.get_rng_state()[:5] / 255
+
+
+def the_state_as_a_number(x):
+    return x + int(torch.get_rng_state()[9])
+
+
+def the_state_as_bytes(x):
+    torch.rand(3)
+    return x + sum(torch.get_rng_state().numpy().tobytes()) % 11
+
+
+def the_state_as_a_list(x):
+    torch.rand(3)
+    return x * torch.default_generator.get_state().tolist()[20]
+
+
+class OfTheModel(nn.Module):
+    def forward(self, x):
+        return F.dropout(x) + self.number()
+
+    def number(self):
+        return torch.initial_seed() % 5
+
+
+STATE = torch.Generator().manual_seed(0).get_state()
+
+
+def a_state_from_outside(x):
+    torch.set_rng_state(STATE)
+    return F.dropout(x)
+
+
+def seeded_by_the_default_generator(x):
+    torch.default_generator.manual_seed(0)
+    return F.dropout(x)
+
+
+READING = [
+    the_seed,
+    the_seed_by_the_generator,
+    the_seed_by_a_helper,
+    a_generator_of_the_same_seed,
+    a_copied_generator,
+    a_generator_in_the_same_state,
+    a_generator_in_the_same_state_later,
+    the_state_as_a_tensor,
+    the_state_as_a_number,
+    the_state_as_bytes,
+    the_state_as_a_list,
+    OfTheModel(),
+    a_state_from_outside,
+    seeded_by_the_default_generator,
+]
+
+
+@pytest.mark.parametrize("drawn", [0, 2])
+@pytest.mark.parametrize("model", READING, ids=lambda model: getattr(model, "__name__", type(model).__name__))
+def test_what_a_forward_reads_of_the_generator_is_read_anew_or_said(model, drawn):
+    prog = captured(model, drawn=drawn)
+    begun()
+    wanted = [model(x()) for _ in range(2)]
+    begun()
+    fresh = [prog.replay(rng="fresh") for _ in range(2)]
+    assert_same([run.output for run in fresh], wanted)
+    assert_same(prog.replay().output, prog.output)
+    begun()
+    if not prog.graph.generator_read:
+        module = prog.module()
+        assert_same([module(x()) for _ in range(2)], wanted)
+        return
+    assert all(run.diverged for run in fresh)
+    with pytest.raises(rl.DivergedReplay, match=r"what `.*` gave"):
+        prog.replay(rng="fresh", on_divergence="raise")
+    with pytest.raises(rl.ReplaylensError, match="reads or sets the state of torch's generator"):
+        prog.module()
+
+
+@pytest.mark.parametrize("model", [restored, forked_and_seeded, a_generator_made_in_the_forward, several])
+def test_a_state_that_is_put_back_is_no_read_of_it_though_nothing_was_drawn_since_the_seed(model):
+    prog = captured(model, drawn=0)
+    assert prog.graph.generator_read == ()
+    torch.manual_seed(7)
+    wanted = model(x())
+    torch.manual_seed(7)
+    assert_same(prog.replay(rng="fresh").output, wanted)
+
+
+def test_numbers_that_nobody_was_seen_to_draw_are_drawn_by_the_model_itself():
+    def model(x):
+        torch.default_generator.set_state(torch.Generator().manual_seed(0).get_state())
+        return F.dropout(x)
+
+    advanced = torch.Generator().manual_seed(0)
+    torch.rand(9, generator=advanced)
+    hidden = advanced.get_state()
+
+    def jumping(x):
+        torch.set_rng_state(hidden)
+        return F.dropout(x)
+
+    for forward in (model, jumping):
+        prog = captured(forward)
+        begun()
+        wanted = forward(x())
+        begun()
+        assert_same(prog.replay(rng="fresh").output, wanted)

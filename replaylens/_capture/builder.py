@@ -25,6 +25,7 @@ from .._core.node import (
     Generator,
     Guard,
     Input,
+    Left,
     Node,
     Ref,
     Scope,
@@ -45,6 +46,8 @@ from .asked import Asked, asks_identity, catches, guard_of, mode_guards
 from .branches import keeps, taken
 from .dynamic import with_dynamic_shapes
 from .failing import completions
+from .named import named_code
+from .randomness import Doubt, read_by_name
 
 
 class Handle(int):
@@ -132,6 +135,9 @@ class Recording:
     draws: dict[str, torch.Tensor] = field(factory=dict)
     follows: dict[str, tuple[str | None, bool]] = field(factory=dict)  # of each draw: which one before, is it seeded
     drawn_elsewhere: tuple[str, ...] = ()  # what drew numbers besides torch: "random", "numpy"
+    generator_read: dict[str, None] = field(factory=dict)  # how the state of torch's generator was seen to be read
+    doubts: set[Doubt] = field(factory=set)  # of generators' states
+    left: Left | None = None  # where torch's generator is left
     one_way: list[str] = field(factory=list)
     overwritten: set[Handle] = field(factory=set)  # views that were read again after their memory was written
     view_of: dict[Handle, tuple[Handle, ...]] = field(
@@ -274,6 +280,8 @@ def freeze(recording: Recording) -> Frozen:
         takes_any_keyword=recording.takes_any_keyword,
         one_way=tuple(_one_way(recording)),
         drawn_elsewhere=recording.drawn_elsewhere,
+        generator_read=tuple(dict.fromkeys([*recording.generator_read, *_read_by_name(recording, codes)])),
+        left=recording.left,
         ambient=frozen_context(recording.ambient),
         default_dtype=recording.default_dtype,
         default_device=recording.default_device,
@@ -547,6 +555,12 @@ def _asked(
             scope = scopes[asked.scope] if asked.scope >= 0 else None
             found.append(guard_of(asked, ref, to_ref, scope, line_of(asked.site), len(recording.records)))
     return tuple(found)
+
+
+def _read_by_name(recording: Recording, codes: tuple[CodeType, ...]) -> Iterator[str]:
+    """How the state of torch's generator was read where nobody saw it."""
+    kinds = {type(scope.module) for scope in recording.scopes}
+    return read_by_name(named_code(codes, recording.model, kinds), recording.doubts)
 
 
 def _codes(recording: Recording) -> tuple[CodeType, ...]:

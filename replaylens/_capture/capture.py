@@ -186,7 +186,9 @@ def _take_ends(forward: Forward, tracer: Tracer, output: Any) -> None:
     note_writes_from_outside(tracer)
     take_changes(tracer, forward.beginning.snapshot)
     _take_touched(tracer)
+    recording.left = tracer.draws.left()
     recording.drawn_elsewhere = (*forward.beginning.dice.moved(), *tracer.draws.elsewhere)
+    recording.doubts = tracer.draws.doubts
     recording.versions = _require_announced(tracer)
     if tracer.leaves_changes:
         keep_by_value(tracer)

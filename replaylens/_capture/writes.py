@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from .._core.node import Generator
 from .._core.pure import Derived, Hole, Nth, clear, fill, fill_new, fills_memory, mutate, resized, standing
 from .._core.target import Target
 from .._core.torch_private import OpOverload
@@ -23,6 +22,7 @@ from ..errors import CaptureError
 from .builder import CallRecord, Handle, version_of
 from .flags import turn
 from .late import note_late_write
+from .randomness import as_drawn
 from .recorder import Recorder, geometry_of, number_parts, tensors_in
 from .rules import How, Rule
 from .storage import Base, Entry, geometry_step, meet, step_tree, storage_key
@@ -253,7 +253,7 @@ def _with_generator(reads: list[Any], key: str | None) -> list[Any]:
     words = reads[3]
     if key is None or "generator" not in (words.keys or ()):
         return reads
-    items = [Generator(key) if k == "generator" else v for k, v in zip(words.keys, words.items, strict=True)]
+    items = [as_drawn(v, key) if k == "generator" else v for k, v in zip(words.keys, words.items, strict=True)]
     return [*reads[:3], Branch(dict, tuple(items), words.keys), *reads[4:]]
 
 

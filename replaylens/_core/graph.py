@@ -14,7 +14,7 @@ import torch
 from attrs import field, frozen
 
 from .chance import takes_as_many_as_it_needs
-from .node import NO_MODES, Call, Const, Context, Guard, Input, Node, Ref, Scope, State, refs_of
+from .node import NO_MODES, Call, Const, Context, Guard, Input, Left, Node, Ref, Scope, State, refs_of
 from .sharing import NO_OVERLAPS, Overlaps
 from .trees import leaves
 
@@ -43,6 +43,8 @@ class Graph:
     takes_any_keyword: bool = False  # the forward can see the order of its keywords
     one_way: tuple[str, ...] = ()  # custom functions whose backward could not be kept
     drawn_elsewhere: tuple[str, ...] = ()  # what drew numbers besides torch: "random", "numpy"
+    generator_read: tuple[str, ...] = ()  # how the forward read the state or the seed of torch's generator
+    left: Left | None = None  # where it leaves torch's generator, if it moved it
     ambient: Context = NO_MODES  # the modes around the whole model
     default_dtype: torch.dtype = torch.float32
     default_device: str = "cpu"
@@ -90,6 +92,12 @@ class Graph:
     def drawn(self) -> dict[str, int]:
         """The position of each draw, by the key of its generator's state."""
         return {node.draws: p for p, node in enumerate(self.nodes) if isinstance(node, Call) and node.draws is not None}
+
+    @cached_property
+    def last_drawn(self) -> tuple[int, ...]:
+        """The position of the draw behind which the forward leaves torch's generator, if it is one of these."""
+        key = self.left.follows if self.left is not None else None
+        return (self.drawn[key],) if key is not None and key in self.drawn else ()
 
     @cached_property
     def turns(self) -> dict[int, int]:

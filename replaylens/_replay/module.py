@@ -67,6 +67,13 @@ class ProgramModule(Holder):
                 "each call, which only the model itself can do with those. Draw them by torch's default generator, or "
                 "call the model."
             )
+        if record.graph.generator_read:
+            reads = " and ".join(record.graph.generator_read)
+            raise ReplaylensError(
+                f"the forward reads or sets the state of torch's generator: {reads}. "
+                "A module draws anew in each call, and what that state is then only the model itself can read. Draw "
+                "from the generator, or call the model."
+            )
         hidden = self.__dict__  # no submodules, parameters or state of the module's own
         hidden["_record"], hidden["_codes"] = record, {}
         hidden["_held"] = held = {node.name: _places(self, record, node) for node in record.graph.state_nodes}
@@ -162,8 +169,9 @@ class ProgramModule(Holder):
             wanted = [graph.positions[ref.node] for ref in graph.wanted_refs]
             sources = [p for p, mark in enumerate(graph.call_marks) if not mark]
             drawn = [graph.positions[call.name] for call in graph.calls if call.draws is not None]
-            made = plan(graph, wanted, frozenset(sources), (*sources, *drawn), keep=wanted, turns=graph.turns)
-            mode = Mode(grad, fresh=True, on_departure=_departed)
+            changed, last = (*sources, *drawn), graph.last_drawn
+            made = plan(graph, wanted, frozenset(sources), changed, keep=wanted, turns=graph.turns, last=last)
+            mode = Mode(grad, fresh=True, left=graph.left, on_departure=_departed)
             code = compile_plan(graph, made, self._record.draws, mode, {}, self._record.value)
             self._codes[grad] = code, tuple([graph.nodes[p].name for p in made.supply])
         return self._codes[grad]

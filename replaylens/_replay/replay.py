@@ -176,13 +176,16 @@ def execute(record: Record, request: Request, told: Callable[[Code], Code] | Non
     request = _without_idle(record, request)
     wanted = _wanted(graph, request)
     record = _with_starts(record, request)
-    mode = Mode(request.grad, request.fresh, on_departure=departed)
+    left = graph.left if _leaves_generator(request) else None
+    mode = Mode(request.grad, request.fresh, left, on_departure=departed)
     code, needed = _compiled(record, request, wanted, mode)
     require_differentiable(record, request)
     for departure in led_astray(graph, request.changed):
         departed(departure)
     for name in graph.drawn_elsewhere if request.fresh else ():
         departed(Departure(f"what `{name}` drew", "drawn in the forward", "others, which only the model can draw"))
+    for name in graph.generator_read if request.fresh else ():
+        departed(Departure(f"what `{name}` gave", "of the recorded state", "of one that only the model can read"))
     raw = {Ref(graph.nodes[position].name): tensor for position, tensor in request.raw.items()}
     around = Around.of_replay(graph, request.grad)
     for departure in departures_of(graph, record.values, raw, around):
@@ -323,6 +326,11 @@ def _wanted(graph: Graph, request: Request) -> frozenset[int]:
     return frozenset([graph.positions[ref.node] for ref in (graph.output_refs if request.at else graph.wanted_refs)])
 
 
+def _leaves_generator(request: Request) -> bool:
+    """Is the user's generator left where the model leaves it? A part of the program leaves it behind its last draw."""
+    return request.fresh and request.to is None and not request.start
+
+
 def _places(graph: Graph, request: Request) -> dict[int, tuple[Ref, ...]]:
     """The values at which a request asks for gradients, by position."""
     places: dict[int, tuple[Ref, ...]] = {}
@@ -367,6 +375,7 @@ def _compiled(record: Record, request: Request, wanted: frozenset[int], mode: Mo
             until=request.to,
             again=places,
             turns=graph.turns if request.fresh and not request.start else {},
+            last=graph.last_drawn if _leaves_generator(request) else (),
         )
         _require_reached(graph, request, made)
         patches = {

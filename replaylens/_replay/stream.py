@@ -17,7 +17,7 @@ import torch
 from attrs import field, frozen
 
 from .._core.graph import Graph
-from .._core.node import Call, Generator, Ref
+from .._core.node import Call, Generator, Left, Ref
 from .._core.trees import leaves
 from .._core.world import freed, in_children, one_draws
 
@@ -52,11 +52,13 @@ class Turn:
 
 @frozen
 class Stream:
-    """The turns by position; may the global generator be set, and the slot of the state that the user is left with."""
+    """The turns by position; may the global generator be set; the state that the user is left with: its slot, or the
+    key of a recorded one.
+    """
 
     turns: dict[int, Turn] = field(factory=dict)
     sets: bool = False
-    leaves: int | None = None
+    leaves: int | str | None = None
     is_fresh: bool = False
 
     def begun(self, graph: Graph) -> tuple[tuple[str, int], ...]:
@@ -71,13 +73,20 @@ def has_own_generator(node: Call) -> bool:
 
 
 def streamed(
-    graph: Graph, run: Sequence[int], fresh: bool, literal: Callable[[Any], int], slots: Mapping[Ref, int]
+    graph: Graph,
+    run: Sequence[int],
+    fresh: bool,
+    literal: Callable[[Any], int],
+    slots: Mapping[Ref, int],
+    left: Left | None = None,
 ) -> Stream:
-    """The stream of the draws that run."""
+    """The stream of the draws that run. `left`: where the user's generator is to be left, if that is known."""
     drawing = [p for p in run if graph.nodes[p].draws is not None]  # type: ignore[union-attr]
     held = {p: tuple([slots[ref] for ref in graph.states[p]]) for p in drawing if p in graph.states}
     if fresh and drawing:
-        return _fresh(graph, drawing, literal, held)
+        return _fresh(graph, drawing, literal, held, left)
+    if fresh:
+        return Stream() if left is None or left.fixed is None else Stream({}, True, left.fixed, True)
     shifts = {p: graph.shifts[p] for p in drawing if p in graph.shifts}
     there = set(drawing).intersection(shifts.values())
     if not there:
@@ -97,15 +106,21 @@ def streamed(
 
 
 def _fresh(
-    graph: Graph, drawing: list[int], literal: Callable[[Any], int], held: Mapping[int, tuple[int, ...]]
+    graph: Graph,
+    drawing: list[int],
+    literal: Callable[[Any], int],
+    held: Mapping[int, tuple[int, ...]],
+    left: Left | None,
 ) -> Stream:
     """Draws that begin with the user's generator go on from there, in the model's order."""
     begins = {p: _beginning(graph, p, set(drawing)) for p in drawing}
     own = {p for p in drawing if has_own_generator(graph.nodes[p])}  # type: ignore[arg-type]
-    going, last = _going_on(graph, [p for p in drawing if p not in own], begins)
-    sets = len(going) + len(own) < len(drawing)
-    wanted = {begins[p] for p in drawing if p not in going} | ({last} if sets else set())
-    start = literal(None) if any(type(begin) is str for begin in wanted) else None
+    going, last, at = _going_on(graph, [p for p in drawing if p not in own], begins)
+    end = _end(graph, drawing, left, last)
+    sets = len(going) + len(own) < len(drawing) or (left is not None and end != at)
+    wanted = {begins[p] for p in drawing if p not in going} | ({end} if sets else set())
+    fixed = left.fixed if left is not None and end == left.fixed else None
+    start = literal(None) if any(type(begin) is str for begin in wanted - {fixed}) else None
     slots: dict[Any, int | None] = {p: literal(None) for p in drawing if p in wanted}
     turns: dict[int, Turn] = {}
     for number, p in enumerate(drawing):
@@ -119,12 +134,26 @@ def _fresh(
             own=p in own,
             held=held.get(p, ()) if begin is not None or p in going else (),
         )
-    return Stream(turns, sets, slots.get(last, start) if sets else None, True)
+    return Stream(turns, sets, (fixed or slots.get(end, start)) if sets else None, True)
 
 
-def _going_on(graph: Graph, drawing: list[int], begins: dict[int, Any]) -> tuple[set[int], Any]:
-    """The draws for which the global generator is already where they begin; and which of them goes on from the user's
-    state as the last.
+def _end(graph: Graph, drawing: list[int], left: Left | None, last: Any) -> Any:
+    """Where the user's generator is left: behind a draw, as it was, in a state that a seed fixed (its key); behind the
+    last that no seed fixed, where the model did not say.
+    """
+    if left is None:
+        return last
+    if graph.last_drawn and graph.last_drawn[0] in drawing:
+        return graph.last_drawn[0]
+    if left.fixed is not None:
+        return left.fixed
+    is_own = any(graph.nodes[p].edited for p in drawing)  # type: ignore[union-attr]
+    return _START if left.follows is None and not is_own else last
+
+
+def _going_on(graph: Graph, drawing: list[int], begins: dict[int, Any]) -> tuple[set[int], Any, Any]:
+    """The draws for which the global generator is already where they begin; which of them goes on from the user's
+    state as the last; and behind which the generator is in the end.
     """
     at: Any = _START  # where the generator is, as far as draws of the program have moved it
     last: Any = _START
@@ -134,7 +163,7 @@ def _going_on(graph: Graph, drawing: list[int], begins: dict[int, Any]) -> tuple
             going.add(p)
         at = p
         last = last if graph.nodes[p].is_seeded else p  # type: ignore[union-attr]
-    return going, last
+    return going, last, at
 
 
 def _beginning(graph: Graph, position: int, drawing: set[int]) -> Any:
@@ -194,7 +223,7 @@ def _branched(state: torch.Tensor, key: str) -> torch.Tensor:
 
 
 def left_at(slot: int, env: list[Any]) -> tuple[Any, ...]:
-    """The user's generator is left where the last of the fresh draws left it, whatever was seeded since."""
+    """The user's generator is left where the model leaves it."""
     if outside and env[slot] is not None:
         outside[-1] = env[slot]
     return (None,)
