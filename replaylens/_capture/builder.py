@@ -117,7 +117,7 @@ class ScopeRecord(NamedTuple):
     module: torch.nn.Module
     parent: int
     site: Site | None
-    is_void: bool = False  # it raised before anything was computed
+    is_void: bool = False  # it raised before anything was computed, or ran for a gradient alone
 
 
 @define(eq=False)
