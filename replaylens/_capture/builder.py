@@ -159,6 +159,8 @@ class Recording:
     inputs: Any = ()
     changes: list[tuple[tuple[Any, str], Handle]] = field(factory=list)  # (module, key) and its value at the end
     replaced: list[tuple[Any, str]] = field(factory=list)  # (module, key): of changes, where another tensor stands now
+    written_again: dict[int, None] = field(factory=dict)  # written in a checkpoint: memory by id, and its new values
+    computed_again: list[tuple[Any, str]] = field(factory=list)  # (module, key): of changes, what was written there
     removed: list[tuple[Any, str]] = field(factory=list)  # (module, key), where nothing stands any more
     places: list[PlaceNote] = field(factory=list)  # where the model holds what it read or wrote
     lent: list[tuple[tuple[Any, str], Handle, torch.Tensor]] = field(
@@ -270,6 +272,7 @@ def freeze(recording: Recording) -> Frozen:
         replaced=frozenset([address_of(addresses, where) for where in recording.replaced]),
         removed=tuple([address_of(addresses, where) for where in recording.removed]),
         orphans=frozenset(name for name, orphan in zip(names, orphans, strict=True) if orphan),
+        computed_again=tuple([address_of(addresses, where) for where in recording.computed_again]),
         asked=_asked(recording, codes, refs, to_ref, scopes),
         written=frozenset(refs[handle] for handle in recording.written if handle in refs),
         asks_identity=any(map(asks_identity, codes)),

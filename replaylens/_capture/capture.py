@@ -185,6 +185,8 @@ def _take_ends(forward: Forward, tracer: Tracer, output: Any) -> None:
     settle_hooks(recording, at_end=True)
     note_writes_from_outside(tracer)
     take_changes(tracer, forward.beginning.snapshot)
+    again, values = recording.written_again, recording.values
+    recording.computed_again = [w for w, last in recording.changes if last in again or id(values[last]) in again]
     _take_touched(tracer)
     recording.left = tracer.draws.left()
     recording.drawn_elsewhere = (*forward.beginning.dice.moved(), *tracer.draws.elsewhere)

@@ -20,6 +20,7 @@ from .._core.torch_private import OpOverload
 from .._core.trees import Branch, freeze
 from ..errors import CaptureError
 from .builder import CallRecord, Handle, version_of
+from .checkpoints import beneath_checkpoint
 from .flags import turn
 from .late import note_late_write
 from .randomness import as_drawn
@@ -199,6 +200,8 @@ def append_write(
     for base in bases:
         recorder.memory.wrote(base, recorder.recording.keep(base.root), not recorder.in_aten)
     whole = tuple([base.handle for base in bases])
+    if beneath_checkpoint():
+        recorder.recording.written_again.update({id(base.root): None for base in bases} | dict.fromkeys(whole))
     views = _renewed(recorder, targets, entries)
     if function is not mutate:
         recorder.append(function, rule, reads, named, whole[0], site, key, False, func)

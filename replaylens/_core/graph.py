@@ -31,6 +31,7 @@ class Graph:
     module_outputs: tuple[tuple[Scope, Any], ...] = ()
     changes: tuple[tuple[str, Ref], ...] = ()  # what the model wrote: address of a parameter or buffer -> its new value
     replaced: frozenset[str] = frozenset()  # of these, where it assigned another tensor and did not write in place
+    computed_again: tuple[str, ...] = ()  # of these, what a checkpoint wrote: the model's backward writes it once more
     removed: tuple[str, ...] = ()  # addresses where it put None, or that it deleted
     orphans: frozenset[str] = frozenset()  # neither come from an input nor reach an output
     written: frozenset[Ref] = frozenset()  # the first values of memory that the model writes

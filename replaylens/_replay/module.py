@@ -18,7 +18,7 @@ from .._core.graph import Graph
 from .._core.node import Call, Context, Node, Ref, State, TensorMeaning
 from .._core.pure import as_leaf
 from .._core.trees import thaw
-from ..errors import ReplaylensError, StaleValue
+from ..errors import NotDifferentiable, ReplaylensError, StaleValue
 from .facts import require_as_asked
 from .guards import Departure, diverged, raising
 from .inputs import new_inputs
@@ -123,6 +123,7 @@ class ProgramModule(Holder):
         grad = torch.is_grad_enabled()
         if grad and any(tensor.requires_grad for tensor in sources.values()):
             require_differentiable(record, Request(grad=True))
+            _require_written_once(graph)
         code, supply = self._compiled(grad)
         env = list(code.template)
         for name in supply:
@@ -310,6 +311,18 @@ def _without_gradients(graph: Graph) -> Graph:
         return evolve(node, context=Context(False, inference, node.context.autocast))
 
     return evolve(graph, nodes=tuple(map(quiet, graph.nodes)))
+
+
+def _require_written_once(graph: Graph) -> None:
+    """Gradients are asked for: does the backward of the model write nothing that the program's does not?"""
+    written = {address for address, _ in graph.changes}
+    if again := [address for address in graph.computed_again if address in written]:
+        raise NotDifferentiable(
+            f"the model writes {' and '.join(again)} in a checkpoint (torch.utils.checkpoint), and once more when its "
+            "backward computes the checkpoint again. A program computes nothing again, so that they would end "
+            "otherwise.\nTurn checkpoints off and capture the model again, or train the model itself; without "
+            "gradients (torch.no_grad()) the module can be called."
+        )
 
 
 def _departed(departure: Departure) -> None:
