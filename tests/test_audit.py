@@ -13,6 +13,7 @@ import zoo
 from attrs import evolve
 from oracle import belongings, generators, tensors
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import replaylens as rl
 from replaylens._check.accounts import account_of
@@ -78,6 +79,27 @@ def checked(steps: Callable) -> rl.CheckReport:
 
 def line_of(steps: Callable, shift: int) -> int:
     return steps.__code__.co_firstlineno + shift
+
+
+def gradient_in_a_checkpoint(x: torch.Tensor) -> torch.Tensor:
+    def inner(t: torch.Tensor) -> torch.Tensor:
+        return t * torch.autograd.grad(((t * 2) ** 2).sum(), t, create_graph=True)[0]
+
+    leaf = x.detach().requires_grad_()
+    out = checkpoint(inner, leaf, use_reentrant=False)
+    return out.detach() + torch.autograd.grad(out.sum(), leaf)[0]
+
+
+def checkpoint_in_a_checkpoint(x: torch.Tensor) -> torch.Tensor:
+    leaf = x.detach().requires_grad_()
+    out = checkpoint(lambda t: checkpoint(torch.exp, t.sin(), use_reentrant=False), leaf, use_reentrant=False)
+    return out.detach() + torch.autograd.grad(out.sum(), leaf)[0]
+
+
+@pytest.mark.parametrize("forward", [gradient_in_a_checkpoint, checkpoint_in_a_checkpoint])
+def test_what_a_checkpoint_computes_again_for_a_gradient_of_the_forwards_was_not_missed(forward: Callable) -> None:
+    report = rl.check(forward, torch.rand(3, 4))
+    assert report, str(report)
 
 
 def test_a_sum_taken_where_torch_functions_are_off_is_named_with_its_line() -> None:

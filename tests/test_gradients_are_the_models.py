@@ -15,8 +15,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import replaylens as rl
+from tests.oracle import assert_same
 
 # ---- custom functions that were bound before any capture -------------------------------------------------------------
 
@@ -1013,3 +1015,46 @@ def test_a_first_layer_whose_weight_is_written_after_its_use_is_refused_whatever
         prog = rl.capture(WrittenAfterTheFirstUse(), captured_on)
         with pytest.raises(rl.NotDifferentiable, match="memory that the model writes"):
             prog.replay(x.clone().requires_grad_(), grad=True)
+
+
+class CountsInCheckpoints(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        torch.manual_seed(0)
+        self.reentrant, self.fc, self.norm = reentrant, nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        def inner(t):
+            return self.norm(self.fc(t)).tanh()
+
+        return inner(x) if self.reentrant is None else checkpoint(inner, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_module_whose_model_writes_buffers_again_in_its_backward_is_refused_with_gradients(reentrant, grad):
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    model, witness = CountsInCheckpoints(reentrant), CountsInCheckpoints(reentrant)
+    with torch.set_grad_enabled(grad):
+        prog = rl.capture(model, x)
+        witness(x)
+    with pytest.raises(rl.NotDifferentiable, match=r"writes norm\.running_mean and .* in a checkpoint"):
+        prog.module()(x)
+    with torch.no_grad():
+        assert_same(prog.module()(x), witness(x))
+    assert_same(dict(model.named_buffers()), dict(witness.named_buffers()))
+    model.eval(), witness.eval()
+    module = rl.capture(model, x).module()
+    module(x).sum().backward()
+    witness(x).sum().backward()
+    assert_same([p.grad for p in model.parameters()], [p.grad for p in witness.parameters()])
+
+
+def test_a_module_is_trained_as_the_model_where_no_checkpoint_writes():
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+    model, witness = CountsInCheckpoints(None), CountsInCheckpoints(None)
+    module = rl.capture(model, x).module()
+    witness(x)
+    for call in (module, witness):
+        call(x).sum().backward()
+    assert_same(dict(model.named_buffers()), dict(witness.named_buffers()))

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import replaylens as rl
 from tests.oracle import assert_same
@@ -168,12 +169,89 @@ def test_a_module_draws_what_the_model_draws_next(model):
         assert_same(module(other()), wanted)
 
 
-@pytest.mark.parametrize("model", [several, seeded_in_the_middle, forked_and_seeded, restored])
-def test_fresh_replays_go_on_from_each_other_and_leave_no_seed_of_the_forwards_behind(model):
+def a_layer_made_in_the_forward(x):
+    return nn.Linear(5, 3)(x)
+
+
+def initialised(x):
+    return x @ nn.init.kaiming_uniform_(torch.empty(5, 5)) + nn.init.normal_(torch.empty(5))
+
+
+def the_default_generator_by_name(x):
+    return x + torch.rand(5, generator=torch.default_generator) * torch.empty(5).normal_(generator=None)
+
+
+def one_that_nobody_reads_at_the_end(x):
+    y = F.dropout(x)
+    torch.rand(3)
+    return y
+
+
+def one_that_takes_as_many_as_it_needs_at_the_end(x):
+    y = F.dropout(x)
+    torch.poisson(x)
+    return y
+
+
+def seeded_at_the_end(x):
+    y = F.dropout(x)
+    torch.manual_seed(4)
+    return y * 2
+
+
+def seeded_alone(x):
+    torch.manual_seed(4)
+    return x * 2
+
+
+def advanced_in_a_fork_alone(x):
+    with torch.random.fork_rng():
+        return F.dropout(x)
+
+
+def put_back_at_the_end(x):
+    first = torch.rand(5)
+    state = torch.get_rng_state()
+    second = torch.rand(5)
+    torch.set_rng_state(state)
+    return x + first * second
+
+
+LEAVING = [
+    *DRAWING,
+    a_layer_made_in_the_forward,
+    initialised,
+    the_default_generator_by_name,
+    one_that_nobody_reads_at_the_end,
+    one_that_takes_as_many_as_it_needs_at_the_end,
+    seeded_at_the_end,
+    seeded_alone,
+    advanced_in_a_fork_alone,
+    put_back_at_the_end,
+]
+
+
+@pytest.mark.parametrize("model", LEAVING, ids=lambda model: getattr(model, "__name__", type(model).__name__))
+def test_fresh_replays_and_calls_of_a_module_are_the_models_calls_one_after_another(model):
     prog = captured(model)
+    module = prog.module()
+    given = other()
     begun()
-    outputs = [prog.replay(rng="fresh").output for _ in range(3)]
-    assert not torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[1], outputs[2])
+    wanted = [model(given) for _ in range(3)]
+    state = torch.get_rng_state()
+    for call in (module, lambda given: prog.replay(given, rng="fresh").output):
+        begun()
+        assert_same([call(given) for _ in range(3)], wanted)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_part_of_a_program_leaves_no_seed_behind_that_was_given_in_another_part():
+    prog = captured(seeded_at_the_end)
+    begun()
+    prog.replay(to="dropout_1", rng="fresh")
+    assert torch.initial_seed() == 7
+    begun()
+    prog.slice(to="dropout_1").module()(x())
     assert torch.initial_seed() == 7
 
 
@@ -705,3 +783,273 @@ def test_an_edit_of_several_values_that_draws_gives_its_output_again():
     assert_same(edited.replay().output, edited.output)
     assert not torch.equal(edited.replay(rng="fresh").output[0], edited.output[0])
     assert edited.check()
+
+
+# ---- gradients that the forward takes through what it draws ----------------------------------------------------------------
+
+
+class DrawsItsMask(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        mask = torch.bernoulli(torch.full_like(x, 0.5))
+        ctx.save_for_backward(mask)
+        return x * mask
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0]
+
+
+def own_generator(t):
+    own = torch.Generator()
+    own.set_state(torch.get_rng_state())
+    return F.dropout(t) * torch.bernoulli(t / 10, generator=own)
+
+
+def reentrant(t):
+    return checkpoint(F.dropout, t, use_reentrant=True)
+
+
+DIFFERENTIATED = {
+    "dropout": F.dropout,
+    "dropout in place": lambda t: F.dropout(t * 1, inplace=True) ** 2,
+    "two": lambda t: F.dropout(t) * F.dropout(t.exp()),
+    "bernoulli": lambda t: t * torch.bernoulli(t / 10),
+    "numbers like it": lambda t: t * torch.rand_like(t),
+    "numbers": lambda t: t * torch.rand(5),
+    "attention": lambda t: F.scaled_dot_product_attention(t[None], t[None], t[None], dropout_p=0.5),
+    "rrelu": lambda t: F.rrelu(t - 0.5, training=True),
+    "a custom function": lambda t: DrawsItsMask.apply(t) * t,
+    "a checkpoint": lambda t: checkpoint(F.dropout, t, use_reentrant=False),
+    "behind what takes as many as it needs": lambda t: F.dropout(t) + 0 * torch.poisson(t.detach() * 3) * F.dropout(t),
+    "seeded in the middle": lambda t: F.dropout(t) * F.dropout(torch.manual_seed(3) and t),
+    "a generator of its own": own_generator,
+}
+
+
+def by_grad(draw, x):
+    h = x.detach().requires_grad_()
+    y = draw(h)
+    (g,) = torch.autograd.grad(y.sum(), h)
+    return y.detach(), g, torch.rand(3)
+
+
+def by_backward(draw, x):
+    h = x.detach().requires_grad_()
+    y = draw(h)
+    y.sum().backward()
+    return h.grad * torch.rand(5)
+
+
+def twice(draw, x):
+    h = x.detach().requires_grad_()
+    y = draw(h**3)
+    (g,) = torch.autograd.grad(y.sum(), h, create_graph=True)
+    (second,) = torch.autograd.grad((g**2).sum(), h)
+    return second
+
+
+WAYS = [(way, case) for way in (by_grad, by_backward, twice) for case in DIFFERENTIATED]
+
+
+@pytest.mark.parametrize(("way", "case"), [*WAYS, (by_backward, "a reentrant checkpoint")])
+def test_a_gradient_within_the_forward_is_taken_through_what_was_drawn_in_this_replay(way, case):
+    model = partial(way, DIFFERENTIATED.get(case, reentrant))
+    prog, module = captured(model), captured(model).module()
+    for seed in range(2):
+        begun(seed)
+        wanted = model(x())
+        begun(seed)
+        assert_same(prog.replay(rng="fresh").output, wanted)
+        begun(seed)
+        assert_same(module(x()), wanted)
+    assert_same(prog.replay().output, prog.output)
+    assert prog.check()
+
+
+def shifted_gradient(x):
+    h = x.detach().requires_grad_()
+    torch.poisson(x * 3)
+    y = F.dropout(h.exp())
+    (g,) = torch.autograd.grad(y.sum(), h)
+    return y.detach(), g
+
+
+@pytest.mark.parametrize("entry", [entry for entry in ENTRIES if entry != "a sweep"])
+def test_a_gradient_goes_through_a_draw_where_another_one_shifted_it(entry):
+    prog = captured(shifted_gradient)
+    captured(lambda x: x)
+    assert_same(ENTRIES[entry](prog), shifted_gradient(other()))
+    edited = prog.with_patch({"input_1": other()})
+    assert edited.check()
+
+
+@pytest.mark.parametrize("first", ["poisson_1", "dropout_1", "grad_1"])
+def test_what_is_asked_of_a_run_later_was_drawn_in_it(first):
+    prog = captured(shifted_gradient)
+    captured(lambda x: x)
+    counts = torch.poisson(other() * 3)
+    captured(lambda x: x)
+    wanted = dict(zip(("dropout_1", "grad_1"), shifted_gradient(other()), strict=True)) | {"poisson_1": counts}
+    for how in ({}, {"to": "poisson_1"}, {"keep": ["poisson_1"]}, {"keep": ["dropout_1"]}):
+        run = prog.replay(other(), **how)
+        for name in (first, *wanted):
+            (value,) = run[name] if isinstance(run[name], tuple) else (run[name],)
+            assert_same(value.detach(), wanted[name])
+
+
+def test_what_a_draw_gave_is_as_recorded_where_a_fresh_replay_begins_at_it():
+    prog = captured(several)
+    run = prog.replay(from_="dropout_1", rng="fresh", keep="all")
+    assert_same(run["dropout_1"], prog["dropout_1"].value)
+    assert not torch.equal(run["dropout_2"], prog["dropout_2"].value)
+
+
+# ---- forwards that read the generator itself ---------------------------------------------------------------------------
+
+
+def the_seed(x):
+    return x * (torch.initial_seed() % 7 + 1)
+
+
+def the_seed_by_the_generator(x):
+    return x * (torch.default_generator.initial_seed() % 7 + 1)
+
+
+def seed_of_torch():
+    return torch.initial_seed() % 7 + 1
+
+
+def the_seed_by_a_helper(x):
+    return x * seed_of_torch()
+
+
+def a_generator_of_the_same_seed(x):
+    return x + torch.rand(5, generator=torch.Generator().manual_seed(torch.initial_seed()))
+
+
+def a_copied_generator(x):
+    return x + torch.rand(5, generator=torch.default_generator.clone_state()) + torch.rand(5)
+
+
+def a_generator_in_the_same_state(x):
+    own = torch.Generator()
+    own.set_state(torch.get_rng_state())
+    return x + torch.rand(5, generator=own)
+
+
+def a_generator_in_the_same_state_later(x):
+    noise = torch.rand(5)
+    own = torch.Generator()
+    own.set_state(torch.default_generator.get_state())
+    return x * noise + torch.rand(5, generator=own)
+
+
+def the_state_as_a_tensor(x):
+    return x + torch.get_rng_state()[:5] / 255
+
+
+def the_state_as_a_number(x):
+    return x + int(torch.get_rng_state()[9])
+
+
+def the_state_as_bytes(x):
+    torch.rand(3)
+    return x + sum(torch.get_rng_state().numpy().tobytes()) % 11
+
+
+def the_state_as_a_list(x):
+    torch.rand(3)
+    return x * torch.default_generator.get_state().tolist()[20]
+
+
+class OfTheModel(nn.Module):
+    def forward(self, x):
+        return F.dropout(x) + self.number()
+
+    def number(self):
+        return torch.initial_seed() % 5
+
+
+STATE = torch.Generator().manual_seed(0).get_state()
+
+
+def a_state_from_outside(x):
+    torch.set_rng_state(STATE)
+    return F.dropout(x)
+
+
+def seeded_by_the_default_generator(x):
+    torch.default_generator.manual_seed(0)
+    return F.dropout(x)
+
+
+READING = [
+    the_seed,
+    the_seed_by_the_generator,
+    the_seed_by_a_helper,
+    a_generator_of_the_same_seed,
+    a_copied_generator,
+    a_generator_in_the_same_state,
+    a_generator_in_the_same_state_later,
+    the_state_as_a_tensor,
+    the_state_as_a_number,
+    the_state_as_bytes,
+    the_state_as_a_list,
+    OfTheModel(),
+    a_state_from_outside,
+    seeded_by_the_default_generator,
+]
+
+
+@pytest.mark.parametrize("drawn", [0, 2])
+@pytest.mark.parametrize("model", READING, ids=lambda model: getattr(model, "__name__", type(model).__name__))
+def test_what_a_forward_reads_of_the_generator_is_read_anew_or_said(model, drawn):
+    prog = captured(model, drawn=drawn)
+    begun()
+    wanted = [model(x()) for _ in range(2)]
+    begun()
+    fresh = [prog.replay(rng="fresh") for _ in range(2)]
+    assert_same([run.output for run in fresh], wanted)
+    assert_same(prog.replay().output, prog.output)
+    begun()
+    if not prog.graph.generator_read:
+        module = prog.module()
+        assert_same([module(x()) for _ in range(2)], wanted)
+        return
+    assert all(run.diverged for run in fresh)
+    with pytest.raises(rl.DivergedReplay, match=r"what `.*` gave"):
+        prog.replay(rng="fresh", on_divergence="raise")
+    with pytest.raises(rl.ReplaylensError, match="reads or sets the state of torch's generator"):
+        prog.module()
+
+
+@pytest.mark.parametrize("model", [restored, forked_and_seeded, a_generator_made_in_the_forward, several])
+def test_a_state_that_is_put_back_is_no_read_of_it_though_nothing_was_drawn_since_the_seed(model):
+    prog = captured(model, drawn=0)
+    assert prog.graph.generator_read == ()
+    torch.manual_seed(7)
+    wanted = model(x())
+    torch.manual_seed(7)
+    assert_same(prog.replay(rng="fresh").output, wanted)
+
+
+def test_numbers_that_nobody_was_seen_to_draw_are_drawn_by_the_model_itself():
+    def model(x):
+        torch.default_generator.set_state(torch.Generator().manual_seed(0).get_state())
+        return F.dropout(x)
+
+    advanced = torch.Generator().manual_seed(0)
+    torch.rand(9, generator=advanced)
+    hidden = advanced.get_state()
+
+    def jumping(x):
+        torch.set_rng_state(hidden)
+        return F.dropout(x)
+
+    for forward in (model, jumping):
+        prog = captured(forward)
+        begun()
+        wanted = forward(x())
+        begun()
+        assert_same(prog.replay(rng="fresh").output, wanted)

@@ -1336,6 +1336,25 @@ def checkpoint_with_dropout(m, x):
     return checkpoint(lambda t: F.dropout(m.fc(t), 0.5), x, use_reentrant=False)
 
 
+def gradient_of(values, leaf, **how):
+    return torch.autograd.grad(values.sum(), leaf, **how)[0]
+
+
+@small(seeded=True)
+def checkpoint_that_the_forward_differentiates(m, x):
+    leaf = x.detach().requires_grad_()
+    out = checkpoint(lambda t: Cube.apply(F.dropout(m.fc(t)).tanh(), 0.5), leaf, use_reentrant=False)
+    return m.fc(out.detach() + gradient_of(out, leaf))
+
+
+@small(seeded=True)
+def reentrant_checkpoint_that_the_forward_differentiates(m, x):
+    leaf = x.detach().requires_grad_()
+    out = checkpoint(lambda t: F.dropout(m.fc(t)).tanh(), leaf, use_reentrant=True)
+    out.sum().backward(inputs=None)
+    return m.fc(x) + out.detach() + leaf.grad
+
+
 @whole
 def checkpoint_of_a_sequence():
     layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))

@@ -25,6 +25,7 @@ from .._core.node import (
     Generator,
     Guard,
     Input,
+    Left,
     Node,
     Ref,
     Scope,
@@ -45,6 +46,8 @@ from .asked import Asked, asks_identity, catches, guard_of, mode_guards
 from .branches import keeps, taken
 from .dynamic import with_dynamic_shapes
 from .failing import completions
+from .named import named_code
+from .randomness import Doubt, read_by_name
 
 
 class Handle(int):
@@ -119,7 +122,7 @@ class ScopeRecord(NamedTuple):
     module: torch.nn.Module
     parent: int
     site: Site | None
-    is_void: bool = False  # it raised before anything was computed
+    is_void: bool = False  # it raised before anything was computed, or ran for a gradient alone
 
 
 @define(eq=False)
@@ -138,6 +141,9 @@ class Recording:
     draws: dict[str, torch.Tensor] = field(factory=dict)
     follows: dict[str, tuple[str | None, bool]] = field(factory=dict)  # of each draw: which one before, is it seeded
     drawn_elsewhere: tuple[str, ...] = ()  # what drew numbers besides torch: "random", "numpy"
+    generator_read: dict[str, None] = field(factory=dict)  # how the state of torch's generator was seen to be read
+    doubts: set[Doubt] = field(factory=set)  # of generators' states
+    left: Left | None = None  # where torch's generator is left
     one_way: list[str] = field(factory=list)
     overwritten: set[Handle] = field(factory=set)  # views that were read again after their memory was written
     view_of: dict[Handle, tuple[Handle, ...]] = field(
@@ -159,6 +165,8 @@ class Recording:
     inputs: Any = ()
     changes: list[tuple[tuple[Any, str], Handle]] = field(factory=list)  # (module, key) and its value at the end
     replaced: list[tuple[Any, str]] = field(factory=list)  # (module, key): of changes, where another tensor stands now
+    written_again: dict[int, None] = field(factory=dict)  # written in a checkpoint: memory by id, and its new values
+    computed_again: list[tuple[Any, str]] = field(factory=list)  # (module, key): of changes, what was written there
     removed: list[tuple[Any, str]] = field(factory=list)  # (module, key), where nothing stands any more
     places: list[PlaceNote] = field(factory=list)  # where the model holds what it read or wrote
     lent: list[tuple[tuple[Any, str], Handle, torch.Tensor]] = field(
@@ -270,6 +278,7 @@ def freeze(recording: Recording) -> Frozen:
         replaced=frozenset([address_of(addresses, where) for where in recording.replaced]),
         removed=tuple([address_of(addresses, where) for where in recording.removed]),
         orphans=frozenset(name for name, orphan in zip(names, orphans, strict=True) if orphan),
+        computed_again=tuple([address_of(addresses, where) for where in recording.computed_again]),
         asked=_asked(recording, codes, refs, to_ref, scopes),
         written=frozenset(refs[handle] for handle in recording.written if handle in refs),
         asks_identity=any(map(asks_identity, codes)),
@@ -280,6 +289,8 @@ def freeze(recording: Recording) -> Frozen:
         takes_any_keyword=recording.takes_any_keyword,
         one_way=tuple(_one_way(recording)),
         drawn_elsewhere=recording.drawn_elsewhere,
+        generator_read=tuple(dict.fromkeys([*recording.generator_read, *_read_by_name(recording, codes)])),
+        left=recording.left,
         ambient=frozen_context(recording.ambient),
         default_dtype=recording.default_dtype,
         default_device=recording.default_device,
@@ -554,6 +565,12 @@ def _asked(
             scope = scopes[asked.scope] if asked.scope >= 0 else None
             found.append(guard_of(asked, ref, to_ref, scope, line_of(asked.site), len(recording.records)))
     return tuple(found)
+
+
+def _read_by_name(recording: Recording, codes: tuple[CodeType, ...]) -> Iterator[str]:
+    """How the state of torch's generator was read where nobody saw it."""
+    kinds = {type(scope.module) for scope in recording.scopes}
+    return read_by_name(named_code(codes, recording.model, kinds), recording.doubts)
 
 
 def _codes(recording: Recording) -> tuple[CodeType, ...]:

@@ -188,8 +188,12 @@ def _take_ends(forward: Forward, tracer: Tracer, output: Any) -> None:
     note_hooks(tracer)
     note_writes_from_outside(tracer)
     take_changes(tracer, forward.beginning.snapshot)
+    again, values = recording.written_again, recording.values
+    recording.computed_again = [w for w, last in recording.changes if last in again or id(values[last]) in again]
     _take_touched(tracer)
+    recording.left = tracer.draws.left()
     recording.drawn_elsewhere = (*forward.beginning.dice.moved(), *tracer.draws.elsewhere)
+    recording.doubts = tracer.draws.doubts
     recording.versions = _require_announced(tracer)
     if tracer.leaves_changes:
         keep_by_value(tracer)

@@ -6,9 +6,14 @@ autograd saves what it always saves, and the backward computes nothing again.
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FrameType
 from typing import Any
+
+from torch.utils.checkpoint import checkpoint
 
 from .._core.torch_private import leave_saving_hooks_alone, top_saving_hooks
 
@@ -27,6 +32,17 @@ def in_checkpoint() -> bool:
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
+def beneath_checkpoint() -> bool:
+    """Does a checkpoint run what runs now, of whatever kind, with gradients or without?"""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == _FILE:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_FILE = inspect.unwrap(checkpoint).__code__.co_filename
 _AS_IT_IS = nullcontext()
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
+from .._core.node import Left
 from .._core.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -123,6 +124,9 @@ class _Undrawn(Draws):
         return draw
 
     def keep(self, generator: torch.Generator, state: torch.Tensor) -> str | None:
+        return None
+
+    def left(self) -> Left | None:
         return None
 
 

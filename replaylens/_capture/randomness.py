@@ -7,13 +7,16 @@ an earlier draw left, at once or put back by the forward, is known again; one th
 
 from __future__ import annotations
 
+import enum
 import sys
-from functools import partial
-from types import CellType, FunctionType
+from collections.abc import Iterable, Iterator
+from functools import lru_cache, partial
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import torch
 
+from .._core.node import Generator, Left
 from .._core.torch_private import seed_tracker
 from .._core.world import let_go, one_draws
 
@@ -21,6 +24,13 @@ _DROPOUTS = frozenset(
     "dropout dropout_ alpha_dropout alpha_dropout_ feature_dropout feature_dropout_ feature_alpha_dropout".split()
 )
 OF_THE_MODEL = "torch.Generator"
+UNSEEN = "a call that was not seen"
+NEW_SEED = "torch.seed"
+LEFT = "left"  # the key of the state in which a forward leaves the default generator, where a seed fixed it
+_READING = frozenset(("get_rng_state", "get_state"))
+_COPYING = _READING | {"clone_state", "default_generator"}
+_SETTING = frozenset(("set_rng_state", "set_state"))
+_TELLING = _COPYING | _SETTING | {"initial_seed", "manual_seed"}
 _RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu".split())
 
 
@@ -50,6 +60,12 @@ def default_generator(device: torch.device | None) -> torch.Generator:
     if device is not None and device.type == "cuda" and torch.cuda.is_available():
         return torch.cuda.default_generators[device.index or torch.cuda.current_device()]
     return torch.default_generator
+
+
+def as_drawn(generator: Any, key: str) -> Generator | None:
+    """What stands in a recorded call for its `generator=`: one of its own in the state of this key, or the default."""
+    is_default = generator is None or generator is default_generator(generator.device)
+    return None if is_default else Generator(key)
 
 
 def seedings() -> Any:
@@ -112,6 +128,35 @@ def is_newly_seeded(generator: torch.Generator, state: torch.Tensor) -> bool:
     return torch.equal(torch.Generator().manual_seed(generator.initial_seed()).get_state(), state)
 
 
+class Doubt(enum.Enum):
+    """What a state does not tell. See `read_by_name`."""
+
+    COPIED = "is a generator that begins as torch's did a copy of it, or was it given the same seed?"
+    SET = "is a state that was there at first the one that was there, or another one like it?"
+    SEEDED = "or was it seeded again by the same seed?"
+
+
+def read_by_name(codes: Iterable[CodeType], doubts: set[Doubt]) -> Iterator[str]:
+    """How code that ran reads or sets torch's generator where nobody sees it: by the names that it uses."""
+    names = frozenset().union(*map(_names_in, codes))
+    if "initial_seed" in names:
+        yield "torch.initial_seed"
+    if Doubt.COPIED in doubts and names & _COPYING:
+        yield "a copy of torch's generator"
+    if names & _READING:
+        return  # then what was put back is what was there
+    by_generator = "default_generator" in names and "manual_seed" in names and Doubt.SEEDED in doubts
+    if Doubt.SET in doubts and (by_generator or names & _SETTING):
+        yield "a state of torch's generator"
+
+
+@lru_cache(maxsize=4096)
+def _names_in(code: CodeType) -> frozenset[str]:
+    """What of this a code names, and those that lie in it."""
+    inner = [_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return _TELLING.intersection(code.co_names).union(*inner)
+
+
 class Draws:
     """The states before each draw, by key; of each generator the state in which it was met first; and of each draw
     which one it follows, and whether a seed fixed it.
@@ -128,7 +173,9 @@ class Draws:
         self.seedings = seedings()
         self.lent: dict[int, torch.Tensor] = {}  # generators of the caller's, and how they were
         self.held: dict[int, torch.Tensor] = {}  # generators that hang on the model, and how they were
-        self.elsewhere: tuple[str, ...] = ()  # `(OF_THE_MODEL,)` once one of those draws where an earlier forward ended
+        self.elsewhere: dict[str, None] = {}  # what only the model can do again: draws of those where an earlier
+        # forward ended, new seeds, numbers that nobody was seen to draw
+        self.doubts: set[Doubt] = set()
         self.last: dict[int, str] = {}  # of each generator, the draw made last
         self.ends: dict[str, torch.Tensor] = {}  # the states that draws left
 
@@ -150,6 +197,25 @@ class Draws:
         self.last[id(generator)], self.ends[key] = key, left
         return key
 
+    def left(self) -> Left | None:
+        """Where torch's default generator is left; None where nothing moved it. To be asked once, at the end."""
+        generator = torch.default_generator
+        state = generator.get_state()
+        if id(generator) not in self.last and torch.equal(self.start, state) and self.seedings is seedings():
+            return None
+        follows, is_fixed = self._origin(generator, state)
+        if not is_fixed:
+            return Left(follows)
+        self.kept[LEFT] = state
+        return Left(follows, LEFT)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Is it a state in which a generator was, so that its content says which numbers come next?"""
+        if tensor.dtype is not torch.uint8 or tensor.shape != self.start.shape or type(tensor) is not torch.Tensor:
+            return False
+        known = (self.start, *self.kept.values(), *self.ends.values(), torch.default_generator.get_state())
+        return any(torch.equal(tensor, state) for state in known)
+
     def aside(self) -> Draws:
         """For a draw in a stream of its own, which is none of the forward's."""
         return _Aside(self.kept, {}, self.follows)
@@ -162,14 +228,16 @@ class Draws:
             if seeded and is_newly_seeded(generator, state):
                 return self._seeded(now)
             if last is None and torch.equal(self.start, state):
-                return None, False
+                return self._as_at_first(generator)
         if last is not None and torch.equal(self.ends[last], state):
             return last, self.follows[last][1]
         if last is None and (lent := self.lent.get(id(generator))) is not None and torch.equal(lent, state):
             return f"generator_before_draw_{len(self.kept)}", False
         if last is None and self._goes_on(generator, state):
-            self.elsewhere = (OF_THE_MODEL,)
+            self.elsewhere[OF_THE_MODEL] = None
         if generator is not torch.default_generator and is_newly_seeded(generator, state):
+            if torch.equal(self.start, state):
+                self.doubts.add(Doubt.COPIED)
             return None, True
         return self._left_before(state) or self._unseen(generator, state, last)
 
@@ -187,9 +255,16 @@ class Draws:
     def _left_before(self, state: torch.Tensor) -> tuple[str | None, bool] | None:
         """Where the forward put back a state that was there before."""
         if torch.equal(self.start, state):
-            return None, False
+            return self._as_at_first(torch.default_generator)
         key = next((key for key in reversed(self.ends) if torch.equal(self.ends[key], state)), None)
         return None if key is None else (key, self.follows[key][1])
+
+    def _as_at_first(self, generator: torch.Generator) -> tuple[str | None, bool]:
+        """The state with which the forward began: as it was, or put back; or another one like it was put there."""
+        self.doubts.add(Doubt.SET)
+        if is_newly_seeded(generator, self.start):
+            self.doubts.add(Doubt.SEEDED)
+        return None, False
 
     def _unseen(self, generator: torch.Generator, state: torch.Tensor, last: str | None) -> tuple[str | None, bool]:
         """A state that no recorded draw left: a seed was given past `torch.manual_seed`, or something drew unseen."""
@@ -200,12 +275,15 @@ class Draws:
         if seed != before or is_newly_seeded(generator, state):
             self.seed = seed
             return None, True
+        self.elsewhere[UNSEEN] = None
         return f"unseen_before_draw_{len(self.kept)}", False if last is None else self.follows[last][1]
 
     def _seeded(self, seeding: Any) -> tuple[str | None, bool]:
         """Fixed, if the seed was; `torch.seed()` gives another one each time."""
         lines = seeding[1] if isinstance(seeding, tuple) and len(seeding) > 1 else ()
         anew = any(line.splitlines()[0].endswith("in seed") for line in lines[-3:] if line.strip())
+        if anew:
+            self.elsewhere[NEW_SEED] = None
         return (f"seed_before_draw_{len(self.kept)}", False) if anew else (None, True)
 
 

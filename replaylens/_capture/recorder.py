@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from .._core.node import ITSELF, Generator
+from .._core.node import ITSELF
 from .._core.pure import Hole, blank, clear, fill, filled, fills_memory
 from .._core.target import Target
 from .._core.torch_private import (
@@ -44,7 +44,7 @@ from .builder import (
     version_of,
 )
 from .origins import Date, Origins, is_older, thread_marks
-from .randomness import Draws
+from .randomness import Draws, as_drawn
 from .rules import PARTING, Rule, is_new_memory
 from .scopes import callers, user_frame
 from .storage import Base, Entry, Memory, geometry_step, step_tree, storage_key
@@ -245,7 +245,7 @@ class Recorder(TorchFunctionMode):
         original: Any = None,
     ) -> None:
         if draws is not None and "generator" in kwargs:
-            kwargs = {**kwargs, "generator": Generator(draws)}
+            kwargs = {**kwargs, "generator": as_drawn(kwargs["generator"], draws)}
         record = CallRecord(
             func,
             rule.kind,
@@ -404,6 +404,9 @@ class Recorder(TorchFunctionMode):
             return self.source("attribute", tensor, where)
         if older:
             return self.source("constant", tensor, "older than the capture")
+        if self.draws.holds(tensor):
+            self.recording.generator_read["torch.get_rng_state"] = None
+            return self.source("constant", tensor, "a generator's state")
         if self.from_outside(tensor):
             return self.memory.read(tensor)  # type: ignore[return-value]
         if self.deep and tensor.dim() == 0 and not tensor.requires_grad and self._is_alone():

@@ -6,7 +6,8 @@ the stretch, seen by a dispatch mode that lives no longer than it; or one node f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from .._core.torch_private import (
     TorchDispatchMode,
     count_function_modes,
     is_function_mode_seen,
+    top_saving_hooks,
 )
 from .._core.trees import Branch, leaves, remake
 from .._replay.differentiate import differentiate
@@ -108,7 +110,8 @@ def differentiate_call(tracer: Recorder, func: Any, args: Any, kwargs: Any) -> A
     if stretch is None:
         return watched(tracer, func, args, kwargs)
     record, expected = stretch
-    results = func(*args, **kwargs)
+    with _no_calls(tracer):
+        results = func(*args, **kwargs)
     _require_equal(tracer, results, expected)
     returns = tracer.outputs(tuple(results))
     tracer.recording.records.append(record._replace(returns=returns))
@@ -134,7 +137,8 @@ def backward_call(tracer: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
         if old is not None:
             tracer.read(old)
             tracer.memory.preserve(tracer.memory.entry(old).base)
-    result = func(*args, **kwargs)
+    with _no_calls(tracer):
+        result = func(*args, **kwargs)
     returns = tracer.outputs(tuple(expected))
     tracer.recording.records.append(record._replace(returns=returns))
     for tensor, old, new in zip(inputs, before, returns, strict=True):
@@ -205,13 +209,31 @@ def _stretch(
     values = recording.values
     drawn_states = {key: values[h] for key, h in states.items()}
     begins, rest = tuple([values[h] for h in roots]), tuple([values[h] for h in others])
-    with tracer.at_work():  # a custom function that it runs again is no call of the model's
+    with tracer.at_work(), _saving_apart():  # a custom function that it runs again is no call of the model's
         expected = differentiate(graph, begins, rest, cotangents, drawn_states, False)
     tree = Branch(dict, tuple(states.values()), tuple(states))
     args = [graph, tuple(roots), tuple(others), pulled, tree, keep_graph]
     context, site = tracer.context(), tracer.site()
     record = CallRecord(differentiate, "grad", args, None, None, context, tracer.scope, site, through=tuple(between))
     return record, expected
+
+
+@contextmanager
+def _no_calls(tracer: Recorder) -> Iterator[None]:
+    """Modules and custom functions that run within, as a checkpoint computes again, are no calls of the forward's."""
+    recording = tracer.recording
+    scopes, outputs = len(recording.scopes), len(recording.scope_outputs)
+    with tracer.at_work():
+        yield
+    recording.scopes[scopes:] = [scope._replace(is_void=True) for scope in recording.scopes[scopes:]]
+    del recording.scope_outputs[outputs:]
+
+
+def _saving_apart() -> Any:
+    """Within, a checkpoint that runs counts no tensors that are saved: it would miss them when it computes again."""
+    if top_saving_hooks(False) is None:
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def _producers(recording: Recording) -> dict[int, int]:

@@ -14,15 +14,16 @@ from typing import Any
 
 import torch
 
-from .._core.node import Generator
 from .._core.pure import Derived, Hole, Nth, clear, fill, fill_new, fills_memory, mutate, resized, standing
 from .._core.target import Target
 from .._core.torch_private import OpOverload
 from .._core.trees import Branch, freeze
 from ..errors import CaptureError
 from .builder import CallRecord, Handle, version_of
+from .checkpoints import beneath_checkpoint
 from .flags import turn
 from .late import note_late_write
+from .randomness import as_drawn
 from .recorder import Recorder, geometry_of, number_parts, tensors_in
 from .rules import How, Rule
 from .storage import FORKED, Base, Entry, geometry_step, may_flow, meet, step_tree, storage_key
@@ -227,6 +228,8 @@ def append_write(
     for base in bases:
         recorder.memory.wrote(base, recorder.recording.keep(base.root), not recorder.in_aten)
     whole = tuple([base.handle for base in bases])
+    if beneath_checkpoint():
+        recorder.recording.written_again.update({id(base.root): None for base in bases} | dict.fromkeys(whole))
     views = _renewed(recorder, targets, entries)
     if function is not mutate:
         recorder.append(function, rule, reads, named, whole[0], site, key, False, func)
@@ -281,7 +284,7 @@ def _with_generator(reads: list[Any], key: str | None) -> list[Any]:
     words = reads[3]
     if key is None or "generator" not in (words.keys or ()):
         return reads
-    items = [Generator(key) if k == "generator" else v for k, v in zip(words.keys, words.items, strict=True)]
+    items = [as_drawn(v, key) if k == "generator" else v for k, v in zip(words.keys, words.items, strict=True)]
     return [*reads[:3], Branch(dict, tuple(items), words.keys), *reads[4:]]
 
 

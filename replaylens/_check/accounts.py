@@ -61,8 +61,9 @@ def account_of(plain: list[Seen], replayed: list[Seen], guards: tuple[Guard, ...
     again = _run_again(given)
     extra = mine - again - theirs
     added = Counter({AGAIN: again.total()})
+    of_gradients = _gradients_of_gradients(given)
     for seen in given:
-        if (reason := _reason(seen)) and extra[seen.kernel] > 0:
+        if (reason := _reason(seen, of_gradients)) and extra[seen.kernel] > 0:
             extra[seen.kernel] -= 1
             added[reason] += 1
     missing, extra = (theirs - (mine - again)) | _forward_alone(wanted, given), +extra
@@ -107,10 +108,20 @@ def _run_again(given: list[Seen]) -> Counter[Kernel]:
     return found
 
 
-def _reason(seen: Seen) -> str:
+def _gradients_of_gradients(given: list[Seen]) -> set[str]:
+    """The nodes that take a gradient through another one: that runs its own stretch beside theirs, and is
+    differentiated with it, so that steps of the backward come twice as well.
+    """
+    through = {seen.step.name: seen.step.through for seen in given if isinstance(seen.step, Call) and seen.step.through}
+    return {name for name, inner in through.items() if not through.keys().isdisjoint(inner)}
+
+
+def _reason(seen: Seen, of_gradients: set[str]) -> str:
     """Why a replay may make this call where a plain forward does not; nothing if it may not."""
     if not isinstance(seen.step, Call):
         return ""
+    if seen.step.name in of_gradients:
+        return AGAIN
     if seen.step.meaning and all(meaning.device == "meta" for meaning in seen.step.meaning):
         return META
     sort, reason = ADDED.get(seen.step.target.function, (None, ""))

@@ -25,7 +25,7 @@ class Seen(NamedTuple):
     kernel: Kernel
     site: Site | None
     step: Node | Guard | None = None
-    within: str = ""  # which part of torch's own it lies beneath: see WITHIN
+    within: str = ""  # which part of torch's own it lies beneath: see WITHIN and AGAIN
     in_gradient: bool = False  # the engine that takes gradients made it
     builds: bool | None = False  # were gradients on? None where a program need not have them as the model has
 
@@ -38,8 +38,11 @@ class Seen(NamedTuple):
 # Files of torch beneath which calls are no operations of the model's: what content left torch there is guarded.
 WITHIN = {"torch/_tensor_str.py": "text", "torch/storage.py": "storage"}
 
+AGAIN = "again"  # beneath a checkpoint that a gradient makes compute again what the forward computed
+CHECKPOINTS = "torch/utils/checkpoint.py"
+
 # Files of torch whose functions run others with gradients on or off as they need it, which a program has open.
-TRANSFORMS = ("torch/_functorch/", "torch/utils/checkpoint.py")
+TRANSFORMS = ("torch/_functorch/", CHECKPOINTS)
 GRADIENTS = frozenset(("_engine_run_backward", "_make_grads"))  # functions of torch's that take gradients
 
 
@@ -74,20 +77,31 @@ class Watch(TorchDispatchMode):
         it in a transform?
         """
         frame: FrameType | None = sys._getframe(2)
-        users, modules, within, in_gradient, is_transformed = None, None, "", False, False
+        users, modules, within, in_gradient, is_transformed, is_kept = None, None, "", False, False, False
         while frame is not None and frame.f_code is not self.until:
             code = frame.f_code
             if not is_torch_code(code):
                 users = users or (code, frame.f_lasti)
             elif code.co_name in GRADIENTS:
-                in_gradient = True
+                within, in_gradient = (AGAIN if is_kept else within), True
             elif _is_transform(code):
                 is_transformed = True
+                is_kept = is_kept or _keeps(code, in_gradient)
             elif users is None:
                 within = within or _word(code)
                 modules = modules or ((code, frame.f_lasti) if "/torch/nn/" in code.co_filename else None)
             frame = frame.f_back
         return users or modules, within, in_gradient, is_transformed
+
+
+def is_within_gradient() -> bool:
+    """Does torch take a gradient of the model's just now?"""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in GRADIENTS and is_torch_code(frame.f_code):
+            return True
+        frame = frame.f_back
+    return False
 
 
 @cache
@@ -99,6 +113,11 @@ def _is_composite(func: Any) -> bool:
 @cache
 def _is_transform(code: CodeType) -> bool:
     return any(part in code.co_filename for part in TRANSFORMS)
+
+
+def _keeps(code: CodeType, in_gradient: bool) -> bool:
+    """Is it a checkpoint? One that is reentrant takes gradients in its `backward`, too: those are no second ones."""
+    return code.co_filename.endswith(CHECKPOINTS) and not (in_gradient and code.co_name == "backward")
 
 
 def _word(code: CodeType) -> str:

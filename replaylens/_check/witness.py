@@ -29,6 +29,7 @@ from .holdings import wrong_beginning, wrong_ending
 from .outputs import unlike
 from .report import Finding, Law
 from .subject import UNSTEADY, Subject, open_layers
+from .watch import is_within_gradient
 
 NAME = "witness"
 Call = tuple[str, int]  # the address of a module, and which call of it
@@ -101,8 +102,8 @@ class _Hooks:
 
     def begins(self, module: nn.Module) -> None:
         """A module call begins."""
-        if id(module) not in self.names:
-            return  # a copy that the model made of a hooked module
+        if id(module) not in self.names or is_within_gradient():
+            return  # a copy that the model made of a hooked module, or one that is called again for a gradient
         self.counts[id(module)] += 1
         call = (self.names[id(module)], self.counts[id(module)])
         self.running.append((id(module), call, sys.exc_info()[1]))
@@ -122,7 +123,7 @@ class _Hooks:
 
     def ends(self, module: nn.Module, output: Any) -> None:
         """A module call gave its output."""
-        if id(module) not in self.names:
+        if id(module) not in self.names or is_within_gradient():
             return
         while self.running and self.running[-1][0] != id(module):
             self.running.pop()  # calls that ended in an exception which the model caught

@@ -14,7 +14,7 @@ import torch
 from attrs import field, frozen
 
 from .chance import takes_as_many_as_it_needs
-from .node import NO_MODES, Call, Const, Context, Guard, Input, Node, Ref, Scope, State, refs_of
+from .node import NO_MODES, Call, Const, Context, Guard, Input, Left, Node, Ref, Scope, State, refs_of
 from .sharing import NO_OVERLAPS, Overlaps
 from .trees import leaves
 
@@ -31,6 +31,7 @@ class Graph:
     module_outputs: tuple[tuple[Scope, Any], ...] = ()
     changes: tuple[tuple[str, Ref], ...] = ()  # what the model wrote: address of a parameter or buffer -> its new value
     replaced: frozenset[str] = frozenset()  # of these, where it assigned another tensor and did not write in place
+    computed_again: tuple[str, ...] = ()  # of these, what a checkpoint wrote: the model's backward writes it once more
     removed: tuple[str, ...] = ()  # addresses where it put None, or that it deleted
     orphans: frozenset[str] = frozenset()  # neither come from an input nor reach an output
     written: frozenset[Ref] = frozenset()  # the first values of memory that the model writes
@@ -43,6 +44,8 @@ class Graph:
     takes_any_keyword: bool = False  # the forward can see the order of its keywords
     one_way: tuple[str, ...] = ()  # custom functions whose backward could not be kept
     drawn_elsewhere: tuple[str, ...] = ()  # what drew numbers besides torch: "random", "numpy"
+    generator_read: tuple[str, ...] = ()  # how the forward read the state or the seed of torch's generator
+    left: Left | None = None  # where it leaves torch's generator, if it moved it
     ambient: Context = NO_MODES  # the modes around the whole model
     default_dtype: torch.dtype = torch.float32
     default_device: str = "cpu"
@@ -92,11 +95,39 @@ class Graph:
         return {node.draws: p for p, node in enumerate(self.nodes) if isinstance(node, Call) and node.draws is not None}
 
     @cached_property
+    def last_drawn(self) -> tuple[int, ...]:
+        """The position of the draw behind which the forward leaves torch's generator, if it is one of these."""
+        key = self.left.follows if self.left is not None else None
+        return (self.drawn[key],) if key is not None and key in self.drawn else ()
+
+    @cached_property
     def turns(self) -> dict[int, int]:
         """Of each draw that goes on in a stream where another call left it: that one's position."""
         follows = {p: self.nodes[p].follows for p in self.drawn.values()}  # type: ignore[union-attr]
         found = {p: self.drawn[key] for p, key in follows.items() if key is not None and key in self.drawn}
         return {position: before for position, before in found.items() if before < position}
+
+    @cached_property
+    def states(self) -> dict[int, tuple[Ref, ...]]:
+        """By draw: the values that hold the state which it began with, for calls that run it again themselves."""
+        found: dict[int, list[Ref]] = {}
+        for call in self.again:
+            stretch, given = call.args[0], call.args[4]
+            held = dict(zip(given.keys or (), given.items, strict=True))
+            for name, inner in zip(call.through, stretch.calls, strict=True):
+                if inner.draws is not None and name in self.positions:
+                    found.setdefault(self.positions[name], []).append(held[inner.draws])
+        return {position: tuple(dict.fromkeys(refs)) for position, refs in found.items()}
+
+    @cached_property
+    def state_of(self) -> dict[int, int]:
+        """The same the other way: of each such value, by its position, the draw."""
+        return {self.positions[ref.node]: position for position, refs in self.states.items() for ref in refs}
+
+    @cached_property
+    def again(self) -> tuple[Call, ...]:
+        """The calls that run others again themselves."""
+        return tuple([call for call in self.calls if call.through])
 
     @cached_property
     def shifts(self) -> dict[int, int]:
@@ -115,9 +146,9 @@ class Graph:
         again: dict[int, list[int]] = {}
         for position, before in self.shifts.items():
             again.setdefault(before, []).append(position)
-        for position, node in enumerate(self.nodes):
-            for name in node.through if isinstance(node, Call) else ():
-                again.setdefault(self.positions[name], []).append(position)
+        for call in self.again:
+            for name in call.through:
+                again.setdefault(self.positions[name], []).append(self.positions[call.name])
         return (
             tuple([(*users, *again[p]) if p in again else users for p, users in enumerate(self.users)])
             if again

@@ -37,6 +37,16 @@ class Generator:
 
 
 @frozen
+class Left:
+    """Where a forward leaves torch's default generator: behind a draw, or as it found it (None); in the recorded state
+    of the key `fixed`, where a seed decides that.
+    """
+
+    follows: str | None
+    fixed: str | None = None
+
+
+@frozen
 class TensorMeaning:
     """What is known of a tensor without looking at its content."""
 

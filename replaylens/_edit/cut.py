@@ -86,6 +86,7 @@ class _Cutting:
             apart=graph.apart if starts is None else frozenset([refs[ref] for ref in self.begins]),
             orphans=graph.orphans & {node.name for node in nodes},
             shares_inputs=graph.shares_inputs and starts is None,
+            left=graph.left if starts is None and self.output == graph.output else None,
         )
         values = {ref: ref for node in made.nodes for ref in refs_of(node)} | {new: old for old, new in refs.items()}
         return Cut(require_lawful(made), values)

@@ -134,7 +134,12 @@ class _Work:
                 raise
         self.require_shapes(read())
         self.drawn.update(states_begun(code, env))
-        return read()
+        return read() | self._states_begun()
+
+    def _states_begun(self) -> Values:
+        """What calls that run a draw again themselves are given: the state in which it begins now."""
+        drawn, states = self.graph.drawn, self.graph.states
+        return {ref: self.drawn[key] for key in self.drawn for ref in states.get(drawn[key], ())}
 
     def _compiled(self, known: Values, mode: Mode) -> tuple[Plan, Code]:
         graph, recorded = self.graph, self._recorded_guards()

@@ -18,7 +18,7 @@ import torch
 from attrs import define, evolve, frozen
 
 from .._core.graph import Graph
-from .._core.node import NO_MODES, Call, Context, Generator, Guard, Ref, Source
+from .._core.node import NO_MODES, Call, Context, Generator, Guard, Left, Ref, Source
 from .._core.pure import all_placed, mutate, placed
 from .._core.text import where as text_of
 from .._core.torch_private import default_device, is_any_autocast_on
@@ -91,6 +91,7 @@ class Mode:
 
     grad: bool = False
     fresh: bool = False
+    left: Left | None = None  # of fresh draws: where the user's generator is left
     is_traced: bool = False  # torch.compile may look at it
     places: Mapping[int, tuple[Ref, ...]] = MappingProxyType({})  # by position: values to take gradients at
     on_departure: Callable[[Departure], None] | None = None
@@ -149,7 +150,7 @@ def compile_plan(
     """Steps for a plan. Patches are steps like others: they read a slot and write it."""
     layout = _Layout(graph)
     run = set(plan.run)
-    stream = streamed(graph, plan.run, mode.fresh, layout.literal)
+    stream = streamed(graph, plan.run, mode.fresh, layout.literal, layout.slots, mode.left)
     guards: dict[int, list[Guard]] = {}
     for number in plan.guards:
         guards.setdefault(graph.guards[number].position, []).append(graph.guards[number])
@@ -182,8 +183,9 @@ def compile_plan(
             context = _context(node.context if isinstance(node, Call) else graph.ambient, graph.ambient, mode)
             made.extend([(context, step) for step in after])
     if stream.leaves is not None:
-        leave = partial(left_at, stream.leaves)
-        made.append((made[-1][0], Step("the generator", leave, _same, layout.literal(None), (), ())))
+        slot = layout.literal(states[stream.leaves]) if isinstance(stream.leaves, str) else stream.leaves
+        leave = Step("the generator", partial(left_at, slot), _same, layout.literal(None), (), ())
+        made.append((made[-1][0] if made else NO_MODES, leave))
     executed = tuple([graph.nodes[p].name for p in plan.run])
     there = run.union(plan.supply)
     places = tuple([ref for position, refs in mode.places.items() if position in there for ref in refs])

@@ -17,7 +17,7 @@ from attrs import evolve
 from .._core.node import Call, Ref, refs_of
 from .._core.trees import leaves, thaw
 from ..errors import ReplaylensError, StaleValue
-from .interpreter import Mode, compile_plan, interpret, recorded_world
+from .interpreter import Mode, compile_plan, interpret, recorded_world, states_begun
 from .plan import Plan, plan
 from .state import sight_of
 
@@ -86,6 +86,7 @@ class Late:
         self.given = ran.given
         self.kept = ran.wanted | ran.request.keep
         self.marks = _marks(ran.env) if ran.request.keep else self._marks_of_wanted(ran.wanted)
+        self.begun = states_begun(ran.code, ran.env)  # of draws that began elsewhere than recorded, by key
         self.asked = 0
         self.values: dict[Ref, tuple[Any, Any]] = {}  # what was computed since
 
@@ -156,13 +157,14 @@ class Late:
             for position, changes in self.request.changed.items()
         }
         mode = Mode(self.request.grad, on_departure=lambda departure: None)
-        code = compile_plan(graph, made, record.draws, mode, patches, record.value)
+        code = compile_plan(graph, made, {**record.draws, **self.begun}, mode, patches, record.value)
         env = list(code.template)
         for position in made.supply:
             for ref in refs_of(graph.nodes[position]):
                 env[code.slots[ref]] = self._held(ref) if self._is_here(ref) else self._source(position, ref)
         with recorded_world(code.draws, graph):
             interpret(code, env)
+        self.begun |= states_begun(code, env)
         for position in (*made.run, *made.supply):
             for ref in refs_of(graph.nodes[position]):
                 if not self._is_here(ref) and (value := env[code.slots[ref]]) is not None:
@@ -175,14 +177,26 @@ class Late:
             if isinstance(node, Call):
                 usable = known[position] and position not in self._reached
                 known[position] = self._has(position) or usable
-        made = plan(graph, positions, known, (), keep=range(len(graph)))
-        there = {*made.run, *made.supply}
-        return evolve(made, patch=tuple([p for p in sorted(self.request.changed) if p in there and not self._has(p)]))
+        turns = self._turns()
+        for position in turns.values():
+            known[position] = False  # where it leaves the generator is not known
+        made = plan(graph, positions, known, (), keep=range(len(graph)), turns=turns)
+        run, supply = set(made.run), set(made.supply)
+        again = [p for p in sorted(self.request.changed) if p in run or (p in supply and not self._has(p))]
+        return evolve(made, patch=tuple(again))
+
+    def _turns(self) -> dict[int, int]:
+        """The draws that may begin elsewhere than recorded, where is not known yet; and the draw before each."""
+        graph = self.record.graph
+        shifted = {p: before for p, before in graph.shifts.items() if before in self._reached}
+        return {p: before for p, before in shifted.items() if graph.nodes[p].draws not in self.begun}
 
     def _source(self, position: int, ref: Ref) -> Any:
         given = self.request.given.get(position)
         if given is not None and self.given[position] != (mark_of(given), sight_of(given)):
             raise StaleValue(_text(f"what was given for `{ref.node}`", ref.node))
+        if (drawn := self.record.graph.state_of.get(position)) is not None:
+            return self.begun.get(self.record.graph.nodes[drawn].draws, self.record.value(ref))
         return self.supply(self.record, self.request, ref)
 
     def _patched(self, position: int, number: int, value: Any) -> Any:

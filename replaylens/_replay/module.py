@@ -18,7 +18,7 @@ from .._core.graph import Graph
 from .._core.node import Call, Context, Node, Ref, State, TensorMeaning
 from .._core.pure import as_leaf
 from .._core.trees import thaw
-from ..errors import ReplaylensError, StaleValue
+from ..errors import NotDifferentiable, ReplaylensError, StaleValue
 from .facts import require_as_asked
 from .guards import Departure, diverged, raising
 from .inputs import new_inputs
@@ -66,6 +66,13 @@ class ProgramModule(Holder):
                 f"the model draws numbers by {' and '.join(record.graph.drawn_elsewhere)}, and a module draws anew in "
                 "each call, which only the model itself can do with those. Draw them by torch's default generator, or "
                 "call the model."
+            )
+        if record.graph.generator_read:
+            reads = " and ".join(record.graph.generator_read)
+            raise ReplaylensError(
+                f"the forward reads or sets the state of torch's generator: {reads}. "
+                "A module draws anew in each call, and what that state is then only the model itself can read. Draw "
+                "from the generator, or call the model."
             )
         hidden = self.__dict__  # no submodules, parameters or state of the module's own
         hidden["_record"], hidden["_codes"] = record, {}
@@ -116,6 +123,7 @@ class ProgramModule(Holder):
         grad = torch.is_grad_enabled()
         if grad and any(tensor.requires_grad for tensor in sources.values()):
             require_differentiable(record, Request(grad=True))
+            _require_written_once(graph)
         code, supply = self._compiled(grad)
         env = list(code.template)
         for name in supply:
@@ -162,8 +170,9 @@ class ProgramModule(Holder):
             wanted = [graph.positions[ref.node] for ref in graph.wanted_refs]
             sources = [p for p, mark in enumerate(graph.call_marks) if not mark]
             drawn = [graph.positions[call.name] for call in graph.calls if call.draws is not None]
-            made = plan(graph, wanted, frozenset(sources), (*sources, *drawn), keep=wanted, turns=graph.turns)
-            mode = Mode(grad, fresh=True, on_departure=_departed)
+            changed, last = (*sources, *drawn), graph.last_drawn
+            made = plan(graph, wanted, frozenset(sources), changed, keep=wanted, turns=graph.turns, last=last)
+            mode = Mode(grad, fresh=True, left=graph.left, on_departure=_departed)
             code = compile_plan(graph, made, self._record.draws, mode, {}, self._record.value)
             self._codes[grad] = code, tuple([graph.nodes[p].name for p in made.supply])
         return self._codes[grad]
@@ -302,6 +311,18 @@ def _without_gradients(graph: Graph) -> Graph:
         return evolve(node, context=Context(False, inference, node.context.autocast))
 
     return evolve(graph, nodes=tuple(map(quiet, graph.nodes)))
+
+
+def _require_written_once(graph: Graph) -> None:
+    """Gradients are asked for: does the backward of the model write nothing that the program's does not?"""
+    written = {address for address, _ in graph.changes}
+    if again := [address for address in graph.computed_again if address in written]:
+        raise NotDifferentiable(
+            f"the model writes {' and '.join(again)} in a checkpoint (torch.utils.checkpoint), and once more when its "
+            "backward computes the checkpoint again. A program computes nothing again, so that they would end "
+            "otherwise.\nTurn checkpoints off and capture the model again, or train the model itself; without "
+            "gradients (torch.no_grad()) the module can be called."
+        )
 
 
 def _departed(departure: Departure) -> None:

@@ -37,6 +37,7 @@ def plan(
     until: int | None = None,
     again: Iterable[int] = (),
     turns: Mapping[int, int] = MappingProxyType({}),
+    last: Iterable[int] = (),
 ) -> Plan:
     """The causal cone: what a change can reach and the wanted nodes need, and what must be computed again for it.
 
@@ -44,7 +45,7 @@ def plan(
     do not even need it. With `rerun_all` every call is wanted, and nothing but sources is taken as known. What follows
     the nodes in `again` runs again on the same values, so that it asks no guard. Of the draws in `turns` (position ->
     the draw before it in its stream) the earlier one runs wherever the later one does; elsewhere it does where it may
-    leave the generator in another state than the recorded one.
+    leave the generator in another state than the recorded one. Those in `last` run for where they leave the generator.
     """
     known_marks = bytearray(len(graph)) if not isinstance(known, bytearray) else known
     if known_marks is not known:
@@ -55,11 +56,11 @@ def plan(
     guards = _guards(graph, dirty, frozenset(changed), rerun_all, until)
     if again := tuple(again):
         dirty = _below(graph, (*changed, *again))
-    ends = set(wanted) | {graph.positions[ref.node] for number in guards for ref in graph.guards[number].refs}
+    ends = {*wanted, *last} | {graph.positions[ref.node] for number in guards for ref in graph.guards[number].refs}
     if rerun_all and not replaced:
         run, supply = bytearray(graph.call_marks), _sources(graph, ends)
     else:
-        run, supply = _needed(graph, ends, known_marks, dirty, turns, replaced, rerun_all)
+        run, supply = _needed(graph, ends, known_marks, dirty, frozenset(changed), turns, replaced, rerun_all)
     patch = tuple(p for p in changed if run[p] or supply[p] or p in replaced)
     kept = frozenset(keep) | frozenset(wanted)
     return Plan(
@@ -109,6 +110,7 @@ def _needed(
     ends: set[int],
     known: bytearray,
     dirty: bytearray,
+    changed: frozenset[int],
     turns: Mapping[int, int],
     replaced: frozenset[int],
     rerun_all: bool,
@@ -124,6 +126,9 @@ def _needed(
         usable = known[position] and not dirty[position] and (not rerun_all or not is_call)
         if usable or not is_call:
             supply[position] = 1
+            drawn = graph.state_of.get(position) if not is_call else None
+            if drawn is not None and (dirty[drawn] or drawn in turns or (drawn in changed and not known[drawn])):
+                stack.append(drawn)  # which may begin with another state than the one that is held for it
         else:
             run[position] = 1
             stack.extend(graph.parents[position])

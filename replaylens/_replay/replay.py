@@ -178,13 +178,16 @@ def execute(record: Record, request: Request, told: Callable[[Code], Code] | Non
     request = _without_idle(record, request)
     wanted = _wanted(graph, request)
     record = _with_starts(record, request)
-    mode = Mode(request.grad, request.fresh, on_departure=departed)
+    left = graph.left if _leaves_generator(request) else None
+    mode = Mode(request.grad, request.fresh, left, on_departure=departed)
     code, needed = _compiled(record, request, wanted, mode)
     require_differentiable(record, request)
     for departure in led_astray(graph, request.changed):
         departed(departure)
     for name in graph.drawn_elsewhere if request.fresh else ():
         departed(Departure(f"what `{name}` drew", "drawn in the forward", "others, which only the model can draw"))
+    for name in graph.generator_read if request.fresh else ():
+        departed(Departure(f"what `{name}` gave", "of the recorded state", "of one that only the model can read"))
     raw = {Ref(graph.nodes[position].name): tensor for position, tensor in request.raw.items()}
     around = Around.of_replay(graph, request.grad)
     for departure in departures_of(graph, record.values, raw, around):
@@ -325,6 +328,11 @@ def _wanted(graph: Graph, request: Request) -> frozenset[int]:
     return frozenset([graph.positions[ref.node] for ref in (graph.output_refs if request.at else graph.wanted_refs)])
 
 
+def _leaves_generator(request: Request) -> bool:
+    """Is the user's generator left where the model leaves it? A part of the program leaves it behind its last draw."""
+    return request.fresh and request.to is None and not request.start
+
+
 def _places(graph: Graph, request: Request) -> dict[int, tuple[Ref, ...]]:
     """The values at which a request asks for gradients, by position."""
     places: dict[int, tuple[Ref, ...]] = {}
@@ -356,9 +364,8 @@ def _compiled(record: Record, request: Request, wanted: frozenset[int], mode: Mo
     entry = record.plans.get(key)
     if entry is None:
         known = _known(record, request)
-        fresh = (
-            [p for p in graph.drawn.values() if not graph.nodes[p].is_seeded] if request.fresh else []  # type: ignore[union-attr]
-        )
+        drawn = graph.drawn.values() if request.fresh else ()
+        fresh = [position for position in drawn if _is_drawn_anew(graph, request, position)]
         places = _places(graph, request)
         made = plan(
             graph,
@@ -370,6 +377,7 @@ def _compiled(record: Record, request: Request, wanted: frozenset[int], mode: Mo
             until=request.to,
             again=places,
             turns=graph.turns if request.fresh and not request.start else {},
+            last=graph.last_drawn if _leaves_generator(request) else (),
         )
         _require_reached(graph, request, made)
         patches = {
@@ -476,11 +484,17 @@ def _known(record: Record, request: Request) -> bytearray:
     for position, node in enumerate(graph.nodes):
         if not isinstance(node, Call):
             marks[position] = 1
-        elif request.fresh and node.draws and not node.is_seeded:
+        elif request.fresh and _is_drawn_anew(graph, request, position):
             continue
         elif not request.grad or request.at or position in request.start:
             marks[position] = all(ref in record.values for ref in refs_of(node))
     return marks
+
+
+def _is_drawn_anew(graph: Graph, request: Request, position: int) -> bool:
+    """Does a fresh replay draw there? Not what a seed fixed, nor the layer on whose recorded value it begins."""
+    node = graph.nodes[position]
+    return isinstance(node, Call) and bool(node.draws) and not node.is_seeded and position not in request.start
 
 
 def supply(record: Record, request: Request, ref: Ref) -> Any:

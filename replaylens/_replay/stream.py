@@ -8,7 +8,7 @@ generator as the model's would: what the forward seeded stays as it was, and dra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from attrs import field, frozen
 
 from .._core.graph import Graph
-from .._core.node import Call, Generator
+from .._core.node import Call, Generator, Left, Ref
 from .._core.trees import leaves
 from .._core.world import freed, in_children, one_draws
 
@@ -47,15 +47,18 @@ class Turn:
     goes_on: bool = False  # the generator is where it should be
     key: str = ""  # of a draw whose forerunner does not run: it has a stream of its own, made of the start and this
     own: bool = False  # it draws from a generator of its own
+    held: tuple[int, ...] = ()  # the slots of the state that it begins with, for calls that run it again themselves
 
 
 @frozen
 class Stream:
-    """The turns by position; may the global generator be set, and the slot of the state that the user is left with."""
+    """The turns by position; may the global generator be set; the state that the user is left with: its slot, or the
+    key of a recorded one.
+    """
 
     turns: dict[int, Turn] = field(factory=dict)
     sets: bool = False
-    leaves: int | None = None
+    leaves: int | str | None = None
     is_fresh: bool = False
 
     def begun(self, graph: Graph) -> tuple[tuple[str, int], ...]:
@@ -69,32 +72,55 @@ def has_own_generator(node: Call) -> bool:
     return any(isinstance(leaf, Generator) for leaf in leaves((node.args, tuple([value for _, value in node.kwargs]))))
 
 
-def streamed(graph: Graph, run: Sequence[int], fresh: bool, literal: Callable[[Any], int]) -> Stream:
-    """The stream of the draws that run."""
+def streamed(
+    graph: Graph,
+    run: Sequence[int],
+    fresh: bool,
+    literal: Callable[[Any], int],
+    slots: Mapping[Ref, int],
+    left: Left | None = None,
+) -> Stream:
+    """The stream of the draws that run. `left`: where the user's generator is to be left, if that is known."""
     drawing = [p for p in run if graph.nodes[p].draws is not None]  # type: ignore[union-attr]
+    held = {p: tuple([slots[ref] for ref in graph.states[p]]) for p in drawing if p in graph.states}
     if fresh and drawing:
-        return _fresh(graph, drawing, literal)
+        return _fresh(graph, drawing, literal, held, left)
+    if fresh:
+        return Stream() if left is None or left.fixed is None else Stream({}, True, left.fixed, True)
     shifts = {p: graph.shifts[p] for p in drawing if p in graph.shifts}
     there = set(drawing).intersection(shifts.values())
     if not there:
         return Stream(sets=bool(drawing))
     ends = {p: literal(None) for p in sorted(there)}
     turns = {
-        p: Turn(ends.get(shifts.get(p, -1)), ends.get(p), own=has_own_generator(graph.nodes[p]))  # type: ignore[arg-type]
+        p: Turn(
+            begins=ends.get(shifts.get(p, -1)),
+            ends=ends.get(p),
+            own=has_own_generator(graph.nodes[p]),  # type: ignore[arg-type]
+            held=held.get(p, ()) if shifts.get(p, -1) in ends else (),
+        )
         for p in drawing
         if p in ends or shifts.get(p, -1) in ends
     }
     return Stream(turns, True)
 
 
-def _fresh(graph: Graph, drawing: list[int], literal: Callable[[Any], int]) -> Stream:
+def _fresh(
+    graph: Graph,
+    drawing: list[int],
+    literal: Callable[[Any], int],
+    held: Mapping[int, tuple[int, ...]],
+    left: Left | None,
+) -> Stream:
     """Draws that begin with the user's generator go on from there, in the model's order."""
     begins = {p: _beginning(graph, p, set(drawing)) for p in drawing}
     own = {p for p in drawing if has_own_generator(graph.nodes[p])}  # type: ignore[arg-type]
-    going, last = _going_on(graph, [p for p in drawing if p not in own], begins)
-    sets = len(going) + len(own) < len(drawing)
-    wanted = {begins[p] for p in drawing if p not in going} | ({last} if sets else set())
-    start = literal(None) if any(type(begin) is str for begin in wanted) else None
+    going, last, at = _going_on(graph, [p for p in drawing if p not in own], begins)
+    end = _end(graph, drawing, left, last)
+    sets = len(going) + len(own) < len(drawing) or (left is not None and end != at)
+    wanted = {begins[p] for p in drawing if p not in going} | ({end} if sets else set())
+    fixed = left.fixed if left is not None and end == left.fixed else None
+    start = literal(None) if any(type(begin) is str for begin in wanted - {fixed}) else None
     slots: dict[Any, int | None] = {p: literal(None) for p in drawing if p in wanted}
     turns: dict[int, Turn] = {}
     for number, p in enumerate(drawing):
@@ -106,13 +132,28 @@ def _fresh(graph: Graph, drawing: list[int], literal: Callable[[Any], int]) -> S
             goes_on=p in going,
             key=begin if type(begin) is str else "",
             own=p in own,
+            held=held.get(p, ()) if begin is not None or p in going else (),
         )
-    return Stream(turns, sets, slots.get(last, start) if sets else None, True)
+    return Stream(turns, sets, (fixed or slots.get(end, start)) if sets else None, True)
 
 
-def _going_on(graph: Graph, drawing: list[int], begins: dict[int, Any]) -> tuple[set[int], Any]:
-    """The draws for which the global generator is already where they begin; and which of them goes on from the user's
-    state as the last.
+def _end(graph: Graph, drawing: list[int], left: Left | None, last: Any) -> Any:
+    """Where the user's generator is left: behind a draw, as it was, in a state that a seed fixed (its key); behind the
+    last that no seed fixed, where the model did not say.
+    """
+    if left is None:
+        return last
+    if graph.last_drawn and graph.last_drawn[0] in drawing:
+        return graph.last_drawn[0]
+    if left.fixed is not None:
+        return left.fixed
+    is_own = any(graph.nodes[p].edited for p in drawing)  # type: ignore[union-attr]
+    return _START if left.follows is None and not is_own else last
+
+
+def _going_on(graph: Graph, drawing: list[int], begins: dict[int, Any]) -> tuple[set[int], Any, Any]:
+    """The draws for which the global generator is already where they begin; which of them goes on from the user's
+    state as the last; and behind which the generator is in the end.
     """
     at: Any = _START  # where the generator is, as far as draws of the program have moved it
     last: Any = _START
@@ -122,7 +163,7 @@ def _going_on(graph: Graph, drawing: list[int], begins: dict[int, Any]) -> tuple
             going.add(p)
         at = p
         last = last if graph.nodes[p].is_seeded else p  # type: ignore[union-attr]
-    return going, last
+    return going, last, at
 
 
 def _beginning(graph: Graph, position: int, drawing: set[int]) -> Any:
@@ -148,6 +189,10 @@ def in_turn(read: Callable[..., Any], call: Callable[..., Any], turn: Turn, reco
         if not turn.goes_on:
             state: Any = recorded if turn.begins is None else env[turn.begins]
             generator.set_state(_branched(state, turn.key) if turn.key else state)
+        if turn.held:
+            state = generator.get_state()
+            for slot in turn.held:
+                env[slot] = state
         value = call(*given)
         if turn.ends is not None:
             env[turn.ends] = generator.get_state()
@@ -178,7 +223,7 @@ def _branched(state: torch.Tensor, key: str) -> torch.Tensor:
 
 
 def left_at(slot: int, env: list[Any]) -> tuple[Any, ...]:
-    """The user's generator is left where the last of the fresh draws left it, whatever was seeded since."""
+    """The user's generator is left where the model leaves it."""
     if outside and env[slot] is not None:
         outside[-1] = env[slot]
     return (None,)
