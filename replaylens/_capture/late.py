@@ -63,7 +63,7 @@ def _saves(recording: Recording, record: CallRecord, is_it: Is, as_object: bool)
         return any(h in recording.gradients for h in leaves(record.returns) if type(h) is Handle)
     if not as_object and any(_may_need_gradients_elsewhere(recording.values[h]) for h in reads_of(record)):
         return _would_save(recording, record, is_it)
-    stops = {id(value.grad_fn) for value in (recording.values[h] for h in reads_of(record)) if _has_history(value)}
+    stops = {value.grad_fn for value in (recording.values[h] for h in reads_of(record)) if _has_history(value)}
     return any(_saved_below(value.grad_fn, is_it, stops, _DEEPEST) for value in given if _has_history(value))
 
 
@@ -114,9 +114,9 @@ def _has_history(value: Any) -> bool:
     return not _is_gone(value) and value.requires_grad and history_of(value) is not None
 
 
-def _saved_below(function: Any, is_it: Is, stops: set[int], depth: int) -> bool:
+def _saved_below(function: Any, is_it: Is, stops: set[Any], depth: int) -> bool:
     """Is what is asked for among what a step of a backward pass saved, or those that follow it within the same call?"""
-    if function is None or id(function) in stops or not depth:
+    if function is None or function in stops or not depth:
         return False
     if any(map(is_it, _saved_by(function))):
         return True
