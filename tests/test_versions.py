@@ -264,9 +264,21 @@ def test_a_torch_that_lacks_what_is_needed_is_refused_with_its_name():
     made = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert made.returncode == 1
     assert made.stderr.splitlines()[-1] == (
-        f"ImportError: replaylens needs torch 2.8 or later. This one is {torch.__version__}, and it lacks "
+        f"ImportError: replaylens needs torch 2.10 or later. This one is {torch.__version__}, and it lacks "
         "torch._C._autograd._top_saved_tensors_default_hooks."
     )
+
+
+def test_an_older_torch_is_refused_though_it_has_every_name():
+    script = "import torch\ntorch.__version__ = '2.9.1+cpu'\nimport replaylens\n"
+    made = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert made.returncode == 1
+    assert made.stderr.splitlines()[-1] == "ImportError: replaylens needs torch 2.10 or later. This one is 2.9.1+cpu."
+
+
+def test_the_floor_in_the_package_is_the_one_that_pip_is_told():
+    told = (PACKAGE.parent / "pyproject.toml").read_text()
+    assert f'"torch>={".".join(map(str, torch_private.FLOOR))}"' in told
 
 
 def test_without_a_name_that_can_be_missing_the_public_way_gives_the_same():
@@ -288,12 +300,3 @@ print("same")
 """
     made = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=False)
     assert made.stdout.strip() == "same", made.stderr
-
-
-def test_where_torch_cannot_say_its_default_device_a_capture_takes_the_cpu(monkeypatch):
-    def none():
-        raise AttributeError("'NoneType' object has no attribute 'device'")  # torch 2.8 after set_default_device(None)
-
-    monkeypatch.setattr(torch, "get_default_device", none)
-    prog = rl.capture(torch.relu, torch.ones(2))
-    assert torch.equal(prog.replay(-torch.ones(2)).output, torch.zeros(2)) and prog.check()

@@ -6,8 +6,11 @@ autograd saves what it always saves, and the backward computes nothing again.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from inspect import unwrap
+from traceback import walk_tb
 from typing import Any
 
 from .._core.torch_private import leave_saving_hooks_alone, top_saving_hooks
@@ -25,6 +28,20 @@ def in_checkpoint() -> bool:
     """Does a checkpoint keep tensors from being saved?"""
     hooks = _hooks(False)
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
+def leave_checkpoints(error: BaseException) -> None:
+    """Take off the hooks of checkpoints that an exception ended. Before torch 2.13 they stay on for as long as somebody
+    holds the exception: the generator that would take them off is a variable of a frame in its traceback.
+    """
+    module = sys.modules.get("torch.utils.checkpoint")
+    if module is None or error.__traceback__ is None:
+        return
+    code = unwrap(module.checkpoint).__code__
+    frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code is code]
+    for frame in reversed(frames):
+        with suppress(RuntimeError):  # it runs: the exception is handled within
+            frame.clear()
 
 
 _AS_IT_IS = nullcontext()
