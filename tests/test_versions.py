@@ -162,6 +162,16 @@ def test_the_test_of_a_comprehension_goes_on_at_its_element_or_at_the_next_one()
     assert second[0] is False and second[1] in ("[", "for one in x")  # Python 3.13 says it more exactly
 
 
+@pytest.mark.parametrize("kind", ["[{}]", "{{{}}}", "list({})", "dict({})"])
+def test_the_test_of_any_comprehension_that_fails_goes_on_behind_its_element(kind, tmp_path):
+    element = "(one.exp(), 1)" if kind.startswith("dict") else "one.exp()"
+    text = kind.format(f"\n{element}\nfor one in x\nif one > 0\n")
+    model = written(tmp_path, f"def model(x):\n    return (\n{text})\n")
+    ways = taken(model, torch.tensor([1.0, -1.0]))
+    assert ways[0][0] and "one.exp()" in ways[0][1]
+    assert not ways[1][0] and ways[1][1] != "if one > 0" and "one.exp()" not in ways[1][1]
+
+
 def test_a_chained_comparison_goes_on_behind_both_halves():
     def model(x):
         if (
