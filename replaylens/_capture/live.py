@@ -191,7 +191,7 @@ class LiveTracer(Tracer):
 
     def function_unseen(self, kind: type) -> None:
         """A custom function runs on what the model gave it: its backward knows nothing of what stands in for that."""
-        if self.stage.grad and not self.blind:
+        if self.stage.grad and not self.blind and not self.in_leaf:
             raise NotDifferentiable(f"gradients cannot be had through {BOUND_BEFORE.format(name=kind.__name__)}")
         super().function_unseen(kind)
 
