@@ -25,7 +25,7 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 help:
 	@echo "make demo    a first look: runs examples/demo.py"
 	@echo "make test    the quick tests"
-	@echo "make matrix  the quick tests on every Python found that has torch in reach"
+	@echo "make matrix  the quick tests on every Python found; CUDA=yes fetches CUDA's libraries where torch needs them"
 	@echo "make zoo     the tests on real library models (transformers, timm, torchvision)"
 	@echo "make databases  every sample of torch's own databases of operators and modules"
 	@echo "make interrupts  an interrupt at a thousand places of each task"

@@ -1,11 +1,15 @@
 """The quick tests on every Python that is found, each in a venv of its own with the torch that the project is pinned to.
 
-In: the Pythons of pyenv and of the path, from 3.10 on. Out: one line for each: passed, FAILED, or skipped and why. A Python
-without a wheel of torch in pip's reach is skipped, and says so; exit status 1 where one failed.
+In: the Pythons of pyenv and of the path, from 3.10 on. Out: one line for each at the end: passed, FAILED, or not run and why.
+Exit status: 0 where all passed, 1 where one failed, 2 where none failed and one was not run.
+
+The wheels of torch on PyPI for Linux need CUDA's libraries, gigabytes for each Python: they are fetched with `CUDA=yes` only.
+Without it a Python is run where pip finds a CPU build (`PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu`).
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -39,6 +43,8 @@ def installed(version: str, python: str) -> tuple[Path, str]:
     if not own.exists():
         subprocess.run([python, "-m", "venv", home], check=True)
     torch = next(line for line in PINNED.read_text().splitlines() if line.startswith("torch=="))
+    if not has_torch(own) and (why := unfit(own, torch)):
+        return own, why
     for what in ([torch], ["--editable", f"{ROOT}[dev,pandas,plot,progress,safetensors]"]):
         command = [own, "-m", "pip", "install", *TOLD, "--only-binary", "torch", "--constraint", PINNED, *what]
         made = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -49,19 +55,41 @@ def installed(version: str, python: str) -> tuple[Path, str]:
     return own, "" if not asked.returncode else f"torch does not start: {asked.stderr.strip().splitlines()[-1]}"
 
 
+def has_torch(own: Path) -> bool:
+    """Does torch start there?"""
+    return not subprocess.run([own, "-c", "import torch"], capture_output=True, check=False).returncode
+
+
+def unfit(own: Path, torch: str) -> str:
+    """Why the wheel of torch that pip would take there is not to be fetched; "" where it is. This reads its metadata only."""
+    command = [own, "-m", "pip", "install", *TOLD, "--dry-run", "--report", "-", "--ignore-installed", "--no-deps"]
+    made = subprocess.run([*command, "--only-binary", "torch", torch], capture_output=True, text=True, check=False)
+    if made.returncode:
+        return f"pip finds no wheel of {torch}: {(made.stderr.strip().splitlines() or ['it says nothing'])[-1]}"
+    (wheel,) = json.loads(made.stdout)["install"]
+    needs = [one for one in wheel["metadata"].get("requires_dist", ()) if one.startswith(("nvidia-", "cuda-"))]
+    if not needs or os.environ.get("CUDA") == "yes":
+        return ""
+    return (
+        f"the only wheel of {torch} that pip finds is built for CUDA, and its libraries are missing ({len(needs)} packages). "
+        "Fetch them by CUDA=yes, or name an index that has a CPU build in PIP_EXTRA_INDEX_URL"
+    )
+
+
 def main() -> int:
-    """Run them all; 1 where one failed."""
-    failed = False
+    """Run them all."""
+    said: dict[str, str] = {}
     for version, python in pythons().items():
         own, why = installed(version, python)
+        said[version] = f"not run: {why}."
         if why:
-            print(f"Python {version}: skipped. {why}", flush=True)
+            print(f"Python {version}: {said[version]}", flush=True)
             continue
         words = [own, "-m", "pytest", "-q", "-n", os.environ.get("WORKERS", "2")]
         made = subprocess.run(words, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
-        failed |= made.returncode != 0
-        print(f"Python {version}: {'FAILED' if made.returncode else 'passed'}", flush=True)
-    return int(failed)
+        said[version] = "FAILED" if made.returncode else "passed"
+    print("\n".join(f"Python {version}: {outcome}" for version, outcome in said.items()) or "No Python from 3.10 on.")
+    return 1 if "FAILED" in said.values() else 2 if set(said.values()) != {"passed"} else 0
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ._core.notes import notes_of
 from .errors import ReplaylensError
 from .program import capture, check
 
@@ -40,7 +41,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except SystemExit as error:  # the model's own, which must not pass for a status of ours
         print(f"replaylens: the model, or its module, ended Python by SystemExit({error.code!r}).", file=sys.stderr)
     except Exception as error:  # the model's own
-        notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+        notes = "".join(f"\n{note}" for note in notes_of(error))
         print(f"replaylens: {type(error).__name__}: {error}{notes}", file=sys.stderr)
     return NOT_ASKED
 

@@ -25,6 +25,7 @@ from ._check.model import with_model
 from ._check.report import CheckReport
 from ._check.subject import under_check
 from ._core.node import Guard, Ref, value_of
+from ._core.notes import add_note
 from ._core.pure import same_content, writable_copy
 from ._core.text import code
 from ._core.torch_private import DeviceContext, function_modes as _function_modes, pytree, without_function_modes
@@ -693,8 +694,8 @@ class Program(Held):
             why = f"the change leads away from the recorded path: {first}\n" if first is not None else ""
             raise DivergedReplay(f"{why}{refusal}") from None
         except Exception as error:
-            if first is not None and hasattr(error, "add_note"):
-                error.add_note(f"replaylens: raised where the model was run again, because {first}")
+            if first is not None:
+                add_note(error, f"replaylens: raised where the model was run again, because {first}")
             misfits = [one.text for one in request.mismatches if one.of_state]
             if misfits and not isinstance(error, ReplaylensError):
                 raised = f"With it the model raises {type(error).__name__}: {error}"

@@ -27,7 +27,7 @@ class Tripled(torch.autograd.Function):
         return 3 * grad
 
 
-tripled = Tripled.apply
+tripled = Tripled.apply if hasattr(Tripled.apply, "__func__") else lambda x: Tripled.apply(x)
 
 
 class Net(nn.Module):

@@ -17,8 +17,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import replaylens as rl
+from replaylens._core.torch_private import top_saving_hooks
 
 
 def x(seed=0):
@@ -512,3 +514,43 @@ def test_functions_of_torch_in_another_thread_pass_by_a_capture():
     prog = rl.capture(model, x())
     assert apart["modes"] == 0 and apart["value"].tolist() == [0.0, 0.0]
     assert [call.kind for call in prog.graph.calls] == ["relu"]
+
+
+class FailsInCheckpoints(nn.Module):
+    """Raises within so many checkpoints, one in the other."""
+
+    def __init__(self, depth):
+        super().__init__()
+        self.fc, self.depth = nn.Linear(4, 4), depth
+
+    def block(self, x, depth):
+        if depth:
+            return checkpoint(self.block, self.fc(x), depth - 1, use_reentrant=False)
+        raise KeyError(depth)
+
+    def forward(self, x):
+        return self.block(x, self.depth)
+
+
+def captured_among_hooks_of_ones_own(model, x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        kept = top_saving_hooks(True)
+        try:
+            rl.capture(model, x)
+        finally:
+            assert top_saving_hooks(True) == kept
+
+
+def run_with_gradients(model, x):
+    rl.run(model, x, patch={"fc": rl.Scale(2.0)}, grad=True)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("ask", [rl.capture, run_with_gradients, captured_among_hooks_of_ones_own])
+def test_a_model_that_raises_in_checkpoints_leaves_no_hooks_of_theirs_while_its_exception_is_held(depth, ask):
+    model, x = FailsInCheckpoints(depth), torch.randn(2, 4, requires_grad=True)
+    with pytest.raises(KeyError) as held:
+        ask(model, x)
+    assert held.traceback
+    assert top_saving_hooks(True) is None
+    assert torch.func.grad(lambda y: y.sin().sum())(torch.ones(2)).shape == (2,)

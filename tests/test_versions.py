@@ -162,6 +162,16 @@ def test_the_test_of_a_comprehension_goes_on_at_its_element_or_at_the_next_one()
     assert second[0] is False and second[1] in ("[", "for one in x")  # Python 3.13 says it more exactly
 
 
+@pytest.mark.parametrize("kind", ["[{}]", "{{{}}}", "list({})", "dict({})"])
+def test_the_test_of_any_comprehension_that_fails_goes_on_behind_its_element(kind, tmp_path):
+    element = "(one.exp(), 1)" if kind.startswith("dict") else "one.exp()"
+    text = kind.format(f"\n{element}\nfor one in x\nif one > 0\n")
+    model = written(tmp_path, f"def model(x):\n    return (\n{text})\n")
+    ways = taken(model, torch.tensor([1.0, -1.0]))
+    assert ways[0][0] and "one.exp()" in ways[0][1]
+    assert not ways[1][0] and ways[1][1] != "if one > 0" and "one.exp()" not in ways[1][1]
+
+
 def test_a_chained_comparison_goes_on_behind_both_halves():
     def model(x):
         if (
@@ -264,9 +274,21 @@ def test_a_torch_that_lacks_what_is_needed_is_refused_with_its_name():
     made = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert made.returncode == 1
     assert made.stderr.splitlines()[-1] == (
-        f"ImportError: replaylens needs torch 2.8 or later. This one is {torch.__version__}, and it lacks "
+        f"ImportError: replaylens needs torch 2.10 or later. This one is {torch.__version__}, and it lacks "
         "torch._C._autograd._top_saved_tensors_default_hooks."
     )
+
+
+def test_an_older_torch_is_refused_though_it_has_every_name():
+    script = "import torch\ntorch.__version__ = '2.9.1+cpu'\nimport replaylens\n"
+    made = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert made.returncode == 1
+    assert made.stderr.splitlines()[-1] == "ImportError: replaylens needs torch 2.10 or later. This one is 2.9.1+cpu."
+
+
+def test_the_floor_in_the_package_is_the_one_that_pip_is_told():
+    told = (PACKAGE.parent / "pyproject.toml").read_text()
+    assert f'"torch>={".".join(map(str, torch_private.FLOOR))}"' in told
 
 
 def test_without_a_name_that_can_be_missing_the_public_way_gives_the_same():
@@ -288,12 +310,3 @@ print("same")
 """
     made = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=False)
     assert made.stdout.strip() == "same", made.stderr
-
-
-def test_where_torch_cannot_say_its_default_device_a_capture_takes_the_cpu(monkeypatch):
-    def none():
-        raise AttributeError("'NoneType' object has no attribute 'device'")  # torch 2.8 after set_default_device(None)
-
-    monkeypatch.setattr(torch, "get_default_device", none)
-    prog = rl.capture(torch.relu, torch.ones(2))
-    assert torch.equal(prog.replay(-torch.ones(2)).output, torch.zeros(2)) and prog.check()

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 _NOTHING = frozenset(("CACHE", "EXTENDED_ARG", "NOT_TAKEN", "TO_BOOL"))
 _SHUFFLES = frozenset(("SWAP", "ROT_TWO", "COPY", "DUP_TOP"))
+_ADDS = frozenset(("LIST_APPEND", "SET_ADD", "MAP_ADD"))
 _PATIENCE = 50  # instructions
 _BOOL_OF_COMPARISON = 16  # in the argument of COMPARE_OP, from Python 3.13 on
 
@@ -43,6 +44,9 @@ def taken(code: CodeType, instruction: int, value: bool) -> int | None:
         at += 1
     for _ in range(_PATIENCE):
         one = steps[at]
+        if len(test) > 1 and (back := _end_of_element(code, steps, at)) is not None:
+            at = numbers[back]
+            continue
         if not _is_of_the_test(one, stack, test) or (to := _walk(one, stack)) is None:
             return one.offset if len(test) > 1 else None
         if "IF_" in one.name:
@@ -61,6 +65,15 @@ def _number(numbers: dict[int, int], instruction: int) -> int:
 def _leaves_it(one: _Step) -> bool:
     """Does the instruction that read it leave the truth value itself on the stack?"""
     return "CALL" in one.name or (one.name == "COMPARE_OP" and one.arg & _BOOL_OF_COMPARISON > 0)
+
+
+def _end_of_element(code: CodeType, steps: list[_Step], at: int) -> int | None:
+    """Where the jump back of a comprehension leads to, if this is one. Python 3.12 puts it where the element stands,
+    which was not made.
+    """
+    one = steps[at]
+    is_back = one.name.startswith("JUMP") and one.to is not None and one.to < one.offset
+    return one.to if is_back and (steps[at - 1].name in _ADDS or code.co_name == "<genexpr>") else None
 
 
 def _is_of_the_test(one: _Step, stack: list[Any], test: set[Any]) -> bool:

@@ -23,6 +23,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from .._core.graph import Graph
 from .._core.node import Input, Node, Ref, State
+from .._core.notes import add_note
 from .._core.text import where as text_of
 from .._core.torch_private import compiler_if_loaded, default_device, hooks_of_all_modules, without_function_modes
 from .._core.trees import ATOMS, fingerprint, freeze_deep, keys_of, leaves, named_paths, require_room, thaw
@@ -33,6 +34,8 @@ from .._replay.state import StatePlace
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite, UnsupportedModel
 from .account import account_of, timed
 from .builder import Handle, Recording, SourceRecord, address_of, freeze, is_torch_code, last_name, line_of, versions_of
+from .checkpoints import leave_checkpoints
+from .customs import by_its_class
 from .handing import hand_on
 from .hidden import behind
 from .hooks import note_hooks
@@ -238,15 +241,25 @@ def _told_of_failure(forward: Forward, recording: Recording) -> Iterator[None]:
 
 
 @boundary
+def _ended(model: Any, args: Any, kwargs: Any) -> Any:
+    """Call the model. A checkpoint that it did not leave by itself is over as well."""
+    try:
+        return model(*args, **kwargs)
+    except BaseException as error:
+        leave_checkpoints(error)
+        raise
+
+
+@boundary
 def _call(model: Any, args: Any, kwargs: Any, tracer: Tracer) -> Any:
     try:
-        output = model(*args, **kwargs)
+        output = _ended(by_its_class(model), args, kwargs)
     except (NeedsDeepLook, ReplaylensError):
         raise
     except Exception as error:
         if tracer.refused is not None and tracer.refused is not error:
             raise tracer.refused from error
-        _add_note(error, tracer)
+        _say_where(error, tracer)
         raise
     finally:
         if tracer.functorch:
@@ -424,10 +437,8 @@ def _require_announced(tracer: Tracer) -> list[int]:
     return counters
 
 
-def _add_note(error: Exception, tracer: Tracer) -> None:
+def _say_where(error: Exception, tracer: Tracer) -> None:
     """Say where in the model its own exception came from."""
-    if not hasattr(error, "add_note"):
-        return
     done = sum(1 for entry in tracer.recording.records if not isinstance(entry, SourceRecord))
     module = tracer.recording.scopes[tracer.failed_scope].module if tracer.failed_scope >= 0 else None
     inside = f" inside {type(module).__name__}" if module is not None else ""
@@ -438,7 +449,7 @@ def _add_note(error: Exception, tracer: Tracer) -> None:
         frame = frame.tb_next
     where = f"\n{text_of(source)}" if source is not None else ""
     last = f", the last of them {last_name(tracer.recording)}" if done else ""
-    error.add_note(f"replaylens: the model raised this after {done} recorded calls{last}{inside}.{where}")
+    add_note(error, f"replaylens: the model raised this after {done} recorded calls{last}{inside}.{where}")
 
 
 def put_back(recording: Recording, beginning: Beginning) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from traceback import walk_tb
 from types import FrameType
 from typing import Any
 
@@ -43,6 +44,22 @@ def beneath_checkpoint() -> bool:
 
 
 _FILE = inspect.unwrap(checkpoint).__code__.co_filename
+
+
+def leave_checkpoints(error: BaseException) -> None:
+    """Take off the hooks of checkpoints that an exception ended. Before torch 2.13 they stay on for as long as somebody
+    holds the exception: the generator that would take them off is a variable of a frame in its traceback.
+    """
+    module = sys.modules.get("torch.utils.checkpoint")
+    if module is None or error.__traceback__ is None:
+        return
+    code = inspect.unwrap(module.checkpoint).__code__
+    frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code is code]
+    for frame in reversed(frames):
+        with suppress(RuntimeError):  # it runs: the exception is handled within
+            frame.clear()
+
+
 _AS_IT_IS = nullcontext()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import BuiltinMethodType
 from typing import Any
 
 import torch
@@ -25,7 +26,19 @@ from .rules import How, Rule
 from .storage import Base, Entry, Memory
 from .writes import append_write, write_record
 
+BOUND_BEFORE = (
+    "{name}: its `apply` was taken from its class before the capture (`f = {name}.apply`), and this torch does not "
+    "show calls of it. Call it by its class: `{name}.apply(x)`."
+)
 _function_apply = torch.autograd.Function.__dict__["apply"]
+
+
+def by_its_class(function: Any) -> Any:
+    """An `apply` that was taken from its class before, as the class gives it now: calls of that are shown."""
+    owner = getattr(function, "__self__", None)
+    if type(function) is not BuiltinMethodType or not isinstance(owner, type):
+        return function
+    return owner.apply if issubclass(owner, torch.autograd.Function) and function.__name__ == "apply" else function
 
 
 def apply_call(tracer: Recorder, kind: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from .._core.node import Left
+from .._core.notes import add_note, notes_of
 from .._core.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -61,8 +62,8 @@ def outlined(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unknown:
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise CaptureError(_refusal(error, _place(error))) from error
         except Exception as error:
-            if not isinstance(error, ReplaylensError) and hasattr(error, "add_note"):
-                error.add_note("replaylens: it was run on fake tensors (fake=True), which not every operation takes.")
+            if not isinstance(error, ReplaylensError):
+                add_note(error, "replaylens: it was run on fake tensors (fake=True), which not every operation takes.")
             raise
 
 
@@ -193,7 +194,7 @@ class _Fakes:
 
 def _place(error: Exception) -> str:
     """Where in the model an exception came from, as its note says."""
-    notes = getattr(error, "__notes__", ())
+    notes = notes_of(error)
     return "".join(f"\n{line}" for note in notes for line in note.splitlines()[1:])
 
 

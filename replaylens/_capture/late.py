@@ -98,7 +98,7 @@ class _Asked:
             return self.would_be_saved_by(record)
         if any(_is_gone(value) for value in given):
             return any(h in recording.gradients for h in _given(record))
-        stops = {id(value.grad_fn) for value in reads if _has_history(value)}
+        stops = {value.grad_fn for value in reads if _has_history(value)}
         return any(saved_below(value.grad_fn, self.is_it, stops) for value in given if _has_history(value))
 
     def would_be_saved_by(self, record: CallRecord) -> bool:

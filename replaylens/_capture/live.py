@@ -17,6 +17,7 @@ import torch
 from attrs import evolve, field, frozen
 from torch import nn
 
+from .._core.notes import add_note
 from .._core.torch_private import (
     OpOverload,
     count_function_modes,
@@ -30,6 +31,7 @@ from ..errors import DivergedReplay, NotDifferentiable
 from .aims import Aim, Aims
 from .builder import CallRecord, Handle, Recording, SourceRecord, parts_of, user_line
 from .checkpoints import in_checkpoint, nothing_computed_again
+from .customs import BOUND_BEFORE
 from .origins import Date, Origins
 from .randomness import Draw, generator_of
 from .recorder import tensors_in
@@ -188,6 +190,12 @@ class LiveTracer(Tracer):
         with self._unseen():
             return self._asked(Done(out, (args, kwargs), closed="it belongs to the backward hook of a module" * hook))
 
+    def function_unseen(self, kind: type) -> None:
+        """A custom function runs on what the model gave it: its backward knows nothing of what stands in for that."""
+        if self.stage.grad and not self.blind and not self.in_leaf:
+            raise NotDifferentiable(f"gradients cannot be had through {BOUND_BEFORE.format(name=kind.__name__)}")
+        super().function_unseen(kind)
+
     def given(self, tree: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The inputs, patched where they are, in containers that the model may write."""
         recording, aims = self.recording, self.stage.inputs
@@ -343,8 +351,7 @@ class LiveTracer(Tracer):
                 news = draw(aim, values, {})
         except Exception as error:
             self.refused = self.refused or error  # the model may swallow it
-            if hasattr(error, "add_note"):
-                error.add_note(f"replaylens: raised by the patch at {aim.name}")
+            add_note(error, f"replaylens: raised by the patch at {aim.name}")
             raise
         if self.stage.draws_apart and not is_apart and draw.key is not None and draw.state is not None:
             draw.generator.set_state(draw.state)
@@ -427,6 +434,9 @@ class _Deaf:
     def function_apply(self, kind: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """As if nobody listened."""
         return call(*args, **kwargs)
+
+    def function_unseen(self, kind: type) -> None:
+        """As if nobody listened."""
 
     def swapped(self) -> None:
         """As if nobody listened."""

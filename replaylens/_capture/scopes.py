@@ -5,8 +5,9 @@ captures run, `nn.Module.__call__` is one function of ours, which looks for a ca
 passes on; it is counted, and put back when the last capture ends. (Global forward hooks cost six times as much and
 see a module's output before the user's own hooks have changed it.) So is `apply` of a custom `autograd.Function`, one
 class below `Function` itself: an `apply` that was taken from its class before (`swish = Swish.apply`) comes by there.
-So is what exchanges two tensors (`torch.utils.swap_tensors`), which no torch function shows; and the way from torch's
-Python functions (`F.relu`) to a function mode, which costs more than the call where torch goes it.
+From torch 2.14 on such an `apply` is bound to C and comes by nowhere: only that it asks its class for the backward is
+seen. So is what exchanges two tensors (`torch.utils.swap_tensors`), which no torch function shows; and the way from
+torch's Python functions (`F.relu`) to a function mode, which costs more than the call where torch goes it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from types import CodeType, FrameType
 from typing import Any, Protocol
 
 from torch import nn
+from torch.autograd import Function
+from torch.autograd.function import FunctionMeta
 from torch.overrides import handle_torch_function
 
 from .._core.torch_private import (
@@ -45,13 +48,19 @@ class Listener(Protocol):
 
     def function_apply(self, kind: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
 
+    def function_unseen(self, kind: type) -> None: ...
+
     def swapped(self) -> None: ...
 
 
 _listeners: dict[int, list[Listener]] = {}  # of each thread, the innermost last
+_bodies: dict[int, int] = {}  # of each thread, how many custom functions are running that were seen to begin
 _lock = threading.RLock()  # what an interrupt left may be left while another capture is entered
 _module_call = nn.Module.__call__
 _function_apply = FunctionBase.__dict__["apply"]
+_is_bound_to_c = Function.__dict__["apply"] is _function_apply  # from torch 2.14 on
+_OWNERS: tuple[Any, ...] = (SingleLevelFunction, Function) if _is_bound_to_c else (SingleLevelFunction,)
+_asked_of = FunctionMeta.__getattribute__
 _boundaries: set[int] = set()  # by id: the functions are ours, and stay
 
 
@@ -74,7 +83,26 @@ def _traced_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _traced_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
     stack = _listeners.get(get_ident())
     call = _function_apply.__get__(None, cls)
-    return stack[-1].function_apply(cls, call, args, kwargs) if stack else call(*args, **kwargs)
+    if not stack:
+        return call(*args, **kwargs)
+    return stack[-1].function_apply(cls, partial(_seen, call) if _is_bound_to_c else call, args, kwargs)
+
+
+def _seen(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    here = get_ident()
+    before = _bodies.get(here, 0)
+    _bodies[here] = before + 1
+    try:
+        return call(*args, **kwargs)
+    finally:
+        _bodies[here] = before
+
+
+def _traced_question(kind: Any, name: str) -> Any:
+    """What is asked of the class of a custom function. Only `apply` asks for the backward."""
+    if name == "_backward_cls" and not _bodies.get(get_ident()) and (stack := _listeners.get(get_ident())):
+        stack[-1].function_unseen(kind)
+    return _asked_of(kind, name)
 
 
 def _traced_swap(one: Any, other: Any) -> None:
@@ -125,8 +153,11 @@ def _put_in() -> None:
     if nn.Module.__call__ is not _traced_call:
         _originals["call"] = nn.Module.__call__
         nn.Module.__call__ = _traced_call  # type: ignore[method-assign]
-    if SingleLevelFunction.__dict__.get("apply") is not _traced_entry:
-        SingleLevelFunction.apply = _traced_entry
+    for owner in _OWNERS:
+        if owner.__dict__.get("apply") is not _traced_entry:
+            owner.apply = _traced_entry
+    if _is_bound_to_c:
+        FunctionMeta.__getattribute__ = _traced_question  # type: ignore[method-assign]
     if swap_of_tensors is not None:
         set_swap_of_tensors(_traced_swap)
     set_way_to_modes(_traced_function)
@@ -140,6 +171,7 @@ def _leave(here: int, listener: Listener) -> None:
         del stack[at:]
     if not stack:
         _listeners.pop(here, None)
+        _bodies.pop(here, None)
     if not _listeners:
         _take_out()
 
@@ -149,6 +181,10 @@ def _take_out() -> None:
         nn.Module.__call__ = _originals["call"]  # type: ignore[method-assign]
     if SingleLevelFunction.__dict__.get("apply") is _traced_entry:
         del SingleLevelFunction.apply
+    if Function.__dict__["apply"] is _traced_entry:
+        Function.apply = _function_apply  # type: ignore[method-assign]
+    if "__getattribute__" in vars(FunctionMeta) and _is_bound_to_c:
+        del FunctionMeta.__getattribute__
     if swap_of_tensors is not None:
         set_swap_of_tensors(swap_of_tensors)
     set_way_to_modes(handle_torch_function)

@@ -47,7 +47,7 @@ from .builder import (
     parts_of,
     version_of,
 )
-from .customs import apply_call
+from .customs import BOUND_BEFORE, apply_call
 from .flags import turn
 from .hooks import HOOK_ON_STEP, hook
 from .keeping import ALONE, BARE, GIVEN, objects_held, references_of, renewed
@@ -554,6 +554,12 @@ class Tracer(Recorder):
     def function_apply(self, kind: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A custom `autograd.Function`: one node with its own backward, if all that it reads are its arguments."""
         return apply_call(self, kind, call, args, kwargs)
+
+    def function_unseen(self, kind: type) -> None:
+        """A custom function runs whose `apply` torch does not show: its body is recorded, its backward is not."""
+        differentiates = torch.is_grad_enabled() or not self.recording.ambient[0]
+        if differentiates and not self.in_leaf:
+            self.recording.one_way.append(BOUND_BEFORE.format(name=kind.__name__))
 
     def swapped(self) -> None:
         """Two tensors have exchanged what they are: recorded values among them are others now."""

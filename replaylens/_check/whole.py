@@ -13,6 +13,7 @@ import torch
 
 from .._core.graph import Graph
 from .._core.node import Ref
+from .._core.notes import notes_of
 from .._core.sameness import difference, kind_of, same
 from .._core.text import expression
 from .._core.trees import Branch, freeze_deep, leaves, remake
@@ -38,7 +39,7 @@ def whole_replay(record: Record, returned: Any, stale: frozenset[Ref], proven: P
     except DivergedReplay as error:
         return Law(NAME, asked, (Finding(NAME, "", f"leaves the recorded path: {_first_line(error)}"),), unit=unit)
     except Exception as error:
-        name = next((words[1] for words in map(_node_of, getattr(error, "__notes__", ())) if words), "")
+        name = next((words[1] for words in map(_node_of, notes_of(error)) if words), "")
         return Law(NAME, asked, (found_named(graph, NAME, name, f"raises {type(error).__name__}"),), unit=unit)
     found = (*_outputs(record, returned, run), *_changes(record, run))
     return Law(NAME, asked, tuple(found), unit=unit, holds="bit for bit")

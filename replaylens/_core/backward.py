@@ -16,9 +16,9 @@ from ..errors import NotDifferentiable
 DEEPEST = 6  # how many steps of a backward pass one torch function may take
 
 
-def saved_below(function: Any, is_it: Callable[[torch.Tensor], bool], stops: set[int], depth: int = DEEPEST) -> bool:
+def saved_below(function: Any, is_it: Callable[[torch.Tensor], bool], stops: set[Any], depth: int = DEEPEST) -> bool:
     """Is what is asked for among what a step of a backward pass saved, or those that follow it within the same call?"""
-    if function is None or id(function) in stops or not depth:
+    if function is None or function in stops or not depth:
         return False
     if any(map(is_it, _saved_by(function))):
         return True

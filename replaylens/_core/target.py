@@ -88,7 +88,9 @@ def _target_of(function: Callable[..., Any]) -> Target:
         if found is function or (name.endswith(("__get__", ".apply")) and found == function):
             return Target(name, function)
     module, qualified = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
-    name = f"{module}.{qualified}" if module and qualified else repr(function)
+    if module and qualified:
+        return Target(f"{module}.{qualified}", function, is_stable=False)
+    name = next((name for name in _candidates(function) if name.endswith(".apply")), repr(function))
     return Target(name, function, is_stable=False)
 
 

@@ -176,11 +176,8 @@ def compiler_if_loaded(module: str = "torch._dynamo") -> Any:
 
 
 def default_device() -> str:
-    """Where new tensors go. Torch 2.8 cannot say it after `torch.set_default_device(None)`."""
-    try:
-        return str(torch.get_default_device())
-    except AttributeError:
-        return "cpu"
+    """Where new tensors go."""
+    return str(torch.get_default_device())
 
 
 # -- custom functions --------------------------------------------------------------------------------------------------
@@ -227,9 +224,10 @@ ATTRIBUTES = {
     "Module._backward_pre_hooks": "are there hooks?",
     "Module._apply": "what `module.to`, `double` and the like go through",
 }
+FLOOR = (2, 10)
 LACKING = tuple([one.path for one in NAMES if not one.is_there and not one.without])
+_is_old = tuple(map(int, torch.__version__.split(".")[:2])) < FLOOR
 
-if LACKING:
-    raise ImportError(
-        f"replaylens needs torch 2.8 or later. This one is {torch.__version__}, and it lacks {', '.join(LACKING)}."
-    )
+if LACKING or _is_old:
+    lacks = f", and it lacks {', '.join(LACKING)}" if LACKING else ""
+    raise ImportError(f"replaylens needs torch 2.10 or later. This one is {torch.__version__}{lacks}.")

@@ -17,6 +17,7 @@ from attrs import evolve, frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Input, Node, Ref, State, TensorMeaning, meanings_of, value_of
+from .._core.notes import notes_of
 from .._core.pure import mutate, placed
 from .._core.reference import Unpickled
 from .._core.trees import leaves, thaw
@@ -173,7 +174,7 @@ def _executed(record: Record, request: Request, asked: Asked) -> Executed:
         begins = [node.name for node in nodes if not _begins(record, node) and Ref(node.name) in asked.refs]
         why = str(error).partition(" This input")[0]
         why = f"no gradient can begin at all of {_some(begins)}: {why[:1].lower()}{why[1:]} Leave out what it reads so."
-        raise NoGradient("\n".join([why, *getattr(error, "__notes__", ())])) from None
+        raise NoGradient("\n".join([why, *notes_of(error)])) from None
 
 
 def seen_from(record: Record, tree: Any) -> Record:

@@ -19,6 +19,7 @@ from attrs import define, evolve, frozen
 
 from .._core.graph import Graph
 from .._core.node import NO_MODES, Call, Context, Generator, Guard, Left, Ref, Source
+from .._core.notes import add_note
 from .._core.pure import all_placed, mutate, placed
 from .._core.text import where as text_of
 from .._core.torch_private import default_device, is_any_autocast_on
@@ -127,8 +128,7 @@ def _interpret(code: Code, env: Env) -> Env:
             if row is not None:
                 number = next(n for n, other in enumerate(stretch.rows) if other is row)
                 raised_at(error, stretch.nodes[number])
-                if hasattr(error, "add_note"):
-                    error.add_note(stretch.notes[number])
+                add_note(error, stretch.notes[number])
             raise
     return env
 
