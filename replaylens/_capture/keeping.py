@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from .._core.torch_private import without_function_modes
 from .._core.trees import ATOMS, Branch, attributes_of, own, own_attributes
 from .storage import Entry, Memory, storage_key
 
@@ -36,7 +37,9 @@ def references_of(memory: Memory, tensor: torch.Tensor) -> int:
         return found + (known is not None and _at(values, known) is tensor)
     base = known.base
     found += (known.tensor is tensor) + (base.root is tensor)
-    found += bool(memory.by_storage) and memory.by_storage.get(storage_key(tensor) or 0) is tensor
+    if memory.by_storage:
+        with without_function_modes():  # what is looked at here, the model did not ask
+            found += memory.by_storage.get(storage_key(tensor) or 0) is tensor
     return found + sum(_at(values, handle) is tensor for handle in {*base.held, known.handle, base.handle})
 
 
