@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import ReplaylensError
+from .sharing import overlaps_itself
 from .target import Target
 from .torch_private import is_batched, outside_of_transforms, peek_interpreter_stack
 from .trees import freeze, thaw
@@ -390,37 +391,35 @@ def gathered(*parts: Any) -> tuple[Any, ...]:
 
 
 def in_layout(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
-    """The tensor in another memory layout; itself where it has that, or where gradients would be cut off."""
+    """The tensor in another memory layout, where that is one in which each element has its place."""
     if strides is None or tensor.layout is not torch.strided or tensor.stride() == strides:
         return tensor
-    if any(stride == 0 for stride in strides) or tensor.requires_grad:
-        return tensor.contiguous() if strides == _contiguous(tuple(tensor.shape)) else tensor
-    made = spread(tensor, tuple(tensor.shape), strides)
-    made.copy_(tensor)
-    return made
+    place = tensor.detach().new_empty_strided(tuple(tensor.shape), strides)
+    return tensor if overlaps_itself(place) else place.zero_().copy_(tensor)  # in a way that gradients can go
 
 
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
+def as_it_lay(old: Any, new: Any) -> Any:
+    """New numbers in memory as the old value lies in it: what stands in its gaps is there, for `as_strided` may look at
+    them. Gradients go the way of the new numbers.
+    """
+    if isinstance(new, (tuple, list)) and isinstance(old, (tuple, list)) and len(old) == len(new):
+        return tuple([as_it_lay(one, other) for one, other in zip(old, new, strict=True)])
+    if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor) or _lie_alike(old, new):
+        return new
+    if peek_interpreter_stack() is not None or overlaps_itself(old):
+        return new
+    return copy_in_place(old.detach()).copy_(new)
 
 
-def spread(like: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
-    """New memory in a layout, to be written. Its gaps hold zeros: `as_strided` may look at them."""
-    made = like.new_empty_strided(shape, strides)
-    span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    if 0 < made.numel() < span:
-        made.as_strided((span,), (1,), 0).zero_()
-    return made
+def _lie_alike(old: torch.Tensor, new: torch.Tensor) -> bool:
+    if old.layout is not torch.strided or new.layout is not torch.strided or old.shape != new.shape:
+        return True
+    return old.stride() == new.stride()
 
 
-def laid_out(function: Target, strides: tuple[int, ...], *args: Any, **kwargs: Any) -> torch.Tensor:
-    """What a function gives, in the memory layout that was recorded: views that the model took need it."""
-    made = function.function(*args, **kwargs)
-    return made if peek_interpreter_stack() is not None else in_layout(made, strides)
+def laid_out(function: Target, value: Any, *args: Any, **kwargs: Any) -> Any:
+    """What a patch makes of a value, in memory as that lies."""
+    return as_it_lay(value, function.function(value, *args, **kwargs))
 
 
 def as_leaf(tensor: torch.Tensor) -> torch.Tensor:
