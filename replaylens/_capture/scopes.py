@@ -5,7 +5,8 @@ captures run, `nn.Module.__call__` is one function of ours, which looks for a ca
 passes on; it is counted, and put back when the last capture ends. (Global forward hooks cost six times as much and
 see a module's output before the user's own hooks have changed it.) So is `apply` of a custom `autograd.Function`, one
 class below `Function` itself: an `apply` that was taken from its class before (`swish = Swish.apply`) comes by there.
-So is what exchanges two tensors (`torch.utils.swap_tensors`), which no torch function shows.
+So is what exchanges two tensors (`torch.utils.swap_tensors`), which no torch function shows, and what leads to other
+threads (threads.py).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from .._core.torch_private import (
     swap_of_tensors,
 )
 from .._core.world import alone, freed, in_children
+from . import threads
 from .builder import Site, is_torch_code, torch_code
 
 
@@ -108,6 +110,7 @@ def _put_in() -> None:
         SingleLevelFunction.apply = _traced_entry
     if swap_of_tensors is not None:
         set_swap_of_tensors(_traced_swap)
+    threads.put_in()
 
 
 def _leave(here: int, listener: Listener) -> None:
@@ -129,11 +132,13 @@ def _take_out() -> None:
         del SingleLevelFunction.apply
     if swap_of_tensors is not None:
         set_swap_of_tensors(swap_of_tensors)
+    threads.take_out()
 
 
 def _in_a_child() -> None:
     """Of all the threads that listened only the one that forked is there."""
     freed(_lock)
+    threads.in_a_child()
     for other in [thread for thread in _listeners if thread != get_ident()]:
         del _listeners[other]
     if not _listeners:

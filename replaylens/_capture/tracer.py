@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from .._core.pure import alias, copied, what_is_raised
+from .._core.pure import alias, copied, read_in_another_thread, what_is_raised
 from .._core.torch_private import (
     OpOverload,
     TransformType,
@@ -39,9 +39,11 @@ from .asked import HANDS_ON_FLAGS, cuts_by_flags
 from .builder import (
     PLAIN,
     CallRecord,
+    GuardRecord,
     Handle,
     Recording,
     ScopeRecord,
+    Site,
     is_torch_code,
     parts_of,
     version_of,
@@ -52,10 +54,12 @@ from .hooks import HOOK_ON_STEP, hook
 from .keeping import ALONE, BARE, objects_held, references_of, renewed
 from .opening import opened
 from .origins import Date, Origins, is_older
-from .recorder import NeedsDeepLook, Recorder, outside, tensors_in
+from .recorder import NeedsDeepLook, Read, Recorder, outside, tensors_in
 from .regions import AtenWatch, backward_call, differentiate_call, watched
 from .rules import How, Rule, rule_of
 from .scopes import user_frame
+from .storage import Entry
+from .threads import behind_the_library
 from .writes import assign, reshape, resize, write
 
 _peek = peek_interpreter_stack
@@ -534,6 +538,41 @@ class Tracer(Recorder):
     def function_apply(self, kind: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A custom `autograd.Function`: one node with its own backward, if all that it reads are its arguments."""
         return apply_call(self, kind, call, args, kwargs)
+
+    def handing_over(self) -> Site:
+        """The line that leads to another thread."""
+        return self.line(behind_the_library(outside(_frame(1))))
+
+    def read_elsewhere(self, func: Any, args: Any, kwargs: Any, site: Any) -> tuple[Any, Any]:
+        """A job of the forward's calls torch, in another thread. Nothing is read for it here, where it is not known
+        what the forward's own thread is doing: only a note is taken.
+        """
+        rule = _rules.get(func) or self._learn(func)
+        for tensor in tensors_in(args, kwargs) if rule.how is not PASS else ():
+            known = self.memory.live.get(id(tensor))
+            if isinstance(known, Entry):
+                known = known.handle if known.version == known.base.version else known.base.handle
+            self.elsewhere.append(Read(tensor, known, len(self.recording.records), site))
+        return args, kwargs
+
+    def met_another_thread(self) -> None:
+        """A thread that was there before the forward was woken, or waited for: it can have read anything."""
+        self.elsewhere.append(Read(None, None, len(self.recording.records), self.handing_over()))
+
+    def note_other_threads(self) -> None:
+        """What other threads read are facts."""
+        records = self.recording.records
+        found: dict[Handle | None, tuple[Read, list[Handle]]] = {}
+        for read in self.elsewhere:
+            if read.tensor is None:
+                handles = [handle for record in records[: read.position] for _, handle in parts_of(record.returns)]
+                found[None] = read, list(dict.fromkeys(handles))
+            elif read.handle is not None or self.origins.own_among(read.tensor):
+                handle = read.handle if read.handle is not None else self.read(read.tensor)
+                found.setdefault(handle, (read, [handle]))
+        for read, handles in found.values():
+            guard = GuardRecord(read_in_another_thread, handles, {}, None, False, read.position, -1, read.site)
+            self.recording.guards.append(guard)
 
     def swapped(self) -> None:
         """Two tensors have exchanged what they are: recorded values among them are others now."""

@@ -385,6 +385,10 @@ def alias(tensor: torch.Tensor, number: int | None = None) -> torch.Tensor:
     return tensor
 
 
+def read_in_another_thread(*values: Any) -> None:
+    """Stands for what a thread besides the forward's own did with values: it can have read all of them."""
+
+
 def gathered(*parts: Any) -> tuple[Any, ...]:
     """Values of several nodes, as the parts of one."""
     return parts
