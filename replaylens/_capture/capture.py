@@ -39,7 +39,7 @@ from .late import note_writes_from_outside
 from .origins import Date, Origins, dated, reaches_scripts
 from .randomness import lent_generators
 from .recorder import NeedsDeepLook
-from .scopes import boundary, callers, listening
+from .scopes import boundary, callers, listening, outermost
 from .snapshot import Beginning, Dice, Snapshot, turn_back
 from .sparing import settle, sparing
 from .state import (
@@ -212,6 +212,7 @@ def _told_of_failure(forward: Forward, recording: Recording) -> Iterator[None]:
         raise
 
 
+@outermost
 @boundary
 def _call(model: Any, args: Any, kwargs: Any, tracer: Tracer) -> Any:
     try:

@@ -48,12 +48,27 @@ _lock = threading.RLock()  # what an interrupt left may be left while another ca
 _module_call = nn.Module.__call__
 _function_apply = FunctionBase.__dict__["apply"]
 _boundaries: set[int] = set()  # by id: the functions are ours, and stay
+_outermost: set[int] = set()
 
 
 def boundary(function: Any) -> Any:
     """Marks the functions beyond which a line's callers are known otherwise: by the module call that it lies in."""
     _boundaries.add(id(function.__code__))
     return function
+
+
+def outermost(function: Any) -> Any:
+    """Marks the function that calls the model."""
+    _outermost.add(id(function.__code__))
+    return function
+
+
+def model_frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frames from here outwards that are the model's own, none of torch's."""
+    while frame is not None and id(frame.f_code) not in _outermost:
+        if not is_torch_code(frame.f_code):
+            yield frame
+        frame = frame.f_back
 
 
 @boundary

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from time import perf_counter_ns as _now
 from types import CodeType, FunctionType
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from .._core.pure import alias, copied, read_in_another_thread, what_is_raised
+from .._core.pure import alias, copied, kind_of, message_of, read_in_another_thread, what_is_raised
 from .._core.torch_private import (
     OpOverload,
     TransformType,
@@ -35,7 +34,7 @@ from .._core.torch_private import (
 )
 from .._core.trees import ATOMS, freeze, freeze_deep, leaves
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite
-from .asked import HANDS_ON_FLAGS, cuts_by_flags
+from .asked import HANDS_ON_FLAGS, cuts_by_flags, keeps_exceptions
 from .builder import (
     PLAIN,
     CallRecord,
@@ -57,7 +56,7 @@ from .origins import Date, Origins, is_older
 from .recorder import NeedsDeepLook, Read, Recorder, outside, tensors_in
 from .regions import AtenWatch, backward_call, differentiate_call, watched
 from .rules import How, Rule, rule_of
-from .scopes import user_frame
+from .scopes import model_frames, user_frame
 from .storage import Entry
 from .threads import behind_the_library
 from .writes import assign, reshape, resize, write
@@ -279,7 +278,8 @@ class Tracer(Recorder):
         return func(*args, **kwargs)
 
     def _raised(self, rule: Rule, func: Any, args: Any, kwargs: Any, error: Exception) -> None:
-        """An operation raised. If the model catches that, what it does then holds as long as the same is raised.
+        """An operation raised. If the model catches that, what it does then holds as long as the same is raised: with
+        the same text, if it keeps the exception.
 
         What a call within this one raised is known from there; gradients and transforms raise by what is no content.
         """
@@ -288,13 +288,17 @@ class Tracer(Recorder):
         try:
             with without_function_modes(), self.at_work():
                 reads, named = self.read_all(args, kwargs)
-                asked = partial(what_is_raised, func, *args, **kwargs)
-                if rule.how is not How.OPAQUE and asked() != type(error).__qualname__:
+                again = what_is_raised(func, *args, **kwargs) if rule.how is not How.OPAQUE else error
+                if kind_of(again) != kind_of(error):
                     return  # it came of gradients or memory, not of values
         except (ReplaylensError, NeedsDeepLook) as refusal:
             self.refused = self.refused or refusal
             return
-        self.guard(func, reads, named, type(error).__qualname__, True, "exception")
+        kept = any(keeps_exceptions(frame.f_code) for frame in model_frames(_frame(2)))
+        if kept and message_of(again) == message_of(error):
+            self.guard(func, reads, named, message_of(error), True, "message")
+        else:
+            self.guard(func, reads, named, kind_of(error), True, "exception")
 
     # -- calls with a way of their own ---------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ It gives what the call gave and the new values. Gradients pass as they do throug
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -283,9 +284,9 @@ def standing(place: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
     return _Standing.apply(place, content)  # type: ignore[no-untyped-call]
 
 
-def what_is_raised(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str | None:
-    """The name of the exception that a call raises on these values, None if it raises none. It changes nothing: it gets
-    copies of what it might write, and the generator is put back.
+def what_is_raised(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Exception | None:
+    """The exception that a call raises on these values, None if it raises none. It changes nothing: it gets copies of
+    what it might write, and the generator is put back.
     """
     leaf = lambda value: _own_copy(value) if isinstance(value, torch.Tensor) else value  # noqa: E731
     trees = freeze(args, leaf), freeze(kwargs, leaf)
@@ -294,10 +295,23 @@ def what_is_raised(function: Callable[..., Any], *args: Any, **kwargs: Any) -> s
         with torch.no_grad():
             function(*thaw(trees[0], _as_is), **thaw(trees[1], _as_is))
     except Exception as error:
-        return type(error).__qualname__
+        return error.with_traceback(None)
     finally:
         torch.default_generator.set_state(state)
     return None
+
+
+def kind_of(error: Exception | None) -> str | None:
+    """The name of an exception's class."""
+    return None if error is None else type(error).__qualname__
+
+
+def message_of(error: Exception | None) -> str | None:
+    """What an exception says. Addresses in memory in it say nothing."""
+    return None if error is None else f"{kind_of(error)}: {_ADDRESS.sub('0x', str(error))}"
+
+
+_ADDRESS = re.compile("0x[0-9a-fA-F]+")
 
 
 def _own_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch
 
 from .._core.graph import Graph
 from .._core.node import ITSELF, Call, Generator, Guard, Ref, meanings_of, refs_of
-from .._core.pure import mutate
+from .._core.pure import kind_of, message_of, mutate
 from .._core.sharing import overlaps_itself
 from .._core.target import Target
 from .._core.torch_private import OpOverload
@@ -28,6 +28,7 @@ from ..errors import ReplaylensError
 from .guards import Departure, changed, fact
 
 Tensors = Mapping[Ref, torch.Tensor]
+_RAISED = ("exception", "message")
 UNKNOWN = "not known on this memory layout"
 EXPOSURES = frozenset("numpy __array__ __dlpack__ untyped_storage storage _typed_storage __array_wrap__".split())
 
@@ -74,7 +75,7 @@ class Layouts:
 
     def departures(self) -> Iterator[Departure]:
         """Every other answer, in the order of the program."""
-        caught = [guard for guard in self.graph.guards if guard.kind == "exception" or _shows_memory(guard)]
+        caught = [guard for guard in self.graph.guards if guard.kind in _RAISED or _shows_memory(guard)]
         asked = [guard for guard in self.graph.asked if guard.kind == "layout"]
         questions = sorted((*asked, *caught), key=lambda guard: guard.position)
         if not questions and not goes_by_layout(self.graph):
@@ -113,7 +114,7 @@ class Layouts:
     # -- questions -----------------------------------------------------------------------------------------------------
 
     def _ask(self, guard: Guard) -> Iterator[Departure]:
-        if guard.kind == "exception":
+        if guard.kind in _RAISED:
             yield from self._ask_exception(guard)
             return
         ref = guard.refs[0]
@@ -145,7 +146,7 @@ class Layouts:
                 *[thaw(arg, leaf) for arg in guard.args], **{key: thaw(arg, leaf) for key, arg in guard.kwargs}
             )
         except Exception as error:
-            now = type(error).__qualname__
+            now = message_of(error) if guard.kind == "message" else kind_of(error)
         yield from filter(None, (changed(guard, now),))
 
     def _ask_itself(self, guard: Guard, ref: Ref, answer: torch.Tensor) -> Iterator[Departure]:
