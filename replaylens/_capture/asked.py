@@ -126,6 +126,24 @@ def catches(code: CodeType) -> bool:
     return False
 
 
+@lru_cache(maxsize=4096)
+def keeps_exceptions(code: CodeType) -> bool:
+    """Can this code read what an exception says that it catches: by `except E as error`, or by asking Python for it?"""
+    if not _ASKING.isdisjoint(code.co_names):
+        return True
+    after = len(_BINDING)
+    for instruction in dis.get_instructions(code) if _HANDLES.intersection(code.co_code[::2]) else ():
+        if instruction.opname in ("CHECK_EXC_MATCH", "CHECK_EG_MATCH", "JUMP_IF_NOT_EXC_MATCH"):
+            after = 0
+        elif after < len(_BINDING) and instruction.opname.startswith("STORE_"):
+            return True
+        else:
+            after += instruction.opname != "NOT_TAKEN"
+    return False
+
+
+_ASKING = frozenset(("exc_info", "format_exc", "exception"))
+_BINDING = range(2)  # so many instructions stand between the match and the name that is bound
 _IS = dis.opmap["IS_OP"]
 _HANDLES = {
     dis.opmap[name] for name in ("PUSH_EXC_INFO", "CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH") if name in dis.opmap

@@ -39,7 +39,7 @@ from .late import note_writes_from_outside
 from .origins import Date, Origins, dated, reaches_scripts
 from .randomness import lent_generators
 from .recorder import NeedsDeepLook
-from .scopes import boundary, callers, listening
+from .scopes import boundary, callers, listening, outermost
 from .snapshot import Beginning, Dice, Snapshot, turn_back
 from .sparing import settle, sparing
 from .state import (
@@ -53,6 +53,7 @@ from .state import (
     take_lent,
 )
 from .storage import Entry
+from .threads import followed
 from .tracer import Tracer
 
 
@@ -164,9 +165,10 @@ def _look(forward: Forward, recording: Recording, origins: Origins, deep: bool) 
         watch = tracer.watch if tracer.deep and tracer.watch is not None else nullcontext()
         counters = counters_of(origins, forward.beginning.snapshot)
         with eager_compiler(), deeper_stack(), listening(tracer), tracer, watch:
-            with timed(recording), _told_of_failure(forward, recording):
+            with timed(recording), _told_of_failure(forward, recording), followed(tracer):
                 output = _call(forward.model, args, kwargs, tracer)
             with without_function_modes(), tracer.at_work():
+                tracer.note_other_threads()
                 require_seen(tracer, counters)
                 _take_ends(forward, tracer, output)
                 output = output_by_value(tracer, output)
@@ -211,6 +213,7 @@ def _told_of_failure(forward: Forward, recording: Recording) -> Iterator[None]:
         raise
 
 
+@outermost
 @boundary
 def _call(model: Any, args: Any, kwargs: Any, tracer: Tracer) -> Any:
     try:

@@ -243,6 +243,19 @@ class LiveTracer(Tracer):
                 tensor.grad = self.stand_ins.of(tensor.grad)
         return super()._special_backward(rule, func, args, kwargs)
 
+    def read_elsewhere(self, func: Any, args: Any, kwargs: Any, site: Any) -> tuple[Any, Any]:
+        """A job of the forward's reads what stands for the user's tensors, too."""
+        return super().read_elsewhere(func, self.stand_ins.among(args), self.stand_ins.among(kwargs), site)
+
+    def met_another_thread(self) -> None:
+        """What a thread reads of which nothing is seen, nothing can stand for."""
+        if self.stand_ins.by_id:
+            self.refused = DivergedReplay(
+                f"the forward works together with a thread that was there before it, which reads the model's own "
+                f"tensors and not those that it is to have in this run.{self.where()}"
+            )  # raised when the forward is over: what stands in a queue would be left there
+        super().met_another_thread()
+
     # -- patching ------------------------------------------------------------------------------------------------------
 
     def _asked(self, done: Done) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from time import perf_counter_ns as _now
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -65,11 +65,20 @@ class NeedsDeepLook(BaseException):
     """A tensor was born in the forward, and the function layer did not see how. Look again at every ATen call."""
 
 
+class Read(NamedTuple):
+    """A tensor that another thread read, its value then if that was known, and where; no tensor: anything."""
+
+    tensor: torch.Tensor | None
+    handle: Handle | None
+    position: int
+    site: Site | None
+
+
 class Recorder(TorchFunctionMode):
     """What the parts of a capture share: the recording, the memory, and where the model is."""
 
     # Python looks up attributes of an object fast while its dict has at most thirty: these few are not in it.
-    __slots__ = ("forward", "forwards", "has_scripts", "in_trees", "took")
+    __slots__ = ("elsewhere", "forward", "forwards", "has_scripts", "in_trees", "took")
     leaves_changes = True  # what the forward writes stays written
 
     def __init__(self, recording: Recording, origins: Origins, date: Date, deep: bool, unknown: str) -> None:
@@ -105,6 +114,7 @@ class Recorder(TorchFunctionMode):
         self.contexts: dict[Any, Any] = {}
         self.grad_mode = _grad_enabled()  # as the model set it; beneath a script it is another
         self.in_aten = False
+        self.elsewhere: list[Read] = []  # what other threads read
         self.took = 0  # nanoseconds, of the call that is written down next
 
     def aten(self, func: Any, args: Any, kwargs: Any) -> Any:

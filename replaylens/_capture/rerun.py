@@ -65,7 +65,6 @@ def rehearsed(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capt
 
 def lived(beginning: Beginning, record: Record, request: Request, given: Any = None) -> Lived:
     """Run the model with the changes of a request made while it runs, on the recorded inputs if none are given."""
-    request = evolve(request, given={**request.given, **request.raw})  # as it lies in the user's memory
     _require_in_place(record, request)
     record = _with_what_was_replaced(record)
     graph, aims = record.graph, aims_of(record, request)

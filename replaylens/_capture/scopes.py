@@ -5,8 +5,9 @@ captures run, `nn.Module.__call__` is one function of ours, which looks for a ca
 passes on; it is counted, and put back when the last capture ends. (Global forward hooks cost six times as much and
 see a module's output before the user's own hooks have changed it.) So is `apply` of a custom `autograd.Function`, one
 class below `Function` itself: an `apply` that was taken from its class before (`swish = Swish.apply`) comes by there.
-So is what exchanges two tensors (`torch.utils.swap_tensors`), which no torch function shows; and the way from torch's
-Python functions (`F.relu`) to a function mode, which costs more than the call where torch goes it.
+So is what exchanges two tensors (`torch.utils.swap_tensors`), which no torch function shows, what leads to other
+threads (threads.py), and the way from torch's Python functions (`F.relu`) to a function mode, which costs more than
+the call where torch goes it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from .._core.torch_private import (
     swap_of_tensors,
 )
 from .._core.world import alone, freed, in_children
+from . import threads
 from .builder import Site, is_torch_code, torch_code
 
 
@@ -53,12 +55,27 @@ _lock = threading.RLock()  # what an interrupt left may be left while another ca
 _module_call = nn.Module.__call__
 _function_apply = FunctionBase.__dict__["apply"]
 _boundaries: set[int] = set()  # by id: the functions are ours, and stay
+_outermost: set[int] = set()
 
 
 def boundary(function: Any) -> Any:
     """Marks the functions beyond which a line's callers are known otherwise: by the module call that it lies in."""
     _boundaries.add(id(function.__code__))
     return function
+
+
+def outermost(function: Any) -> Any:
+    """Marks the function that calls the model."""
+    _outermost.add(id(function.__code__))
+    return function
+
+
+def model_frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frames from here outwards that are the model's own, none of torch's."""
+    while frame is not None and id(frame.f_code) not in _outermost:
+        if not is_torch_code(frame.f_code):
+            yield frame
+        frame = frame.f_back
 
 
 @boundary
@@ -130,6 +147,7 @@ def _put_in() -> None:
     if swap_of_tensors is not None:
         set_swap_of_tensors(_traced_swap)
     set_way_to_modes(_traced_function)
+    threads.put_in()
 
 
 def _leave(here: int, listener: Listener) -> None:
@@ -152,11 +170,13 @@ def _take_out() -> None:
     if swap_of_tensors is not None:
         set_swap_of_tensors(swap_of_tensors)
     set_way_to_modes(handle_torch_function)
+    threads.take_out()
 
 
 def _in_a_child() -> None:
     """Of all the threads that listened only the one that forked is there."""
     freed(_lock)
+    threads.in_a_child()
     for other in [thread for thread in _listeners if thread != get_ident()]:
         del _listeners[other]
     if not _listeners:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from time import perf_counter_ns as _now
 from types import CodeType, FunctionType
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from .._core.pure import alias, copied, what_is_raised
+from .._core.pure import alias, copied, kind_of, message_of, read_in_another_thread, what_is_raised
 from .._core.torch_private import (
     OpOverload,
     TransformType,
@@ -35,13 +34,15 @@ from .._core.torch_private import (
 )
 from .._core.trees import ATOMS, freeze, freeze_deep, leaves
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite
-from .asked import HANDS_ON_FLAGS, cuts_by_flags
+from .asked import HANDS_ON_FLAGS, cuts_by_flags, keeps_exceptions
 from .builder import (
     PLAIN,
     CallRecord,
+    GuardRecord,
     Handle,
     Recording,
     ScopeRecord,
+    Site,
     is_torch_code,
     parts_of,
     version_of,
@@ -52,10 +53,12 @@ from .hooks import HOOK_ON_STEP, hook
 from .keeping import ALONE, BARE, objects_held, references_of, renewed
 from .opening import opened
 from .origins import Date, Origins, is_older
-from .recorder import NeedsDeepLook, Recorder, outside, tensors_in
+from .recorder import NeedsDeepLook, Read, Recorder, outside, tensors_in
 from .regions import AtenWatch, backward_call, differentiate_call, watched
 from .rules import How, Rule, rule_of
-from .scopes import user_frame
+from .scopes import model_frames, user_frame
+from .storage import Entry
+from .threads import behind_the_library
 from .writes import assign, reshape, resize, write
 
 _peek = peek_interpreter_stack
@@ -275,7 +278,8 @@ class Tracer(Recorder):
         return func(*args, **kwargs)
 
     def _raised(self, rule: Rule, func: Any, args: Any, kwargs: Any, error: Exception) -> None:
-        """An operation raised. If the model catches that, what it does then holds as long as the same is raised.
+        """An operation raised. If the model catches that, what it does then holds as long as the same is raised: with
+        the same text, if it keeps the exception.
 
         What a call within this one raised is known from there; gradients and transforms raise by what is no content.
         """
@@ -284,13 +288,17 @@ class Tracer(Recorder):
         try:
             with without_function_modes(), self.at_work():
                 reads, named = self.read_all(args, kwargs)
-                asked = partial(what_is_raised, func, *args, **kwargs)
-                if rule.how is not How.OPAQUE and asked() != type(error).__qualname__:
+                again = what_is_raised(func, *args, **kwargs) if rule.how is not How.OPAQUE else error
+                if kind_of(again) != kind_of(error):
                     return  # it came of gradients or memory, not of values
         except (ReplaylensError, NeedsDeepLook) as refusal:
             self.refused = self.refused or refusal
             return
-        self.guard(func, reads, named, type(error).__qualname__, True, "exception")
+        kept = any(keeps_exceptions(frame.f_code) for frame in model_frames(_frame(2)))
+        if kept and message_of(again) == message_of(error):
+            self.guard(func, reads, named, message_of(error), True, "message")
+        else:
+            self.guard(func, reads, named, kind_of(error), True, "exception")
 
     # -- calls with a way of their own ---------------------------------------------------------------------------------
 
@@ -534,6 +542,41 @@ class Tracer(Recorder):
     def function_apply(self, kind: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A custom `autograd.Function`: one node with its own backward, if all that it reads are its arguments."""
         return apply_call(self, kind, call, args, kwargs)
+
+    def handing_over(self) -> Site:
+        """The line that leads to another thread."""
+        return self.line(behind_the_library(outside(_frame(1))))
+
+    def read_elsewhere(self, func: Any, args: Any, kwargs: Any, site: Any) -> tuple[Any, Any]:
+        """A job of the forward's calls torch, in another thread. Nothing is read for it here, where it is not known
+        what the forward's own thread is doing: only a note is taken.
+        """
+        rule = _rules.get(func) or self._learn(func)
+        for tensor in tensors_in(args, kwargs) if rule.how is not PASS else ():
+            known = self.memory.live.get(id(tensor))
+            if isinstance(known, Entry):
+                known = known.handle if known.version == known.base.version else known.base.handle
+            self.elsewhere.append(Read(tensor, known, len(self.recording.records), site))
+        return args, kwargs
+
+    def met_another_thread(self) -> None:
+        """A thread that was there before the forward was woken, or waited for: it can have read anything."""
+        self.elsewhere.append(Read(None, None, len(self.recording.records), self.handing_over()))
+
+    def note_other_threads(self) -> None:
+        """What other threads read are facts."""
+        records = self.recording.records
+        found: dict[Handle | None, tuple[Read, list[Handle]]] = {}
+        for read in self.elsewhere:
+            if read.tensor is None:
+                handles = [handle for record in records[: read.position] for _, handle in parts_of(record.returns)]
+                found[None] = read, list(dict.fromkeys(handles))
+            elif read.handle is not None or self.origins.own_among(read.tensor):
+                handle = read.handle if read.handle is not None else self.read(read.tensor)
+                found.setdefault(handle, (read, [handle]))
+        for read, handles in found.values():
+            guard = GuardRecord(read_in_another_thread, handles, {}, None, False, read.position, -1, read.site)
+            self.recording.guards.append(guard)
 
     def swapped(self) -> None:
         """Two tensors have exchanged what they are: recorded values among them are others now."""

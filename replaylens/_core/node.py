@@ -259,6 +259,7 @@ class Guard:
                read, where that is a plain number, a bool or a string; else the content is compared as a whole.
     shape      the sizes of `args`, which the call `target` gave: content decides on them, and any Python may read them.
     exception  the name of the exception that `target(*args)` raised and the model caught; None where it raised none.
+    message    the same with its text, where the model keeps the exception and can read it.
     completion `args`, which nothing needs, were computed: the call `target` that gives them raised nothing.
 
     Every other kind is a question that `target(*args)` answers with a plain value.

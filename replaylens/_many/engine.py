@@ -293,7 +293,7 @@ class _Chunk:
         ref = next(ref for ref, number in self.machine.slot.items() if number == slot)
         graph, values = self.machine.graph, self.machine.record.values
         if not own or not isinstance(graph[ref.node], Input):
-            return next(layout_departures(graph, values, {ref: new}), None)
+            return next(layout_departures(graph, values, {ref: new}, up_to_rounding=True), None)
         return next(patch_departures(graph, values, ref, values[ref], new, Around.of_replay(graph, False)), None)
 
     def _value(self, slot: int, lane: int) -> Tensor:

@@ -8,7 +8,7 @@ layouts by layouts.py. Where no source is laid out or flagged otherwise than it 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,7 +78,7 @@ def asked_again(guard: Guard, value: torch.Tensor) -> Iterator[Departure]:
 
 # -- patches -----------------------------------------------------------------------------------------------------------
 
-Notice = Callable[[Ref, Any, torch.Tensor], None]
+Notice = Callable[[Ref, Any, torch.Tensor], torch.Tensor]
 
 
 class _Noticing(threading.local):
@@ -93,7 +93,9 @@ _noticing = _Noticing()
 
 @contextmanager
 def noticing(notice: Notice) -> Iterator[None]:
-    """Within, `notice` is told of each value that a patch gives: of which value, what that was, what was given."""
+    """Within, `notice` is told of each value that a patch gives: of which value, what that was, what was given. It says
+    what the replay goes on with.
+    """
     _noticing.stack.append(notice)
     try:
         yield
@@ -101,10 +103,9 @@ def noticing(notice: Notice) -> Iterator[None]:
         _noticing.stack.pop()
 
 
-def patched(ref: Ref, old: Any, new: torch.Tensor) -> None:
-    """A patch gives this."""
-    if _noticing.stack:
-        _noticing.stack[-1](ref, old, new)
+def patched(ref: Ref, old: Any, new: torch.Tensor) -> torch.Tensor:
+    """A patch gives this. What the replay goes on with."""
+    return _noticing.stack[-1](ref, old, new) if _noticing.stack else new
 
 
 def patch_departures(
@@ -152,11 +153,27 @@ def _flags(tensor: torch.Tensor) -> tuple[bool, bool]:
 # -- layouts -----------------------------------------------------------------------------------------------------------
 
 
-def layout_departures(graph: Graph, recorded: Tensors, given: Tensors) -> Iterator[Departure]:
+def layout_departures(
+    graph: Graph, recorded: Tensors, given: Tensors, up_to_rounding: bool = False
+) -> Iterator[Departure]:
     """Where the memory layout of what is given alters an answer, or which calls give views of what is written."""
     other = {ref: tensor for ref, tensor in given.items() if _lies_otherwise(graph, recorded, ref, tensor)}
     if other:
-        yield from Layouts(graph, recorded, other).departures()
+        yield from Layouts(graph, recorded, other, up_to_rounding).departures()
+
+
+def layouts_altered(
+    graph: Graph, recorded: Tensors, strides: Mapping[Ref, tuple[int, ...] | None], now: Tensors, edited: Set[Ref]
+) -> Iterator[Departure]:
+    """Where an edit gives values that lie otherwise than those in their places did, whose `strides` these are."""
+    other = {ref: new for ref, new in now.items() if ref in strides and _has_other_strides(new, strides[ref])}
+    if not edited.isdisjoint(other):
+        yield from Layouts(graph, recorded, other, strides=strides).of_computed()
+
+
+def _has_other_strides(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> bool:
+    is_strided = tensor.layout is torch.strided and not tensor.is_nested and not is_wrapped(tensor)
+    return is_strided and strides is not None and tensor.stride() != strides
 
 
 def _lies_otherwise(graph: Graph, recorded: Tensors, ref: Ref, tensor: torch.Tensor) -> bool:

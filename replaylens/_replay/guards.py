@@ -15,7 +15,7 @@ from attrs import evolve, frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Guard, Ref, Source, TensorMeaning
-from .._core.pure import same_content, what_is_raised
+from .._core.pure import kind_of, message_of, same_content, what_is_raised
 from .._core.sameness import same
 from .._core.text import expression
 from .._core.trees import thaw
@@ -110,7 +110,8 @@ def _sizes(guard: Guard, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _raised(guard: Guard, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    return what_is_raised(guard.target.function, *args, **kwargs)
+    error = what_is_raised(guard.target.function, *args, **kwargs)
+    return message_of(error) if guard.kind == "message" else kind_of(error)
 
 
 def _is_there(guard: Guard, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -120,6 +121,7 @@ def _is_there(guard: Guard, args: list[Any], kwargs: dict[str, Any]) -> Any:
 _QUESTIONS: dict[str, Callable[[Guard, list[Any], dict[str, Any]], Any]] = {
     "shape": _sizes,
     "exception": _raised,
+    "message": _raised,
     "completion": _is_there,
 }
 
@@ -132,7 +134,7 @@ def fact(guard: Guard) -> str:
     if guard.kind == "completion":
         return f"what `{guard.target.short.strip('_')}` raises at {nodes}"
     inner = ", ".join(expression(arg) for arg in guard.args)
-    if guard.kind == "exception":
+    if guard.kind in ("exception", "message"):
         return f"what `{guard.target.short.strip('_')}({inner})` raises"
     words = f"{guard.target.short.strip('_')}({inner})"
     return f"the content that `{words}` took out of torch" if guard.compares_content else f"`{words}`"

@@ -16,7 +16,7 @@ from attrs import evolve, field, frozen
 
 from .._core.graph import Graph
 from .._core.node import Input, Ref, State, TensorMeaning, meanings_of
-from .._core.pure import in_layout, same_content
+from .._core.pure import same_content
 from .._core.sharing import Overlaps
 from .._core.torch_private import is_wrapped
 from .._core.trees import Branch, fingerprint, freeze_deep, named, named_paths
@@ -48,7 +48,6 @@ class Given:
     """Tensors by the position of their node, what is not as recorded, and the inputs as the user gave them."""
 
     tensors: dict[int, torch.Tensor] = field(factory=dict)
-    raw: dict[int, torch.Tensor] = field(factory=dict)  # the same, as they lie in the user's memory
     mismatches: tuple[Mismatch, ...] = ()
     whole: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
@@ -78,15 +77,13 @@ def new_inputs(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any], held
         mismatches.extend(_other_order(graph, graph.inputs, tree))
     if not mismatches:
         mismatches.extend(_other_sharing(graph, found, held))
-    positions = {graph.positions[name]: _laid_out(graph, name, tensor) for name, tensor in found.items()}
-    raw = {graph.positions[name]: tensor for name, tensor in found.items()}
-    return Given(positions, raw, tuple(mismatches), (tuple(args), dict(kwargs)))
+    positions = {graph.positions[name]: tensor for name, tensor in found.items()}
+    return Given(positions, tuple(mismatches), (tuple(args), dict(kwargs)))
 
 
 def new_state(graph: Graph, state: dict[str, torch.Tensor], nearest: Callable[[str], str]) -> Given:
     """Other parameters and buffers. Any of a tied tensor's addresses will do."""
     found: dict[int, torch.Tensor] = {}
-    raw: dict[int, torch.Tensor] = {}
     given: dict[str, tuple[str, torch.Tensor]] = {}
     mismatches = []
     for address, tensor in state.items():
@@ -95,7 +92,7 @@ def new_state(graph: Graph, state: dict[str, torch.Tensor], nearest: Callable[[s
         node = state_called(graph, address, nearest)
         _require_tensor(f"the state at {address!r}", node.meaning, tensor)
         meaning = TensorMeaning.of(tensor)
-        raw[graph.positions[node.name]] = tensor
+        found[graph.positions[node.name]] = tensor
         other, before = given.setdefault(node.name, (address, tensor))
         if before is not tensor and not same_content(before, tensor):
             raise InputMismatch(
@@ -105,12 +102,9 @@ def new_state(graph: Graph, state: dict[str, torch.Tensor], nearest: Callable[[s
             what = f"the state at {address!r}"
             text = f"{what} is {meaning}; the program was recorded with {node.meaning}."
             mismatches.append(evolve(_other(what, node.meaning, meaning, text), of_state=True))
-            found[graph.positions[node.name]] = tensor
-        else:
-            found[graph.positions[node.name]] = with_strides(tensor, node.meaning)
     for node in graph.state_nodes:
         _require_all_names(graph, node, state)
-    return Given(found, raw, tuple(mismatches))
+    return Given(found, tuple(mismatches))
 
 
 def _require_all_names(graph: Graph, node: State, state: Mapping[str, torch.Tensor]) -> None:
@@ -133,11 +127,6 @@ def state_called(graph: Graph, address: str, nearest: Callable[[str], str]) -> S
     if node is None:
         raise InputMismatch(f"no parameter or buffer that the forward read is called {address!r}.{nearest(address)}")
     return node
-
-
-def with_strides(tensor: torch.Tensor, meaning: TensorMeaning) -> torch.Tensor:
-    """The tensor in the recorded memory layout: views that the model took need it."""
-    return in_layout(tensor, meaning.strides)
 
 
 def numbers_of(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:
@@ -194,11 +183,6 @@ def _require_tensor(what: str, meaning: TensorMeaning, value: Any) -> None:
             f"{what} is {now}; the program was recorded with {meaning} on {meaning.device}.\n"
             "Give a tensor of the recorded shape and dtype."
         )
-
-
-def _laid_out(graph: Graph, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    node = graph[name]
-    return with_strides(tensor, node.meaning) if isinstance(node, Input) else tensor
 
 
 def _other_leaves(
