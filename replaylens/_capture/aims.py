@@ -19,7 +19,7 @@ from .._core.node import Call, Input, Node, Ref, Source, State, TensorMeaning, v
 from .._core.pure import copy_in_place
 from .._core.target import Target
 from .._core.trees import leaves, thaw
-from .._replay.facts import is_like_an_input
+from .._replay.facts import is_like_an_input, patched
 from .._replay.replay import Record
 from .._replay.request import Change, Request
 from ..errors import ShapeMismatch
@@ -70,7 +70,9 @@ class Aim:
             )
         if self.is_input and is_like_an_input(new):
             return new if self.with_gradients and new.is_leaf else _as_given(new)
-        return new if new.is_inference() and not old.is_inference() else copy_in_place(new)
+        if new.is_inference() and not old.is_inference():
+            return new
+        return patched(self.refs[0], new, copy_in_place(new))
 
 
 def _as_given(new: torch.Tensor) -> torch.Tensor:

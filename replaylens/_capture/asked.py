@@ -29,6 +29,11 @@ _CUTTING = frozenset(("_grad_preprocess",))
 HANDS_ON_FLAGS = frozenset(("linear_cross_entropy",))
 
 
+def next_functions(tensor: torch.Tensor) -> Any:
+    """What the history of a tensor leads back to."""
+    return None if tensor.grad_fn is None else tensor.grad_fn.next_functions
+
+
 class Asked(NamedTuple):
     """A question as it was met: of which tensor, at which record, from where."""
 
@@ -109,6 +114,15 @@ def asks_identity(code: CodeType) -> bool:
             return True
         last = instruction.opname
     return False
+
+
+@lru_cache(maxsize=4096)
+def asks_for_none(code: CodeType, instruction: int) -> bool:
+    """Is what an instruction reads only asked for whether it is None?"""
+    after = [one for one in dis.get_instructions(code) if one.offset > instruction and one.opname != "NOT_TAKEN"][:2]
+    if not after or after[0].opname != "LOAD_CONST":
+        return bool(after) and after[0].opname.endswith(("IF_NONE", "IF_NOT_NONE"))
+    return after[0].argval is None and len(after) > 1 and after[1].opname == "IS_OP"
 
 
 @lru_cache(maxsize=4096)

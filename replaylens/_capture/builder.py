@@ -252,11 +252,12 @@ def freeze(recording: Recording) -> Frozen:
         made[number] = _patch_node(made[number], names[before])
     made = with_dynamic_shapes(made)
     codes = _codes(recording)
+    is_caught = any(map(catches, codes))
     graph = Graph(
         nodes=tuple(made),
         output=remake(recording.output, to_ref),
         inputs=remake(recording.inputs, to_ref),
-        guards=_guards(recording, made, to_ref, scopes),
+        guards=_guards(recording, made, to_ref, scopes, is_caught),
         module_outputs=tuple(
             [(scope, remake(t, to_ref)) for n, t, _ in recording.scope_outputs if (scope := scopes[n])]
         ),
@@ -267,7 +268,7 @@ def freeze(recording: Recording) -> Frozen:
         asked=_asked(recording, codes, refs, to_ref, scopes),
         written=frozenset(refs[handle] for handle in recording.written if handle in refs),
         asks_identity=any(map(asks_identity, codes)),
-        catches=any(map(catches, codes)),
+        catches=is_caught,
         shares_inputs=recording.aliased,
         literals=recording.literals,
         overlaps=_overlaps(recording, names),
@@ -502,7 +503,7 @@ def frozen_context(context: tuple[Any, ...]) -> Context:
 _contexts: dict[tuple[Any, ...], Context] = {}
 
 
-def _guards(recording: Recording, made: list[Node], to_ref: Any, scopes: list[Any]) -> tuple[Guard, ...]:
+def _guards(recording: Recording, made: list[Node], to_ref: Any, scopes: list[Any], catches: bool) -> tuple[Guard, ...]:
     """The guards, each where what it reads is there: inside a custom function it is read before that is noted."""
     shapes = [_shape_guard(node, number) for number, node in enumerate(made) if type(node) is Call and node.is_dynamic]
     places = {node.name: number for number, node in enumerate(made)}
@@ -513,7 +514,7 @@ def _guards(recording: Recording, made: list[Node], to_ref: Any, scopes: list[An
         *[to_ref(Handle(end)) for end in _ends(recording)],
         *(ref for guard in (*shapes, *read) for ref in guard.refs),
     ]
-    found = [*shapes, *read, *completions(made, [ref.node for ref in ends])]
+    found = [*shapes, *read, *completions(made, [ref.node for ref in ends], catches)]
     return tuple(sorted(found, key=lambda guard: guard.position))
 
 

@@ -329,9 +329,9 @@ def _take_inputs(tracer: Tracer, args: Any, kwargs: Any) -> tuple[Any, Any, Any]
         if id(tensor) in swapped:
             tensor = swapped[id(tensor)]
         elif own(tensor):
-            tracer.doubled.add(id(tensor))
-            tensor = swapped[id(tensor)] = tensor.view_as(tensor)
-            tracer.doubled.add(id(tensor))
+            swapped[id(tensor)] = made = tensor.view_as(tensor)
+            tracer.double(tensor, made)
+            tensor = made
             tracer.memory.keep_alive.append(tensor)
         known = tracer.memory.read(tensor)
         if known is not None:

@@ -25,10 +25,11 @@ from .._core.torch_private import (
     push_function_mode,
 )
 from .._core.trees import thaw
+from .._replay.facts import noticing
 from .._replay.stream import as_the_user, outside
 from ..errors import DivergedReplay, NotDifferentiable
 from .aims import Aim, Aims
-from .builder import CallRecord, Handle, Recording, SourceRecord, parts_of, user_line
+from .builder import CallRecord, Handle, Recording, SourceRecord, parts_of, user_line, version_of
 from .checkpoints import in_checkpoint, nothing_computed_again
 from .origins import Date, Origins
 from .randomness import Draw, generator_of
@@ -87,6 +88,7 @@ class LiveTracer(Tracer):
         self.blind = 0  # inside a stretch of which it is not known yet what will be recorded
         self.parameters: dict[int, int] = {}  # Handle of a parameter's value -> id of the parameter
         self.reached: set[str] = set()  # nodes that were patched
+        self.copied: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}  # by id: what a patch gave, and its copy
         self.unwritten: set[Handle] = set()  # values of patched parameters and buffers
         for tensor, waiting in stage.stand_ins(self):
             self.stand_ins.waiting[id(tensor)] = waiting
@@ -114,6 +116,23 @@ class LiveTracer(Tracer):
         closed = "a leaf begins to take gradients there, or ends to, and the model holds that leaf"
         closed *= rule.special == "turn"
         return self._asked(Done(out, (args, kwargs), targets, is_hidden=self.in_aten, closed=closed))
+
+    def answer(self, word: str, func: Any, tensor: torch.Tensor) -> Any:
+        """Of the copy of what a patch gave, what autograd knows of that: a hook would hand on the very tensor."""
+        given, _, version = self.copied.get(id(tensor), (None, None, 0))
+        if given is not None and version_of(tensor) == version and not self.stage.grad:
+            return func(given)
+        return super().answer(word, func, tensor)
+
+    def double(self, original: torch.Tensor, made: torch.Tensor) -> None:
+        """An alias of a copy stands for what was copied, too."""
+        super().double(original, made)
+        if (known := self.copied.get(id(original))) is not None:
+            self._note_copy(None, known[0], made)
+
+    def _note_copy(self, _: Any, given: Any, copy: torch.Tensor) -> torch.Tensor:
+        self.copied[id(copy)] = given, copy, version_of(copy)
+        return copy
 
     def aten(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An ATen call that no recorded call made."""
@@ -351,7 +370,8 @@ class LiveTracer(Tracer):
         is_apart = self.stage.draws_apart and generator is torch.default_generator and bool(outside)
         try:
             draw = Draw(self.draws.aside() if is_apart else self.draws, generator)
-            with self._looking_away(), nothing_computed_again(), as_the_user() if is_apart else nullcontext():
+            as_whom = as_the_user() if is_apart else nullcontext()
+            with self._looking_away(), nothing_computed_again(), as_whom, noticing(self._note_copy):
                 news = draw(aim, values, {})
         except Exception as error:
             self.refused = self.refused or error  # the model may swallow it

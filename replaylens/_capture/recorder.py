@@ -61,6 +61,9 @@ _Parameter = nn.Parameter
 _HOME = __file__.rsplit("/", 2)[0] + "/"
 
 
+_ANSWERS = (bool, int, str, tuple, torch.layout)
+
+
 class NeedsDeepLook(BaseException):
     """A tensor was born in the forward, and the function layer did not see how. Look again at every ATen call."""
 
@@ -72,6 +75,21 @@ class Read(NamedTuple):
     handle: Handle | None
     position: int
     site: Site | None
+
+
+class Alias(NamedTuple):
+    """What stands for an object that a call handed on: how many aliases lie between, and what that object was."""
+
+    depth: int
+    is_view: bool
+    requires_grad: bool
+
+    def original(self, tensor: torch.Tensor) -> Any:
+        """The leaf that it stands for; else what autograd knows as the origin of the object that it stands for."""
+        node: Any = tensor.grad_fn
+        for _ in range(self.depth if node is not None else 0):
+            node = node.next_functions[0][0]
+        return getattr(node, "variable", node)
 
 
 class Recorder(TorchFunctionMode):
@@ -110,6 +128,7 @@ class Recorder(TorchFunctionMode):
         self.exposed = False
         self.threads = thread_marks()
         self.doubled: set[int] = set()  # objects that a call handed on, and the aliases that were given for them
+        self.aliases: dict[int, Alias] = {}  # of those, the aliases
         self.outer_modes = _dispatch_modes()
         self.contexts: dict[Any, Any] = {}
         self.grad_mode = _grad_enabled()  # as the model set it; beneath a script it is another
@@ -199,7 +218,7 @@ class Recorder(TorchFunctionMode):
     def ask(self, kind: str, func: Any, args: Any, kwargs: Any, answer: Any) -> None:
         """Write down a question whose answer no content decides. Nothing is read for it: no node comes of it."""
         tensor = args[0] if args else None
-        if not isinstance(tensor, torch.Tensor) or not isinstance(answer, (bool, int, str, tuple)):
+        if not isinstance(tensor, torch.Tensor) or not isinstance(answer, _ANSWERS):
             return
         known, recording = self.memory.live.get(id(tensor)), self.recording
         handle = known.handle if isinstance(known, Entry) else known
@@ -228,10 +247,16 @@ class Recorder(TorchFunctionMode):
             return None  # a view made here could not be written later, where gradients are on again
         try:
             made = torch.ops.aten.alias.default(out)
-            self.doubled.update((id(out), id(made)))
+            self.double(out, made)
             return made
         except (RuntimeError, NotImplementedError):
             return None
+
+    def double(self, original: torch.Tensor, made: torch.Tensor) -> None:
+        """The model is given an alias, for what it takes for the very same object."""
+        of = self.aliases.get(id(original)) or Alias(0, original._is_view(), original.requires_grad)
+        self.aliases[id(made)] = of._replace(depth=of.depth + 1)
+        self.doubled.update((id(original), id(made)))
 
     def require_single(self, tensor: torch.Tensor, rule: Rule) -> None:
         """Refuse to reshape an object of which the model holds what it takes for the very same one."""

@@ -33,8 +33,9 @@ from .._core.torch_private import (
     without_function_modes,
 )
 from .._core.trees import ATOMS, freeze, freeze_deep, leaves
+from .._replay.facts import SOME, WALK, in_short
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite
-from .asked import HANDS_ON_FLAGS, cuts_by_flags, keeps_exceptions
+from .asked import HANDS_ON_FLAGS, asks_for_none, cuts_by_flags, keeps_exceptions, next_functions
 from .builder import (
     PLAIN,
     CallRecord,
@@ -290,7 +291,8 @@ class Tracer(Recorder):
                 reads, named = self.read_all(args, kwargs)
                 again = what_is_raised(func, *args, **kwargs) if rule.how is not How.OPAQUE else error
                 if kind_of(again) != kind_of(error):
-                    return  # it came of gradients or memory, not of values
+                    self._came_of_flags(tensors_in(args, kwargs))
+                    return
         except (ReplaylensError, NeedsDeepLook) as refusal:
             self.refused = self.refused or refusal
             return
@@ -299,6 +301,14 @@ class Tracer(Recorder):
             self.guard(func, reads, named, message_of(error), True, "message")
         else:
             self.guard(func, reads, named, kind_of(error), True, "exception")
+
+    def _came_of_flags(self, tensors: list[torch.Tensor]) -> None:
+        """What was raised came of gradients or memory, and not of values: that is what the model asked for."""
+        for tensor in tensors:
+            for word in (torch.Tensor.requires_grad, torch.Tensor.is_leaf):
+                self.ask("flags", word.__get__, (tensor,), {}, word.__get__(tensor))  # type: ignore[attr-defined]
+            if tensor.layout is torch.strided:
+                self.ask("layout", torch.Tensor.stride, (tensor,), {}, tensor.stride())
 
     # -- calls with a way of their own ---------------------------------------------------------------------------------
 
@@ -342,16 +352,34 @@ class Tracer(Recorder):
 
     def _special_asks_flag(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         """The model asks what autograd knows of a tensor. What torch's own code asks is mostly for itself."""
-        code, answer = outside(_frame(1)).f_code, func(*args, **kwargs)
+        frame, answer = outside(_frame(1)), self.answer(rule.kind, func, args[0])
+        code = frame.f_code
         is_told = code.co_name in HANDS_ON_FLAGS
         if is_told and not (_grad_enabled() or self.recording.ambient[0]):
             self.recording.one_way.append(f"`{code.co_name}`: it was told that no gradient will be asked for.")
         if is_told or cuts_by_flags(code) or not is_torch_code(code):
             if rule.kind == "grad_fn" and not _STEP_HOOKS.isdisjoint(code.co_names):
                 self.recording.one_way.append(HOOK_ON_STEP)
-            known = answer if type(answer) is bool else answer is None or type(answer).__name__
+            known = in_short(answer)
+            if known not in (True, False) and asks_for_none(code, frame.f_lasti):
+                known = SOME
             self.ask("flags", func, args[:1], {}, known)
+            if rule.kind == "grad_fn" and WALK in code.co_names:
+                self.ask("flags", next_functions, args[:1], {}, in_short(next_functions(args[0])))
         return answer
+
+    def answer(self, word: str, func: Any, tensor: torch.Tensor) -> Any:
+        """What autograd knows of a tensor: of an alias, what it knows of the object for which that stands."""
+        if (alias := self.aliases.get(id(tensor))) is None:
+            return func(tensor)
+        if word in ("_base", "_is_view"):
+            return alias.is_view if word == "_is_view" else func(tensor) if alias.is_view else None
+        if word == "requires_grad" and not tensor.requires_grad:
+            return alias.requires_grad
+        original = alias.original(tensor)
+        if isinstance(original, torch.Tensor):
+            return func(original)
+        return original if word == "grad_fn" else func(tensor)
 
     def _special_dual(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         """Forward-mode gradients begin: until their level ends, what counts are the ATen calls beneath."""
@@ -514,7 +542,7 @@ class Tracer(Recorder):
             except (RuntimeError, NotImplementedError):
                 return tensor
             source = self.read(tensor)
-            self.doubled.update((id(tensor), id(made)))
+            self.double(tensor, made)
             returns = self.results(made, alias, (tensor,), {}, [tensor])
             self.append(alias, _IDENTITY, [source, number], {}, returns, None, None, False)
         return made

@@ -16,9 +16,10 @@ from attrs import frozen
 
 from .._core.node import Context, Guard, Input, Ref
 from .._core.trees import leaves, thaw
-from .._replay.facts import Around, is_like_an_input, layout_departures, patch_departures
+from .._replay.facts import Around, Instead, is_like_an_input, layout_departures
 from .._replay.guards import Departure, departure
 from .._replay.interpreter import modes, recorded_world
+from .._replay.layouts import is_lazy
 from .._replay.request import Change
 from .delta import Delta, Pairs, chosen, folded, joined, kept, lane_value, packed, stacked, without
 from .demand import Rows, taking
@@ -288,13 +289,14 @@ class _Chunk:
     def _lies_otherwise(self, slot: int, new: Tensor) -> Departure | None:
         """Does the memory layout of a patched value lead away, or what else the model may ask of an input?"""
         own = is_like_an_input(new)
-        if new.stride() == self.machine.values[slot].stride() and not own:
+        if new.stride() == self.machine.values[slot].stride() and not own and not is_lazy(new):
             return None
         ref = next(ref for ref, number in self.machine.slot.items() if number == slot)
         graph, values = self.machine.graph, self.machine.record.values
         if not own or not isinstance(graph[ref.node], Input):
             return next(layout_departures(graph, values, {ref: new}, up_to_rounding=True), None)
-        return next(patch_departures(graph, values, ref, values[ref], new, Around.of_replay(graph, False)), None)
+        instead = Instead(graph, values, Around.of_replay(graph, False), frozenset((ref,)), {}, {})
+        return next(instead.departures(ref, values[ref], new), None)
 
     def _value(self, slot: int, lane: int) -> Tensor:
         recorded, delta = self.machine.values[slot], self.env[slot]

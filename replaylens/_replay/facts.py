@@ -8,21 +8,26 @@ layouts by layouts.py. Where no source is laid out or flagged otherwise than it 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Guard, Input, Ref, TensorMeaning, meanings_of
+from .._core.pure import in_layout
 from .._core.torch_private import is_wrapped
 from .guards import Departure, changed, diverged, fact
-from .layouts import Layouts, asked_of, geometry
+from .layouts import EXPOSURES, KINDS, Layouts, asked_of, geometry, is_lazy
 
 Tensors = Mapping[Ref, torch.Tensor]
 UNKNOWN = "not known"
+SOME = "there"  # the answer where the model only asks whether there is something
+WALK = "next_functions"
+_FOLLOWED = frozenset("requires_grad is_leaf grad_fn is_inference".split())
+_OF_MEMORY = frozenset(("_version",))
 
 
 @frozen
@@ -43,12 +48,40 @@ class Around:
         return Around(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
 
 
+def heeded(graph: Graph, changed: Iterable[int], until: int | None = None) -> list[int]:
+    """Of changed nodes those that a fact can hang on which no content decides, whether the output needs them or not:
+    what the model asks for behind them, and what it can catch.
+    """
+    asked = [g for g in graph.asked if g.refs and (until is None or g.position <= until)]
+    if not asked and not graph.catches:
+        return []
+    above = graph.marked_ancestors([ref.node for guard in asked for ref in guard.refs])
+    return [position for position in changed if above[position] or (graph.catches and graph.reached[position])]
+
+
 def departures(graph: Graph, recorded: Tensors, given: Tensors, around: Around) -> Iterator[Departure]:
     """Other answers, where these values are given in the place of recorded ones."""
     if graph.asked:
         yield from _mode_departures(graph, around)
         yield from flag_departures(graph, recorded, given, around)
+    yield from _kind_departures(graph, given)
     yield from layout_departures(graph, recorded, given)
+
+
+def _kind_departures(graph: Graph, given: Tensors) -> Iterator[Departure]:
+    """Where a sparse or nested tensor stands for a plain one, or the other way round, and the model asks."""
+    asked = [guard for guard in graph.asked if guard.target.short in KINDS]
+    for ref, tensor in given.items() if asked else ():
+        meaning = meanings_of(graph[ref.node]).get(ref) if ref.node in graph else None
+        if meaning is None or is_wrapped(tensor) or _has_strides(tensor) == (meaning.strides is not None):
+            continue
+        for guard in asked:
+            if ref.node in graph.ancestors([guard.refs[0].node]):
+                yield Departure(fact(guard), guard.result, UNKNOWN, guard.source, "layout")
+
+
+def _has_strides(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _mode_departures(graph: Graph, around: Around) -> Iterator[Departure]:
@@ -65,14 +98,17 @@ def require_as_asked(graph: Graph, recorded: Tensors, given: Tensors) -> None:
 
 
 def asked_again(guard: Guard, value: torch.Tensor) -> Iterator[Departure]:
-    """Another answer of a value itself. Of functions of autograd a replay says whether there is one, not which."""
+    """Another answer of a value itself. Where a value has no history here, nothing is said of
+    which function of autograd gave it.
+    """
     if guard.kind == "layout" and value.layout is torch.strided:
         yield from asked_of(guard, value)
     elif guard.target.short in ("requires_grad", "is_inference"):
         yield from filter(None, (changed(guard, answer(guard, value)),))
     elif guard.target.short in ("is_leaf", "grad_fn"):
         was_leaf, is_leaf = guard.result is True, value.is_leaf  # no function is True, too
-        if was_leaf != is_leaf and value.requires_grad == was_leaf:
+        is_other = was_leaf != is_leaf and value.requires_grad == was_leaf
+        if is_other or (type(guard.result) is str and value.grad_fn is not None):
             yield from filter(None, (changed(guard, answer(guard, value)),))
 
 
@@ -108,19 +144,48 @@ def patched(ref: Ref, old: Any, new: torch.Tensor) -> torch.Tensor:
     return _noticing.stack[-1](ref, old, new) if _noticing.stack else new
 
 
-def patch_departures(
-    graph: Graph, recorded: Tensors, ref: Ref, old: Any, new: torch.Tensor, around: Around
-) -> Iterator[Departure]:
-    """Other answers with a patched value. Its flag counts where the old value had another, and where the model itself
-    does not turn it just there.
-    """
-    flags = isinstance(old, torch.Tensor) and _flags(old) != _flags(new) and not _is_turned(graph, ref)
-    is_given = is_like_an_input(new) and isinstance(graph[ref.node], Input)
-    if (flags or is_given) and graph.asked:
-        yield from flag_departures(graph, recorded, {ref: new}, around)
-    if is_given:
-        yield from _class_departures(graph, ref, new)
-    yield from layout_departures(graph, recorded, {ref: new})
+@frozen
+class Instead:
+    """What stands in the place of recorded values in a replay, as far as it has come."""
+
+    graph: Graph
+    recorded: Tensors
+    around: Around
+    fixed: Set[Ref]  # all that is given or patched, now or later: what comes before does not tell how it lies
+    other: dict[Ref, torch.Tensor]  # what was found to stand there, laid out
+    flagged: dict[Ref, torch.Tensor]  # ... and with another flag
+    said: set[str] = field(factory=set)
+
+    def departures(self, ref: Ref, old: Any, new: torch.Tensor) -> Iterator[Departure]:
+        """Other answers with a patched value, each once."""
+        for departure in self._found(ref, old, new):
+            if str(departure) not in self.said:
+                self.said.add(str(departure))
+                yield departure
+
+    def _found(self, ref: Ref, old: Any, new: torch.Tensor) -> Iterator[Departure]:
+        """Other answers with a patched value. Its flag counts where the old value had another, and where the model
+        itself does not turn it just there.
+        """
+        graph = self.graph
+        self.other[ref] = new
+        is_given = is_like_an_input(new) and isinstance(graph[ref.node], Input)
+        if graph.asked and new is not old and (is_given or not _is_turned(graph, ref)):
+            if is_given or (isinstance(old, torch.Tensor) and _flags(old) != _flags(new)):
+                self.flagged[ref] = new
+                yield from flag_departures(graph, self.recorded, self.flagged, self.around, self.fixed)
+            else:
+                yield from _histories_asked(graph, ref, new)
+        if is_given:
+            yield from _class_departures(graph, ref, new)
+        yield from _kind_departures(graph, {ref: new})
+        yield from layout_departures(graph, self.recorded, self.other, fixed=self.fixed)
+
+    def lay(self, ref: Ref) -> torch.Tensor:
+        """What a patch gave, as it would have to lie in memory for the model to go this way."""
+        laid = in_layout(self.other[ref], meanings_of(self.graph[ref.node])[ref].strides)
+        self.other[ref] = laid
+        return laid
 
 
 def is_like_an_input(new: torch.Tensor) -> bool:
@@ -154,12 +219,16 @@ def _flags(tensor: torch.Tensor) -> tuple[bool, bool]:
 
 
 def layout_departures(
-    graph: Graph, recorded: Tensors, given: Tensors, up_to_rounding: bool = False
+    graph: Graph,
+    recorded: Tensors,
+    given: Tensors,
+    up_to_rounding: bool = False,
+    fixed: Set[Ref] = frozenset(),
 ) -> Iterator[Departure]:
     """Where the memory layout of what is given alters an answer, or which calls give views of what is written."""
     other = {ref: tensor for ref, tensor in given.items() if _lies_otherwise(graph, recorded, ref, tensor)}
     if other:
-        yield from Layouts(graph, recorded, other, up_to_rounding).departures()
+        yield from Layouts(graph, recorded, other, up_to_rounding, fixed=fixed | given.keys()).departures()
 
 
 def layouts_altered(
@@ -184,26 +253,34 @@ def _lies_otherwise(graph: Graph, recorded: Tensors, ref: Ref, tensor: torch.Ten
         return False
     if tuple(tensor.shape) != meaning.shape:
         return False
-    return tensor.stride() != meaning.strides or (known is not None and geometry(known) != geometry(tensor))
+    if known is None:
+        return tensor.stride() != meaning.strides or is_lazy(tensor)
+    return tensor.stride() != meaning.strides or geometry(known) != geometry(tensor)
 
 
 # -- flags -------------------------------------------------------------------------------------------------------------
 
 
-def flag_departures(graph: Graph, recorded: Tensors, given: Tensors, around: Around) -> Iterator[Departure]:
+def flag_departures(
+    graph: Graph, recorded: Tensors, given: Tensors, around: Around, fixed: Set[Ref] = frozenset()
+) -> Iterator[Departure]:
     """Where flags of what is given, or other modes, alter an answer."""
     questions = [guard for guard in graph.asked if guard.kind == "flags"]
-    flags = _Flags(graph, recorded, given, around) if questions else None
+    flags = _Flags(graph, recorded, given, around, fixed) if questions or graph.catches else None
     for guard in questions:
         if flags is not None and (departure := flags.departure(guard)) is not None:
             yield departure
+    if flags is not None and graph.catches:
+        yield from flags.caught()
 
 
 class _Flags:
     """Which values need gradients, with the given ones in the place of the recorded ones."""
 
-    def __init__(self, graph: Graph, recorded: Tensors, given: Tensors, around: Around) -> None:
-        self.graph, self.recorded, self.given = graph, recorded, given
+    def __init__(
+        self, graph: Graph, recorded: Tensors, given: Tensors, around: Around, fixed: Set[Ref] = frozenset()
+    ) -> None:
+        self.graph, self.recorded, self.given, self.fixed = graph, recorded, given, fixed
         self.around = around
         self.found: dict[Ref, bool] = {}
         self._follow()
@@ -213,7 +290,7 @@ class _Flags:
         ref, word = guard.refs[0], guard.target.short
         if ref in self.given:
             return changed(guard, answer(guard, self.given[ref]))
-        if word in ("grad", "retains_grad") or not isinstance(self.graph[ref.node], Call):
+        if word not in _FOLLOWED or not isinstance(self.graph[ref.node], Call):
             return None
         if word == "is_inference":
             return self._inference(guard, ref)
@@ -225,6 +302,19 @@ class _Flags:
         if word == "is_leaf":
             return changed(guard, not now)
         return Departure(f"`{fact(guard).strip('`')}`", guard.result, UNKNOWN if now else None, guard.source)
+
+    def caught(self) -> Iterator[Departure]:
+        """Where torch may refuse what needs gradients now, and the model may catch that."""
+        flagged = {ref for ref, flag in self.found.items() if flag and self._was(ref) is False}
+        if not flagged or not self.around.grad:
+            return
+        shown = [guard for guard in self.graph.guards if guard.compares_content and guard.target.short in EXPOSURES]
+        for guard in shown:
+            if not flagged.isdisjoint(guard.refs):
+                yield Departure(f"whether {fact(guard)} can be had", "True", UNKNOWN, guard.source, "exception")
+        if self.graph.written:
+            what = f"whether {min(map(str, flagged))} needs gradients, where the model writes in place and may catch"
+            yield Departure(what, "False", "True", None, "exception")
 
     def _inference(self, guard: Guard, ref: Ref) -> Departure | None:
         """A view of an inference tensor is one: what comes of a given one may be."""
@@ -245,7 +335,7 @@ class _Flags:
             for ref, meaning in meanings_of(node).items():
                 if ref in self.given:
                     found[ref] = self.given[ref].requires_grad
-                elif not isinstance(node, Call):
+                elif ref in self.fixed or not isinstance(node, Call):
                     found[ref] = bool(self._was(ref))
                 else:
                     found[ref] = self._of_call(node, ref, refs, meaning)
@@ -269,4 +359,20 @@ def answer(guard: Guard, tensor: torch.Tensor) -> Any:
         found: Any = guard.target.function(tensor)
     except RuntimeError:  # an inference tensor has none of this
         return UNKNOWN
-    return found if type(found) is bool else found is None or type(found).__name__
+    return guard.result if guard.result == SOME and found is not None else in_short(found)
+
+
+def in_short(found: Any) -> Any:
+    """What a model is told about autograd, as plain data: of an object its class."""
+    return found if type(found) in (bool, int) else found is None or type(found).__name__
+
+
+def _histories_asked(graph: Graph, ref: Ref, new: torch.Tensor) -> Iterator[Departure]:
+    """What the model asks of the history of a patched value, or of one that it can walk back from."""
+    for guard in graph.asked:
+        if guard.kind != "flags":
+            continue
+        if guard.refs[0] == ref and guard.target.short not in _OF_MEMORY:
+            yield from filter(None, (changed(guard, answer(guard, new)),))
+        elif guard.target.short == WALK and ref.node in graph.ancestors([guard.refs[0].node]):
+            yield Departure(fact(guard), guard.result, UNKNOWN, guard.source)

@@ -10,7 +10,7 @@ and only if there is something to find.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -30,12 +30,19 @@ from .guards import Departure, changed, fact
 Tensors = Mapping[Ref, torch.Tensor]
 _RAISED = ("exception", "message")
 UNKNOWN = "not known on this memory layout"
+KINDS = frozenset("is_sparse is_sparse_csr is_nested layout".split())  # properties
 EXPOSURES = frozenset("numpy __array__ __dlpack__ untyped_storage storage _typed_storage __array_wrap__".split())
 
 
-def geometry(tensor: torch.Tensor) -> tuple[tuple[int, ...], int]:
-    """How a tensor lies in its memory."""
-    return tensor.stride(), int(tensor.storage_offset())
+def geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """How a tensor lies in its memory: there may stand the conjugate of it, or the negative."""
+    lazy = (tensor.is_conj(), tensor.is_neg()) if is_lazy(tensor) else ()
+    return (tensor.stride(), int(tensor.storage_offset()), *lazy)
+
+
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Does something else stand in memory than the numbers are?"""
+    return tensor.is_conj() or tensor.is_neg()
 
 
 def asked_of(guard: Guard, tensor: torch.Tensor) -> Iterator[Departure]:
@@ -64,8 +71,10 @@ class Layouts:
         other: Tensors,
         up_to_rounding: bool = False,
         strides: Mapping[Ref, tuple[int, ...] | None] = MappingProxyType({}),
+        fixed: Set[Ref] = frozenset(),
     ) -> None:
         self.graph, self.recorded, self.up_to_rounding = graph, recorded, up_to_rounding
+        self.fixed = fixed  # what is given lies as it does, whatever comes before it
         self.strides = strides  # of an edited graph: how values lay before, if that is not what their nodes say
         self.meanings = {ref: meaning for node in graph.nodes for ref, meaning in meanings_of(node).items()}
         self.other = {ref: tensor.detach() for ref, tensor in other.items()}
@@ -161,7 +170,7 @@ class Layouts:
 
     def _follow(self, node: Call) -> Iterator[Departure]:
         """How what a call gives lies now."""
-        gives = [ref for ref in leaves(node.returns) if type(ref) is Ref]
+        gives = [ref for ref in leaves(node.returns) if type(ref) is Ref and ref not in self.fixed]
         yield from self._by_memory(node)
         if any(ref in self.unknown for ref in node.refs) or not _can_run(node):
             self.unknown.update(gives)
@@ -253,7 +262,9 @@ class Layouts:
         """From here on a value lies like this; which is of no interest where it did before."""
         known = self.recorded.get(ref)
         same = (
-            geometry(known) == geometry(tensor) if known is not None else tensor.stride() == self.meanings[ref].strides
+            geometry(known) == geometry(tensor)
+            if known is not None
+            else tensor.stride() == self.meanings[ref].strides and not is_lazy(tensor)
         )
         if same:
             self.other.pop(ref, None)

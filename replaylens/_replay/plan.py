@@ -37,6 +37,7 @@ def plan(
     until: int | None = None,
     again: Iterable[int] = (),
     turns: Mapping[int, int] = MappingProxyType({}),
+    heeded: Iterable[int] = (),
 ) -> Plan:
     """The causal cone: what a change can reach and the wanted nodes need, and what must be computed again for it.
 
@@ -44,7 +45,8 @@ def plan(
     do not even need it. With `rerun_all` every call is wanted, and nothing but sources is taken as known. What follows
     the nodes in `again` runs again on the same values, so that it asks no guard. Of the draws in `turns` (position ->
     the draw before it in its stream) the earlier one runs wherever the later one does; elsewhere it does where it may
-    leave the generator in another state than the recorded one.
+    leave the generator in another state than the recorded one. Changed nodes that are `heeded` are changed even where
+    nobody wants them: a fact hangs on how they come out.
     """
     known_marks = bytearray(len(graph)) if not isinstance(known, bytearray) else known
     if known_marks is not known:
@@ -55,7 +57,7 @@ def plan(
     guards = _guards(graph, dirty, frozenset(changed), rerun_all, until)
     if again := tuple(again):
         dirty = _below(graph, (*changed, *again))
-    ends = set(wanted) | {graph.positions[ref.node] for number in guards for ref in graph.guards[number].refs}
+    ends = {*wanted, *heeded} | {graph.positions[ref.node] for number in guards for ref in graph.guards[number].refs}
     if rerun_all and not replaced:
         run, supply = bytearray(graph.call_marks), _sources(graph, ends)
     else:

@@ -17,12 +17,12 @@ from attrs import define, evolve, field, frozen
 
 from .._core.account import NOTHING_KNOWN, Account
 from .._core.graph import Graph
-from .._core.node import Call, Input, Ref, State, TensorMeaning, meanings_of, refs_of, value_of
+from .._core.node import Call, Input, Ref, State, TensorMeaning, refs_of, value_of
 from .._core.pure import as_leaf, fresh_leaf, in_layout, same_content, standing
 from .._core.torch_private import is_wrapped, peek_interpreter_stack
 from .._core.trees import leaves, thaw
 from ..errors import InputMismatch, NotDifferentiable, ReplaylensError, StaleValue
-from .facts import Around, departures as departures_of, noticing, patch_departures, require_as_asked
+from .facts import Around, Instead, departures as departures_of, heeded, noticing, require_as_asked
 from .function import as_function
 from .guards import Departure, LeftPath, diverged, misdirected, raising
 from .inputs import require_arguments
@@ -188,9 +188,12 @@ def execute(record: Record, request: Request, told: Callable[[Code], Code] | Non
     if [*map(departed, departures_of(graph, record.values, given, around))]:
         request = evolve(request, given=_on_the_recorded_path(graph, request.given))
 
+    changed = frozenset([ref for position in request.changed for ref in refs_of(graph.nodes[position])])
+    instead = Instead(graph, record.values, around, changed.union(given), dict(given), dict(given))
+
     def patched(ref: Ref, old: Any, new: torch.Tensor) -> torch.Tensor:
-        found = [*map(departed, patch_departures(graph, record.values, ref, old, new, around))]
-        return in_layout(new, meanings_of(graph[ref.node])[ref].strides) if found else new
+        found = [*map(departed, instead.departures(ref, old, new))]
+        return instead.lay(ref) if found else new
 
     env = needed.begin(record, request, code)
     remembered, looks = Remembered(), {p: (mark_of(tensor), sight_of(tensor)) for p, tensor in request.given.items()}
@@ -374,6 +377,7 @@ def _compiled(record: Record, request: Request, wanted: frozenset[int], mode: Mo
             until=request.to,
             again=places,
             turns=graph.turns if request.fresh and not request.start else {},
+            heeded=heeded(graph, request.changed, request.to),
         )
         _require_reached(graph, request, made)
         patches = {

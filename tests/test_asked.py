@@ -1,0 +1,194 @@
+"""What a model asks of values that nothing else reads: how they lie in memory, their flags and histories.
+
+The witness is a forward hook on the plain model. Whatever way a patch takes, the program gives what the hook gives, or
+says that it has left the recorded path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import replaylens as rl
+
+Forward = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+class Asks(nn.Module):
+    """A model of one question: the answer decides, and the numbers go nowhere."""
+
+    def __init__(self, question: Forward) -> None:
+        super().__init__()
+        self.l, self.i, self.k = nn.Linear(4, 4), nn.Identity(), nn.Identity()
+        self.question = question
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.question(self, x)
+
+
+def other_way(value: torch.Tensor) -> torch.Tensor:
+    return value.t().contiguous().t()
+
+
+def channels_last(value: torch.Tensor) -> torch.Tensor:
+    return value.contiguous(memory_format=torch.channels_last)
+
+
+def image(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(1, 2, 3, 2) * 1
+
+
+def quantized(value: torch.Tensor) -> torch.Tensor:
+    return torch.quantize_per_tensor_dynamic(value, torch.qint8, False)
+
+
+def caught(work: Callable[[Any, torch.Tensor], Any]) -> Forward:
+    """Twice the input, or three times where the work raises."""
+
+    def question(m: Any, x: torch.Tensor) -> torch.Tensor:
+        try:
+            work(m, x)
+        except RuntimeError:
+            return x * 3
+        return x * 2
+
+    return question
+
+
+def told(ask: Callable[[Any, torch.Tensor], Any]) -> Forward:
+    """Twice the input, or three times where the answer is none."""
+    return lambda m, x: x * (2 if ask(m, x) else 3)
+
+
+MODELS: dict[str, tuple[Forward, dict[str, Any]]] = {
+    "stride": (lambda m, x: x * m.l(x).stride(0), {"l": other_way}),
+    "stride of a view": (lambda m, x: x * m.l(x)[1:].t().stride(0), {"l": other_way}),
+    "is_contiguous": (told(lambda m, x: m.l(x).is_contiguous()), {"l": other_way}),
+    "is_contiguous behind": (told(lambda m, x: (m.l(x) * 2).is_contiguous()), {"l": other_way}),
+    "dim_order": (told(lambda m, x: m.l(x).dim_order() == (0, 1)), {"l": other_way}),
+    "empty_like": (lambda m, x: x * torch.empty_like(m.l(x)).stride(0), {"l": other_way}),
+    "a view that cannot be": (caught(lambda m, x: m.l(x).view(-1)), {"l": other_way}),
+    "two patches together": (
+        lambda m, x: x * torch.cat([m.i(image(x)), m.k(image(x))], 1).stride(1),
+        {"i": channels_last, "k": channels_last},
+    ),
+    "one patch that takes another back": (
+        lambda m, x: x * m.k(m.i(x * 1)).stride(0),
+        {"i": other_way, "k": lambda value: value.contiguous()},
+    ),
+    "requires_grad": (told(lambda m, x: m.l(x).requires_grad), {"l": torch.zeros_like}),
+    "is_leaf": (told(lambda m, x: m.l(x).is_leaf), {"l": torch.zeros_like}),
+    "grad_fn": (told(lambda m, x: m.l(x).grad_fn is None), {"l": torch.zeros_like}),
+    "grad_fn behind": (told(lambda m, x: (m.l(x) * 2).grad_fn is None), {"l": torch.zeros_like}),
+    "the name of grad_fn": (told(lambda m, x: m.l(x).grad_fn.name() == "AddmmBackward0"), {"l": lambda v: v * 2}),
+    "the text of a tensor": (told(lambda m, x: "Addmm" in repr(m.l(x))), {"l": lambda v: v * 2}),
+    "where a history leads": (
+        told(lambda m, x: len(m.l(x).grad_fn.next_functions) == 3),
+        {"l": lambda v: v * 2},
+    ),
+    "is_conj": (told(lambda m, x: m.i(torch.complex(x, x)).is_conj()), {"i": torch.conj}),
+    "is_conj behind": (told(lambda m, x: m.i(torch.complex(x, x)).t().is_conj()), {"i": torch.conj}),
+    "is_neg": (told(lambda m, x: m.i(x * 1).is_neg()), {"i": lambda v: torch.complex(v, v).conj().imag}),
+    "is_sparse": (told(lambda m, x: m.i(x * 1).is_sparse), {"i": torch.Tensor.to_sparse}),
+    "layout": (told(lambda m, x: m.i(x * 1).layout is torch.strided), {"i": torch.Tensor.to_sparse}),
+    "is_inference": (told(lambda m, x: m.i(x * 1).is_inference()), {"i": torch.inference_mode()(torch.clone)}),
+    "_base": (told(lambda m, x: m.i(x * 1)._base is None), {"i": lambda v: v.view(-1).view(3, 4)}),
+    "_is_view": (told(lambda m, x: m.i(x * 1)._is_view()), {"i": lambda v: v.view(-1).view(3, 4)}),
+    "q_zero_point": (lambda m, x: x * quantized(m.l(x)).q_zero_point(), {"l": torch.abs}),
+    "q_scale": (lambda m, x: x * quantized(m.l(x)).q_scale(), {"l": lambda v: v * 2}),
+    "out= that needs gradients": (
+        caught(lambda m, x: torch.add(m.l(x), 1, out=torch.empty(3, 4))),
+        {"l": torch.zeros_like},
+    ),
+    "numpy of what needs gradients": (caught(lambda m, x: m.l(x).numpy()), {"l": torch.zeros_like}),
+    "a leaf that needs gradients": (told(lambda m, x: m.l(x).is_leaf), {"l": lambda v: v.detach().requires_grad_()}),
+}
+
+WAYS: dict[str, Callable[[rl.Program, dict[str, Any]], torch.Tensor]] = {
+    "replay": lambda prog, patch: prog.replay(patch=patch).output,
+    "replay that raises": lambda prog, patch: prog.replay(patch=patch, on_divergence="raise").output,
+    "with_patch": lambda prog, patch: prog.with_patch(patch).output,
+    "replay_many": lambda prog, patch: prog.replay_many({"one": patch, "two": patch}).values[1],
+    "without its model": lambda prog, patch: prog.slice().replay(patch=patch).output,
+}
+
+
+def hooked(model: nn.Module, patch: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
+    """What the plain model gives with these functions as hooks."""
+    modules = dict(model.named_modules())
+    hooks = [modules[at].register_forward_hook(lambda _, __, out, f=f: f(out)) for at, f in patch.items()]
+    try:
+        return model(x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_fact_of_a_value_that_nothing_else_reads_is_asked_of_its_patch(name, way):
+    question, patch = MODELS[name]
+    model, x = Asks(question), torch.randn(3, 4)
+    witness = hooked(model, patch, x)
+    prog = rl.capture(model, x)
+    try:
+        got = WAYS[way](prog, patch)
+    except rl.DivergedReplay:
+        assert not torch.equal(prog.output, witness) or len(patch) > 1 or way == "with_patch"
+    else:
+        assert torch.equal(got, witness)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_live_run_is_told_of_a_patch_what_a_hook_leaves(name):
+    question, patch = MODELS[name]
+    model, x = Asks(question), torch.randn(3, 4)
+    assert torch.equal(rl.run(model, x, patch=patch).output, hooked(model, patch, x))
+
+
+QUESTIONS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "is_leaf": lambda m, x: m.i(x).is_leaf,
+    "is_leaf of two": lambda m, x: m.k(m.i(x)).is_leaf,
+    "is_leaf after dropout": lambda m, x: nn.functional.dropout(x, training=False).is_leaf,
+    "grad_fn": lambda m, x: m.i(x).grad_fn is None,
+    "its name": lambda m, x: m.i(m.l(x)).grad_fn.name() == "AddmmBackward0",
+    "grad": lambda m, x: m.i(x).grad is None,
+    "_base": lambda m, x: m.i(x * 1)._base is None,
+    "_base of a view": lambda m, x: m.i((x * 1).t())._base is None,
+    "_is_view": lambda m, x: m.i(x * 1)._is_view(),
+    "_version": lambda m, x: m.i(x)._version == 0,
+}
+
+
+@pytest.mark.parametrize("needs_gradients", [False, True])
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_what_a_module_hands_on_as_it_is_answers_as_the_object_itself(name, needs_gradients):
+    model, x = Asks(told(QUESTIONS[name])).eval(), torch.randn(3, 4, requires_grad=needs_gradients)
+    x.grad = torch.ones(3, 4) if needs_gradients else None
+    prog = rl.capture(model, x)
+    assert torch.equal(prog.output, model(x)) and prog.check()
+    assert torch.equal(rl.run(model, x).output, model(x))
+
+
+def test_whether_there_is_a_history_is_no_question_of_which_one():
+    prog = rl.capture(Asks(lambda m, x: m.l(x) * (2 if m.l(x).grad_fn is not None else 3)), torch.ones(3, 4))
+    assert not prog.replay(patch={"l:1": lambda value: value * 2}, on_divergence="raise").diverged
+
+
+def test_a_patched_input_that_nothing_reads_is_asked_for_its_layout():
+    prog = rl.capture(lambda x: torch.ones(3, 4) * x.stride(0), torch.ones(3, 4))
+    assert prog.replay(patch={"input_1": other_way}).output[0, 0] == 1
+
+
+def test_a_patch_that_no_fact_hangs_on_and_nothing_reads_does_not_run():
+    def work(x: torch.Tensor) -> torch.Tensor:
+        (x * 2).relu()
+        return x + 1
+
+    calls: list[int] = []
+    rl.capture(work, torch.ones(3)).replay(patch={"mul_1_1": lambda value: calls.append(1) or value})
+    assert not calls
