@@ -192,3 +192,57 @@ def test_a_patch_that_no_fact_hangs_on_and_nothing_reads_does_not_run():
     calls: list[int] = []
     rl.capture(work, torch.ones(3)).replay(patch={"mul_1_1": lambda value: calls.append(1) or value})
     assert not calls
+
+
+class Holds(nn.Module):
+    """A model that asks something of its own parameter."""
+
+    def __init__(self, question: Forward) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, 4))
+        self.question = question
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.question(self, x)
+
+
+OF_STATE: dict[str, Forward] = {
+    "read": lambda m, x: x @ m.w * (2 if m.w.is_contiguous() else 3),
+    "asked first": lambda m, x: (2 if m.w.is_contiguous() else 3) * (x @ m.w),
+    "asked alone": lambda m, x: x * m.w.stride(0),
+    "behind": lambda m, x: x * torch.empty_like(m.w).stride(0),
+    "a copy": lambda m, x: x * (2 if m.w.contiguous() is m.w else 3),
+}
+
+STATE_WAYS: dict[str, Callable[[rl.Program, Any, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "set_state": lambda prog, model, x, w: prog.set_state("w", w).output,
+    "replay": lambda prog, model, x, w: prog.replay(state={"w": w}).output,
+    "slice": lambda prog, model, x, w: prog.slice().replay(state={"w": w}).output,
+    "refresh": lambda prog, model, x, w: holding(model, w) or prog.refresh().output,
+    "module": lambda prog, model, x, w: holding(model, w) or prog.module()(x),
+    "asked for late": lambda prog, model, x, w: holding(model, w) or prog.replay(state={"w": w}).output,
+}
+
+
+def holding(model: Any, w: torch.Tensor) -> None:
+    model.w.data = w
+
+
+@pytest.mark.parametrize("way", STATE_WAYS)
+@pytest.mark.parametrize("name", OF_STATE)
+def test_how_a_parameter_lies_is_a_fact_whether_it_is_read_or_not(name, way):
+    model, x, w = Holds(OF_STATE[name]), torch.randn(2, 3), torch.randn(4, 3).t()
+    prog = rl.capture(model, x)
+    own, model.w.data = model.w.data, w
+    witness, model.w.data = model(x), own
+    try:
+        got = STATE_WAYS[way](prog, model, x, w)
+    except rl.DivergedReplay:
+        assert way != "replay"
+    else:
+        assert torch.equal(got, witness)
+
+
+def test_a_parameter_that_nothing_reads_may_be_set():
+    model, x = Holds(lambda m, x: x * m.w.shape[0]), torch.randn(2, 3)
+    assert torch.equal(rl.capture(model, x).set_state("w", torch.zeros(3, 4)).output, x * 3)

@@ -138,6 +138,7 @@ class Recording:
         factory=dict
     )  # a view's value -> views that it was made of, or was
     asked: list[Asked] = field(factory=list)  # layouts and flags
+    strides: dict[int, tuple[int, ...]] = field(factory=dict)  # where layouts are asked for: of sources, by id
     model: Any = None  # where it is a function
     written: set[Handle] = field(factory=set)  # the first values of memory that was written
     input_types: dict[Handle, type] = field(factory=dict)  # the classes of the inputs, as they were given

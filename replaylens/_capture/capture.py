@@ -169,6 +169,7 @@ def _look(forward: Forward, recording: Recording, origins: Origins, deep: bool) 
                 output = _call(forward.model, args, kwargs, tracer)
             with without_function_modes(), tracer.at_work():
                 tracer.note_other_threads()
+                tracer.note_asked()
                 require_seen(tracer, counters)
                 _take_ends(forward, tracer, output)
                 output = output_by_value(tracer, output)
@@ -243,7 +244,7 @@ def record_of(captured: Captured) -> Record:
     hand_on(captured.recording)
     recording, made = captured.recording, freeze(captured.recording)
     places = {address_of(made.addresses, note[0]): StatePlace.noted(note) for note in recording.places}
-    graph = _as_it_was(made.graph, places)
+    graph = _as_it_was(made.graph, places, recording)
     values: dict[Ref, torch.Tensor] = {}
     live: dict[str, torch.Tensor] = {}
     for ref, handle in made.handles.items():
@@ -263,14 +264,20 @@ def record_of(captured: Captured) -> Record:
     return Record(graph, values, versions, recording.draws, live, account=account, places=places, lent=lent)
 
 
-def _as_it_was(graph: Graph, places: dict[str, StatePlace]) -> Graph:
-    """The graph with the dtypes that the model's tensors had: `model.double()` may have come before this was asked."""
+def _as_it_was(graph: Graph, places: dict[str, StatePlace], recording: Recording) -> Graph:
+    """The graph with the dtypes and strides that the model's tensors had: `model.double()` may have come before this
+    was asked.
+    """
     nodes: list[Node] = list(graph.nodes)
-    for position, node in enumerate(nodes):
+    for position, (node, source) in enumerate(zip(graph.nodes, recording.records, strict=True)):
         if not isinstance(node, State) or (place := places.get(node.address)) is None:
             continue
         if place.dtype is not None and place.dtype is not node.meaning.dtype:
-            nodes[position] = evolve(node, meaning=evolve(node.meaning, dtype=place.dtype))
+            node = evolve(node, meaning=evolve(node.meaning, dtype=place.dtype))
+        if isinstance(source, SourceRecord) and recording.strides:
+            strides = recording.strides.get(id(source.tensor), node.meaning.strides)
+            node = evolve(node, meaning=evolve(node.meaning, strides=strides))
+        nodes[position] = node
     return graph if all(map(operator.is_, nodes, graph.nodes)) else evolve(graph, nodes=tuple(nodes))
 
 

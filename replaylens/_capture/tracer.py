@@ -44,6 +44,7 @@ from .builder import (
     Recording,
     ScopeRecord,
     Site,
+    SourceRecord,
     is_torch_code,
     parts_of,
     version_of,
@@ -605,6 +606,17 @@ class Tracer(Recorder):
         for read, handles in found.values():
             guard = GuardRecord(read_in_another_thread, handles, {}, None, False, read.position, -1, read.site)
             self.recording.guards.append(guard)
+
+    def note_asked(self) -> None:
+        """What the model asked of parameters and buffers that no call has read: they are sources all the same."""
+        asked = {id(one.tensor): one.tensor for one in self.recording.asked if one.handle is None}
+        for number, tensor in asked.items():
+            if number not in self.memory.live and self.origins.own_among(tensor):
+                self.read(tensor)
+        sources = [record.tensor for record in self.recording.records if isinstance(record, SourceRecord)]
+        for tensor in sources if self.recording.asked else ():
+            if tensor.layout is torch.strided and not tensor.is_nested:
+                self.recording.strides[id(tensor)] = tensor.stride()
 
     def swapped(self) -> None:
         """Two tensors have exchanged what they are: recorded values among them are others now."""

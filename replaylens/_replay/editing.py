@@ -23,6 +23,8 @@ from .._edit.rewrite import unread_sources, without
 from ..errors import DivergedReplay
 from .derive import Added, derive, require_choice
 from .drawn import Watched
+from .facts import Around, departures
+from .guards import diverged
 from .inputs import new_state, state_called
 from .keeping import with_values
 from .replay import Record, Versions, execute, idle_among
@@ -108,13 +110,20 @@ def rewire(record: Record, readers: Sequence[str], old: Ref, new: Ref, on_diverg
 
 def with_state(record: Record, address: str, value: Any, nearest: Callable[[str], str], on_divergence: str) -> Made:
     """Another parameter or buffer, the program's own from now on: a tensor, or a function of the present one."""
+    require_choice(on_divergence)
     if not isinstance(value, torch.Tensor):
         node = state_called(record.graph, address, nearest)
         with torch.no_grad():
             value = value(record.value(Ref(node.name)).detach().clone())
-    ((position, tensor),) = new_state(record.graph, {address: value}, nearest).fitting.items()
+    found = new_state(record.graph, {address: value}, nearest).fitting
+    if not found:  # no operation reads it
+        return derive(record, record.graph, on_divergence=on_divergence)
+    ((position, tensor),) = found.items()
     name = record.graph.nodes[position].name
     held = _with_flag(tensor, record.values[Ref(name)].requires_grad)
+    for departure in departures(record.graph, record.values, {Ref(name): held}, Around.of_replay(record.graph, False)):
+        if on_divergence == "raise":
+            raise diverged(departure)
     added = Added({name: held}, {name: tensor if tensor.requires_grad else held})
     return derive(record, record.graph, added, on_divergence)
 

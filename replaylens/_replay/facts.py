@@ -91,9 +91,9 @@ def _mode_departures(graph: Graph, around: Around) -> Iterator[Departure]:
             yield from filter(None, (changed(guard, now),))
 
 
-def require_as_asked(graph: Graph, recorded: Tensors, given: Tensors) -> None:
-    """Refuse values that lead away, where nothing else can be done."""
-    for departure in departures(graph, recorded, given, Around.now()):
+def require_as_asked(graph: Graph, recorded: Tensors, given: Tensors, around: Around | None = None) -> None:
+    """Refuse values that lead away, where nothing else can be done. The modes `around` are mostly those that are on."""
+    for departure in departures(graph, recorded, given, around or Around.now()):
         raise diverged(departure)
 
 
