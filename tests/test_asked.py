@@ -246,3 +246,96 @@ def test_how_a_parameter_lies_is_a_fact_whether_it_is_read_or_not(name, way):
 def test_a_parameter_that_nothing_reads_may_be_set():
     model, x = Holds(lambda m, x: x * m.w.shape[0]), torch.randn(2, 3)
     assert torch.equal(rl.capture(model, x).set_state("w", torch.zeros(3, 4)).output, x * 3)
+
+
+def with_attributes(value: torch.Tensor, **attributes: Any) -> torch.Tensor:
+    made = value.clone()
+    made.__dict__.update(attributes)
+    return made
+
+
+def written(value: torch.Tensor) -> torch.Tensor:
+    return value.clone().mul_(1)
+
+
+def with_hook(value: torch.Tensor) -> torch.Tensor:
+    made = value.clone().requires_grad_()
+    made.register_hook(lambda grad: grad)
+    return made
+
+
+def needing(value: torch.Tensor) -> torch.Tensor:
+    return value.clone().requires_grad_()
+
+
+X = torch.randn(3, 4)
+C = torch.complex(X, X)
+UNSORTED = torch.sparse_coo_tensor(torch.tensor([[0, 2], [1, 1]]), torch.ones(2), (3, 4), check_invariants=True)
+
+
+def tried(work: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+    question = caught(lambda _, x: work(x))
+    return lambda x: question(None, x)
+
+
+OF_INPUTS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor, torch.Tensor]] = {
+    "is_neg": (lambda x: x * (2 if x.is_neg() else 3), X, C.conj().imag),
+    "is_conj": (lambda x: torch.ones(2) * (2 if x.is_conj() else 3), C, C.conj()),
+    "an attribute": (lambda x: x + x.mask, with_attributes(X, mask=1.0), with_attributes(X, mask=2.0)),
+    "a tensor in one": (
+        lambda x: x + x.mask[0],
+        with_attributes(X, mask=[torch.ones(4)]),
+        with_attributes(X, mask=[torch.zeros(4)]),
+    ),
+    "whether there is one": (lambda x: x * (2 if hasattr(x, "mask") else 3), X, with_attributes(X, mask=1)),
+    "whether there is one still": (lambda x: x * (2 if hasattr(x, "mask") else 3), with_attributes(X, mask=1), X),
+    "_base": (lambda x: x * (2 if x._base is None else 3), X, X.clone().view(-1).view(3, 4)),
+    "_version": (lambda x: x * (2 if x._version == 0 else 3), X.clone(), written(X)),
+    "_backward_hooks": (lambda x: x * (2 if x._backward_hooks is None else 3), needing(X), with_hook(X)),
+    "is_sparse": (lambda x: torch.ones(2) * (2 if x.is_sparse else 3), X, X.to_sparse()),
+    "is_coalesced": (lambda x: torch.ones(2) * (2 if x.is_coalesced() else 3), UNSORTED.coalesce(), UNSORTED),
+    "q_zero_point": (lambda x: x + quantized(x).q_zero_point(), X, X.abs()),
+    "numpy": (tried(lambda x: x.numpy()), X, needing(X)),
+    "out=": (tried(lambda x: torch.add(x, 1, out=torch.empty(3, 4))), X, needing(X)),
+    "out= that is free": (tried(lambda x: torch.add(x, 1, out=torch.empty(3, 4))), needing(X), X),
+    "a write of a leaf": (tried(lambda x: x.add_(0)), X.clone(), needing(X)),
+}
+
+INPUT_WAYS: dict[str, Callable[[rl.Program, Any, torch.Tensor], torch.Tensor]] = {
+    "replay": lambda prog, work, x: prog.replay(x).output,
+    "replay that raises": lambda prog, work, x: prog.replay(x, on_divergence="raise").output,
+    "slice": lambda prog, work, x: prog.slice().replay(x).output,
+    "function": lambda prog, work, x: prog.function()(x),
+    "module": lambda prog, work, x: prog.module()(x),
+    "a live run": lambda prog, work, x: rl.run(work, x).output,
+    "patch": lambda prog, work, x: prog.replay(patch={"input_1": x}).output,
+    "a patch of a function": lambda prog, work, x: prog.replay(patch={"input_1": lambda value: x}).output,
+    "replay_many": lambda prog, work, x: prog.replay_many({"one": {"input_1": x}}, lambda out: out.sum()).values[0],
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize")
+@pytest.mark.parametrize("way", INPUT_WAYS)
+@pytest.mark.parametrize("name", OF_INPUTS)
+def test_what_a_new_input_answers_is_asked_of_it(name, way):
+    work, x, other = OF_INPUTS[name]
+    is_patch = "patch" in way or "many" in way
+    witness = work(x if name == "whether there is one still" and is_patch else other)  # a patch keeps attributes
+    prog = rl.capture(work, x)
+    try:
+        got = INPUT_WAYS[way](prog, work, other)
+    except (rl.DivergedReplay, rl.InputMismatch):
+        assert way not in ("replay", "a live run", "patch") and not torch.equal(prog.output, witness)
+    else:
+        assert torch.allclose(got, witness.sum()) if way == "replay_many" else torch.equal(got, witness)
+
+
+def test_an_input_with_the_same_attributes_is_as_recorded():
+    prog = rl.capture(lambda x: x + x.mask, with_attributes(X, mask=torch.ones(4)))
+    assert not prog.replay(with_attributes(X * 2, mask=torch.ones(4))).diverged
+
+
+def test_a_patch_of_numbers_keeps_the_attributes_of_an_input():
+    work, x = lambda x: x + x.mask, with_attributes(X, mask=1.0)
+    assert torch.equal(rl.capture(work, x).replay(patch={"input_1": rl.Scale(2)}).output, X * 2 + 1)
+    assert torch.equal(rl.run(work, x, patch={"input_1": rl.Scale(2)}).output, X * 2 + 1)

@@ -69,10 +69,20 @@ class Aim:
                 f"{TensorMeaning.of(old)}."
             )
         if self.is_input and is_like_an_input(new):
-            return new if self.with_gradients and new.is_leaf else _as_given(new)
+            if self.with_gradients and new.is_leaf:
+                return new
+            return patched(self.refs[0], new, _with_attributes(old, new, _as_given(new)))
         if new.is_inference() and not old.is_inference():
             return new
-        return patched(self.refs[0], new, copy_in_place(new))
+        copy = patched(self.refs[0], new, copy_in_place(new))
+        return _with_attributes(old, new, copy) if self.is_input else copy
+
+
+def _with_attributes(old: torch.Tensor, new: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    """What the model is given has the attributes of what a patch gave; of the input, where that has none."""
+    if attributes := new.__dict__ or old.__dict__:
+        made.__dict__.update(attributes)
+    return made
 
 
 def _as_given(new: torch.Tensor) -> torch.Tensor:

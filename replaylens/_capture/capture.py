@@ -23,6 +23,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from .._core.graph import Graph
 from .._core.node import Node, Ref, State
+from .._core.sameness import attached
 from .._core.text import where as text_of
 from .._core.torch_private import compiler_if_loaded, default_device, without_function_modes
 from .._core.trees import ATOMS, fingerprint, freeze_deep, leaves, named_paths, require_room, thaw
@@ -347,6 +348,8 @@ def _take_inputs(tracer: Tracer, args: Any, kwargs: Any) -> tuple[Any, Any, Any]
         handle = tracer.recording.keep(tensor)
         if id(tensor) not in tracer.doubled:
             tracer.recording.input_types[handle] = type(tensor)
+            if found := attached(tensor):
+                tracer.recording.input_attributes[handle] = found
         tracer.recording.records.append(SourceRecord("input", handle, (len(counter) - 1,), None, tensor))
         tracer.memory.know(tensor, handle)
         return handle

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from .._core.node import Call, Guard, Node, meanings_of
 from .._core.target import Target
+from .._replay.facts import writes_out
 
 # Names without a leading `linalg_` and a closing underscore.
 NAMES = frozenset(
@@ -32,7 +33,7 @@ _OF_WHOLE_NUMBERS = frozenset(
 
 def completions(nodes: list[Node], needed: Iterable[str], catches: bool) -> Iterator[Guard]:
     """A guard for each call that can raise and that nothing needed depends on. Where the model `catches` nothing, one
-    that goes by memory layouts is none of them.
+    that raises by memory layouts or flags alone is none of them.
     """
     names = NAMES | BY_LAYOUT if catches else NAMES
     if not any(isinstance(node, Call) and _can_raise(node, names) for node in nodes):
@@ -57,6 +58,8 @@ def completions(nodes: list[Node], needed: Iterable[str], catches: bool) -> Iter
 def _can_raise(call: Call, names: frozenset[str]) -> bool:
     if call.target.short == "__getitem__" and len(call.refs) == 1:
         return False  # by whole numbers and slices
+    if names is not NAMES and writes_out(call):
+        return True
     inner = [leaf.short for leaf in call.args if type(leaf) is Target]
     for short in inner or (call.target.short,):
         name = short if short.startswith("__") else short.removeprefix("linalg_").rstrip("_")

@@ -240,8 +240,10 @@ class LiveTracer(Tracer):
             return args, kwargs, targets
         for tensor in tensors_in(args, kwargs):
             self.read(tensor)
+        is_plain = not (rule.how is How.EXPOSE or rule.reshapes or rule.special)
         for target in targets:
-            self.stand_ins.part(target)
+            if not (is_plain and torch.is_grad_enabled() and _is_leaf_or_view_of_one(target)):  # torch refuses these
+                self.stand_ins.part(target)
         return self.stand_ins.among(args), self.stand_ins.among(kwargs), self.stand_ins.among(targets)
 
     @staticmethod
@@ -467,6 +469,12 @@ class _Deaf:
 def _is_held(tensor: torch.Tensor) -> bool:
     """Is it a leaf that collects gradients? Only a write that autograd does not see can change it."""
     return tensor.requires_grad and tensor.is_leaf
+
+
+def _is_leaf_or_view_of_one(tensor: torch.Tensor) -> bool:
+    """Is it a leaf that needs gradients, or does it look at the memory of one?"""
+    base = tensor if tensor._base is None else tensor._base
+    return base.is_leaf and base.requires_grad
 
 
 def _with(value: Any, instead: dict[int, torch.Tensor]) -> Any:

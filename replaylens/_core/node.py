@@ -162,6 +162,7 @@ class Input:
     path: tuple[Any, ...]
     meaning: TensorMeaning
     python_type: type | None = None  # its class, which the model can ask for; None where that says nothing
+    attributes: tuple[tuple[str, str], ...] = ()  # that the user has set on it, as text
 
 
 @frozen

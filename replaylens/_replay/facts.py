@@ -17,9 +17,12 @@ from attrs import field, frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Guard, Input, Ref, TensorMeaning, meanings_of
-from .._core.pure import in_layout
+from .._core.pure import in_layout, mutate
+from .._core.sameness import attached
 from .._core.torch_private import is_wrapped
+from .._core.trees import Branch
 from .guards import Departure, changed, diverged, fact
+from .inputs import other_attribute
 from .layouts import EXPOSURES, KINDS, Layouts, asked_of, geometry, is_lazy
 
 Tensors = Mapping[Ref, torch.Tensor]
@@ -27,7 +30,6 @@ UNKNOWN = "not known"
 SOME = "there"  # the answer where the model only asks whether there is something
 WALK = "next_functions"
 _FOLLOWED = frozenset("requires_grad is_leaf grad_fn is_inference".split())
-_OF_MEMORY = frozenset(("_version",))
 
 
 @frozen
@@ -61,7 +63,7 @@ def heeded(graph: Graph, changed: Iterable[int], until: int | None = None) -> li
 
 def departures(graph: Graph, recorded: Tensors, given: Tensors, around: Around) -> Iterator[Departure]:
     """Other answers, where these values are given in the place of recorded ones."""
-    if graph.asked:
+    if graph.asked or graph.catches:
         yield from _mode_departures(graph, around)
         yield from flag_departures(graph, recorded, given, around)
     yield from _kind_departures(graph, given)
@@ -170,7 +172,7 @@ class Instead:
         graph = self.graph
         self.other[ref] = new
         is_given = is_like_an_input(new) and isinstance(graph[ref.node], Input)
-        if graph.asked and new is not old and (is_given or not _is_turned(graph, ref)):
+        if (graph.asked or graph.catches) and new is not old and (is_given or not _is_turned(graph, ref)):
             if is_given or (isinstance(old, torch.Tensor) and _flags(old) != _flags(new)):
                 self.flagged[ref] = new
                 yield from flag_departures(graph, self.recorded, self.flagged, self.around, self.fixed)
@@ -189,15 +191,20 @@ class Instead:
 
 
 def is_like_an_input(new: torch.Tensor) -> bool:
-    """Has it what a tensor of the user's may have, and a model may ask an input for: a class, a flag, a gradient?"""
+    """Has it what a tensor of the user's may have, and a model may ask an input for: a class, a flag, a gradient, an
+    attribute?
+    """
     if type(new) is not torch.Tensor:
         return not is_wrapped(new)
-    return new.is_leaf and (new.requires_grad or new.grad is not None)
+    return bool(new.__dict__) or (new.is_leaf and (new.requires_grad or new.grad is not None))
 
 
 def _class_departures(graph: Graph, ref: Ref, new: torch.Tensor) -> Iterator[Departure]:
-    """Where an input is patched with a tensor of another class: nobody sees the model ask for that."""
+    """Where an input is patched with a tensor of another class, or with attributes: nobody sees the model ask."""
     node = graph[ref.node]
+    if isinstance(node, Input) and new.__dict__ and (found := attached(new)) != node.attributes:
+        key, then, since = other_attribute(node.attributes, found)
+        yield Departure(f"the attribute {key!r} of {node.name}", then, since)
     was, now = getattr(node, "python_type", None), type(new)
     if was is None or now is torch.Tensor:
         return
@@ -312,9 +319,13 @@ class _Flags:
         for guard in shown:
             if not flagged.isdisjoint(guard.refs):
                 yield Departure(f"whether {fact(guard)} can be had", "True", UNKNOWN, guard.source, "exception")
-        if self.graph.written:
-            what = f"whether {min(map(str, flagged))} needs gradients, where the model writes in place and may catch"
-            yield Departure(what, "False", "True", None, "exception")
+        for ref in self.graph.written.intersection(flagged, self.given):
+            if self.given[ref].is_leaf:
+                yield Departure(f"whether {ref}, which the model writes, needs gradients", "False", "True")
+        for call in self.graph.calls:
+            if writes_out(call) and not flagged.isdisjoint(call.refs):
+                what = f"whether {call.name}, which gives `out=`, is asked for gradients"
+                yield Departure(what, "False", "True", call.source)
 
     def _inference(self, guard: Guard, ref: Ref) -> Departure | None:
         """A view of an inference tensor is one: what comes of a given one may be."""
@@ -353,6 +364,12 @@ class _Flags:
         return now and node.target.short not in ("detach", "detach_")
 
 
+def writes_out(call: Call) -> bool:
+    """Does it write the tensor that it is given for its result? Torch refuses that where gradients are needed."""
+    kwargs = call.args[3] if call.target.function is mutate and len(call.args) > 3 else None
+    return isinstance(kwargs, Branch) and kwargs.keys is not None and "out" in kwargs.keys
+
+
 def answer(guard: Guard, tensor: torch.Tensor) -> Any:
     """What a question about a flag has for an answer on this tensor."""
     try:
@@ -372,7 +389,7 @@ def _histories_asked(graph: Graph, ref: Ref, new: torch.Tensor) -> Iterator[Depa
     for guard in graph.asked:
         if guard.kind != "flags":
             continue
-        if guard.refs[0] == ref and guard.target.short not in _OF_MEMORY:
+        if guard.refs[0] == ref:
             yield from filter(None, (changed(guard, answer(guard, new)),))
         elif guard.target.short == WALK and ref.node in graph.ancestors([guard.refs[0].node]):
             yield Departure(fact(guard), guard.result, UNKNOWN, guard.source)

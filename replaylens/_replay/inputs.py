@@ -1,8 +1,9 @@
 """New inputs and other state next to what was recorded: what they stand for, and where they are not alike.
 
 In: what the user gave, and the graph. Out: a tensor for each Input and State node that gets one, and a Mismatch for
-each fact of the recorded inputs that is another now: a shape, a dtype, a class, a container, the order of keys, which
-inputs are one tensor or share memory. Whether that is an error or the model is run again is not decided here.
+each fact of the recorded inputs that is another now: a shape, a dtype, a class, an attribute, a container, the order of
+keys, which inputs are one tensor or share memory. Whether that is an error or the model is run again is not decided
+here.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from attrs import evolve, field, frozen
 from .._core.graph import Graph
 from .._core.node import Input, Ref, State, TensorMeaning, meanings_of
 from .._core.pure import same_content
+from .._core.sameness import attached
 from .._core.sharing import Overlaps
 from .._core.torch_private import is_wrapped
 from .._core.trees import Branch, fingerprint, freeze_deep, named, named_paths
@@ -223,7 +225,20 @@ def _other_tensor(
         was, now = node.python_type.__name__, type(tensor).__name__
         text = f"{what} is a {now}; the program was recorded with a {was}.\n{ONE_STRUCTURE}"
         return _other(f"the class of {what}", was, now, text, can_follow=True)
+    if (node.attributes or tensor.__dict__) and not hidden and (own := attached(tensor)) != node.attributes:
+        key, then, new = other_attribute(node.attributes, own)
+        text = f"{what} has {key!r} {new}; the program was recorded with {then}.\n{ONE_STRUCTURE}"
+        return _other(f"the attribute {key!r} of {what}", then, new, text, can_follow=True)
     return None
+
+
+def other_attribute(one: tuple[tuple[str, str], ...], other: tuple[tuple[str, str], ...]) -> tuple[str, str, str]:
+    """The first attribute that is another, and what it was and is, in short."""
+    was, now = dict(one), dict(other)
+    key = next(key for key in sorted({*was, *now}) if was.get(key) != now.get(key))
+    if key in was and key in now:
+        return key, "set to one value", "set to another"
+    return key, *(("set", "not set") if key in was else ("not set", "set"))
 
 
 def _other_meaning(what: str, meaning: TensorMeaning, tensor: torch.Tensor) -> Mismatch | None:
