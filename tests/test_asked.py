@@ -339,3 +339,23 @@ def test_a_patch_of_numbers_keeps_the_attributes_of_an_input():
     work, x = lambda x: x + x.mask, with_attributes(X, mask=1.0)
     assert torch.equal(rl.capture(work, x).replay(patch={"input_1": rl.Scale(2)}).output, X * 2 + 1)
     assert torch.equal(rl.run(work, x, patch={"input_1": rl.Scale(2)}).output, X * 2 + 1)
+
+
+def test_what_the_model_may_catch_ends_the_recorded_path_also_where_departures_are_ignored():
+    def work(x: torch.Tensor) -> torch.Tensor:
+        try:
+            return nn.functional.nll_loss(torch.zeros(2, 3), x.long())
+        except IndexError:
+            return x.sum()
+
+    prog = rl.capture(work, torch.ones(2))
+    with pytest.raises(rl.DivergedReplay, match="path ends here"):
+        prog.replay(torch.full((2,), 7.0), on_divergence="ignore")
+    assert prog.replay(torch.full((2,), 7.0)).output == 14
+
+
+def test_an_edit_that_makes_a_caught_view_impossible_is_no_raw_error():
+    prog = rl.capture(Asks(caught(lambda m, x: m.l(x).view(-1))), torch.ones(3, 4))
+    for choice in ("raise", "ignore"):
+        with pytest.raises(rl.DivergedReplay):
+            prog.with_patch({"l": other_way}, on_divergence=choice)

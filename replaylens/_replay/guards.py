@@ -164,7 +164,8 @@ def raising(
     graph: Graph, altered: Callable[[], Iterable[str]], departed: Callable[[Departure], None]
 ) -> Iterator[None]:
     """Within, an exception that the model's own operation raises because its values are others now is a departure: the
-    model may catch it. `altered` gives the nodes that have another value to begin with.
+    model may catch it. `altered` gives the nodes that have another value to begin with. Where departures are ignored
+    the recorded path ends there all the same: what the model does next, if it catches it, was not recorded.
     """
     try:
         yield
@@ -175,7 +176,16 @@ def raising(
             departed(left)
         except (DivergedReplay, LeftPath) as leaving:
             raise leaving from error
+        if graph.catches:
+            raise _at_its_end(left) from error
         raise
+
+
+def _at_its_end(left: Departure) -> DivergedReplay:
+    return DivergedReplay(
+        f"the recorded path ends here, and cannot be gone on with: {left}\n"
+        'The model catches exceptions: on_divergence="rerun" runs the model itself, where a program still holds it.'
+    )
 
 
 def _departure_by(graph: Graph, altered: Callable[[], Iterable[str]], error: Exception) -> Departure | None:
