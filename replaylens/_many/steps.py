@@ -43,6 +43,8 @@ class Like:
         found = []
         for align in self.alignments:
             axes: dict[int, int | None] = {}
+            if len(where) != len(align.operands):  # `alpha` or its like is a tensor
+                continue
             if all(axes.setdefault(number, axis) == axis for number, axis in zip(where, align.operands, strict=True)):
                 operands = tuple([axes[number] for number in range(len(axes))])
                 found.append(Alignment(operands, align.outputs, align.resizes))
