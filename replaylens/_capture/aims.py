@@ -71,18 +71,17 @@ class Aim:
         if self.is_input and is_like_an_input(new):
             if self.with_gradients and new.is_leaf:
                 return new
-            return patched(self.refs[0], new, _with_attributes(old, new, _as_given(new)))
+            return patched(self.refs[0], new, _with_attributes(_as_given(new), new))
         if new.is_inference() and not old.is_inference():
             return new
         copy = patched(self.refs[0], new, copy_in_place(new))
-        return _with_attributes(old, new, copy) if self.is_input else copy
+        return _with_attributes(copy, new) if self.is_input else copy
 
 
-def _with_attributes(old: torch.Tensor, new: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-    """What the model is given has the attributes of what a patch gave; of the input, where that has none."""
-    if attributes := new.__dict__ or old.__dict__:
-        made.__dict__.update(attributes)
-    return made
+def _with_attributes(copy: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """With what Python code has hung on a tensor."""
+    vars(copy).update(vars(new))
+    return copy
 
 
 def _as_given(new: torch.Tensor) -> torch.Tensor:

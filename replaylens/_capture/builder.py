@@ -142,7 +142,6 @@ class Recording:
     model: Any = None  # where it is a function
     written: set[Handle] = field(factory=set)  # the first values of memory that was written
     input_types: dict[Handle, type] = field(factory=dict)  # the classes of the inputs, as they were given
-    input_attributes: dict[Handle, tuple[tuple[str, str], ...]] = field(factory=dict)  # what is set on them
     touched: set[Handle] = field(factory=set)  # sources that were written, or asked for their address
     literals: tuple[tuple[tuple[Any, ...], str], ...] = ()  # plain objects among the inputs
     takes_any_keyword: bool = False  # the forward has `**kwargs`
@@ -465,8 +464,7 @@ _meanings: dict[tuple[TensorMeaning, ...], tuple[TensorMeaning, ...]] = {}
 def _source_node(recording: Recording, addresses: Addresses, record: SourceRecord, name: str) -> Node:
     (meaning,) = _shared((recording.meaning(record.returns),))
     if record.kind == "input":
-        attributes = recording.input_attributes.get(record.returns, ())
-        return Input(name, record.where, meaning, recording.input_types.get(record.returns), attributes)
+        return Input(name, record.where, meaning, recording.input_types.get(record.returns))
     if record.kind == "constant":
         return Const(name, record.where, meaning, user_line(recording, record.site, -1))
     address, aliases = address_of(addresses, record.where), addresses.aliases(*record.where)

@@ -348,15 +348,15 @@ def _take_inputs(tracer: Tracer, args: Any, kwargs: Any) -> tuple[Any, Any, Any]
         handle = tracer.recording.keep(tensor)
         if id(tensor) not in tracer.doubled:
             tracer.recording.input_types[handle] = type(tensor)
-            if found := attached(tensor):
-                tracer.recording.input_attributes[handle] = found
         tracer.recording.records.append(SourceRecord("input", handle, (len(counter) - 1,), None, tensor))
         tracer.memory.know(tensor, handle)
         return handle
 
     tree = freeze_deep((tuple(args), dict(kwargs)), leaf)
     plain = [(path, item) for path, item in named_paths(tree) if type(item) is not Handle and type(item) not in ATOMS]
-    tracer.recording.literals = tuple([(path, fingerprint(item)) for path, item in plain])
+    given = [(path, tracer.recording.values[item]) for path, item in named_paths(tree) if type(item) is Handle]
+    hung = [(path, text) for path, tensor in given if (text := attached(tensor)) is not None]
+    tracer.recording.literals = (*[(path, fingerprint(item)) for path, item in plain], *hung)
     if swapped:
         args, kwargs = thaw(tree, lambda leaf: tracer.recording.values[leaf] if type(leaf) is Handle else leaf)
     return tree, *tracer.given(tree, args, kwargs)

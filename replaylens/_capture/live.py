@@ -25,7 +25,7 @@ from .._core.torch_private import (
     push_function_mode,
 )
 from .._core.trees import thaw
-from .._replay.facts import noticing
+from .._replay.facts import OF_THE_OBJECT, noticing
 from .._replay.stream import as_the_user, outside
 from ..errors import DivergedReplay, NotDifferentiable
 from .aims import Aim, Aims
@@ -76,6 +76,7 @@ class LiveTracer(Tracer):
 
     alone = -1  # every output of a module is looked at: a patch may be meant for what it hands on
     leaves_changes = False
+    has_stand_ins = True
 
     def __init__(
         self, recording: Recording, origins: Origins, date: Date, deep: bool, unknown: str, stage: Stage
@@ -97,6 +98,10 @@ class LiveTracer(Tracer):
                 self.stand_ins.put(original, tensor)
 
     # -- the door ------------------------------------------------------------------------------------------------------
+
+    def stood_for(self, args: Any) -> Any:
+        """What is asked for its shape or its like: what stands for a parameter has its own."""
+        return self.stand_ins.among(tuple(args))
 
     def _fresh(self, rule: Rule, func: Any, args: Any, depth: int = 2) -> Any:
         args = self.stand_ins.met(args)
@@ -122,6 +127,7 @@ class LiveTracer(Tracer):
         given, _, version = self.copied.get(id(tensor), (None, None, 0))
         if given is not None and version_of(tensor) == version and not self.stage.grad:
             return func(given)
+        self._require_asked_of_its_own(word, tensor)
         return super().answer(word, func, tensor)
 
     def double(self, original: torch.Tensor, made: torch.Tensor) -> None:
@@ -133,6 +139,16 @@ class LiveTracer(Tracer):
     def _note_copy(self, _: Any, given: Any, copy: torch.Tensor) -> torch.Tensor:
         self.copied[id(copy)] = given, copy, version_of(copy)
         return copy
+
+    def _require_asked_of_its_own(self, word: str, tensor: torch.Tensor) -> None:
+        """What a patch gives is a copy of what the user gave, and no answer for that."""
+        known = self.memory.live.get(id(tensor)) if word in OF_THE_OBJECT and self.recording.patched else None
+        handle = known.handle if isinstance(known, Entry) else known
+        records = [self.recording.records[number] for number in self.recording.patched]
+        if handle is not None and any(handle == made for one in records for _, made in parts_of(one.returns)):
+            self.refused = DivergedReplay(
+                f"the model asks for `{word}` of a patched value, which only the patch's own tensor has.{self.where()}"
+            )
 
     def aten(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An ATen call that no recorded call made."""

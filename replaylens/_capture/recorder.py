@@ -84,12 +84,15 @@ class Alias(NamedTuple):
     is_view: bool
     requires_grad: bool
 
-    def original(self, tensor: torch.Tensor) -> Any:
-        """The leaf that it stands for; else what autograd knows as the origin of the object that it stands for."""
+    def original(self, tensor: torch.Tensor) -> tuple[Any, int]:
+        """The leaf that it stands for; else the function of autograd that gave the object that it stands for, and the
+        number of that among what the function gave.
+        """
         node: Any = tensor.grad_fn
+        number = 0
         for _ in range(self.depth if node is not None else 0):
-            node = node.next_functions[0][0]
-        return getattr(node, "variable", node)
+            node, number = node.next_functions[0]
+        return getattr(node, "variable", node), number
 
 
 class Recorder(TorchFunctionMode):

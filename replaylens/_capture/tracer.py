@@ -84,6 +84,7 @@ class Tracer(Recorder):
     """One capture of one thread."""
 
     alone = ALONE  # references to a tensor that a module gives and has not kept
+    has_stand_ins = False
 
     def __init__(self, recording: Recording, origins: Origins, date: Date, deep: bool, unknown: str) -> None:
         super().__init__(recording, origins, date, deep, unknown)
@@ -97,6 +98,8 @@ class Tracer(Recorder):
             rule = self._learn(func)
         how = rule.how
         if how is PASS:
+            if self.has_stand_ins and rule.special:
+                args = self.stood_for(args)
             return func(*args, **kwargs) if kwargs else func(*args)
         try:
             if self.is_special or _peek() is not None:
@@ -112,6 +115,10 @@ class Tracer(Recorder):
         except Exception as error:
             self._raised(rule, func, args, kwargs or {}, error)
             raise
+
+    def stood_for(self, args: Any) -> Any:
+        """The arguments of a read: see live.py for a look in which other tensors stand for the user's."""
+        return args
 
     def _special_door(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         """The way in while a region is open: functorch, forward-mode gradients, or a dispatch mode that looks on."""
@@ -353,7 +360,11 @@ class Tracer(Recorder):
 
     def _special_asks_flag(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         """The model asks what autograd knows of a tensor. What torch's own code asks is mostly for itself."""
-        frame, answer = outside(_frame(1)), self.answer(rule.kind, func, args[0])
+        more = args[1:], kwargs
+        question = (lambda tensor: func(tensor, *more[0], **more[1])) if any(more) else func
+        frame, answer = outside(_frame(1)), self.answer(rule.kind, question, args[0])
+        while getattr(func, "__code__", None) is not None and frame.f_code in (func.__code__, _HANDLES.__code__):
+            frame = frame.f_back  # it is written in Python, and has called this itself
         code = frame.f_code
         is_told = code.co_name in HANDS_ON_FLAGS
         if is_told and not (_grad_enabled() or self.recording.ambient[0]):
@@ -377,10 +388,10 @@ class Tracer(Recorder):
             return alias.is_view if word == "_is_view" else func(tensor) if alias.is_view else None
         if word == "requires_grad" and not tensor.requires_grad:
             return alias.requires_grad
-        original = alias.original(tensor)
+        original, number = alias.original(tensor)
         if isinstance(original, torch.Tensor):
             return func(original)
-        return original if word == "grad_fn" else func(tensor)
+        return {"grad_fn": original, "output_nr": number}[word] if word in ("grad_fn", "output_nr") else func(tensor)
 
     def _special_dual(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         """Forward-mode gradients begin: until their level ends, what counts are the ATen calls beneath."""
@@ -675,6 +686,7 @@ def _was_seen(error: BaseException, doors: tuple[CodeType, ...]) -> bool:
     return False
 
 
+_HANDLES = torch.overrides.handle_torch_function
 _DOORS = (Tracer.__torch_function__.__code__,)
 _BY_NO_CONTENT = frozenset("differentiate backward grad_mode dual hook turn higher_order expose deepcopy".split())
 _STEP_HOOKS = frozenset(("register_hook", "register_prehook"))

@@ -225,9 +225,9 @@ def copy_in_place(tensor: torch.Tensor) -> torch.Tensor:
         return copy_in_place(tensor.conj()).conj()
     if tensor.is_neg():
         return torch._neg_view(copy_in_place(torch._neg_view(tensor)))
-    if not offset:
-        return writable_copy(tensor)
     copy = writable_copy(tensor)
+    if not offset or copy.stride() != tensor.stride():
+        return copy
     span = 1 + sum((size - 1) * stride for size, stride in zip(copy.shape, copy.stride(), strict=True))
     flat = torch.cat((copy.new_zeros(offset), copy.as_strided((span,), (1,), copy.storage_offset())))
     return flat.as_strided(tensor.shape, tensor.stride(), offset)

@@ -61,10 +61,10 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def attached(tensor: torch.Tensor) -> tuple[tuple[str, str], ...]:
-    """The attributes that a user has set on a tensor, as text that differs where they do. Tensors go by content."""
-    own = getattr(tensor, "__dict__", None)
-    return tuple([(key, _shown(own[key])) for key in sorted(own)]) if own else ()
+def attached(tensor: torch.Tensor) -> str | None:
+    """What Python code has hung on a tensor, as text that differs where it does. Tensors in it go by their content."""
+    own = vars(tensor)
+    return _shown({key: own[key] for key in sorted(own)}) if own else None
 
 
 def _shown(value: Any) -> str:

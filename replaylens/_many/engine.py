@@ -19,7 +19,6 @@ from .._core.trees import leaves, thaw
 from .._replay.facts import Around, Instead, is_like_an_input, layout_departures
 from .._replay.guards import Departure, departure
 from .._replay.interpreter import modes, recorded_world
-from .._replay.layouts import is_lazy
 from .._replay.request import Change
 from .delta import Delta, Pairs, chosen, folded, joined, kept, lane_value, packed, stacked, without
 from .demand import Rows, taking
@@ -288,8 +287,11 @@ class _Chunk:
 
     def _lies_otherwise(self, slot: int, new: Tensor) -> Departure | None:
         """Does the memory layout of a patched value lead away, or what else the model may ask of an input?"""
-        own = is_like_an_input(new)
-        if new.stride() == self.machine.values[slot].stride() and not own and not is_lazy(new):
+        has_attributes = bool(vars(new)) or bool(self.machine.graph.literals)
+        own, known = is_like_an_input(new) or has_attributes, self.machine.values[slot]
+        if (new.is_conj(), new.is_neg()) != (known.is_conj(), known.is_neg()):  # stacked, variants have no such marks
+            return Departure("the mark of a conjugate or negative of a patched value", "one", "another")
+        if new.stride() == known.stride() and not own:
             return None
         ref = next(ref for ref, number in self.machine.slot.items() if number == slot)
         graph, values = self.machine.graph, self.machine.record.values

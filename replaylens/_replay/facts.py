@@ -17,13 +17,12 @@ from attrs import field, frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Guard, Input, Ref, TensorMeaning, meanings_of
-from .._core.pure import in_layout, mutate
+from .._core.pure import in_layout, mutate, same_content
 from .._core.sameness import attached
 from .._core.torch_private import is_wrapped
-from .._core.trees import Branch
+from .._core.trees import Branch, named_paths
 from .guards import Departure, changed, diverged, fact
-from .inputs import other_attribute
-from .layouts import EXPOSURES, KINDS, Layouts, asked_of, geometry, is_lazy
+from .layouts import EXPOSURES, Layouts, asked_of, geometry, is_lazy
 
 Tensors = Mapping[Ref, torch.Tensor]
 UNKNOWN = "not known"
@@ -66,24 +65,7 @@ def departures(graph: Graph, recorded: Tensors, given: Tensors, around: Around) 
     if graph.asked or graph.catches:
         yield from _mode_departures(graph, around)
         yield from flag_departures(graph, recorded, given, around)
-    yield from _kind_departures(graph, given)
     yield from layout_departures(graph, recorded, given)
-
-
-def _kind_departures(graph: Graph, given: Tensors) -> Iterator[Departure]:
-    """Where a sparse or nested tensor stands for a plain one, or the other way round, and the model asks."""
-    asked = [guard for guard in graph.asked if guard.target.short in KINDS]
-    for ref, tensor in given.items() if asked else ():
-        meaning = meanings_of(graph[ref.node]).get(ref) if ref.node in graph else None
-        if meaning is None or is_wrapped(tensor) or _has_strides(tensor) == (meaning.strides is not None):
-            continue
-        for guard in asked:
-            if ref.node in graph.ancestors([guard.refs[0].node]):
-                yield Departure(fact(guard), guard.result, UNKNOWN, guard.source, "layout")
-
-
-def _has_strides(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _mode_departures(graph: Graph, around: Around) -> Iterator[Departure]:
@@ -180,7 +162,9 @@ class Instead:
                 yield from _histories_asked(graph, ref, new)
         if is_given:
             yield from _class_departures(graph, ref, new)
-        yield from _kind_departures(graph, {ref: new})
+        yield from _attribute_departures(graph, ref, new)
+        if isinstance(old, torch.Tensor) and old.layout is not new.layout:
+            yield Departure(f"the layout of {ref}", str(old.layout), str(new.layout))
         yield from layout_departures(graph, self.recorded, self.other, fixed=self.fixed)
 
     def lay(self, ref: Ref) -> torch.Tensor:
@@ -196,20 +180,32 @@ def is_like_an_input(new: torch.Tensor) -> bool:
     """
     if type(new) is not torch.Tensor:
         return not is_wrapped(new)
-    return bool(new.__dict__) or (new.is_leaf and (new.requires_grad or new.grad is not None))
+    return new.requires_grad or (new.is_leaf and new.grad is not None)
 
 
 def _class_departures(graph: Graph, ref: Ref, new: torch.Tensor) -> Iterator[Departure]:
-    """Where an input is patched with a tensor of another class, or with attributes: nobody sees the model ask."""
+    """Where an input is patched with a tensor of another class: nobody sees the model ask for that."""
     node = graph[ref.node]
-    if isinstance(node, Input) and new.__dict__ and (found := attached(new)) != node.attributes:
-        key, then, since = other_attribute(node.attributes, found)
-        yield Departure(f"the attribute {key!r} of {node.name}", then, since)
     was, now = getattr(node, "python_type", None), type(new)
     if was is None or now is torch.Tensor:
         return
     if (was.__module__, was.__qualname__) != (now.__module__, now.__qualname__):
         yield Departure(f"the class of {node.name}", was.__name__, now.__name__)
+
+
+OF_THE_OBJECT = frozenset(
+    """is_pinned is_shared _is_view _base _version output_nr _backward_hooks
+    _post_accumulate_grad_hooks""".split()
+)
+
+
+def _attribute_departures(graph: Graph, ref: Ref, new: torch.Tensor) -> Iterator[Departure]:
+    """Where an input is patched with a tensor on which Python code has hung something else."""
+    if isinstance(graph[ref.node], Input) and type(new) in (torch.Tensor, torch.nn.Parameter):
+        paths = named_paths(graph.inputs) if graph.literals else ()
+        was = {leaf: dict(graph.literals).get(path) for path, leaf in paths}.get(ref)
+        if was != (now := attached(new)):
+            yield Departure(f"the Python attributes of {ref}", was, now)
 
 
 def _is_turned(graph: Graph, ref: Ref) -> bool:
@@ -296,7 +292,7 @@ class _Flags:
         """Another answer to one question."""
         ref, word = guard.refs[0], guard.target.short
         if ref in self.given:
-            return changed(guard, answer(guard, self.given[ref]))
+            return self._other_gradient(guard, ref) or changed(guard, answer(guard, self.given[ref]))
         if word not in _FOLLOWED or not isinstance(self.graph[ref.node], Call):
             return None
         if word == "is_inference":
@@ -326,6 +322,16 @@ class _Flags:
             if writes_out(call) and not flagged.isdisjoint(call.refs):
                 what = f"whether {call.name}, which gives `out=`, is asked for gradients"
                 yield Departure(what, "False", "True", call.source)
+
+    def _other_gradient(self, guard: Guard, ref: Ref) -> Departure | None:
+        """The model has looked at a gradient that the recorded tensor had, which is a constant of the program."""
+        new = self.given[ref]
+        if guard.target.short != "grad" or guard.result is True or new.grad is None:
+            return None
+        known = self.recorded.get(ref)
+        if known is not None and known.grad is not None and same_content(known.grad, new.grad):
+            return None
+        return Departure(fact(guard), guard.result, "another gradient", guard.source)
 
     def _inference(self, guard: Guard, ref: Ref) -> Departure | None:
         """A view of an inference tensor is one: what comes of a given one may be."""
