@@ -147,7 +147,30 @@ def test_a_fact_of_a_value_that_nothing_else_reads_is_asked_of_its_patch(name, w
 def test_a_live_run_is_told_of_a_patch_what_a_hook_leaves(name):
     question, patch = MODELS[name]
     model, x = Asks(question), torch.randn(3, 4)
+    if name == "where a history leads":
+        with pytest.raises(rl.DivergedReplay, match="history"):
+            rl.run(model, x, patch=patch)
+        return
     assert torch.equal(rl.run(model, x, patch=patch).output, hooked(model, patch, x))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_patch_that_hands_its_value_on_is_none_to_a_model_that_asks(name):
+    question, patch = MODELS[name]
+    model, x = Asks(question), torch.randn(3, 4)
+    same = dict.fromkeys(patch, lambda value: value)
+    prog = rl.capture(model, x)
+    assert torch.equal(prog.replay(patch=same, on_divergence="raise").output, model(x))
+    if name != "where a history leads":
+        assert torch.equal(rl.run(model, x, patch=same).output, model(x))
+
+
+def test_the_text_of_what_is_handed_on_says_what_gave_it():
+    model, x = Asks(told(lambda m, x: "Addmm" in repr(m.i(m.l(x))))), torch.randn(3, 4)
+    prog = rl.capture(model, x)
+    assert torch.equal(prog.output, model(x)) and torch.equal(rl.run(model, x).output, model(x))
+    once_more = {"l": lambda value: value * 1}
+    assert torch.equal(prog.replay(patch=once_more).output, hooked(model, once_more, x))
 
 
 QUESTIONS: dict[str, Callable[[Any, torch.Tensor], Any]] = {

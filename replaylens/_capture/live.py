@@ -126,7 +126,7 @@ class LiveTracer(Tracer):
         """Of the copy of what a patch gave, what autograd knows of that: a hook would hand on the very tensor."""
         given, _, version = self.copied.get(id(tensor), (None, None, 0))
         if given is not None and version_of(tensor) == version and not self.stage.grad:
-            return func(given)
+            return super().answer(word, func, given)
         self._require_asked_of_its_own(word, tensor)
         return super().answer(word, func, tensor)
 
@@ -135,6 +135,14 @@ class LiveTracer(Tracer):
         super().double(original, made)
         if (known := self.copied.get(id(original))) is not None:
             self._note_copy(None, known[0], made)
+
+    def walk(self, tensor: torch.Tensor) -> None:
+        """Patches stand in that history as they do in no model."""
+        super().walk(tensor)
+        if self.recording.patched:
+            self.refused = DivergedReplay(
+                f"the model walks back through the history of its values, which a patch is a part of.{self.where()}"
+            )
 
     def _note_copy(self, _: Any, given: Any, copy: torch.Tensor) -> torch.Tensor:
         self.copied[id(copy)] = given, copy, version_of(copy)

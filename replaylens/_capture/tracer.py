@@ -268,11 +268,23 @@ class Tracer(Recorder):
 
     def _escape(self, func: Any, args: Any, kwargs: Any) -> Any:
         reads, named = self.read_all(args, kwargs)
-        result = func(*args, **kwargs)
+        result = self._in_words(func, args, kwargs) if func in _WORDS else func(*args, **kwargs)
         number = type(result) is str and isinstance(args[0], torch.Tensor) and args[0].dim() == 0
         plain = type(result) in (bool, int, float, complex) or number  # of larger tensors the content is compared
         self.guard(func, reads, named, result if plain else None, plain)
         return result
+
+    def _in_words(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The text of a tensor, which says what gave it."""
+        text, tensor = func(*args, **kwargs), args[0]
+        if type(text) is not str or not isinstance(tensor, torch.Tensor) or not tensor.requires_grad:
+            return text
+        given, made = self.answer("grad_fn", _GRAD_FN, tensor), tensor.grad_fn
+        self.ask("flags", _GRAD_FN, (tensor,), {}, in_short(given))
+        if made is None or given is made:
+            return text
+        now = "requires_grad=True" if given is None else f"grad_fn=<{type(given).__name__}>"
+        return text.replace(f"grad_fn=<{type(made).__name__}>", now)
 
     def _expose(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         tensor = next((value for value in args if isinstance(value, torch.Tensor)), None)
@@ -377,8 +389,12 @@ class Tracer(Recorder):
                 known = SOME
             self.ask("flags", func, args[:1], {}, known)
             if rule.kind == "grad_fn" and WALK in code.co_names:
-                self.ask("flags", next_functions, args[:1], {}, in_short(next_functions(args[0])))
+                self.walk(args[0])
         return answer
+
+    def walk(self, tensor: torch.Tensor) -> None:
+        """The model goes back through the history of a tensor."""
+        self.ask("flags", next_functions, (tensor,), {}, in_short(next_functions(tensor)))
 
     def answer(self, word: str, func: Any, tensor: torch.Tensor) -> Any:
         """What autograd knows of a tensor: of an alias, what it knows of the object for which that stands."""
@@ -690,5 +706,7 @@ _HANDLES = torch.overrides.handle_torch_function
 _DOORS = (Tracer.__torch_function__.__code__,)
 _BY_NO_CONTENT = frozenset("differentiate backward grad_mode dual hook turn higher_order expose deepcopy".split())
 _STEP_HOOKS = frozenset(("register_hook", "register_prehook"))
+_WORDS = frozenset((torch.Tensor.__repr__, torch.Tensor.__str__, torch.Tensor.__format__))
+_GRAD_FN: Any = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
 _RELU = Rule(How.FRESH, "relu")
 _IDENTITY = Rule(How.LEAF, "identity", is_identity=True)

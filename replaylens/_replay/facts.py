@@ -17,7 +17,7 @@ from attrs import field, frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Guard, Input, Ref, TensorMeaning, meanings_of
-from .._core.pure import in_layout, mutate, same_content
+from .._core.pure import alias, in_layout, mutate, same_content
 from .._core.sameness import attached
 from .._core.torch_private import is_wrapped
 from .._core.trees import Branch, named_paths
@@ -390,12 +390,22 @@ def in_short(found: Any) -> Any:
     return found if type(found) in (bool, int) else found is None or type(found).__name__
 
 
+def _handed_on(graph: Graph, ref: Ref) -> Ref:
+    """The value that stands here as it came: to a model `nn.Identity` and its like give the very same object."""
+    while isinstance(node := graph[ref.node], Call) and len(node.refs) == 1:
+        is_dropout = node.kind.endswith("dropout") and any(arg is False for arg in node.args)
+        if node.target.function is not alias and not is_dropout:
+            break
+        ref = node.refs[0]
+    return ref
+
+
 def _histories_asked(graph: Graph, ref: Ref, new: torch.Tensor) -> Iterator[Departure]:
     """What the model asks of the history of a patched value, or of one that it can walk back from."""
     for guard in graph.asked:
         if guard.kind != "flags":
             continue
-        if guard.refs[0] == ref:
+        if _handed_on(graph, guard.refs[0]) == ref or guard.refs[0] == ref:
             yield from filter(None, (changed(guard, answer(guard, new)),))
         elif guard.target.short == WALK and ref.node in graph.ancestors([guard.refs[0].node]):
             yield Departure(fact(guard), guard.result, UNKNOWN, guard.source)

@@ -7,6 +7,7 @@ the new one is of the recorded shape and dtype. References are bound to what the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -169,7 +170,7 @@ def _new_value(node: str, tree: Any, meanings: dict[Ref, TensorMeaning], name: s
         return (lambda value: what), False
     patch = patch_of(what)
     if isinstance(patch, Apply) and patch.part is None:
-        return (lambda value: patch.fn(thaw(freeze_deep(value, own_copy), lambda leaf: leaf))), True
+        return partial(_of_function, patch.fn), True
     if type(tree) is not Ref:
         return _for_each(node, tree, meanings, name, patch)
     for part in patch.parts:
@@ -178,6 +179,15 @@ def _new_value(node: str, tree: Any, meanings: dict[Ref, TensorMeaning], name: s
     if bound.part is None and isinstance(bound, (Set, From)) and isinstance(new := bound.terms()[1][0], torch.Tensor):
         return (lambda value: new), False
     return bound, bound.follows
+
+
+def _of_function(function: Callable[[Any], Any], value: Any) -> Any:
+    """What a function gives of a copy that it may write to; the value itself, where it gives that copy as it got it."""
+    copy = thaw(freeze_deep(value, own_copy), lambda leaf: leaf)
+    if not isinstance(copy, torch.Tensor) or copy.is_inference():
+        return function(copy)
+    version, new = copy._version, function(copy)
+    return value if new is copy and new._version == version else new
 
 
 def _are_values(what: Any) -> bool:
