@@ -169,8 +169,8 @@ def test_the_text_of_what_is_handed_on_says_what_gave_it():
     model, x = Asks(told(lambda m, x: "Addmm" in repr(m.i(m.l(x))))), torch.randn(3, 4)
     prog = rl.capture(model, x)
     assert torch.equal(prog.output, model(x)) and torch.equal(rl.run(model, x).output, model(x))
-    once_more = {"l": lambda value: value * 1}
-    assert torch.equal(prog.replay(patch=once_more).output, hooked(model, once_more, x))
+    twice = {"l": lambda value: value * 2}
+    assert torch.equal(prog.replay(patch=twice).output, hooked(model, twice, x))
 
 
 QUESTIONS: dict[str, Callable[[Any, torch.Tensor], Any]] = {

@@ -280,7 +280,6 @@ class Tracer(Recorder):
         if type(text) is not str or not isinstance(tensor, torch.Tensor) or not tensor.requires_grad:
             return text
         given, made = self.answer("grad_fn", _GRAD_FN, tensor), tensor.grad_fn
-        self.ask("flags", _GRAD_FN, (tensor,), {}, in_short(given))
         if made is None or given is made:
             return text
         now = "requires_grad=True" if given is None else f"grad_fn=<{type(given).__name__}>"
@@ -636,12 +635,14 @@ class Tracer(Recorder):
 
     def note_asked(self) -> None:
         """What the model asked of parameters and buffers that no call has read: they are sources all the same."""
+        if not self.recording.asked:
+            return
         asked = {id(one.tensor): one.tensor for one in self.recording.asked if one.handle is None}
         for number, tensor in asked.items():
             if number not in self.memory.live and self.origins.own_among(tensor):
                 self.read(tensor)
         sources = [record.tensor for record in self.recording.records if isinstance(record, SourceRecord)]
-        for tensor in sources if self.recording.asked else ():
+        for tensor in sources:
             if tensor.layout is torch.strided and not tensor.is_nested:
                 self.recording.strides[id(tensor)] = tensor.stride()
 
