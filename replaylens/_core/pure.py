@@ -18,7 +18,7 @@ import torch
 from ..errors import ReplaylensError
 from .sharing import overlaps_itself
 from .target import Target
-from .torch_private import is_batched, outside_of_transforms, peek_interpreter_stack
+from .torch_private import is_batched, negative_view, outside_of_transforms, peek_interpreter_stack
 from .trees import freeze, thaw
 
 differentiate_name = "replaylens._replay.differentiate.differentiate"
@@ -207,7 +207,7 @@ def writable_copy(tensor: torch.Tensor, batched: torch.Tensor | None = None) -> 
     if tensor.is_conj():
         return writable_copy(tensor.conj()).conj()
     if tensor.is_neg():
-        return torch._neg_view(writable_copy(torch._neg_view(tensor)))
+        return negative_view(writable_copy(negative_view(tensor)))
     if tensor.layout is not torch.strided or tensor.is_contiguous():
         return tensor.clone()
     copy = tensor.clone()
@@ -224,7 +224,7 @@ def copy_in_place(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_conj():
         return copy_in_place(tensor.conj()).conj()
     if tensor.is_neg():
-        return torch._neg_view(copy_in_place(torch._neg_view(tensor)))
+        return negative_view(copy_in_place(negative_view(tensor)))
     copy = writable_copy(tensor)
     if not offset or copy.stride() != tensor.stride():
         return copy
