@@ -113,6 +113,10 @@ WAYS: dict[str, Callable[[rl.Program, dict[str, Any]], torch.Tensor]] = {
     "replay that raises": lambda prog, patch: prog.replay(patch=patch, on_divergence="raise").output,
     "with_patch": lambda prog, patch: prog.with_patch(patch).output,
     "replay_many": lambda prog, patch: prog.replay_many({"one": patch, "two": patch}).values[1],
+    "sweep": lambda prog, patch: rl.sweep(prog, variants={"one": patch, "two": patch}).values[1],
+    "with gradients": lambda prog, patch: prog.replay(patch=patch, grad=True).output.detach(),
+    "drawn anew": lambda prog, patch: prog.replay(patch=patch, rng="fresh").output,
+    "with few values kept": lambda prog, patch: prog.saving(["output_1"]).replay(patch=patch).output,
     "without its model": lambda prog, patch: prog.slice().replay(patch=patch).output,
 }
 

@@ -285,6 +285,7 @@ class _Flags:
     ) -> None:
         self.graph, self.recorded, self.given, self.fixed = graph, recorded, given, fixed
         self.around = around
+        self.before: dict[Ref, bool] = {}  # which did, when they were recorded
         self.found: dict[Ref, bool] = {}
         self._follow()
 
@@ -345,13 +346,21 @@ class _Flags:
         return None
 
     def _was(self, ref: Ref) -> bool | None:
-        known = self.recorded.get(ref)
-        return None if known is None else known.requires_grad
+        return self.before.get(ref)
+
+    def _before(self, node: Call, refs: tuple[Ref, ...], meaning: TensorMeaning) -> bool:
+        """Did a value need gradients that was not kept?"""
+        on = node.context.grad and meaning.is_differentiable and node.target.short not in ("detach", "detach_")
+        return on and any(self.before.get(one, False) for one in refs)
 
     def _follow(self) -> None:
         found = self.found
         for node, refs in zip(self.graph.nodes, self.graph.refs, strict=True):
             for ref, meaning in meanings_of(node).items():
+                if (known := self.recorded.get(ref)) is not None:
+                    self.before[ref] = known.requires_grad
+                elif isinstance(node, Call):
+                    self.before[ref] = self._before(node, refs, meaning)
                 if ref in self.given:
                     found[ref] = self.given[ref].requires_grad
                 elif ref in self.fixed or not isinstance(node, Call):
