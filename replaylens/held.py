@@ -230,7 +230,6 @@ class Held(Described, Reference):
             changed=changed,
             ends=ends,
             given={**given.tensors, **other.tensors},
-            raw={**given.raw, **other.raw},
             mismatches=(*given.mismatches, *other.mismatches),
             inputs=given.whole,
             start=tuple([at_place(self.graph, one.place).position for one in start.each]) if start else (),

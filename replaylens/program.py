@@ -489,7 +489,7 @@ class Program(Held):
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Run:
         """Replay on new inputs. All keywords are the model's own."""
         given = self._inputs(inputs, named_inputs)
-        request = Request(given=given.tensors, raw=given.raw, mismatches=given.mismatches, inputs=given.whole)
+        request = Request(given=given.tensors, mismatches=given.mismatches, inputs=given.whole)
         whole = not given.tensors and not given.mismatches
         return self._replayed(evolve(request, whole=whole, on_divergence=self._when_diverged(None)))
 

@@ -6,6 +6,8 @@ gives, or says that it has left the recorded path.
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from attrs import evolve
@@ -20,6 +22,7 @@ OTHER = torch.tensor([1.0, 2.0, 3.0, 4.0, -1.0])
 
 SIZES = {
     "nonzero": lambda x: (x > 0).nonzero().size(0),
+    "arange_of_a_tensor": lambda x: torch.arange(x[1] + 5).numel(),
     "nonzero_as_tuple": lambda x: x.clamp(min=0).nonzero(as_tuple=True)[0].numel(),
     "argwhere": lambda x: torch.argwhere(x > 0).shape[0],
     "where_of_a_condition": lambda x: torch.where(x > 0)[0].numel(),
@@ -291,6 +294,51 @@ def test_an_exception_that_the_model_catches_is_a_fact(name):
                     assert torch.equal(way(), wanted)
                 except rl.DivergedReplay:
                     assert number >= 3, "the model is there to be run"
+
+
+def names_what_it_catches(x):
+    try:
+        return x[x.long()].sum()
+    except IndexError as error:
+        return x.sum() * len(str(error)) + float("index 7" in str(error))
+
+
+def asks_python_for_it(x):
+    try:
+        return x[x.long()].sum()
+    except IndexError:
+        return x.sum() + len(str(sys.exc_info()[1]))
+
+
+def hands_it_to_another(x):
+    def tried(work):
+        try:
+            return work()
+        except IndexError as error:
+            return error
+
+    found = tried(lambda: x[x.long()].sum())
+    return x.sum() * len(str(found)) + (0 if "5" in str(found) else 1)
+
+
+@pytest.mark.parametrize("model", [names_what_it_catches, asks_python_for_it, hands_it_to_another])
+def test_the_text_of_an_exception_is_a_fact_where_the_model_can_read_it(model):
+    x = torch.tensor([5.0, 0.0, 0.0])
+    prog = rl.capture(model, x)
+    assert [guard.kind for guard in prog.guards if guard.kind != "content"] == ["message"]
+    for y in (torch.tensor([7.0, 0.0, 0.0]), torch.tensor([12345.0, 0.0, 0.0]), torch.tensor([0.0, 0.0, 0.0])):
+        for number, way in enumerate(ways(prog, y)):
+            try:
+                assert torch.equal(way(), model(y))
+            except rl.DivergedReplay:
+                assert number >= 3, "the model is there to be run"
+    assert not prog(torch.tensor([5.0, 1.0, 2.0])).diverged
+
+
+def test_the_text_of_an_exception_that_nobody_keeps_is_none():
+    prog = rl.capture(catching(lambda x: x[x.long()]), torch.tensor([5.0, 0.0, 0.0]))
+    assert [guard.kind for guard in prog.guards] == ["exception"]
+    assert not prog(torch.tensor([7.0, 0.0, 0.0])).diverged
 
 
 def test_a_module_that_raises_inside_a_model_that_catches_is_a_fact():

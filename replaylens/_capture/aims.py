@@ -19,7 +19,7 @@ from .._core.node import Call, Input, Node, Ref, Source, State, TensorMeaning, v
 from .._core.pure import copy_in_place
 from .._core.target import Target
 from .._core.trees import leaves, thaw
-from .._replay.facts import is_like_an_input
+from .._replay.facts import is_like_an_input, patched
 from .._replay.replay import Record
 from .._replay.request import Change, Request
 from ..errors import ShapeMismatch
@@ -69,8 +69,19 @@ class Aim:
                 f"{TensorMeaning.of(old)}."
             )
         if self.is_input and is_like_an_input(new):
-            return new if self.with_gradients and new.is_leaf else _as_given(new)
-        return new if new.is_inference() and not old.is_inference() else copy_in_place(new)
+            if self.with_gradients and new.is_leaf:
+                return new
+            return patched(self.refs[0], new, _with_attributes(_as_given(new), new))
+        if new.is_inference() and not old.is_inference():
+            return new
+        copy = patched(self.refs[0], new, copy_in_place(new))
+        return _with_attributes(copy, new) if self.is_input else copy
+
+
+def _with_attributes(copy: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """With what Python code has hung on a tensor."""
+    vars(copy).update(vars(new))
+    return copy
 
 
 def _as_given(new: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,11 @@ _CUTTING = frozenset(("_grad_preprocess",))
 HANDS_ON_FLAGS = frozenset(("linear_cross_entropy",))
 
 
+def next_functions(tensor: torch.Tensor) -> Any:
+    """What the history of a tensor leads back to."""
+    return None if tensor.grad_fn is None else tensor.grad_fn.next_functions
+
+
 class Asked(NamedTuple):
     """A question as it was met: of which tensor, at which record, from where."""
 
@@ -112,6 +117,15 @@ def asks_identity(code: CodeType) -> bool:
 
 
 @lru_cache(maxsize=4096)
+def asks_for_none(code: CodeType, instruction: int) -> bool:
+    """Is what an instruction reads only asked for whether it is None?"""
+    after = [one for one in dis.get_instructions(code) if one.offset > instruction and one.opname != "NOT_TAKEN"][:2]
+    if not after or after[0].opname != "LOAD_CONST":
+        return bool(after) and after[0].opname.endswith(("IF_NONE", "IF_NOT_NONE"))
+    return after[0].argval is None and len(after) > 1 and after[1].opname == "IS_OP"
+
+
+@lru_cache(maxsize=4096)
 def catches(code: CodeType) -> bool:
     """Does this code go on after an exception, anywhere?"""
     if "suppress" in code.co_names:
@@ -126,6 +140,24 @@ def catches(code: CodeType) -> bool:
     return False
 
 
+@lru_cache(maxsize=4096)
+def keeps_exceptions(code: CodeType) -> bool:
+    """Can this code read what an exception says that it catches: by `except E as error`, or by asking Python for it?"""
+    if not _ASKING.isdisjoint(code.co_names):
+        return True
+    after = len(_BINDING)
+    for instruction in dis.get_instructions(code) if _HANDLES.intersection(code.co_code[::2]) else ():
+        if instruction.opname in ("CHECK_EXC_MATCH", "CHECK_EG_MATCH", "JUMP_IF_NOT_EXC_MATCH"):
+            after = 0
+        elif after < len(_BINDING) and instruction.opname.startswith("STORE_"):
+            return True
+        else:
+            after += instruction.opname != "NOT_TAKEN"
+    return False
+
+
+_ASKING = frozenset(("exc_info", "format_exc", "exception"))
+_BINDING = range(2)  # so many instructions stand between the match and the name that is bound
 _IS = dis.opmap["IS_OP"]
 _HANDLES = {
     dis.opmap[name] for name in ("PUSH_EXC_INFO", "CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH") if name in dis.opmap

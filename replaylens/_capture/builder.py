@@ -144,12 +144,14 @@ class Recording:
     generator_read: dict[str, None] = field(factory=dict)  # how the state of torch's generator was seen to be read
     doubts: set[Doubt] = field(factory=set)  # of generators' states
     left: Left | None = None  # where torch's generator is left
+    is_deep: bool = False  # every ATen call was looked at
     one_way: list[str] = field(factory=list)
     overwritten: set[Handle] = field(factory=set)  # views that were read again after their memory was written
     view_of: dict[Handle, tuple[Handle, ...]] = field(
         factory=dict
     )  # a view's value -> views that it was made of, or was
     asked: list[Asked] = field(factory=list)  # layouts and flags
+    strides: dict[int, tuple[int, ...]] = field(factory=dict)  # where layouts are asked for: of sources, by id
     model: Any = None  # where it is a function
     written: set[Handle] = field(factory=set)  # the first values of memory that was written
     input_types: dict[Handle, type] = field(factory=dict)  # the classes of the inputs, as they were given
@@ -266,11 +268,12 @@ def freeze(recording: Recording) -> Frozen:
         made[number] = _patch_node(made[number], names[before])
     made = with_dynamic_shapes(made)
     codes = _codes(recording)
+    is_caught = any(map(catches, codes))
     graph = Graph(
         nodes=tuple(made),
         output=remake(recording.output, to_ref),
         inputs=remake(recording.inputs, to_ref),
-        guards=_guards(recording, made, to_ref, scopes),
+        guards=_guards(recording, made, to_ref, scopes, is_caught),
         module_outputs=tuple(
             [(scope, remake(t, to_ref)) for n, t, *_ in recording.scope_outputs if (scope := scopes[n])]
         ),
@@ -282,11 +285,12 @@ def freeze(recording: Recording) -> Frozen:
         asked=_asked(recording, codes, refs, to_ref, scopes),
         written=frozenset(refs[handle] for handle in recording.written if handle in refs),
         asks_identity=any(map(asks_identity, codes)),
-        catches=any(map(catches, codes)),
+        catches=is_caught,
         shares_inputs=recording.aliased,
         literals=recording.literals,
         overlaps=_overlaps(recording, names),
         takes_any_keyword=recording.takes_any_keyword,
+        is_deep=recording.is_deep,
         one_way=tuple(_one_way(recording)),
         drawn_elsewhere=recording.drawn_elsewhere,
         generator_read=tuple(dict.fromkeys([*recording.generator_read, *_read_by_name(recording, codes)])),
@@ -520,7 +524,7 @@ def frozen_context(context: tuple[Any, ...]) -> Context:
 _contexts: dict[tuple[Any, ...], Context] = {}
 
 
-def _guards(recording: Recording, made: list[Node], to_ref: Any, scopes: list[Any]) -> tuple[Guard, ...]:
+def _guards(recording: Recording, made: list[Node], to_ref: Any, scopes: list[Any], catches: bool) -> tuple[Guard, ...]:
     """The guards, each where what it reads is there: inside a custom function it is read before that is noted."""
     shapes = [_shape_guard(node, number) for number, node in enumerate(made) if type(node) is Call and node.is_dynamic]
     places = {node.name: number for number, node in enumerate(made)}
@@ -531,7 +535,7 @@ def _guards(recording: Recording, made: list[Node], to_ref: Any, scopes: list[An
         *[to_ref(Handle(end)) for end in _ends(recording)],
         *(ref for guard in (*shapes, *read) for ref in guard.refs),
     ]
-    found = [*shapes, *read, *completions(made, [ref.node for ref in ends])]
+    found = [*shapes, *read, *completions(made, [ref.node for ref in ends], catches)]
     return tuple(sorted(found, key=lambda guard: guard.position))
 
 

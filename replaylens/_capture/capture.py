@@ -24,6 +24,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from .._core.graph import Graph
 from .._core.node import Input, Node, Ref, State
 from .._core.notes import add_note
+from .._core.sameness import attached
 from .._core.text import where as text_of
 from .._core.torch_private import compiler_if_loaded, default_device, hooks_of_all_modules, without_function_modes
 from .._core.trees import ATOMS, fingerprint, freeze_deep, keys_of, leaves, named_paths, require_room, thaw
@@ -43,7 +44,7 @@ from .late import note_writes_from_outside
 from .origins import Date, Origins, dated, is_older, reaches_scripts
 from .randomness import lent_generators
 from .recorder import NeedsDeepLook
-from .scopes import boundary, callers, listening
+from .scopes import boundary, callers, listening, outermost
 from .snapshot import Beginning, Dice, Snapshot, turn_back
 from .sparing import settle, sparing
 from .state import (
@@ -58,6 +59,7 @@ from .state import (
     take_lent,
 )
 from .storage import Entry
+from .threads import followed
 from .tracer import Tracer
 
 
@@ -159,7 +161,7 @@ def _look(forward: Forward, recording: Recording, origins: Origins, deep: bool) 
         tracer = forward.tracer(recording, origins, date, deep, forward.beginning.unknown)
         tracer.draws.lent = {id(g): g.get_state() for g in lent_generators(forward.model, forward.args, forward.kwargs)}
         tracer.draws.held = {id(g): state for g, state in forward.beginning.snapshot.generators}
-        recording.ambient = tracer.context()
+        recording.ambient, recording.is_deep = tracer.context(), deep
         recording.default_dtype = torch.get_default_dtype()
         recording.default_device = default_device()
         recording.model = forward.model if isinstance(forward.model, FunctionType) else None
@@ -169,9 +171,11 @@ def _look(forward: Forward, recording: Recording, origins: Origins, deep: bool) 
         watch = tracer.watch if tracer.deep and tracer.watch is not None else nullcontext()
         counters = counters_of(origins, forward.beginning.snapshot)
         with eager_compiler(), deeper_stack(), listening(tracer), tracer, watch:
-            with timed(recording), _told_of_failure(forward, recording):
+            with timed(recording), _told_of_failure(forward, recording), followed(tracer):
                 output = _call(forward.model, args, kwargs, tracer)
             with without_function_modes(), tracer.at_work():
+                tracer.note_other_threads()
+                tracer.note_asked()
                 require_seen(tracer, counters)
                 _take_ends(forward, tracer, output)
                 output = output_by_value(tracer, output)
@@ -240,6 +244,7 @@ def _told_of_failure(forward: Forward, recording: Recording) -> Iterator[None]:
         raise
 
 
+@outermost
 @boundary
 def _ended(model: Any, args: Any, kwargs: Any) -> Any:
     """Call the model. A checkpoint that it did not leave by itself is over as well."""
@@ -279,7 +284,7 @@ def record_of(captured: Captured) -> Record:
     hand_on(captured.recording)
     recording, made = captured.recording, freeze(captured.recording)
     places = {address_of(made.addresses, note[0]): StatePlace.noted(note) for note in recording.places}
-    graph = _as_it_was(made.graph, places)
+    graph = _as_it_was(made.graph, places, recording)
     values: dict[Ref, torch.Tensor] = {}
     live: dict[str, torch.Tensor] = {}
     for ref, handle in made.handles.items():
@@ -306,14 +311,20 @@ def _is_written_leaf(source: Any, value: torch.Tensor | None) -> bool:
     return value is not None and value is not source.tensor and value.requires_grad and source.tensor.is_leaf
 
 
-def _as_it_was(graph: Graph, places: dict[str, StatePlace]) -> Graph:
-    """The graph with the dtypes that the model's tensors had: `model.double()` may have come before this was asked."""
+def _as_it_was(graph: Graph, places: dict[str, StatePlace], recording: Recording) -> Graph:
+    """The graph with the dtypes and strides that the model's tensors had: `model.double()` may have come before this
+    was asked.
+    """
     nodes: list[Node] = list(graph.nodes)
-    for position, node in enumerate(nodes):
+    for position, (node, source) in enumerate(zip(graph.nodes, recording.records, strict=True)):
         if not isinstance(node, State) or (place := places.get(node.address)) is None:
             continue
         if place.dtype is not None and place.dtype is not node.meaning.dtype:
-            nodes[position] = evolve(node, meaning=evolve(node.meaning, dtype=place.dtype))
+            node = evolve(node, meaning=evolve(node.meaning, dtype=place.dtype))
+        if isinstance(source, SourceRecord) and recording.strides:
+            strides = recording.strides.get(id(source.tensor), node.meaning.strides)
+            node = evolve(node, meaning=evolve(node.meaning, strides=strides))
+        nodes[position] = node
     return graph if all(map(operator.is_, nodes, graph.nodes)) else evolve(graph, nodes=tuple(nodes))
 
 
@@ -372,9 +383,9 @@ def _take_inputs(tracer: Tracer, args: Any, kwargs: Any) -> tuple[Any, Any, Any]
         if id(tensor) in swapped:
             tensor = swapped[id(tensor)]
         elif own(tensor):
-            tracer.doubled.add(id(tensor))
-            tensor = swapped[id(tensor)] = tensor.view_as(tensor)
-            tracer.doubled.add(id(tensor))
+            swapped[id(tensor)] = made = tensor.view_as(tensor)
+            tracer.double(tensor, made)
+            tensor = made
             tracer.memory.keep_alive.append(tensor)
         known = tracer.memory.read(tensor)
         if known is not None:
@@ -389,7 +400,9 @@ def _take_inputs(tracer: Tracer, args: Any, kwargs: Any) -> tuple[Any, Any, Any]
 
     tree = freeze_deep((tuple(args), dict(kwargs)), leaf)
     plain = [(path, item) for path, item in named_paths(tree) if type(item) is not Handle and type(item) not in ATOMS]
-    tracer.recording.literals = tuple([(path, fingerprint(item)) for path, item in plain])
+    given = [(path, tracer.recording.values[item]) for path, item in named_paths(tree) if type(item) is Handle]
+    hung = [(path, text) for path, tensor in given if (text := attached(tensor)) is not None]
+    tracer.recording.literals = (*[(path, fingerprint(item)) for path, item in plain], *hung)
     if swapped:
         args, kwargs = thaw(tree, lambda leaf: tracer.recording.values[leaf] if type(leaf) is Handle else leaf)
     return tree, *tracer.given(tree, args, kwargs)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from .._core.node import Call, Guard, Node, meanings_of
 from .._core.target import Target
+from .._replay.facts import writes_out
 
 # Names without a leading `linalg_` and a closing underscore.
 NAMES = frozenset(
@@ -23,22 +24,26 @@ NAMES = frozenset(
     sparse_compressed_tensor sparse_csr_tensor __getitem__ __setitem__ _standard_gamma _sample_dirichlet
     embedding_renorm""".split()
 )
+BY_LAYOUT = frozenset("view view_as view_as_complex".split())  # as no view can be made of any memory
 _OF_WHOLE_NUMBERS = frozenset(
     """floor_divide remainder fmod div divide true_divide pow __floordiv__ __rfloordiv__ __mod__ __rmod__ __pow__
     __rpow__ __ipow__ __ifloordiv__ __imod__ gcd lcm""".split()
 )
 
 
-def completions(nodes: list[Node], needed: Iterable[str]) -> Iterator[Guard]:
-    """A guard for each call that can raise and that nothing needed depends on."""
-    if not any(isinstance(node, Call) and _can_raise(node) for node in nodes):
+def completions(nodes: list[Node], needed: Iterable[str], catches: bool) -> Iterator[Guard]:
+    """A guard for each call that can raise and that nothing needed depends on. Where the model `catches` nothing, one
+    that raises by memory layouts or flags alone is none of them.
+    """
+    names = NAMES | BY_LAYOUT if catches else NAMES
+    if not any(isinstance(node, Call) and _can_raise(node, names) for node in nodes):
         return
     alive = set(needed)
     for node in reversed(nodes):
         if node.name in alive and isinstance(node, Call):
             alive.update(ref.node for ref in node.refs)
     for number, node in enumerate(nodes):
-        if isinstance(node, Call) and node.name not in alive and not node.is_dynamic and _can_raise(node):
+        if isinstance(node, Call) and node.name not in alive and not node.is_dynamic and _can_raise(node, names):
             yield Guard(
                 node.target,
                 tuple(meanings_of(node)),
@@ -50,12 +55,14 @@ def completions(nodes: list[Node], needed: Iterable[str]) -> Iterator[Guard]:
             )
 
 
-def _can_raise(call: Call) -> bool:
+def _can_raise(call: Call, names: frozenset[str]) -> bool:
     if call.target.short == "__getitem__" and len(call.refs) == 1:
         return False  # by whole numbers and slices
+    if names is not NAMES and writes_out(call):
+        return True
     inner = [leaf.short for leaf in call.args if type(leaf) is Target]
     for short in inner or (call.target.short,):
         name = short if short.startswith("__") else short.removeprefix("linalg_").rstrip("_")
-        if name in NAMES or (name in _OF_WHOLE_NUMBERS and not any(m.is_differentiable for m in call.meaning)):
+        if name in names or (name in _OF_WHOLE_NUMBERS and not any(m.is_differentiable for m in call.meaning)):
             return True
     return False

@@ -26,10 +26,11 @@ from .._core.torch_private import (
     push_function_mode,
 )
 from .._core.trees import thaw
+from .._replay.facts import OF_THE_OBJECT, noticing
 from .._replay.stream import as_the_user, outside
 from ..errors import DivergedReplay, NotDifferentiable
 from .aims import Aim, Aims
-from .builder import CallRecord, Handle, Recording, SourceRecord, parts_of, user_line
+from .builder import CallRecord, Handle, Recording, SourceRecord, parts_of, user_line, version_of
 from .checkpoints import in_checkpoint, nothing_computed_again
 from .customs import BOUND_BEFORE
 from .origins import Date, Origins
@@ -77,6 +78,7 @@ class LiveTracer(Tracer):
 
     alone = -1  # every output of a module is looked at: a patch may be meant for what it hands on
     leaves_changes = False
+    has_stand_ins = True
 
     def __init__(
         self, recording: Recording, origins: Origins, date: Date, deep: bool, unknown: str, stage: Stage
@@ -89,6 +91,7 @@ class LiveTracer(Tracer):
         self.blind = 0  # inside a stretch of which it is not known yet what will be recorded
         self.parameters: dict[int, int] = {}  # Handle of a parameter's value -> id of the parameter
         self.reached: set[str] = set()  # nodes that were patched
+        self.copied: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}  # by id: what a patch gave, and its copy
         self.unwritten: set[Handle] = set()  # values of patched parameters and buffers
         for tensor, waiting in stage.stand_ins(self):
             self.stand_ins.waiting[id(tensor)] = waiting
@@ -97,6 +100,10 @@ class LiveTracer(Tracer):
                 self.stand_ins.put(original, tensor)
 
     # -- the door ------------------------------------------------------------------------------------------------------
+
+    def stood_for(self, args: Any) -> Any:
+        """What is asked for its shape or its like: what stands for a parameter has its own."""
+        return self.stand_ins.among(tuple(args))
 
     def _fresh(self, rule: Rule, func: Any, args: Any, depth: int = 2) -> Any:
         args = self.stand_ins.met(args)
@@ -116,6 +123,42 @@ class LiveTracer(Tracer):
         closed = "a leaf begins to take gradients there, or ends to, and the model holds that leaf"
         closed *= rule.special == "turn"
         return self._asked(Done(out, (args, kwargs), targets, is_hidden=self.in_aten, closed=closed))
+
+    def answer(self, word: str, func: Any, tensor: torch.Tensor) -> Any:
+        """Of the copy of what a patch gave, what autograd knows of that: a hook would hand on the very tensor."""
+        given, _, version = self.copied.get(id(tensor), (None, None, 0))
+        if given is not None and version_of(tensor) == version:
+            return super().answer(word, func, given)
+        self._require_asked_of_its_own(word, tensor)
+        return super().answer(word, func, tensor)
+
+    def double(self, original: torch.Tensor, made: torch.Tensor) -> None:
+        """An alias of a copy stands for what was copied, too."""
+        super().double(original, made)
+        if (known := self.copied.get(id(original))) is not None:
+            self._note_copy(None, known[0], made)
+
+    def walk(self, tensor: torch.Tensor) -> None:
+        """Patches stand in that history as they do in no model."""
+        super().walk(tensor)
+        if self.recording.patched:
+            self.refused = DivergedReplay(
+                f"the model walks back through the history of its values, which a patch is a part of.{self.where()}"
+            )
+
+    def _note_copy(self, _: Any, given: Any, copy: torch.Tensor) -> torch.Tensor:
+        self.copied[id(copy)] = given, copy, version_of(copy)
+        return copy
+
+    def _require_asked_of_its_own(self, word: str, tensor: torch.Tensor) -> None:
+        """What a patch gives is a copy of what the user gave, and no answer for that."""
+        known = self.memory.live.get(id(tensor)) if word in OF_THE_OBJECT and self.recording.patched else None
+        handle = known.handle if isinstance(known, Entry) else known
+        records = [self.recording.records[number] for number in self.recording.patched]
+        if handle is not None and any(handle == made for one in records for _, made in parts_of(one.returns)):
+            self.refused = DivergedReplay(
+                f"the model asks for `{word}` of a patched value, which only the patch's own tensor has.{self.where()}"
+            )
 
     def aten(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An ATen call that no recorded call made."""
@@ -230,8 +273,10 @@ class LiveTracer(Tracer):
             return args, kwargs, targets
         for tensor in tensors_in(args, kwargs):
             self.read(tensor)
+        is_plain = not (rule.how is How.EXPOSE or rule.reshapes or rule.special)
         for target in targets:
-            self.stand_ins.part(target)
+            if not (is_plain and torch.is_grad_enabled() and _is_leaf_or_view_of_one(target)):  # torch refuses these
+                self.stand_ins.part(target)
         return self.stand_ins.among(args), self.stand_ins.among(kwargs), self.stand_ins.among(targets)
 
     @staticmethod
@@ -251,6 +296,19 @@ class LiveTracer(Tracer):
                 self.stand_ins.part(tensor.grad)
                 tensor.grad = self.stand_ins.of(tensor.grad)
         return super()._special_backward(rule, func, args, kwargs)
+
+    def read_elsewhere(self, func: Any, args: Any, kwargs: Any, site: Any) -> tuple[Any, Any]:
+        """A job of the forward's reads what stands for the user's tensors, too."""
+        return super().read_elsewhere(func, self.stand_ins.among(args), self.stand_ins.among(kwargs), site)
+
+    def met_another_thread(self) -> None:
+        """What a thread reads of which nothing is seen, nothing can stand for."""
+        if self.stand_ins.by_id:
+            self.refused = DivergedReplay(
+                f"the forward works together with a thread that was there before it, which reads the model's own "
+                f"tensors and not those that it is to have in this run.{self.where()}"
+            )  # raised when the forward is over: what stands in a queue would be left there
+        super().met_another_thread()
 
     # -- patching ------------------------------------------------------------------------------------------------------
 
@@ -347,7 +405,8 @@ class LiveTracer(Tracer):
         is_apart = self.stage.draws_apart and generator is torch.default_generator and bool(outside)
         try:
             draw = Draw(self.draws.aside() if is_apart else self.draws, generator)
-            with self._looking_away(), nothing_computed_again(), as_the_user() if is_apart else nullcontext():
+            as_whom = as_the_user() if is_apart else nullcontext()
+            with self._looking_away(), nothing_computed_again(), as_whom, noticing(self._note_copy):
                 news = draw(aim, values, {})
         except Exception as error:
             self.refused = self.refused or error  # the model may swallow it
@@ -445,6 +504,12 @@ class _Deaf:
 def _is_held(tensor: torch.Tensor) -> bool:
     """Is it a leaf that collects gradients? Only a write that autograd does not see can change it."""
     return tensor.requires_grad and tensor.is_leaf
+
+
+def _is_leaf_or_view_of_one(tensor: torch.Tensor) -> bool:
+    """Is it a leaf that needs gradients, or does it look at the memory of one?"""
+    base = tensor if tensor._base is None else tensor._base
+    return base.is_leaf and base.requires_grad
 
 
 def _with(value: Any, instead: dict[int, torch.Tensor]) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from time import perf_counter_ns as _now
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -61,15 +61,45 @@ _Parameter = nn.Parameter
 _HOME = __file__.rsplit("/", 2)[0] + "/"
 
 
+_ANSWERS = (bool, int, str, tuple, torch.layout)
+
+
 class NeedsDeepLook(BaseException):
     """A tensor was born in the forward, and the function layer did not see how. Look again at every ATen call."""
+
+
+class Read(NamedTuple):
+    """A tensor that another thread read, its value then if that was known, and where; no tensor: anything."""
+
+    tensor: torch.Tensor | None
+    handle: Handle | None
+    position: int
+    site: Site | None
+
+
+class Alias(NamedTuple):
+    """What stands for an object that a call handed on: how many aliases lie between, and what that object was."""
+
+    depth: int
+    is_view: bool
+    requires_grad: bool
+
+    def original(self, tensor: torch.Tensor) -> tuple[Any, int]:
+        """The leaf that it stands for; else the function of autograd that gave the object that it stands for, and the
+        number of that among what the function gave.
+        """
+        node: Any = tensor.grad_fn
+        number = 0
+        for _ in range(self.depth if node is not None else 0):
+            node, number = node.next_functions[0]
+        return getattr(node, "variable", node), number
 
 
 class Recorder(TorchFunctionMode):
     """What the parts of a capture share: the recording, the memory, and where the model is."""
 
     # Python looks up attributes of an object fast while its dict has at most thirty: these few are not in it.
-    __slots__ = ("forward", "forwards", "has_scripts", "in_trees", "took")
+    __slots__ = ("elsewhere", "forward", "forwards", "has_scripts", "in_trees", "took")
     leaves_changes = True  # what the forward writes stays written
 
     def __init__(self, recording: Recording, origins: Origins, date: Date, deep: bool, unknown: str) -> None:
@@ -101,10 +131,12 @@ class Recorder(TorchFunctionMode):
         self.exposed = False
         self.threads = thread_marks()
         self.doubled: set[int] = set()  # objects that a call handed on, and the aliases that were given for them
+        self.aliases: dict[int, Alias] = {}  # of those, the aliases
         self.outer_modes = _dispatch_modes()
         self.contexts: dict[Any, Any] = {}
         self.grad_mode = _grad_enabled()  # as the model set it; beneath a script it is another
         self.in_aten = False
+        self.elsewhere: list[Read] = []  # what other threads read
         self.took = 0  # nanoseconds, of the call that is written down next
 
     def aten(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -189,7 +221,7 @@ class Recorder(TorchFunctionMode):
     def ask(self, kind: str, func: Any, args: Any, kwargs: Any, answer: Any) -> None:
         """Write down a question whose answer no content decides. Nothing is read for it: no node comes of it."""
         tensor = args[0] if args else None
-        if not isinstance(tensor, torch.Tensor) or not isinstance(answer, (bool, int, str, tuple)):
+        if not isinstance(tensor, torch.Tensor) or not isinstance(answer, _ANSWERS):
             return
         known, recording = self.memory.live.get(id(tensor)), self.recording
         handle = known.handle if isinstance(known, Entry) else known
@@ -218,10 +250,16 @@ class Recorder(TorchFunctionMode):
             return None  # a view made here could not be written later, where gradients are on again
         try:
             made = torch.ops.aten.alias.default(out)
-            self.doubled.update((id(out), id(made)))
+            self.double(out, made)
             return made
         except (RuntimeError, NotImplementedError):
             return None
+
+    def double(self, original: torch.Tensor, made: torch.Tensor) -> None:
+        """The model is given an alias, for what it takes for the very same object."""
+        of = self.aliases.get(id(original)) or Alias(0, original._is_view(), original.requires_grad)
+        self.aliases[id(made)] = of._replace(depth=of.depth + 1)
+        self.doubled.update((id(original), id(made)))
 
     def require_single(self, tensor: torch.Tensor, rule: Rule) -> None:
         """Refuse to reshape an object of which the model holds what it takes for the very same one."""

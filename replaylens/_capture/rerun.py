@@ -65,7 +65,6 @@ def rehearsed(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capt
 
 def lived(beginning: Beginning, record: Record, request: Request, given: Any = None) -> Lived:
     """Run the model with the changes of a request made while it runs, on the recorded inputs if none are given."""
-    request = evolve(request, given={**request.given, **request.raw})  # as it lies in the user's memory
     _require_in_place(record, request)
     record = _with_what_was_replaced(record)
     graph, aims = record.graph, aims_of(record, request)
@@ -297,7 +296,10 @@ def _were_lent(
 def _value(node: State, record: Record, request: Request) -> torch.Tensor:
     """The recorded or given value: as the model's own object, where that still holds it."""
     value, own = supply(record, request, Ref(node.name)), record.live[node.name]
-    is_given = record.graph.positions[node.name] in request.given
+    given = request.given.get(record.graph.positions[node.name])
+    is_given = given is not None
+    if given is not None and given.requires_grad != value.requires_grad:  # the model may ask
+        return given
     return own if not is_given and _is_same_memory(own, value) else value
 
 

@@ -6,8 +6,9 @@ passes on; it is counted, and put back when the last capture ends. (Global forwa
 see a module's output before the user's own hooks have changed it.) So is `apply` of a custom `autograd.Function`, one
 class below `Function` itself: an `apply` that was taken from its class before (`swish = Swish.apply`) comes by there.
 From torch 2.14 on such an `apply` is bound to C and comes by nowhere: only that it asks its class for the backward is
-seen. So is what exchanges two tensors (`torch.utils.swap_tensors`), which no torch function shows; and the way from
-torch's Python functions (`F.relu`) to a function mode, which costs more than the call where torch goes it.
+seen. So is what exchanges two tensors (`torch.utils.swap_tensors`), which no torch function shows, what leads to other
+threads (threads.py), and the way from torch's Python functions (`F.relu`) to a function mode, which costs more than
+the call where torch goes it.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from .._core.torch_private import (
     swap_of_tensors,
 )
 from .._core.world import alone, freed, in_children
+from . import threads
 from .builder import Site, is_torch_code, torch_code
 
 
@@ -62,12 +64,27 @@ _is_bound_to_c = Function.__dict__["apply"] is _function_apply  # from torch 2.1
 _OWNERS: tuple[Any, ...] = (SingleLevelFunction, Function) if _is_bound_to_c else (SingleLevelFunction,)
 _asked_of = FunctionMeta.__getattribute__
 _boundaries: set[int] = set()  # by id: the functions are ours, and stay
+_outermost: set[int] = set()
 
 
 def boundary(function: Any) -> Any:
     """Marks the functions beyond which a line's callers are known otherwise: by the module call that it lies in."""
     _boundaries.add(id(function.__code__))
     return function
+
+
+def outermost(function: Any) -> Any:
+    """Marks the function that calls the model."""
+    _outermost.add(id(function.__code__))
+    return function
+
+
+def model_frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frames from here outwards that are the model's own, none of torch's."""
+    while frame is not None and id(frame.f_code) not in _outermost:
+        if not is_torch_code(frame.f_code):
+            yield frame
+        frame = frame.f_back
 
 
 @boundary
@@ -161,6 +178,7 @@ def _put_in() -> None:
     if swap_of_tensors is not None:
         set_swap_of_tensors(_traced_swap)
     set_way_to_modes(_traced_function)
+    threads.put_in()
 
 
 def _leave(here: int, listener: Listener) -> None:
@@ -188,11 +206,13 @@ def _take_out() -> None:
     if swap_of_tensors is not None:
         set_swap_of_tensors(swap_of_tensors)
     set_way_to_modes(handle_torch_function)
+    threads.take_out()
 
 
 def _in_a_child() -> None:
     """Of all the threads that listened only the one that forked is there."""
     freed(_lock)
+    threads.in_a_child()
     for other in [thread for thread in _listeners if thread != get_ident()]:
         del _listeners[other]
     if not _listeners:

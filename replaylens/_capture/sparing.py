@@ -25,7 +25,7 @@ from .._edit.wanted import Wish
 from .builder import CallRecord, Gone, Handed, Handle, Recording, SourceRecord, parts_of, version_of
 from .keeping import objects_held
 from .origins import Date, Origins
-from .recorder import NeedsDeepLook
+from .recorder import Alias, NeedsDeepLook
 from .rules import Rule
 from .scopes import addresses
 from .storage import Base, Entry, Memory, storage_key
@@ -57,7 +57,7 @@ class SparingTracer(Tracer):
     ) -> None:
         super().__init__(recording, origins, date, deep, unknown)
         self.guess = Guess(wish, recording, addresses(origins.table))
-        self.shedding = Shedding(recording, self.memory, self.doubled)
+        self.shedding = Shedding(recording, self.memory, self.doubled, self.aliases)
         recording.records = _Told(self._noted)
         recording.scope_outputs = _Told(self._left)
         recording.values = _Values(self.shedding.forget)
@@ -160,6 +160,7 @@ class Shedding:
     recording: Recording
     memory: Memory
     doubled: set[int]
+    aliases: dict[int, Alias]
     watched: dict[int, Watched] = field(factory=dict)  # by the tensor's id
     young: dict[int, int] = field(factory=dict)  # id -> how often it was looked at
     old: dict[int, None] = field(factory=dict)
@@ -236,6 +237,7 @@ class Shedding:
             del self.memory.by_storage[key]
         self.memory.live.pop(number, None)
         self.doubled.discard(number)
+        self.aliases.pop(number, None)
         self._drop(number)
         return True
 

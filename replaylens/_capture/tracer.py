@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from time import perf_counter_ns as _now
 from types import CodeType, FunctionType
 from typing import Any
@@ -19,7 +18,8 @@ from attrs import frozen
 from torch import nn
 from torch.autograd import forward_ad
 
-from .._core.pure import alias, copied, what_is_raised
+from .._core.node import ITSELF
+from .._core.pure import alias, copied, kind_of, message_of, read_in_another_thread, what_is_raised
 from .._core.torch_private import (
     OpOverload,
     TransformType,
@@ -35,14 +35,18 @@ from .._core.torch_private import (
     without_function_modes,
 )
 from .._core.trees import ATOMS, freeze, freeze_deep, leaves, thaw
+from .._replay.facts import SOME, WALK, in_short
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite
-from .asked import HANDS_ON_FLAGS, cuts_by_flags
+from .asked import HANDS_ON_FLAGS, asks_for_none, cuts_by_flags, keeps_exceptions, next_functions
 from .builder import (
     PLAIN,
     CallRecord,
+    GuardRecord,
     Handle,
     Recording,
     ScopeRecord,
+    Site,
+    SourceRecord,
     is_torch_code,
     parts_of,
     version_of,
@@ -54,10 +58,12 @@ from .keeping import ALONE, BARE, GIVEN, objects_held, references_of, renewed
 from .opening import opened
 from .origins import Date, Origins, is_older
 from .rebinding import rebinds
-from .recorder import NeedsDeepLook, Recorder, outside, tensors_in
+from .recorder import NeedsDeepLook, Read, Recorder, outside, tensors_in
 from .regions import AtenWatch, backward_call, differentiate_call, watched
 from .rules import How, Rule, rule_of
-from .scopes import user_frame
+from .scopes import model_frames, user_frame
+from .storage import Entry
+from .threads import behind_the_library
 from .writes import assign, reshape, resize, write
 
 _peek = peek_interpreter_stack
@@ -81,6 +87,7 @@ class Tracer(Recorder):
     """One capture of one thread."""
 
     alone = ALONE  # references to a tensor that a module gives and has not kept
+    has_stand_ins = False
 
     def __init__(self, recording: Recording, origins: Origins, date: Date, deep: bool, unknown: str) -> None:
         super().__init__(recording, origins, date, deep, unknown)
@@ -95,6 +102,8 @@ class Tracer(Recorder):
             rule = self._learn(func)
         how = rule.how
         if how is PASS:
+            if self.has_stand_ins and rule.special:
+                args = self.stood_for(args)
             return func(*args, **kwargs) if kwargs else func(*args)
         try:
             if self.is_special or _peek() is not None:
@@ -110,6 +119,10 @@ class Tracer(Recorder):
         except Exception as error:
             self._raised(rule, func, args, kwargs or {}, error)
             raise
+
+    def stood_for(self, args: Any) -> Any:
+        """The arguments of a read: see live.py for a look in which other tensors stand for the user's."""
+        return args
 
     def _special_door(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         """The way in while a region is open: functorch, forward-mode gradients, or a dispatch mode that looks on."""
@@ -259,11 +272,22 @@ class Tracer(Recorder):
 
     def _escape(self, func: Any, args: Any, kwargs: Any) -> Any:
         reads, named = self.read_all(args, kwargs)
-        result = func(*args, **kwargs)
+        result = self._in_words(func, args, kwargs) if func in _WORDS else func(*args, **kwargs)
         number = type(result) is str and isinstance(args[0], torch.Tensor) and args[0].dim() == 0
         plain = type(result) in (bool, int, float, complex) or number  # of larger tensors the content is compared
         self.guard(func, reads, named, result if plain else None, plain)
         return result
+
+    def _in_words(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The text of a tensor, which says what gave it."""
+        text, tensor = func(*args, **kwargs), args[0]
+        if type(text) is not str or not isinstance(tensor, torch.Tensor) or not tensor.requires_grad:
+            return text
+        given, made = self.answer("grad_fn", _GRAD_FN, tensor), tensor.grad_fn
+        if made is None or given is made:
+            return text
+        now = "requires_grad=True" if given is None else f"grad_fn=<{type(given).__name__}>"
+        return text.replace(f"grad_fn=<{type(made).__name__}>", now)
 
     def _expose(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         tensor = next((value for value in args if isinstance(value, torch.Tensor)), None)
@@ -279,7 +303,8 @@ class Tracer(Recorder):
         return func(*args, **kwargs)
 
     def _raised(self, rule: Rule, func: Any, args: Any, kwargs: Any, error: Exception) -> None:
-        """An operation raised. If the model catches that, what it does then holds as long as the same is raised.
+        """An operation raised. If the model catches that, what it does then holds as long as the same is raised: with
+        the same text, if it keeps the exception.
 
         What a call within this one raised is known from there; gradients and transforms raise by what is no content.
         """
@@ -288,13 +313,26 @@ class Tracer(Recorder):
         try:
             with without_function_modes(), self.at_work():
                 reads, named = self.read_all(args, kwargs)
-                asked = partial(what_is_raised, func, *args, **kwargs)
-                if rule.how is not How.OPAQUE and asked() != type(error).__qualname__:
-                    return  # it came of gradients or memory, not of values
+                again = what_is_raised(func, *args, **kwargs) if rule.how is not How.OPAQUE else error
+                if kind_of(again) != kind_of(error):
+                    self._came_of_flags(tensors_in(args, kwargs))
+                    return
         except (ReplaylensError, NeedsDeepLook) as refusal:
             self.refused = self.refused or refusal
             return
-        self.guard(func, reads, named, type(error).__qualname__, True, "exception")
+        kept = any(keeps_exceptions(frame.f_code) for frame in model_frames(_frame(2)))
+        if kept and message_of(again) == message_of(error):
+            self.guard(func, reads, named, message_of(error), True, "message")
+        else:
+            self.guard(func, reads, named, kind_of(error), True, "exception")
+
+    def _came_of_flags(self, tensors: list[torch.Tensor]) -> None:
+        """What was raised came of gradients or memory, and not of values: that is what the model asked for."""
+        for tensor in tensors:
+            for word in (torch.Tensor.requires_grad, torch.Tensor.is_leaf):
+                self.ask("flags", word.__get__, (tensor,), {}, word.__get__(tensor))  # type: ignore[attr-defined]
+            if tensor.layout is torch.strided:
+                self.ask("layout", torch.Tensor.stride, (tensor,), {}, tensor.stride())
 
     # -- calls with a way of their own ---------------------------------------------------------------------------------
 
@@ -338,16 +376,42 @@ class Tracer(Recorder):
 
     def _special_asks_flag(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         """The model asks what autograd knows of a tensor. What torch's own code asks is mostly for itself."""
-        code, answer = outside(_frame(1)).f_code, func(*args, **kwargs)
+        more = args[1:], kwargs
+        question = (lambda tensor: func(tensor, *more[0], **more[1])) if any(more) else func
+        frame, answer = outside(_frame(1)), self.answer(rule.kind, question, args[0])
+        while getattr(func, "__code__", None) is not None and frame.f_code in (func.__code__, _HANDLES.__code__):
+            frame = frame.f_back  # it is written in Python, and has called this itself
+        code = frame.f_code
         is_told = code.co_name in HANDS_ON_FLAGS
         if is_told and not (_grad_enabled() or self.recording.ambient[0]):
             self.recording.one_way.append(f"`{code.co_name}`: it was told that no gradient will be asked for.")
         if is_told or cuts_by_flags(code) or not is_torch_code(code):
             if rule.kind == "grad_fn" and not _STEP_HOOKS.isdisjoint(code.co_names):
                 self.recording.one_way.append(HOOK_ON_STEP)
-            known = answer if type(answer) is bool else answer is None or type(answer).__name__
+            known = in_short(answer)
+            if known not in (True, False) and asks_for_none(code, frame.f_lasti):
+                known = SOME
             self.ask("flags", func, args[:1], {}, known)
+            if rule.kind == "grad_fn" and WALK in code.co_names:
+                self.walk(args[0])
         return answer
+
+    def walk(self, tensor: torch.Tensor) -> None:
+        """The model goes back through the history of a tensor."""
+        self.ask("flags", next_functions, (tensor,), {}, in_short(next_functions(tensor)))
+
+    def answer(self, word: str, func: Any, tensor: torch.Tensor) -> Any:
+        """What autograd knows of a tensor: of an alias, what it knows of the object for which that stands."""
+        if (alias := self.aliases.get(id(tensor))) is None:
+            return func(tensor)
+        if word in ("_base", "_is_view"):
+            return alias.is_view if word == "_is_view" else func(tensor) if alias.is_view else None
+        if word == "requires_grad" and not tensor.requires_grad:
+            return alias.requires_grad
+        original, number = alias.original(tensor)
+        if isinstance(original, torch.Tensor):
+            return func(original)
+        return {"grad_fn": original, "output_nr": number}[word] if word in ("grad_fn", "output_nr") else func(tensor)
 
     def _special_dual(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         """Forward-mode gradients begin: until their level ends, what counts are the ATen calls beneath."""
@@ -399,6 +463,8 @@ class Tracer(Recorder):
             if self.watch is None:
                 self.watch = AtenWatch(self)
                 self.watch.__enter__()
+        if func is torch.Tensor.contiguous and (plain := _beneath(args[0])).is_contiguous(*args[1:], **(kwargs or {})):
+            self.ask("layout", func, (plain, *args[1:]), kwargs, ITSELF)  # no ATen call comes of it
         keys = {level.key() for level in interpreter_stack() or ()}
         gradients = {TransformType.Grad, TransformType.Jvp}
         self.differentiating = bool(keys & gradients) or forward_ad._current_level >= 0
@@ -526,7 +592,7 @@ class Tracer(Recorder):
             except (RuntimeError, NotImplementedError):
                 return tensor
             source = self.read(tensor)
-            self.doubled.update((id(tensor), id(made)))
+            self.double(tensor, made)
             returns = self.results(made, alias, (tensor,), {}, [tensor])
             self.append(alias, _IDENTITY, [source, number], {}, returns, None, None, False)
         return made
@@ -541,9 +607,7 @@ class Tracer(Recorder):
 
     def _read_wrapped(self, tensor: torch.Tensor) -> Handle | None:
         """The plain tensor beneath functorch's wrappers."""
-        while is_wrapped(tensor):
-            tensor = unwrapped(tensor)
-        return self.memory.read(tensor)
+        return self.memory.read(_beneath(tensor))
 
     def _identity(self, tensor: torch.Tensor) -> torch.Tensor:
         """A module that hands its input on: its output gets a name of its own."""
@@ -561,6 +625,54 @@ class Tracer(Recorder):
         if differentiates and not self.in_leaf:
             self.recording.one_way.append(BOUND_BEFORE.format(name=kind.__name__))
 
+    def handing_over(self) -> Site:
+        """The line that leads to another thread."""
+        return self.line(behind_the_library(outside(_frame(1))))
+
+    def read_elsewhere(self, func: Any, args: Any, kwargs: Any, site: Any) -> tuple[Any, Any]:
+        """A job of the forward's calls torch, in another thread. Nothing is read for it here, where it is not known
+        what the forward's own thread is doing: only a note is taken.
+        """
+        rule = _rules.get(func) or self._learn(func)
+        for tensor in tensors_in(args, kwargs) if rule.how is not PASS else ():
+            known = self.memory.live.get(id(tensor))
+            if isinstance(known, Entry):
+                known = known.handle if known.version == known.base.version else known.base.handle
+            self.elsewhere.append(Read(tensor, known, len(self.recording.records), site))
+        return args, kwargs
+
+    def met_another_thread(self) -> None:
+        """A thread that was there before the forward was woken, or waited for: it can have read anything."""
+        self.elsewhere.append(Read(None, None, len(self.recording.records), self.handing_over()))
+
+    def note_other_threads(self) -> None:
+        """What other threads read are facts."""
+        records = self.recording.records
+        found: dict[Handle | None, tuple[Read, list[Handle]]] = {}
+        for read in self.elsewhere:
+            if read.tensor is None:
+                handles = [handle for record in records[: read.position] for _, handle in parts_of(record.returns)]
+                found[None] = read, list(dict.fromkeys(handles))
+            elif read.handle is not None or self.origins.own_among(read.tensor):
+                handle = read.handle if read.handle is not None else self.read(read.tensor)
+                found.setdefault(handle, (read, [handle]))
+        for read, handles in found.values():
+            guard = GuardRecord(read_in_another_thread, handles, {}, None, False, read.position, -1, read.site)
+            self.recording.guards.append(guard)
+
+    def note_asked(self) -> None:
+        """What the model asked of parameters and buffers that no call has read: they are sources all the same."""
+        if not self.recording.asked:
+            return
+        asked = {id(one.tensor): one.tensor for one in self.recording.asked if one.handle is None}
+        for number, tensor in asked.items():
+            if number not in self.memory.live and self.origins.own_among(tensor):
+                self.read(tensor)
+        sources = [record.tensor for record in self.recording.records if isinstance(record, SourceRecord)]
+        for tensor in sources:
+            if tensor.layout is torch.strided and not tensor.is_nested:
+                self.recording.strides[id(tensor)] = tensor.stride()
+
     def swapped(self) -> None:
         """Two tensors have exchanged what they are: recorded values among them are others now."""
         refusal = CaptureError(
@@ -569,6 +681,12 @@ class Tracer(Recorder):
         )
         self.refused = self.refused or refusal  # the model may swallow it
         raise refusal
+
+
+def _beneath(tensor: torch.Tensor) -> torch.Tensor:
+    while is_wrapped(tensor):
+        tensor = unwrapped(tensor)
+    return tensor
 
 
 def _written_by(rule: Rule, args: Any, kwargs: Any) -> list[torch.Tensor]:
@@ -667,8 +785,11 @@ def _was_seen(error: BaseException, doors: tuple[CodeType, ...]) -> bool:
     return False
 
 
+_HANDLES = torch.overrides.handle_torch_function
 _DOORS = (Tracer.__torch_function__.__code__,)
 _BY_NO_CONTENT = frozenset("differentiate backward grad_mode dual hook turn higher_order expose deepcopy".split())
 _STEP_HOOKS = frozenset(("register_hook", "register_prehook"))
+_WORDS = frozenset((torch.Tensor.__repr__, torch.Tensor.__str__, torch.Tensor.__format__))
+_GRAD_FN: Any = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
 _RELU = Rule(How.FRESH, "relu")
 _IDENTITY = Rule(How.LEAF, "identity", is_identity=True)

@@ -87,10 +87,8 @@ def _called(node: Call) -> tuple[Target, tuple[Any, ...]]:
     function = node.target.function
     if function is mutate:
         return node.args[0], node.args[2]
-    if function in BLANKS:
+    if function in (laid_out, *BLANKS):
         return node.args[0], node.args[1:]
-    if function is laid_out:
-        return node.args[0], node.args[2:]
     if function is fill_new:
         return node.args[0], node.args[2]
     return node.target, node.args

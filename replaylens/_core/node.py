@@ -55,6 +55,7 @@ class TensorMeaning:
     device: str
     strides: tuple[int, ...] | None
     stored: int | None = None  # of a sparse tensor: how many of its elements are stored
+    layout: torch.layout = torch.strided
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -77,7 +78,7 @@ class TensorMeaning:
         shape = tuple(tensor.shape) if not tensor.is_nested else ()
         if strided:
             return TensorMeaning(shape, tensor.dtype, str(tensor.device), tensor.stride())
-        return TensorMeaning(shape, tensor.dtype, str(tensor.device), None, stored_by(tensor))
+        return TensorMeaning(shape, tensor.dtype, str(tensor.device), None, stored_by(tensor), tensor.layout)
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
@@ -270,6 +271,7 @@ class Guard:
                read, where that is a plain number, a bool or a string; else the content is compared as a whole.
     shape      the sizes of `args`, which the call `target` gave: content decides on them, and any Python may read them.
     exception  the name of the exception that `target(*args)` raised and the model caught; None where it raised none.
+    message    the same with its text, where the model keeps the exception and can read it.
     completion `args`, which nothing needs, were computed: the call `target` that gives them raised nothing.
 
     Every other kind is a question that `target(*args)` answers with a plain value.

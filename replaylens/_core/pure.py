@@ -8,6 +8,7 @@ It gives what the call gave and the new values. Gradients pass as they do throug
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -16,8 +17,9 @@ import torch
 from torch.autograd import forward_ad
 
 from ..errors import NotDifferentiable, ReplaylensError
+from .sharing import overlaps_itself
 from .target import Target
-from .torch_private import is_batched, outside_of_transforms, peek_interpreter_stack
+from .torch_private import is_batched, negative_view, outside_of_transforms, peek_interpreter_stack
 from .trees import freeze, thaw
 
 differentiate_name = "replaylens._replay.differentiate.differentiate"
@@ -203,10 +205,14 @@ def writable_copy(tensor: torch.Tensor, batched: torch.Tensor | None = None) -> 
         one = batched.detach().reshape(-1)[:1].sum().to(tensor.dtype)
         never = torch.zeros((), dtype=torch.bool, device=tensor.device)
         return torch.where(never, one, tensor)
+    if tensor.is_conj():
+        return writable_copy(tensor.conj()).conj()
+    if tensor.is_neg():
+        return negative_view(writable_copy(negative_view(tensor)))
     if tensor.layout is not torch.strided or tensor.is_contiguous():
         return tensor.clone()
     copy = tensor.clone()
-    if copy.stride() == tensor.stride() or tensor.is_conj() or tensor.is_neg():
+    if copy.stride() == tensor.stride():
         return copy
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     flat = tensor.as_strided((span,), (1,), tensor.storage_offset()).clone()
@@ -216,9 +222,13 @@ def writable_copy(tensor: torch.Tensor, batched: torch.Tensor | None = None) -> 
 def copy_in_place(tensor: torch.Tensor) -> torch.Tensor:
     """A copy that lies in memory as the tensor does, its offset included."""
     offset = tensor.storage_offset() if tensor.layout is torch.strided else 0
-    if not offset:
-        return writable_copy(tensor)
+    if tensor.is_conj():
+        return copy_in_place(tensor.conj()).conj()
+    if tensor.is_neg():
+        return negative_view(copy_in_place(negative_view(tensor)))
     copy = writable_copy(tensor)
+    if not offset or copy.stride() != tensor.stride():
+        return copy
     span = 1 + sum((size - 1) * stride for size, stride in zip(copy.shape, copy.stride(), strict=True))
     flat = torch.cat((copy.new_zeros(offset), copy.as_strided((span,), (1,), copy.storage_offset())))
     return flat.as_strided(tensor.shape, tensor.stride(), offset)
@@ -292,9 +302,9 @@ def standing(place: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
     return _Standing.apply(place, content.detach())  # type: ignore[no-untyped-call]
 
 
-def what_is_raised(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str | None:
-    """The name of the exception that a call raises on these values, None if it raises none. It changes nothing: it gets
-    copies of what it might write, and the generator is put back.
+def what_is_raised(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Exception | None:
+    """The exception that a call raises on these values, None if it raises none. It changes nothing: it gets copies of
+    what it might write, and the generator is put back.
     """
     leaf = lambda value: _own_copy(value) if isinstance(value, torch.Tensor) else value  # noqa: E731
     trees = freeze(args, leaf), freeze(kwargs, leaf)
@@ -303,10 +313,23 @@ def what_is_raised(function: Callable[..., Any], *args: Any, **kwargs: Any) -> s
         with torch.no_grad():
             function(*thaw(trees[0], _as_is), **thaw(trees[1], _as_is))
     except Exception as error:
-        return type(error).__qualname__
+        return error.with_traceback(None)
     finally:
         torch.default_generator.set_state(state)
     return None
+
+
+def kind_of(error: Exception | None) -> str | None:
+    """The name of an exception's class."""
+    return None if error is None else type(error).__qualname__
+
+
+def message_of(error: Exception | None) -> str | None:
+    """What an exception says. Addresses in memory in it say nothing."""
+    return None if error is None else f"{kind_of(error)}: {_ADDRESS.sub('0x', str(error))}"
+
+
+_ADDRESS = re.compile("0x[0-9a-fA-F]+")
 
 
 def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -394,43 +417,45 @@ def alias(tensor: torch.Tensor, number: int | None = None) -> torch.Tensor:
     return tensor
 
 
+def read_in_another_thread(*values: Any) -> None:
+    """Stands for what a thread besides the forward's own did with values: it can have read all of them."""
+
+
 def gathered(*parts: Any) -> tuple[Any, ...]:
     """Values of several nodes, as the parts of one."""
     return parts
 
 
 def in_layout(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
-    """The tensor in another memory layout; itself where it has that, or where gradients would be cut off."""
+    """The tensor in another memory layout, where that is one in which each element has its place."""
     if strides is None or tensor.layout is not torch.strided or tensor.stride() == strides:
         return tensor
-    if any(stride == 0 for stride in strides) or tensor.requires_grad:
-        return tensor.contiguous() if strides == _contiguous(tuple(tensor.shape)) else tensor
-    made = spread(tensor, tuple(tensor.shape), strides)
-    made.copy_(tensor)
-    return made
+    place = tensor.detach().new_empty_strided(tuple(tensor.shape), strides)
+    return tensor if overlaps_itself(place) else place.zero_().copy_(tensor)  # in a way that gradients can go
 
 
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
+def as_it_lay(old: Any, new: Any) -> Any:
+    """New numbers in memory as the old value lies in it: what stands in its gaps is there, for `as_strided` may look at
+    them. Gradients go the way of the new numbers.
+    """
+    if isinstance(new, (tuple, list)) and isinstance(old, (tuple, list)) and len(old) == len(new):
+        return tuple([as_it_lay(one, other) for one, other in zip(old, new, strict=True)])
+    if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor) or _lie_alike(old, new):
+        return new
+    if peek_interpreter_stack() is not None or overlaps_itself(old):
+        return new
+    return copy_in_place(old.detach()).copy_(new)
 
 
-def spread(like: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
-    """New memory in a layout, to be written. Its gaps hold zeros: `as_strided` may look at them."""
-    made = like.new_empty_strided(shape, strides)
-    span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    if 0 < made.numel() < span:
-        made.as_strided((span,), (1,), 0).zero_()
-    return made
+def _lie_alike(old: torch.Tensor, new: torch.Tensor) -> bool:
+    if old.layout is not torch.strided or new.layout is not torch.strided or old.shape != new.shape:
+        return True
+    return old.stride() == new.stride()
 
 
-def laid_out(function: Target, strides: tuple[int, ...], *args: Any, **kwargs: Any) -> torch.Tensor:
-    """What a function gives, in the memory layout that was recorded: views that the model took need it."""
-    made = function.function(*args, **kwargs)
-    return made if peek_interpreter_stack() is not None else in_layout(made, strides)
+def laid_out(function: Target, value: Any, *args: Any, **kwargs: Any) -> Any:
+    """What a patch makes of a value, in memory as that lies."""
+    return as_it_lay(value, function.function(value, *args, **kwargs))
 
 
 def as_leaf(tensor: torch.Tensor) -> torch.Tensor:

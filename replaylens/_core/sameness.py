@@ -1,14 +1,17 @@
 """Are two values the same? To the last bit, where NaN is NaN.
 
 In: two tensors of any kind. Out: whether they are one value, and if not, how far apart. Layouts are no difference: what
-is compared is what could be read.
+is compared is what could be read. What users set on tensors is compared as text.
 """
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from typing import Any
 
 import torch
+
+from .trees import fingerprint
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -56,6 +59,30 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.dequantize()  # not its integers: they mean other numbers on another scale
     tensor = tensor.resolve_conj().resolve_neg()
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def attached(tensor: torch.Tensor) -> str | None:
+    """What Python code has hung on a tensor, as text that differs where it does. Tensors in it go by their content."""
+    own = vars(tensor)
+    return _shown({key: own[key] for key in sorted(own)}) if own else None
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{kind_of(value)} {_digest(value)}"
+    if type(value) in (list, tuple):
+        return f"{type(value).__name__}({', '.join(map(_shown, value))})"
+    if type(value) is dict:
+        return f"dict({', '.join([f'{key!r}={_shown(item)}' for key, item in value.items()])})"
+    return fingerprint(value)
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    """Few words for every bit of a tensor."""
+    if tensor.is_meta or tensor.is_nested:
+        return "" if tensor.is_meta else " ".join(map(_digest, parts_of(tensor)))
+    numbers = plain(tensor).cpu().contiguous()
+    return blake2b(numbers.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def difference(one: torch.Tensor, other: torch.Tensor) -> float | None:

@@ -68,6 +68,18 @@ def span(tensor: torch.Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """May two of its elements be one in memory? What is expanded is, and what `unfold` gives."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return False
+    room = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < room:
+            return True
+        room += (size - 1) * stride
+    return False
+
+
 def _cross(one: tuple[int, int], other: tuple[int, int]) -> bool:
     return one[0] < other[1] and other[0] < one[1]
 

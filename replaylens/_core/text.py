@@ -66,9 +66,7 @@ def call_expression(node: Call) -> str:
         views = tuple([_view(target, bases) for target in targets])
         named = tuple(zip(kwargs.keys or (), kwargs.items, strict=True))
         return _call(function, args, named, (bases, views))
-    if node.target.function is laid_out:
-        return _call(node.args[0], node.args[2:], node.kwargs)
-    if node.target.function in BLANKS:
+    if node.target.function in (laid_out, *BLANKS):
         return _call(node.args[0], node.args[1:], node.kwargs)
     if node.target.name == differentiate_name:
         return f"gradient({', '.join(map(str, dict.fromkeys(node.refs)))})"

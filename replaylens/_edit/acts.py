@@ -17,6 +17,7 @@ from attrs import frozen
 
 from .._core.backward import saved_below, without_way_back
 from .._core.pure import history_of, same_content, untransformed, writable_copy
+from .._core.sameness import same
 from .._core.target import Target
 from .._core.torch_private import is_any_autocast_on, peek_interpreter_stack
 from .._core.trees import freeze_deep, thaw
@@ -239,7 +240,8 @@ def apply(value: Tensor, fn: Callable[[Tensor], Tensor], part: Part | None = Non
 
 
 def of_own_copies(fn: Callable[[Any], Any], values: Any) -> Any:
-    """What a function makes of a value, or of several. It gets copies, and may write to them.
+    """What a function makes of a value, or of several. It gets copies, and may write to them; where it hands its copy on
+    as it got it, that is the value itself.
 
     In the model a hook that writes by `.data` or numpy changes what the call before it may have saved for its backward.
     """
@@ -253,10 +255,21 @@ def of_own_copies(fn: Callable[[Any], Any], values: Any) -> Any:
             given.append((old, copy.detach(), copy._version))
         return copy
 
-    made = fn(copied(values) if isinstance(values, Tensor) else thaw(freeze_deep(values, copied), _same))
+    copies = copied(values) if isinstance(values, Tensor) else thaw(freeze_deep(values, copied), _same)
+    made = fn(copies)
+    if made is copies and isinstance(values, Tensor) and _is_as_given(made, values):
+        return values
     if not any(_is_spoilt(*one) for one in given):
         return made
     return thaw(freeze_deep(made, lambda tensor: without_way_back(tensor, _UNSEEN)), _same)
+
+
+def _is_as_given(copy: Tensor, value: Tensor) -> bool:
+    """Did a function leave the copy as it was? It may write by `.data`, which no counter shows."""
+    if peek_interpreter_stack() is not None or value.layout is not torch.strided or value.is_nested:
+        return False
+    flags = (copy.requires_grad, copy.grad_fn is None) == (value.requires_grad, value.grad_fn is None)
+    return flags and copy.stride() == value.stride() and same(copy, value)
 
 
 def _is_spoilt(old: Tensor, there: Tensor, version: int) -> bool:

@@ -7,7 +7,7 @@ patch is asked for `terms()` and its words; nothing else is known of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,13 +86,13 @@ def _lower_parts(graph: Graph, name: str, patches: Sequence[tuple[Ref, Sequence[
     return Lowered(_stand_in(graph, node, (*nodes, gather), {**to_old, **refs}), tensors)
 
 
-def in_recorded_layout(graph: Graph, strides: Mapping[str, tuple[int, ...]]) -> Graph:
-    """The graph, some of whose patches give their values in these memory layouts."""
+def in_their_layout(graph: Graph, names: Iterable[str]) -> Graph:
+    """The graph, some of whose patches give what they make in memory as what they are made of lies."""
     made = {}
-    for name, wanted in strides.items():
+    for name in names:
         call = graph[name]
         assert isinstance(call, Call)
-        made[name] = (evolve(call, target=Target.of(laid_out), args=(call.target, wanted, *call.args)),)
+        made[name] = (evolve(call, target=Target.of(laid_out), args=(call.target, *call.args)),)
     return replace(graph, made)
 
 

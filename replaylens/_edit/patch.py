@@ -433,6 +433,17 @@ def patch_of(what: Any) -> Patch:
     raise BadPatch(f"{shown(what)} is no patch. Give a tensor, a function, or a patch such as Set({shown(what)}).")
 
 
+def keeps_layout(what: Any) -> bool:
+    """Does it change numbers, so that what it gives lies in memory as the old value did? A whole tensor, and a function
+    of the whole value, bring a layout of their own.
+    """
+    if isinstance(what, list):
+        what = patch_of(what)
+    if isinstance(what, Chain):
+        return all(map(keeps_layout, what.patches))
+    return isinstance(what, Patch) and (what.part is not None or not isinstance(what, (Apply, Set, From)))
+
+
 def _flat(patch: Patch) -> tuple[Patch, ...]:
     return patch.patches if isinstance(patch, Chain) else (patch,)
 

@@ -55,10 +55,8 @@ def made_by_model(call: Call, original: Target | None = None) -> Made:
         return Made(args[0], args[2], _named(args[3]), (args[1], args[4], args[5]))
     if function is fill_new:
         return Made(args[0], args[2], _named(args[3]))
-    if function in BLANKS:
+    if function in (laid_out, *BLANKS):
         return Made(args[0], args[1:], kwargs)
-    if function is laid_out:
-        return Made(args[0], args[2:], kwargs)
     return Made(original or call.target, args, kwargs)
 
 

@@ -16,7 +16,7 @@ from attrs import frozen
 
 from .._core.node import Context, Guard, Input, Ref
 from .._core.trees import leaves, thaw
-from .._replay.facts import Around, is_like_an_input, layout_departures, patch_departures
+from .._replay.facts import Around, Instead, is_like_an_input, layout_departures
 from .._replay.guards import Departure, departure
 from .._replay.interpreter import modes, recorded_world
 from .._replay.request import Change
@@ -287,14 +287,18 @@ class _Chunk:
 
     def _lies_otherwise(self, slot: int, new: Tensor) -> Departure | None:
         """Does the memory layout of a patched value lead away, or what else the model may ask of an input?"""
-        own = is_like_an_input(new)
-        if new.stride() == self.machine.values[slot].stride() and not own:
+        has_attributes = bool(vars(new)) or bool(self.machine.graph.literals)
+        own, known = is_like_an_input(new) or has_attributes, self.machine.values[slot]
+        if (new.is_conj(), new.is_neg()) != (known.is_conj(), known.is_neg()):  # stacked, variants have no such marks
+            return Departure("the mark of a conjugate or negative of a patched value", "one", "another")
+        if new.stride() == known.stride() and not own:
             return None
         ref = next(ref for ref, number in self.machine.slot.items() if number == slot)
         graph, values = self.machine.graph, self.machine.record.values
         if not own or not isinstance(graph[ref.node], Input):
-            return next(layout_departures(graph, values, {ref: new}), None)
-        return next(patch_departures(graph, values, ref, values[ref], new, Around.of_replay(graph, False)), None)
+            return next(layout_departures(graph, values, {ref: new}, up_to_rounding=True), None)
+        instead = Instead(graph, values, Around.of_replay(graph, False), frozenset((ref,)), {}, {})
+        return next(instead.departures(ref, values[ref], new), None)
 
     def _value(self, slot: int, lane: int) -> Tensor:
         recorded, delta = self.machine.values[slot], self.env[slot]

@@ -18,6 +18,7 @@ from .._core.pure import mutate, same_content
 from .._core.reference import Unpickled
 from .._core.target import Target
 from .._core.trees import freeze_deep, leaves, thaw
+from .._replay.facts import heeded
 from .._replay.guards import diverged
 from .._replay.parting import parted
 from .._replay.replay import Record, led_astray, version
@@ -58,6 +59,8 @@ class Together:
             self.loners = frozenset(range(len(self.keys)))
         if self.record.graph.asked:  # of layouts and flags, which variants that run together have not
             self.loners |= {n for n, each in enumerate(self.changes) if each}
+        elif graph.catches:
+            self.loners |= {n for n, each in enumerate(self.changes) if _is_only_heeded(graph, each)}
         if delicate := [call for call in graph.calls if call.through or call.target.function is mutate]:
             apart = [n for n, each in enumerate(self.changes) if not can_share(graph, delicate, each)]
             self.loners = self.loners.union(apart)
@@ -162,6 +165,12 @@ def _shifts_draws(graph: Graph, changes: Changes) -> bool:
     """May a variant make a call take more or fewer random numbers, so that later ones draw others?"""
     below = graph.descendants([graph.nodes[position].name for position in changes])
     return any(graph.nodes[before].name in below for before in graph.shifts.values())
+
+
+def _is_only_heeded(graph: Graph, changes: Changes) -> bool:
+    """Does nothing but a fact, which runs that go together do not ask for, hang on some of the changes?"""
+    needed = graph.marked_ancestors([ref.node for ref in graph.wanted_refs])
+    return any(not needed[position] for position in heeded(graph, changes))
 
 
 def shares_nothing(graph: Graph) -> str:

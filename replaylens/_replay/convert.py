@@ -17,6 +17,7 @@ from .._core.node import Call, Node, Ref, State, TensorMeaning
 from .._core.pure import as_leaf
 from .._core.trees import leaves, remake, thaw
 from ..errors import StaleValue
+from .facts import Around, require_as_asked
 from .guards import Departure, diverged
 from .interpreter import Mode, compile_plan, interpret, recorded_world, states_begun
 from .keeping import keeping
@@ -42,7 +43,7 @@ def rerun(
     record: Record, sources: dict[Ref, torch.Tensor] | None = None, graph: Graph | None = None
 ) -> tuple[Record, Any]:
     """A Record of the whole program run on these sources (as they are now, if none are given), and its output."""
-    graph = graph or record.graph
+    is_refreshed, graph = sources is None, graph or record.graph
     if sources is None:
         sources = {}
         for node in graph.nodes:
@@ -50,6 +51,8 @@ def rerun(
                 ref = Ref(node.name)
                 held = record.live.get(node.name) if isinstance(node, State) else None
                 sources[ref] = _present(record, node, record.values[ref] if held is None else held)
+    if is_refreshed:
+        require_as_asked(graph, record.values, sources, Around.of_replay(graph, False))
     made = plan(graph, range(len(graph)), bytearray(len(graph)), (), rerun_all=True, keep=range(len(graph)))
 
     def departed(departure: Departure) -> None:

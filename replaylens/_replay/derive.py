@@ -22,7 +22,7 @@ from .._edit.compare import origins, same_values
 from .._edit.rewrite import NOTHING
 from ..errors import ShapeMismatch
 from .convert import as_it_came_out
-from .facts import asked_again
+from .facts import asked_again, layouts_altered
 from .guards import Departure, answered, diverged, misdirected, place, raising, same_result
 from .interpreter import Code, Mode, compile_plan, interpret, recorded_world, states_begun
 from .keeping import keeping
@@ -69,7 +69,7 @@ def derive(
 
     known = work.known()
     values = {**known, **work.run(known, departed)}
-    for departure in (*work.led_away(values), *work.answered_otherwise(values)):
+    for departure in (*work.led_away(values), *work.answered_otherwise(values), *work.laid_out_otherwise(values)):
         departed(departure)
     graph = as_it_came_out(graph, {ref: tensor for ref, tensor in values.items() if ref not in work.same})
     if departures:
@@ -207,6 +207,25 @@ class _Work:
         for guard in self.graph.asked:
             if guard.refs and (ref := guard.refs[0]) in values and ref not in self.same:
                 yield from asked_again(guard, values[ref])
+
+    def laid_out_otherwise(self, values: Values) -> Iterator[Departure]:
+        """What hangs on how values lie in memory that the edit has altered."""
+        old, instead = self.record, dict(self._read_instead())
+        meanings = {ref: meaning for node in old.graph.nodes for ref, meaning in meanings_of(node).items()}
+        new = {ref: tensor for ref, tensor in values.items() if ref not in self.same}
+        places = {ref: instead.get(ref, ref) for ref in new}
+        before = {ref: old.values[was] for ref, was in places.items() if was in old.values}
+        strides = {ref: meanings[was].strides for ref, was in places.items() if was in meanings}
+        edited = {*instead, *self.graph.edited_refs, *[Ref(name) for name in self.added.values]}
+        yield from layouts_altered(self.graph, before, strides, new, edited)
+
+    def _read_instead(self) -> Iterator[tuple[Ref, Ref]]:
+        """What the model's calls read now, and what they read before."""
+        old = self.record.graph
+        for call in self.graph.calls:
+            was = old[call.name] if call.name in old and not call.edited else None
+            if isinstance(was, Call) and was.refs != call.refs and len(was.refs) == len(call.refs):
+                yield from zip(call.refs, was.refs, strict=True)
 
     def _is_cut_off(self, name: str) -> bool:
         """Does the model take a gradient through this node that has no way any more to where it starts?"""

@@ -17,12 +17,14 @@ from .._core.trees import thaw
 from .._edit.bypass import bypassed
 from .._edit.cut import cut
 from .._edit.edges import OUTPUT, rewired, tapped
-from .._edit.lower import in_recorded_layout, lower
-from .._edit.patch import Patch
+from .._edit.lower import in_their_layout, lower
+from .._edit.patch import Patch, keeps_layout
 from .._edit.rewrite import unread_sources, without
 from ..errors import DivergedReplay
 from .derive import Added, derive, require_choice
 from .drawn import Watched
+from .facts import Around, departures
+from .guards import diverged
 from .inputs import new_state, state_called
 from .keeping import with_values
 from .replay import Record, Versions, execute, idle_among
@@ -47,12 +49,12 @@ def patch(record: Record, bound: Bound, request: Request) -> Made:
     for name, patches in _by_node(graph, bound).items():
         made = lower(graph, name, patches)
         graph, tensors = made.graph, {**tensors, **made.tensors}
-        names.add(name)
+        names |= {name} if all(keeps_layout(patch) for _, patch in patches) else set()
     for ref, one in [pair for at, patches in bound if at.output is not None for pair in patches]:
         graph, (name,) = tapped(graph, (ref if ref in graph.output_refs else Ref(ref.node),), (OUTPUT,))
         made = lower(graph, name, [(Ref(name), one)])
         graph, tensors = made.graph, {**tensors, **made.tensors}
-        names.add(name)
+        names |= {name} if keeps_layout(one) else set()
     added = Added(tensors, {name: tensor for name, tensor in tensors.items() if tensor.requires_grad})
     known = {id(call.meaning) for call in record.graph.calls}  # also of those that go on under another name
     functions = {call.name for call in graph.edited if id(call.meaning) not in known}
@@ -62,12 +64,12 @@ def patch(record: Record, bound: Bound, request: Request) -> Made:
 
     try:
         derived = made_by(graph, on_divergence)
-    except DivergedReplay:  # perhaps by the memory layout alone, which is put right below
-        derived = made_by(graph, "ignore")
-        if not _other_strides(record.graph, derived[0].graph, names):
+    except (DivergedReplay, RuntimeError):  # perhaps by the memory layout alone, which is put right below
+        if not (names := {name for name in names if type(value_of(graph[name])) is Ref}):
             raise
+        return made_by(in_their_layout(graph, names), on_divergence)
     other = _other_strides(record.graph, derived[0].graph, names)
-    return made_by(in_recorded_layout(graph, other), on_divergence) if other else derived
+    return made_by(in_their_layout(graph, other), on_divergence) if other else derived
 
 
 def _by_node(graph: Graph, bound: Bound) -> dict[str, list[tuple[Any, Patch]]]:
@@ -78,15 +80,15 @@ def _by_node(graph: Graph, bound: Bound) -> dict[str, list[tuple[Any, Patch]]]:
     return found
 
 
-def _other_strides(old: Graph, new: Graph, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """The patches that gave another memory layout than was recorded, and that one."""
-    found = {}
+def _other_strides(old: Graph, new: Graph, names: Iterable[str]) -> list[str]:
+    """The patches that gave another memory layout than was recorded."""
+    found = []
     for name in names:
         before = value_of(old[name]) if name in old else None
         if type(before) is Ref and type(value_of(new[name])) is Ref:
             wanted, now = meanings_of(old[name])[before].strides, meanings_of(new[name])[Ref(name)].strides
             if wanted is not None and now is not None and wanted != now:
-                found[name] = wanted
+                found.append(name)
     return found
 
 
@@ -108,13 +110,20 @@ def rewire(record: Record, readers: Sequence[str], old: Ref, new: Ref, on_diverg
 
 def with_state(record: Record, address: str, value: Any, nearest: Callable[[str], str], on_divergence: str) -> Made:
     """Another parameter or buffer, the program's own from now on: a tensor, or a function of the present one."""
+    require_choice(on_divergence)
     if not isinstance(value, torch.Tensor):
         node = state_called(record.graph, address, nearest)
         with torch.no_grad():
             value = value(record.value(Ref(node.name)).detach().clone())
-    ((position, tensor),) = new_state(record.graph, {address: value}, nearest).fitting.items()
+    found = new_state(record.graph, {address: value}, nearest).fitting
+    if not found:  # no operation reads it
+        return derive(record, record.graph, on_divergence=on_divergence)
+    ((position, tensor),) = found.items()
     name = record.graph.nodes[position].name
     held = _with_flag(tensor, record.values[Ref(name)].requires_grad)
+    for departure in departures(record.graph, record.values, {Ref(name): held}, Around.of_replay(record.graph, False)):
+        if on_divergence == "raise":
+            raise diverged(departure)
     added = Added({name: held}, {name: tensor if tensor.requires_grad else held})
     return derive(record, record.graph, added, on_divergence)
 

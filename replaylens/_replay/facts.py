@@ -8,21 +8,27 @@ layouts by layouts.py. Where no source is laid out or flagged otherwise than it 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Guard, Input, Ref, TensorMeaning, meanings_of
+from .._core.pure import alias, in_layout, mutate, same_content
+from .._core.sameness import attached
 from .._core.torch_private import is_wrapped
+from .._core.trees import Branch, named_paths
 from .guards import Departure, changed, diverged, fact
-from .layouts import Layouts, asked_of, geometry
+from .layouts import EXPOSURES, Layouts, asked_of, geometry, is_lazy
 
 Tensors = Mapping[Ref, torch.Tensor]
 UNKNOWN = "not known"
+SOME = "there"  # the answer where the model only asks whether there is something
+WALK = "next_functions"
+_FOLLOWED = frozenset("requires_grad is_leaf grad_fn is_inference".split())
 
 
 @frozen
@@ -43,9 +49,20 @@ class Around:
         return Around(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
 
 
+def heeded(graph: Graph, changed: Iterable[int], until: int | None = None) -> list[int]:
+    """Of changed nodes those that a fact can hang on which no content decides, whether the output needs them or not:
+    what the model asks for behind them, and what it can catch.
+    """
+    asked = [g for g in graph.asked if g.refs and (until is None or g.position <= until)]
+    if not asked and not graph.catches:
+        return []
+    above = graph.marked_ancestors([ref.node for guard in asked for ref in guard.refs])
+    return [position for position in changed if above[position] or (graph.catches and graph.reached[position])]
+
+
 def departures(graph: Graph, recorded: Tensors, given: Tensors, around: Around) -> Iterator[Departure]:
     """Other answers, where these values are given in the place of recorded ones."""
-    if graph.asked:
+    if graph.asked or graph.catches:
         yield from _mode_departures(graph, around)
         yield from flag_departures(graph, recorded, given, around)
     yield from layout_departures(graph, recorded, given)
@@ -58,27 +75,30 @@ def _mode_departures(graph: Graph, around: Around) -> Iterator[Departure]:
             yield from filter(None, (changed(guard, now),))
 
 
-def require_as_asked(graph: Graph, recorded: Tensors, given: Tensors) -> None:
-    """Refuse values that lead away, where nothing else can be done."""
-    for departure in departures(graph, recorded, given, Around.now()):
+def require_as_asked(graph: Graph, recorded: Tensors, given: Tensors, around: Around | None = None) -> None:
+    """Refuse values that lead away, where nothing else can be done. The modes `around` are mostly those that are on."""
+    for departure in departures(graph, recorded, given, around or Around.now()):
         raise diverged(departure)
 
 
 def asked_again(guard: Guard, value: torch.Tensor) -> Iterator[Departure]:
-    """Another answer of a value itself. Of functions of autograd a replay says whether there is one, not which."""
+    """Another answer of a value itself. Where a value has no history here, nothing is said of
+    which function of autograd gave it.
+    """
     if guard.kind == "layout" and value.layout is torch.strided:
         yield from asked_of(guard, value)
     elif guard.target.short in ("requires_grad", "is_inference"):
         yield from filter(None, (changed(guard, answer(guard, value)),))
     elif guard.target.short in ("is_leaf", "grad_fn"):
         was_leaf, is_leaf = guard.result is True, value.is_leaf  # no function is True, too
-        if was_leaf != is_leaf and value.requires_grad == was_leaf:
+        is_other = was_leaf != is_leaf and value.requires_grad == was_leaf
+        if is_other or (type(guard.result) is str and value.grad_fn is not None):
             yield from filter(None, (changed(guard, answer(guard, value)),))
 
 
 # -- patches -----------------------------------------------------------------------------------------------------------
 
-Notice = Callable[[Ref, Any, torch.Tensor], None]
+Notice = Callable[[Ref, Any, torch.Tensor], torch.Tensor]
 
 
 class _Noticing(threading.local):
@@ -93,7 +113,9 @@ _noticing = _Noticing()
 
 @contextmanager
 def noticing(notice: Notice) -> Iterator[None]:
-    """Within, `notice` is told of each value that a patch gives: of which value, what that was, what was given."""
+    """Within, `notice` is told of each value that a patch gives: of which value, what that was, what was given. It says
+    what the replay goes on with.
+    """
     _noticing.stack.append(notice)
     try:
         yield
@@ -101,32 +123,64 @@ def noticing(notice: Notice) -> Iterator[None]:
         _noticing.stack.pop()
 
 
-def patched(ref: Ref, old: Any, new: torch.Tensor) -> None:
-    """A patch gives this."""
-    if _noticing.stack:
-        _noticing.stack[-1](ref, old, new)
+def patched(ref: Ref, old: Any, new: torch.Tensor) -> torch.Tensor:
+    """A patch gives this. What the replay goes on with."""
+    return _noticing.stack[-1](ref, old, new) if _noticing.stack else new
 
 
-def patch_departures(
-    graph: Graph, recorded: Tensors, ref: Ref, old: Any, new: torch.Tensor, around: Around
-) -> Iterator[Departure]:
-    """Other answers with a patched value. Its flag counts where the old value had another, and where the model itself
-    does not turn it just there.
-    """
-    flags = isinstance(old, torch.Tensor) and _flags(old) != _flags(new) and not _is_turned(graph, ref)
-    is_given = is_like_an_input(new) and isinstance(graph[ref.node], Input)
-    if (flags or is_given) and graph.asked:
-        yield from flag_departures(graph, recorded, {ref: new}, around)
-    if is_given:
-        yield from _class_departures(graph, ref, new)
-    yield from layout_departures(graph, recorded, {ref: new})
+@frozen
+class Instead:
+    """What stands in the place of recorded values in a replay, as far as it has come."""
+
+    graph: Graph
+    recorded: Tensors
+    around: Around
+    fixed: Set[Ref]  # all that is given or patched, now or later: what comes before does not tell how it lies
+    other: dict[Ref, torch.Tensor]  # what was found to stand there, laid out
+    flagged: dict[Ref, torch.Tensor]  # ... and with another flag
+    said: set[str] = field(factory=set)
+
+    def departures(self, ref: Ref, old: Any, new: torch.Tensor) -> Iterator[Departure]:
+        """Other answers with a patched value, each once."""
+        for departure in self._found(ref, old, new):
+            if str(departure) not in self.said:
+                self.said.add(str(departure))
+                yield departure
+
+    def _found(self, ref: Ref, old: Any, new: torch.Tensor) -> Iterator[Departure]:
+        """Other answers with a patched value. Its flag counts where the old value had another, and where the model
+        itself does not turn it just there.
+        """
+        graph = self.graph
+        self.other[ref] = new
+        is_given = is_like_an_input(new) and isinstance(graph[ref.node], Input)
+        if (graph.asked or graph.catches) and new is not old and (is_given or not _is_turned(graph, ref)):
+            if is_given or (isinstance(old, torch.Tensor) and _flags(old) != _flags(new)):
+                self.flagged[ref] = new
+                yield from flag_departures(graph, self.recorded, self.flagged, self.around, self.fixed)
+            else:
+                yield from _histories_asked(graph, ref, new)
+        if is_given:
+            yield from _class_departures(graph, ref, new)
+        yield from _attribute_departures(graph, ref, new)
+        if isinstance(old, torch.Tensor) and old.layout is not new.layout:
+            yield Departure(f"the layout of {ref}", str(old.layout), str(new.layout))
+        yield from layout_departures(graph, self.recorded, self.other, fixed=self.fixed)
+
+    def lay(self, ref: Ref) -> torch.Tensor:
+        """What a patch gave, as it would have to lie in memory for the model to go this way."""
+        laid = in_layout(self.other[ref], meanings_of(self.graph[ref.node])[ref].strides)
+        self.other[ref] = laid
+        return laid
 
 
 def is_like_an_input(new: torch.Tensor) -> bool:
-    """Has it what a tensor of the user's may have, and a model may ask an input for: a class, a flag, a gradient?"""
+    """Has it what a tensor of the user's may have, and a model may ask an input for: a class, a flag, a gradient, an
+    attribute?
+    """
     if type(new) is not torch.Tensor:
         return not is_wrapped(new)
-    return new.is_leaf and (new.requires_grad or new.grad is not None)
+    return new.requires_grad or (new.is_leaf and new.grad is not None)
 
 
 def _class_departures(graph: Graph, ref: Ref, new: torch.Tensor) -> Iterator[Departure]:
@@ -137,6 +191,21 @@ def _class_departures(graph: Graph, ref: Ref, new: torch.Tensor) -> Iterator[Dep
         return
     if (was.__module__, was.__qualname__) != (now.__module__, now.__qualname__):
         yield Departure(f"the class of {node.name}", was.__name__, now.__name__)
+
+
+OF_THE_OBJECT = frozenset(
+    """is_pinned is_shared _is_view _base _version output_nr _backward_hooks
+    _post_accumulate_grad_hooks""".split()
+)
+
+
+def _attribute_departures(graph: Graph, ref: Ref, new: torch.Tensor) -> Iterator[Departure]:
+    """Where an input is patched with a tensor on which Python code has hung something else."""
+    if isinstance(graph[ref.node], Input) and type(new) in (torch.Tensor, torch.nn.Parameter):
+        paths = named_paths(graph.inputs) if graph.literals else ()
+        was = {leaf: dict(graph.literals).get(path) for path, leaf in paths}.get(ref)
+        if was != (now := attached(new)):
+            yield Departure(f"the Python attributes of {ref}", was, now)
 
 
 def _is_turned(graph: Graph, ref: Ref) -> bool:
@@ -152,11 +221,31 @@ def _flags(tensor: torch.Tensor) -> tuple[bool, bool]:
 # -- layouts -----------------------------------------------------------------------------------------------------------
 
 
-def layout_departures(graph: Graph, recorded: Tensors, given: Tensors) -> Iterator[Departure]:
+def layout_departures(
+    graph: Graph,
+    recorded: Tensors,
+    given: Tensors,
+    up_to_rounding: bool = False,
+    fixed: Set[Ref] = frozenset(),
+) -> Iterator[Departure]:
     """Where the memory layout of what is given alters an answer, or which calls give views of what is written."""
     other = {ref: tensor for ref, tensor in given.items() if _lies_otherwise(graph, recorded, ref, tensor)}
     if other:
-        yield from Layouts(graph, recorded, other).departures()
+        yield from Layouts(graph, recorded, other, up_to_rounding, fixed=fixed | given.keys()).departures()
+
+
+def layouts_altered(
+    graph: Graph, recorded: Tensors, strides: Mapping[Ref, tuple[int, ...] | None], now: Tensors, edited: Set[Ref]
+) -> Iterator[Departure]:
+    """Where an edit gives values that lie otherwise than those in their places did, whose `strides` these are."""
+    other = {ref: new for ref, new in now.items() if ref in strides and _has_other_strides(new, strides[ref])}
+    if not edited.isdisjoint(other):
+        yield from Layouts(graph, recorded, other, strides=strides).of_computed()
+
+
+def _has_other_strides(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> bool:
+    is_strided = tensor.layout is torch.strided and not tensor.is_nested and not is_wrapped(tensor)
+    return is_strided and strides is not None and tensor.stride() != strides
 
 
 def _lies_otherwise(graph: Graph, recorded: Tensors, ref: Ref, tensor: torch.Tensor) -> bool:
@@ -167,36 +256,47 @@ def _lies_otherwise(graph: Graph, recorded: Tensors, ref: Ref, tensor: torch.Ten
         return False
     if tuple(tensor.shape) != meaning.shape:
         return False
-    return tensor.stride() != meaning.strides or (known is not None and geometry(known) != geometry(tensor))
+    if known is None:
+        return tensor.stride() != meaning.strides or is_lazy(tensor)
+    return tensor.stride() != meaning.strides or geometry(known) != geometry(tensor)
 
 
 # -- flags -------------------------------------------------------------------------------------------------------------
 
 
-def flag_departures(graph: Graph, recorded: Tensors, given: Tensors, around: Around) -> Iterator[Departure]:
+def flag_departures(
+    graph: Graph, recorded: Tensors, given: Tensors, around: Around, fixed: Set[Ref] = frozenset()
+) -> Iterator[Departure]:
     """Where flags of what is given, or other modes, alter an answer."""
     questions = [guard for guard in graph.asked if guard.kind == "flags"]
-    flags = _Flags(graph, recorded, given, around) if questions else None
+    flags = _Flags(graph, recorded, given, around, fixed) if questions or graph.catches else None
     for guard in questions:
         if flags is not None and (departure := flags.departure(guard)) is not None:
             yield departure
+    if flags is not None and graph.catches:
+        yield from flags.caught()
 
 
 class _Flags:
     """Which values need gradients, with the given ones in the place of the recorded ones."""
 
-    def __init__(self, graph: Graph, recorded: Tensors, given: Tensors, around: Around) -> None:
-        self.graph, self.recorded, self.given = graph, recorded, given
+    def __init__(
+        self, graph: Graph, recorded: Tensors, given: Tensors, around: Around, fixed: Set[Ref] = frozenset()
+    ) -> None:
+        self.graph, self.recorded, self.given, self.fixed = graph, recorded, given, fixed
         self.around = around
+        self.before: dict[Ref, bool] = {}  # which did, when they were recorded
         self.found: dict[Ref, bool] = {}
         self._follow()
 
     def departure(self, guard: Guard) -> Departure | None:
         """Another answer to one question."""
         ref, word = guard.refs[0], guard.target.short
+        if word in OF_THE_OBJECT and not isinstance(self.graph[ref.node], Input):
+            return None
         if ref in self.given:
-            return changed(guard, answer(guard, self.given[ref]))
-        if word in ("grad", "retains_grad") or not isinstance(self.graph[ref.node], Call):
+            return self._other_gradient(guard, ref) or changed(guard, answer(guard, self.given[ref]))
+        if word not in _FOLLOWED or not isinstance(self.graph[ref.node], Call):
             return None
         if word == "is_inference":
             return self._inference(guard, ref)
@@ -209,6 +309,33 @@ class _Flags:
             return changed(guard, not now)
         return Departure(f"`{fact(guard).strip('`')}`", guard.result, UNKNOWN if now else None, guard.source)
 
+    def caught(self) -> Iterator[Departure]:
+        """Where torch may refuse what needs gradients now, and the model may catch that."""
+        flagged = {ref for ref, flag in self.found.items() if flag and self._was(ref) is False}
+        if not flagged or not self.around.grad:
+            return
+        shown = [guard for guard in self.graph.guards if guard.compares_content and guard.target.short in EXPOSURES]
+        for guard in shown:
+            if not flagged.isdisjoint(guard.refs):
+                yield Departure(f"whether {fact(guard)} can be had", "True", UNKNOWN, guard.source, "exception")
+        for ref in self.graph.written.intersection(flagged, self.given):
+            if self.given[ref].is_leaf:
+                yield Departure(f"whether {ref}, which the model writes, needs gradients", "False", "True")
+        for call in self.graph.calls:
+            if writes_out(call) and not flagged.isdisjoint(call.refs):
+                what = f"whether {call.name}, which gives `out=`, is asked for gradients"
+                yield Departure(what, "False", "True", call.source)
+
+    def _other_gradient(self, guard: Guard, ref: Ref) -> Departure | None:
+        """The model has looked at a gradient that the recorded tensor had, which is a constant of the program."""
+        new = self.given[ref]
+        if guard.target.short != "grad" or guard.result is True or new.grad is None:
+            return None
+        known = self.recorded.get(ref)
+        if known is not None and known.grad is not None and same_content(known.grad, new.grad):
+            return None
+        return Departure(fact(guard), guard.result, "another gradient", guard.source)
+
     def _inference(self, guard: Guard, ref: Ref) -> Departure | None:
         """A view of an inference tensor is one: what comes of a given one may be."""
         below = self.graph.ancestors([ref.node])
@@ -219,16 +346,24 @@ class _Flags:
         return None
 
     def _was(self, ref: Ref) -> bool | None:
-        known = self.recorded.get(ref)
-        return None if known is None else known.requires_grad
+        return self.before.get(ref)
+
+    def _before(self, node: Call, refs: tuple[Ref, ...], meaning: TensorMeaning) -> bool:
+        """Did a value need gradients that was not kept?"""
+        on = node.context.grad and meaning.is_differentiable and node.target.short not in ("detach", "detach_")
+        return on and any(self.before.get(one, False) for one in refs)
 
     def _follow(self) -> None:
         found = self.found
         for node, refs in zip(self.graph.nodes, self.graph.refs, strict=True):
             for ref, meaning in meanings_of(node).items():
+                if (known := self.recorded.get(ref)) is not None:
+                    self.before[ref] = known.requires_grad
+                elif isinstance(node, Call):
+                    self.before[ref] = self._before(node, refs, meaning)
                 if ref in self.given:
                     found[ref] = self.given[ref].requires_grad
-                elif not isinstance(node, Call):
+                elif ref in self.fixed or not isinstance(node, Call):
                     found[ref] = bool(self._was(ref))
                 else:
                     found[ref] = self._of_call(node, ref, refs, meaning)
@@ -246,10 +381,42 @@ class _Flags:
         return now and node.target.short not in ("detach", "detach_")
 
 
+def writes_out(call: Call) -> bool:
+    """Does it write the tensor that it is given for its result? Torch refuses that where gradients are needed."""
+    kwargs = call.args[3] if call.target.function is mutate and len(call.args) > 3 else None
+    return isinstance(kwargs, Branch) and kwargs.keys is not None and "out" in kwargs.keys
+
+
 def answer(guard: Guard, tensor: torch.Tensor) -> Any:
     """What a question about a flag has for an answer on this tensor."""
     try:
         found: Any = guard.target.function(tensor)
     except RuntimeError:  # an inference tensor has none of this
         return UNKNOWN
-    return found if type(found) is bool else found is None or type(found).__name__
+    return guard.result if guard.result == SOME and found is not None else in_short(found)
+
+
+def in_short(found: Any) -> Any:
+    """What a model is told about autograd, as plain data: of an object its class."""
+    return found if type(found) in (bool, int) else found is None or type(found).__name__
+
+
+def _handed_on(graph: Graph, ref: Ref) -> Ref:
+    """The value that stands here as it came: to a model `nn.Identity` and its like give the very same object."""
+    while isinstance(node := graph[ref.node], Call) and len(node.refs) == 1:
+        is_dropout = node.kind.endswith("dropout") and any(arg is False for arg in node.args)
+        if node.target.function is not alias and not is_dropout:
+            break
+        ref = node.refs[0]
+    return ref
+
+
+def _histories_asked(graph: Graph, ref: Ref, new: torch.Tensor) -> Iterator[Departure]:
+    """What the model asks of the history of a patched value, or of one that it can walk back from."""
+    for guard in graph.asked:
+        if guard.kind != "flags":
+            continue
+        if _handed_on(graph, guard.refs[0]) == ref or guard.refs[0] == ref:
+            yield from filter(None, (changed(guard, answer(guard, new)),))
+        elif guard.target.short == WALK and ref.node in graph.ancestors([guard.refs[0].node]):
+            yield Departure(fact(guard), guard.result, UNKNOWN, guard.source)

@@ -15,7 +15,7 @@ from attrs import evolve, frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Guard, Ref, Source, TensorMeaning
-from .._core.pure import same_content, what_is_raised
+from .._core.pure import kind_of, message_of, same_content, what_is_raised
 from .._core.sameness import same
 from .._core.text import expression
 from .._core.trees import thaw
@@ -111,7 +111,8 @@ def _sizes(guard: Guard, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _raised(guard: Guard, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    return what_is_raised(guard.target.function, *args, **kwargs)
+    error = what_is_raised(guard.target.function, *args, **kwargs)
+    return message_of(error) if guard.kind == "message" else kind_of(error)
 
 
 def _is_there(guard: Guard, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -121,6 +122,7 @@ def _is_there(guard: Guard, args: list[Any], kwargs: dict[str, Any]) -> Any:
 _QUESTIONS: dict[str, Callable[[Guard, list[Any], dict[str, Any]], Any]] = {
     "shape": _sizes,
     "exception": _raised,
+    "message": _raised,
     "completion": _is_there,
 }
 
@@ -133,7 +135,7 @@ def fact(guard: Guard) -> str:
     if guard.kind == "completion":
         return f"what `{guard.target.short.strip('_')}` raises at {nodes}"
     inner = ", ".join(expression(arg) for arg in guard.args)
-    if guard.kind == "exception":
+    if guard.kind in ("exception", "message"):
         return f"what `{guard.target.short.strip('_')}({inner})` raises"
     words = f"{guard.target.short.strip('_')}({inner})"
     return f"the content that `{words}` took out of torch" if guard.compares_content else f"`{words}`"
@@ -163,7 +165,8 @@ def raising(
     graph: Graph, altered: Callable[[], Iterable[str]], departed: Callable[[Departure], None]
 ) -> Iterator[None]:
     """Within, an exception that the model's own operation raises because its values are others now is a departure: the
-    model may catch it. `altered` gives the nodes that have another value to begin with.
+    model may catch it. `altered` gives the nodes that have another value to begin with. Where departures are ignored
+    the recorded path ends there all the same: what the model does next, if it catches it, was not recorded.
     """
     try:
         yield
@@ -174,7 +177,16 @@ def raising(
             departed(left)
         except (DivergedReplay, LeftPath) as leaving:
             raise leaving from error
+        if graph.catches:
+            raise _at_its_end(left) from error
         raise
+
+
+def _at_its_end(left: Departure) -> DivergedReplay:
+    return DivergedReplay(
+        f"the recorded path ends here, and cannot be gone on with: {left}\n"
+        'The model catches exceptions: on_divergence="rerun" runs the model itself, where a program still holds it.'
+    )
 
 
 def _departure_by(graph: Graph, altered: Callable[[], Iterable[str]], error: Exception) -> Departure | None:

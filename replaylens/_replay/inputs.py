@@ -1,8 +1,9 @@
 """New inputs and other state next to what was recorded: what they stand for, and where they are not alike.
 
 In: what the user gave, and the graph. Out: a tensor for each Input and State node that gets one, and a Mismatch for
-each fact of the recorded inputs that is another now: a shape, a dtype, a class, a container, the order of keys, which
-inputs are one tensor or share memory. Whether that is an error or the model is run again is not decided here.
+each fact of the recorded inputs that is another now: a shape, a dtype, a class, an attribute, a container, the order of
+keys, which inputs are one tensor or share memory. Whether that is an error or the model is run again is not decided
+here.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from attrs import evolve, field, frozen
 
 from .._core.graph import Graph
 from .._core.node import Input, Ref, State, TensorMeaning, meanings_of
-from .._core.pure import in_layout, same_content
+from .._core.pure import same_content
+from .._core.sameness import attached
 from .._core.sharing import Overlaps
 from .._core.torch_private import is_wrapped
 from .._core.trees import Branch, fingerprint, freeze_deep, named, named_paths
@@ -30,6 +32,7 @@ SHARED = (
     "Other inputs do not share it in this way: capture again with them."
 )
 Tensors = Mapping[str, torch.Tensor]
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 NONE: Tensors = MappingProxyType({})
 
 
@@ -48,7 +51,6 @@ class Given:
     """Tensors by the position of their node, what is not as recorded, and the inputs as the user gave them."""
 
     tensors: dict[int, torch.Tensor] = field(factory=dict)
-    raw: dict[int, torch.Tensor] = field(factory=dict)  # the same, as they lie in the user's memory
     mismatches: tuple[Mismatch, ...] = ()
     whole: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
@@ -78,15 +80,13 @@ def new_inputs(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any], held
         mismatches.extend(_other_order(graph, graph.inputs, tree))
     if not mismatches:
         mismatches.extend(_other_sharing(graph, found, held))
-    positions = {graph.positions[name]: _laid_out(graph, name, tensor) for name, tensor in found.items()}
-    raw = {graph.positions[name]: tensor for name, tensor in found.items()}
-    return Given(positions, raw, tuple(mismatches), (tuple(args), dict(kwargs)))
+    positions = {graph.positions[name]: tensor for name, tensor in found.items()}
+    return Given(positions, tuple(mismatches), (tuple(args), dict(kwargs)))
 
 
 def new_state(graph: Graph, state: dict[str, torch.Tensor], nearest: Callable[[str], str]) -> Given:
     """Other parameters and buffers. Any of a tied tensor's addresses will do."""
     found: dict[int, torch.Tensor] = {}
-    raw: dict[int, torch.Tensor] = {}
     given: dict[str, tuple[str, torch.Tensor]] = {}
     mismatches = []
     for address, tensor in state.items():
@@ -95,22 +95,20 @@ def new_state(graph: Graph, state: dict[str, torch.Tensor], nearest: Callable[[s
         node = state_called(graph, address, nearest)
         _require_tensor(f"the state at {address!r}", node.meaning, tensor)
         meaning = TensorMeaning.of(tensor)
-        raw[graph.positions[node.name]] = tensor
+        found[graph.positions[node.name]] = tensor
         other, before = given.setdefault(node.name, (address, tensor))
         if before is not tensor and not same_content(before, tensor):
             raise InputMismatch(
                 f"{other!r} and {address!r} are one tensor of the model, and two values are given for it. Give one."
             )
-        if (meaning.shape, meaning.dtype) != (node.meaning.shape, node.meaning.dtype):
-            what = f"the state at {address!r}"
-            text = f"{what} is {meaning}; the program was recorded with {node.meaning}."
+        kinds = [(one.shape, one.dtype, one.layout) for one in (meaning, node.meaning)]
+        if kinds[0] != kinds[1]:
+            what, how = f"the state at {address!r}", "" if kinds[0][2] is kinds[1][2] else f", {kinds[0][2]}"
+            text = f"{what} is {meaning}{how}; the program was recorded with {node.meaning}."
             mismatches.append(evolve(_other(what, node.meaning, meaning, text), of_state=True))
-            found[graph.positions[node.name]] = tensor
-        else:
-            found[graph.positions[node.name]] = with_strides(tensor, node.meaning)
     for node in graph.state_nodes:
         _require_all_names(graph, node, state)
-    return Given(found, raw, tuple(mismatches))
+    return Given(found, tuple(mismatches))
 
 
 def _require_all_names(graph: Graph, node: State, state: Mapping[str, torch.Tensor]) -> None:
@@ -135,11 +133,6 @@ def state_called(graph: Graph, address: str, nearest: Callable[[str], str]) -> S
     return node
 
 
-def with_strides(tensor: torch.Tensor, meaning: TensorMeaning) -> torch.Tensor:
-    """The tensor in the recorded memory layout: views that the model took need it."""
-    return in_layout(tensor, meaning.strides)
-
-
 def numbers_of(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:
     """By the name of a recorded input, the number that the tensor in its place has among new inputs."""
     seen: list[torch.Tensor] = []
@@ -158,12 +151,14 @@ def numbers_of(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
 def require_arguments(graph: Graph, names: Sequence[str], tensors: Sequence[torch.Tensor], held: Tensors) -> None:
     """The arguments of a function are what the values in their places were."""
     found: dict[str, torch.Tensor] = {}
+    prints = dict(graph.literals)
+    own = {ref.node: prints[p] for p, ref in named_paths(graph.inputs) if isinstance(ref, Ref) and p in prints}
     for name, tensor in zip(names, tensors, strict=True):
         node, what = graph[name], f"the argument for {name}"
         meaning = next(iter(meanings_of(node).values()))
         _require_tensor(what, meaning, tensor)
         mismatch = (
-            _other_tensor(graph, what, name, tensor, found)
+            _other_tensor(graph, what, name, tensor, found, own.get(name))
             if isinstance(node, Input)
             else _other_meaning(what, meaning, tensor)
         )
@@ -196,11 +191,6 @@ def _require_tensor(what: str, meaning: TensorMeaning, value: Any) -> None:
         )
 
 
-def _laid_out(graph: Graph, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    node = graph[name]
-    return with_strides(tensor, node.meaning) if isinstance(node, Input) else tensor
-
-
 def _other_leaves(
     graph: Graph, tree: Any, tensors: list[torch.Tensor], found: dict[str, torch.Tensor]
 ) -> Iterator[Mismatch]:
@@ -211,7 +201,8 @@ def _other_leaves(
         one, other = recorded.get(path, _MISSING), new.get(path, _MISSING)
         if isinstance(one, Ref) and isinstance(other, _Given):
             tensor = tensors[other.number]
-            if (mismatch := _other_tensor(graph, f"the input at {_words(path)}", one.node, tensor, found)) is not None:
+            what = f"the input at {_words(path)}"
+            if mismatch := _other_tensor(graph, what, one.node, tensor, found, as_it_was.get(path)):
                 yield mismatch
         elif isinstance(one, Ref) or isinstance(other, _Given) or not _same_literal(one, other, as_it_was.get(path)):
             what, was = f"the input at {_words(path)}", "without it" if one is _MISSING else f"with {_describe(one)}"
@@ -221,12 +212,20 @@ def _other_leaves(
 
 
 def _other_tensor(
-    graph: Graph, what: str, name: str, tensor: torch.Tensor, found: dict[str, torch.Tensor]
+    graph: Graph,
+    what: str,
+    name: str,
+    tensor: torch.Tensor,
+    found: dict[str, torch.Tensor],
+    print_of_own: str | None,
 ) -> Mismatch | None:
     node = graph[name]
     assert isinstance(node, Input)
     if (mismatch := _other_meaning(what, node.meaning, tensor)) is not None:
         return mismatch
+    if type(tensor) in PLAIN and (own := attached(tensor)) != print_of_own:
+        text = f"{what} has other Python attributes than the tensor had with which the program was recorded."
+        return _other(f"the Python attributes of {what}", print_of_own, own, text, can_follow=True)
     before = found.setdefault(name, tensor)
     if before is not tensor:
         text = (
@@ -244,10 +243,15 @@ def _other_tensor(
 
 def _other_meaning(what: str, meaning: TensorMeaning, tensor: torch.Tensor) -> Mismatch | None:
     new = TensorMeaning.of(tensor)
-    if (new.shape, new.dtype, new.device) == (meaning.shape, meaning.dtype, meaning.device):
+    kinds = [(one.shape, one.dtype, one.device, one.layout) for one in (new, meaning)]
+    if kinds[0] == kinds[1]:
         return None
-    now, was = f"{new} on {new.device}", f"{meaning} on {meaning.device}"
+    now, was = (_words_of(one, new.layout is not meaning.layout) for one in (new, meaning))
     return _other(what, was, now, f"{what} is {now}; the program was recorded with {was}.\n{CAPTURE_AGAIN}")
+
+
+def _words_of(meaning: TensorMeaning, with_layout: bool) -> str:
+    return f"{meaning}{f' in {meaning.layout}' if with_layout else ''} on {meaning.device}"
 
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

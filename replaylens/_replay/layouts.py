@@ -1,34 +1,50 @@
 """What becomes of another memory layout on its way through a program.
 
 In: a graph, its recorded values, and others that are laid out otherwise. Out: a Departure for each question about
-layout that has another answer, each call that cannot be made of such memory where the model may catch that, and each
-one that gives a view of what the model writes where it gave a copy, or the other way round. Only the calls behind such
-values are made, for as far as what they give lies otherwise than it did, and only if there is something to find.
+layout that has another answer, each call that cannot be made of such memory where the model may catch that, each one
+that gives a view of what the model writes where it gave a copy, or the other way round, and each that was recorded as
+torch takes it apart for the recorded layout. Where there is none, a replay of the values as they lie is what the model
+would have done. Only the calls behind such values are made, for as far as what they give lies otherwise than it did,
+and only if there is something to find.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from .._core.graph import Graph
-from .._core.node import ITSELF, Call, Generator, Guard, Ref, meanings_of
-from .._core.pure import mutate
+from .._core.node import ITSELF, Call, Generator, Guard, Ref, meanings_of, refs_of
+from .._core.pure import kind_of, message_of, mutate
+from .._core.sharing import overlaps_itself
 from .._core.target import Target
+from .._core.torch_private import OpOverload
 from .._core.trees import leaves, thaw
 from ..errors import ReplaylensError
 from .guards import Departure, changed, fact
 
 Tensors = Mapping[Ref, torch.Tensor]
+# ATen calls, beneath transforms, that torch makes of the functions of the same name whatever the layout is
+_PLAIN = frozenset("sum mean prod amax amin any all std var cumsum select slice unbind index sort topk".split())
+_RAISED = ("exception", "message")
 UNKNOWN = "not known on this memory layout"
+KINDS = frozenset("is_sparse is_sparse_csr is_nested layout".split())  # properties
+EXPOSURES = frozenset("numpy __array__ __dlpack__ untyped_storage storage _typed_storage __array_wrap__".split())
 
 
-def geometry(tensor: torch.Tensor) -> tuple[tuple[int, ...], int]:
-    """How a tensor lies in its memory."""
-    return tensor.stride(), int(tensor.storage_offset())
+def geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """How a tensor lies in its memory: there may stand the conjugate of it, or the negative."""
+    lazy = (tensor.is_conj(), tensor.is_neg()) if is_lazy(tensor) else ()
+    return (tensor.stride(), int(tensor.storage_offset()), *lazy)
+
+
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Does something else stand in memory than the numbers are?"""
+    return tensor.is_conj() or tensor.is_neg()
 
 
 def asked_of(guard: Guard, tensor: torch.Tensor) -> Iterator[Departure]:
@@ -50,8 +66,18 @@ def _answer(guard: Guard, tensor: torch.Tensor) -> Any:
 class Layouts:
     """One walk over a graph, with some values that lie otherwise."""
 
-    def __init__(self, graph: Graph, recorded: Tensors, other: Tensors) -> None:
-        self.graph, self.recorded = graph, recorded
+    def __init__(
+        self,
+        graph: Graph,
+        recorded: Tensors,
+        other: Tensors,
+        up_to_rounding: bool = False,
+        strides: Mapping[Ref, tuple[int, ...] | None] = MappingProxyType({}),
+        fixed: Set[Ref] = frozenset(),
+    ) -> None:
+        self.graph, self.recorded, self.up_to_rounding = graph, recorded, up_to_rounding
+        self.fixed = fixed  # what is given lies as it does, whatever comes before it
+        self.strides = strides  # of an edited graph: how values lay before, if that is not what their nodes say
         self.meanings = {ref: meaning for node in graph.nodes for ref, meaning in meanings_of(node).items()}
         self.other = {ref: tensor.detach() for ref, tensor in other.items()}
         self.blank: dict[Ref, torch.Tensor] = {}  # in the place of recorded values that were not kept
@@ -60,10 +86,10 @@ class Layouts:
 
     def departures(self) -> Iterator[Departure]:
         """Every other answer, in the order of the program."""
-        caught = [guard for guard in self.graph.guards if guard.kind == "exception"]
+        caught = [guard for guard in self.graph.guards if guard.kind in _RAISED or _shows_memory(guard)]
         asked = [guard for guard in self.graph.asked if guard.kind == "layout"]
         questions = sorted((*asked, *caught), key=lambda guard: guard.position)
-        if not questions and not self._matters():
+        if not questions and not goes_by_layout(self.graph):
             return
         state = torch.default_generator.get_state()
         try:
@@ -72,12 +98,9 @@ class Layouts:
         finally:
             torch.default_generator.set_state(state)
 
-    def _matters(self) -> bool:
-        """Without a question: can another layout make any difference to numbers?"""
-        graph = self.graph
-        return bool(graph.written) or graph.asks_identity or graph.catches or any(map(_goes_by_memory, graph.calls))
-
     def _walk(self, questions: list[Guard]) -> Iterator[Departure]:
+        for ref in self.other:
+            yield from self._other_writes(ref)
         for position, node in enumerate(self.graph.nodes):
             while questions and questions[0].position <= position:
                 yield from self._ask(questions.pop(0))
@@ -88,20 +111,40 @@ class Layouts:
         for guard in questions:
             yield from self._ask(guard)
 
+    def of_computed(self) -> Iterator[Departure]:
+        """The same without the questions, where all that lies otherwise is known: nothing is made again."""
+        for ref in self.other:
+            yield from self._other_writes(ref)
+        for call in self.graph.calls if self.other else ():
+            if not call.edited and any(ref in self.other for ref in call.refs):
+                yield from self._by_memory(call)
+                for ref in refs_of(call):
+                    if ref in self.other:
+                        yield from self._other_views(call, ref, self.other[ref])
+
     # -- questions -----------------------------------------------------------------------------------------------------
 
     def _ask(self, guard: Guard) -> Iterator[Departure]:
-        if guard.kind == "exception":
+        if guard.kind in _RAISED:
             yield from self._ask_exception(guard)
             return
         ref = guard.refs[0]
-        if ref in self.unknown:
+        if guard.kind == "content":
+            yield from self._ask_outside(guard, ref)
+        elif ref in self.unknown:
             yield Departure(fact(guard), guard.result, UNKNOWN, guard.source)
         elif ref in self.other:
             if guard.result == ITSELF:
                 yield from self._ask_itself(guard, ref, _answer(guard, self.other[ref]))
             else:
                 yield from asked_of(guard, self.other[ref])
+
+    def _ask_outside(self, guard: Guard, ref: Ref) -> Iterator[Departure]:
+        """Memory left torch: its layout can be read there."""
+        if ref in self.other or ref in self.unknown:
+            now = str(geometry(self.other[ref])) if ref in self.other else UNKNOWN
+            was = geometry(self.recorded[ref]) if ref in self.recorded else self.meanings[ref].strides
+            yield Departure(f"how {ref} lies in the memory that left torch", str(was), now, guard.source, "layout")
 
     def _ask_exception(self, guard: Guard) -> Iterator[Departure]:
         """A call that raised, which the model caught: does it raise on this memory?"""
@@ -114,14 +157,14 @@ class Layouts:
                 *[thaw(arg, leaf) for arg in guard.args], **{key: thaw(arg, leaf) for key, arg in guard.kwargs}
             )
         except Exception as error:
-            now = type(error).__qualname__
+            now = message_of(error) if guard.kind == "message" else kind_of(error)
         yield from filter(None, (changed(guard, now),))
 
     def _ask_itself(self, guard: Guard, ref: Ref, answer: torch.Tensor) -> Iterator[Departure]:
         """`contiguous` of what was contiguous is no call of the program. What goes on from here is its copy now."""
         if answer is self.other[ref]:
             return
-        if self.graph.asks_identity or self._is_written(ref):
+        if not self.up_to_rounding or self.graph.asks_identity or self._is_written(ref):
             yield Departure(fact(guard), ITSELF, "a copy", guard.source)
         self._settle(ref, answer)
 
@@ -129,24 +172,37 @@ class Layouts:
 
     def _follow(self, node: Call) -> Iterator[Departure]:
         """How what a call gives lies now."""
-        gives = [ref for ref in leaves(node.returns) if type(ref) is Ref]
+        gives = [ref for ref in leaves(node.returns) if type(ref) is Ref and ref not in self.fixed]
+        yield from self._by_memory(node)
         if any(ref in self.unknown for ref in node.refs) or not _can_run(node):
             self.unknown.update(gives)
             return
-        if _goes_by_memory(node) and self._is_looked_at(node):
-            yield Departure(f"the memory that {node.name} looks at", "laid out in one way", "in another", node.source)
         try:
             made = self._made(node)
-        except (RuntimeError, ReplaylensError) as error:
-            # The model raises what torch raises; where nothing catches it, the recorded layout is a kindness.
+        except Exception as error:
+            # The model raises what torch raises, and so does the replay where nothing catches it.
             if self.graph.catches or isinstance(error, ReplaylensError):
                 yield Departure(f"whether {node.name} can be made of this memory", "True", "False", node.source)
             return
         for ref in gives:
             new = _part(made, ref.path)
-            if isinstance(new, torch.Tensor) and new.layout is torch.strided and self.meanings[ref].strides is not None:
+            if not isinstance(new, torch.Tensor) or tuple(new.shape) != self.meanings[ref].shape:
+                self.unknown.add(ref)
+            elif new.layout is torch.strided and self.meanings[ref].strides is not None:
                 yield from self._other_views(node, ref, new)
                 self._settle(ref, new)
+                yield from self._other_writes(ref)
+
+    def _by_memory(self, node: Call) -> Iterator[Departure]:
+        """Does what a call computes hang on how what it reads lies?"""
+        if _goes_by_memory(node) and self._is_looked_at(node):
+            yield Departure(f"the memory that {node.name} looks at", "laid out in one way", "in another", node.source)
+        if _is_taken_apart(node, self.graph.is_deep):
+            yield Departure(f"how torch takes apart what gives {node.name}", "known", UNKNOWN, node.source, "layout")
+        if (base := self._written_over_itself(node)) is not None:
+            yield Departure(
+                f"whether the elements of {base} lie apart, which is written,", "True", "False", node.source
+            )
 
     def _is_looked_at(self, node: Call) -> bool:
         """Does a call that goes by memory go by memory that lies otherwise? A write's views are made of its bases; what
@@ -154,7 +210,15 @@ class Layouts:
         """
         if node.target.function is not mutate or "as_strided" in node.args[0].name:
             return True
-        return any(type(leaf) is Ref and leaf in self.other for leaf in leaves(node.args[1]))
+        return any(self._lies_otherwise(leaf) for leaf in leaves(node.args[1]))
+
+    def _written_over_itself(self, node: Call) -> Ref | None:
+        """What a call writes, if some of its elements are one in memory now: torch refuses most of such writes."""
+        bases = leaves(node.args[1]) if node.target.function is mutate else ()
+        return next((ref for ref in bases if ref in self.other and overlaps_itself(self.other[ref])), None)
+
+    def _lies_otherwise(self, leaf: Any) -> bool:
+        return type(leaf) is Ref and (leaf in self.other or leaf in self.unknown)
 
     def _other_views(self, node: Call, ref: Ref, new: torch.Tensor) -> Iterator[Departure]:
         """Is it a view where it was a copy, or the other way round, and does the model write what it looks at?"""
@@ -167,6 +231,19 @@ class Layouts:
             if was != now and (self.graph.asks_identity or self._is_written(source) or self._is_written(ref)):
                 words = {True: "a view of it", False: "a copy"}
                 yield Departure(f"what {node.name} gives of {source}", words[was], words[now], node.source)
+
+    def _other_writes(self, ref: Ref) -> Iterator[Departure]:
+        """Does the model write what lies otherwise now? A write into dense memory may stand in the program as a call
+        that gives new memory, whose layout is that of the call's.
+        """
+        if ref not in self.other or ref not in self.graph.written:
+            return
+        strides = self.strides.get(ref, self.meanings[ref].strides)
+        is_dense = strides == torch.empty(self.meanings[ref].shape, device="meta").stride()
+        if is_dense and self.other[ref].stride() != strides:
+            yield Departure(
+                f"the memory of {ref}, which the model writes,", "dense", "in another layout", None, "layout"
+            )
 
     def _made(self, node: Call) -> Any:
         leaf = lambda tree: self._value(tree) if type(tree) is Ref else tree  # noqa: E731
@@ -187,7 +264,9 @@ class Layouts:
         """From here on a value lies like this; which is of no interest where it did before."""
         known = self.recorded.get(ref)
         same = (
-            geometry(known) == geometry(tensor) if known is not None else tensor.stride() == self.meanings[ref].strides
+            geometry(known) == geometry(tensor)
+            if known is not None
+            else tensor.stride() == self.meanings[ref].strides and not is_lazy(tensor)
         )
         if same:
             self.other.pop(ref, None)
@@ -199,6 +278,28 @@ class Layouts:
         """Does the model write the memory of a value, or of one that lies otherwise and that it may be a view of?"""
         written = self.graph.written
         return ref in written or bool(written & self.ever & {Ref(name) for name in self.graph.ancestors([ref.node])})
+
+
+def goes_by_layout(graph: Graph) -> bool:
+    """Without a question: may a model go another way where a value lies otherwise in memory?"""
+    delicate = any(_goes_by_memory(call) or _is_taken_apart(call, graph.is_deep) for call in graph.calls)
+    return bool(graph.written) or graph.asks_identity or graph.catches or delicate
+
+
+def _shows_memory(guard: Guard) -> bool:
+    """Did the memory of a tensor leave torch, and not its numbers alone?"""
+    return guard.compares_content and guard.target.short in EXPOSURES
+
+
+def _is_taken_apart(node: Call, is_deep: bool) -> bool:
+    """Is it what torch makes of a call beneath the functions that a model calls, which goes by layouts, too? Of what
+    `matmul`, `linear`, `reshape` and the like become, the first call is none that goes over numbers one by one.
+    """
+    function: Any = node.target.function
+    if not isinstance(function, OpOverload) or function.namespace != "aten":
+        return False
+    one_by_one = torch.Tag.pointwise in function.tags or function._schema.name.removeprefix("aten::") in _PLAIN
+    return is_deep or not one_by_one
 
 
 def _goes_by_memory(node: Call) -> bool:

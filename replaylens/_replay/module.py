@@ -23,6 +23,7 @@ from .facts import require_as_asked
 from .guards import Departure, diverged, raising
 from .inputs import new_inputs
 from .interpreter import Code, Mode, compile_plan, interpret, recorded_world
+from .layouts import goes_by_layout
 from .plan import plan
 from .replay import Record, require_differentiable
 from .request import Request
@@ -58,6 +59,7 @@ class ProgramModule(Holder):
     _codes: dict[bool, tuple[Code, tuple[str, ...]]]
     _held: dict[str, tuple[Standing, ...]]  # by the name of a node
     _ends: dict[str, Standing]  # by address
+    _asks_state: bool  # does anything hang on how what the model holds is laid out or flagged?
 
     def __init__(self, record: Record) -> None:
         super().__init__()
@@ -76,6 +78,7 @@ class ProgramModule(Holder):
             )
         hidden = self.__dict__  # no submodules, parameters or state of the module's own
         hidden["_record"], hidden["_codes"] = record, {}
+        hidden["_asks_state"] = bool(record.graph.asked) or goes_by_layout(record.graph)
         hidden["_held"] = held = {node.name: _places(self, record, node) for node in record.graph.state_nodes}
         known = {place.address for places in held.values() for place in places}
         ends = [*[address for address, _ in record.graph.changes], *record.graph.removed]
@@ -116,9 +119,8 @@ class ProgramModule(Holder):
         held = {name: tensor for name, places in self._held.items() if (tensor := places[0].now()) is not None}
         new = new_inputs(graph, args, kwargs, held)
         given = {graph.nodes[p].name: tensor for p, tensor in new.fitting.items()}
-        raw = {Ref(graph.nodes[p].name): tensor for p, tensor in new.raw.items()}
-        state = {Ref(name): tensor for name, tensor in held.items()} if graph.asked else {}
-        require_as_asked(graph, record.values, {**state, **raw})
+        known = {**held, **given} if self._asks_state else given
+        require_as_asked(graph, record.values, {Ref(name): tensor for name, tensor in known.items()})
         sources = {node.name: self._source(node, given) for node in graph.nodes if not isinstance(node, Call)}
         grad = torch.is_grad_enabled()
         if grad and any(tensor.requires_grad for tensor in sources.values()):

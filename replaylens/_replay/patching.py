@@ -14,18 +14,17 @@ import torch
 
 from .._core.graph import Graph
 from .._core.node import Call, Ref, TensorMeaning, meanings_of, value_of
-from .._core.pure import spread
+from .._core.pure import as_it_lay
 from .._core.reference import Reference
 from .._core.text import listing
 from .._core.torch_private import peek_interpreter_stack
 from .._core.trees import freeze_deep, leaves
 from .._edit.acts import of_own_copies
 from .._edit.bind import bind
-from .._edit.patch import Apply, Chain, From, Patch, Set, patch_of
+from .._edit.patch import Apply, Chain, From, Patch, Set, keeps_layout, patch_of
 from .._edit.select import CURE, Site, is_named
 from ..errors import BadPart, BadPatch, ReplaylensError, ShapeMismatch
 from .facts import patched
-from .inputs import with_strides
 from .request import At, Change
 
 Changes = dict[int, tuple[Change, ...]]
@@ -140,7 +139,7 @@ def change_at(graph: Graph, at: At, name: str, what: Any) -> Change:
     tree = at.output or at.part or value_of(node)
     meanings = meanings_of(node)
 
-    keeps_layout = isinstance(what, Patch) and not isinstance(what, (Apply, Set, From, Chain))
+    is_laid_out = keeps_layout(what)
 
     def hooked(value: Any) -> Any:
         try:
@@ -148,10 +147,10 @@ def change_at(graph: Graph, at: At, name: str, what: Any) -> Change:
         except (BadPart, BadPatch, ShapeMismatch) as error:
             raise _with_place(error, graph, node.name, what) from error
         new = _checked(graph, node, tree, meanings, value, new)
-        return _as_it_lay(value, new) if keeps_layout else new
+        return as_it_lay(value, new) if is_laid_out else new
 
     def change(value: Any) -> Any:
-        return _laid_out(tree, meanings, value, hooked(value))
+        return _told(tree, value, hooked(value))
 
     try:
         free, follows = _new_value(node.name, tree, meanings, name, what)
@@ -242,28 +241,16 @@ def _fitting(graph: Graph, node: Any, meaning: TensorMeaning, new: Any) -> torch
     return cast(torch.Tensor, new)
 
 
-def _as_it_lay(old: Any, new: Any) -> Any:
-    """What a patch of our own gives lies in memory as the old value did: it changes numbers."""
-    if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor) or old.stride() == new.stride():
-        return new
-    if old.layout is not torch.strided or 0 in old.stride() or peek_interpreter_stack() is not None:
-        return new
-    return spread(new, tuple(old.shape), old.stride()).copy_(new)  # in a way that gradients can go
-
-
-def _laid_out(tree: Any, meanings: dict[Ref, TensorMeaning], old: Any, new: Any) -> Any:
-    """The new values in the recorded memory layout. Who must know that they came in another is told."""
+def _told(tree: Any, old: Any, new: Any) -> Any:
+    """The new values. Who must know how they lie in memory is told."""
     if peek_interpreter_stack() is not None:
         return new
     if isinstance(new, torch.Tensor):
-        patched(tree, old, new)
-        return with_strides(new, meanings[tree])
+        return patched(tree, old, new)
     if not isinstance(new, (tuple, list)) or len(flat := _refs(tree)) != len(new):
         return new
     olds = old if isinstance(old, (tuple, list)) and len(old) == len(new) else [None] * len(new)
-    for ref, before, value in zip(flat, olds, new, strict=True):
-        patched(ref, before, value)
-    return tuple([with_strides(value, meanings[ref]) for ref, value in zip(flat, new, strict=True)])
+    return tuple([patched(ref, before, value) for ref, before, value in zip(flat, olds, new, strict=True)])
 
 
 def bound_patches(

@@ -38,6 +38,7 @@ def plan(
     again: Iterable[int] = (),
     turns: Mapping[int, int] = MappingProxyType({}),
     last: Iterable[int] = (),
+    heeded: Iterable[int] = (),
 ) -> Plan:
     """The causal cone: what a change can reach and the wanted nodes need, and what must be computed again for it.
 
@@ -46,6 +47,7 @@ def plan(
     the nodes in `again` runs again on the same values, so that it asks no guard. Of the draws in `turns` (position ->
     the draw before it in its stream) the earlier one runs wherever the later one does; elsewhere it does where it may
     leave the generator in another state than the recorded one. Those in `last` run for where they leave the generator.
+    Changed nodes that are `heeded` are changed even where nobody wants them: a fact hangs on how they come out.
     """
     known_marks = bytearray(len(graph)) if not isinstance(known, bytearray) else known
     if known_marks is not known:
@@ -56,7 +58,9 @@ def plan(
     guards = _guards(graph, dirty, frozenset(changed), rerun_all, until)
     if again := tuple(again):
         dirty = _below(graph, (*changed, *again))
-    ends = {*wanted, *last} | {graph.positions[ref.node] for number in guards for ref in graph.guards[number].refs}
+    ends = {*wanted, *last, *heeded} | {
+        graph.positions[ref.node] for number in guards for ref in graph.guards[number].refs
+    }
     if rerun_all and not replaced:
         run, supply = bytearray(graph.call_marks), _sources(graph, ends)
     else:

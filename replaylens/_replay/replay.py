@@ -18,11 +18,11 @@ from attrs import define, evolve, field, frozen
 from .._core.account import NOTHING_KNOWN, Account
 from .._core.graph import Graph
 from .._core.node import Call, Input, Ref, State, TensorMeaning, refs_of, value_of
-from .._core.pure import as_leaf, fresh_leaf, same_content, standing
-from .._core.torch_private import peek_interpreter_stack
+from .._core.pure import as_leaf, fresh_leaf, in_layout, same_content, standing
+from .._core.torch_private import is_wrapped, peek_interpreter_stack
 from .._core.trees import leaves, thaw
 from ..errors import InputMismatch, NotDifferentiable, ReplaylensError, StaleValue
-from .facts import Around, departures as departures_of, noticing, patch_departures, require_as_asked
+from .facts import Around, Instead, departures as departures_of, heeded, noticing, require_as_asked
 from .function import as_function
 from .guards import Departure, LeftPath, diverged, misdirected, raising
 from .inputs import require_arguments
@@ -188,17 +188,20 @@ def execute(record: Record, request: Request, told: Callable[[Code], Code] | Non
         departed(Departure(f"what `{name}` drew", "drawn in the forward", "others, which only the model can draw"))
     for name in graph.generator_read if request.fresh else ():
         departed(Departure(f"what `{name}` gave", "of the recorded state", "of one that only the model can read"))
-    raw = {Ref(graph.nodes[position].name): tensor for position, tensor in request.raw.items()}
+    given = {Ref(graph.nodes[position].name): tensor for position, tensor in request.given.items()}
     around = Around.of_replay(graph, request.grad)
-    for departure in departures_of(graph, record.values, raw, around):
-        departed(departure)
+    if [*map(departed, departures_of(graph, record.values, given, around))]:
+        request = evolve(request, given=_on_the_recorded_path(graph, request.given))
 
-    def patched(ref: Ref, old: Any, new: torch.Tensor) -> None:
-        for departure in patch_departures(graph, record.values, ref, old, new, around):
-            departed(departure)
+    changed = frozenset([ref for position in request.changed for ref in refs_of(graph.nodes[position])])
+    instead = Instead(graph, record.values, around, changed.union(given), dict(given), dict(given))
+
+    def patched(ref: Ref, old: Any, new: torch.Tensor) -> torch.Tensor:
+        found = [*map(departed, instead.departures(ref, old, new))]
+        return instead.lay(ref) if found else new
 
     env = needed.begin(record, request, code)
-    remembered, given = Remembered(), {p: (mark_of(tensor), sight_of(tensor)) for p, tensor in request.given.items()}
+    remembered, looks = Remembered(), {p: (mark_of(tensor), sight_of(tensor)) for p, tensor in request.given.items()}
     with (
         raising(graph, partial(_altered, graph, request), departed),
         recorded_world(code.draws, graph),
@@ -206,7 +209,13 @@ def execute(record: Record, request: Request, told: Callable[[Code], Code] | Non
         noticing(patched),
     ):
         interpret(told(code) if told is not None else code, env)
-    return Executed(request, wanted, code, env, departures, remembered, given)
+    return Executed(request, wanted, code, env, departures, remembered, looks)
+
+
+def _on_the_recorded_path(graph: Graph, given: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """What is given as it would have to lie in memory for the model to go this way."""
+    strides = {position: graph.nodes[position].meaning.strides for position in given}  # type: ignore[union-attr]
+    return {p: tensor if is_wrapped(tensor) else in_layout(tensor, strides[p]) for p, tensor in given.items()}
 
 
 def _altered(graph: Graph, request: Request) -> list[str]:
@@ -378,6 +387,7 @@ def _compiled(record: Record, request: Request, wanted: frozenset[int], mode: Mo
             again=places,
             turns=graph.turns if request.fresh and not request.start else {},
             last=graph.last_drawn if _leaves_generator(request) else (),
+            heeded=heeded(graph, request.changed, request.to),
         )
         _require_reached(graph, request, made)
         patches = {

@@ -63,10 +63,9 @@ class Request:
     """What a replay is asked for, in positions and tensors."""
 
     changed: dict[int, tuple[Change, ...]] = field(factory=dict)  # node -> its new value from its old
-    given: dict[int, torch.Tensor] = field(factory=dict)  # inputs and state with another value
+    given: dict[int, torch.Tensor] = field(factory=dict)  # inputs and state with another value, as the user gave them
     mismatches: tuple[Mismatch, ...] = ()  # where what is given is not as it was recorded
     inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # new ones, as the user gave them
-    raw: dict[int, torch.Tensor] = field(factory=dict)  # what is given, as it lies in the user's memory
     start: tuple[int, ...] = ()
     to: int | None = None
     ends: dict[Ref, Change] = field(factory=dict)  # outputs with another value

@@ -235,9 +235,7 @@ def _arguments(node: Call) -> list[tuple[Ref, str]]:
     if node.target.function is mutate:
         bases, args, named, targets = node.args[1:5]
         kwargs = tuple(zip(named.keys or (), named.items, strict=True))
-    elif node.target.function is laid_out:
-        args = node.args[2:]
-    elif node.target.function in BLANKS:
+    elif node.target.function in (laid_out, *BLANKS):
         args = node.args[1:]
     found = []
     for word, tree in [*((f"arg {n}", arg) for n, arg in enumerate(args)), *kwargs]:

@@ -1,0 +1,219 @@
+"""What other threads of a forward read: a function mode sees its own thread alone.
+
+In: the threads that a forward starts, the jobs that it gives to pools, the threads that it wakes or waits for. Out: of
+a thread that it starts, and of a job, each tensor of the capture that is read there, seen by a mode in that thread; of
+a thread that was there before, that it may have read anything. While captures run, the entries below are functions of
+ours, which look for a capture of their own thread and else pass on, as in scopes.py.
+"""
+
+from __future__ import annotations
+
+import _thread
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Condition, Thread, get_ident
+from types import FrameType
+from typing import Any, Protocol
+
+from torch.overrides import TorchFunctionMode
+
+Job = Callable[..., Any]
+
+
+class Forward(Protocol):
+    """A capture, as other threads know it."""
+
+    def handing_over(self) -> Any: ...
+
+    def read_elsewhere(self, func: Any, args: Any, kwargs: Any, site: Any) -> tuple[Any, Any]: ...
+
+    def met_another_thread(self) -> None: ...
+
+
+class Elsewhere:
+    """One forward, and how many jobs of its own are under way in other threads."""
+
+    def __init__(self, forward: Forward) -> None:
+        self.forward: Forward | None = forward  # None when it is over
+        self.jobs = 0
+        self.passing_on: set[int] = set()  # threads that hand over a job, by an entry that goes through others of these
+
+    def watched(self, job: Job) -> Job:
+        """The job, under the eyes of a mode. It may end after the forward, which takes no note then."""
+        self.jobs += 1
+        site = self.forward.handing_over() if self.forward is not None else None
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                with following(self), _Watch(self, site):
+                    return job(*args, **kwargs)
+            finally:
+                self.jobs -= 1
+
+        return run
+
+    @contextmanager
+    def handing(self) -> Iterator[None]:
+        """Within, this thread starts and wakes others for a job that is watched."""
+        self.passing_on.add(get_ident())
+        try:
+            yield
+        finally:
+            self.passing_on.discard(get_ident())
+
+    def met(self) -> None:
+        """A thread of which nothing is seen was woken, or waited for."""
+        if self.forward is not None:
+            self.forward.met_another_thread()
+
+
+class _Watch(TorchFunctionMode):
+    """Sees what a job reads."""
+
+    def __init__(self, elsewhere: Elsewhere, site: Any) -> None:
+        super().__init__()
+        self.elsewhere, self.site = elsewhere, site
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        forward, kwargs = self.elsewhere.forward, kwargs or {}
+        if forward is not None:
+            args, kwargs = forward.read_elsewhere(func, args, kwargs, self.site)
+        return func(*args, **kwargs)
+
+
+_following: dict[int, list[Elsewhere]] = {}  # by thread, the innermost last
+
+
+@contextmanager
+def following(elsewhere: Elsewhere) -> Iterator[None]:
+    """Within, what this thread does with other threads belongs to a forward."""
+    here = get_ident()
+    stack = _following.setdefault(here, [])
+    depth = len(stack)
+    try:
+        try:
+            stack.append(elsewhere)
+            yield
+        finally:
+            _leave(here, depth)
+    finally:  # again: an interrupt may have come before, or in it
+        _leave(here, depth)
+
+
+def _leave(here: int, depth: int) -> None:
+    stack = _following.get(here, [])
+    del stack[depth:]
+    if not stack:
+        _following.pop(here, None)
+
+
+@contextmanager
+def followed(forward: Forward) -> Iterator[None]:
+    """Within, the forward runs in this thread."""
+    elsewhere = Elsewhere(forward)
+    try:
+        with following(elsewhere):
+            yield
+    finally:
+        elsewhere.forward = None
+
+
+def _here() -> Elsewhere | None:
+    """The forward that runs in this thread, if that is not handing over a job just now."""
+    here = get_ident()
+    stack = _following.get(here)
+    return stack[-1] if stack and here not in stack[-1].passing_on else None
+
+
+_STANDARD = sysconfig.get_paths()["stdlib"]
+
+
+def behind_the_library(frame: FrameType) -> FrameType:
+    """The first frame from here outwards that is not one of Python's own modules: `Queue.put` is in one."""
+    found: FrameType | None = frame
+    while found is not None:
+        file = found.f_code.co_filename
+        if not file.startswith(_STANDARD) or "site-packages" in file:
+            return found
+        found = found.f_back
+    return frame
+
+
+# -- entries -----------------------------------------------------------------------------------------------------------
+
+_own: dict[str, Any] = {}  # what was there before ours
+
+
+def _traced_start(self: Thread) -> None:
+    elsewhere = _here()
+    if elsewhere is None:
+        return _own["start"](self)
+    run = elsewhere.watched(self.run)
+
+    def once() -> None:
+        vars(self).pop("run", None)
+        run()
+
+    self.run = once  # type: ignore[method-assign]
+    with elsewhere.handing():
+        return _own["start"](self)
+
+
+def _traced_begin(function: Job, *more: Any) -> Any:
+    elsewhere = _here()
+    return _own["start_new_thread"](function if elsewhere is None else elsewhere.watched(function), *more)
+
+
+def _traced_submit(self: Any, fn: Job, /, *args: Any, **kwargs: Any) -> Any:
+    elsewhere = _here()
+    if elsewhere is None:
+        return _own["submit"](self, fn, *args, **kwargs)
+    with elsewhere.handing():
+        return _own["submit"](self, elsewhere.watched(fn), *args, **kwargs)
+
+
+def _traced_wait(self: Condition, timeout: float | None = None) -> bool:
+    elsewhere = _here()
+    alone = elsewhere is not None and not elsewhere.jobs
+    woken: bool = _own["wait"](self, timeout)
+    if elsewhere is not None and alone:
+        elsewhere.met()
+    return woken
+
+
+def _traced_notify(self: Condition, n: int = 1) -> None:
+    if self._waiters and (elsewhere := _here()) is not None:  # type: ignore[attr-defined]
+        elsewhere.met()
+    _own["notify"](self, n)
+
+
+def _entries() -> Iterator[tuple[Any, str, Any]]:
+    yield Thread, "start", _traced_start
+    yield Condition, "wait", _traced_wait
+    yield Condition, "notify", _traced_notify
+    yield _thread, "start_new_thread", _traced_begin
+    if (pools := sys.modules.get("concurrent.futures.thread")) is not None:
+        yield pools.ThreadPoolExecutor, "submit", _traced_submit
+
+
+def put_in() -> None:
+    """The entries are ours."""
+    for owner, name, ours in _entries():
+        if (there := vars(owner)[name]) is not ours:
+            _own[name] = there
+            setattr(owner, name, ours)
+
+
+def take_out() -> None:
+    """The entries are as they were."""
+    for owner, name, ours in _entries():
+        if vars(owner)[name] is ours:
+            setattr(owner, name, _own[name])
+
+
+def in_a_child() -> None:
+    """Of all the threads only the one that forked is there."""
+    for other in [thread for thread in _following if thread != get_ident()]:
+        del _following[other]

@@ -1,0 +1,382 @@
+"""What a model asks of values that nothing else reads: how they lie in memory, their flags and histories.
+
+The witness is a forward hook on the plain model. Whatever way a patch takes, the program gives what the hook gives, or
+says that it has left the recorded path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import replaylens as rl
+
+Forward = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+class Asks(nn.Module):
+    """A model of one question: the answer decides, and the numbers go nowhere."""
+
+    def __init__(self, question: Forward) -> None:
+        super().__init__()
+        self.l, self.i, self.k = nn.Linear(4, 4), nn.Identity(), nn.Identity()
+        self.question = question
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.question(self, x)
+
+
+def other_way(value: torch.Tensor) -> torch.Tensor:
+    return value.t().contiguous().t()
+
+
+def channels_last(value: torch.Tensor) -> torch.Tensor:
+    return value.contiguous(memory_format=torch.channels_last)
+
+
+def image(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(1, 2, 3, 2) * 1
+
+
+def quantized(value: torch.Tensor) -> torch.Tensor:
+    return torch.quantize_per_tensor_dynamic(value, torch.qint8, False)
+
+
+def caught(work: Callable[[Any, torch.Tensor], Any]) -> Forward:
+    """Twice the input, or three times where the work raises."""
+
+    def question(m: Any, x: torch.Tensor) -> torch.Tensor:
+        try:
+            work(m, x)
+        except RuntimeError:
+            return x * 3
+        return x * 2
+
+    return question
+
+
+def told(ask: Callable[[Any, torch.Tensor], Any]) -> Forward:
+    """Twice the input, or three times where the answer is none."""
+    return lambda m, x: x * (2 if ask(m, x) else 3)
+
+
+MODELS: dict[str, tuple[Forward, dict[str, Any]]] = {
+    "stride": (lambda m, x: x * m.l(x).stride(0), {"l": other_way}),
+    "stride of a view": (lambda m, x: x * m.l(x)[1:].t().stride(0), {"l": other_way}),
+    "is_contiguous": (told(lambda m, x: m.l(x).is_contiguous()), {"l": other_way}),
+    "is_contiguous behind": (told(lambda m, x: (m.l(x) * 2).is_contiguous()), {"l": other_way}),
+    "dim_order": (told(lambda m, x: m.l(x).dim_order() == (0, 1)), {"l": other_way}),
+    "empty_like": (lambda m, x: x * torch.empty_like(m.l(x)).stride(0), {"l": other_way}),
+    "a view that cannot be": (caught(lambda m, x: m.l(x).view(-1)), {"l": other_way}),
+    "two patches together": (
+        lambda m, x: x * torch.cat([m.i(image(x)), m.k(image(x))], 1).stride(1),
+        {"i": channels_last, "k": channels_last},
+    ),
+    "one patch that takes another back": (
+        lambda m, x: x * m.k(m.i(x * 1)).stride(0),
+        {"i": other_way, "k": lambda value: value.contiguous()},
+    ),
+    "requires_grad": (told(lambda m, x: m.l(x).requires_grad), {"l": torch.zeros_like}),
+    "is_leaf": (told(lambda m, x: m.l(x).is_leaf), {"l": torch.zeros_like}),
+    "grad_fn": (told(lambda m, x: m.l(x).grad_fn is None), {"l": torch.zeros_like}),
+    "grad_fn behind": (told(lambda m, x: (m.l(x) * 2).grad_fn is None), {"l": torch.zeros_like}),
+    "the name of grad_fn": (told(lambda m, x: m.l(x).grad_fn.name() == "AddmmBackward0"), {"l": lambda v: v * 2}),
+    "the text of a tensor": (told(lambda m, x: "Addmm" in repr(m.l(x))), {"l": lambda v: v * 2}),
+    "where a history leads": (
+        told(lambda m, x: len(m.l(x).grad_fn.next_functions) == 3),
+        {"l": lambda v: v * 2},
+    ),
+    "is_conj": (told(lambda m, x: m.i(torch.complex(x, x)).is_conj()), {"i": torch.conj}),
+    "is_conj behind": (told(lambda m, x: m.i(torch.complex(x, x)).t().is_conj()), {"i": torch.conj}),
+    "is_neg": (told(lambda m, x: m.i(x * 1).is_neg()), {"i": lambda v: torch.complex(v, v).conj().imag}),
+    "is_sparse": (told(lambda m, x: m.i(x * 1).is_sparse), {"i": torch.Tensor.to_sparse}),
+    "layout": (told(lambda m, x: m.i(x * 1).layout is torch.strided), {"i": torch.Tensor.to_sparse}),
+    "is_inference": (told(lambda m, x: m.i(x * 1).is_inference()), {"i": torch.inference_mode()(torch.clone)}),
+    "_base": (told(lambda m, x: m.i(x * 1)._base is None), {"i": lambda v: v.view(-1).view(3, 4)}),
+    "_is_view": (told(lambda m, x: m.i(x * 1)._is_view()), {"i": lambda v: v.view(-1).view(3, 4)}),
+    "q_zero_point": (lambda m, x: x * quantized(m.l(x)).q_zero_point(), {"l": torch.abs}),
+    "q_scale": (lambda m, x: x * quantized(m.l(x)).q_scale(), {"l": lambda v: v * 2}),
+    "out= that needs gradients": (
+        caught(lambda m, x: torch.add(m.l(x), 1, out=torch.empty(3, 4))),
+        {"l": torch.zeros_like},
+    ),
+    "numpy of what needs gradients": (caught(lambda m, x: m.l(x).numpy()), {"l": torch.zeros_like}),
+    "a leaf that needs gradients": (told(lambda m, x: m.l(x).is_leaf), {"l": lambda v: v.detach().requires_grad_()}),
+}
+
+WAYS: dict[str, Callable[[rl.Program, dict[str, Any]], torch.Tensor]] = {
+    "replay": lambda prog, patch: prog.replay(patch=patch).output,
+    "replay that raises": lambda prog, patch: prog.replay(patch=patch, on_divergence="raise").output,
+    "with_patch": lambda prog, patch: prog.with_patch(patch).output,
+    "replay_many": lambda prog, patch: prog.replay_many({"one": patch, "two": patch}).values[1],
+    "sweep": lambda prog, patch: rl.sweep(prog, variants={"one": patch, "two": patch}).values[1],
+    "with gradients": lambda prog, patch: prog.replay(patch=patch, grad=True).output.detach(),
+    "drawn anew": lambda prog, patch: prog.replay(patch=patch, rng="fresh").output,
+    "with few values kept": lambda prog, patch: prog.saving(["output_1"]).replay(patch=patch).output,
+    "without its model": lambda prog, patch: prog.slice().replay(patch=patch).output,
+}
+
+
+def hooked(model: nn.Module, patch: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
+    """What the plain model gives with these functions as hooks."""
+    modules = dict(model.named_modules())
+    hooks = [modules[at].register_forward_hook(lambda _, __, out, f=f: f(out)) for at, f in patch.items()]
+    try:
+        return model(x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_fact_of_a_value_that_nothing_else_reads_is_asked_of_its_patch(name, way):
+    question, patch = MODELS[name]
+    model, x = Asks(question), torch.randn(3, 4)
+    witness = hooked(model, patch, x)
+    prog = rl.capture(model, x)
+    try:
+        got = WAYS[way](prog, patch)
+    except rl.DivergedReplay:
+        assert not torch.equal(prog.output, witness) or len(patch) > 1 or way == "with_patch"
+    else:
+        assert torch.equal(got, witness)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_live_run_is_told_of_a_patch_what_a_hook_leaves(name):
+    question, patch = MODELS[name]
+    model, x = Asks(question), torch.randn(3, 4)
+    if name == "where a history leads":
+        with pytest.raises(rl.DivergedReplay, match="history"):
+            rl.run(model, x, patch=patch)
+        return
+    assert torch.equal(rl.run(model, x, patch=patch).output, hooked(model, patch, x))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_patch_that_hands_its_value_on_is_none_to_a_model_that_asks(name):
+    question, patch = MODELS[name]
+    model, x = Asks(question), torch.randn(3, 4)
+    same = dict.fromkeys(patch, lambda value: value)
+    prog = rl.capture(model, x)
+    assert torch.equal(prog.replay(patch=same, on_divergence="raise").output, model(x))
+    if name != "where a history leads":
+        assert torch.equal(rl.run(model, x, patch=same).output, model(x))
+
+
+def test_the_text_of_what_is_handed_on_says_what_gave_it():
+    model, x = Asks(told(lambda m, x: "Addmm" in repr(m.i(m.l(x))))), torch.randn(3, 4)
+    prog = rl.capture(model, x)
+    assert torch.equal(prog.output, model(x)) and torch.equal(rl.run(model, x).output, model(x))
+    twice = {"l": lambda value: value * 2}
+    assert torch.equal(prog.replay(patch=twice).output, hooked(model, twice, x))
+
+
+QUESTIONS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "is_leaf": lambda m, x: m.i(x).is_leaf,
+    "is_leaf of two": lambda m, x: m.k(m.i(x)).is_leaf,
+    "is_leaf after dropout": lambda m, x: nn.functional.dropout(x, training=False).is_leaf,
+    "grad_fn": lambda m, x: m.i(x).grad_fn is None,
+    "its name": lambda m, x: m.i(m.l(x)).grad_fn.name() == "AddmmBackward0",
+    "grad": lambda m, x: m.i(x).grad is None,
+    "_base": lambda m, x: m.i(x * 1)._base is None,
+    "_base of a view": lambda m, x: m.i((x * 1).t())._base is None,
+    "_is_view": lambda m, x: m.i(x * 1)._is_view(),
+    "_version": lambda m, x: m.i(x)._version == 0,
+    "output_nr": lambda m, x: m.i((m.l(x)).chunk(2, -1)[1]).output_nr == 0,
+}
+
+
+@pytest.mark.parametrize("needs_gradients", [False, True])
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_what_a_module_hands_on_as_it_is_answers_as_the_object_itself(name, needs_gradients):
+    model, x = Asks(told(QUESTIONS[name])).eval(), torch.randn(3, 4, requires_grad=needs_gradients)
+    x.grad = torch.ones(3, 4) if needs_gradients else None
+    prog = rl.capture(model, x)
+    assert torch.equal(prog.output, model(x)) and prog.check()
+    assert torch.equal(rl.run(model, x).output, model(x))
+
+
+def test_whether_there_is_a_history_is_no_question_of_which_one():
+    prog = rl.capture(Asks(lambda m, x: m.l(x) * (2 if m.l(x).grad_fn is not None else 3)), torch.ones(3, 4))
+    assert not prog.replay(patch={"l:1": lambda value: value * 2}, on_divergence="raise").diverged
+
+
+def test_a_patched_input_that_nothing_reads_is_asked_for_its_layout():
+    prog = rl.capture(lambda x: torch.ones(3, 4) * x.stride(0), torch.ones(3, 4))
+    assert prog.replay(patch={"input_1": other_way}).output[0, 0] == 1
+
+
+def test_a_patch_that_no_fact_hangs_on_and_nothing_reads_does_not_run():
+    def work(x: torch.Tensor) -> torch.Tensor:
+        (x * 2).relu()
+        return x + 1
+
+    calls: list[int] = []
+    rl.capture(work, torch.ones(3)).replay(patch={"mul_1_1": lambda value: calls.append(1) or value})
+    assert not calls
+
+
+class Holds(nn.Module):
+    """A model that asks something of its own parameter."""
+
+    def __init__(self, question: Forward) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, 4))
+        self.question = question
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.question(self, x)
+
+
+OF_STATE: dict[str, Forward] = {
+    "read": lambda m, x: x @ m.w * (2 if m.w.is_contiguous() else 3),
+    "asked first": lambda m, x: (2 if m.w.is_contiguous() else 3) * (x @ m.w),
+    "asked alone": lambda m, x: x * m.w.stride(0),
+    "behind": lambda m, x: x * torch.empty_like(m.w).stride(0),
+    "a copy": lambda m, x: x * (2 if m.w.contiguous() is m.w else 3),
+}
+
+STATE_WAYS: dict[str, Callable[[rl.Program, Any, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "set_state": lambda prog, model, x, w: prog.set_state("w", w).output,
+    "replay": lambda prog, model, x, w: prog.replay(state={"w": w}).output,
+    "slice": lambda prog, model, x, w: prog.slice().replay(state={"w": w}).output,
+    "refresh": lambda prog, model, x, w: holding(model, w) or prog.refresh().output,
+    "module": lambda prog, model, x, w: holding(model, w) or prog.module()(x),
+    "asked for late": lambda prog, model, x, w: holding(model, w) or prog.replay(state={"w": w}).output,
+}
+
+
+def holding(model: Any, w: torch.Tensor) -> None:
+    model.w.data = w
+
+
+@pytest.mark.parametrize("way", STATE_WAYS)
+@pytest.mark.parametrize("name", OF_STATE)
+def test_how_a_parameter_lies_is_a_fact_whether_it_is_read_or_not(name, way):
+    model, x, w = Holds(OF_STATE[name]), torch.randn(2, 3), torch.randn(4, 3).t()
+    prog = rl.capture(model, x)
+    own, model.w.data = model.w.data, w
+    witness, model.w.data = model(x), own
+    try:
+        got = STATE_WAYS[way](prog, model, x, w)
+    except rl.DivergedReplay:
+        assert way != "replay"
+    else:
+        assert torch.equal(got, witness)
+
+
+def test_a_parameter_that_nothing_reads_may_be_set():
+    model, x = Holds(lambda m, x: x * m.w.shape[0]), torch.randn(2, 3)
+    assert torch.equal(rl.capture(model, x).set_state("w", torch.zeros(3, 4)).output, x * 3)
+
+
+def with_attributes(value: torch.Tensor, **attributes: Any) -> torch.Tensor:
+    made = value.clone()
+    made.__dict__.update(attributes)
+    return made
+
+
+def written(value: torch.Tensor) -> torch.Tensor:
+    return value.clone().mul_(1)
+
+
+def with_hook(value: torch.Tensor) -> torch.Tensor:
+    made = value.clone().requires_grad_()
+    made.register_hook(lambda grad: grad)
+    return made
+
+
+def needing(value: torch.Tensor) -> torch.Tensor:
+    return value.clone().requires_grad_()
+
+
+X = torch.randn(3, 4)
+C = torch.complex(X, X)
+UNSORTED = torch.sparse_coo_tensor(torch.tensor([[0, 2], [1, 1]]), torch.ones(2), (3, 4), check_invariants=True)
+
+
+def tried(work: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+    question = caught(lambda _, x: work(x))
+    return lambda x: question(None, x)
+
+
+OF_INPUTS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor, torch.Tensor]] = {
+    "is_neg": (lambda x: x * (2 if x.is_neg() else 3), X, C.conj().imag),
+    "is_conj": (lambda x: torch.ones(2) * (2 if x.is_conj() else 3), C, C.conj()),
+    "an attribute": (lambda x: x + x.mask, with_attributes(X, mask=1.0), with_attributes(X, mask=2.0)),
+    "a tensor in one": (
+        lambda x: x + x.mask[0],
+        with_attributes(X, mask=[torch.ones(4)]),
+        with_attributes(X, mask=[torch.zeros(4)]),
+    ),
+    "whether there is one": (lambda x: x * (2 if hasattr(x, "mask") else 3), X, with_attributes(X, mask=1)),
+    "whether there is one still": (lambda x: x * (2 if hasattr(x, "mask") else 3), with_attributes(X, mask=1), X),
+    "_base": (lambda x: x * (2 if x._base is None else 3), X, X.clone().view(-1).view(3, 4)),
+    "_version": (lambda x: x * (2 if x._version == 0 else 3), X.clone(), written(X)),
+    "_backward_hooks": (lambda x: x * (2 if x._backward_hooks is None else 3), needing(X), with_hook(X)),
+    "is_sparse": (lambda x: torch.ones(2) * (2 if x.is_sparse else 3), X, X.to_sparse()),
+    "is_coalesced": (lambda x: torch.ones(2) * (2 if x.is_coalesced() else 3), UNSORTED.coalesce(), UNSORTED),
+    "q_zero_point": (lambda x: x + quantized(x).q_zero_point(), X, X.abs()),
+    "numpy": (tried(lambda x: x.numpy()), X, needing(X)),
+    "out=": (tried(lambda x: torch.add(x, 1, out=torch.empty(3, 4))), X, needing(X)),
+    "out= that is free": (tried(lambda x: torch.add(x, 1, out=torch.empty(3, 4))), needing(X), X),
+    "a write of a leaf": (tried(lambda x: x.add_(0)), X.clone(), needing(X)),
+}
+
+INPUT_WAYS: dict[str, Callable[[rl.Program, Any, torch.Tensor], torch.Tensor]] = {
+    "replay": lambda prog, work, x: prog.replay(x).output,
+    "replay that raises": lambda prog, work, x: prog.replay(x, on_divergence="raise").output,
+    "slice": lambda prog, work, x: prog.slice().replay(x).output,
+    "function": lambda prog, work, x: prog.function()(x),
+    "module": lambda prog, work, x: prog.module()(x),
+    "a live run": lambda prog, work, x: rl.run(work, x).output,
+    "patch": lambda prog, work, x: prog.replay(patch={"input_1": x}).output,
+    "a patch of a function": lambda prog, work, x: prog.replay(patch={"input_1": lambda value: x}).output,
+    "replay_many": lambda prog, work, x: prog.replay_many({"one": {"input_1": x}}, lambda out: out.sum()).values[0],
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize")
+@pytest.mark.parametrize("way", INPUT_WAYS)
+@pytest.mark.parametrize("name", OF_INPUTS)
+def test_what_a_new_input_answers_is_asked_of_it(name, way):
+    work, x, other = OF_INPUTS[name]
+    witness = work(other)
+    prog = rl.capture(work, x)
+    try:
+        got = INPUT_WAYS[way](prog, work, other)
+    except (rl.DivergedReplay, rl.InputMismatch):
+        assert way not in ("replay", "a live run", "patch") and not torch.equal(prog.output, witness)
+    else:
+        assert torch.allclose(got, witness.sum()) if way == "replay_many" else torch.equal(got, witness)
+
+
+def test_an_input_with_the_same_attributes_is_as_recorded():
+    prog = rl.capture(lambda x: x + x.mask, with_attributes(X, mask=torch.ones(4)))
+    assert not prog.replay(with_attributes(X * 2, mask=torch.ones(4))).diverged
+
+
+def test_what_the_model_may_catch_ends_the_recorded_path_also_where_departures_are_ignored():
+    def work(x: torch.Tensor) -> torch.Tensor:
+        try:
+            return nn.functional.nll_loss(torch.zeros(2, 3), x.long())
+        except IndexError:
+            return x.sum()
+
+    prog = rl.capture(work, torch.ones(2))
+    with pytest.raises(rl.DivergedReplay, match="path ends here"):
+        prog.replay(torch.full((2,), 7.0), on_divergence="ignore")
+    assert prog.replay(torch.full((2,), 7.0)).output == 14
+
+
+def test_an_edit_that_makes_a_caught_view_impossible_is_no_raw_error():
+    prog = rl.capture(Asks(caught(lambda m, x: m.l(x).view(-1))), torch.ones(3, 4))
+    for choice in ("raise", "ignore"):
+        with pytest.raises(rl.DivergedReplay):
+            prog.with_patch({"l": other_way}, on_divergence=choice)
