@@ -240,8 +240,8 @@ def apply(value: Tensor, fn: Callable[[Tensor], Tensor], part: Part | None = Non
 
 
 def of_own_copies(fn: Callable[[Any], Any], values: Any) -> Any:
-    """What a function makes of a value, or of several. It gets copies, and may write to them; where it hands its copy on
-    as it got it, that is the value itself.
+    """What a function makes of a value, or of several. It gets copies, and may write to them; where it hands its copy
+    on as it got it, that is the value itself.
 
     In the model a hook that writes by `.data` or numpy changes what the call before it may have saved for its backward.
     """
@@ -268,8 +268,8 @@ def _is_as_given(copy: Tensor, value: Tensor) -> bool:
     """Did a function leave the copy as it was? It may write by `.data`, which no counter shows."""
     if peek_interpreter_stack() is not None or value.layout is not torch.strided or value.is_nested:
         return False
-    flags = (copy.requires_grad, copy.grad_fn is None) == (value.requires_grad, value.grad_fn is None)
-    return flags and copy.stride() == value.stride() and same(copy, value)
+    alike = copy.requires_grad == value.requires_grad and copy.stride() == value.stride()
+    return alike and same(copy, value)
 
 
 def _is_spoilt(old: Tensor, there: Tensor, version: int) -> bool:
