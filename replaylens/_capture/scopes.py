@@ -11,12 +11,12 @@ So is what exchanges two tensors (`torch.utils.swap_tensors`), which no torch fu
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from threading import get_ident
 from types import CodeType, FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
@@ -27,8 +27,11 @@ from .._core.torch_private import (
     set_swap_of_tensors,
     swap_of_tensors,
 )
+from .._core.turns import Turn, calls, come, turns, with_turn
 from .._core.world import alone, freed, in_children
 from .builder import Site, is_torch_code, torch_code
+
+T = TypeVar("T")
 
 
 class Listener(Protocol):
@@ -56,6 +59,8 @@ def boundary(function: Any) -> Any:
 
 @boundary
 def _traced_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if turns:
+        come((id(self),))
     stack = _listeners.get(get_ident())
     return (
         stack[-1].module_call(self, _originals["call"], args, kwargs)
@@ -79,6 +84,16 @@ def _traced_swap(one: Any, other: Any) -> None:
 
 _traced_entry: Any = classmethod(_traced_apply)
 _originals: dict[str, Any] = {"call": _module_call}
+
+
+calls.update(dict.fromkeys((_module_call.__code__, _traced_call.__code__), lambda held: (id(held["self"]),)))
+
+
+def alone_with(modules: Callable[[], Iterable[nn.Module]], work: Callable[[Turn], T]) -> T:
+    """What some work gives, while no other thread runs these modules: those that do end first, those that come to them
+    later wait.
+    """
+    return with_turn(modules, work, partial(alone, _lock, _put_in), partial(alone, _lock, _take_out_if_idle))
 
 
 @contextmanager
@@ -118,7 +133,11 @@ def _leave(here: int, listener: Listener) -> None:
         del stack[at:]
     if not stack:
         _listeners.pop(here, None)
-    if not _listeners:
+    _take_out_if_idle()
+
+
+def _take_out_if_idle() -> None:
+    if not _listeners and not turns:
         _take_out()
 
 
@@ -136,8 +155,7 @@ def _in_a_child() -> None:
     freed(_lock)
     for other in [thread for thread in _listeners if thread != get_ident()]:
         del _listeners[other]
-    if not _listeners:
-        _take_out()
+    _take_out_if_idle()
 
 
 in_children(_in_a_child)
