@@ -397,6 +397,8 @@ def test_a_child_that_is_forked_while_others_wait_for_their_turn_does_not_wait()
     with meanwhile(midway):
         other = threading.Thread(target=lambda: prog.replay(patch={"fc": far}))
         other.start()
+        while sys._current_frames()[other.ident].f_code.co_name != "drawing_alone":
+            pass
         assert in_a_child(lambda: works() and prog.replay(patch={"fc": far}).diverged)
     other.join()
 
