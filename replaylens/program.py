@@ -17,19 +17,20 @@ from graphviz import Source
 
 from ._capture.capture import Captured, record
 from ._capture.fake import outlined
-from ._capture.rerun import as_run, lived, rehearsed
+from ._capture.rerun import as_run, lived, rehearsed, undisturbed
 from ._capture.snapshot import Beginning
 from ._capture.spots import Counterparts
 from ._check.check import check as check_record
 from ._check.model import with_model
 from ._check.report import CheckReport
-from ._check.subject import under_check
+from ._check.subject import Subject, under_check
 from ._core.node import Guard, Ref, value_of
 from ._core.notes import add_note
 from ._core.pure import same_content, writable_copy
 from ._core.text import code
 from ._core.torch_private import DeviceContext, function_modes as _function_modes, pytree, without_function_modes
 from ._core.trees import freeze_deep, thaw
+from ._core.world import drawing_alone
 from ._edit.arguments import name_of
 from ._edit.content import shown
 from ._edit.edges import Edge
@@ -117,6 +118,10 @@ def run(model: Any, *args: Any, patch: Mapping[Any, Any] | None = None, grad: bo
             f"{edge!r} is between layers of a recorded program, and cannot be patched while the model runs. Capture "
             "the model, and replay it with this patch."
         )
+    return undisturbed(model, lambda _: _run(model, args, kwargs, patch, grad))
+
+
+def _run(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], patch: Any, grad: bool) -> Run:
     prog = Program(_captured=rehearsed(model, args, kwargs))
     changed, ends = changes_of(prog.graph, patch, None, prog._sites)
     request = Request(changed=changed, ends=ends, grad=grad, on_divergence="raise", **prog._beyond(patch))
@@ -131,11 +136,12 @@ def run(model: Any, *args: Any, patch: Mapping[Any, Any] | None = None, grad: bo
 
 def _with_quiet_patches(prog: Program, request: Request) -> Run:
     """A replay in the place of a live run: of patches that draw nothing which shifts what the model draws."""
-    state = torch.default_generator.get_state()
-    made = replay(prog._record, request, prog._at)
-    if prog.graph.drawn and not torch.equal(state, torch.default_generator.get_state()):
-        torch.default_generator.set_state(state)
-        raise DivergedReplay("a patch draws random numbers, and the model draws on from where it ends.")
+    with drawing_alone():
+        state = torch.default_generator.get_state()
+        made = replay(prog._record, request, prog._at)
+        if prog.graph.drawn and not torch.equal(state, torch.default_generator.get_state()):
+            torch.default_generator.set_state(state)
+            raise DivergedReplay("a patch draws random numbers, and the model draws on from where it ends.")
     return made
 
 
@@ -153,10 +159,13 @@ def check(
     >>> bool(check(torch.nn.Linear(2, 3), torch.ones(1, 2)))
     True
     """
-    with under_check(model, args, kwargs) as subject:
+
+    def work(subject: Subject) -> CheckReport:
         captured = subject.captured
         prog = Program(_record=subject.record, _output=captured.output, _beginning=captured.beginning)
         return with_model(subject, prog.check(sample, progress))
+
+    return under_check(model, args, kwargs, work)
 
 
 def _require_unchanged(prog: Program, modes: list[Any]) -> None:
@@ -673,12 +682,9 @@ class Program(Held):
         return choice
 
     def _replayed(self, request: Request) -> Run:
-        state = torch.default_generator.get_state() if request.fresh or request.changed or request.ends else None
         try:
             return self._of(request, replay(self._record, request, self._at))
         except LeftPath as left:
-            if state is not None:
-                torch.default_generator.set_state(state)
             return self._of(request, self._rerun(request, left.departure))
 
     def _of(self, request: Request, made: Run) -> Run:

@@ -1,7 +1,8 @@
 """A KeyboardInterrupt at any line leaves torch, the model and the generators as they were, and so does a fork.
 
 A trace function counts the lines of replaylens that run, and raises at one of them. The quick tests ask for a sample,
-also of what enters and leaves; the zoo suite asks for a thousand of each, which is all but for the longest tasks.
+also of what enters and leaves, the zoo suite for more, in a process of its own; `make interrupts` asks for a thousand
+of each, which is all but for the longest tasks.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import gc
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -26,7 +28,7 @@ from torch import nn
 
 import replaylens as rl
 from replaylens._capture import capture as capture_module, origins, scopes
-from replaylens._core import world
+from replaylens._core import turns, world
 from replaylens._replay import stream
 
 HOME = str(Path(rl.__file__).parent)
@@ -34,7 +36,8 @@ LEAVES = (
     "listening _leave _put_in _take_out dated _began _ended _thaw eager_compiler _compiles_again _recorded_world leave "
     "begin _run _unseen _looking_away seeing at_work _as_running under_check _same_world _look looked lived rehearsed "
     "open_layers _told_of_failure execute interpret put_back put_generators_back put_own_generators_back __call__ made "
-    "function_apply _open module_call forward _captured undo surely"
+    "function_apply _open module_call forward _captured undo surely with_turn alone_with _await_others drawing_alone "
+    "users_state see_functions undisturbed _rehearsed _lived _under_check run check _take_out_if_idle alone let_go"
 ).split()
 
 
@@ -142,6 +145,10 @@ def surroundings() -> dict[str, Any]:
         "collector": (gc.get_freeze_count(), gc.get_threshold(), dict(origins._running)),
         "compiler": (list(capture_module._stances), dict(capture_module._eager)),
         "locks": (free, scopes._lock._is_owned(), origins._lock._is_owned(), capture_module._compiler_lock._is_owned()),
+        "functions seen": (torch._C._is_torch_function_enabled(), torch._C._is_torch_function_all_disabled()),
+        "transforms": len(torch._C._functorch.get_interpreter_stack() or ()),
+        "turns": (list(turns.turns), dict(turns._waiting)),
+        "stack": (sys.getrecursionlimit(), list(capture_module._limits), dict(capture_module._deeper)),
         "function modes": torch._C._len_torch_function_stack(),
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
         "gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
@@ -228,6 +235,7 @@ def test_an_interrupt_at_some_line_leaves_nothing(task):
     assert not found, "\n".join(found)
 
 
+PLACES = int(os.environ.get("REPLAYLENS_INTERRUPTS", 1_000))
 HOWS = {"lines": {}, "bytecodes": {"within": tuple(LEAVES), "opcodes": True}}
 
 
@@ -236,9 +244,19 @@ HOWS = {"lines": {}, "bytecodes": {"within": tuple(LEAVES), "opcodes": True}}
 @pytest.mark.parametrize("task", TASKS)
 def test_an_interrupt_anywhere_leaves_nothing(task, how):
     count = lines_of(task, **HOWS[how])
-    places = sorted(random.Random(1).sample(range(1, count + 1), min(count, 1_000)))
+    places = sorted(random.Random(1).sample(range(1, count + 1), min(count, PLACES)))
     found = [left for at in places for left in interrupted(task, at, **HOWS[how])[1]]
     assert not found, "\n".join(found[:40])
+
+
+@pytest.mark.zoo
+def test_an_interrupt_at_some_of_these_places_leaves_nothing_in_a_process_of_its_own():
+    """What is left after all spoils no other test there."""
+    words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "interrupts", __file__]
+    path = os.pathsep.join((str(Path(HOME).parent), *filter(None, [os.environ.get("PYTHONPATH")])))
+    env = {**os.environ, "PYTHONPATH": path, "REPLAYLENS_INTERRUPTS": "25"}
+    ran = subprocess.run(words, env=env, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    assert ran.returncode == 0, ran.stdout[-3_000:] + ran.stderr[-1_000:]
 
 
 # ---- forks -------------------------------------------------------------------------------------------------------------
@@ -331,6 +349,59 @@ def test_a_child_that_is_forked_in_the_middle_of_a_replay_has_the_users_generato
     with meanwhile(work):
         assert in_a_child(lambda: torch.equal(torch.get_rng_state(), state) and works())
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@forks
+@forks_among_threads
+def test_a_child_that_is_forked_in_the_middle_of_a_live_run_has_the_model_as_it_was():
+    net, found = Net(), []
+    prog = rl.capture(net, x())
+    net(x())
+    seeds()
+    owned, drawn = belongings(net), dice()
+
+    def is_whole() -> bool:
+        return belongings(net) == owned and dice() == drawn and works() and rl.run(net, x()).output.shape == (2, 3)
+
+    def midway(start: threading.Event, over: threading.Event) -> None:
+        calls = []
+
+        def wait(value):
+            calls.append(1)
+            if len(calls) == 2:  # the replay has left its path, and the model runs
+                start.set()
+                over.wait()
+            return far(value)
+
+        found.append(prog.replay(patch={"fc": wait}).diverged)
+
+    with meanwhile(midway):
+        assert in_a_child(is_whole)
+    assert found == [True]
+    assert belongings(net) == owned and dice() == drawn
+
+
+@forks
+@forks_among_threads
+def test_a_child_that_is_forked_while_others_wait_for_their_turn_does_not_wait():
+    net = Net()
+    prog = rl.capture(net, x())
+
+    def midway(start: threading.Event, over: threading.Event) -> None:
+        def wait(value):
+            start.set()
+            over.wait()
+            return value
+
+        rl.run(net, x(), patch={"fc": wait})
+
+    with meanwhile(midway):
+        other = threading.Thread(target=lambda: prog.replay(patch={"fc": far}))
+        other.start()
+        while sys._current_frames()[other.ident].f_code.co_name != "drawing_alone":
+            pass
+        assert in_a_child(lambda: works() and prog.replay(patch={"fc": far}).diverged)
+    other.join()
 
 
 @forks

@@ -618,10 +618,7 @@ def test_fresh_draws_are_drawn_anew():
     assert_same(runs, [model(x()), model(x())])
 
 
-@pytest.mark.skip(
-    reason="now and then one of many live runs at once raises StaleValue: a known race, loud and not yet mended"
-)
-def test_live_runs_in_several_threads_do_not_meet_skipped_for_a_race_that_raises_stale_value():
+def test_live_runs_in_several_threads_do_not_meet():
     model = Everything()
     prog = rl.capture(model, x(), [7])
     before, wanted = belongings(model), prog.replay(patch={"drop": far}).output

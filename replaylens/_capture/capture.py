@@ -28,7 +28,8 @@ from .._core.sameness import attached
 from .._core.text import where as text_of
 from .._core.torch_private import compiler_if_loaded, default_device, hooks_of_all_modules, without_function_modes
 from .._core.trees import ATOMS, fingerprint, freeze_deep, keys_of, leaves, named_paths, require_room, thaw
-from .._core.world import World, alone, freed, in_children, surely
+from .._core.turns import calls, come, turns
+from .._core.world import World, alone, drawing_alone, freed, in_children, surely
 from .._edit.wanted import EVERYTHING, Wish
 from .._replay.replay import Record, Versions
 from .._replay.state import StatePlace
@@ -100,6 +101,9 @@ def record(
     """
     require_supported(model)
     origins = Origins(model)
+    if turns:  # another thread may have changed the model meanwhile
+        come(map(id, origins.modules))
+        origins = Origins(model)
     beginning = Beginning(model, Snapshot(origins.modules, (args, kwargs)), Dice(), unknown)
     tracer = Tracer if wish.everything else sparing(wish)
     captured = looked(Forward(model, args, kwargs, beginning, tracer, Tracer, failed, begun), put_back, origins)
@@ -108,6 +112,15 @@ def record(
     beginning.lent = frozenset(map(id, lent_generators(model, args, kwargs)))
     beginning.snapshot.flags = flags_of(captured.recording)
     return captured
+
+
+def _modules_of(held: dict[str, Any]) -> list[int]:
+    """The modules that a capture is in the middle of, by id, as its frame has them."""
+    origins: Origins | None = held.get("origins")
+    return [] if origins is None else list(map(id, origins.modules))
+
+
+calls[record.__code__] = _modules_of
 
 
 def flags_of(recording: Recording) -> list[tuple[torch.Tensor, bool]]:
@@ -140,7 +153,8 @@ def _looked(forward: Forward, put_back: Callable[[Recording, Beginning], None], 
         if compiler_at_start or not compiler_if_loaded():
             raise  # else: the compiler was loaded in the middle, and did not know of the capture
         deep = False
-    put_back(first, forward.beginning)
+    with drawing_alone():
+        put_back(first, forward.beginning)
     try:
         again = evolve(forward, tracer=forward.second or forward.tracer)
         return _look(again, Recording(first.model_name), Origins(forward.model), deep)

@@ -18,6 +18,7 @@ from attrs import define
 from .._core.pure import mutate, same_content
 from .._core.torch_private import peek_interpreter_stack, without_function_modes
 from .._core.trees import leaves
+from .._core.world import drawing_alone
 from ..errors import UnannouncedWrite
 from .builder import Handle, Recording, SourceRecord
 from .recorder import Recorder, tensors_in
@@ -55,8 +56,9 @@ def apply_call(tracer: Recorder, kind: type, call: Callable[..., Any], args: Any
     if kind.__name__ == "BackwardHookFunction":
         tracer.recording.one_way.append("a module's backward hook")
         return call(*args, **kwargs)
-    body = _Body(tracer, kind, args, kwargs)
-    return body.ended(call(*args, **kwargs))
+    with drawing_alone():  # it is one call, which may draw
+        body = _Body(tracer, kind, args, kwargs)
+        return body.ended(call(*args, **kwargs))
 
 
 def _checkpointed(tracer: Recorder, body: Callable[..., Any], given: tuple[Any, ...]) -> Any:

@@ -18,7 +18,7 @@ import torch
 
 from .._core.node import Generator, Left
 from .._core.torch_private import seed_tracker
-from .._core.world import let_go, one_draws
+from .._core.world import let_go, one_draws, users_state
 
 _DROPOUTS = frozenset(
     "dropout dropout_ alpha_dropout alpha_dropout_ feature_dropout feature_dropout_ feature_alpha_dropout".split()
@@ -169,7 +169,7 @@ class Draws:
         follows: dict[str, tuple[str | None, bool]],
     ) -> None:
         self.kept, self.at_first, self.follows = kept, at_first, follows
-        self.start, self.seed = torch.default_generator.get_state(), torch.default_generator.initial_seed()
+        self.start, self.seed = users_state(), torch.default_generator.initial_seed()
         self.seedings = seedings()
         self.lent: dict[int, torch.Tensor] = {}  # generators of the caller's, and how they were
         self.held: dict[int, torch.Tensor] = {}  # generators that hang on the model, and how they were

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from attrs import evolve, frozen
@@ -19,7 +19,7 @@ from .._core.graph import Graph
 from .._core.node import Call, Const, Input, Node, Ref, State, value_of
 from .._core.text import listing
 from .._core.trees import freeze_deep, leaves, thaw
-from .._core.world import drawing_alone
+from .._core.turns import Turn
 from .._replay.guards import Departure, departures
 from .._replay.inputs import numbers_of
 from .._replay.interpreter import modes, recorded_world
@@ -34,12 +34,14 @@ from .capture import Captured, Forward, flags_of, looked, put_generators_back, r
 from .live import LiveTracer, Stage
 from .origins import Date, Origins
 from .randomness import lent_generators
-from .scopes import addresses
+from .scopes import addresses, alone_with
 from .snapshot import Beginning, Belongings, Dice, Snapshot
 from .spots import Counterparts, is_handed_on
 from .standins import Waiting
 from .state import held
 from .storage import storage_key
+
+T = TypeVar("T")
 
 
 @frozen(eq=False)
@@ -51,12 +53,20 @@ class Lived:
     held: dict[Ref, torch.Tensor]  # the parameters and other state that it read, with their histories
 
 
+def undisturbed(model: Any, work: Callable[[Turn], T]) -> T:
+    """What some work gives, while no other thread runs the model: what hangs on it is changed, and put back."""
+    return alone_with(lambda: Origins(model).modules, work)
+
+
 def rehearsed(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
     """A capture that leaves nothing behind, not even what a plain forward leaves."""
     require_supported(model)
-    with drawing_alone():  # what hangs on a model is changed and put back by one run at a time
-        beginning = Beginning(model, Snapshot(Origins(model).modules, (args, kwargs)), Dice())
-        captured, _ = _run(beginning, args, kwargs, Stage(Aims(), {}, lambda tracer: []))
+    return undisturbed(model, lambda turn: _rehearsed(turn, model, args, kwargs))
+
+
+def _rehearsed(turn: Turn, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+    beginning = Beginning(model, Snapshot(Origins(model).modules, (args, kwargs)), Dice())
+    captured, _ = _run(turn, beginning, args, kwargs, Stage(Aims(), {}, lambda tracer: []))
     beginning.generators = tuple(captured.recording.generators.values())
     beginning.lent = frozenset(map(id, lent_generators(model, args, kwargs)))
     beginning.snapshot.flags = flags_of(captured.recording)
@@ -64,7 +74,14 @@ def rehearsed(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capt
 
 
 def lived(beginning: Beginning, record: Record, request: Request, given: Any = None) -> Lived:
-    """Run the model with the changes of a request made while it runs, on the recorded inputs if none are given."""
+    """Run the model with the changes of a request made while it runs, on the recorded inputs if none are given.
+
+    One run at a time, and no plain forward meanwhile: each finds the model as its user left it.
+    """
+    return undisturbed(beginning.model, lambda turn: _lived(turn, beginning, record, request, given))
+
+
+def _lived(turn: Turn, beginning: Beginning, record: Record, request: Request, given: Any) -> Lived:
     _require_in_place(record, request)
     record = _with_what_was_replaced(record)
     graph, aims = record.graph, aims_of(record, request)
@@ -84,8 +101,8 @@ def lived(beginning: Beginning, record: Record, request: Request, given: Any = N
         graph.inputs, lambda leaf: supply(record, request, leaf) if type(leaf) is Ref else leaf
     )
     ambient = evolve(graph.ambient, grad=True, inference=False) if request.grad else graph.ambient
-    with drawing_alone(), recorded_world(not request.fresh, graph), modes(ambient):
-        captured, tracer = _run(beginning, args, kwargs, stage, request.inputs is not None)
+    with recorded_world(not request.fresh, graph), modes(ambient):
+        captured, tracer = _run(turn, beginning, args, kwargs, stage, request.inputs is not None)
     if request.fresh:  # the generators began elsewhere than when the program was recorded
         captured.recording.drawn_elsewhere = graph.drawn_elsewhere
     found = record_of(captured)
@@ -176,7 +193,7 @@ def _ended(request: Request, recorded: Graph, graph: Graph, get: Callable[[Any],
 
 
 def _run(
-    beginning: Beginning, args: Any, kwargs: Any, stage: Stage, are_new: bool = False
+    turn: Turn, beginning: Beginning, args: Any, kwargs: Any, stage: Stage, are_new: bool = False
 ) -> tuple[Captured, LiveTracer]:
     """One run of the model from its beginning. What hangs on the model now, and the generators, are as before.
 
@@ -214,6 +231,7 @@ def _run(
 
     try:
         try:
+            turn.undo = leave
             begin()
             with torch.set_grad_enabled(torch.is_grad_enabled()):
                 origins = Origins(beginning.model)  # what the model holds is that of the beginning now

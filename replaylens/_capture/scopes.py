@@ -14,12 +14,12 @@ the call where torch goes it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from threading import get_ident
 from types import CodeType, FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import nn
 from torch.autograd import Function
@@ -38,9 +38,12 @@ from .._core.torch_private import (
     set_way_to_modes,
     swap_of_tensors,
 )
+from .._core.turns import Turn, calls, come, turns, with_turn
 from .._core.world import alone, freed, in_children
 from . import threads
 from .builder import Site, is_torch_code, torch_code
+
+T = TypeVar("T")
 
 
 class Listener(Protocol):
@@ -89,6 +92,8 @@ def model_frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 @boundary
 def _traced_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if turns:
+        come((id(self),))
     stack = _listeners.get(get_ident())
     return (
         stack[-1].module_call(self, _originals["call"], args, kwargs)
@@ -147,6 +152,16 @@ _traced_entry: Any = classmethod(_traced_apply)
 _originals: dict[str, Any] = {"call": _module_call}
 
 
+calls.update(dict.fromkeys((_module_call.__code__, _traced_call.__code__), lambda held: (id(held["self"]),)))
+
+
+def alone_with(modules: Callable[[], Iterable[nn.Module]], work: Callable[[Turn], T]) -> T:
+    """What some work gives, while no other thread runs these modules: those that do end first, those that come to them
+    later wait.
+    """
+    return with_turn(modules, work, partial(alone, _lock, _put_in), partial(alone, _lock, _take_out_if_idle))
+
+
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
     """Module calls and custom functions of this thread are told to the listener."""
@@ -190,7 +205,11 @@ def _leave(here: int, listener: Listener) -> None:
     if not stack:
         _listeners.pop(here, None)
         _bodies.pop(here, None)
-    if not _listeners:
+    _take_out_if_idle()
+
+
+def _take_out_if_idle() -> None:
+    if not _listeners and not turns:
         _take_out()
 
 
@@ -215,8 +234,7 @@ def _in_a_child() -> None:
     threads.in_a_child()
     for other in [thread for thread in _listeners if thread != get_ident()]:
         del _listeners[other]
-    if not _listeners:
-        _take_out()
+    _take_out_if_idle()
 
 
 in_children(_in_a_child)

@@ -22,6 +22,7 @@ from attrs import define
 from torch import nn
 
 from .._core.trees import freeze_deep
+from .._core.world import users_state
 
 _REGISTERED = frozenset(("_modules", "_parameters", "_buffers"))
 _TORCHS = frozenset(vars(nn.Module())) - {"training"}  # what every module has: its tensors, its hooks
@@ -237,7 +238,7 @@ class Dice:
     """The states of the global generators: torch's default one, Python's and numpy's."""
 
     def __init__(self) -> None:
-        self.torch = torch.default_generator.get_state()
+        self.torch = users_state()
         version, words, pending = random.getstate()
         self.python = version, array("I", words), pending  # a tenth of what 625 numbers weigh in a tuple
         numpy = sys.modules.get("numpy")

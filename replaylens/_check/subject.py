@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from attrs import evolve, frozen
@@ -26,13 +26,16 @@ from .._capture.capture import (
     require_supported,
 )
 from .._capture.origins import Origins
+from .._capture.scopes import alone_with
 from .._capture.snapshot import Beginning, Belongings
 from .._capture.state import held
 from .._core.node import Ref
+from .._core.turns import Turn
 from .._core.world import World
 from .._replay.replay import Record, Versions, version
 from .outputs import apart, copied
 
+T = TypeVar("T")
 UNSTEADY = "the model gives another output each time: it reads what lies outside of it, a clock or a counter"
 
 
@@ -86,18 +89,24 @@ class Subject:
         return frozenset([name for tensor, name in inputs if memory[_memory_of(tensor)] == 1])
 
 
-@contextmanager
-def under_check(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Subject]:
-    """Capture a model. Afterwards it, its inputs and the generators are as they were."""
+def under_check(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], work: Callable[[Subject], T]) -> T:
+    """What some work gives with a model that is captured for it. Afterwards the model, its inputs and the generators
+    are as they were; no other thread runs it meanwhile.
+    """
     require_supported(model)
+    return alone_with(lambda: Origins(model).modules, lambda turn: _under_check(turn, model, args, kwargs, work))
+
+
+def _under_check(turn: Turn, model: Any, args: Any, kwargs: Any, work: Callable[[Subject], T]) -> T:
     belongings = Belongings(Origins(model).modules, (args, kwargs))
     subject, world = None, World()
     begun: list[tuple[Recording, Beginning]] = []
     try:
         try:
+            turn.undo = lambda: _leave(subject, belongings, begun, world)
             with _same_world():
                 subject = _captured(model, args, kwargs, belongings, begun.append)
-            yield subject
+            return work(subject)
         finally:
             _leave(subject, belongings, begun, world)
     finally:  # again: an interrupt may have come before, or in it

@@ -21,6 +21,7 @@ from .sharing import overlaps_itself
 from .target import Target
 from .torch_private import is_batched, negative_view, outside_of_transforms, peek_interpreter_stack
 from .trees import freeze, thaw
+from .world import drawing_alone
 
 differentiate_name = "replaylens._replay.differentiate.differentiate"
 
@@ -308,14 +309,15 @@ def what_is_raised(function: Callable[..., Any], *args: Any, **kwargs: Any) -> E
     """
     leaf = lambda value: _own_copy(value) if isinstance(value, torch.Tensor) else value  # noqa: E731
     trees = freeze(args, leaf), freeze(kwargs, leaf)
-    state = torch.default_generator.get_state()
-    try:
-        with torch.no_grad():
-            function(*thaw(trees[0], _as_is), **thaw(trees[1], _as_is))
-    except Exception as error:
-        return error.with_traceback(None)
-    finally:
-        torch.default_generator.set_state(state)
+    with drawing_alone():
+        state = torch.default_generator.get_state()
+        try:
+            with torch.no_grad():
+                function(*thaw(trees[0], _as_is), **thaw(trees[1], _as_is))
+        except Exception as error:
+            return error.with_traceback(None)
+        finally:
+            torch.default_generator.set_state(state)
     return None
 
 

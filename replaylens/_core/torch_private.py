@@ -75,7 +75,28 @@ count_function_modes = _name("torch._C._len_torch_function_stack", "which functi
 function_mode_at = _name("torch._C._get_function_stack_at", "whether the one on top is a live run's own")
 function_modes = _name("torch.overrides._get_current_function_mode_stack", "modes around a capture may change values")
 is_function_mode_seen = _name("torch._C._is_torch_function_enabled", "whether a function mode sees the call as well")
+sees_no_function_mode = _name(
+    "torch._C._is_torch_function_all_disabled",
+    "whether all modes are off, to be put back after interrupts",
+    "taken for on",
+    lambda: False,
+)
 without_function_modes = _name("torch._C.DisableTorchFunction", "what the tracer computes for itself is not recorded")
+without_subclasses = _name("torch._C.DisableTorchFunctionSubclass", "put back after interrupts where it was on")
+_entered_where_all_is_seen = without_function_modes()
+_entered_where_all_is_seen.__enter__()
+_entered_where_all_is_seen.__exit__(None, None, None)
+
+
+def see_functions(is_seen: bool, is_all_off: bool) -> None:
+    """Let torch's functions come to modes and subclasses as `is_function_mode_seen` and `sees_no_function_mode` said
+    that they do. To leave a block once more is to set what was there before it.
+    """
+    _entered_where_all_is_seen.__exit__(None, None, None)
+    if not is_seen:
+        (without_function_modes() if is_all_off else without_subclasses()).__enter__()
+
+
 count_dispatch_modes = _name("torch._C._len_torch_dispatch_stack", "a dispatch mode of the model's own is refused")
 dispatch_mode_at = _name("torch._C._get_dispatch_stack_at", "modes that an interrupt left on are left")
 without_any_modes = _name("torch.utils._python_dispatch._disable_current_modes", "a hook compares values unseen")

@@ -15,7 +15,18 @@ from typing import Any, TypeVar
 
 import torch
 
-from .torch_private import count_dispatch_modes, count_function_modes, dispatch_mode_at, pop_function_mode
+from .torch_private import (
+    count_dispatch_modes,
+    count_function_modes,
+    dispatch_mode_at,
+    interpreter_stack,
+    is_function_mode_seen,
+    pop_function_mode,
+    see_functions,
+    sees_no_function_mode,
+    vmap_ends,
+    warn_of_vmap_fallbacks,
+)
 
 T = TypeVar("T")
 _DEVICES = ("cpu", "cuda")
@@ -45,9 +56,11 @@ def alone(lock: Any, work: Callable[[], T]) -> T:
 class World:
     """The modes of this thread as they are now."""
 
-    __slots__ = ("autocast", "dispatches", "dtype", "functions", "grad", "owned")
+    __slots__ = ("autocast", "dispatches", "dtype", "functions", "grad", "owned", "seen", "transforms")
 
     def __init__(self) -> None:
+        self.seen = is_function_mode_seen(), sees_no_function_mode()
+        self.transforms = len(interpreter_stack() or ())
         self.functions, self.dispatches = count_function_modes(), count_dispatch_modes()
         self.grad, self.dtype = torch.is_grad_enabled(), torch.get_default_dtype()
         self.owned = one_draws._is_owned()  # type: ignore[attr-defined]
@@ -55,6 +68,11 @@ class World:
 
     def put_back(self) -> None:
         """As they were. Nothing happens where they are."""
+        while vmap_ends is not None and len(interpreter_stack() or ()) > self.transforms:
+            vmap_ends()  # no other transform is begun by hand
+            warn_of_vmap_fallbacks(True)
+        if (is_function_mode_seen(), sees_no_function_mode()) != self.seen:
+            see_functions(*self.seen)
         while count_function_modes() > self.functions:
             pop_function_mode()
         while (count := count_dispatch_modes()) > self.dispatches:
@@ -71,8 +89,10 @@ class World:
 
 
 @contextmanager
-def drawing_alone() -> Iterator[None]:
-    """Within, no other thread's capture or replay sets the global generator."""
+def drawing_alone(patience: float = -1) -> Iterator[None]:
+    """Within, no other thread's capture or replay sets the global generator; or one does that took longer than so many
+    seconds.
+    """
     was_owned, taken = one_draws._is_owned(), [True]  # type: ignore[attr-defined]
 
     def leave() -> None:
@@ -80,16 +100,23 @@ def drawing_alone() -> Iterator[None]:
             let_go(one_draws)
         elif taken:
             taken.pop()
-            one_draws.release()
+            if one_draws._is_owned():  # type: ignore[attr-defined]
+                one_draws.release()
 
     try:
         try:
-            one_draws.acquire()
+            one_draws.acquire(timeout=patience)
             yield
         finally:
             leave()
     finally:  # again: an interrupt may have come before, or in it
         leave()
+
+
+def users_state() -> torch.Tensor:
+    """The state of the global generator, as no replay has set it; or that of one that takes long."""
+    with drawing_alone(1.0):
+        return torch.default_generator.get_state()
 
 
 def surely(leave: Callable[[], Any]) -> None:

@@ -16,6 +16,7 @@ from attrs import frozen
 
 from .._core.node import Context, Guard, Input, Ref
 from .._core.trees import leaves, thaw
+from .._core.world import World, surely
 from .._replay.facts import Around, Instead, is_like_an_input, layout_departures
 from .._replay.guards import Departure, departure
 from .._replay.interpreter import modes, recorded_world
@@ -57,8 +58,13 @@ def run(machine: Machine, variants: Sequence[Variant], departed: Callable[[int, 
     """The ends' values of these variants, where they differ from the recorded ones. Variants that leave the recorded
     path are reported, and dropped.
     """
-    with torch.no_grad(), recorded_world(machine.draws, machine.graph):
-        return _Chunk(machine, variants, departed).run()
+    world = World()
+    try:
+        with torch.no_grad(), recorded_world(machine.draws, machine.graph):
+            return _Chunk(machine, variants, departed).run()
+    except BaseException:
+        surely(world.put_back)
+        raise
 
 
 _UNKNOWN: Any = object()

@@ -14,6 +14,7 @@ import torch
 from .._core.graph import Graph
 from .._core.node import Call, Ref, meanings_of, value_of
 from .._core.trees import thaw
+from .._core.world import drawing_alone
 from .._edit.bypass import bypassed
 from .._edit.cut import cut
 from .._edit.edges import OUTPUT, rewired, tapped
@@ -34,6 +35,7 @@ Made = tuple[Record, Any]
 Bound = Sequence[tuple[At, Sequence[tuple[Any, Patch]]]]
 
 
+@drawing_alone()
 def patch(record: Record, bound: Bound, request: Request) -> Made:
     """Patches put into the program: at each place those of the values that lie there.
 

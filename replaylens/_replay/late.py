@@ -16,6 +16,7 @@ from attrs import evolve
 
 from .._core.node import Call, Ref, refs_of
 from .._core.trees import leaves, thaw
+from .._core.world import drawing_alone
 from ..errors import ReplaylensError, StaleValue
 from .interpreter import Mode, compile_plan, interpret, recorded_world, states_begun
 from .plan import Plan, plan
@@ -51,10 +52,30 @@ def _marks(env: list[Any]) -> list[Any]:
 
 
 class Remembered:
-    """What patches made in a replay, by position and number: a second question gets the same answer."""
+    """What patches made in a replay, by position and number: a second question gets the same answer. And what they
+    drew, for a replay that leaves its path: they are made again then.
+    """
 
     def __init__(self) -> None:
         self.values: dict[tuple[int, int], tuple[Any, Any]] = {}
+        self.began: torch.Tensor | None = None  # the state of the user's generator before the first patch
+        self.ended: torch.Tensor | None = None  # and after the last one
+
+    def drawing(self, patch: Callable[[Any], Any], value: Any) -> Any:
+        """What a patch makes of a value."""
+        if self.began is None:
+            self.began = torch.default_generator.get_state()
+        made = patch(value)
+        self.ended = torch.default_generator.get_state()
+        return made
+
+    def undraw(self) -> None:
+        """The user's generator as it was before the patches drew, if nobody drew since."""
+        if self.began is None or self.ended is None or torch.equal(self.began, self.ended):
+            return
+        with drawing_alone():
+            if torch.equal(torch.default_generator.get_state(), self.ended):
+                torch.default_generator.set_state(self.began)
 
     def note(self, position: int, number: int, value: Any) -> Any:
         """This is what the patch made."""

@@ -24,6 +24,7 @@ from .._core.sharing import overlaps_itself
 from .._core.target import Target
 from .._core.torch_private import OpOverload
 from .._core.trees import leaves, thaw
+from .._core.world import drawing_alone
 from ..errors import ReplaylensError
 from .guards import Departure, changed, fact
 
@@ -84,19 +85,20 @@ class Layouts:
         self.unknown: set[Ref] = set()  # nobody can say how they lie now
         self.ever = set(self.other)
 
-    def departures(self) -> Iterator[Departure]:
+    def departures(self) -> list[Departure]:
         """Every other answer, in the order of the program."""
         caught = [guard for guard in self.graph.guards if guard.kind in _RAISED or _shows_memory(guard)]
         asked = [guard for guard in self.graph.asked if guard.kind == "layout"]
         questions = sorted((*asked, *caught), key=lambda guard: guard.position)
         if not questions and not goes_by_layout(self.graph):
-            return
-        state = torch.default_generator.get_state()
-        try:
-            with torch.no_grad(), torch.inference_mode(False):
-                yield from self._walk(questions)
-        finally:
-            torch.default_generator.set_state(state)
+            return []
+        with drawing_alone():
+            state = torch.default_generator.get_state()
+            try:
+                with torch.no_grad(), torch.inference_mode(False):
+                    return list(self._walk(questions))
+            finally:
+                torch.default_generator.set_state(state)
 
     def _walk(self, questions: list[Guard]) -> Iterator[Departure]:
         for ref in self.other:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,8 @@ from .._core.node import Call, Input, Ref, State, TensorMeaning, refs_of, value_
 from .._core.pure import as_leaf, fresh_leaf, in_layout, same_content, standing
 from .._core.torch_private import is_wrapped, peek_interpreter_stack
 from .._core.trees import leaves, thaw
+from .._core.turns import settled
+from .._core.world import drawing_alone
 from ..errors import InputMismatch, NotDifferentiable, ReplaylensError, StaleValue
 from .facts import Around, Instead, departures as departures_of, heeded, noticing, require_as_asked
 from .function import as_function
@@ -82,7 +84,11 @@ class Record:
         if self.versions[ref] != version(self.values[ref]):
             return _stale_text(self.graph, ref)
         place = self.place_of(ref)
-        return None if place is None or place.is_as_it_was() else _stale_text(self.graph, ref, place)
+        if place is None or place.is_as_it_was():
+            return None
+        if settled(place.is_as_it_was):  # another thread ran the model once more, and had something else there
+            return None
+        return _stale_text(self.graph, ref, place)
 
     def place_of(self, ref: Ref) -> StatePlace | None:
         """Where the model holds the memory in which a recorded value lies, if that is to be as it was recorded."""
@@ -202,13 +208,18 @@ def execute(record: Record, request: Request, told: Callable[[Code], Code] | Non
 
     env = needed.begin(record, request, code)
     remembered, looks = Remembered(), {p: (mark_of(tensor), sight_of(tensor)) for p, tensor in request.given.items()}
-    with (
-        raising(graph, partial(_altered, graph, request), departed),
-        recorded_world(code.draws, graph),
-        _as_running(departed, request.changed, remembered),
-        noticing(patched),
-    ):
-        interpret(told(code) if told is not None else code, env)
+    try:
+        with (
+            raising(graph, partial(_altered, graph, request), departed),
+            _drawing_anew() if request.fresh else nullcontext(),
+            recorded_world(code.draws, graph),
+            _as_running(departed, request.changed, remembered),
+            noticing(patched),
+        ):
+            interpret(told(code) if told is not None else code, env)
+    except LeftPath:
+        remembered.undraw()
+        raise
     return Executed(request, wanted, code, env, departures, remembered, looks)
 
 
@@ -216,6 +227,18 @@ def _on_the_recorded_path(graph: Graph, given: dict[int, torch.Tensor]) -> dict[
     """What is given as it would have to lie in memory for the model to go this way."""
     strides = {position: graph.nodes[position].meaning.strides for position in given}  # type: ignore[union-attr]
     return {p: tensor if is_wrapped(tensor) else in_layout(tensor, strides[p]) for p, tensor in given.items()}
+
+
+@contextmanager
+def _drawing_anew() -> Iterator[None]:
+    """What a replay draws from the user's generator before it leaves its path is drawn again by the model."""
+    with drawing_alone():
+        state = torch.default_generator.get_state()
+        try:
+            yield
+        except LeftPath:
+            torch.default_generator.set_state(state)
+            raise
 
 
 def _altered(graph: Graph, request: Request) -> list[str]:
@@ -479,8 +502,7 @@ def _patch_of_now(position: int, number: int) -> Callable[..., Any]:
     def patch(value: Any) -> Any:
         _, changed, patched = _running.stack[-1]
         change = changed[position][number]
-        made = change(value)
-        return made if change.is_steady else patched.note(position, number, made)
+        return change(value) if change.is_steady else patched.note(position, number, patched.drawing(change, value))
 
     return patch
 

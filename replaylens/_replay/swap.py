@@ -18,6 +18,7 @@ from .._core.node import Call, Const, Node, Ref, State, TensorMeaning, meanings_
 from .._core.pure import alias, mutate, same_content, writable_copy
 from .._core.target import Target
 from .._core.trees import Branch, freeze_deep, thaw
+from .._core.world import drawing_alone
 from .._edit.arguments import Arguments, fitted, name_of
 from .._edit.rewrite import Splice, fresh, inward, names_within, replace, splice, unread_sources, without
 from .._edit.writes import with_plain
@@ -114,10 +115,11 @@ def _recorded(
     on_divergence: str,
 ) -> tuple[Record, Any]:
     """The graph with what the function does at each site, as it was seen in one run through them all."""
-    trial = _Trial(graph, function, recorder)
-    places = {site.name: (trial.place(site),) for site in sites}
-    wanted = {Ref(site.name): site.wanted for site in sites if site.wanted is not None}
-    trial.run(record, replace(graph, places), wanted, on_divergence)
+    with drawing_alone():
+        trial = _Trial(graph, function, recorder)
+        places = {site.name: (trial.place(site),) for site in sites}
+        wanted = {Ref(site.name): site.wanted for site in sites if site.wanted is not None}
+        trial.run(record, replace(graph, places), wanted, on_divergence)
     work = _Splicing(record, graph)
     for site in sites:
         work.put(site, trial.seen[site.name])
