@@ -12,6 +12,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import torch
+import torch._dynamo  # a dispatch mode loads it at its first call, with or without a capture
 from oracle import assert_same, belongings, generators, reseed, surroundings
 from torch import nn
 from torch.nn import functional as F

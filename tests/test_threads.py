@@ -340,3 +340,29 @@ def test_the_same_exception_comes_out_of_a_job() -> None:
     prog = rl.capture(model, NUMBERS)
     assert_same(prog.output, NUMBERS)
     assert_same(prog(-NUMBERS).output, -NUMBERS / 4)
+
+
+def test_a_patch_of_the_users_may_wait_for_another_thread_while_the_model_runs():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            self.count += 1
+            h = self.linear(x)
+            return h if h.sum() < 1000 else h * 2
+
+    model, x, woken = Branches(), torch.randn(2, 4), threading.Event()
+    prog = rl.capture(model, x)
+
+    def far(value):
+        thread = threading.Thread(target=woken.set)
+        thread.start()
+        woken.wait()
+        thread.join()
+        return value * 0 + 1e6
+
+    run = prog.replay(patch={"linear": far})
+    assert run.diverged and torch.equal(run.output, torch.full((2, 4), 2e6))

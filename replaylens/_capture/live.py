@@ -42,6 +42,7 @@ from .scopes import addresses, listening
 from .spots import Counted, Spot, handing_spot
 from .standins import StandIns, Waiting
 from .storage import Entry
+from .threads import Elsewhere, following
 from .tracer import Tracer
 
 _push = push_function_mode
@@ -459,7 +460,7 @@ class LiveTracer(Tracer):
     @contextmanager
     def _looking_away(self) -> Iterator[None]:
         """Within, what runs is the user's patch, not the model."""
-        with self._unseen(), listening(_Deaf()):
+        with self._unseen(), listening(_Deaf()), following(Elsewhere(None)):
             yield
 
     @contextmanager

@@ -35,8 +35,8 @@ class Forward(Protocol):
 class Elsewhere:
     """One forward, and how many jobs of its own are under way in other threads."""
 
-    def __init__(self, forward: Forward) -> None:
-        self.forward: Forward | None = forward  # None when it is over
+    def __init__(self, forward: Forward | None) -> None:
+        self.forward = forward  # None when it is over, and where no forward runs: a patch of the user's does
         self.jobs = 0
         self.passing_on: set[int] = set()  # threads that hand over a job, by an entry that goes through others of these
 
