@@ -589,11 +589,11 @@ class Program(Held):
 
     def refresh(self) -> Program:
         """The same program run again on the parameters and inputs as they are now."""
-        model = self._beginning.model if self._beginning is not None else None
-        record, output = rerun(present(self._record, model))
-        return Program(
-            _record=record, _output=output, _history=(*self.history, "refreshed"), _beginning=self._beginning
-        )
+        beginning = self._beginning
+        record, output = rerun(present(self._record, beginning.model if beginning is not None else None))
+        if beginning is not None and isinstance(beginning.model, torch.nn.Module):
+            beginning = beginning.held_now()
+        return Program(_record=record, _output=output, _history=(*self.history, "refreshed"), _beginning=beginning)
 
     def to(self, *args: Any, **kwargs: Any) -> Program:
         """The program on another device or in another dtype, run again there."""

@@ -354,7 +354,7 @@ class Recorder(TorchFunctionMode):
         number, recording, memory = id(tensor), self.recording, self.memory
         if self.scope >= 0 and number in self.start_ids and not memory.written:
             module = recording.scopes[self.scope][0]
-            for key, value in module._parameters.items():
+            for key, value in self.origins.parameters_begun.get(id(module), module._parameters).items():
                 if value is tensor:
                     values = recording.values
                     handle = memory.live[number] = Handle(len(values))

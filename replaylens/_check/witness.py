@@ -36,9 +36,9 @@ Call = tuple[str, int]  # the address of a module, and which call of it
 
 def witness(subject: Subject) -> Law:
     """The outputs of all module calls, of the model itself and what it wrote: of a plain forward, and as recorded."""
-    origins = Origins(subject.model)
-    hooks = _Hooks(subject.record, addresses(origins.table))
     subject.begin()
+    origins = Origins(subject.model)  # with its modules where they stood: a forward may give them other places
+    hooks = _Hooks(subject.record, addresses(origins.table))
     beginning = [*wrong_beginning(subject, origins)]
     output = subject.forward(open_layers(), hooks.on(origins.modules))
     graph = subject.record.graph

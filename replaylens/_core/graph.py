@@ -32,6 +32,7 @@ class Graph:
     changes: tuple[tuple[str, Ref], ...] = ()  # what the model wrote: address of a parameter or buffer -> its new value
     replaced: frozenset[str] = frozenset()  # of these, where it assigned another tensor and did not write in place
     removed: tuple[str, ...] = ()  # addresses where it put None, or that it deleted
+    not_again: tuple[str, ...] = ()  # why the model's next forward may take another path, in words
     orphans: frozenset[str] = frozenset()  # neither come from an input nor reach an output
     written: frozenset[Ref] = frozenset()  # the first values of memory that the model writes
     asks_identity: bool = False  # code that ran asks whether one object is another

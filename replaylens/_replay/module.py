@@ -67,6 +67,11 @@ class ProgramModule(Holder):
                 "each call, which only the model itself can do with those. Draw them by torch's default generator, or "
                 "call the model."
             )
+        if record.graph.not_again:
+            raise ReplaylensError(
+                f"{record.graph.not_again[0]}: the next one may take another path, and a module goes the recorded one "
+                "in each call. Capture the model again, if it has settled by now, or call the model."
+            )
         hidden = self.__dict__  # no submodules, parameters or state of the module's own
         hidden["_record"], hidden["_codes"] = record, {}
         hidden["_held"] = held = {node.name: _places(self, record, node) for node in record.graph.state_nodes}
