@@ -17,6 +17,7 @@ import torch
 from attrs import define, field
 
 from .._core.pure import Hole, Step, as_strided_from, history_of, same_content, take_step
+from .._core.sharing import sparse_parts
 from .._core.target import Target
 from .._core.torch_private import unset_fake_temporarily, without_function_modes
 from .._core.trees import Branch, freeze, remake, thaw
@@ -56,17 +57,6 @@ def storage_key(tensor: torch.Tensor) -> int | None:
         return tensor.untyped_storage()._cdata
     except (RuntimeError, NotImplementedError):
         return None
-
-
-def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a sparse one is made of; none of any other."""
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return []
 
 
 @define(eq=False)

@@ -19,6 +19,7 @@ from .._core.account import NOTHING_KNOWN, Account
 from .._core.graph import Graph
 from .._core.node import Call, Input, Ref, State, TensorMeaning, refs_of, value_of
 from .._core.pure import as_leaf, fresh_leaf, same_content, standing
+from .._core.sharing import begin_together
 from .._core.torch_private import peek_interpreter_stack
 from .._core.trees import leaves, thaw
 from ..errors import InputMismatch, NotDifferentiable, ReplaylensError, StaleValue
@@ -492,7 +493,7 @@ def supply(record: Record, request: Request, ref: Ref) -> Any:
         return given if request.grad else _flagged(given, record.values[ref])
     if request.grad and (live := record.live.get(ref.node)) is not None:
         recorded = record.value(ref)
-        if live.data_ptr() == recorded.data_ptr():
+        if begin_together(live, recorded):
             return live
         if not _is_written(record.graph, ref.node):
             raise StaleValue(_stale_text(record.graph, ref))
