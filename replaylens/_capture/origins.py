@@ -193,6 +193,11 @@ class Origins:
     def begun_by_module(self) -> dict[int, dict[str, torch.Tensor | None]]:
         return {id(module): buffers for module, buffers in self.begun}
 
+    @cached_property
+    def wrapped(self) -> dict[int, nn.Module]:
+        """Of modules in a wrapper of the compiler's, which goes by their address: the wrapper, by the module's id."""
+        return {id(module): self.table[p][0] for module, p, name in self.table if name == "_orig_mod" and p >= 0}
+
     def same_parameters(self) -> bool:
         """Has every module the parameters that it had when the capture began?"""
         now: list[Any] = []

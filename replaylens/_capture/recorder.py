@@ -78,6 +78,7 @@ class Recorder(TorchFunctionMode):
         self.memory = Memory(recording)
         self.origins = origins
         self.start_ids = origins.start_ids
+        self.wrapped = origins.wrapped
         self.date = date
         self.unknown = unknown
         self.draws = Draws(recording.draws, recording.generators, recording.follows)

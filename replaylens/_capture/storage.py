@@ -443,10 +443,15 @@ def geometry_step(tensor: torch.Tensor, base: Base) -> Any:
         )
     shift = tensor.storage_offset() - root.storage_offset()
     if shift < 0 or shift + _span(tensor) > _span(root):
+        shapes = f"tensors of shapes {tuple(tensor.shape)} and {tuple(root.shape)}"
+        if shift >= _span(root) or shift + _span(tensor) <= 0:
+            raise CaptureError(
+                f"{shapes} lie side by side in one storage, as parts of a larger tensor, and one of them was written. "
+                "Give the model copies of them (`.clone()`), or the larger tensor."
+            )
         raise CaptureError(
-            f"tensors of shapes {tuple(tensor.shape)} and {tuple(root.shape)} share a part of their "
-            "memory, and one of them was "
-            "written. Give the model inputs and buffers that do not overlap, or overlap wholly."
+            f"{shapes} share a part of their memory, and one of them was written. Give the model inputs and buffers "
+            "that do not overlap, or overlap wholly."
         )
     args = (Hole.HERE, tuple(tensor.shape), tensor.stride(), shift)
     return step_tree(as_strided_from, args, None, (), torch.is_grad_enabled())

@@ -35,7 +35,7 @@ from .._core.torch_private import (
 )
 from .._core.trees import ATOMS, freeze, freeze_deep, leaves
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite
-from .asked import HANDS_ON_FLAGS, cuts_by_flags
+from .asked import FOLDS_BY_FLAGS, HANDS_ON_FLAGS, cuts_by_flags
 from .builder import (
     PLAIN,
     CallRecord,
@@ -69,6 +69,7 @@ _push = push_function_mode
 _pop = pop_function_mode
 _frame = sys._getframe
 _references = sys.getrefcount
+_requires_grad: Any = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _tuple = tuple.__new__
 _rules: dict[Any, Rule] = {}
 PASS, FRESH, RELU = How.PASS, How.FRESH, How.RELU
@@ -398,7 +399,18 @@ class Tracer(Recorder):
         keys = {level.key() for level in interpreter_stack() or ()}
         gradients = {TransformType.Grad, TransformType.Jvp}
         self.differentiating = bool(keys & gradients) or forward_ad._current_level >= 0
+        if getattr(func, "__name__", "") in FOLDS_BY_FLAGS:
+            self._ask_folds(args)
         return func(*args, **kwargs)
+
+    def _ask_folds(self, args: Any) -> None:
+        """A product beneath a transform is opened, in one way or another as its smaller factor needs gradients."""
+        found = [one for arg in args for one in (arg if isinstance(arg, (tuple, list)) else (arg,))]
+        plain = [_beneath(one) for one in found if isinstance(one, torch.Tensor)]
+        if any(tensor.dim() > 2 for tensor in plain):
+            for tensor in plain:
+                if tensor.dim() <= 2 and not is_wrapped(tensor):
+                    self.ask("flags", _requires_grad, (tensor,), {}, tensor.requires_grad)
 
     def leave_functorch(self) -> None:
         self.functorch = self.differentiating = False
@@ -423,6 +435,8 @@ class Tracer(Recorder):
     def module_call(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A module runs: what happens until it returns lies in its scope."""
         recording, outer, outer_site, forward = self.recording, self.scope, self.opened_site, self.forward
+        if self.wrapped and outer >= 0 and self.wrapped.get(id(module)) is recording.scopes[outer].module:
+            return call(module, *args, **kwargs)  # the compiler's wrapper around it has this call
         scopes, frame = recording.scopes, _frame(2)
         site = (frame.f_code, frame.f_lasti) if frame.f_code is forward else self.line(frame)
         self.scope = index = len(scopes)
@@ -521,9 +535,7 @@ class Tracer(Recorder):
 
     def _read_wrapped(self, tensor: torch.Tensor) -> Handle | None:
         """The plain tensor beneath functorch's wrappers."""
-        while is_wrapped(tensor):
-            tensor = unwrapped(tensor)
-        return self.memory.read(tensor)
+        return self.memory.read(_beneath(tensor))
 
     def _identity(self, tensor: torch.Tensor) -> torch.Tensor:
         """A module that hands its input on: its output gets a name of its own."""
@@ -590,6 +602,13 @@ def _was_seen(error: BaseException, doors: tuple[CodeType, ...]) -> bool:
             return True
         trace = trace.tb_next
     return False
+
+
+def _beneath(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor beneath the wrappers of transforms."""
+    while is_wrapped(tensor):
+        tensor = unwrapped(tensor)
+    return tensor
 
 
 _DOORS = (Tracer.__torch_function__.__code__,)
