@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from ._check.check import check as check_record
 from ._check.model import with_model
 from ._check.report import CheckReport
 from ._check.subject import under_check
+from ._core.kept import Kept
 from ._core.node import Guard, Ref, value_of
 from ._core.pure import same_content, writable_copy
 from ._core.text import code
@@ -208,7 +208,7 @@ class Program(Held):
         """The parameters, buffers and other tensors of the model that the forward read, by address, as they were
         then.
         """
-        return MappingProxyType({node.address: self._record.value(Ref(node.name)) for node in self.graph.state_nodes})
+        return Kept({node.address: self._record.value(Ref(node.name)) for node in self.graph.state_nodes})
 
     @property
     def state_changes(self) -> dict[str, torch.Tensor | None]:

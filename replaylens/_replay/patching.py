@@ -223,15 +223,35 @@ def _checked(graph: Graph, node: Any, tree: Any, meanings: dict[Ref, TensorMeani
     if isinstance(new, torch.Tensor):
         if type(tree) is not Ref:
             raise ShapeMismatch(f"{node.name} gives several tensors; a patch for it must give as many.")
+        _require_dense(graph, node, old, new)
         return _fitting(graph, node, meanings[tree], new)
     if isinstance(new, (tuple, list)) and isinstance(old, (tuple, list)) and len(new) == len(old):
         flat = [leaf for leaf in leaves(tree) if type(leaf) is Ref]
         if len(flat) == len(new):
+            for before, value in zip(old, new, strict=True):
+                _require_dense(graph, node, before, value)
             return tuple([_fitting(graph, node, meanings[ref], value) for ref, value in zip(flat, new, strict=True)])
         return new
     raise ShapeMismatch(
         f"the patch at `{node.name}` gives {type(new).__name__}, not a tensor.\n{listing(graph, node.name)}"
     )
+
+
+def _require_dense(graph: Graph, node: Any, old: Any, new: Any) -> None:
+    """What reads a value cannot read one without numbers, nor mostly a sparse one in the place of a dense one."""
+    if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
+        return
+    if new.device != old.device:
+        fact = f"a tensor on {new.device}; what uses it was recorded on {old.device}"
+        cure = "Give its numbers: a tensor on meta has none." if new.is_meta else f"Give it on {old.device}."
+    elif old.layout is torch.strided and new.layout is not torch.strided:
+        fact, cure = (
+            f"a tensor of the layout {new.layout}; what uses it was recorded with a dense one",
+            "Give a dense one.",
+        )
+    else:
+        return
+    raise ShapeMismatch(f"the patch at `{node.name}` gives {fact}.\n{listing(graph, node.name, 'patched')}\n{cure}")
 
 
 def _fitting(graph: Graph, node: Any, meaning: TensorMeaning, new: Any) -> torch.Tensor:
