@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from ._check.check import check as check_record
 from ._check.model import with_model
 from ._check.report import CheckReport
 from ._check.subject import Subject, under_check
+from ._core.kept import Kept
 from ._core.node import Guard, Ref, value_of
 from ._core.notes import add_note
 from ._core.pure import same_content, writable_copy
@@ -218,7 +218,7 @@ class Program(Held):
         """The parameters, buffers and other tensors of the model that the forward read, by address, as they were
         then.
         """
-        return MappingProxyType({node.address: self._record.value(Ref(node.name)) for node in self.graph.state_nodes})
+        return Kept({node.address: self._record.value(Ref(node.name)) for node in self.graph.state_nodes})
 
     @property
     def state_changes(self) -> dict[str, torch.Tensor | None]:
@@ -599,11 +599,11 @@ class Program(Held):
 
     def refresh(self) -> Program:
         """The same program run again on the parameters and inputs as they are now."""
-        model = self._beginning.model if self._beginning is not None else None
-        record, output = rerun(present(self._record, model))
-        return Program(
-            _record=record, _output=output, _history=(*self.history, "refreshed"), _beginning=self._beginning
-        )
+        beginning = self._beginning
+        record, output = rerun(present(self._record, beginning.model if beginning is not None else None))
+        if beginning is not None and isinstance(beginning.model, torch.nn.Module):
+            beginning = beginning.held_now()
+        return Program(_record=record, _output=output, _history=(*self.history, "refreshed"), _beginning=beginning)
 
     def to(self, *args: Any, **kwargs: Any) -> Program:
         """The program on another device or in another dtype, run again there."""

@@ -663,3 +663,80 @@ def test_keywords_are_the_models_own() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert rl.check(model, torch.randn(3, 4), scale=2.0, sample=1)
+
+
+# -- what torch does by itself -----------------------------------------------------------------------------------------
+
+
+class Mapped(nn.Module):
+    """A product beneath vmap, which torch opens in one way or another as its factor needs gradients."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        weights = torch.stack([self.layer.weight, self.layer.weight * 2])
+        return torch.vmap(lambda weight: x @ weight)(weights).sum(0) + self.layer(x)
+
+
+def test_a_product_beneath_vmap_is_opened_as_the_model_opens_it():
+    torch.manual_seed(0)
+    model, x = Mapped(), torch.randn(3, 4)
+    prog = rl.capture(model, x)
+    needing = x.clone().requires_grad_()
+    run = prog.replay(needing, grad=True)
+    assert run.diverged
+    (gradient,) = torch.autograd.grad(run.output.sum(), needing)
+    (wanted,) = torch.autograd.grad(model(needing).sum(), needing)
+    assert torch.equal(gradient, wanted)
+    with pytest.raises(rl.DivergedReplay, match=r"`requires_grad\(input_1_0\)` was False when recorded"):
+        prog.replay(needing, grad=True, on_divergence="raise")
+    for given in (x, needing):
+        report = rl.check(model, given)
+        assert report, str(report)
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x).relu()
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(4, 4), lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU()), Own])
+def test_a_compiled_submodule_is_called_once(make):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(torch.compile(make(), backend="eager"), nn.Tanh()), torch.randn(3, 4)
+    report = rl.check(model, x)
+    assert report, str(report)
+    prog = rl.capture(model, x)
+    assert [str(scope) for scope, _ in prog.graph.module_outputs if scope.address == "0"] == ["0:1"]
+    assert torch.equal(prog.replay(patch={"0": torch.neg}).output, torch.tanh(-model[0](x)))
+
+
+class Doubled:
+    def __call__(self, tensor):
+        return tensor * 2
+
+
+def halves_again(tensor):
+    return Doubled()(tensor) / 4
+
+
+@pytest.mark.parametrize("pack", [lambda tensor: tensor * 2, Doubled(), halves_again, partial(halves_again)])
+def test_what_hooks_on_saved_tensors_compute_is_no_operation_of_the_model(pack):
+    class Packing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                return self.layer(x).pow(2)
+
+    report = rl.check(Packing(), torch.randn(3, 4))
+    assert report, str(report)

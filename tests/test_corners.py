@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import replaylens as rl
@@ -579,4 +580,53 @@ class WritesAView(torch.nn.Module):
 def test_a_view_of_a_parameter_that_is_written_without_gradients_is_checked(view, mode, again):
     with mode():
         report = rl.check(WritesAView(view, again), random(2, 3))
+    assert report, str(report)
+
+
+# -- what lies in no one memory ------------------------------------------------------------------------------------------
+
+
+class Mixing(nn.Module):
+    """A layer between whose rows a matrix mixes, of any layout."""
+
+    def __init__(self, matrix, does=lambda m, y: torch.sparse.mm(m.matrix, y)):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.matrix, self.does = nn.Linear(4, 4), matrix, does
+
+    def forward(self, x):
+        return self.does(self, self.layer(x))
+
+
+def doubles(m, y):
+    made = torch.sparse.mm(m.matrix, y)
+    m.matrix = m.matrix * 2
+    return made
+
+
+SCATTERED = {
+    "coo": lambda: Mixing(nn.Buffer(some().to_sparse())),
+    "csr": lambda: Mixing(nn.Buffer(some().to_sparse_csr())),
+    "csc": lambda: Mixing(nn.Buffer(some().to_sparse_csc())),
+    "attribute": lambda: Mixing(some().to_sparse()),
+    "learned": lambda: Mixing(nn.Parameter(some().to_sparse())),
+    "frozen": lambda: Mixing(nn.Parameter(some().to_sparse(), requires_grad=False)),
+    "written": lambda: Mixing(nn.Buffer(some().to_sparse()), doubles),
+    "mkldnn": lambda: Mixing(nn.Buffer(torch.ones(3, 4).to_mkldnn()), lambda m, y: m.matrix.to_dense() * y),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS. tensor support")
+@pytest.mark.parametrize("make", SCATTERED.values(), ids=SCATTERED)
+def test_state_that_lies_in_no_one_memory_lets_gradients_pass(make):
+    model, x = make(), random(3, 4)
+    plain = make()
+    output = plain(x)
+    output.sum().backward()
+    for run in (rl.capture(make(), x).replay(grad=True), rl.run(make(), x, grad=True)):
+        assert torch.equal(run.output, output)
+    run = rl.capture(model, x).replay(grad=True)
+    run.output.sum().backward()
+    assert torch.equal(model.layer.weight.grad, plain.layer.weight.grad)
+    report = rl.check(make(), x)
     assert report, str(report)

@@ -180,7 +180,7 @@ WRONG = {
     ),
     "a mask of another length": (
         lambda: Part("b [c]", c=[True, False]).read(tensor(2, 6)),
-        'axis 1 is 6, not 2: c=2 does not fit.\n    the part "b [c]", c=[0] of the shape (2, 6)',
+        'axis 1 is 6, not 2: a mask of 2 for c does not fit.\n    the part "b [c]", c=[0] of the shape (2, 6)',
     ),
     "a bracket without an index": (
         lambda: Part("b [c]").read(tensor(2, 6)),

@@ -791,3 +791,51 @@ def test_what_was_given_to_a_run_and_is_seen_otherwise_since_is_stale(given):
     y.data = y.data.t()
     with pytest.raises(rl.StaleValue):
         run["tanh_1"]
+
+
+HOLDING = {
+    "clamp": lambda t: rl.Clamp(min=t),
+    "clamp above": lambda t: rl.Clamp(max=t),
+    "clamp of a part": lambda t: rl.Clamp(t[:1], None, "b [c]", c=1),
+    "clamp last": lambda t: [rl.Scale(2.0), rl.Clamp(min=t)],
+    "clamp rotated": lambda t: rl.Rotate(torch.eye(4)[:2], rl.Clamp(min=t[:2])),
+    "mean of a tensor": lambda t: rl.Mean(of=t.expand(3, 4)),
+    "add": rl.Add,
+    "scale": rl.Scale,
+    "noise": rl.Noise,
+    "project": rl.Project,
+    "rotate": lambda t: rl.Rotate(torch.eye(4)[:2], rl.Add(t[:2])),
+}
+
+
+@pytest.mark.parametrize("make", HOLDING.values(), ids=HOLDING)
+def test_a_patch_that_holds_a_tensor_gives_later_what_it_gave_then(make):
+    torch.manual_seed(0)
+    model, tensor = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(4)
+    run = rl.capture(model, x()).replay(patch={"0": make(tensor)})
+    tensor.fill_(9.0)
+    assert_same(run["0"].relu(), run.output)
+
+
+@pytest.mark.parametrize("make", [lambda other: rl.Mean(of=other), lambda other: rl.From(other, "b [c]", c=1)])
+def test_a_patch_that_takes_from_a_program_gives_later_what_it_gave_then(make):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    other = rl.capture(model, x(1))
+    run = rl.capture(model, x()).replay(patch={"0": make(other)})
+    other["0"].value.fill_(9.0)
+    assert_same(run["0"].relu(), run.output)
+
+
+@pytest.mark.parametrize("make", HOLDING.values(), ids=HOLDING)
+def test_a_patch_that_nothing_needed_is_not_made_of_a_tensor_that_was_written_since(make):
+    def does(m, x):
+        m.unread(x)
+        return m.read(x)
+
+    tensor = torch.ones(4)
+    model = Stateful(does, unread=nn.Linear(4, 4), read=nn.Linear(4, 4))
+    run = rl.capture(model, x()).replay(patch={"unread": make(tensor)})
+    tensor.fill_(9.0)
+    with pytest.raises(rl.StaleValue, match="a tensor of the patch at `linear_1_1` was overwritten since the replay"):
+        run["unread"]

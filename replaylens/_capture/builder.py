@@ -170,6 +170,8 @@ class Recording:
     written_again: dict[int, None] = field(factory=dict)  # written in a checkpoint: memory by id, and its new values
     computed_again: list[tuple[Any, str]] = field(factory=list)  # (module, key): of changes, what was written there
     removed: list[tuple[Any, str]] = field(factory=list)  # (module, key), where nothing stands any more
+    born: list[tuple[Any, str]] = field(factory=list)  # (module, key), where something stands now and nothing stood
+    rearranged: list[torch.nn.Module] = field(factory=list)  # modules that have other modules now, or other names
     places: list[PlaceNote] = field(factory=list)  # where the model holds what it read or wrote
     lent: list[tuple[tuple[Any, str], Handle, torch.Tensor]] = field(
         factory=list
@@ -280,6 +282,7 @@ def freeze(recording: Recording) -> Frozen:
         changes=tuple([(address_of(addresses, where), refs[last]) for where, last in recording.changes]),
         replaced=frozenset([address_of(addresses, where) for where in recording.replaced]),
         removed=tuple([address_of(addresses, where) for where in recording.removed]),
+        not_again=tuple(_not_again(recording, addresses)),
         orphans=frozenset(name for name, orphan in zip(names, orphans, strict=True) if orphan),
         computed_again=tuple([address_of(addresses, where) for where in recording.computed_again]),
         asked=_asked(recording, codes, refs, to_ref, scopes),
@@ -303,6 +306,15 @@ def freeze(recording: Recording) -> Frozen:
         unread=_unread(addresses, made),
     )
     return Frozen(require_lawful(graph), {ref: handle for handle, ref in refs.items()}, addresses)
+
+
+def _not_again(recording: Recording, addresses: Addresses) -> Iterator[str]:
+    """Why the model's next forward may take another path than this one."""
+    for where in recording.born:
+        yield f"its forward made `{address_of(addresses, where)}`, of which there was none when it began"
+    for module in recording.rearranged:
+        address = addresses.modules[id(module)]
+        yield f"its forward gave {f'`{address}`' if address else 'the model'} other submodules, or changed their places"
 
 
 def _unread(addresses: Addresses, nodes: list[Node]) -> frozenset[str]:

@@ -129,9 +129,14 @@ class Origins:
         self.extra = [] if self.root is not None else list(_modules_of(model))
         self.table = module_table(self.root)
         self.parameters_at_start: list[Any] = []
+        self.parameters_begun: dict[int, dict[str, Any]] = {}
+        self.modules_begun: list[tuple[nn.Module, dict[str, Any]]] = []
         for module, _, _ in self.table:
             if parameters := module._parameters:
-                self.parameters_at_start.extend(parameters.values())
+                self.parameters_begun[id(module)] = held = dict(parameters)
+                self.parameters_at_start.extend(held.values())
+            if modules := module._modules:
+                self.modules_begun.append((module, dict(modules)))
         for number, module in enumerate(self.extra):
             inner = module_table(module)
             shift = len(self.table)
@@ -150,12 +155,29 @@ class Origins:
             for kind, tensors in (("parameter", running._parameters), ("buffer", running._buffers)):
                 for key, value in list(tensors.items()):
                     if value is tensor and id(running) in self.known_modules:
-                        if kind == "buffer" and self.at_start(running, key) is not tensor:
+                        first = self.at_start(running, key) if kind == "buffer" else self._first(running, key, tensor)
+                        if first is not tensor:
                             break  # it was handed on: its name is that of where it stood first
                         return kind, (running, key)
         if (began := self.begun_by_id.get(id(tensor))) is not None:
             return "buffer", began
-        return self.whole.get(id(tensor))
+        found = self.whole.get(id(tensor))
+        if found is not None and found[0] == "parameter" and self._first(*found[1], tensor) is not tensor:
+            return "parameter", self.parameters_by_id.get(id(tensor), found[1])
+        return found
+
+    def _first(self, module: nn.Module, key: str, now: torch.Tensor) -> Any:
+        """The parameter that a module had under this name when the forward began; this one, if none was noted."""
+        return self.parameters_begun.get(id(module), {}).get(key, now)
+
+    @cached_property
+    def parameters_by_id(self) -> dict[int, tuple[nn.Module, str]]:
+        """Where each parameter stood when the forward began."""
+        found: dict[int, tuple[nn.Module, str]] = {}
+        for module, _, _ in self.table:
+            for key, value in self.parameters_begun.get(id(module), {}).items():
+                found.setdefault(id(value), (module, key))
+        return found
 
     @cached_property
     def begun_by_id(self) -> dict[int, tuple[nn.Module, str]]:
@@ -177,6 +199,11 @@ class Origins:
     def begun_by_module(self) -> dict[int, dict[str, torch.Tensor | None]]:
         return {id(module): buffers for module, buffers in self.begun}
 
+    @cached_property
+    def wrapped(self) -> dict[int, nn.Module]:
+        """Of modules in a wrapper of the compiler's, which goes by their address: the wrapper, by the module's id."""
+        return {id(module): self.table[p][0] for module, p, name in self.table if name == "_orig_mod" and p >= 0}
+
     def same_parameters(self) -> bool:
         """Has every module the parameters that it had when the capture began?"""
         now: list[Any] = []
@@ -184,6 +211,26 @@ class Origins:
             if parameters := module._parameters:
                 now.extend(parameters.values())
         return len(now) == len(self.parameters_at_start) and all(map(operator.is_, now, self.parameters_at_start))
+
+    def parameters_elsewhere(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+        """The places of parameters where others stand now, or none, and what stood there when the capture began."""
+        for module, _, _ in () if self.same_parameters() else self.table:
+            now, first = module._parameters, self.parameters_begun.get(id(module), {})
+            for key, value in first.items():
+                if value is not None and (key not in now or now[key] is not value):
+                    yield module, key, value
+
+    def born(self) -> Iterator[tuple[nn.Module, str]]:
+        """Where parameters and buffers stand now, and nothing stood when the capture began."""
+        for module, _, _ in () if self.same_parameters() else self.table:
+            yield from _new(module, module._parameters, self.parameters_begun.get(id(module), {}))
+        for module, _, _ in self.table:
+            if buffers := module._buffers:
+                yield from _new(module, buffers, self.begun_by_module.get(id(module), {}))
+
+    def rearranged(self) -> Iterator[nn.Module]:
+        """The modules that have other modules than when the capture began, or the same ones under other names."""
+        yield from (module for module, first in self.modules_begun if dict(module._modules) != first)
 
     @cached_property
     def start_ids(self) -> frozenset[int]:
@@ -247,6 +294,7 @@ class Origins:
         others = other_addresses(self.table, modules)
         holders = self._holders(modules, others)
         every = frozenset([address for _, found in holders for address in found])
+        every -= {f"{modules[id(module)]}.{key}".lstrip(".") for module, key in self.born()}
         twice = tuple([(other, modules[number]) for number, found in others.items() for other in found])
         return Addresses(modules, self._in_order(), self._aliases(holders), twice, every)
 
@@ -285,6 +333,10 @@ class Origins:
             return tuple(holders.get(id(value), ())) if value is not None else ()
 
         return aliases
+
+
+def _new(module: nn.Module, now: Any, first: dict[str, Any]) -> Iterator[tuple[nn.Module, str]]:
+    yield from ((module, key) for key, value in now.items() if value is not None and first.get(key) is None)
 
 
 def reaches_scripts(origins: Origins) -> bool:

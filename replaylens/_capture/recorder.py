@@ -108,6 +108,7 @@ class Recorder(TorchFunctionMode):
         self.memory = Memory(recording)
         self.origins = origins
         self.start_ids = origins.start_ids
+        self.wrapped = origins.wrapped
         self.date = date
         self.unknown = unknown
         self.draws = Draws(recording.draws, recording.generators, recording.follows)
@@ -392,7 +393,7 @@ class Recorder(TorchFunctionMode):
         number, recording, memory = id(tensor), self.recording, self.memory
         if self.scope >= 0 and number in self.start_ids and not memory.written:
             module = recording.scopes[self.scope][0]
-            for key, value in module._parameters.items():
+            for key, value in self.origins.parameters_begun.get(id(module), module._parameters).items():
                 if value is tensor:
                     values = recording.values
                     handle = memory.live[number] = Handle(len(values))

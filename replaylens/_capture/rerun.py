@@ -17,6 +17,7 @@ from torch import nn
 
 from .._core.graph import Graph
 from .._core.node import Call, Const, Input, Node, Ref, State, value_of
+from .._core.sharing import begin_together
 from .._core.text import listing
 from .._core.trees import freeze_deep, leaves, thaw
 from .._core.turns import Turn
@@ -322,10 +323,9 @@ def _value(node: State, record: Record, request: Request) -> torch.Tensor:
 
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    try:
-        return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
-    except RuntimeError:  # a sparse tensor has no address
-        return True
+    if one.layout is not torch.strided:
+        return begin_together(one, other)
+    return begin_together(one, other) and one.shape == other.shape and one.stride() == other.stride()
 
 
 def _objects(node: State, modules: dict[str, nn.Module], record: Record) -> list[torch.Tensor]:

@@ -11,18 +11,20 @@ import random
 import sys
 from array import array
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from ctypes import string_at
 from functools import lru_cache, partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from attrs import define
+from attrs import define, evolve
 from torch import nn
 
 from .._core.trees import freeze_deep
 from .._core.world import users_state
+from .scopes import module_table
 
 _REGISTERED = frozenset(("_modules", "_parameters", "_buffers"))
 _TORCHS = frozenset(vars(nn.Module())) - {"training"}  # what every module has: its tensors, its hooks
@@ -41,6 +43,7 @@ class Snapshot:
         self.attributes: list[tuple[nn.Module, dict[str, Any]]] = []
         self.training: list[tuple[nn.Module, bool]] = []
         self.containers: list[tuple[Any, Any]] = []
+        self.registered: list[tuple[Any, Any]] = []  # what modules hold: submodules, parameters, buffers
         self.hooked: list[nn.Module] = []  # all modules, and the hooks of those that have some
         self.hooks: dict[int, dict[Any, Any]] = {}
         self.restored: list[tuple[Any, Callable[[], object]]] = []  # arrays and generators: puts back what they held
@@ -54,15 +57,13 @@ class Snapshot:
         for module in modules:
             self._note_hooks(module)
             of_torch = type(module).__module__.startswith("torch.nn.")
-            if (module._buffers or whole or not of_torch) and type(module._buffers) in _DICTS:
-                self.containers.append((module._buffers, dict(module._buffers)))
+            self.registered.extend(_held_by(module, not of_torch))
+            if module._buffers and type(module._buffers) in _DICTS:
                 self.memories.extend(filter(None, map(_memory_of, module._buffers.values())))
             if of_torch and not whole:
                 self.training.append((module, module.training))
                 continue
             self.attributes.append((module, {k: v for k, v in vars(module).items() if k not in self.apart}))
-            if whole:
-                self.containers.extend((d, dict(d)) for d in (module._parameters, module._modules) if type(d) in _DICTS)
         for _, attributes in self.attributes:
             for value in attributes.values():
                 self._note(value, 3)
@@ -115,11 +116,18 @@ class Snapshot:
         for module in self.hooked:
             now._note_hooks(module)
         now.training = [(module, module.training) for module, _ in self.training]
+        now.registered = [(held, dict(held)) for held, _ in self.registered]
         now.containers = [(container, type(content)(container)) for container, content in self.containers]
         now.memories = [one for old in self.memories if (one := _memory_of(old.tensor)) is not None]
         now.generators = [(generator, generator.get_state()) for generator, _ in self.generators]
         now.restored = [(value, _restorer(value)) for value, _ in self.restored]
         return now
+
+    def holding(self, modules: Iterable[nn.Module]) -> Snapshot:
+        """The same, but that the model holds these modules, and each of them the tensors that it holds now."""
+        made = copy(self)
+        made.registered = [pair for module in modules for pair in _held_by(module, True)]
+        return made
 
     def put_back(self) -> None:
         """Everything noted as it was."""
@@ -140,10 +148,23 @@ class Snapshot:
             restore()
         for memory in self.memories:
             memory.put_back()
-        for container, content in self.containers:
+        for container, content in (*self.registered, *self.containers):
             if not _same(container, content):
                 container.clear()
                 (container.update if isinstance(container, (dict, set)) else container.extend)(content)
+
+
+def _held_by(module: nn.Module, whole: bool) -> Iterator[tuple[Any, Any]]:
+    """The dicts in which a module holds submodules, parameters and buffers, and what is in them. `whole`: empty ones
+    too, as containers have that the forward may fill.
+    """
+    whole = whole or isinstance(module, _FILLED)
+    for held in (module._modules, module._parameters, module._buffers):
+        if (held or whole) and type(held) in _DICTS:
+            yield held, dict(held)
+
+
+_FILLED = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def turn_back(flags: Iterable[tuple[torch.Tensor, bool]]) -> None:
@@ -288,6 +309,10 @@ class Beginning:
         tuple[torch.Generator, torch.Tensor], ...
     ] = ()  # further ones that it drew from, and how they were
     lent: frozenset[int] = frozenset()  # those of them, by id, that the caller gave
+
+    def held_now(self) -> Beginning:
+        """The same, but that the model holds the modules and tensors that it holds now."""
+        return evolve(self, snapshot=self.snapshot.holding([m for m, _, _ in module_table(self.model)]))
 
     def put_back(self) -> None:
         """The model as it was when the forward began. What its tensors hold is not looked after here."""

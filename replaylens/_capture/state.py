@@ -7,6 +7,7 @@ the program as it is; and what every tensor of the model looked like, to notice 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from .._replay.state import NO_LOOK, PLAIN, attribute_at, look_at
 from .builder import Handle, Recording, SourceRecord, version_of, versions_of
 from .origins import Origins
 from .recorder import Recorder
+from .settled import is_made_unasked
 from .snapshot import Snapshot
 from .storage import Entry, storage_key
 
@@ -82,6 +84,8 @@ def take_changes(recorder: Recorder, snapshot: Snapshot) -> None:
             now = held(*source.where)
             if now is not source.tensor or live.get(id(now)) != source.returns:
                 _compare(recorder, source.where, source.tensor, now, firsts)
+    if not quiet:
+        _take_exchanged_parameters(recorder, sources, firsts)
     for module, buffers in recorder.origins.begun:
         tensors = module._buffers
         for key, first in buffers.items():
@@ -90,7 +94,35 @@ def take_changes(recorder: Recorder, snapshot: Snapshot) -> None:
             if (now is not first or not quiet) and (known is None or live.get(id(now)) != known):
                 _compare(recorder, (module, key), first, now, firsts)
     _take_new_buffers(recorder, firsts)
+    if recorder.leaves_changes:
+        made = (*recorder.origins.born(), *_made_attributes(snapshot))
+        recording.born.extend(where for where in made if _is_asked_for(recorder, where))
+        recording.rearranged.extend(recorder.origins.rearranged())
     _take_attributes(recorder, snapshot, [s for s in sources if s.kind == "attribute"], firsts)
+
+
+def _made_attributes(snapshot: Snapshot) -> Iterator[Where]:
+    """The attributes of modules that are tensors now, and of which there was none."""
+    for module, first in snapshot.attributes:
+        now = vars(module)
+        yield from ((module, key) for key in now if now[key] is not first.get(key) and _is_made(key, now, first))
+
+
+def _is_made(key: str, now: dict[str, Any], first: dict[str, Any]) -> bool:
+    return first.get(key) is None and type(now[key]) in PLAIN
+
+
+def _is_asked_for(recorder: Recorder, where: Where) -> bool:
+    """May the forward go by whether something stands there?"""
+    return not is_made_unasked(where[1], recorder.recording.model, recorder.origins.modules)
+
+
+def _take_exchanged_parameters(recorder: Recorder, sources: list[SourceRecord], firsts: Firsts) -> None:
+    """Parameters that the forward did not read, and in whose places others stand now."""
+    seen = {_key(source.where) for source in sources if source.kind == "parameter"}
+    for module, key, first in recorder.origins.parameters_elsewhere():
+        if (id(module), key) not in seen:
+            _compare(recorder, (module, key), first, held(module, key), firsts)
 
 
 def _take_new_buffers(recorder: Recorder, firsts: Firsts) -> None:

@@ -17,6 +17,7 @@ import torch
 from attrs import define, field
 
 from .._core.pure import Hole, Step, as_strided_from, history_of, same_content, standing, take_step
+from .._core.sharing import sparse_parts
 from .._core.target import Target
 from .._core.torch_private import unset_fake_temporarily, without_function_modes
 from .._core.trees import Branch, freeze, leaves, remake, thaw
@@ -91,17 +92,6 @@ def storage_key(tensor: torch.Tensor) -> int | None:
         return tensor.untyped_storage()._cdata
     except (RuntimeError, NotImplementedError):
         return None
-
-
-def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a sparse one is made of; none of any other."""
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return []
 
 
 @define(eq=False)
@@ -504,10 +494,15 @@ def geometry_step(tensor: torch.Tensor, base: Base) -> Any:
         )
     shift = tensor.storage_offset() - root.storage_offset()
     if shift < 0 or shift + _span(tensor) > _span(root):
+        shapes = f"tensors of shapes {tuple(tensor.shape)} and {tuple(root.shape)}"
+        if shift >= _span(root) or shift + _span(tensor) <= 0:
+            raise CaptureError(
+                f"{shapes} lie side by side in one storage, as parts of a larger tensor, and one of them was written. "
+                "Give the model copies of them (`.clone()`), or the larger tensor."
+            )
         raise CaptureError(
-            f"tensors of shapes {tuple(tensor.shape)} and {tuple(root.shape)} share a part of their "
-            "memory, and one of them was "
-            "written. Give the model inputs and buffers that do not overlap, or overlap wholly."
+            f"{shapes} share a part of their memory, and one of them was written. Give the model inputs and buffers "
+            "that do not overlap, or overlap wholly."
         )
     args = (Hole.HERE, tuple(tensor.shape), tensor.stride(), shift)
     return step_tree(as_strided_from, args, None, (), torch.is_grad_enabled())

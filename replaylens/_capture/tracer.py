@@ -37,7 +37,14 @@ from .._core.torch_private import (
 from .._core.trees import ATOMS, freeze, freeze_deep, leaves, thaw
 from .._replay.facts import SOME, WALK, in_short
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite
-from .asked import HANDS_ON_FLAGS, asks_for_none, cuts_by_flags, keeps_exceptions, next_functions
+from .asked import (
+    FOLDS_BY_FLAGS,
+    HANDS_ON_FLAGS,
+    asks_for_none,
+    cuts_by_flags,
+    keeps_exceptions,
+    next_functions,
+)
 from .builder import (
     PLAIN,
     CallRecord,
@@ -77,6 +84,7 @@ _push = push_function_mode
 _pop = pop_function_mode
 _frame = sys._getframe
 _references = sys.getrefcount
+_requires_grad: Any = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _tuple = tuple.__new__
 _rules: dict[Any, Rule] = {}
 PASS, FRESH, RELU = How.PASS, How.FRESH, How.RELU
@@ -468,7 +476,18 @@ class Tracer(Recorder):
         keys = {level.key() for level in interpreter_stack() or ()}
         gradients = {TransformType.Grad, TransformType.Jvp}
         self.differentiating = bool(keys & gradients) or forward_ad._current_level >= 0
+        if getattr(func, "__name__", "") in FOLDS_BY_FLAGS:
+            self._ask_folds(args)
         return func(*args, **kwargs)
+
+    def _ask_folds(self, args: Any) -> None:
+        """A product beneath a transform is opened, in one way or another as its smaller factor needs gradients."""
+        found = [one for arg in args for one in (arg if isinstance(arg, (tuple, list)) else (arg,))]
+        plain = [_beneath(one) for one in found if isinstance(one, torch.Tensor)]
+        if any(tensor.dim() > 2 for tensor in plain):
+            for tensor in plain:
+                if tensor.dim() <= 2 and not is_wrapped(tensor):
+                    self.ask("flags", _requires_grad, (tensor,), {}, tensor.requires_grad)
 
     def leave_functorch(self) -> None:
         self.functorch = self.differentiating = False
@@ -493,6 +512,8 @@ class Tracer(Recorder):
     def module_call(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A module runs: what happens until it returns lies in its scope."""
         recording, outer, outer_site, forward = self.recording, self.scope, self.opened_site, self.forward
+        if self.wrapped and outer >= 0 and self.wrapped.get(id(module)) is recording.scopes[outer].module:
+            return call(module, *args, **kwargs)  # the compiler's wrapper around it has this call
         scopes, frame = recording.scopes, _frame(2)
         site = (frame.f_code, frame.f_lasti) if frame.f_code is forward else self.line(frame)
         self.scope = index = len(scopes)

@@ -6,7 +6,7 @@ In: a stretch, as a context. Out: what was called, in order. It looks on, and ch
 from __future__ import annotations
 
 import sys
-from functools import cache
+from functools import cache, partial
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 from .._capture.builder import Site, is_torch_code, line_of
 from .._core.node import Call, Guard, Node, Source
-from .._core.torch_private import HigherOrderOperator, OpOverload, TorchDispatchMode, has_kernel
+from .._core.torch_private import HigherOrderOperator, OpOverload, TorchDispatchMode, has_kernel, top_saving_hooks
 from .aten import Kernel, kernel_of
 
 
@@ -55,6 +55,7 @@ class Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen: list[Seen] = []
         self.step: Node | Guard | None = None
+        self.packing: set[CodeType] = set()  # what the user's hooks on saved tensors run: no operations of the forward
         self.until = until  # the code that called the model: lines above it are not the model's
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -67,10 +68,21 @@ class Watch(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         builds = torch.is_grad_enabled() if forward_ad._current_level < 0 else None
         out = func(*args, **kwargs)
+        if (hooks := top_saving_hooks(False)) is not None and (code := code_of(hooks[0])) is not None:
+            self.packing.add(code)
+        if self.packing and self._packs():
+            return out
         site, within, in_gradient, is_transformed = self._place()
         builds = None if is_transformed else builds
         self.seen.append(Seen(kernel_of(func, args, kwargs, out), site, self.step, within, in_gradient, builds))
         return out
+
+    def _packs(self) -> bool:
+        """Does a hook on a saved tensor make this call?"""
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_code not in self.packing and frame.f_code is not self.until:
+            frame = frame.f_back
+        return frame is not None and frame.f_code in self.packing
 
     def _place(self) -> tuple[Site | None, str, bool, bool]:
         """The nearest line that is not torch's, else a module's own; the part of torch beneath it; is it a gradient? Is
@@ -102,6 +114,15 @@ def is_within_gradient() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def code_of(function: Any) -> CodeType | None:
+    """The code that a call of this runs, if it is written in Python."""
+    while isinstance(function, partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    return code if isinstance(code, CodeType) else None
 
 
 @cache

@@ -37,9 +37,10 @@ Call = tuple[str, int]  # the address of a module, and which call of it
 
 def witness(subject: Subject) -> Law:
     """The outputs of all module calls, of the model itself and what it wrote: of a plain forward, and as recorded."""
-    origins = Origins(subject.model)
-    hooks = _Hooks(subject.record, addresses(origins.table))
     subject.begin()
+    origins = Origins(subject.model)  # with its modules where they stood: a forward may give them other places
+    names = addresses(origins.table)
+    hooks = _Hooks(subject.record, {number: name for number, name in names.items() if number not in origins.wrapped})
     beginning = [*wrong_beginning(subject, origins)]
     output = subject.forward(open_layers(), hooks.on(origins.modules))
     graph = subject.record.graph
@@ -94,7 +95,7 @@ class _Hooks:
 
         with ExitStack() as stack:
             for module in modules:
-                if self.names[id(module)] and not isinstance(module, torch.jit.ScriptModule):
+                if self.names.get(id(module)) and not isinstance(module, torch.jit.ScriptModule):
                     stack.callback(module.register_forward_pre_hook(begins, prepend=True).remove)
                     stack.callback(module.register_forward_hook(ends, always_call=True).remove)
                     self.hooked.add(self.names[id(module)])

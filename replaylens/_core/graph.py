@@ -33,6 +33,7 @@ class Graph:
     replaced: frozenset[str] = frozenset()  # of these, where it assigned another tensor and did not write in place
     computed_again: tuple[str, ...] = ()  # of these, what a checkpoint wrote: the model's backward writes it once more
     removed: tuple[str, ...] = ()  # addresses where it put None, or that it deleted
+    not_again: tuple[str, ...] = ()  # why the model's next forward may take another path, in words
     orphans: frozenset[str] = frozenset()  # neither come from an input nor reach an output
     written: frozenset[Ref] = frozenset()  # the first values of memory that the model writes
     asks_identity: bool = False  # code that ran asks whether one object is another

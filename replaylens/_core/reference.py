@@ -8,9 +8,11 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any, NoReturn
 
-from attrs import fields
+import torch
+from attrs import fields, frozen
 
 from ..errors import NotPickled
+from .trees import freeze_deep, thaw
 
 
 class Unpickled:
@@ -29,10 +31,35 @@ class Unpickled:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """The same with tensors of its own. What these were made of is not copied: a program, functions, requests."""
         made = memo[id(self)] = object.__new__(type(self))
         for one in fields(type(self)):  # type: ignore[arg-type]
-            object.__setattr__(made, one.name, deepcopy(getattr(self, one.name), memo))
+            object.__setattr__(made, one.name, _copied(getattr(self, one.name), memo))
         return made
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    if isinstance(value, Unpickled):
+        return deepcopy(value, memo)
+    if type(value) not in (dict, list, tuple) and not isinstance(value, torch.Tensor):
+        return value
+    return thaw(freeze_deep(value, lambda tensor: _Tensor(_copy_of(tensor, memo))), _plain)
+
+
+def _copy_of(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    if id(tensor) not in memo:  # the copy of one with a history has the history too
+        memo[id(tensor)] = tensor.clone() if tensor.grad_fn is not None else deepcopy(tensor, memo)
+    copied: torch.Tensor = memo[id(tensor)]
+    return copied
+
+
+@frozen(eq=False)
+class _Tensor:
+    tensor: torch.Tensor
+
+
+def _plain(leaf: Any) -> Any:
+    return leaf.tensor if type(leaf) is _Tensor else leaf
 
 
 class Reference(Unpickled):

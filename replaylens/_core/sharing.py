@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from attrs import frozen
 
+from .sameness import same
 from .torch_private import FakeTensor, is_wrapped
 
 Pair = tuple[str, str]
@@ -59,6 +60,29 @@ def extent(tensor: torch.Tensor) -> tuple[int, int] | None:
     except RuntimeError:  # fake and other tensors without memory
         return None
     return (start, start + span(tensor) * tensor.element_size()) if start else None
+
+
+def begin_together(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Do two tensors begin at the same address? Of sparse ones all parts; others without an address hold the same."""
+    try:
+        return one.data_ptr() == other.data_ptr()
+    except RuntimeError:
+        pass
+    parts = list(zip(sparse_parts(one), sparse_parts(other), strict=False))
+    if one.layout is not other.layout or not parts:
+        return same(one, other)
+    return all(mine.data_ptr() == theirs.data_ptr() for mine, theirs in parts)
+
+
+def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that a sparse one is made of; none of any other."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []
 
 
 def span(tensor: torch.Tensor) -> int:

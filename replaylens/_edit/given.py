@@ -61,6 +61,8 @@ def directions(given: Any) -> torch.Tensor:
         raise BadPatch(f"Project takes directions of a floating type, not {given.dtype}.")
     if not _is_hidden(given):
         rows = _wide(given).reshape(-1, given.shape[-1])
+        if not bool(rows.isfinite().all()):
+            raise BadPatch("Project along a direction that holds NaN or infinite numbers.")
         rank = int(torch.linalg.matrix_rank(rows))
         if rank < len(rows):
             fact = "a direction of length zero" if len(rows) == 1 else f"{len(rows)} directions that span only {rank}"

@@ -154,7 +154,11 @@ def _unpacked(group: tuple[Name, ...], at: int, whole: int, sizes: Mapping[str, 
     known = {name.word: 1 if name.word == "1" else sizes[name.word] for name in group if name.word in ("1", *sizes)}
     unknown = [name.word for name in group if name.word not in known]
     product = math.prod([known[name.word] for name in group if name.word in known])
-    told = ", ".join(f"{word}={size}" for word, size in known.items() if word != "1")
+    masked = {name.word for name in group if name.is_bracketed}  # sizes of others are given as such
+    words = {
+        word: f"a mask of {size} for {word}" if word in masked else f"{word}={size}" for word, size in known.items()
+    }
+    told = ", ".join(text for word, text in words.items() if word != "1")
     if len(unknown) > 1:
         some = " and ".join([", ".join(unknown[:-1]), unknown[-1]])
         raise BadPart(

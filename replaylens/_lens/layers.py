@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 from attrs import evolve, field, frozen
@@ -54,6 +55,12 @@ class Layer(LayerInPapersWords, Reference):
         `kind` says which: "maps", "attention", "histogram". Options go to matplotlib. Gives the Axes.
         """
         return self._plot(self.label, self.value, kind, ax, options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
+        """The same layer of a copy of its program."""
+        program = getattr(self._read, "__self__", None)
+        made: Layer = deepcopy(program, memo)._layer(self._place) if program is not None else self
+        return made
 
     def _value_for(self, name: str) -> Any:
         return self._read(self._place.output or self._place.part, self._place.node, again=True)

@@ -19,6 +19,7 @@ from .._core.trees import freeze_deep, thaw
 from .._replay.guards import Departure
 from .._replay.replay import Record
 from .._replay.request import Change
+from ..errors import BadMetric
 from .chunks import Plan, chunks, plan
 from .delta import Delta, dense, lane_value
 from .engine import Variant, run
@@ -121,6 +122,8 @@ def as_tensors(result: Any) -> Any:
     """A result with its numbers as tensors."""
 
     def leaf(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) and hasattr(value, "item") and getattr(value, "shape", None) == ():
+            value = value.item()  # a number of numpy's
         if type(value) is float:
             return torch.tensor(value, dtype=torch.float64)
         return torch.tensor(value) if type(value) in (int, bool) else value
@@ -137,7 +140,7 @@ def stacked_results(results: Sequence[Any]) -> Any:
         tree = freeze_deep(result, partial(_slot, column))
         columns.insert(0, column)
     if not columns[0]:
-        raise TypeError(f"a metric must give tensors or numbers, not {type(results[0]).__name__}.")
+        raise BadMetric(f"a metric must give tensors or numbers, not {type(results[0]).__name__}.")
     stacks = [torch.stack(several) for several in zip(*columns, strict=True)]
     return thaw(tree, lambda leaf: stacks[leaf.number] if type(leaf) is Slot else leaf)
 

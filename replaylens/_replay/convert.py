@@ -5,20 +5,21 @@ In: a Record. Out: another Record whose values are those of a new run, and its o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import reduce
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from attrs import evolve
+from torch import nn
 
 from .._core.graph import Graph
 from .._core.node import Call, Node, Ref, State, TensorMeaning
 from .._core.pure import as_leaf
 from .._core.trees import leaves, remake, thaw
-from ..errors import StaleValue
+from ..errors import DivergedReplay, StaleValue
 from .facts import Around, require_as_asked
-from .guards import Departure, diverged
+from .guards import Departure
 from .interpreter import Mode, compile_plan, interpret, recorded_world, states_begun
 from .keeping import keeping
 from .plan import plan
@@ -27,16 +28,58 @@ from .state import StatePlace, sight_of
 
 
 def present(record: Record, model: Any) -> Record:
-    """The record with the parameters and buffers that the model holds under their addresses now."""
-    live = dict(record.live)
-    for node in record.graph.state_nodes if isinstance(model, torch.nn.Module) else ():
-        try:
-            held = reduce(getattr, node.address.split("."), model)
-        except AttributeError:
-            held = place.now() if (place := record.places.get(node.address)) is not None else None
-        if isinstance(held, torch.Tensor) and node.name in live:
+    """The record with the parameters and buffers that the model holds under their addresses now. `model` is None where
+    only the places are known at which they were found.
+    """
+    if record.graph.not_again:
+        raise StaleValue(f"{record.graph.not_again[0]}: the next one may take another path.\n{CAPTURE_AGAIN}")
+    live, places, module = dict(record.live), dict(record.places), model if isinstance(model, nn.Module) else None
+    written = {*record.graph.removed, *[address for address, _ in record.graph.changes]}
+    for node in record.graph.state_nodes:
+        place = places.get(node.address)
+        if (then := live.get(node.name)) is None or (module is None and place is not None and place.tensor is not then):
+            continue
+        if place is not None and (holder := _holder(module, node)) is not None:
+            place = places[node.address] = evolve(place, held=(holder._parameters, holder._buffers))
+        held = place.now() if place is not None else None
+        if held is not None:
             live[node.name] = held
-    return evolve(record, live=live, plans={})
+        elif place is not None and place.tensor is not None and written.isdisjoint((node.address, *node.aliases)):
+            raise StaleValue(f"the {node.kind} `{node.address}` {place.change}.\n{CAPTURE_AGAIN}")
+    for address in _appeared(record.graph, module) if module is not None else ():
+        raise StaleValue(f"the model has `{address}` now, and had none when it was captured.\n{CAPTURE_AGAIN}")
+    return evolve(record, live=live, places=places, plans={})
+
+
+CAPTURE_AGAIN = "Capture the model again, as it is now."
+
+
+def _holder(model: nn.Module | None, node: State) -> nn.Module | None:
+    """The module that holds a parameter or buffer now: another one, where it was replaced in the model."""
+    return None if node.kind == "attribute" else _below(model, node.address.split(".")[:-1])
+
+
+def _below(model: nn.Module | None, path: Iterable[str]) -> nn.Module | None:
+    """The module at an address, as the model has it now. The compiler's wrapper is no level of it."""
+    try:
+        holder = reduce(getattr, path, model)
+    except AttributeError:
+        return None
+    while isinstance(holder, nn.Module) and "_orig_mod" in holder._modules:
+        holder = holder._modules["_orig_mod"]
+    return holder if isinstance(holder, nn.Module) else None
+
+
+def _appeared(graph: Graph, model: nn.Module) -> Iterator[str]:
+    """Parameters and buffers that stand now in modules that were called, and did not when the model was captured."""
+    known = {*graph.unread, *[address for node in graph.state_nodes for address in (node.address, *node.aliases)]}
+    known |= {address for address, _ in graph.changes} | {*graph.removed}
+    for address in dict.fromkeys(["", *[scope.address for scope, _ in graph.module_outputs]]):
+        module, prefix = _below(model, address.split(".") if address else ()), f"{address}." if address else ""
+        for held in (module._parameters, module._buffers) if module is not None else ():
+            for key, tensor in held.items():
+                if tensor is not None and prefix + key not in known:
+                    yield prefix + key
 
 
 def rerun(
@@ -55,10 +98,7 @@ def rerun(
         require_as_asked(graph, record.values, sources, Around.of_replay(graph, False))
     made = plan(graph, range(len(graph)), bytearray(len(graph)), (), rerun_all=True, keep=range(len(graph)))
 
-    def departed(departure: Departure) -> None:
-        raise diverged(departure)
-
-    code = compile_plan(graph, made, record.draws, Mode(on_departure=departed), {}, record.values.__getitem__)
+    code = compile_plan(graph, made, record.draws, Mode(on_departure=_departed), {}, record.values.__getitem__)
     env = list(code.template)
     for ref, tensor in sources.items():
         env[code.slots[ref]] = as_leaf(tensor)
@@ -80,6 +120,12 @@ def rerun(
     )
     fresh = fresh if record.saved is None else keeping(fresh, record.saved)
     return fresh, thaw(graph.output, lambda leaf: values[leaf] if type(leaf) is Ref else leaf)
+
+
+def _departed(departure: Departure) -> NoReturn:
+    raise DivergedReplay(
+        f"the program would leave the recorded path: {departure}\nCapture the model again: it goes another way now."
+    )
 
 
 def _lent_now(record: Record, values: dict[Ref, torch.Tensor]) -> dict[str, tuple[str, torch.Tensor]]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .._core.graph import Graph
+from ..errors import InputMismatch
 from .interpreter import Code, interpret, recorded_world
 
 
@@ -32,7 +33,7 @@ def as_function(
 
     def function(*tensors: torch.Tensor) -> Any:
         if len(tensors) != len(inputs):
-            raise TypeError(f"the function takes {len(inputs)} tensors, and was given {len(tensors)}.")
+            raise InputMismatch(f"the function takes {len(inputs)} tensors, and was given {len(tensors)}.")
         if not torch.compiler.is_compiling():
             watch(tensors)
         env = list(beginning)

@@ -105,6 +105,8 @@ class Late:
         self.supply, self.known, self.finish = supply, known, finish
         self.patched: Remembered = ran.patched
         self.given = ran.given
+        changes = ran.request.changed.items()
+        self.held = {(p, n): mark_of(c.holds) for p, of in changes for n, c in enumerate(of) if c.holds}
         self.kept = ran.wanted | ran.request.keep
         self.marks = _marks(ran.env) if ran.request.keep else self._marks_of_wanted(ran.wanted)
         self.begun = states_begun(ran.code, ran.env)  # of draws that began elsewhere than recorded, by key
@@ -223,7 +225,10 @@ class Late:
     def _patched(self, position: int, number: int, value: Any) -> Any:
         if (position, number) in self.patched.values and not self._is_differentiated(position):
             return self.patched.again(position, number, self.record.graph.nodes[position].name)
-        return self.patched.note(position, number, self.request.changed[position][number](value))
+        change, name = self.request.changed[position][number], self.record.graph.nodes[position].name
+        if change.holds and self.held[position, number] != mark_of(change.holds):
+            raise StaleValue(_text(f"a tensor of the patch at `{name}`", name))
+        return self.patched.note(position, number, change(value))
 
     def _is_differentiated(self, position: int) -> bool:
         """Does a call take a gradient through the node, for which the patch must be a function?"""

@@ -76,6 +76,11 @@ class ProgramModule(Holder):
                 "A module draws anew in each call, and what that state is then only the model itself can read. Draw "
                 "from the generator, or call the model."
             )
+        if record.graph.not_again:
+            raise ReplaylensError(
+                f"{record.graph.not_again[0]}: the next one may take another path, and a module goes the recorded one "
+                "in each call. Capture the model again, if it has settled by now, or call the model."
+            )
         hidden = self.__dict__  # no submodules, parameters or state of the module's own
         hidden["_record"], hidden["_codes"] = record, {}
         hidden["_asks_state"] = bool(record.graph.asked) or goes_by_layout(record.graph)

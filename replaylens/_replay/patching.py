@@ -153,10 +153,10 @@ def change_at(graph: Graph, at: At, name: str, what: Any) -> Change:
         return _told(tree, value, hooked(value))
 
     try:
-        free, follows = _new_value(node.name, tree, meanings, name, what)
+        free, follows, holds = _new_value(node.name, tree, meanings, name, what)
     except (BadPart, BadPatch) as error:
         raise _with_place(error, graph, node.name, what) from error
-    return Change(change, follows, tree, hooked, free, what)
+    return Change(change, follows, tree, hooked, free, what, holds)
 
 
 def _with_place(error: Exception, graph: Graph, name: str, what: Any) -> Exception:
@@ -165,20 +165,24 @@ def _with_place(error: Exception, graph: Graph, name: str, what: Any) -> Excepti
 
 
 def _new_value(node: str, tree: Any, meanings: dict[Ref, TensorMeaning], name: str, what: Any) -> Any:
-    """(new value from old, does it follow the old one)"""
+    """(new value from old, does it follow the old one, the tensors that it takes part of it from)"""
     if _are_values(what):
-        return (lambda value: what), False
+        return (lambda value: what), False, ()
     patch = patch_of(what)
     if isinstance(patch, Apply) and patch.part is None:
-        return partial(of_own_copies, patch.fn), True
+        return partial(of_own_copies, patch.fn), True, ()
     if type(tree) is not Ref:
         return _for_each(node, tree, meanings, name, patch)
     for part in patch.parts:
         part.shape(meanings[tree].shape)  # also where nothing needs the value: a part that does not fit is an error
     bound = bind(patch, name)
     if bound.part is None and isinstance(bound, (Set, From)) and isinstance(new := bound.terms()[1][0], torch.Tensor):
-        return (lambda value: new), False
-    return bound, bound.follows
+        return (lambda value: new), False, (new,)
+    return bound, bound.follows, _tensors_of(bound)
+
+
+def _tensors_of(bound: Patch) -> tuple[torch.Tensor, ...]:
+    return tuple([arg for arg in bound.terms()[1] if isinstance(arg, torch.Tensor)])
 
 
 def _are_values(what: Any) -> bool:
@@ -211,22 +215,43 @@ def _for_each(node: str, tree: Any, meanings: dict[Ref, TensorMeaning], name: st
         freeze_deep(value, flat.append)
         return tuple([old if one is None else one(old) for one, old in zip(bound, flat, strict=True)])
 
-    return each, any(one is None or one.follows for one in bound)
+    holds = tuple([tensor for one in bound if one is not None for tensor in _tensors_of(one)])
+    return each, any(one is None or one.follows for one in bound), holds
 
 
 def _checked(graph: Graph, node: Any, tree: Any, meanings: dict[Ref, TensorMeaning], old: Any, new: Any) -> Any:
     if isinstance(new, torch.Tensor):
         if type(tree) is not Ref:
             raise ShapeMismatch(f"{node.name} gives several tensors; a patch for it must give as many.")
+        _require_dense(graph, node, old, new)
         return _fitting(graph, node, meanings[tree], new)
     if isinstance(new, (tuple, list)) and isinstance(old, (tuple, list)) and len(new) == len(old):
         flat = [leaf for leaf in leaves(tree) if type(leaf) is Ref]
         if len(flat) == len(new):
+            for before, value in zip(old, new, strict=True):
+                _require_dense(graph, node, before, value)
             return tuple([_fitting(graph, node, meanings[ref], value) for ref, value in zip(flat, new, strict=True)])
         return new
     raise ShapeMismatch(
         f"the patch at `{node.name}` gives {type(new).__name__}, not a tensor.\n{listing(graph, node.name)}"
     )
+
+
+def _require_dense(graph: Graph, node: Any, old: Any, new: Any) -> None:
+    """What reads a value cannot read one without numbers, nor mostly a sparse one in the place of a dense one."""
+    if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
+        return
+    if new.device != old.device:
+        fact = f"a tensor on {new.device}; what uses it was recorded on {old.device}"
+        cure = "Give its numbers: a tensor on meta has none." if new.is_meta else f"Give it on {old.device}."
+    elif old.layout is torch.strided and new.layout is not torch.strided:
+        fact, cure = (
+            f"a tensor of the layout {new.layout}; what uses it was recorded with a dense one",
+            "Give a dense one.",
+        )
+    else:
+        return
+    raise ShapeMismatch(f"the patch at `{node.name}` gives {fact}.\n{listing(graph, node.name, 'patched')}\n{cure}")
 
 
 def _fitting(graph: Graph, node: Any, meaning: TensorMeaning, new: Any) -> torch.Tensor:

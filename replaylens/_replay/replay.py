@@ -19,6 +19,7 @@ from .._core.account import NOTHING_KNOWN, Account
 from .._core.graph import Graph
 from .._core.node import Call, Input, Ref, State, TensorMeaning, refs_of, value_of
 from .._core.pure import as_leaf, fresh_leaf, in_layout, same_content, standing
+from .._core.sharing import begin_together
 from .._core.torch_private import is_wrapped, peek_interpreter_stack
 from .._core.trees import leaves, thaw
 from .._core.turns import settled
@@ -540,7 +541,7 @@ def supply(record: Record, request: Request, ref: Ref) -> Any:
         return given if request.grad else _flagged(given, record.values[ref])
     if request.grad and (live := record.live.get(ref.node)) is not None:
         recorded = record.value(ref)
-        if live.data_ptr() == recorded.data_ptr():
+        if begin_together(live, recorded):
             return live
         node = record.graph.nodes[position]
         if isinstance(node, State) and not _is_written(record.graph, node):

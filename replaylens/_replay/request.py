@@ -43,12 +43,12 @@ class Change:
     hooked: Callable[[Any], Any]  # the same as it lies, as a hook would give it
     free: Callable[[Any], Any]  # the same for a value that is not of the recorded shape
     what: Any = None  # as the user gave it
+    holds: tuple[torch.Tensor, ...] = ()  # tensors from which the new value is made, besides the old one
 
     @property
     def is_steady(self) -> bool:
         """Does it give the same whenever it is asked? A user's function need not; a given tensor may be written to."""
-        number = isinstance(self.what, Scale) and not isinstance(self.what.k, torch.Tensor)
-        return number or isinstance(self.what, (Zero, Mean, Clamp))
+        return isinstance(self.what, (Zero, Mean, Clamp, Scale)) and not self.holds
 
     @property
     def ref(self) -> Ref | None:
