@@ -196,3 +196,13 @@ def test_no_variants(variants):
     prog = rl.capture(nn.Linear(2, 2), torch.ones(1, 2))
     with pytest.raises(rl.ReplaylensError, match=r"variants are a mapping, \{key: patches\}, of one at least\."):
         prog.replay_many(variants)
+
+
+def test_a_sweep_takes_a_tensor_in_the_place_of_a_factor():
+    def model(x):
+        one = torch.ones(1, 1, 1)
+        return torch.baddbmm(one, one, one, beta=x[0], alpha=x[1])
+
+    prog = rl.capture(model, torch.tensor([2.0, 1.0]))
+    other = torch.tensor([3.0, 5.0])
+    assert torch.equal(prog.replay_many({"other": {"input": other}}).values[0], model(other))

@@ -43,6 +43,8 @@ class Like:
         found = []
         for align in self.alignments:
             axes: dict[int, int | None] = {}
+            if len(where) != len(align.operands):  # `alpha` or its like is a tensor
+                continue
             if all(axes.setdefault(number, axis) == axis for number, axis in zip(where, align.operands, strict=True)):
                 operands = tuple([axes[number] for number in range(len(axes))])
                 found.append(Alignment(operands, align.outputs, align.resizes))
@@ -96,8 +98,9 @@ class Step:
         shapes = [value.shape for value in self.recorded]
         if name in ("linear", "matmul", "mm", "bmm") and shapes[0]:
             return float(out * shapes[0][-1])
-        if name in ("addmm", "baddbmm") and len(shapes) > 1:
-            return float(out * shapes[-2][-1])
+        matrices = [shape for shape in shapes if len(shape) > 1]  # the factors may be tensors, too
+        if name in ("addmm", "baddbmm") and len(matrices) > 1:
+            return float(out * matrices[-2][-1])
         if name.startswith("conv") and len(shapes) > 1:
             return float(out * prod(shapes[1][1:]))
         if name == "scaled_dot_product_attention" and len(shapes) > 1:
