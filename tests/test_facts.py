@@ -22,6 +22,7 @@ OTHER = torch.tensor([1.0, 2.0, 3.0, 4.0, -1.0])
 
 SIZES = {
     "nonzero": lambda x: (x > 0).nonzero().size(0),
+    "arange_of_a_tensor": lambda x: torch.arange(x[1] + 5).numel(),
     "nonzero_as_tuple": lambda x: x.clamp(min=0).nonzero(as_tuple=True)[0].numel(),
     "argwhere": lambda x: torch.argwhere(x > 0).shape[0],
     "where_of_a_condition": lambda x: torch.where(x > 0)[0].numel(),

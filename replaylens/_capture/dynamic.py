@@ -30,6 +30,7 @@ NAMES = frozenset(
     crow_indices col_indices ccol_indices row_indices to_sparse _to_sparse to_sparse_csr to_sparse_csc to_sparse_coo
     to_sparse_bsr to_sparse_bsc linalg_lstsq lstsq _ctc_loss sparse_resize_""".split()
 )
+ENDS = frozenset(("arange", "range"))
 PARTED = frozenset("repeat_interleave tensor_split _nested_tensor_from_tensor_list".split())  # by a tensor of sizes
 _NUMBERS = ("int", "SymInt", "number", "Scalar")  # in the words of a schema: where a tensor's content would be read
 
@@ -43,6 +44,7 @@ class Way(enum.Enum):
     SEARCH = "by a condition alone: `where(c)`"
     PARTED = "by a second tensor, of sizes"
     CLASSES = "by the largest value, if the number of classes is not given"
+    ENDS = "by any number that is a tensor"
     SIZES = "by a tensor in the place of a whole number"
 
 
@@ -93,6 +95,8 @@ def _decides(way: Way, call: Call, meaning: Meaning) -> bool:
         return False
     if way is Way.INDEX:
         return any(_by_content(item, meaning) for item in call.args[1:])
+    if way is Way.ENDS:
+        return bool(call.refs)
     if way is Way.SIZES:
         return any(_is_number(leaf, meaning) for leaf in _in_places_of_numbers(call))
     given = list(leaves((call.args, tuple([value for _, value in call.kwargs]))))
@@ -147,6 +151,8 @@ def way_of(function: Any) -> Way:
         return Way.NEVER
     if name in PARTED:
         return Way.PARTED
+    if name in ENDS:
+        return Way.ENDS
     overloads = [function] if is_overload else _overloads(name)
     if name in NAMES or any(torch.Tag.dynamic_output_shape in overload.tags for overload in overloads):
         return Way.ALWAYS
