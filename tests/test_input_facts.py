@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -695,3 +696,171 @@ def test_a_plain_number_of_another_sign_of_zero_is_another_input():
     prog = rl.capture(model, torch.ones(2), 0.0)
     run = prog.replay(torch.ones(2), -0.0)
     assert torch.equal(run.output, model(torch.ones(2), -0.0)) and run.departures
+
+
+# ---- marks: what a tensor carries besides its numbers ----------------------------------------------------------------
+
+
+def complexes() -> Tensor:
+    return torch.complex(v(1, 2), v(3, 4))
+
+
+def marked(mark: Callable[[Tensor], Any]) -> Tensor:
+    x = v(3, 4).requires_grad_()
+    mark(x)
+    return x
+
+
+def holding(**attributes: Any) -> Tensor:
+    x = v(3, 4)
+    vars(x).update(attributes)
+    return x
+
+
+def of_gradient(factor: float) -> Tensor:
+    x = needing()
+    (x * factor).sum().backward()
+    return x
+
+
+def sparse() -> Tensor:
+    return torch.eye(3)[0].to_sparse()
+
+
+def chosen(asked: Any) -> int:
+    return 2 if asked else 3
+
+
+MARKS: dict[str, tuple[Callable[..., Any], Callable[[], Tensor], Callable[[], Tensor]]] = {
+    "is_conj": (lambda x: x.real * chosen(x.is_conj()), complexes, lambda: complexes().conj()),
+    "is_conj of a view": (lambda x: x.real * chosen(x[:1].is_conj()), complexes, lambda: complexes().conj()),
+    "is_neg": (lambda x: x * chosen(x.is_neg()), plain, lambda: complexes().conj().imag),
+    "is_coalesced": (
+        lambda x: x.to_dense() * chosen(x.is_coalesced()),
+        lambda: sparse().coalesce(),
+        lambda: uncoalesced(),
+    ),
+    "_nnz": (lambda x: x.to_dense() * x._nnz(), lambda: sparse(), lambda: torch.ones(3).to_sparse()),
+    "is_sparse": (lambda x: x.sum() * chosen(x.is_sparse), lambda: torch.ones(3), lambda: sparse()),
+    "not is_sparse": (lambda x: x.sum() * chosen(x.is_sparse), lambda: sparse(), lambda: torch.ones(3)),
+    "layout": (
+        lambda x: x.to_dense() * chosen(x.layout is torch.sparse_csr),
+        lambda: torch.eye(3).to_sparse_csr(),
+        lambda: torch.eye(3).to_sparse(),
+    ),
+    "q_scale": (lambda x: x.dequantize() * x.q_scale(), lambda: quantized(0.5), lambda: quantized(0.25)),
+    "_version": (lambda x: x * chosen(x._version), plain, lambda: plain().add_(1)),
+    "_is_view": (lambda x: x * chosen(x._is_view()), plain, lambda: v(5, 6, 7)[:2]),
+    "_base": (lambda x: x * chosen(x._base is None), plain, lambda: v(5, 6, 7)[:2]),
+    "is_shared": (lambda x: x * chosen(x.is_shared()), plain, lambda: plain().share_memory_()),
+    "output_nr": (
+        lambda x: x * chosen(x.output_nr),
+        computed,
+        lambda: torch.ones(2, 2, requires_grad=True).unbind()[1],
+    ),
+    "_backward_hooks": (
+        lambda x: x * chosen(x._backward_hooks),
+        needing,
+        lambda: marked(lambda x: x.register_hook(lambda grad: grad)),
+    ),
+    "_post_accumulate_grad_hooks": (
+        lambda x: x * chosen(x._post_accumulate_grad_hooks),
+        needing,
+        lambda: marked(lambda x: x.register_post_accumulate_grad_hook(lambda tensor: None)),
+    ),
+    "numbers of a gradient": (lambda x: x * x.grad, lambda: of_gradient(2), lambda: of_gradient(3)),
+    "an attribute": (lambda x: x * chosen(getattr(x, "tag", 0)), plain, lambda: holding(tag=1)),
+    "another attribute": (lambda x: x * x.tag, lambda: holding(tag=2), lambda: holding(tag=3)),
+    "a tensor as attribute": (lambda x: x * x.mask, lambda: holding(mask=v(1, 0)), lambda: holding(mask=v(0, 1))),
+}
+
+
+def uncoalesced() -> Tensor:
+    return torch.sparse_coo_tensor([[0, 0]], [0.5, 0.5], (3,))
+
+
+def quantized(scale: float) -> Tensor:
+    return torch.quantize_per_tensor(v(1, 2), scale, 0, torch.qint8)
+
+
+@pytest.mark.parametrize("name", MARKS)
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning", "ignore:.*quantize:UserWarning")
+def test_an_input_that_carries_another_mark_is_given_to_the_model_where_that_can_be_asked(name: str) -> None:
+    model, recorded, new = MARKS[name]
+    prog, wanted = rl.capture(model, recorded()), model(new())
+    run = prog(new())
+    assert run.diverged
+    same_numbers(run.output.to_dense(), wanted.to_dense())
+    for refused in (
+        lambda: prog.replay(new(), on_divergence="raise"),
+        lambda: prog.module()(new()),
+        lambda: prog.function()(new()),
+    ):
+        with pytest.raises((rl.DivergedReplay, rl.InputMismatch)):
+            refused()
+
+
+def test_a_conjugated_patch_is_to_the_model_what_a_hook_gives() -> None:
+    def model(x: Tensor) -> Tensor:
+        return x.real * chosen(x.is_conj())
+
+    prog = rl.capture(model, complexes())
+    run = prog.replay(patch={"input_1_0": complexes().conj()})
+    assert run.diverged
+    assert_same(run.output, v(2, 4))
+
+
+class HoldsAndAsks(nn.Module):
+    def __init__(self, asks: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.register_buffer("held", torch.ones(3))
+        self.asks = asks
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.held.sum() * self.asks(self.held)
+
+
+OF_STATE: dict[str, tuple[Callable[[Tensor], Any], Tensor]] = {
+    "shape": (lambda held: held.shape[0], torch.ones(5)),
+    "size": (lambda held: held.size(0), torch.ones(5)),
+    "len": (len, torch.ones(5)),
+    "numel": (lambda held: held.numel(), torch.ones(5)),
+    "dim": (lambda held: held.dim(), torch.ones(3, 1)),
+    "a new tensor of its shape": (lambda held: torch.zeros(held.shape).numel(), torch.ones(5)),
+    "dtype": (lambda held: chosen(held.dtype is torch.float32), torch.ones(3).double()),
+    "is_floating_point": (lambda held: chosen(held.is_floating_point()), torch.ones(3).long()),
+    "is_sparse": (lambda held: chosen(held.is_sparse), torch.ones(3).to_sparse()),
+    "stride": (lambda held: held.stride(0), torch.ones(6)[::2]),
+    "requires_grad": (lambda held: chosen(held.requires_grad), torch.ones(3, requires_grad=True)),
+}
+
+
+@pytest.mark.parametrize("name", OF_STATE)
+def test_what_the_model_asks_of_other_state_is_answered_by_that(name: str) -> None:
+    """Shapes and their like are read of the object, which is the model's own."""
+    asks, other = OF_STATE[name]
+    model = HoldsAndAsks(asks)
+    prog = rl.capture(model, plain())
+    wanted = torch.func.functional_call(model, {"held": other}, (plain(),))
+    run = prog.replay(state={"held": other})
+    assert run.diverged
+    same_numbers(run.output, wanted)
+    assert_same(prog.replay().output, plain() * 3 * asks(torch.ones(3)))
+
+
+SPARSE = ("is_coalesced", "_nnz", "is_sparse", "not is_sparse", "layout")
+
+
+@pytest.mark.parametrize("name", [name for name in MARKS if name not in SPARSE])
+@pytest.mark.filterwarnings("ignore:.*quantize:UserWarning")
+def test_a_patch_that_carries_another_mark_is_what_a_hook_gives_or_refused(name: str) -> None:
+    model, recorded, new = MARKS[name]
+    prog, wanted = rl.capture(model, recorded()), model(new())
+    for call in (
+        lambda: prog.replay(patch={"input_1_0": new()}).output,
+        lambda: rl.run(model, recorded(), patch={"input_1_0": new()}).output,
+        lambda: prog.with_patch({"input_1_0": new()}).output,
+        lambda: prog.replay_many({"a": {"input_1_0": new()}}).values[0],
+    ):
+        with suppress(rl.DivergedReplay):
+            same_numbers(call(), wanted)

@@ -69,8 +69,16 @@ class Aim:
                 f"{TensorMeaning.of(old)}."
             )
         if self.is_input and is_like_an_input(new):
-            return new if self.with_gradients and new.is_leaf else _as_given(new)
-        return new if new.is_inference() and not old.is_inference() else copy_in_place(new)
+            return new if self.with_gradients and new.is_leaf else _with_attributes(_as_given(new), new)
+        if new.is_inference() and not old.is_inference():
+            return new
+        return _with_attributes(copy_in_place(new), new) if self.is_input else copy_in_place(new)
+
+
+def _with_attributes(copy: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """With what Python code has hung on a tensor."""
+    vars(copy).update(vars(new))
+    return copy
 
 
 def _as_given(new: torch.Tensor) -> torch.Tensor:

@@ -345,6 +345,8 @@ def _take_inputs(tracer: Tracer, args: Any, kwargs: Any) -> tuple[Any, Any, Any]
 
     tree = freeze_deep((tuple(args), dict(kwargs)), leaf)
     plain = [(path, item) for path, item in named_paths(tree) if type(item) is not Handle and type(item) not in ATOMS]
+    given = [(path, tracer.recording.values[item]) for path, item in named_paths(tree) if type(item) is Handle]
+    plain += [(path, vars(tensor)) for path, tensor in given if vars(tensor)]
     tracer.recording.literals = tuple([(path, fingerprint(item)) for path, item in plain])
     if swapped:
         args, kwargs = thaw(tree, lambda leaf: tracer.recording.values[leaf] if type(leaf) is Handle else leaf)

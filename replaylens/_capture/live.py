@@ -25,6 +25,7 @@ from .._core.torch_private import (
     push_function_mode,
 )
 from .._core.trees import thaw
+from .._replay.facts import OF_THE_OBJECT
 from .._replay.stream import as_the_user, outside
 from ..errors import DivergedReplay, NotDifferentiable
 from .aims import Aim, Aims
@@ -75,6 +76,7 @@ class LiveTracer(Tracer):
 
     alone = -1  # every output of a module is looked at: a patch may be meant for what it hands on
     leaves_changes = False
+    has_stand_ins = True
 
     def __init__(
         self, recording: Recording, origins: Origins, date: Date, deep: bool, unknown: str, stage: Stage
@@ -96,6 +98,10 @@ class LiveTracer(Tracer):
 
     # -- the door ------------------------------------------------------------------------------------------------------
 
+    def stood_for(self, args: Any) -> Any:
+        """What is asked for its shape or its like: what stands for a parameter has its own."""
+        return self.stand_ins.among(tuple(args))
+
     def _fresh(self, rule: Rule, func: Any, args: Any, depth: int = 2) -> Any:
         args = self.stand_ins.met(args)
         with nothing_computed_again():
@@ -106,6 +112,7 @@ class LiveTracer(Tracer):
         if rule.how in (How.OPEN, How.RELU) and func not in self.opened:  # what it does comes to this door by itself
             return super()._open_or_call(rule, func, self.stand_ins.met(tuple(args)), self.stand_ins.met(kwargs))
         if rule.special == "asks_flag":
+            self._require_asked_of_its_own(rule.kind, args[0])
             asked = self.stand_ins.asked(args[0], rule.kind)
             return super()._open_or_call(rule, func, (asked, *args[1:]), kwargs)
         args, kwargs, targets = self._ours(rule, args, kwargs)
@@ -114,6 +121,16 @@ class LiveTracer(Tracer):
         closed = "a leaf begins to take gradients there, or ends to, and the model holds that leaf"
         closed *= rule.special == "turn"
         return self._asked(Done(out, (args, kwargs), targets, is_hidden=self.in_aten, closed=closed))
+
+    def _require_asked_of_its_own(self, word: str, tensor: torch.Tensor) -> None:
+        """What a patch gives is a copy of what the user gave, and no answer for that."""
+        known = self.memory.live.get(id(tensor)) if word in OF_THE_OBJECT and self.recording.patched else None
+        handle = known.handle if isinstance(known, Entry) else known
+        records = [self.recording.records[number] for number in self.recording.patched]
+        if handle is not None and any(handle == made for one in records for _, made in parts_of(one.returns)):
+            self.refused = DivergedReplay(
+                f"the model asks for `{word}` of a patched value, which only the patch's own tensor has.{self.where()}"
+            )
 
     def aten(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An ATen call that no recorded call made."""

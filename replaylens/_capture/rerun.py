@@ -296,7 +296,10 @@ def _were_lent(
 def _value(node: State, record: Record, request: Request) -> torch.Tensor:
     """The recorded or given value: as the model's own object, where that still holds it."""
     value, own = supply(record, request, Ref(node.name)), record.live[node.name]
-    is_given = record.graph.positions[node.name] in request.given
+    given = request.given.get(record.graph.positions[node.name])
+    is_given = given is not None
+    if given is not None and given.requires_grad != value.requires_grad:  # the model may ask
+        return given
     return own if not is_given and _is_same_memory(own, value) else value
 
 

@@ -48,28 +48,33 @@ class Rule:
 
 
 METADATA = frozenset(
-    """dim size numel nelement stride storage_offset element_size is_contiguous is_floating_point is_complex is_conj
-    is_neg
-    is_inference get_device is_pinned __len__ has_names shape ndim dtype device layout requires_grad is_leaf
+    """dim size numel nelement stride storage_offset element_size is_contiguous is_floating_point is_complex
+    is_inference get_device __len__ has_names shape ndim dtype device layout requires_grad is_leaf
     grad_fn itemsize nbytes is_cuda is_cpu is_sparse is_nested is_quantized is_meta is_mps is_xpu is_mkldnn
-    is_sparse_csr is_ipu is_maia is_mtia is_vulkan is_xla _version output_nr
-    retains_grad _backward_hooks _post_accumulate_grad_hooks name names result_type promote_types can_cast q_scale
-    q_zero_point qscheme q_per_channel_axis _parse_to
+    is_sparse_csr is_ipu is_maia is_mtia is_vulkan is_xla
+    retains_grad name names result_type promote_types can_cast
+    qscheme q_per_channel_axis _parse_to
     _has_compatible_shallow_copy_type _sym_int sym_int sym_float sym_max sym_min sym_not sym_sum sym_ite sym_sqrt
     _assert _debug_has_internal_overlap is_grad_enabled is_inference_mode_enabled retain_grad is_same_size is_signed
-    register_post_accumulate_grad_hook _is_view is_shared is_coalesced is_distributed dense_dim sparse_dim
-    __hash__ share_memory_ rename_ _nnz get_default_dtype is_storage is_tensor
+    register_post_accumulate_grad_hook is_distributed dense_dim sparse_dim
+    __hash__ share_memory_ rename_ get_default_dtype is_storage is_tensor
     dim_order get_rng_state set_rng_state manual_seed initial_seed is_deterministic_algorithms_warn_only_enabled
     are_deterministic_algorithms_enabled is_autocast_enabled is_autocast_cpu_enabled get_autocast_dtype
     is_warn_always_enabled broadcast_shapes cudnn_is_acceptable _use_cudnn_ctc_loss""".split()
 )
+# Of these, what changes the very object that it is called on.
+MARKING = frozenset("retain_grad register_post_accumulate_grad_hook share_memory_ rename_ __hash__".split())
 # What is asked of a tensor that another one of the same content may answer otherwise.
 LAYOUT = frozenset("stride storage_offset is_contiguous dim_order is_non_overlapping_and_dense".split())
-FLAGS = frozenset("requires_grad is_leaf grad_fn grad retains_grad is_inference".split())
+FLAGS = frozenset(
+    """requires_grad is_leaf grad_fn grad retains_grad is_inference is_pinned is_shared _is_view _base _version
+    output_nr _backward_hooks _post_accumulate_grad_hooks""".split()
+)
+FLAGS_BY_CALL = frozenset("is_inference is_pinned is_shared _is_view".split())  # of these, what is no property
 ESCAPES = frozenset(
     """__bool__ __int__ __float__ __complex__ __index__ __format__ __repr__ __str__ item tolist is_nonzero equal
     allclose
-    is_set_to __contains__""".split()
+    is_set_to __contains__ is_conj is_neg q_scale q_zero_point is_coalesced _nnz""".split()
 )
 EXPOSURES = frozenset(
     """numpy __array__ __dlpack__ __dlpack_device__ data_ptr untyped_storage storage _typed_storage __array_wrap__
@@ -133,10 +138,10 @@ def rule_of(function: Callable[..., Any]) -> Rule:
         return _property_rule(function, name)
     if name == "_set_grad_enabled":
         return Rule(How.SPECIAL, name, special="grad_mode")
-    if name in LAYOUT or name == "is_inference":
+    if name in LAYOUT or name in FLAGS_BY_CALL:
         return Rule(How.SPECIAL, name, special="asks_layout" if name in LAYOUT else "asks_flag")
     if isinstance(function, type) or name in METADATA:
-        return Rule(How.PASS)
+        return Rule(How.PASS, special="" if isinstance(function, type) or name in MARKING else "reads")
     if function is torch.autograd.grad:
         return Rule(How.SPECIAL, "grad", special="differentiate")
     if function is torch.autograd.backward or function is torch.Tensor.backward:
@@ -203,7 +208,7 @@ def _property_rule(function: Any, word: str) -> Rule:
         return Rule(How.LEAF, name.lower())
     if name == "requires_grad" and word == "__set__":
         return Rule(How.SPECIAL, name, special="turn")
-    return Rule(How.PASS)
+    return Rule(How.PASS, special="reads" if word == "__get__" else "")
 
 
 def _operator_rule(function: Any) -> Rule:

@@ -82,6 +82,7 @@ class Tracer(Recorder):
     """One capture of one thread."""
 
     alone = ALONE  # references to a tensor that a module gives and has not kept
+    has_stand_ins = False
 
     def __init__(self, recording: Recording, origins: Origins, date: Date, deep: bool, unknown: str) -> None:
         super().__init__(recording, origins, date, deep, unknown)
@@ -95,6 +96,8 @@ class Tracer(Recorder):
             rule = self._learn(func)
         how = rule.how
         if how is PASS:
+            if self.has_stand_ins and rule.special:
+                args = self.stood_for(args)
             return func(*args, **kwargs) if kwargs else func(*args)
         try:
             if self.is_special or _peek() is not None:
@@ -110,6 +113,10 @@ class Tracer(Recorder):
         except Exception as error:
             self._raised(rule, func, args, kwargs or {}, error)
             raise
+
+    def stood_for(self, args: Any) -> Any:
+        """The arguments of a read: see live.py for a look in which other tensors stand for the user's."""
+        return args
 
     def _special_door(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         """The way in while a region is open: functorch, forward-mode gradients, or a dispatch mode that looks on."""
@@ -342,14 +349,17 @@ class Tracer(Recorder):
 
     def _special_asks_flag(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         """The model asks what autograd knows of a tensor. What torch's own code asks is mostly for itself."""
-        code, answer = outside(_frame(1)).f_code, func(*args, **kwargs)
+        frame, answer = outside(_frame(1)), func(*args, **kwargs)
+        while getattr(func, "__code__", None) is not None and frame.f_code in (func.__code__, _HANDLES.__code__):
+            frame = frame.f_back  # it is written in Python, and has called this itself
+        code = frame.f_code
         is_told = code.co_name in HANDS_ON_FLAGS
         if is_told and not (_grad_enabled() or self.recording.ambient[0]):
             self.recording.one_way.append(f"`{code.co_name}`: it was told that no gradient will be asked for.")
         if is_told or cuts_by_flags(code) or not is_torch_code(code):
             if rule.kind == "grad_fn" and not _STEP_HOOKS.isdisjoint(code.co_names):
                 self.recording.one_way.append(HOOK_ON_STEP)
-            known = answer if type(answer) is bool else answer is None or type(answer).__name__
+            known = answer if type(answer) in (bool, int) else answer is None or type(answer).__name__
             self.ask("flags", func, args[:1], {}, known)
         return answer
 
@@ -635,6 +645,7 @@ def _was_seen(error: BaseException, doors: tuple[CodeType, ...]) -> bool:
     return False
 
 
+_HANDLES = torch.overrides.handle_torch_function
 _DOORS = (Tracer.__torch_function__.__code__,)
 _BY_NO_CONTENT = frozenset("differentiate backward grad_mode dual hook turn higher_order expose deepcopy".split())
 _STEP_HOOKS = frozenset(("register_hook", "register_prehook"))

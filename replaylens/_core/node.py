@@ -45,6 +45,7 @@ class TensorMeaning:
     device: str
     strides: tuple[int, ...] | None
     stored: int | None = None  # of a sparse tensor: how many of its elements are stored
+    layout: torch.layout = torch.strided
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -67,7 +68,7 @@ class TensorMeaning:
         shape = tuple(tensor.shape) if not tensor.is_nested else ()
         if strided:
             return TensorMeaning(shape, tensor.dtype, str(tensor.device), tensor.stride())
-        return TensorMeaning(shape, tensor.dtype, str(tensor.device), None, stored_by(tensor))
+        return TensorMeaning(shape, tensor.dtype, str(tensor.device), None, stored_by(tensor), tensor.layout)
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"

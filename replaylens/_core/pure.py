@@ -204,10 +204,12 @@ def writable_copy(tensor: torch.Tensor, batched: torch.Tensor | None = None) -> 
         one = batched.detach().reshape(-1)[:1].sum().to(tensor.dtype)
         never = torch.zeros((), dtype=torch.bool, device=tensor.device)
         return torch.where(never, one, tensor)
+    if tensor.is_conj() or tensor.is_neg():  # marks on the same memory
+        return writable_copy(tensor.conj()).conj() if tensor.is_conj() else torch._neg_view(writable_copy(-tensor))
     if tensor.layout is not torch.strided or tensor.is_contiguous():
         return tensor.clone()
     copy = tensor.clone()
-    if copy.stride() == tensor.stride() or tensor.is_conj() or tensor.is_neg():
+    if copy.stride() == tensor.stride():
         return copy
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     flat = tensor.as_strided((span,), (1,), tensor.storage_offset()).clone()
@@ -217,9 +219,9 @@ def writable_copy(tensor: torch.Tensor, batched: torch.Tensor | None = None) -> 
 def copy_in_place(tensor: torch.Tensor) -> torch.Tensor:
     """A copy that lies in memory as the tensor does, its offset included."""
     offset = tensor.storage_offset() if tensor.layout is torch.strided else 0
-    if not offset:
-        return writable_copy(tensor)
     copy = writable_copy(tensor)
+    if not offset or copy.stride() != tensor.stride():
+        return copy
     span = 1 + sum((size - 1) * stride for size, stride in zip(copy.shape, copy.stride(), strict=True))
     flat = torch.cat((copy.new_zeros(offset), copy.as_strided((span,), (1,), copy.storage_offset())))
     return flat.as_strided(tensor.shape, tensor.stride(), offset)

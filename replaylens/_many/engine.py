@@ -287,8 +287,10 @@ class _Chunk:
 
     def _lies_otherwise(self, slot: int, new: Tensor) -> Departure | None:
         """Does the memory layout of a patched value lead away, or what else the model may ask of an input?"""
-        own = is_like_an_input(new)
-        if new.stride() == self.machine.values[slot].stride() and not own:
+        own, known = is_like_an_input(new) or bool(vars(new)), self.machine.values[slot]
+        if (new.is_conj(), new.is_neg()) != (known.is_conj(), known.is_neg()):  # stacked, variants have no such marks
+            return Departure("the mark of a conjugate or negative of a patched value", "one", "another")
+        if new.stride() == known.stride() and not own:
             return None
         ref = next(ref for ref, number in self.machine.slot.items() if number == slot)
         graph, values = self.machine.graph, self.machine.record.values

@@ -17,7 +17,9 @@ from attrs import frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Guard, Input, Ref, TensorMeaning, meanings_of
+from .._core.pure import same_content
 from .._core.torch_private import is_wrapped
+from .._core.trees import fingerprint, named_paths
 from .guards import Departure, changed, diverged, fact
 from .layouts import Layouts, asked_of, geometry
 
@@ -120,6 +122,9 @@ def patch_departures(
         yield from flag_departures(graph, recorded, {ref: new}, around)
     if is_given:
         yield from _class_departures(graph, ref, new)
+    yield from _mark_departures(graph, ref, new)
+    if isinstance(old, torch.Tensor) and old.layout is not new.layout:
+        yield Departure(f"the layout of {ref}", str(old.layout), str(new.layout))
     yield from layout_departures(graph, recorded, {ref: new})
 
 
@@ -127,7 +132,7 @@ def is_like_an_input(new: torch.Tensor) -> bool:
     """Has it what a tensor of the user's may have, and a model may ask an input for: a class, a flag, a gradient?"""
     if type(new) is not torch.Tensor:
         return not is_wrapped(new)
-    return new.is_leaf and (new.requires_grad or new.grad is not None)
+    return new.requires_grad or (new.is_leaf and new.grad is not None)
 
 
 def _class_departures(graph: Graph, ref: Ref, new: torch.Tensor) -> Iterator[Departure]:
@@ -138,6 +143,26 @@ def _class_departures(graph: Graph, ref: Ref, new: torch.Tensor) -> Iterator[Dep
         return
     if (was.__module__, was.__qualname__) != (now.__module__, now.__qualname__):
         yield Departure(f"the class of {node.name}", was.__name__, now.__name__)
+
+
+OF_THE_OBJECT = frozenset(
+    """is_pinned is_shared _is_view _base _version output_nr _backward_hooks
+    _post_accumulate_grad_hooks""".split()
+)
+
+
+def _mark_departures(graph: Graph, ref: Ref, new: torch.Tensor) -> Iterator[Departure]:
+    """What belongs to the object that a model is given, and not to its numbers: a patch makes another one."""
+    for guard in graph.asked:
+        if guard.target.short in OF_THE_OBJECT and ref in guard.refs:
+            yield Departure(fact(guard), guard.result, "that of another tensor", guard.source, guard.kind)
+    if isinstance(graph[ref.node], Input) and type(new) in (torch.Tensor, torch.nn.Parameter):
+        prints = (
+            {leaf: dict(graph.literals).get(path) for path, leaf in named_paths(graph.inputs)} if graph.literals else {}
+        )
+        was, now = prints.get(ref), fingerprint(vars(new)) if vars(new) else None
+        if was != now:
+            yield Departure(f"the Python attributes of {ref}", was, now)
 
 
 def _is_turned(graph: Graph, ref: Ref) -> bool:
@@ -199,6 +224,9 @@ def flag_departures(graph: Graph, recorded: Tensors, given: Tensors, around: Aro
             yield departure
 
 
+_FOLLOWED = frozenset(("requires_grad", "is_leaf", "grad_fn", "is_inference"))  # also of values that are not given
+
+
 class _Flags:
     """Which values need gradients, with the given ones in the place of the recorded ones."""
 
@@ -212,8 +240,8 @@ class _Flags:
         """Another answer to one question."""
         ref, word = guard.refs[0], guard.target.short
         if ref in self.given:
-            return changed(guard, answer(guard, self.given[ref]))
-        if word in ("grad", "retains_grad") or not isinstance(self.graph[ref.node], Call):
+            return self._other_gradient(guard, ref) or changed(guard, answer(guard, self.given[ref]))
+        if word not in _FOLLOWED or not isinstance(self.graph[ref.node], Call):
             return None
         if word == "is_inference":
             return self._inference(guard, ref)
@@ -225,6 +253,16 @@ class _Flags:
         if word == "is_leaf":
             return changed(guard, not now)
         return Departure(f"`{fact(guard).strip('`')}`", guard.result, UNKNOWN if now else None, guard.source)
+
+    def _other_gradient(self, guard: Guard, ref: Ref) -> Departure | None:
+        """The model has looked at a gradient that the recorded tensor had, which is a constant of the program."""
+        new = self.given[ref]
+        if guard.target.short != "grad" or guard.result is True or new.grad is None:
+            return None
+        known = self.recorded.get(ref)
+        if known is not None and known.grad is not None and same_content(known.grad, new.grad):
+            return None
+        return Departure(fact(guard), guard.result, "another gradient", guard.source)
 
     def _inference(self, guard: Guard, ref: Ref) -> Departure | None:
         """A view of an inference tensor is one: what comes of a given one may be."""
@@ -269,4 +307,4 @@ def answer(guard: Guard, tensor: torch.Tensor) -> Any:
         found: Any = guard.target.function(tensor)
     except RuntimeError:  # an inference tensor has none of this
         return UNKNOWN
-    return found if type(found) is bool else found is None or type(found).__name__
+    return found if type(found) in (bool, int) else found is None or type(found).__name__

@@ -30,6 +30,7 @@ SHARED = (
     "Other inputs do not share it in this way: capture again with them."
 )
 Tensors = Mapping[str, torch.Tensor]
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 NONE: Tensors = MappingProxyType({})
 
 
@@ -98,9 +99,10 @@ def new_state(graph: Graph, state: dict[str, torch.Tensor], nearest: Callable[[s
             raise InputMismatch(
                 f"{other!r} and {address!r} are one tensor of the model, and two values are given for it. Give one."
             )
-        if (meaning.shape, meaning.dtype) != (node.meaning.shape, node.meaning.dtype):
-            what = f"the state at {address!r}"
-            text = f"{what} is {meaning}; the program was recorded with {node.meaning}."
+        kinds = [(one.shape, one.dtype, one.layout) for one in (meaning, node.meaning)]
+        if kinds[0] != kinds[1]:
+            what, how = f"the state at {address!r}", "" if kinds[0][2] is kinds[1][2] else f", {kinds[0][2]}"
+            text = f"{what} is {meaning}{how}; the program was recorded with {node.meaning}."
             mismatches.append(evolve(_other(what, node.meaning, meaning, text), of_state=True))
     for node in graph.state_nodes:
         _require_all_names(graph, node, state)
@@ -147,12 +149,14 @@ def numbers_of(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
 def require_arguments(graph: Graph, names: Sequence[str], tensors: Sequence[torch.Tensor], held: Tensors) -> None:
     """The arguments of a function are what the values in their places were."""
     found: dict[str, torch.Tensor] = {}
+    prints = dict(graph.literals)
+    own = {ref.node: prints[p] for p, ref in named_paths(graph.inputs) if isinstance(ref, Ref) and p in prints}
     for name, tensor in zip(names, tensors, strict=True):
         node, what = graph[name], f"the argument for {name}"
         meaning = next(iter(meanings_of(node).values()))
         _require_tensor(what, meaning, tensor)
         mismatch = (
-            _other_tensor(graph, what, name, tensor, found)
+            _other_tensor(graph, what, name, tensor, found, own.get(name))
             if isinstance(node, Input)
             else _other_meaning(what, meaning, tensor)
         )
@@ -195,7 +199,8 @@ def _other_leaves(
         one, other = recorded.get(path, _MISSING), new.get(path, _MISSING)
         if isinstance(one, Ref) and isinstance(other, _Given):
             tensor = tensors[other.number]
-            if (mismatch := _other_tensor(graph, f"the input at {_words(path)}", one.node, tensor, found)) is not None:
+            what = f"the input at {_words(path)}"
+            if mismatch := _other_tensor(graph, what, one.node, tensor, found, as_it_was.get(path)):
                 yield mismatch
         elif isinstance(one, Ref) or isinstance(other, _Given) or not _same_literal(one, other, as_it_was.get(path)):
             what, was = f"the input at {_words(path)}", "without it" if one is _MISSING else f"with {_describe(one)}"
@@ -205,12 +210,20 @@ def _other_leaves(
 
 
 def _other_tensor(
-    graph: Graph, what: str, name: str, tensor: torch.Tensor, found: dict[str, torch.Tensor]
+    graph: Graph,
+    what: str,
+    name: str,
+    tensor: torch.Tensor,
+    found: dict[str, torch.Tensor],
+    print_of_own: str | None,
 ) -> Mismatch | None:
     node = graph[name]
     assert isinstance(node, Input)
     if (mismatch := _other_meaning(what, node.meaning, tensor)) is not None:
         return mismatch
+    if (own := fingerprint(vars(tensor)) if type(tensor) in PLAIN and vars(tensor) else None) != print_of_own:
+        text = f"{what} has other Python attributes than the tensor had with which the program was recorded."
+        return _other(f"the Python attributes of {what}", print_of_own, own, text, can_follow=True)
     before = found.setdefault(name, tensor)
     if before is not tensor:
         text = (
@@ -228,10 +241,15 @@ def _other_tensor(
 
 def _other_meaning(what: str, meaning: TensorMeaning, tensor: torch.Tensor) -> Mismatch | None:
     new = TensorMeaning.of(tensor)
-    if (new.shape, new.dtype, new.device) == (meaning.shape, meaning.dtype, meaning.device):
+    kinds = [(one.shape, one.dtype, one.device, one.layout) for one in (new, meaning)]
+    if kinds[0] == kinds[1]:
         return None
-    now, was = f"{new} on {new.device}", f"{meaning} on {meaning.device}"
+    now, was = (_words_of(one, new.layout is not meaning.layout) for one in (new, meaning))
     return _other(what, was, now, f"{what} is {now}; the program was recorded with {was}.\n{CAPTURE_AGAIN}")
+
+
+def _words_of(meaning: TensorMeaning, with_layout: bool) -> str:
+    return f"{meaning}{f' in {meaning.layout}' if with_layout else ''} on {meaning.device}"
 
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
