@@ -89,6 +89,10 @@ MODELS: dict[str, tuple[Any, Tensor]] = {
     "like it": (lambda x: (torch.zeros_like(x) + x).reshape(-1).cumsum(0), noisy(33, 65)),
     "numpy": (lambda x: torch.from_numpy(x.numpy() * 2).sum(0), noisy(33, 65)),
     "vmap": (lambda x: torch.func.vmap(lambda row: (row @ row.t()).reshape(-1).sum())(x), noisy(3, 7, 16)),
+    "a contiguous under vmap": (
+        lambda x: torch.func.vmap(lambda row: (row.contiguous() * 2).sum())(x),
+        noisy(3, 7, 16),
+    ),
     "a gradient": (lambda x: torch.func.grad(lambda y: (y.sin() @ y.t()).sum())(x), noisy(33, 65)),
     "group norm": (lambda x: torch.nn.functional.group_norm(x, 2), noisy(3, 4, 9, 9)),
     "norms": (lambda x: x.norm() + x.norm(dim=0), noisy(33, 65)),

@@ -12,6 +12,7 @@ import torch
 
 PACKAGES = "_capture", "_check", "_edit", "_lens", "_many", "_replay", "_study", "_view"
 OTHERS = {  # words of other kinds: of modules, of callers' options, of bytecode, of what is shown
+    "_capture.asked._ASKING": "names of Python's own",
     "_capture.asked._CUTTING": "Python functions of torch.autograd",
     "_capture.branches._NOTHING": "bytecode",
     "_capture.branches._SHUFFLES": "bytecode",

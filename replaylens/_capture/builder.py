@@ -132,6 +132,7 @@ class Recording:
     draws: dict[str, torch.Tensor] = field(factory=dict)
     follows: dict[str, tuple[str | None, bool]] = field(factory=dict)  # of each draw: which one before, is it seeded
     drawn_elsewhere: tuple[str, ...] = ()  # what drew numbers besides torch: "random", "numpy"
+    is_deep: bool = False  # every ATen call was looked at
     one_way: list[str] = field(factory=list)
     overwritten: set[Handle] = field(factory=set)  # views that were read again after their memory was written
     view_of: dict[Handle, tuple[Handle, ...]] = field(
@@ -264,6 +265,7 @@ def freeze(recording: Recording) -> Frozen:
         literals=recording.literals,
         overlaps=_overlaps(recording, names),
         takes_any_keyword=recording.takes_any_keyword,
+        is_deep=recording.is_deep,
         one_way=tuple(_one_way(recording)),
         drawn_elsewhere=recording.drawn_elsewhere,
         ambient=frozen_context(recording.ambient),

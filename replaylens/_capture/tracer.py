@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
+from .._core.node import ITSELF
 from .._core.pure import alias, copied, kind_of, message_of, read_in_another_thread, what_is_raised
 from .._core.torch_private import (
     OpOverload,
@@ -413,6 +414,8 @@ class Tracer(Recorder):
             if self.watch is None:
                 self.watch = AtenWatch(self)
                 self.watch.__enter__()
+        if func is torch.Tensor.contiguous and (plain := _beneath(args[0])).is_contiguous(*args[1:], **(kwargs or {})):
+            self.ask("layout", func, (plain, *args[1:]), kwargs, ITSELF)  # no ATen call comes of it
         keys = {level.key() for level in interpreter_stack() or ()}
         gradients = {TransformType.Grad, TransformType.Jvp}
         self.differentiating = bool(keys & gradients) or forward_ad._current_level >= 0
@@ -539,9 +542,7 @@ class Tracer(Recorder):
 
     def _read_wrapped(self, tensor: torch.Tensor) -> Handle | None:
         """The plain tensor beneath functorch's wrappers."""
-        while is_wrapped(tensor):
-            tensor = unwrapped(tensor)
-        return self.memory.read(tensor)
+        return self.memory.read(_beneath(tensor))
 
     def _identity(self, tensor: torch.Tensor) -> torch.Tensor:
         """A module that hands its input on: its output gets a name of its own."""
@@ -596,6 +597,12 @@ class Tracer(Recorder):
         )
         self.refused = self.refused or refusal  # the model may swallow it
         raise refusal
+
+
+def _beneath(tensor: torch.Tensor) -> torch.Tensor:
+    while is_wrapped(tensor):
+        tensor = unwrapped(tensor)
+    return tensor
 
 
 def _written_by(rule: Rule, args: Any, kwargs: Any) -> list[torch.Tensor]:

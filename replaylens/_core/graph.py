@@ -36,6 +36,7 @@ class Graph:
     written: frozenset[Ref] = frozenset()  # the first values of memory that the model writes
     asks_identity: bool = False  # code that ran asks whether one object is another
     catches: bool = False  # code that ran catches exceptions
+    is_deep: bool = False  # of ATen calls throughout, below what a function mode shows: TorchScript and the like
     apart: frozenset[Ref] = frozenset()  # inputs of a slice: values that are no views here of what they were views of
     shares_inputs: bool = False  # an input shares memory with other input or state that was written: no others will do
     overlaps: Overlaps = NO_OVERLAPS  # which inputs share memory, and of which that matters

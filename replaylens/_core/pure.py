@@ -18,7 +18,7 @@ import torch
 from ..errors import ReplaylensError
 from .sharing import overlaps_itself
 from .target import Target
-from .torch_private import is_batched, outside_of_transforms, peek_interpreter_stack
+from .torch_private import is_batched, negative_view, outside_of_transforms, peek_interpreter_stack
 from .trees import freeze, thaw
 
 differentiate_name = "replaylens._replay.differentiate.differentiate"
@@ -205,7 +205,7 @@ def writable_copy(tensor: torch.Tensor, batched: torch.Tensor | None = None) -> 
         never = torch.zeros((), dtype=torch.bool, device=tensor.device)
         return torch.where(never, one, tensor)
     if tensor.is_conj() or tensor.is_neg():  # marks on the same memory
-        return writable_copy(tensor.conj()).conj() if tensor.is_conj() else torch._neg_view(writable_copy(-tensor))
+        return writable_copy(tensor.conj()).conj() if tensor.is_conj() else negative_view(writable_copy(-tensor))
     if tensor.layout is not torch.strided or tensor.is_contiguous():
         return tensor.clone()
     copy = tensor.clone()

@@ -163,6 +163,8 @@ def default_device() -> str:
 FunctionBase = _name("torch._C._FunctionBase", "the `apply` of every custom function is one that was bound before")
 SingleLevelFunction = _name("torch.autograd.function._SingleLevelFunction", "calls of custom functions are seen there")
 
+negative_view = _name("torch._neg_view", "a copy of a tensor with the mark of a negative has it too")
+
 # -- classes -----------------------------------------------------------------------------------------------------------
 
 if not TYPE_CHECKING:

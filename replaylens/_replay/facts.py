@@ -239,6 +239,8 @@ class _Flags:
     def departure(self, guard: Guard) -> Departure | None:
         """Another answer to one question."""
         ref, word = guard.refs[0], guard.target.short
+        if word in OF_THE_OBJECT and not isinstance(self.graph[ref.node], Input):
+            return None
         if ref in self.given:
             return self._other_gradient(guard, ref) or changed(guard, answer(guard, self.given[ref]))
         if word not in _FOLLOWED or not isinstance(self.graph[ref.node], Call):

@@ -28,6 +28,8 @@ from ..errors import ReplaylensError
 from .guards import Departure, changed, fact
 
 Tensors = Mapping[Ref, torch.Tensor]
+# ATen calls, beneath transforms, that torch makes of the functions of the same name whatever the layout is
+_PLAIN = frozenset("sum mean prod amax amin any all std var cumsum select slice unbind index sort topk".split())
 _RAISED = ("exception", "message")
 UNKNOWN = "not known on this memory layout"
 EXPOSURES = frozenset("numpy __array__ __dlpack__ untyped_storage storage _typed_storage __array_wrap__".split())
@@ -186,7 +188,7 @@ class Layouts:
         """Does what a call computes hang on how what it reads lies?"""
         if _goes_by_memory(node) and self._is_looked_at(node):
             yield Departure(f"the memory that {node.name} looks at", "laid out in one way", "in another", node.source)
-        if _is_taken_apart(node):
+        if _is_taken_apart(node, self.graph.is_deep):
             yield Departure(f"how torch takes apart what gives {node.name}", "known", UNKNOWN, node.source, "layout")
         if (base := self._written_over_itself(node)) is not None:
             yield Departure(
@@ -269,7 +271,7 @@ class Layouts:
 
 def goes_by_layout(graph: Graph) -> bool:
     """Without a question: may a model go another way where a value lies otherwise in memory?"""
-    delicate = any(_goes_by_memory(call) or _is_taken_apart(call) for call in graph.calls)
+    delicate = any(_goes_by_memory(call) or _is_taken_apart(call, graph.is_deep) for call in graph.calls)
     return bool(graph.written) or graph.asks_identity or graph.catches or delicate
 
 
@@ -278,10 +280,15 @@ def _shows_memory(guard: Guard) -> bool:
     return guard.compares_content and guard.target.short in EXPOSURES
 
 
-def _is_taken_apart(node: Call) -> bool:
-    """Is it what torch makes of a call beneath the functions that a model calls, which goes by layouts, too?"""
+def _is_taken_apart(node: Call, is_deep: bool) -> bool:
+    """Is it what torch makes of a call beneath the functions that a model calls, which goes by layouts, too? Of what
+    `matmul`, `linear`, `reshape` and the like become, the first call is none that goes over numbers one by one.
+    """
     function: Any = node.target.function
-    return isinstance(function, OpOverload) and function.namespace == "aten"
+    if not isinstance(function, OpOverload) or function.namespace != "aten":
+        return False
+    one_by_one = torch.Tag.pointwise in function.tags or function._schema.name.removeprefix("aten::") in _PLAIN
+    return is_deep or not one_by_one
 
 
 def _goes_by_memory(node: Call) -> bool:
