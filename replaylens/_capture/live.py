@@ -8,6 +8,7 @@ the Aim makes of the value. What the model holds and was given is not written: s
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -92,7 +93,7 @@ class LiveTracer(Tracer):
         self.blind = 0  # inside a stretch of which it is not known yet what will be recorded
         self.parameters: dict[int, int] = {}  # Handle of a parameter's value -> id of the parameter
         self.reached: set[str] = set()  # nodes that were patched
-        self.copied: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}  # by id: what a patch gave, and its copy
+        self.copied: dict[int, tuple[torch.Tensor, Any, int]] = {}  # by a copy's id: what a patch gave, that copy
         self.unwritten: set[Handle] = set()  # values of patched parameters and buffers
         for tensor, waiting in stage.stand_ins(self):
             self.stand_ins.waiting[id(tensor)] = waiting
@@ -127,8 +128,9 @@ class LiveTracer(Tracer):
 
     def answer(self, word: str, func: Any, tensor: torch.Tensor) -> Any:
         """Of the copy of what a patch gave, what autograd knows of that: a hook would hand on the very tensor."""
-        given, _, version = self.copied.get(id(tensor), (None, None, 0))
-        if given is not None and version_of(tensor) == version:
+        given, copy, version = self.copied.get(id(tensor), (None, lambda: None, 0))
+        is_own = word in _OF_THE_COPY or ("hooks" in word and func(tensor) is not None)
+        if given is not None and not is_own and copy() is tensor and version_of(tensor) == version:
             return super().answer(word, func, given)
         self._require_asked_of_its_own(word, tensor)
         return super().answer(word, func, tensor)
@@ -136,7 +138,7 @@ class LiveTracer(Tracer):
     def double(self, original: torch.Tensor, made: torch.Tensor) -> None:
         """An alias of a copy stands for what was copied, too."""
         super().double(original, made)
-        if (known := self.copied.get(id(original))) is not None:
+        if (known := self.copied.get(id(original))) is not None and known[1]() is original:
             self._note_copy(None, known[0], made)
 
     def walk(self, tensor: torch.Tensor) -> None:
@@ -148,7 +150,7 @@ class LiveTracer(Tracer):
             )
 
     def _note_copy(self, _: Any, given: Any, copy: torch.Tensor) -> torch.Tensor:
-        self.copied[id(copy)] = given, copy, version_of(copy)
+        self.copied[id(copy)] = given, weakref.ref(copy), version_of(copy)
         return copy
 
     def _require_asked_of_its_own(self, word: str, tensor: torch.Tensor) -> None:
@@ -505,6 +507,9 @@ class _Deaf:
 def _is_held(tensor: torch.Tensor) -> bool:
     """Is it a leaf that collects gradients? Only a write that autograd does not see can change it."""
     return tensor.requires_grad and tensor.is_leaf
+
+
+_OF_THE_COPY = frozenset(("grad", "retains_grad"))  # what the forward itself brings about
 
 
 def _is_leaf_or_view_of_one(tensor: torch.Tensor) -> bool:
