@@ -173,6 +173,7 @@ class Recording:
     born: list[tuple[Any, str]] = field(factory=list)  # (module, key), where something stands now and nothing stood
     rearranged: list[torch.nn.Module] = field(factory=list)  # modules that have other modules now, or other names
     places: list[PlaceNote] = field(factory=list)  # where the model holds what it read or wrote
+    given: dict[Handle, torch.Tensor] = field(factory=dict)  # inputs, by objects of our own
     lent: list[tuple[tuple[Any, str], Handle, torch.Tensor]] = field(
         factory=list
     )  # tensors of the model, written in the memory of an input: (module, key), that input, what was there before

@@ -303,7 +303,7 @@ def record_of(captured: Captured) -> Record:
     live: dict[str, torch.Tensor] = {}
     for ref, handle in made.handles.items():
         if handle not in recording.gone:
-            values[ref] = recording.values[handle]
+            values[ref] = recording.given.get(handle, recording.values[handle])
     for source, node in zip(recording.records, graph.nodes, strict=True):
         if isinstance(node, State) and isinstance(source, SourceRecord):
             value = values[Ref(node.name)]

@@ -36,8 +36,7 @@ _function_apply = torch.autograd.Function.__dict__["apply"]
 
 def by_its_class(function: Any) -> Any:
     """An `apply` that was taken from its class before, as the class gives it now: calls of that are shown."""
-    owner = getattr(function, "__self__", None)
-    if type(function) is not BuiltinMethodType or not isinstance(owner, type):
+    if type(function) is not BuiltinMethodType or not isinstance(owner := function.__self__, type):
         return function
     return owner.apply if issubclass(owner, torch.autograd.Function) and function.__name__ == "apply" else function
 

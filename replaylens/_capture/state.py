@@ -304,7 +304,7 @@ def keep_inputs(recording: Recording) -> None:
         if type(record) is SourceRecord and record.kind == "input":
             value = values[record.returns]
             if type(value) is torch.Tensor and not value.requires_grad and not value.is_inference():
-                values[record.returns] = value.detach()
+                recording.given[record.returns] = value.detach()
 
 
 def note_places(recorder: Recorder) -> None:

@@ -16,6 +16,7 @@ from attrs import evolve, field, frozen
 from .._core.graph import Graph
 from .._core.node import Input, Ref, Scope, State
 from .._core.trees import leaves, paths
+from .._edit.glob import matches
 from ..errors import NoSuchLayer
 
 
@@ -181,7 +182,9 @@ class Atlas:
         """What a name means that is no name of one layer: a type, or a glob."""
         found = [place for place in self.places if self._type_of(place) == name]
         if not found:
-            return f"{name!r} is a glob, which may mean several layers: `prog.names_of({name!r})`." * ("*" in name)
+            names = (*self.by_label, *self.aliases, *self.module_places)
+            is_one = "*" in name and any(matches(one, name) for one in names)
+            return f"{name!r} is a glob, which may mean several layers: `prog.names_of({name!r})`." * is_one
         label = found[0].label
         several = f"{len(found)} layers, such as {label!r}" if len(found) > 1 else f"one layer, {label!r}"
         said = f"{name!r} is a type, of {several}, and no name of a layer. `prog.find({name!r})` lists them; "
