@@ -13,6 +13,17 @@ import torch
 PACKAGES = "_capture", "_check", "_edit", "_lens", "_many", "_replay", "_study", "_view"
 OTHERS = {  # words of other kinds: of modules, of callers' options, of bytecode, of what is shown
     "_capture.asked._ASKING": "names of Python's own",
+    "_capture.branches._ADDS": "bytecode",
+    "_capture.hidden._PYTHONS_OWN": "modules of Python's own",
+    "_capture.randomness._COPYING": "methods of generators",
+    "_capture.randomness._READING": "methods of generators",
+    "_capture.randomness._SETTING": "methods of generators",
+    "_capture.randomness._TELLING": "methods of generators",
+    "_capture.rebinding._CALLS": "bytecode",
+    "_capture.rebinding._ENDS": "bytecode",
+    "_capture.rebinding._NOTHING": "bytecode",
+    "_capture.settled._BY_NAME": "functions of Python's own",
+    "_capture.settled._OF_ALL": "methods of modules",
     "_capture.asked._CUTTING": "Python functions of torch.autograd",
     "_capture.branches._NOTHING": "bytecode",
     "_capture.branches._SHUFFLES": "bytecode",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from functools import cache, partial
+from inspect import unwrap
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -68,7 +69,8 @@ class Watch(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         builds = torch.is_grad_enabled() if forward_ad._current_level < 0 else None
         out = func(*args, **kwargs)
-        if (hooks := top_saving_hooks(False)) is not None and (code := code_of(hooks[0])) is not None:
+        code = code_of(hooks[0]) if (hooks := top_saving_hooks(False)) is not None else None
+        if code is not None and not code.co_filename.endswith(CHECKPOINTS):
             self.packing.add(code)
         if self.packing and self._packs():
             return out
@@ -120,7 +122,7 @@ def code_of(function: Any) -> CodeType | None:
     """The code that a call of this runs, if it is written in Python."""
     while isinstance(function, partial):
         function = function.func
-    function = getattr(function, "__func__", function)
+    function = unwrap(getattr(function, "__func__", function))
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     return code if isinstance(code, CodeType) else None
 

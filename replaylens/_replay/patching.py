@@ -238,13 +238,15 @@ def _checked(graph: Graph, node: Any, tree: Any, meanings: dict[Ref, TensorMeani
 
 
 def _require_dense(graph: Graph, node: Any, old: Any, new: Any) -> None:
-    """What reads a value cannot read one without numbers, nor mostly a sparse one in the place of a dense one."""
+    """What reads a value cannot read one without numbers, nor mostly a sparse one in the place of a dense one. Where
+    nothing reads it, only what the model asks of it is another answer.
+    """
     if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
         return
     if new.device != old.device:
         fact = f"a tensor on {new.device}; what uses it was recorded on {old.device}"
         cure = "Give its numbers: a tensor on meta has none." if new.is_meta else f"Give it on {old.device}."
-    elif old.layout is torch.strided and new.layout is not torch.strided:
+    elif old.layout is torch.strided and new.layout is not torch.strided and graph.users[graph.positions[node.name]]:
         fact, cure = (
             f"a tensor of the layout {new.layout}; what uses it was recorded with a dense one",
             "Give a dense one.",
