@@ -164,6 +164,8 @@ class Origins:
         found = self.whole.get(id(tensor))
         if found is not None and found[0] == "parameter" and self._first(*found[1], tensor) is not tensor:
             return "parameter", self.parameters_by_id.get(id(tensor), found[1])
+        if found is None and (began := self.parameters_by_id.get(id(tensor))) is not None:
+            return "parameter", began  # others stand there for a while: `torch.func.functional_call`
         return found
 
     def _first(self, module: nn.Module, key: str, now: torch.Tensor) -> Any:

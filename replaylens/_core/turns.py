@@ -8,6 +8,7 @@ not there had changed is put back.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -106,13 +107,20 @@ def _inside(turn: Turn) -> list[int]:
 
 
 def _stacks() -> list[tuple[int, list[FrameType]]]:
-    """The frames of each thread. In C alone: where another thread goes on meanwhile, and suspends a generator, what is
-    behind that generator's frame is garbage.
+    """The frames of each thread. In C alone, and without the collector, which runs Python code of anybody's: where
+    another thread goes on meanwhile, what is behind one of its frames is garbage.
     """
     one, other = tee(chain.from_iterable(map(methodcaller("items"), starmap(sys._current_frames, ((),)))))
     upwards = map(chain, zip(map(itemgetter(1), other)), repeat(repeat("f_back")))
     stacks = map(takewhile, repeat(partial(is_not, None)), map(accumulate, upwards, repeat(getattr)))
-    return list(zip(map(itemgetter(0), one), map(list, stacks)))  # noqa: B905
+    pairs = zip(map(itemgetter(0), one), map(list, stacks))  # noqa: B905
+    collects = gc.isenabled()
+    try:
+        gc.disable()
+        return list(pairs)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _own_stack() -> list[FrameType]:
