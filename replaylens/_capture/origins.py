@@ -222,9 +222,11 @@ class Origins:
                 if value is not None and (key not in now or now[key] is not value):
                     yield module, key, value
 
-    def born(self) -> Iterator[tuple[nn.Module, str]]:
-        """Where parameters and buffers stand now, and nothing stood when the capture began."""
-        for module, _, _ in () if self.same_parameters() else self.table:
+    def born(self, same: bool | None = None) -> Iterator[tuple[nn.Module, str]]:
+        """Where parameters and buffers stand now, and nothing stood when the capture began. `same`: are the parameters
+        those that there were, if that is known?
+        """
+        for module, _, _ in () if (self.same_parameters() if same is None else same) else self.table:
             yield from _new(module, module._parameters, self.parameters_begun.get(id(module), {}))
         for module, _, _ in self.table:
             if buffers := module._buffers:

@@ -11,7 +11,7 @@ import random
 import sys
 from array import array
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from copy import copy
 from ctypes import string_at
 from functools import lru_cache, partial
@@ -56,8 +56,8 @@ class Snapshot:
         self._seen: set[int] = set()
         for module in modules:
             self._note_hooks(module)
-            of_torch = type(module).__module__.startswith("torch.nn.")
-            self.registered.extend(_held_by(module, not of_torch))
+            of_torch, fills = _kind_of(type(module))  # type: ignore[arg-type]
+            self.registered.extend(_held_by(module, fills))
             if module._buffers and type(module._buffers) in _DICTS:
                 self.memories.extend(filter(None, map(_memory_of, module._buffers.values())))
             if of_torch and not whole:
@@ -154,14 +154,19 @@ class Snapshot:
                 (container.update if isinstance(container, (dict, set)) else container.extend)(content)
 
 
-def _held_by(module: nn.Module, whole: bool) -> Iterator[tuple[Any, Any]]:
+@lru_cache(maxsize=4096)
+def _kind_of(kind: type) -> tuple[bool, bool]:
+    """Of a class of modules: is it torch's own, and may its forward fill what is empty?"""
+    of_torch = kind.__module__.startswith("torch.nn.")
+    return of_torch, not of_torch or issubclass(kind, _FILLED)
+
+
+def _held_by(module: nn.Module, whole: bool) -> list[tuple[Any, Any]]:
     """The dicts in which a module holds submodules, parameters and buffers, and what is in them. `whole`: empty ones
     too, as containers have that the forward may fill.
     """
-    whole = whole or isinstance(module, _FILLED)
-    for held in (module._modules, module._parameters, module._buffers):
-        if (held or whole) and type(held) in _DICTS:
-            yield held, dict(held)
+    held = (module._modules, module._parameters, module._buffers)
+    return [(one, dict(one)) for one in held if (one or whole) and type(one) in _DICTS]
 
 
 _FILLED = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)

@@ -8,6 +8,7 @@ the program as it is; and what every tensor of the model looked like, to notice 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 
 from .._core.pure import history_of, take_step, writable_copy
 from .._core.trees import freeze_deep, leaves, thaw
-from .._replay.state import NO_LOOK, PLAIN, attribute_at, look_at
+from .._replay.state import NO_LOOK, PLAIN, attribute_at, looks_at
 from .builder import Handle, Recording, SourceRecord, version_of, versions_of
 from .origins import Origins
 from .recorder import Recorder
@@ -43,7 +44,7 @@ def counters_of(origins: Origins, snapshot: Snapshot) -> Counters:
     """What the model holds as a forward begins, with torch's write counters."""
     buffers = [tensor for _, held in origins.begun for tensor in held.values()]
     others = [value for _, attributes in snapshot.attributes for value in attributes.values() if type(value) in PLAIN]
-    tensors = [t for t in (*origins.parameters_at_start, *buffers, *others) if isinstance(t, torch.Tensor)]
+    tensors = [tensor for tensor in (*origins.parameters_at_start, *buffers, *others) if tensor is not None]
     return tensors, versions_of(tensors)
 
 
@@ -75,7 +76,8 @@ def _is_seen(recorder: Recorder, tensor: torch.Tensor, counter: int) -> bool:
 def take_changes(recorder: Recorder, snapshot: Snapshot) -> None:
     """Which parameters, buffers and other tensors of the model hold another value than at the start."""
     recording, memory = recorder.recording, recorder.memory
-    quiet = not memory.written and not memory.parted and recorder.origins.same_parameters()
+    same = recorder.origins.same_parameters()
+    quiet = same and not memory.written and not memory.parted
     sources = recorder.stateful if quiet else [r for r in recording.records if isinstance(r, SourceRecord)]
     firsts: Firsts = {id(s.tensor): s.returns for s in sources if s.kind not in ("input", "constant")}
     live = memory.live
@@ -95,7 +97,7 @@ def take_changes(recorder: Recorder, snapshot: Snapshot) -> None:
                 _compare(recorder, (module, key), first, now, firsts)
     _take_new_buffers(recorder, firsts)
     if recorder.leaves_changes:
-        made = (*recorder.origins.born(), *_made_attributes(snapshot))
+        made = (*recorder.origins.born(same), *_made_attributes(snapshot))
         recording.born.extend(where for where in made if _is_asked_for(recorder, where))
         recording.rearranged.extend(recorder.origins.rearranged())
     _take_attributes(recorder, snapshot, [s for s in sources if s.kind == "attribute"], firsts)
@@ -300,22 +302,27 @@ def take_lent(recorder: Recorder) -> None:
 def keep_inputs(recording: Recording) -> None:
     """Inputs by objects of our own: `x.data = other` gives the user's object another memory."""
     values = recording.values
-    for record in recording.records:
-        if type(record) is SourceRecord and record.kind == "input":
-            value = values[record.returns]
-            if type(value) is torch.Tensor and not value.requires_grad and not value.is_inference():
-                recording.given[record.returns] = value.detach()
+    is_input = lambda record: type(record) is SourceRecord and record.kind == "input"  # noqa: E731
+    for record in takewhile(is_input, recording.records):  # they come first
+        value = values[record.returns]
+        if type(value) is torch.Tensor and not value.requires_grad and not value.is_inference():
+            recording.given[record.returns] = value.detach()
+
+
+def _stands(record: SourceRecord) -> bool:
+    return record.kind not in ("input", "constant") and isinstance(record.where[0], nn.Module)
 
 
 def note_places(recorder: Recorder) -> None:
     """Where the model holds what the forward read or wrote, and what it looks like there."""
     recording, begun = recorder.recording, recorder.origins.begun_by_module
     add = recording.places.append
-    for record in recording.records:
-        if type(record) is SourceRecord:
-            kind, _, where, _, tensor = record
-            if kind == "parameter" or (kind not in ("input", "constant") and isinstance(where[0], nn.Module)):
-                add((where, kind, tensor, tensor.dtype, look_at(tensor)))
+    sources = [record for record in recording.records if type(record) is SourceRecord]
+    found = [record for record in sources if record[0] == "parameter" or _stands(record)]
+    if found:
+        kinds, _, wheres, _, tensors = zip(*found, strict=True)
+        dtypes = [tensor.dtype for tensor in tensors]
+        recording.places.extend(zip(wheres, kinds, tensors, dtypes, looks_at(list(tensors)), strict=True))
     for where in (*[where for where, _ in recording.changes], *recording.removed):
         module, key = where
         if isinstance(module, nn.Module):
