@@ -7,17 +7,20 @@ patches means, requests in positions and tensors. What is done with them is for 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
-from typing import Any
+from functools import partial
+from threading import RLock
+from typing import Any, cast
 
 import torch
 
 from ._capture.capture import Captured, record_of
 from ._core.graph import Graph
+from ._core.lazy import cached_property
 from ._core.node import Call, Input, Ref
 from ._core.pure import untransformed
 from ._core.reference import Reference
 from ._core.trees import leaves, thaw
+from ._core.world import freed, in_children
 from ._edit.bind import refers
 from ._edit.edges import Edge
 from ._edit.select import Selection, Site, Where, find, is_named, sites
@@ -40,6 +43,9 @@ from .errors import (
     NoValues,
     ReplaylensError,
 )
+
+_freezing = RLock()  # two threads may ask a program for its graph at once
+in_children(partial(freed, _freezing))
 
 
 class Held(Described, Reference):
@@ -125,11 +131,12 @@ class Held(Described, Reference):
                 "the program was captured with fake=True: it has structure and shapes, and no values. "
                 "Capture the model without it."
             )
-        assert self._captured is not None
-        with untransformed():  # the program outlives the transform that asks for it first
-            record = record_of(self._captured)
-        self._captured = None
-        return record
+        with _freezing, untransformed():  # the program outlives the transform that asks for it first
+            if (known := vars(self).get("_record")) is None:
+                assert self._captured is not None
+                known = vars(self)["_record"] = record_of(self._captured)
+                self._captured = None
+        return cast(Record, known)
 
     @property
     def _told(self) -> Record:

@@ -345,3 +345,66 @@ def test_functions_and_modules_that_hold_nothing_of_the_forward_are_returned_as_
     prog = rl.capture(model, x := torch.randn(2, 3))
     assert prog.output[2] is model.first
     assert torch.equal(prog.replay(2 * x).output[0], model.first(2 * x))
+
+
+class Appends(nn.Module):
+    """Appends to one of its containers, and reads the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = nn.Identity()
+
+    def forward(self, a, b):
+        h = self.part(a[0] * 2)
+        if h.sum() < 1000:
+            a.append(h)
+        else:
+            a.extend([h, h])
+        return b[-1] * len(b)
+
+
+def twice():
+    given = [torch.ones(2)]
+    return given, given
+
+
+@pytest.mark.parametrize("factor", [3.0, 3000.0])
+def test_a_container_that_is_given_twice_is_one_container_in_live_runs(factor):
+    model = Appends()
+    hook = model.part.register_forward_hook(lambda module, args, out: out * factor)
+    expected = model(*twice())
+    hook.remove()
+    patch = {"part": rl.Scale(factor)}
+    assert torch.equal(rl.run(model, *twice()).output, model(*twice()))
+    assert torch.equal(rl.run(model, *twice(), patch=patch).output, expected)
+    prog = rl.capture(model, *twice())
+    assert torch.equal(prog.replay(patch=patch).output, expected)
+    assert torch.equal(rl.capture(model, [torch.ones(2)], [torch.ones(2)]).replay(*twice()).output, model(*twice()))
+
+
+def test_an_object_whose_attributes_are_one_dict_is_so_in_live_runs():
+    class Thing:
+        def __init__(self):
+            self.one = self.other = {"a": torch.zeros(2)}
+
+    def model(thing):
+        thing.one["a"] = thing.one["a"] + 2
+        return thing.other["a"]
+
+    assert torch.equal(rl.run(model, Thing()).output, model(Thing()))
+
+
+@pytest.mark.parametrize("share", [lambda t: torch.from_numpy(t.numpy()), torch.from_dlpack], ids=["numpy", "dlpack"])
+def test_inputs_over_one_memory_that_torch_does_not_know_of_are_refused_where_it_is_written(share):
+    def writes(a, b):
+        a.mul_(2)
+        return a + b
+
+    def both():
+        tensor = torch.ones(3)
+        return tensor, share(tensor)
+
+    for ask in (rl.capture, rl.run, rl.capture(writes, torch.ones(3), torch.ones(3)).replay):
+        with pytest.raises(rl.CaptureError, match="lies in the memory of another tensor"):
+            ask(*both()) if ask not in (rl.capture, rl.run) else ask(writes, *both())
+    assert torch.equal(rl.capture(lambda a, b: a + b, *both()).output, torch.full((3,), 2.0))

@@ -412,3 +412,21 @@ def test_a_forward_may_fork():
 
     assert torch.equal(rl.capture(model, x()).replay().output, x() + 1)
     assert works()
+
+
+@forks
+@forks_among_threads
+def test_a_child_that_is_forked_while_another_thread_works_out_a_graph_has_graphs_of_its_own():
+    def slow(x):
+        for _ in range(300):
+            x = x + 1
+        return x
+
+    def again(begun: threading.Event, over: threading.Event) -> None:
+        while not over.is_set():
+            rl.capture(slow, torch.ones(2)).replay()
+            begun.set()
+
+    with meanwhile(again):
+        for _ in range(5):
+            assert in_a_child(lambda: len(rl.capture(torch.relu, torch.ones(2)).graph.nodes) == 2)

@@ -38,7 +38,7 @@ from .._core.pure import history_of
 from .._core.sharing import NO_OVERLAPS, Overlaps
 from .._core.target import Target
 from .._core.torch_private import FakeTensor
-from .._core.trees import leaves, remake
+from .._core.trees import leaves, remake, remake_shared
 from .._lens.drafts import Draft
 from .._lens.structure import labels
 from .._replay.state import PlaceNote
@@ -275,7 +275,7 @@ def freeze(recording: Recording) -> Frozen:
     graph = Graph(
         nodes=tuple(made),
         output=remake(recording.output, to_ref),
-        inputs=remake(recording.inputs, to_ref),
+        inputs=remake_shared(recording.inputs, to_ref),
         guards=_guards(recording, made, to_ref, scopes, is_caught),
         module_outputs=tuple(
             [(scope, remake(t, to_ref)) for n, t, *_ in recording.scope_outputs if (scope := scopes[n])]

@@ -25,9 +25,10 @@ from .._core.graph import Graph
 from .._core.node import Input, Node, Ref, State
 from .._core.notes import add_note
 from .._core.sameness import attached
+from .._core.sharing import extent
 from .._core.text import where as text_of
 from .._core.torch_private import compiler_if_loaded, default_device, hooks_of_all_modules, without_function_modes
-from .._core.trees import ATOMS, fingerprint, freeze_deep, keys_of, leaves, named_paths, require_room, thaw
+from .._core.trees import ATOMS, fingerprint, freeze_deep, keys_of, leaves, named_paths, require_room, thaw_shared
 from .._core.turns import calls, come, turns
 from .._core.world import World, alone, drawing_alone, freed, in_children, surely
 from .._edit.wanted import EVERYTHING, Wish
@@ -59,7 +60,7 @@ from .state import (
     take_changes,
     take_lent,
 )
-from .storage import Entry
+from .storage import Entry, storage_key
 from .threads import followed
 from .tracer import Tracer
 
@@ -212,6 +213,7 @@ def _take_ends(forward: Forward, tracer: Tracer, output: Any) -> None:
     again, values = recording.written_again, recording.values
     recording.computed_again = [w for w, last in recording.changes if last in again or id(values[last]) in again]
     _take_touched(tracer)
+    _require_one_storage(tracer)
     recording.left = tracer.draws.left()
     recording.drawn_elsewhere = (*forward.beginning.dice.moved(), *tracer.draws.elsewhere)
     recording.doubts = tracer.draws.doubts
@@ -418,7 +420,7 @@ def _take_inputs(tracer: Tracer, args: Any, kwargs: Any) -> tuple[Any, Any, Any]
     hung = [(path, text) for path, tensor in given if (text := attached(tensor)) is not None]
     tracer.recording.literals = (*[(path, fingerprint(item)) for path, item in plain], *hung)
     if swapped:
-        args, kwargs = thaw(tree, lambda leaf: tracer.recording.values[leaf] if type(leaf) is Handle else leaf)
+        args, kwargs = thaw_shared(tree, lambda leaf: tracer.recording.values[leaf] if type(leaf) is Handle else leaf)
     return tree, *tracer.given(tree, args, kwargs)
 
 
@@ -432,6 +434,28 @@ def _take_touched(tracer: Tracer) -> None:
             known = tracer.memory.live.get(id(record.tensor))
             if isinstance(known, Entry) and (known.base.version or known.base.exposed is not None):
                 tracer.recording.touched.add(record.returns)
+
+
+def _require_one_storage(tracer: Tracer) -> None:
+    """Refuse inputs over memory that numpy, dlpack or the like made another storage of, when it is written."""
+    memory = tracer.memory
+    sources = (
+        [record for record in tracer.recording.records if isinstance(record, SourceRecord)] if memory.written else []
+    )
+    known = {id(record.tensor): memory.live.get(id(record.tensor)) for record in sources}
+    written = {number for number, entry in known.items() if isinstance(entry, Entry) and entry.base.version}
+    for record in sources if written else ():
+        mine = extent(record.tensor) if record.kind == "input" else None
+        for other in sources if mine is not None else ():
+            theirs = extent(other.tensor) if {id(record.tensor), id(other.tensor)} & written else None
+            if theirs is None or mine is None or theirs[0] >= mine[1] or mine[0] >= theirs[1]:
+                continue
+            if storage_key(record.tensor) != storage_key(other.tensor):
+                raise CaptureError(
+                    f"an input {tuple(record.tensor.shape)} lies in the memory of another tensor of the forward's, "
+                    "through numpy, dlpack or the like, and one of them is written: which value is in it when cannot "
+                    "be known.\nGive copies, or views that torch made."
+                )
 
 
 def _takes_any_keyword(model: Any) -> bool:

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from functools import cached_property
 from typing import Any, TypeGuard
 
 from attrs import define
 
+from .._core.lazy import cached_property
 from .._core.pure import alias, mutate
 from .._core.trees import ATOMS, leaves, remake
 from .builder import Addresses, CallRecord, GuardRecord, Handle, Recording, bypassed, parts_of

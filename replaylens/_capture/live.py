@@ -26,7 +26,7 @@ from .._core.torch_private import (
     pop_function_mode,
     push_function_mode,
 )
-from .._core.trees import thaw
+from .._core.trees import thaw_shared
 from .._replay.facts import OF_THE_OBJECT, noticing
 from .._replay.stream import as_the_user, outside
 from ..errors import DivergedReplay, NotDifferentiable
@@ -257,7 +257,9 @@ class LiveTracer(Tracer):
             if isinstance(record, SourceRecord) and record.kind == "input":
                 for tensor in self.stage.lent.get(record.where[0], ()):
                     self.stand_ins.lay_over(tensor, self.stand_ins.of(record.tensor))
-        return thaw(tree, lambda leaf: self.stand_ins.of(recording.values[leaf]) if type(leaf) is Handle else leaf)
+        return thaw_shared(
+            tree, lambda leaf: self.stand_ins.of(recording.values[leaf]) if type(leaf) is Handle else leaf
+        )
 
     # -- reading -------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from itertools import compress
 from types import FunctionType, MethodType
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._core.lazy import cached_property
 from .._core.trees import own, own_attributes
 from .._core.world import alone, freed, in_children
 from .builder import Addresses

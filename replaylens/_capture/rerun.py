@@ -19,7 +19,7 @@ from .._core.graph import Graph
 from .._core.node import Call, Const, Input, Node, Ref, State, value_of
 from .._core.sharing import begin_together
 from .._core.text import listing
-from .._core.trees import freeze_deep, leaves, thaw
+from .._core.trees import freeze_deep, leaves, thaw, thaw_shared
 from .._core.turns import Turn
 from .._replay.guards import Departure, departures
 from .._replay.inputs import numbers_of
@@ -98,7 +98,7 @@ def _lived(turn: Turn, beginning: Beginning, record: Record, request: Request, g
     lent = _lent(beginning.model, record) if request.inputs is None and given is None else {}
     apart = given is None and not request.fresh
     stage = Stage(aims, inputs, made, lent, grad=request.grad, fresh=request.fresh, draws_apart=apart, most=most)
-    args, kwargs = given or thaw(
+    args, kwargs = given or thaw_shared(
         graph.inputs, lambda leaf: supply(record, request, leaf) if type(leaf) is Ref else leaf
     )
     ambient = evolve(graph.ambient, grad=True, inference=False) if request.grad else graph.ambient

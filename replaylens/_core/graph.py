@@ -7,13 +7,13 @@ are, and how people call the nodes, is not known here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import cached_property
 from typing import Any
 
 import torch
 from attrs import field, frozen
 
 from .chance import takes_as_many_as_it_needs
+from .lazy import cached_property
 from .node import NO_MODES, Call, Const, Context, Guard, Input, Left, Node, Ref, Scope, State, refs_of
 from .sharing import NO_OVERLAPS, Overlaps
 from .trees import leaves
@@ -105,7 +105,7 @@ class Graph:
     @cached_property
     def turns(self) -> dict[int, int]:
         """Of each draw that goes on in a stream where another call left it: that one's position."""
-        follows = {p: self.nodes[p].follows for p in self.drawn.values()}  # type: ignore[union-attr]
+        follows = {p: self.nodes[p].follows for p in self.drawn.values()}
         found = {p: self.drawn[key] for p, key in follows.items() if key is not None and key in self.drawn}
         return {position: before for position, before in found.items() if before < position}
 
@@ -136,7 +136,7 @@ class Graph:
         """Those turns where the call before may take more or fewer numbers than it did, or was itself shifted."""
         found: dict[int, int] = {}
         for position, before in self.turns.items():
-            if before in found or takes_as_many_as_it_needs(self.nodes[before].kind):  # type: ignore[union-attr]
+            if before in found or takes_as_many_as_it_needs(self.nodes[before].kind):
                 found[position] = before
         return found
 

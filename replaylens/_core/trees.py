@@ -216,7 +216,9 @@ def _freeze_deep(value: Any, leaf: Leaf, seen: dict[int, Any]) -> Any:
             slice, tuple([_freeze_deep(x, leaf, seen) for x in (value.start, value.stop, value.step)])
         )
     elif kind is MappingProxyType:
-        frozen_value = Branch(kind, (_freeze_deep(dict(value), leaf, seen),))
+        content = dict(value)
+        seen.setdefault(0, []).append(content)  # held, so that no other object gets its id
+        frozen_value = Branch(kind, (_freeze_deep(content, leaf, seen),))
     elif isinstance(value, (list, tuple, dict, set, frozenset, deque)):
         frozen_value = _freeze_contents(value, leaf, seen)
     else:
@@ -334,6 +336,29 @@ def remake(tree: Any, leaf: Leaf) -> Any:
     if kind is Branch:
         return evolve(tree, items=tuple([remake(item, leaf) for item in tree.items]))
     return leaf(tree)
+
+
+def remake_shared(tree: Any, leaf: Leaf) -> Any:
+    """The same, where a container that stands in several places stays one."""
+    return _once(tree, leaf, lambda one, items: evolve(one, items=tuple(items)), {})
+
+
+def thaw_shared(tree: Any, leaf: Leaf) -> Any:
+    """The value of a frozen tree, where a container that stands in several places is one object, as in the original."""
+    if any(type(one) is Again for one in leaves(tree)):
+        return thaw(tree, leaf)
+    return _once(tree, leaf, lambda one, items: one.build(items), {})
+
+
+def _once(tree: Any, leaf: Leaf, build: Callable[[Branch, list[Any]], Any], made: dict[int, Any]) -> Any:
+    kind = type(tree)
+    if kind is tuple:
+        return tuple([_once(item, leaf, build, made) for item in tree])
+    if kind is not Branch:
+        return leaf(tree)
+    if id(tree) not in made:
+        made[id(tree)] = build(tree, [_once(item, leaf, build, made) for item in tree.items])
+    return made[id(tree)]
 
 
 def bare(tree: Any) -> Any:

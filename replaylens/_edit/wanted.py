@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
 from typing import Any
 
 from attrs import frozen
 
+from .._core.lazy import cached_property
 from ..errors import NoSuchLayer
 from .glob import matches
 from .select import Names, Selection, Where, is_named, sites

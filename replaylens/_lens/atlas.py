@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from difflib import get_close_matches
-from functools import cached_property
 from typing import Any
 
 from attrs import evolve, field, frozen
 
 from .._core.graph import Graph
+from .._core.lazy import cached_property
 from .._core.node import Input, Ref, Scope, State
 from .._core.trees import leaves, paths
 from .._edit.glob import matches

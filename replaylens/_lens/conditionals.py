@@ -6,12 +6,12 @@ went on. That a value was read is known here, not guessed from a layer that noth
 
 from __future__ import annotations
 
-from functools import cached_property
 from math import prod
 
 from attrs import frozen
 
 from .._core.graph import Graph
+from .._core.lazy import cached_property
 from .._core.node import Call, Guard, Ref, Source, meanings_of
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from functools import cached_property
 from typing import Any
 
 from attrs import field, frozen
+
+from .._core.lazy import cached_property
 
 
 @frozen

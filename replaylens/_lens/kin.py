@@ -7,10 +7,10 @@ is an order in which they can run. Sets of ancestors are kept as the bits of one
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 
 from attrs import frozen
 
+from .._core.lazy import cached_property
 from .._core.node import Call, Const, Input
 from .atlas import Atlas
 

@@ -6,12 +6,11 @@ one of `Program` (whole.py); both read here what is computed once for all layers
 
 from __future__ import annotations
 
-from functools import cached_property
-
 from attrs import frozen
 
 from .._core.account import Account, Parameter
 from .._core.graph import Graph
+from .._core.lazy import cached_property
 from .._core.node import Ref, State, TensorMeaning, meanings_of, value_of
 from .._core.trees import leaves
 from .._replay.replay import Record

@@ -6,11 +6,11 @@ In: a Graph and the model's list of modules. Out: ModuleCalls, by name: `layer1.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cached_property
 
 from attrs import frozen
 
 from .._core.graph import Graph
+from .._core.lazy import cached_property
 from .._core.node import Call, Node, Ref, Scope
 from .._core.trees import leaves
 

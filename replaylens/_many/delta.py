@@ -11,11 +11,12 @@ What the operations are is not known here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from attrs import frozen
+
+from .._core.lazy import cached_property
 
 Tensor = torch.Tensor
 

@@ -7,13 +7,13 @@ proved on the recorded values before it is trusted, once for all nodes that are 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 from math import prod
 from typing import Any
 
 import torch
 from attrs import define, evolve, field, frozen
 
+from .._core.lazy import cached_property
 from .._core.node import Call, Ref, TensorMeaning
 from .._core.pure import mutate
 from .._core.torch_private import add_batch, remove_batch, vmap_begins, vmap_ends, warn_of_vmap_fallbacks

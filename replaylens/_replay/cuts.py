@@ -8,11 +8,11 @@ metric does not depend on it: then its gradient is zero. No tensor is touched he
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
 
 from attrs import field, frozen
 
 from .._core.graph import Graph
+from .._core.lazy import cached_property
 from .._core.node import Call, Node, Ref, Source, TensorMeaning, meanings_of
 from .._core.pure import differentiate_name, mutate
 from .._core.trees import leaves

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 import torch
 from attrs import evolve, frozen
 
 from .._core.graph import Graph
+from .._core.lazy import cached_property
 from .._core.node import Call, Input, Node, Ref, State, TensorMeaning, meanings_of, value_of
 from .._core.notes import notes_of
 from .._core.pure import mutate, placed

@@ -8,12 +8,13 @@ tensor that is another one by now. Of what was given, it is noticed if somebody 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
 from attrs import evolve
 
+from .._core.lazy import cached_property
 from .._core.node import Call, Ref, refs_of
 from .._core.trees import leaves, thaw
 from .._core.world import drawing_alone

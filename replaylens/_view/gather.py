@@ -8,13 +8,13 @@ every line between their layers. It says for which turns it holds, so that nothi
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cached_property
 from math import prod
 from typing import Any
 
 from attrs import Factory, define, evolve, field, frozen
 
 from .._core.graph import Graph
+from .._core.lazy import cached_property
 from .._core.node import Ref, Scope, TensorMeaning, meanings_of
 from .._core.trees import leaves
 from .._lens.layers import Atlas

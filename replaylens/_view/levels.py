@@ -7,11 +7,11 @@ is, and the frames that it lies in. How a picture is put together from them is i
 from __future__ import annotations
 
 import re
-from functools import cached_property
 
 from attrs import evolve, frozen
 
 from .._core.graph import Graph
+from .._core.lazy import cached_property
 from .._core.node import Ref, Scope
 from .._lens.layers import Atlas
 from ..errors import NoSuchLayer

@@ -9,12 +9,12 @@ differ; the arrows of the picture say for which turns they hold.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 from typing import Any
 
 from attrs import Factory, define, field, frozen
 
 from .._core.graph import Graph
+from .._core.lazy import cached_property
 from .._core.node import Call, Ref, Scope
 from .._core.trees import remake
 from .sketch import Dot, Sketch

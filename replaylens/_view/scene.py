@@ -20,11 +20,11 @@ repeated blocks, in order of execution. An arrow says for which turns it holds, 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
 from math import prod
 
 from attrs import field, frozen
 
+from .._core.lazy import cached_property
 from .._core.node import TensorMeaning
 from .cycles import backward
 

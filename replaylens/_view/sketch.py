@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from functools import cached_property
 from typing import Any
 
 from attrs import frozen
 
 from .._core.graph import Graph
+from .._core.lazy import cached_property
 from .._core.node import Call, Input, Node, Ref, Scope, Source, State, TensorMeaning, meanings_of, value_of
 from .._core.pure import BLANKS, Derived, Nth, laid_out, mutate
 from .._core.trees import Branch, leaves
