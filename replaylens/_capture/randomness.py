@@ -138,7 +138,7 @@ class Doubt(enum.Enum):
 
 def read_by_name(codes: Iterable[CodeType], doubts: set[Doubt]) -> Iterator[str]:
     """How code that ran reads or sets torch's generator where nobody sees it: by the names that it uses."""
-    names = frozenset().union(*map(_names_in, codes))
+    names = frozenset().union(*[_names_in(code) for code in codes])
     if "initial_seed" in names:
         yield "torch.initial_seed"
     if Doubt.COPIED in doubts and names & _COPYING:

@@ -8,7 +8,6 @@ not there had changed is put back.
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -21,7 +20,7 @@ from typing import Any, TypeVar
 
 from attrs import define, field
 
-from .world import in_children, let_go, one_draws
+from .world import in_children, let_go, one_draws, uncollected
 
 T = TypeVar("T")
 
@@ -114,13 +113,7 @@ def _stacks() -> list[tuple[int, list[FrameType]]]:
     upwards = map(chain, zip(map(itemgetter(1), other)), repeat(repeat("f_back")))
     stacks = map(takewhile, repeat(partial(is_not, None)), map(accumulate, upwards, repeat(getattr)))
     pairs = zip(map(itemgetter(0), one), map(list, stacks))  # noqa: B905
-    collects = gc.isenabled()
-    try:
-        gc.disable()
-        return list(pairs)
-    finally:
-        if collects:
-            gc.enable()
+    return uncollected(partial(list, pairs))
 
 
 def _own_stack() -> list[FrameType]:

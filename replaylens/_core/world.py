@@ -7,6 +7,7 @@ anything raises: what the first time did not come to, the second one does. After
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -117,6 +118,19 @@ def users_state() -> torch.Tensor:
     """The state of the global generator, as no replay has set it; or that of one that takes long."""
     with drawing_alone(1.0):
         return torch.default_generator.get_state()
+
+
+def uncollected(work: Callable[[], T]) -> T:
+    """What some work gives that is done in C alone: no other thread runs meanwhile, for the collector, which runs
+    Python code of anybody's, does not come.
+    """
+    collects = gc.isenabled()
+    try:
+        gc.disable()
+        return work()
+    finally:
+        if collects:
+            gc.enable()
 
 
 def surely(leave: Callable[[], Any]) -> None:
