@@ -1,6 +1,7 @@
 """A capture leaves the world as a plain forward leaves it: when it succeeds, when the model raises, when it is refused."""
 
 import gc
+import itertools
 import random
 import sys
 import threading
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import replaylens as rl
+from replaylens._capture import collecting
 from replaylens._core.torch_private import top_saving_hooks
 
 
@@ -443,6 +445,66 @@ def test_a_tensor_older_than_the_capture_is_a_constant_also_where_the_user_froze
         assert gc.get_freeze_count() == frozen
     finally:
         gc.unfreeze()
+
+
+@pytest.mark.parametrize("where", ["in the forward", "around it", "in every tenth forward"])
+def test_cycles_of_the_users_go_while_captures_follow_each_other(where):
+    class Cycle:
+        def __init__(self):
+            self.itself = self
+
+    alive, count = weakref.WeakSet(), itertools.count()
+
+    def make():
+        if where != "in every tenth forward" or not next(count) % 10:
+            alive.add(Cycle())
+
+    def model(x):
+        if where != "around it":
+            make()
+        return x.sin()
+
+    most = 0
+    for _ in range(600):
+        if where == "around it":
+            make()
+        rl.capture(model, x())
+        most = max(most, len(alive))
+    assert most < (60 if where == "in every tenth forward" else 30)
+
+
+def test_what_is_kept_of_many_captures_is_looked_at_by_the_collector_when_there_is_much_more_of_it(monkeypatch):
+    monkeypatch.setattr(collecting, "_ENOUGH", 1_000)
+    monkeypatch.setattr(collecting, "_skips", 10**9)  # what is new is never looked at
+    cycles = weakref.WeakSet()
+
+    class Cycle:
+        def __init__(self):
+            self.itself, self.items = self, [[] for _ in range(3_000)]
+
+    def model(x):
+        cycles.add(Cycle())
+        return x.sin()
+
+    most = 0
+    for _ in range(300):
+        rl.capture(model, x())
+        most = max(most, len(cycles))
+    assert len(cycles) < most < 300
+
+
+def test_a_capture_leaves_the_collector_as_the_user_has_it():
+    thresholds = gc.get_threshold()
+    for enabled, threshold in ((True, thresholds), (False, thresholds), (True, (0, 5, 5)), (True, (50_000, 20, 20))):
+        try:
+            gc.set_threshold(*threshold)
+            if not enabled:
+                gc.disable()
+            rl.capture(reads_a_table, x())
+            assert (gc.get_threshold(), gc.isenabled(), gc.get_freeze_count()) == (threshold, enabled, 0)
+        finally:
+            gc.set_threshold(*thresholds)
+            gc.enable()
 
 
 def test_a_capture_under_a_transform_of_the_users_is_right_or_refused():

@@ -172,7 +172,7 @@ class Recording:
     removed: list[tuple[Any, str]] = field(factory=list)  # (module, key), where nothing stands any more
     born: list[tuple[Any, str]] = field(factory=list)  # (module, key), where something stands now and nothing stood
     rearranged: list[torch.nn.Module] = field(factory=list)  # modules that have other modules now, or other names
-    places: list[PlaceNote] = field(factory=list)  # where the model holds what it read or wrote
+    places: Callable[[], Iterable[PlaceNote]] = tuple  # where the model holds what it read or wrote
     given: dict[Handle, torch.Tensor] = field(factory=dict)  # inputs, by objects of our own
     lent: list[tuple[tuple[Any, str], Handle, torch.Tensor]] = field(
         factory=list
@@ -456,7 +456,7 @@ def _node(
         is_dynamic=record.is_dynamic,
         through=tuple([names[number] for number in record.through]),
         is_differentiated=record.is_differentiated or id(record) in twice,
-        is_overwritten=any(handle in late for _, handle in parts_of(record.returns)),
+        is_overwritten=bool(late) and any(handle in late for _, handle in parts_of(record.returns)),
         is_shared=type(record.returns) is Handle and record.returns in recording.shared,
         scope=scopes[record.scope] if record.scope >= 0 else None,
         source=linked(record.site, lines[record.scope] if record.scope >= 0 else None) or line_of(record.site),
@@ -599,7 +599,8 @@ def _codes(recording: Recording) -> tuple[CodeType, ...]:
             while site is not None and id(site[0]) not in found:
                 found[id(site[0])] = site[0]
                 site = site[2] if len(site) > 2 else None
-    forwards = [inspect.getattr_static(type(scope.module), "forward", None) for scope in recording.scopes]
+    kinds = dict.fromkeys([type(scope.module) for scope in recording.scopes])
+    forwards = [inspect.getattr_static(kind, "forward", None) for kind in kinds]
     for function in (recording.model, *forwards):
         if (code := getattr(function, "__code__", None)) is not None:
             found.setdefault(id(code), code)

@@ -105,7 +105,7 @@ def record(
     if turns:  # another thread may have changed the model meanwhile
         come(map(id, origins.modules))
         origins = Origins(model)
-    beginning = Beginning(model, Snapshot(origins.modules, (args, kwargs)), Dice(), unknown)
+    beginning = Beginning(model, Snapshot(origins.modules, (args, kwargs), held=origins.held), Dice(), unknown)
     tracer = Tracer if wish.everything else sparing(wish)
     captured = looked(Forward(model, args, kwargs, beginning, tracer, Tracer, failed, begun), put_back, origins)
     settle(captured.recording)
@@ -299,7 +299,8 @@ def record_of(captured: Captured) -> Record:
     """What a capture knows, by Ref: values, write counters, generator states, the model's own parameters."""
     hand_on(captured.recording)
     recording, made = captured.recording, freeze(captured.recording)
-    places = {address_of(made.addresses, note[0]): StatePlace.noted(note) for note in recording.places}
+    homes: dict[int, Any] = {}  # of each module, by id
+    places = {address_of(made.addresses, note[0]): StatePlace.noted(note, homes) for note in recording.places()}
     graph = _as_it_was(made.graph, places, recording)
     values: dict[Ref, torch.Tensor] = {}
     live: dict[str, torch.Tensor] = {}

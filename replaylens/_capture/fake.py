@@ -50,7 +50,7 @@ def outlined(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unknown:
     require_supported(model)
     origins = Origins(model)
     with _faked(origins.modules, args, kwargs) as (mode, args, kwargs):
-        beginning = Beginning(model, Snapshot(origins.modules, (args, kwargs)), Dice(), unknown)
+        beginning = Beginning(model, Snapshot(origins.modules, (args, kwargs), held=origins.held), Dice(), unknown)
         forward = Forward(model, args, kwargs, beginning, FakeTracer)
         try:
             with mode:

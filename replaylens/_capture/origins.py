@@ -25,13 +25,12 @@ from .._core.lazy import cached_property
 from .._core.trees import own, own_attributes
 from .._core.world import alone, freed, in_children
 from .builder import Addresses
+from .collecting import collect_new, set_aside, set_back
 from .scopes import addresses, module_table, other_addresses
+from .snapshot import Held
 
 _lock = threading.RLock()  # what an interrupt left may be left while another capture is entered
 _running: dict[object, int] = {}  # the captures that run, and their threads
-_froze = False
-_thresholds: tuple[int, int, int] | None = None  # of the collector, as the user has them
-_PATIENT = 20_000  # a record of a call is garbage to nobody: the collector need not look at each few hundred
 
 
 class Date:
@@ -61,6 +60,8 @@ def dated() -> Iterator[Date]:
     Where something lies there already (another capture runs, or the user froze the collector) what is listed is noted.
     """
     token = object()
+    if not _running:
+        collect_new()
     try:
         try:
             yield alone(_lock, partial(_began, token))
@@ -71,36 +72,25 @@ def dated() -> Iterator[Date]:
 
 
 def _began(token: object) -> Date:
-    global _froze, _thresholds
     mine = not _running and gc.get_freeze_count() == 0
     _running[token] = threading.get_ident()
     if mine:
-        _froze, _thresholds = True, gc.get_threshold()
-        gc.freeze()
-        if 0 < _thresholds[0] < _PATIENT:
-            gc.set_threshold(_PATIENT, *_thresholds[1:])
+        set_aside()
     return Date([] if mine else _listed_tensors())
 
 
 def _ended(token: object) -> None:
     _running.pop(token, None)
-    _thaw()
-
-
-def _thaw() -> None:
-    global _froze
-    if not _running and _froze:
-        gc.unfreeze()
-        if _thresholds is not None and gc.get_threshold()[0] == _PATIENT:
-            gc.set_threshold(*_thresholds)
-        _froze = False
+    if not _running:
+        set_back()
 
 
 def _in_a_child() -> None:
     freed(_lock)
     for token in [token for token, thread in _running.items() if thread != threading.get_ident()]:
         del _running[token]
-    _thaw()
+    if not _running:
+        set_back()
 
 
 in_children(_in_a_child)
@@ -129,21 +119,14 @@ class Origins:
         self.root = model if isinstance(model, nn.Module) else None
         self.extra = [] if self.root is not None else list(_modules_of(model))
         self.table = module_table(self.root)
-        self.parameters_at_start: list[Any] = []
-        self.parameters_begun: dict[int, dict[str, Any]] = {}
-        self.modules_begun: list[tuple[nn.Module, dict[str, Any]]] = []
-        for module, _, _ in self.table:
-            if parameters := module._parameters:
-                self.parameters_begun[id(module)] = held = dict(parameters)
-                self.parameters_at_start.extend(held.values())
-            if modules := module._modules:
-                self.modules_begun.append((module, dict(modules)))
         for number, module in enumerate(self.extra):
             inner = module_table(module)
             shift = len(self.table)
             name = "" if len(self.extra) == 1 else f"model{number + 1}"
             self.table.extend((m, p + shift if p >= 0 else -1, n or name) for m, p, n in inner)
-        self.begun = [(module, dict(module._buffers)) for module, _, _ in self.table if module._buffers]
+        self.held = Held(self.modules)  # when the forward begins
+        self.parameters_at_start = [value for _, _, held in self.held.parameters for value in held.values()]
+        self.begun = self.held.buffers
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -174,6 +157,11 @@ class Origins:
         return self.parameters_begun.get(id(module), {}).get(key, now)
 
     @cached_property
+    def parameters_begun(self) -> dict[int, dict[str, Any]]:
+        """The parameters that each module had when the forward began, by its id."""
+        return {id(module): parameters for module, _, parameters in self.held.parameters}
+
+    @cached_property
     def parameters_by_id(self) -> dict[int, tuple[nn.Module, str]]:
         """Where each parameter stood when the forward began."""
         found: dict[int, tuple[nn.Module, str]] = {}
@@ -186,7 +174,7 @@ class Origins:
     def begun_by_id(self) -> dict[int, tuple[nn.Module, str]]:
         """Where each buffer stood when the forward began: the model may hand them on."""
         found: dict[int, tuple[nn.Module, str]] = {}
-        for module, buffers in self.begun:
+        for module, _, buffers in self.begun:
             for key, value in buffers.items():
                 if value is not None:
                     found.setdefault(id(value), (module, key))
@@ -200,7 +188,7 @@ class Origins:
 
     @cached_property
     def begun_by_module(self) -> dict[int, dict[str, torch.Tensor | None]]:
-        return {id(module): buffers for module, buffers in self.begun}
+        return {id(module): buffers for module, _, buffers in self.begun}
 
     @cached_property
     def wrapped(self) -> dict[int, nn.Module]:
@@ -235,7 +223,7 @@ class Origins:
 
     def rearranged(self) -> Iterator[nn.Module]:
         """The modules that have other modules than when the capture began, or the same ones under other names."""
-        yield from (module for module, first in self.modules_begun if dict(module._modules) != first)
+        yield from (module for module, now, first in self.held.modules if dict(now) != first)
 
     @cached_property
     def start_ids(self) -> frozenset[int]:

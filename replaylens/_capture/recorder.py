@@ -134,7 +134,8 @@ class Recorder(TorchFunctionMode):
         self.doubled: set[int] = set()  # objects that a call handed on, and the aliases that were given for them
         self.aliases: dict[int, Alias] = {}  # of those, the aliases
         self.outer_modes = _dispatch_modes()
-        self.contexts: dict[Any, Any] = {}
+        self.plain_contexts = (False, False, ()), (True, False, ())  # without gradients and with them
+        self.contexts: dict[Any, Any] = {(grad, False, False): self.plain_contexts[grad] for grad in (False, True)}
         self.grad_mode = _grad_enabled()  # as the model set it; beneath a script it is another
         self.in_aten = False
         self.elsewhere: list[Read] = []  # what other threads read
@@ -398,8 +399,8 @@ class Recorder(TorchFunctionMode):
                     values = recording.values
                     handle = memory.live[number] = Handle(len(values))
                     values.append(tensor)
-                    memory.begun[number] = version_of(tensor)
-                    recording.versions.append(memory.begun[number])
+                    memory.begun[number] = count = version_of(tensor)
+                    recording.versions.append(count)
                     recording.records.append(_tuple(SourceRecord, ("parameter", handle, (module, key), None, tensor)))
                     return handle
         return self._origin(tensor)

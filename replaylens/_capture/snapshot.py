@@ -36,14 +36,58 @@ _DICTS = frozenset((dict, OrderedDict, defaultdict))
 _CONTAINERS = _DICTS | {list, set, deque}
 
 
-class Snapshot:
-    """Shallow copies of what Python code in a forward usually changes. `whole`: of all that hangs on the modules."""
+HeldBy = list[tuple[nn.Module, Any, dict[str, Any]]]  # a module, a dict that it has, and what is in that
 
-    def __init__(self, modules: Iterable[nn.Module], inputs: Any, whole: bool = False) -> None:
+
+class Held:
+    """What modules hold now: submodules, parameters and buffers, by name. `whole`: empty dicts too, as containers have
+    that the forward may fill.
+    """
+
+    __slots__ = ("buffers", "modules", "parameters")
+
+    def __init__(self, modules: Iterable[nn.Module], whole: bool = False) -> None:
+        self.modules: HeldBy = []
+        self.parameters: HeldBy = []
+        self.buffers: HeldBy = []
+        for module in modules:
+            filled = whole or _may_fill(type(module))  # type: ignore[arg-type]
+            held: Any = module._modules
+            if held or filled:
+                self.modules.append((module, held, dict(held)))
+            held = module._parameters
+            if held or filled:
+                self.parameters.append((module, held, dict(held)))
+            held = module._buffers
+            if held or filled:
+                self.buffers.append((module, held, dict(held)))
+
+    def again(self) -> Held:
+        """What the same dicts hold now."""
+        now = Held(())
+        for name in self.__slots__:
+            setattr(now, name, [(module, held, dict(held)) for module, held, _ in getattr(self, name)])
+        return now
+
+    def put_back(self) -> None:
+        """They hold what they held."""
+        for _, held, content in (*self.modules, *self.parameters, *self.buffers):
+            if type(held) in _DICTS and not _same(held, content):  # those of TorchScript are no dicts
+                held.clear()
+                held.update(content)
+
+
+class Snapshot:
+    """Shallow copies of what Python code in a forward usually changes. `whole`: of all that hangs on the modules.
+    `held`: what these hold, if that is known.
+    """
+
+    def __init__(
+        self, modules: Iterable[nn.Module], inputs: Any, whole: bool = False, held: Held | None = None
+    ) -> None:
         self.attributes: list[tuple[nn.Module, dict[str, Any]]] = []
         self.training: list[tuple[nn.Module, bool]] = []
         self.containers: list[tuple[Any, Any]] = []
-        self.registered: list[tuple[Any, Any]] = []  # what modules hold: submodules, parameters, buffers
         self.hooked: list[nn.Module] = []  # all modules, and the hooks of those that have some
         self.hooks: dict[int, dict[Any, Any]] = {}
         self.restored: list[tuple[Any, Callable[[], object]]] = []  # arrays and generators: puts back what they held
@@ -54,13 +98,15 @@ class Snapshot:
         self.apart = _REGISTERED if whole else _TORCHS
         self.memories: list[_Memory] = []  # of buffers and other tensors: `set_` gives them others, `resize_` more
         self._seen: set[int] = set()
+        if held is None:
+            modules = list(modules)
+            held = Held(modules, whole)
+        self.held = held
+        for _, _, buffers in held.buffers:
+            self.memories.extend(filter(None, map(_memory_of, buffers.values())))
         for module in modules:
             self._note_hooks(module)
-            of_torch, fills = _kind_of(type(module))  # type: ignore[arg-type]
-            self.registered.extend(_held_by(module, fills))
-            if module._buffers and type(module._buffers) in _DICTS:
-                self.memories.extend(filter(None, map(_memory_of, module._buffers.values())))
-            if of_torch and not whole:
+            if not whole and _is_of_torch(type(module)):  # type: ignore[arg-type]
                 self.training.append((module, module.training))
                 continue
             self.attributes.append((module, {k: v for k, v in vars(module).items() if k not in self.apart}))
@@ -116,7 +162,7 @@ class Snapshot:
         for module in self.hooked:
             now._note_hooks(module)
         now.training = [(module, module.training) for module, _ in self.training]
-        now.registered = [(held, dict(held)) for held, _ in self.registered]
+        now.held = self.held.again()
         now.containers = [(container, type(content)(container)) for container, content in self.containers]
         now.memories = [one for old in self.memories if (one := _memory_of(old.tensor)) is not None]
         now.generators = [(generator, generator.get_state()) for generator, _ in self.generators]
@@ -126,7 +172,7 @@ class Snapshot:
     def holding(self, modules: Iterable[nn.Module]) -> Snapshot:
         """The same, but that the model holds these modules, and each of them the tensors that it holds now."""
         made = copy(self)
-        made.registered = [pair for module in modules for pair in _held_by(module, True)]
+        made.held = Held(modules, whole=True)
         return made
 
     def put_back(self) -> None:
@@ -148,25 +194,22 @@ class Snapshot:
             restore()
         for memory in self.memories:
             memory.put_back()
-        for container, content in (*self.registered, *self.containers):
+        self.held.put_back()
+        for container, content in self.containers:
             if not _same(container, content):
                 container.clear()
                 (container.update if isinstance(container, (dict, set)) else container.extend)(content)
 
 
 @lru_cache(maxsize=4096)
-def _kind_of(kind: type) -> tuple[bool, bool]:
-    """Of a class of modules: is it torch's own, and may its forward fill what is empty?"""
-    of_torch = kind.__module__.startswith("torch.nn.")
-    return of_torch, not of_torch or issubclass(kind, _FILLED)
+def _is_of_torch(kind: type) -> bool:
+    return kind.__module__.startswith("torch.nn.")
 
 
-def _held_by(module: nn.Module, whole: bool) -> list[tuple[Any, Any]]:
-    """The dicts in which a module holds submodules, parameters and buffers, and what is in them. `whole`: empty ones
-    too, as containers have that the forward may fill.
-    """
-    held = (module._modules, module._parameters, module._buffers)
-    return [(one, dict(one)) for one in held if (one or whole) and type(one) in _DICTS]
+@lru_cache(maxsize=4096)
+def _may_fill(kind: type) -> bool:
+    """May the forward of such a module put something where nothing is?"""
+    return not _is_of_torch(kind) or issubclass(kind, _FILLED)
 
 
 _FILLED = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -185,7 +228,7 @@ class _Memory(NamedTuple):
     tensor: torch.Tensor
     storage: torch.UntypedStorage
     size: int  # of the storage, in bytes
-    geometry: tuple[int, torch.Size, tuple[int, ...]]
+    geometry: _Geometry
 
     def put_back(self) -> None:
         """Let it look there again. Memory that has grown is left to what else looks at it: the tensor gets a copy."""
@@ -203,8 +246,15 @@ class _Memory(NamedTuple):
             tensor.set_(storage, *self.geometry)
 
 
-def _geometry_of(tensor: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
-    return int(tensor.storage_offset()), tensor.shape, tensor.stride()
+_Geometry = tuple[int, torch.Size, tuple[int, ...]]
+_geometries: dict[_Geometry, _Geometry] = {}  # one object for equal ones: a model has few
+
+
+def _geometry_of(tensor: torch.Tensor) -> _Geometry:
+    if len(_geometries) > 65536:
+        _geometries.clear()
+    found = int(tensor.storage_offset()), tensor.shape, tensor.stride()
+    return _geometries.setdefault(found, found)
 
 
 def _memory_of(tensor: torch.Tensor | None) -> _Memory | None:

@@ -7,7 +7,8 @@ the program as it is; and what every tensor of the model looked like, to notice 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 
 from .._core.pure import history_of, take_step, writable_copy
 from .._core.trees import freeze_deep, leaves, thaw
-from .._replay.state import NO_LOOK, PLAIN, attribute_at, looks_at
+from .._replay.state import NO_LOOK, PLAIN, Look, PlaceNote, attribute_at, looks_at
 from .builder import Handle, Recording, SourceRecord, version_of, versions_of
 from .origins import Origins
 from .recorder import Recorder
@@ -42,7 +43,7 @@ Counters = tuple[list[torch.Tensor], list[int]]
 
 def counters_of(origins: Origins, snapshot: Snapshot) -> Counters:
     """What the model holds as a forward begins, with torch's write counters."""
-    buffers = [tensor for _, held in origins.begun for tensor in held.values()]
+    buffers = [tensor for _, _, held in origins.begun for tensor in held.values()]
     others = [value for _, attributes in snapshot.attributes for value in attributes.values() if type(value) in PLAIN]
     tensors = [tensor for tensor in (*origins.parameters_at_start, *buffers, *others) if tensor is not None]
     return tensors, versions_of(tensors)
@@ -88,7 +89,7 @@ def take_changes(recorder: Recorder, snapshot: Snapshot) -> None:
                 _compare(recorder, source.where, source.tensor, now, firsts)
     if not quiet:
         _take_exchanged_parameters(recorder, sources, firsts)
-    for module, buffers in recorder.origins.begun:
+    for module, _, buffers in recorder.origins.begun:
         tensors = module._buffers
         for key, first in buffers.items():
             now = held(module, key) if key in tensors else None
@@ -315,16 +316,21 @@ def _stands(record: SourceRecord) -> bool:
 
 def note_places(recorder: Recorder) -> None:
     """Where the model holds what the forward read or wrote, and what it looks like there."""
-    recording, begun = recorder.recording, recorder.origins.begun_by_module
-    add = recording.places.append
+    recording = recorder.recording
     sources = [record for record in recording.records if type(record) is SourceRecord]
     found = [record for record in sources if record[0] == "parameter" or _stands(record)]
-    if found:
-        kinds, _, wheres, _, tensors = zip(*found, strict=True)
-        dtypes = [tensor.dtype for tensor in tensors]
-        recording.places.extend(zip(wheres, kinds, tensors, dtypes, looks_at(list(tensors)), strict=True))
+    tensors = [record.tensor for record in found]
+    standing = partial(_standing_notes, found, looks_at(tensors))
+    others: list[PlaceNote] = []
+    begun = recorder.origins.begun_by_module if recording.changes or recording.removed else {}
     for where in (*[where for where, _ in recording.changes], *recording.removed):
         module, key = where
         if isinstance(module, nn.Module):
             own = key in module._buffers or key in module._parameters or key in begun.get(id(module), ())
-            add((where, "buffer" if own else "attribute", None, None, NO_LOOK))
+            others.append((where, "buffer" if own else "attribute", None, NO_LOOK))
+    recording.places = lambda: (*standing(), *others)
+
+
+def _standing_notes(found: list[SourceRecord], looks: Callable[[], Iterable[Look]]) -> Iterator[PlaceNote]:
+    for record, look in zip(found, looks(), strict=True):
+        yield record.where, record.kind, record.tensor, look

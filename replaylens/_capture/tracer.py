@@ -221,15 +221,14 @@ class Tracer(Recorder):
         start = _now()
         out = func(*args)
         took = _now() - start
-        key = (_grad_enabled(), _inference(), _autocast())
-        plain = not key[2] and _saved_hooks(False) is None and _dispatch_modes() == self.outer_modes
-        context = (self.contexts.get(key) if plain else None) or self.context()
+        is_plain = not (_inference() or _autocast() or _saved_hooks(False)) and _dispatch_modes() == self.outer_modes
+        context = self.plain_contexts[_grad_enabled()] if is_plain else self.context()
         recording = self.recording
         if type(out) is _Tensor:
             values = recording.values
             handle = Handle(len(values))
             values.append(out)
-            recording.versions.append(-1 if context[1] else out._version)
+            recording.versions.append(out._version if is_plain else version_of(out))
             live[id(out)] = handle
         else:
             handle = self.outputs(out)

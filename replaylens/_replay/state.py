@@ -9,6 +9,7 @@ address in memory, how the tensor lies there and a few samples of what stands th
 from __future__ import annotations
 
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -18,7 +19,7 @@ from types import FunctionType
 from typing import Any, Literal
 
 import torch
-from attrs import field, frozen
+from attrs import frozen
 from torch import nn
 
 from .._core.torch_private import TensorGuards
@@ -46,7 +47,7 @@ def same_layouts(tensors: list[torch.Tensor]) -> Callable[..., bool]:
     return lambda *tensors: [*map(layout_of, tensors)] == then
 
 
-@frozen
+@frozen(eq=False)
 class Sight:
     """A tensor as it was looked at: its address in memory, how it lies there, and samples of what stood there, spread
     over all of it.
@@ -54,8 +55,21 @@ class Sight:
 
     address: int | None  # None where torch does not say
     layout: Layout | None = None
-    seen: memoryview | None = None
-    live: memoryview | None = field(default=None, eq=False)  # the memory itself, to be compared again and again
+    samples: bytes | None = None  # of this tensor, among those of others
+    begin: int = 0
+    live: memoryview | None = None  # the memory itself, to be compared again and again
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not Sight:
+            return NotImplemented
+        return (self.address, self.layout, self.seen) == (other.address, other.layout, other.seen)
+
+    @property
+    def seen(self) -> bytes | None:
+        """The samples of this tensor."""
+        if self.samples is None or self.live is None:
+            return None
+        return self.samples[self.begin : self.begin + self.live.nbytes]
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Does this very tensor lie there still, with the same samples? The address comes first: memory that it has
@@ -64,14 +78,14 @@ class Sight:
         if self.address is None:
             return True
         lies = tensor.data_ptr() == self.address and layout_of(tensor) == self.layout
-        return lies and (self.live is None or self.live == self.seen)
+        return lies and (self.live is None or self.live.tobytes() == self.seen)
 
 
 NO_SIGHT = Sight(None)
 
 
-Look = tuple[int | None, Layout | None, bytes | None, memoryview | None]  # of a Sight; taken at every capture
-NO_LOOK: Look = (None, None, None, None)
+Look = tuple[int | None, Layout | None, bytes | None, int, memoryview | None]  # of a Sight; taken at every capture
+NO_LOOK: Look = (None, None, None, 0, None)
 
 
 def sight_of(tensor: torch.Tensor) -> Sight:
@@ -81,36 +95,72 @@ def sight_of(tensor: torch.Tensor) -> Sight:
 
 def as_sight(look: Look) -> Sight:
     """A look as it is compared."""
-    address, layout, seen, live = look
-    if seen is None or live is None:
-        return NO_SIGHT if address is None else Sight(address, layout)
-    return Sight(address, layout, memoryview(seen).cast(_KINDS[live.itemsize]), live)
+    return Sight(*look) if look[0] is not None else NO_SIGHT
 
 
-def looks_at(tensors: list[torch.Tensor]) -> Iterable[Look]:
-    """A look at each of the tensors of a model. Of those that lie where they lay at the last look, all at once in C."""
+def looks_at(tensors: list[torch.Tensor]) -> Callable[[], Iterable[Look]]:
+    """A look at each of the tensors of a model, taken now and parted when it is asked for. Of those that lie where they
+    lay at the last look, all at once in C.
+    """
     known = _together.get(id(tensors[0])) if tensors else None
     if known is not None and known.is_of(tensors):
-        return zip(known.addresses, known.layouts, map(memoryview.tobytes, known.live), known.live, strict=True)
+        return partial(known.looks, known.samples())
     looks = [look_at(tensor) for tensor in tensors]
-    if tensors and all(live is not None for _, _, _, live in looks):
+    if tensors and all(live is not None for *_, live in looks):
         number = id(tensors[0])
         _together[number] = _Together(tensors, looks, weakref.ref(tensors[0], lambda _: _together.pop(number, None)))
-    return looks
+    return looks.copy
 
 
 class _Together:
     """Tensors that were looked at, and how they lay: none of them is held."""
 
     def __init__(self, tensors: list[torch.Tensor], looks: list[Any], first: weakref.ref[torch.Tensor]) -> None:
-        self.addresses, self.layouts, _, self.live = zip(*looks, strict=True)
+        self.addresses, self.layouts, _, _, self.live = zip(*looks, strict=True)
         self.tensors = [first, *map(weakref.ref, tensors[1:])]
         self.lie = same_layouts(tensors)
+        self.samples = _sampler(self.addresses, self.live)
 
     def is_of(self, tensors: list[torch.Tensor]) -> bool:
         """Are they these, and do they lie as they did?"""
-        same = len(tensors) == len(self.tensors) and all(map(operator.is_, (ref() for ref in self.tensors), tensors))
+        same = len(tensors) == len(self.tensors) and all(map(operator.is_, map(_referred, self.tensors), tensors))
         return same and (*map(_address, tensors),) == self.addresses and self.lie(*tensors)
+
+    def looks(self, samples: list[bytes]) -> Iterator[Look]:
+        """The look at each of them, of samples that were taken of all."""
+        ends = dict.fromkeys(_KINDS, 0)
+        kinds = dict(zip(_KINDS, samples, strict=True))
+        for address, layout, live in zip(self.addresses, self.layouts, self.live, strict=True):
+            begin = ends[live.itemsize]
+            ends[live.itemsize] = begin + live.nbytes
+            yield address, layout, kinds[live.itemsize], begin, live
+
+
+_referred: Any = weakref.ref.__call__
+
+
+def _sampler(addresses: Iterable[int], windows: Iterable[memoryview]) -> Callable[[], list[bytes]]:
+    """What reads all windows at once, and gives what is in those of each width, one after another. With numpy it is a
+    single gather, from all the memory that there is between the first and the last of them.
+    """
+    lying = [*zip(addresses, windows, strict=True)]
+    of_width = [[pair for pair in lying if pair[1].itemsize == wide] for wide in _KINDS]
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return lambda: [b"".join([live.tobytes() for _, live in pairs]) for pairs in of_width]
+    gathers = [_gather(numpy, wide, pairs) for wide, pairs in zip(_KINDS, of_width, strict=True)]
+    return lambda: [gather() for gather in gathers]
+
+
+def _gather(numpy: Any, wide: int, pairs: list[tuple[int, memoryview]]) -> Callable[[], bytes]:
+    if not pairs:
+        return bytes
+    first = min(address for address, _ in pairs)
+    lying = [(address - first, sum(live.strides or ()), len(live)) for address, live in pairs]
+    places = [(offset + step * number) // wide for offset, step, count in lying for number in range(count)]
+    memory = numpy.frombuffer(_memory_at(first, (max(places) + 1) * wide, _READ), f"u{wide}")
+    index = numpy.array(places, numpy.intp)
+    return lambda: bytes(memory.take(index))
 
 
 _together: dict[int, _Together] = {}  # by the id of the first
@@ -121,24 +171,24 @@ def look_at(tensor: torch.Tensor) -> Look:
     known = _known.get(id(tensor))
     if known is None or known[0]() is not tensor or known[1] != tensor.data_ptr() or not known[2](tensor):
         return _first_look(tensor)
-    return known[1], known[3], known[4].tobytes(), known[4]
+    return known[1], known[3], known[4].tobytes(), 0, known[4]
 
 
 def _first_look(tensor: torch.Tensor) -> Look:
     if type(tensor) not in PLAIN:
-        return NO_LOOK
+        return None, (None, None, tensor.dtype), None, 0, None
     try:
         address, layout = tensor.data_ptr(), layout_of(tensor)
     except (RuntimeError, NotImplementedError):  # sparse and wrapped ones
-        return NO_LOOK
+        return None, (None, None, tensor.dtype), None, 0, None
     if not address or not tensor.is_cpu:
-        return address, layout, None, None
+        return address, layout, None, 0, None
     is_dense = tensor.is_contiguous() or (tensor.dim() > 1 and tensor.mT.is_contiguous())
     live = _window(address, tensor.nbytes if is_dense else tensor.element_size())
     number = id(tensor)
     forget = weakref.ref(tensor, lambda _: _known.pop(number, None))
     _known[number] = forget, address, same_layouts([tensor]), layout, live
-    return address, layout, live.tobytes(), live
+    return address, layout, live.tobytes(), 0, live
 
 
 # By id: where a tensor was found at the last look, how it lay there, and what shows samples of what stands there.
@@ -149,7 +199,7 @@ def _window(address: int, size: int) -> memoryview:
     """Samples of so many bytes of memory, without a copy: nothing is read here. An odd step does not stay within one
     column.
     """
-    wide = next(wide for wide in _KINDS if not size % wide)
+    wide = next(wide for wide in _KINDS if not size % wide and not address % wide)
     count = size // wide
     words: memoryview = _memory_at(address, size, _READ).cast(_KINDS[wide])
     return words[:: (count - 1) // (SAMPLES - 1) | 1] if count > SAMPLES else words
@@ -160,8 +210,8 @@ _memory_at.argtypes, _memory_at.restype, _READ = (c_void_p, c_ssize_t, c_int), p
 _KINDS: dict[int, Literal["Q", "I", "H", "B"]] = {8: "Q", 4: "I", 2: "H", 1: "B"}  # of words, by their width
 
 
-# Of a module and a key: the kind, the tensor that stands there, its dtype, and a look at it.
-PlaceNote = tuple[tuple[Any, str], str, torch.Tensor | None, torch.dtype | None, Look]
+# Of a module and a key: the kind, the tensor that stands there, and a look at it.
+PlaceNote = tuple[tuple[Any, str], str, torch.Tensor | None, Look]
 
 
 @frozen(eq=False)
@@ -176,11 +226,13 @@ class StatePlace:
     dtype: torch.dtype | None = None  # what it was of, when it stood there
 
     @classmethod
-    def noted(cls, note: PlaceNote) -> StatePlace:
-        """The place of which a capture took note."""
-        (module, key), kind, tensor, dtype, look = note
-        held: Any = (vars(module),) if kind == "attribute" else (module._parameters, module._buffers)
-        return cls(key, kind, tensor, held, as_sight(look), dtype)
+    def noted(cls, note: PlaceNote, homes: dict[int, Any]) -> StatePlace:
+        """The place of which a capture took note. `homes`: the dicts of modules that are known, by their ids."""
+        (module, key), kind, tensor, look = note
+        held: Any = (vars(module),) if kind == "attribute" else homes.get(id(module))
+        if held is None:
+            held = homes[id(module)] = (module._parameters, module._buffers)
+        return cls(key, kind, tensor, held, as_sight(look), look[1][2] if look[1] is not None else None)
 
     def now(self) -> torch.Tensor | None:
         """What stands there now."""
@@ -242,8 +294,9 @@ class Standing:
         self.lying = [tensor for tensor, sight in pairs if sight.address is not None]
         self.sights = [sight for _, sight in pairs if sight.address is not None]
         self.addresses = [sight.address for sight in self.sights]
-        self.live, self.seen = [sight.live for sight in self.sights], [sight.seen for sight in self.sights]
         self.lies = same_layouts(self.lying) if self._lie() else None
+        self.samples: Callable[[], list[bytes]] | None = None
+        self.seen: list[bytes] = []
 
     def __bool__(self) -> bool:
         """The addresses come before the samples: memory that a tensor has left may be gone."""
@@ -252,12 +305,22 @@ class Standing:
             all(map(operator.is_, now, self.tensors))
             and [*map(_address, self.lying)] == self.addresses
             and ((self.lies is not None and self.lies(*self.lying)) or self._lie())
-            and self.live == self.seen
+            and (self._same_samples() if self.samples is None else self.samples() == self.seen)
             and all(place.stands() for place in self.others)
         )
 
     def _lie(self) -> bool:
         return all(layout_of(t) == sight.layout for t, sight in zip(self.lying, self.sights, strict=True))
+
+    def _same_samples(self) -> bool:
+        """One by one. From then on all together."""
+        seen = [(sight.address or 0, sight.seen, sight.live) for sight in self.sights if sight.live is not None]
+        samples = _sampler([address for address, _, _ in seen], [live for _, _, live in seen])
+        now = samples()
+        if any(live.tobytes() != then for _, then, live in seen):
+            return False
+        self.samples, self.seen = samples, now
+        return True
 
 
 _address: Any = torch.Tensor.data_ptr
