@@ -18,7 +18,7 @@ import torch
 from attrs import define, evolve, frozen
 
 from .._core.graph import Graph
-from .._core.node import NO_MODES, Call, Context, Generator, Guard, Left, Ref, Source
+from .._core.node import NO_MODES, Call, Context, Generator, Guard, Left, Ref, Source, State
 from .._core.notes import add_note
 from .._core.pure import all_placed, mutate, placed
 from .._core.text import where as text_of
@@ -53,9 +53,12 @@ class Step:
         where = f"\n{text_of(self.source)}" if self.source is not None else ""
         return f"replaylens: raised by node {self.name} of the program{where}"
 
-    @property
-    def row(self) -> Any:
-        return self.read, self.call, self.slot, self.parts, self.dead
+    def row(self, nothing: int) -> Any:
+        """As the loop has it: with one slot that is forgotten, which for most is all, and what else there is to do.
+        `nothing`: a slot in which nothing stands.
+        """
+        more = (self.parts, self.dead[1:]) if self.parts or len(self.dead) > 1 else None
+        return self.read, self.call, self.slot, self.dead[0] if self.dead else nothing, more
 
 
 @frozen(eq=False)
@@ -117,13 +120,11 @@ def _interpret(code: Code, env: Env) -> Env:
         try:
             with modes(stretch.context):
                 for row in stretch.rows:
-                    read, call, slot, parts, dead = row
+                    read, call, slot, dead, more = row
                     env[slot] = call(*read(env))
-                    if parts:
-                        for path, part in parts:
-                            env[part] = _part(env[slot], path)
-                    for slot in dead:
-                        env[slot] = None
+                    if more is not None:
+                        _part_and_forget(env, slot, more)
+                    env[dead] = None
         except Exception as error:
             if row is not None:
                 number = next(n for n, other in enumerate(stretch.rows) if other is row)
@@ -131,6 +132,14 @@ def _interpret(code: Code, env: Env) -> Env:
                 add_note(error, stretch.notes[number])
             raise
     return env
+
+
+def _part_and_forget(env: Env, slot: int, more: Any) -> None:
+    parts, dead = more
+    for path, part in parts:
+        env[part] = _part(env[slot], path)
+    for other in dead:
+        env[other] = None
 
 
 def _part(value: Any, path: tuple[int, ...]) -> Any:
@@ -155,7 +164,7 @@ def compile_plan(
     for number in plan.guards:
         guards.setdefault(graph.guards[number].position, []).append(graph.guards[number])
     made: list[tuple[Context, Step]] = []
-    dying = _deaths(plan, layout)
+    dying = _deaths(graph, plan, layout)
     changed = {leaf for patch in patches.values() for tree, _ in patch for leaf in leaves(tree) if type(leaf) is Ref}
     apart = parted(graph, changed)
     for position in range(len(graph) + 1):
@@ -189,8 +198,10 @@ def compile_plan(
     executed = tuple([graph.nodes[p].name for p in plan.run])
     there = run.union(plan.supply)
     places = tuple([ref for position, refs in mode.places.items() if position in there for ref in refs])
+    nothing = layout.literal(None)
     template = tuple(layout.template)
-    return Code(template, _stretches(made), layout.slots, executed, stream.sets, places, stream.begun(graph))
+    stretches = _stretches(made, nothing)
+    return Code(template, stretches, layout.slots, executed, stream.sets, places, stream.begun(graph))
 
 
 def with_values_apart(node: Call, apart: frozenset[Ref]) -> Call:
@@ -206,23 +217,23 @@ def _patches_inside(graph: Graph, node: Call, patches: Patches) -> Patches:
     return {number: patches[position] for number, position in enumerate(positions) if position in patches}
 
 
-def _stretches(made: Sequence[tuple[Context, Step]]) -> tuple[Stretch, ...]:
+def _stretches(made: Sequence[tuple[Context, Step]], nothing: int) -> tuple[Stretch, ...]:
     found: list[Stretch] = []
     group: list[Step] = []
     last: Context | None = None
     for context, step in made:
         if context != last and group:
-            found.append(_stretch(last, group))
+            found.append(_stretch(last, group, nothing))
             group = []
         last = context
         group.append(step)
     if group:
-        found.append(_stretch(last, group))
+        found.append(_stretch(last, group, nothing))
     return tuple(found)
 
 
-def _stretch(context: Context | None, steps: list[Step]) -> Stretch:
-    rows, notes = tuple([step.row for step in steps]), tuple([step.note for step in steps])
+def _stretch(context: Context | None, steps: list[Step], nothing: int) -> Stretch:
+    rows, notes = tuple([step.row(nothing) for step in steps]), tuple([step.note for step in steps])
     return Stretch(context or NO_MODES, rows, notes, tuple([step.name if step.is_node else "" for step in steps]))
 
 
@@ -250,10 +261,11 @@ class _Layout:
         return len(self.template) - 1
 
 
-def _deaths(plan: Plan, layout: _Layout) -> dict[int, tuple[int, ...]]:
+def _deaths(graph: Graph, plan: Plan, layout: _Layout) -> dict[int, tuple[int, ...]]:
+    """What is forgotten after each step. The model's own tensors are not: it holds them."""
     dying: dict[int, list[int]] = {}
     for position, last in plan.last_use.items():
-        if position not in plan.kept:
+        if position not in plan.kept and not isinstance(graph.nodes[position], State):
             dying.setdefault(last, []).extend(layout.of_position[position])
     return {last: tuple(slots) for last, slots in dying.items()}
 
