@@ -11,9 +11,9 @@ import gc
 import operator
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from itertools import compress
 from types import FunctionType, MethodType
 from typing import Any
@@ -44,12 +44,23 @@ class Date:
 _KINDS = frozenset((torch.Tensor, nn.Parameter))
 
 
-def _listed_tensors() -> list[torch.Tensor]:
-    """The tensors that the collector lists. In C alone: another thread must not run on while everything is held here,
-    for a tuple that it is building would then be found shared.
-    """
+def _listed_tensors(kinds: Iterable[type] = _KINDS) -> list[torch.Tensor]:
+    """The tensors of these classes that the collector lists."""
+    if _refer_to_their_classes():
+        return [thing for thing in gc.get_referrers(*kinds) if type(thing) in kinds]
     things = gc.get_objects()
-    return list(compress(things, map(_KINDS.__contains__, map(type, things))))
+    return list(compress(things, map(frozenset(kinds).__contains__, map(type, things))))
+
+
+@cache
+def _refer_to_their_classes() -> bool:
+    """Does the collector find tensors by what refers to their classes, also those that C++ holds? To ask for all
+    objects instead is to hold a tuple that another thread is building, which fails there then.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        held = torch.zeros(1)
+        product = held * torch.zeros(1, requires_grad=True)  # keeps it for the backward
+        return product.grad_fn is not None and any(thing is held for thing in gc.get_referrers(torch.Tensor))
 
 
 @contextmanager
@@ -98,7 +109,7 @@ in_children(_in_a_child)
 
 def is_older(tensor: torch.Tensor, date: Date) -> bool:
     """Did this tensor exist at the date?"""
-    return id(tensor) in date.ids or not any(map(partial(operator.is_, tensor), gc.get_objects()))
+    return id(tensor) in date.ids or not any(other is tensor for other in _listed_tensors((type(tensor),)))
 
 
 def thread_marks() -> tuple[Any, ...]:
