@@ -26,6 +26,7 @@ from .._core.trees import own, own_attributes
 from .._core.world import alone, freed, in_children
 from .builder import Addresses
 from .scopes import addresses, module_table, other_addresses
+from .storage import storage_key
 
 _lock = threading.RLock()  # what an interrupt left may be left while another capture is entered
 _running: dict[object, int] = {}  # the captures that run, and their threads
@@ -191,6 +192,14 @@ class Origins:
                 if value is not None:
                     found.setdefault(id(value), (module, key))
         return found
+
+    def over(self, storage: int | None) -> torch.Tensor | None:
+        """The parameter or buffer that lay in this storage when the forward began."""
+        buffers = [value for _, held in self.begun for value in held.values()]
+        for tensor in (*self.parameters_at_start, *buffers) if storage is not None else ():
+            if tensor is not None and storage_key(tensor) == storage:
+                return tensor
+        return None
 
     def at_start(self, module: nn.Module, key: str) -> torch.Tensor | None:
         """The buffer that a module had under this name when the forward began; what it has now, if it had none."""

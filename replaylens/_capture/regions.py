@@ -212,7 +212,8 @@ def _stretch(
     with tracer.at_work(), _saving_apart():  # a custom function that it runs again is no call of the model's
         expected = differentiate(graph, begins, rest, cotangents, drawn_states, False)
     tree = Branch(dict, tuple(states.values()), tuple(states))
-    args = [graph, tuple(roots), tuple(others), pulled, tree, keep_graph]
+    there = (tuple(ends), tuple(starts)) if keep_graph else ()
+    args = [graph, tuple(roots), tuple(others), pulled, tree, keep_graph, there]
     context, site = tracer.context(), tracer.site()
     record = CallRecord(differentiate, "grad", args, None, None, context, tracer.scope, site, through=tuple(between))
     return record, expected

@@ -105,9 +105,10 @@ def _asked(subject: Subject, inputs: dict[str, torch.Tensor]) -> Law | None:
     again = {graph.positions[name]: twin for name, twin in twins.items()}
     try:
         branches = _OpenBranches() if subject.captured.recording.took_branch else nullcontext()
+        subject.begin()
+        leaves = _leaves(subject, inputs)  # before the forward, which may make others
         output = subject.forward(open_layers(), branches, given=given)
         pairs = side_by_side(output, graph.output)
-        leaves = _leaves(subject, inputs)
         wanted = _backward([(str(ref), tensor) for tensor, ref in pairs], leaves)
         subject.begin()
     except Exception:

@@ -211,7 +211,7 @@ def _attribute_departures(graph: Graph, ref: Ref, new: torch.Tensor) -> Iterator
 def _is_turned(graph: Graph, ref: Ref) -> bool:
     """Does the model turn the flag of this value, whatever it was: `h.detach().requires_grad_()`?"""
     node = graph[ref.node]
-    return isinstance(node, Call) and node.kind == "requiresgrad"
+    return isinstance(node, Call) and node.kind in ("requiresgrad", "parameter")
 
 
 def _flags(tensor: torch.Tensor) -> tuple[bool, bool]:
