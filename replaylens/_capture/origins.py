@@ -145,6 +145,7 @@ class Origins:
             name = "" if len(self.extra) == 1 else f"model{number + 1}"
             self.table.extend((m, p + shift if p >= 0 else -1, n or name) for m, p, n in inner)
         self.begun = [(module, dict(module._buffers)) for module, _, _ in self.table if module._buffers]
+        self.attributes_begun: list[tuple[nn.Module, dict[str, Any]]] = []  # those of the user's classes
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -301,6 +302,9 @@ class Origins:
         for module, _, _ in self.table:
             if path := _path_to(tensor, {k: v for k, v in vars(module).items() if not k.startswith("_")}, set(), 0):
                 return module, path.lstrip(".")
+        for module, first in self.attributes_begun:  # the forward has put something else there since
+            if key := next((key for key, value in first.items() if value is tensor and not key.startswith("_")), None):
+                return module, key
         return None
 
     def addresses(self) -> Addresses:
@@ -442,7 +446,12 @@ def _is_set(cell: Any) -> bool:
     return True
 
 
-def _path_to(tensor: torch.Tensor, thing: Any, seen: set[int], depth: int) -> str | None:
+def path_to(one: Any, thing: Any) -> str | None:
+    """The way from what hangs on a module to a tensor or container in it; None if there is none."""
+    return _path_to(one, thing, set(), 1)
+
+
+def _path_to(tensor: Any, thing: Any, seen: set[int], depth: int) -> str | None:
     """The way from an object to a tensor that hangs on it: `.anchors[2]`."""
     if thing is tensor:
         return ""

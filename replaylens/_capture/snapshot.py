@@ -42,6 +42,7 @@ class Snapshot:
     def __init__(self, modules: Iterable[nn.Module], inputs: Any, whole: bool = False) -> None:
         self.attributes: list[tuple[nn.Module, dict[str, Any]]] = []
         self.training: list[tuple[nn.Module, bool]] = []
+        self.extents: list[tuple[nn.Module, int]] = []  # of torch's own modules: how many attributes they have
         self.containers: list[tuple[Any, Any]] = []
         self.registered: list[tuple[Any, Any]] = []  # what modules hold: submodules, parameters, buffers
         self.hooked: list[nn.Module] = []  # all modules, and the hooks of those that have some
@@ -53,6 +54,7 @@ class Snapshot:
         ] = []  # of leaves that the forward freezes or thaws: known afterwards
         self.apart = _REGISTERED if whole else _TORCHS
         self.memories: list[_Memory] = []  # of buffers and other tensors: `set_` gives them others, `resize_` more
+        self.owners: dict[int, Any] = {}  # of plain objects: by the id of the dict of its attributes
         self._seen: set[int] = set()
         for module in modules:
             self._note_hooks(module)
@@ -60,13 +62,15 @@ class Snapshot:
             self.registered.extend(_held_by(module, fills))
             if module._buffers and type(module._buffers) in _DICTS:
                 self.memories.extend(filter(None, map(_memory_of, module._buffers.values())))
-            if of_torch and not whole:
+            if of_torch and not whole and not _has_more(module):
                 self.training.append((module, module.training))
+                self.extents.append((module, len(vars(module))))
                 continue
             self.attributes.append((module, {k: v for k, v in vars(module).items() if k not in self.apart}))
         for _, attributes in self.attributes:
             for value in attributes.values():
                 self._note(value, 3)
+        self.own = len(self.containers)  # that many hang on the modules
         self._note(inputs, 6)
         del self._seen
 
@@ -93,6 +97,7 @@ class Snapshot:
             return
         elif _is_plain(kind):  # type: ignore[arg-type]
             content = vars(value)
+            self.owners[id(content)] = value
             self._note(content, depth)
             return
         else:
@@ -159,6 +164,18 @@ def _kind_of(kind: type) -> tuple[bool, bool]:
     """Of a class of modules: is it torch's own, and may its forward fill what is empty?"""
     of_torch = kind.__module__.startswith("torch.nn.")
     return of_torch, not of_torch or issubclass(kind, _FILLED)
+
+
+def _has_more(module: nn.Module) -> bool:
+    """Has a module of torch's own attributes that others of its class have not?"""
+    count = len(vars(module))
+    usual = _usual.get(type(module))
+    if usual is None or count < usual:
+        _usual[type(module)] = count
+    return usual is not None and count > usual
+
+
+_usual: dict[type, int] = {}  # by class: the fewest attributes that a module was seen to have
 
 
 def _held_by(module: nn.Module, whole: bool) -> list[tuple[Any, Any]]:
