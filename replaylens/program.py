@@ -616,15 +616,16 @@ class Program(Held):
 
     def _require_settled(self) -> None:
         """Does the model's next forward do what the recorded one did, though that changed what it reads in Python?"""
-        if not (names := self.graph.altered) or self.graph.not_again:
+        record = self._record
+        if not (names := record.graph.altered) or record.graph.not_again:
             return
         what = f"the forward changes {' and '.join(f'`{name}`' for name in names[:3])}, which it reads"
         if self._beginning is None:
             raise ReplaylensError(
-                f"{what}: whether its next one does the same only the model can tell, and an edited program holds none. "
-                "Capture a model that keeps no such things, or call the model."
+                f"{what}: whether its next one does the same only the model can tell, which an edited program does not "
+                "hold.\nLet the model keep no such things, or call the model."
             )
-        if why := otherwise(self._beginning.model, self._record):
+        if why := otherwise(self._beginning.model, record):
             raise ReplaylensError(
                 f"{what}, and its next one {why}: a module goes the recorded path in each call. Capture the model "
                 "again, if it has settled by now, or call the model."

@@ -168,6 +168,7 @@ class Recording:
     changes: list[tuple[tuple[Any, str], Handle]] = field(factory=list)  # (module, key) and its value at the end
     replaced: list[tuple[Any, str]] = field(factory=list)  # (module, key): of changes, where another tensor stands now
     written_again: dict[int, None] = field(factory=dict)  # written in a checkpoint: memory by id, and its new values
+    checkpointed: set[int] = field(factory=set)  # the numbers of records that were made in a checkpoint
     computed_again: list[tuple[Any, str]] = field(factory=list)  # (module, key): of changes, what was written there
     removed: list[tuple[Any, str]] = field(factory=list)  # (module, key), where nothing stands any more
     born: list[tuple[Any, str]] = field(factory=list)  # (module, key), where something stands now and nothing stood

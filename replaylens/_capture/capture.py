@@ -38,7 +38,7 @@ from ..errors import CaptureError, ReplaylensError, UnannouncedWrite, Unsupporte
 from .account import account_of, timed
 from .altered import altered
 from .builder import Handle, Recording, SourceRecord, address_of, freeze, is_torch_code, last_name, line_of, versions_of
-from .checkpoints import leave_checkpoints
+from .checkpoints import computed_again, leave_checkpoints
 from .customs import by_its_class
 from .handing import hand_on
 from .hidden import behind
@@ -214,8 +214,7 @@ def _take_ends(forward: Forward, tracer: Tracer, output: Any) -> None:
     take_changes(tracer, forward.beginning.snapshot)
     if tracer.leaves_changes:
         recording.altered = altered(tracer, forward.beginning.snapshot)
-    again, values = recording.written_again, recording.values
-    recording.computed_again = [w for w, last in recording.changes if last in again or id(values[last]) in again]
+    recording.computed_again = computed_again(tracer)
     _take_touched(tracer)
     _require_one_storage(tracer)
     recording.left = tracer.draws.left()

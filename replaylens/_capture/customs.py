@@ -68,8 +68,12 @@ def _checkpointed(tracer: Recorder, body: Callable[..., Any], given: tuple[Any, 
     flags = [tensor.requires_grad for tensor in tensors]
     for tensor, flag in zip(tensors, flags, strict=True):
         tracer.ask("flags", torch.Tensor.requires_grad.__get__, (tensor,), {}, flag)  # type: ignore[attr-defined]
-    with nullcontext() if any(flags) else torch.no_grad():
-        return body(*given)
+    first = len(tracer.recording.records)
+    try:
+        with nullcontext() if any(flags) else torch.no_grad():
+            return body(*given)
+    finally:
+        tracer.recording.checkpointed.update(range(first, len(tracer.recording.records)))
 
 
 @define(eq=False)

@@ -26,7 +26,7 @@ class Likeness:
     def difference(self) -> str:
         """What the later one does otherwise, in words; empty if nothing."""
         one, two = self.first.graph, self.then.graph
-        written = {address: ref for address, ref in one.changes}, {address: ref for address, ref in two.changes}
+        written = dict(one.changes), dict(two.changes)
         if written[0].keys() != written[1].keys():
             return "writes other things"
         ends = [(ref, written[1][address]) for address, ref in written[0].items()]
@@ -61,7 +61,7 @@ class Likeness:
         if isinstance(before, Const) and isinstance(after, Const):
             values = self.first.value(Ref(before.name)), self.then.value(Ref(after.name))
             if before.origin.startswith("older"):  # the very same one, wherever the forward has it from
-                return values[0].data_ptr() == values[1].data_ptr()
+                return values[0] is values[1]
             return same_content(*values)
         return False
 

@@ -560,6 +560,8 @@ class Recorder(TorchFunctionMode):
         hooks: Any = _saved_hooks(False)
         if hooks is not None and not hooks[0].__module__.startswith("torch."):
             self.recording.one_way.append("saved_tensors_hooks")
+        if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
+            self.recording.checkpointed.add(len(self.recording.records))
         if key[2]:
             return self._autocast_context(key)
         known = self.contexts.get(key)

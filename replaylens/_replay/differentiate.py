@@ -40,9 +40,9 @@ def differentiate(
     of the stretch, by their number among its calls, take part: gradients go through them.
 
     Of a gradient that is differentiated again, `there` is that output as the program itself computed it, and `is_alive`
-    says that all of the stretch has run just now, with gradients. Then these are differentiated, as the model does: what
-    else reads the stretch adds its gradient to theirs before it goes further back. Run again the stretch gets its own
-    gradients apart, which add up to the same but for the last bits.
+    says that all of the stretch has run just now, with gradients. Then these are differentiated, as the model does:
+    what else reads the stretch adds its gradient to theirs before it goes further back. Run again the stretch gets its
+    own gradients apart, which add up to the same but for the last bits.
     """
     if is_alive and there and not patches and _is_one_history(*there):
         return torch.autograd.grad(*there, list(cotangents), create_graph=True, allow_unused=True)
