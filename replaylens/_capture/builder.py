@@ -172,6 +172,7 @@ class Recording:
     computed_again: list[tuple[Any, str]] = field(factory=list)  # (module, key): of changes, what was written there
     removed: list[tuple[Any, str]] = field(factory=list)  # (module, key), where nothing stands any more
     born: list[tuple[Any, str]] = field(factory=list)  # (module, key), where something stands now and nothing stood
+    collected: bool = False  # a backward pass of the forward's own left gradients in the model's parameters
     altered: list[tuple[Any, str]] = field(factory=list)  # (module, key), where a Python object is another one now
     rearranged: list[torch.nn.Module] = field(factory=list)  # modules that have other modules now, or other names
     places: list[PlaceNote] = field(factory=list)  # where the model holds what it read or wrote
@@ -286,6 +287,7 @@ def freeze(recording: Recording) -> Frozen:
         replaced=frozenset([address_of(addresses, where) for where in recording.replaced]),
         removed=tuple([address_of(addresses, where) for where in recording.removed]),
         not_again=tuple(_not_again(recording, addresses)),
+        collects=recording.collected,
         altered=tuple([address_of(addresses, where) for where in recording.altered]),
         orphans=frozenset(name for name, orphan in zip(names, orphans, strict=True) if orphan),
         computed_again=tuple([address_of(addresses, where) for where in recording.computed_again]),

@@ -20,11 +20,11 @@ from .._core.torch_private import peek_interpreter_stack, without_function_modes
 from .._core.trees import leaves
 from .._core.world import drawing_alone
 from ..errors import UnannouncedWrite
-from .builder import Handle, Recording, SourceRecord, version_of
+from .builder import Handle, Recording, SourceRecord
 from .recorder import Recorder, tensors_in
 from .regions import reads_of
 from .rules import How, Rule
-from .storage import Base, Entry, Memory
+from .storage import Base, Copied, Entry, Memory
 from .writes import append_write, write_record
 
 BOUND_BEFORE = (
@@ -110,35 +110,6 @@ class _Stood:
         return self.base.exposed is not None and not same_content(self.base.root, self.base.exposed)
 
 
-@define(eq=False)
-class _Copied:
-    """What was recorded of an argument's memory before the body ran: copies, in case that it writes there."""
-
-    base: Base
-    version: int
-    held: list[Handle]
-    values: dict[Handle, tuple[torch.Tensor, int, str | None]]
-
-    @staticmethod
-    def of(memory: Memory, base: Base) -> _Copied:
-        known, values, versions = memory.recording.gradients, memory.recording.values, memory.recording.versions
-        held = list(base.held)
-        there = {h: (values[h], versions[h], known.get(h)) for h in held if h not in memory.recording.gone}
-        memory.preserve(base)
-        return _Copied(base, version_of(base.root), held, there)
-
-    def put_back(self, recording: Recording) -> None:
-        """The values themselves, where nothing was written: what a parameter is, no copy of it is."""
-        if self.version < 0 or version_of(self.base.root) != self.version:
-            return
-        self.base.held = [*self.held, *[handle for handle in self.base.held if handle not in self.held]]
-        for handle, (value, version, history) in self.values.items():
-            if handle not in recording.gone:
-                recording.values[handle], recording.versions[handle] = value, version
-                if history is None:
-                    recording.gradients.pop(handle, None)
-
-
 class _Body:
     """The body of a custom function while it runs, and what becomes of its records."""
 
@@ -150,11 +121,11 @@ class _Body:
             self.state = torch.default_generator.get_state()
             self.tensors = tensors_in(args, kwargs)
             self.is_kept = _marks_dirty(kind)
-            self.copied: list[_Copied] = []
+            self.copied: list[Copied] = []
             if self.is_kept:
                 for base in {id(base): base for base in [memory.entry(t).base for t in self.tensors]}.values():
                     memory.share(base)
-                    self.copied.append(_Copied.of(memory, base))
+                    self.copied.append(Copied.of(memory, base))
             self.stood = [_Stood.of(memory, tensor) for tensor in self.tensors]
         self.site = tracer.site()
         self.mark = (len(recording.records), len(recording.guards), len(recording.values))

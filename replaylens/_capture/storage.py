@@ -485,6 +485,35 @@ class Memory:
         return found
 
 
+@define(eq=False)
+class Copied:
+    """What was recorded of some memory, where a call may write: it was copied, in case that it does."""
+
+    base: Base
+    version: int
+    held: list[Handle]
+    values: dict[Handle, tuple[torch.Tensor, int, str | None]]
+
+    @staticmethod
+    def of(memory: Memory, base: Base) -> Copied:
+        known, values, versions = memory.recording.gradients, memory.recording.values, memory.recording.versions
+        held = list(base.held)
+        there = {h: (values[h], versions[h], known.get(h)) for h in held if h not in memory.recording.gone}
+        memory.preserve(base)
+        return Copied(base, version_of(base.root), held, there)
+
+    def put_back(self, recording: Recording) -> None:
+        """The values themselves, where nothing was written after all: what a parameter is, no copy of it is."""
+        if self.version < 0 or version_of(self.base.root) != self.version:
+            return
+        self.base.held = [*self.held, *[handle for handle in self.base.held if handle not in self.held]]
+        for handle, (value, version, history) in self.values.items():
+            if handle not in recording.gone:
+                recording.values[handle], recording.versions[handle] = value, version
+                if history is None:
+                    recording.gradients.pop(handle, None)
+
+
 def geometry_step(tensor: torch.Tensor, base: Base) -> Any:
     """A view by its geometry alone, relative to the base."""
     root = base.root
