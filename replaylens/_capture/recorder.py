@@ -19,7 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from .._core.node import ITSELF
-from .._core.pure import Hole, blank, clear, fill, filled, fills_memory, parameter
+from .._core.pure import Hole, blank, clear, fill, filled, fills_memory, new_parameter
 from .._core.target import Target
 from .._core.torch_private import (
     count_dispatch_modes,
@@ -508,7 +508,7 @@ class Recorder(TorchFunctionMode):
             steps = (geometry_step(tensor, base),)
         if tensor.is_leaf and not tensor._is_view():  # `as_subclass` makes a view, `nn.Parameter` a leaf of its own
             if tensor.requires_grad:
-                steps = (*steps, step_tree(parameter, (Hole.HERE,), None, (), True))
+                steps = (*steps, step_tree(new_parameter, (Hole.HERE,), None, (), True))
             elif isinstance(tensor, nn.Parameter) or (_grad_enabled() and root.requires_grad):
                 steps = (*steps, step_tree(torch.Tensor.detach, (Hole.HERE,), None, (), _grad_enabled()))
         if type(tensor) is not type(root) and (type(tensor) not in plain or type(root) not in plain):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from attrs import define, field
 
-from .._core.pure import Hole, Step, as_strided_from, history_of, parameter, same_content, standing, take_step
+from .._core.pure import Hole, Step, as_strided_from, history_of, new_parameter, same_content, standing, take_step
 from .._core.sharing import sparse_parts
 from .._core.target import Target
 from .._core.torch_private import unset_fake_temporarily, without_function_modes
@@ -83,7 +83,7 @@ class Entry:
     def is_detached(self) -> bool:
         """Do gradients end on the way from the base, or go elsewhere?"""
         functions = [step.items[0].function for step in self.steps]
-        return any(function in (standing, parameter) or detaches(function) for function in functions)
+        return any(function in (standing, new_parameter) or detaches(function) for function in functions)
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:

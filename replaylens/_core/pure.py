@@ -412,9 +412,12 @@ def needing(tensor: torch.Tensor) -> torch.Tensor:
     return fresh_leaf(tensor) if peek_interpreter_stack() is None else tensor.detach()
 
 
-def parameter(tensor: torch.Tensor) -> torch.Tensor:
+def new_parameter(tensor: torch.Tensor) -> torch.Tensor:
     """What `nn.Parameter` makes of a tensor: a leaf of its own, over the same memory."""
-    return fresh_leaf(tensor) if peek_interpreter_stack() is None else tensor.detach()
+    if peek_interpreter_stack() is not None:
+        return tensor.detach()
+    is_kept = not tensor.is_inference() or torch.is_inference_mode_enabled()
+    return tensor.detach().requires_grad_() if is_kept else fresh_leaf(tensor)
 
 
 def alias(tensor: torch.Tensor, number: int | None = None) -> torch.Tensor:

@@ -26,7 +26,9 @@ from .layouts import EXPOSURES, Layouts, asked_of, geometry, is_lazy
 
 Tensors = Mapping[Ref, torch.Tensor]
 UNKNOWN = "not known"
-_PARTING = frozenset("unbind split chunk tensorsplit hsplit vsplit dsplit splitwithsizes".split())  # into several views
+_PARTING = frozenset(
+    "unbind split chunk tensor_split hsplit vsplit dsplit split_with_sizes".split()
+)  # into several views
 SOME = "there"  # the answer where the model only asks whether there is something
 WALK = "next_functions"
 _FOLLOWED = frozenset("requires_grad is_leaf grad_fn is_inference".split())
@@ -212,7 +214,7 @@ def _attribute_departures(graph: Graph, ref: Ref, new: torch.Tensor) -> Iterator
 def _is_turned(graph: Graph, ref: Ref) -> bool:
     """Does the model turn the flag of this value, whatever it was: `h.detach().requires_grad_()`?"""
     node = graph[ref.node]
-    return isinstance(node, Call) and node.kind in ("requiresgrad", "parameter")
+    return isinstance(node, Call) and node.kind in ("requiresgrad", "newparameter")
 
 
 def _flags(tensor: torch.Tensor) -> tuple[bool, bool]:
@@ -331,7 +333,7 @@ class _Flags:
         for call in self.graph.calls:
             if call.target.function is copied and not flagged.isdisjoint(call.refs):
                 yield Departure(f"whether {call.refs[0]} can be copied by deepcopy", "True", UNKNOWN, call.source)
-            if call.kind in _PARTING and not (self.graph.written & flagged).isdisjoint(call.refs):
+            if call.target.short in _PARTING and not (self.graph.written & flagged).isdisjoint(call.refs):
                 what = f"whether the parts that {call.name} gives can be written"
                 yield Departure(what, "True", UNKNOWN, call.source, "exception")
             if writes_out(call) and not flagged.isdisjoint(call.refs):
