@@ -240,13 +240,14 @@ def test_training_by_the_module_is_training_the_model(name):
     assert all(map(torch.equal, got, wanted))
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("name", AGAIN)
 def test_what_a_checkpoint_assigns_of_what_stood_there_is_refused_with_gradients(name):
     model, x, batches = made(AGAIN[name])
     module = rl.capture(model, x).module()
     with pytest.raises(rl.NotDifferentiable, match="in a checkpoint"):
         module(batches[0])
+    if "reentrant" in name:  # it goes by whether what it is given needs gradients
+        return
     with torch.no_grad():
         twin, x, batches = made(AGAIN[name])
         twin(x)
