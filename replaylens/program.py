@@ -16,7 +16,7 @@ from graphviz import Source
 
 from ._capture.capture import Captured, record
 from ._capture.fake import outlined
-from ._capture.rerun import as_run, lived, rehearsed, undisturbed
+from ._capture.rerun import as_run, lived, otherwise, rehearsed, undisturbed
 from ._capture.snapshot import Beginning
 from ._capture.spots import Counterparts
 from ._check.check import check as check_record
@@ -595,6 +595,7 @@ class Program(Held):
         """The program, or a slice of it, as an `nn.Module`. Its parameters are the model's own, under their own names:
         training it trains the model. It gives the same output, and gradients, for inputs of the recorded shapes.
         """
+        self._require_settled()
         return ProgramModule((self if from_ is None and to is None else self.slice(from_, to))._record)
 
     def refresh(self) -> Program:
@@ -612,6 +613,23 @@ class Program(Held):
         return Program(_record=record, _output=output, _history=(*self.history, f"to({words})"))
 
     # -- below ---------------------------------------------------------------------------------------------------------
+
+    def _require_settled(self) -> None:
+        """Does the model's next forward do what the recorded one did, though that changed what it reads in Python?"""
+        record = self._record
+        if not (names := record.graph.altered) or record.graph.not_again:
+            return
+        what = f"the forward changes {' and '.join(f'`{name}`' for name in names[:3])}, which it reads"
+        if self._beginning is None:
+            raise ReplaylensError(
+                f"{what}: whether its next one does the same only the model can tell, which an edited program does not "
+                "hold.\nLet the model keep no such things, or call the model."
+            )
+        if why := otherwise(self._beginning.model, record):
+            raise ReplaylensError(
+                f"{what}, and its next one {why}: a module goes the recorded path in each call. Capture the model "
+                "again, if it has settled by now, or call the model."
+            )
 
     def _keeping(self, wish: Wish) -> Program:
         """The program with the values that a wish means, and no others."""

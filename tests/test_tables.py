@@ -12,6 +12,7 @@ import torch
 
 PACKAGES = "_capture", "_check", "_edit", "_lens", "_many", "_replay", "_study", "_view"
 OTHERS = {  # words of other kinds: of modules, of callers' options, of bytecode, of what is shown
+    "_capture.altered._FEEDS": "methods of containers",
     "_capture.asked._ASKING": "names of Python's own",
     "_capture.branches._ADDS": "bytecode",
     "_capture.hidden._PYTHONS_OWN": "modules of Python's own",
@@ -30,6 +31,7 @@ OTHERS = {  # words of other kinds: of modules, of callers' options, of bytecode
     "_capture.origins._HIDDEN": "attributes of a module",
     "_capture.snapshot._REGISTERED": "attributes of a module",
     "_capture.snapshot._TORCHS": "attributes of a module",
+    "_capture.tracer._BY_FLAGS": "kinds of rules",
     "_capture.tracer._BY_NO_CONTENT": "kinds of rules",
     "_capture.tracer._STEP_HOOKS": "methods of steps of a backward pass",
     "_check.aten.QUIET": "namespaces of operators",
@@ -49,7 +51,7 @@ OTHERS = {  # words of other kinds: of modules, of callers' options, of bytecode
     "_view.vis.DIRECTIONS": "options",
 }
 OWN = frozenset(  # operations that the package itself puts into programs, by the kind that a person reads
-    "identity copied standing hook".split()
+    "identity copied standing hook newparameter".split()
 )
 OF_OLDER_TORCH = frozenset("has_names names rename rename_ refine_names align_to".split())  # named tensors
 

@@ -168,9 +168,12 @@ class Recording:
     changes: list[tuple[tuple[Any, str], Handle]] = field(factory=list)  # (module, key) and its value at the end
     replaced: list[tuple[Any, str]] = field(factory=list)  # (module, key): of changes, where another tensor stands now
     written_again: dict[int, None] = field(factory=dict)  # written in a checkpoint: memory by id, and its new values
+    checkpointed: set[int] = field(factory=set)  # the numbers of records that were made in a checkpoint
     computed_again: list[tuple[Any, str]] = field(factory=list)  # (module, key): of changes, what was written there
     removed: list[tuple[Any, str]] = field(factory=list)  # (module, key), where nothing stands any more
     born: list[tuple[Any, str]] = field(factory=list)  # (module, key), where something stands now and nothing stood
+    collected: bool = False  # a backward pass of the forward's own left gradients in the model's parameters
+    altered: list[tuple[Any, str]] = field(factory=list)  # (module, key), where a Python object is another one now
     rearranged: list[torch.nn.Module] = field(factory=list)  # modules that have other modules now, or other names
     places: Callable[[], Iterable[PlaceNote]] = tuple  # where the model holds what it read or wrote
     given: dict[Handle, torch.Tensor] = field(factory=dict)  # inputs, by objects of our own
@@ -284,6 +287,8 @@ def freeze(recording: Recording) -> Frozen:
         replaced=frozenset([address_of(addresses, where) for where in recording.replaced]),
         removed=tuple([address_of(addresses, where) for where in recording.removed]),
         not_again=tuple(_not_again(recording, addresses)),
+        collects=recording.collected,
+        altered=tuple([address_of(addresses, where) for where in recording.altered]),
         orphans=frozenset(name for name, orphan in zip(names, orphans, strict=True) if orphan),
         computed_again=tuple([address_of(addresses, where) for where in recording.computed_again]),
         asked=_asked(recording, codes, refs, to_ref, scopes),

@@ -36,8 +36,9 @@ from .._replay.replay import Record, Versions
 from .._replay.state import StatePlace
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite, UnsupportedModel
 from .account import account_of, timed
+from .altered import altered
 from .builder import Handle, Recording, SourceRecord, address_of, freeze, is_torch_code, last_name, line_of, versions_of
-from .checkpoints import leave_checkpoints
+from .checkpoints import computed_again, leave_checkpoints
 from .customs import by_its_class
 from .handing import hand_on
 from .hidden import behind
@@ -171,6 +172,7 @@ def _look(forward: Forward, recording: Recording, origins: Origins, deep: bool) 
     _require_ready(origins)
     if forward.begun is not None:
         forward.begun((recording, forward.beginning))
+    origins.attributes_begun = forward.beginning.snapshot.attributes
     deep = deep or reaches_scripts(origins)
     with dated() as date:
         tracer = forward.tracer(recording, origins, date, deep, forward.beginning.unknown)
@@ -210,8 +212,9 @@ def _take_ends(forward: Forward, tracer: Tracer, output: Any) -> None:
     note_hooks(tracer)
     note_writes_from_outside(tracer)
     take_changes(tracer, forward.beginning.snapshot)
-    again, values = recording.written_again, recording.values
-    recording.computed_again = [w for w, last in recording.changes if last in again or id(values[last]) in again]
+    if tracer.leaves_changes:
+        recording.altered = altered(tracer, forward.beginning.snapshot)
+    recording.computed_again = computed_again(tracer)
     _take_touched(tracer)
     _require_one_storage(tracer)
     recording.left = tracer.draws.left()

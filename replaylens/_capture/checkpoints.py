@@ -17,6 +17,10 @@ from typing import Any
 from torch.utils.checkpoint import checkpoint
 
 from .._core.torch_private import leave_saving_hooks_alone, top_saving_hooks
+from .._core.trees import leaves
+from .builder import Handle, Recording, SourceRecord, parts_of
+from .recorder import Recorder
+from .settled import code_of
 
 _hooks: Any = top_saving_hooks
 _leave_hooks_alone: Any = leave_saving_hooks_alone
@@ -40,6 +44,49 @@ def beneath_checkpoint() -> bool:
         if frame.f_code.co_filename == _FILE:
             return True
         frame = frame.f_back
+    return False
+
+
+def computed_again(recorder: Recorder) -> list[tuple[Any, str]]:
+    """Where the backward of the model writes once more what the forward wrote: (module, key). In place, or by assigning
+    another tensor that is made of what stood there; one that is made of other things comes out the same again.
+    """
+    recording = recorder.recording
+    again, values = recording.written_again, recording.values
+    found = {id(last): last in again or id(values[last]) in again for _, last in recording.changes}
+    if not all(found.values()) and (recording.checkpointed or _may_be_hidden(recorder)):
+        made = {int(h): n for n, record in enumerate(recording.records) for _, h in parts_of(record.returns)}
+        wheres = {(id(module), key) for (module, key), _ in recording.changes}
+        for _, last in recording.changes:
+            inside = made.get(int(last)) in recording.checkpointed or not recording.checkpointed
+            found[id(last)] |= inside and _is_made_of(recording, made, last, wheres)
+    return [where for where, last in recording.changes if found[id(last)]]
+
+
+def _may_be_hidden(recorder: Recorder) -> bool:
+    """Without gradients a checkpoint leaves no mark. Does the model's code speak of one?"""
+    if recorder.recording.ambient[0] or not recorder.recording.changes:
+        return False
+    code = code_of(recorder.recording.model, recorder.origins.modules)
+    return any("checkpoint" in name for one in code for name in one.co_names)
+
+
+def _is_made_of(recording: Recording, made: dict[int, int], last: Handle, wheres: set[tuple[int, str]]) -> bool:
+    """Does a value come of what stood at one of these places?"""
+    stack, seen = [int(last)], set[int]()
+    while stack:
+        handle = stack.pop()
+        if handle in seen or handle not in made:
+            continue
+        seen.add(handle)
+        record = recording.records[made[handle]]
+        if isinstance(record, SourceRecord):
+            where = record.where
+            if record.kind not in ("input", "constant") and (id(where[0]), where[1]) in wheres:
+                return True
+        else:
+            trees = (*record.args, *(record.kwargs or {}).values())
+            stack.extend(int(leaf) for leaf in leaves(trees) if type(leaf) is Handle)
     return False
 
 

@@ -24,7 +24,7 @@ from .builder import Handle, Recording, SourceRecord
 from .recorder import Recorder, tensors_in
 from .regions import reads_of
 from .rules import How, Rule
-from .storage import Base, Entry, Memory
+from .storage import Base, Copied, Entry, Memory
 from .writes import append_write, write_record
 
 BOUND_BEFORE = (
@@ -68,8 +68,12 @@ def _checkpointed(tracer: Recorder, body: Callable[..., Any], given: tuple[Any, 
     flags = [tensor.requires_grad for tensor in tensors]
     for tensor, flag in zip(tensors, flags, strict=True):
         tracer.ask("flags", torch.Tensor.requires_grad.__get__, (tensor,), {}, flag)  # type: ignore[attr-defined]
-    with nullcontext() if any(flags) else torch.no_grad():
-        return body(*given)
+    first = len(tracer.recording.records)
+    try:
+        with nullcontext() if any(flags) else torch.no_grad():
+            return body(*given)
+    finally:
+        tracer.recording.checkpointed.update(range(first, len(tracer.recording.records)))
 
 
 @define(eq=False)
@@ -117,10 +121,11 @@ class _Body:
             self.state = torch.default_generator.get_state()
             self.tensors = tensors_in(args, kwargs)
             self.is_kept = _marks_dirty(kind)
+            self.copied: list[Copied] = []
             if self.is_kept:
                 for base in {id(base): base for base in [memory.entry(t).base for t in self.tensors]}.values():
                     memory.share(base)
-                    memory.preserve(base)
+                    self.copied.append(Copied.of(memory, base))
             self.stood = [_Stood.of(memory, tensor) for tensor in self.tensors]
         self.site = tracer.site()
         self.mark = (len(recording.records), len(recording.guards), len(recording.values))
@@ -133,6 +138,9 @@ class _Body:
         wrote = [first for first in memory.written[self.writes :] if first < self.mark[2]]
         with without_function_modes(), tracer.at_work():
             unseen = [stood for stood in self.stood if stood.is_rewritten_unseen]
+            for copied in self.copied:
+                if not any(stood.base is copied.base for stood in unseen):
+                    copied.put_back(recording)
             dirty = [t for t in tensors_in((out,), {}) if any(t is given for given in self.tensors)]
         is_closed = _is_closed(recording, self.mark, own) and _is_plain(self.args, self.kwargs)
         self._require_announced(dirty, unseen)

@@ -22,7 +22,10 @@ def turn(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
     wanted = func.__name__ != "detach_" and bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
     before = tensor.requires_grad
     if before == wanted or not tensor.is_leaf or recorder.functorch or tensor.is_inference():
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if before is wanted is False and not recorder.recording.ambient[0]:  # with gradients this may raise, or freeze
+            recorder.ask("flags", torch.Tensor.requires_grad.__get__, (tensor,), {}, False)  # type: ignore[attr-defined]
+        return result
     source = recorder.read(tensor)
     _keep_as_it_was(recorder, source, tensor, before)
     result = func(*args, **kwargs)

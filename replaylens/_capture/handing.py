@@ -16,12 +16,15 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from typing import Any, TypeGuard
 
-from attrs import define
+from attrs import define, evolve
 
+from .._core.graph import Graph
 from .._core.lazy import cached_property
+from .._core.node import Call, Node, Ref
 from .._core.pure import alias, mutate
+from .._core.target import Target
 from .._core.trees import ATOMS, leaves, remake
-from .builder import Addresses, CallRecord, GuardRecord, Handle, Recording, bypassed, parts_of
+from .builder import Addresses, CallRecord, GuardRecord, Handle, Recording, bypassed, frozen_context, parts_of
 from .storage import storage_key
 
 
@@ -199,9 +202,9 @@ def _put_in(recording: Recording, new: list[_New]) -> None:
             records.append(_alias(recording, new[number]))
         where.append(len(records))
         if position < len(recording.records):
-            records.append(names.read_at(recording.records[position], position))
-    through = _through(recording, new, at)
-    recording.records = [_moved(record, where, through) for record in records]
+            record = names.read_at(recording.records[position], position)
+            records.append(_with_aliases(recording, record, position, new, where, at))
+    recording.records = records
     handed = [(n, names.handed(tree, turn), *rest) for turn, (n, tree, *rest) in enumerate(recording.scope_outputs)]
     _move(recording, where, names.in_tree, names.read_at)
     ends = [end for _, _, end, _ in recording.scope_outputs]
@@ -300,23 +303,66 @@ class _Instead(_Renamed):
 
 def _alias(recording: Recording, one: _New) -> CallRecord:
     """The record of a value that a module hands on. Gradients pass, wherever the module stands."""
-    context = (True, *recording.ambient[1:]) if not recording.ambient[1] else recording.ambient
+    context = _context_of_alias(recording)
     return CallRecord(alias, "identity", [one.source, one.number], {}, one.handle, context, one.scope, None)
 
 
-def _through(recording: Recording, new: list[_New], at: dict[int, int]) -> Callable[[tuple[int, ...]], list[int]]:
-    """Of the records that a gradient runs again, further ones: the aliases of what they make."""
-    made = {h: n for n, record in enumerate(recording.records) for _, h in parts_of(record.returns)}
-    of: dict[int, list[int]] = {}
-    for number, one in enumerate(new):
-        of.setdefault(made.get(one.old, -1), []).append(at[number])
-    return lambda numbers: [place for number in numbers for place in of.get(number, ())]
+def _context_of_alias(recording: Recording) -> Any:
+    return (True, *recording.ambient[1:]) if not recording.ambient[1] else recording.ambient
 
 
-def _moved(record: Any, where: list[int], further: Callable[[tuple[int, ...]], list[int]]) -> Any:
+def _with_aliases(
+    recording: Recording, record: Any, position: int, new: list[_New], where: list[int], at: dict[int, int]
+) -> Any:
+    """The record of a gradient, with the new aliases of what it runs again: those that stood there by then."""
     if not isinstance(record, CallRecord) or not record.through:
         return record
-    return record._replace(through=tuple(sorted([*[where[n] for n in record.through], *further(record.through)])))
+    stretch, *others = record.args
+    made: dict[Handle, Ref] = {}
+    for number, inner in zip(record.through, stretch.calls, strict=True):
+        made.update({h: Ref(inner.name, path) for path, h in parts_of(recording.records[number].returns)})
+    own = {number: one for number, one in enumerate(new) if one.old in made and one.at <= position}
+    handles = {ref: handle for handle, ref in made.items()}
+    made.update({one.handle: Ref(f"handed_{number}") for number, one in own.items()})
+
+    def standing(turn: int) -> Callable[[Any], Any]:
+        """What stands for a value of the stretch before a record."""
+
+        def read(leaf: Any) -> Any:
+            passed = [one for one in own.values() if one.at <= turn and one.old == handles.get(leaf)]
+            return made[passed[-1].handle] if type(leaf) is Ref and passed else leaf
+
+        return read
+
+    calls = dict(zip(record.through, stretch.calls, strict=True))
+    nodes: list[Node] = [node for node in stretch.nodes if not isinstance(node, Call)]
+    for turn, number in sorted(
+        [*[(n, -1) for n in record.through], *[(one.at, k) for k, one in own.items()]], key=_turn
+    ):
+        if number < 0:
+            call, read = calls[turn], standing(turn)
+            kwargs = tuple([(key, remake(value, read)) for key, value in call.kwargs])
+            nodes.append(evolve(call, args=tuple([remake(arg, read) for arg in call.args]), kwargs=kwargs))
+        else:
+            one, name = own[number], f"handed_{number}"
+            context = frozen_context(_context_of_alias(recording))
+            args, meaning = (made[one.source], one.number), (recording.meaning(one.old),)
+            target = Target.of(alias)
+            nodes.append(Call(name, "identity", target, args, (), Ref(name), meaning=meaning, context=context))
+    through = tuple(sorted([*[where[n] for n in record.through], *[at[number] for number in own]]))
+    graph = evolve(stretch, nodes=tuple(nodes), output=remake(stretch.output, standing(position)))
+    return record._replace(args=[graph, *others], through=through)
+
+
+def _turn(one: tuple[int, int]) -> tuple[int, bool, int]:
+    """Aliases come before the record at which they stand."""
+    return one[0], one[1] < 0, one[1]
+
+
+def _moved(record: Any, where: list[int]) -> Any:
+    if not isinstance(record, CallRecord) or not record.through:
+        return record
+    return record._replace(through=tuple([where[n] for n in record.through]))
 
 
 def _moved_guard(guard: GuardRecord, where: list[int]) -> GuardRecord:
@@ -334,7 +380,7 @@ def _take_out(recording: Recording, idle: set[int]) -> None:
     kept = [n for n in range(len(recording.records)) if n not in idle]
     where = [bisect_left(kept, n) for n in range(len(recording.records) + 1)]
     records = [names.read_at(recording.records[n], n) for n in kept]
-    recording.records = [_moved(_without(record, idle), where, lambda numbers: []) for record in records]
+    recording.records = [_moved(_without(record, idle), where) for record in records]
     _move(recording, where, names.in_tree, names.read_at)
     of = recording.view_of.items()
     recording.view_of = {handle: tuple([instead.get(one, one) for one in views]) for handle, views in of}
@@ -342,6 +388,25 @@ def _take_out(recording: Recording, idle: set[int]) -> None:
 
 def _without(record: Any, idle: set[int]) -> Any:
     """The record of a gradient without aliases that are no more, among what it runs again."""
-    if not isinstance(record, CallRecord) or not record.through:
+    if not isinstance(record, CallRecord) or idle.isdisjoint(record.through):
         return record
-    return record._replace(through=tuple([n for n in record.through if n not in idle]))
+    stretch, *others = record.args
+    gone: dict[Ref, Ref] = {}
+    for number, inner in zip(record.through, stretch.calls, strict=True):
+        if number in idle:
+            gone[Ref(inner.name)] = gone.get(inner.args[0], inner.args[0])
+    args = [_without_nodes(stretch, gone), *others]
+    return record._replace(args=args, through=tuple([n for n in record.through if n not in idle]))
+
+
+def _without_nodes(stretch: Graph, gone: dict[Ref, Ref]) -> Graph:
+    """The stretch without some of its calls: what reads them reads what they are of."""
+    read = lambda leaf: gone.get(leaf, leaf) if type(leaf) is Ref else leaf  # noqa: E731
+    nodes: list[Node] = []
+    for node in stretch.nodes:
+        if isinstance(node, Call):
+            args = tuple([remake(arg, read) for arg in node.args])
+            node = evolve(node, args=args, kwargs=tuple([(key, remake(value, read)) for key, value in node.kwargs]))
+        if Ref(node.name) not in gone:
+            nodes.append(node)
+    return evolve(stretch, nodes=tuple(nodes), output=remake(stretch.output, read))

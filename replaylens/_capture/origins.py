@@ -28,6 +28,7 @@ from .builder import Addresses
 from .collecting import collect_new, set_aside, set_back
 from .scopes import addresses, module_table, other_addresses
 from .snapshot import Held
+from .storage import storage_key
 
 _lock = threading.RLock()  # what an interrupt left may be left while another capture is entered
 _running: dict[object, int] = {}  # the captures that run, and their threads
@@ -138,6 +139,7 @@ class Origins:
         self.held = Held(self.modules)  # when the forward begins
         self.parameters_at_start = [value for _, _, held in self.held.parameters for value in held.values()]
         self.begun = self.held.buffers
+        self.attributes_begun: list[tuple[nn.Module, dict[str, Any]]] = []  # those of the user's classes
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -190,6 +192,14 @@ class Origins:
                 if value is not None:
                     found.setdefault(id(value), (module, key))
         return found
+
+    def over(self, storage: int | None) -> torch.Tensor | None:
+        """The parameter or buffer that lay in this storage when the forward began."""
+        buffers = [value for _, _, held in self.begun for value in held.values()]
+        for tensor in (*self.parameters_at_start, *buffers) if storage is not None else ():
+            if tensor is not None and storage_key(tensor) == storage:
+                return tensor
+        return None
 
     def at_start(self, module: nn.Module, key: str) -> torch.Tensor | None:
         """The buffer that a module had under this name when the forward began; what it has now, if it had none."""
@@ -291,6 +301,9 @@ class Origins:
         for module, _, _ in self.table:
             if path := _path_to(tensor, {k: v for k, v in vars(module).items() if not k.startswith("_")}, set(), 0):
                 return module, path.lstrip(".")
+        for module, first in self.attributes_begun:  # the forward has put something else there since
+            if key := next((key for key, value in first.items() if value is tensor and not key.startswith("_")), None):
+                return module, key
         return None
 
     def addresses(self) -> Addresses:
@@ -432,7 +445,12 @@ def _is_set(cell: Any) -> bool:
     return True
 
 
-def _path_to(tensor: torch.Tensor, thing: Any, seen: set[int], depth: int) -> str | None:
+def path_to(one: Any, thing: Any) -> str | None:
+    """The way from what hangs on a module to a tensor or container in it; None if there is none."""
+    return _path_to(one, thing, set(), 1)
+
+
+def _path_to(tensor: Any, thing: Any, seen: set[int], depth: int) -> str | None:
     """The way from an object to a tensor that hangs on it: `.anchors[2]`."""
     if thing is tensor:
         return ""

@@ -19,7 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from .._core.node import ITSELF
-from .._core.pure import Hole, blank, clear, fill, filled, fills_memory
+from .._core.pure import Hole, blank, clear, fill, filled, fills_memory, new_parameter
 from .._core.target import Target
 from .._core.torch_private import (
     count_dispatch_modes,
@@ -444,6 +444,9 @@ class Recorder(TorchFunctionMode):
             return self.source("attribute", tensor, where)
         if older:
             return self.source("constant", tensor, "older than the capture")
+        if (own := self.origins.over(storage_key(tensor))) is not None:  # `nn.Parameter(self.weight)`
+            self.read(own)
+            return self.alias_without_call(tensor, self.memory.entry(own).base)
         if self.draws.holds(tensor):
             self.recording.generator_read["torch.get_rng_state"] = None
             return self.source("constant", tensor, "a generator's state")
@@ -504,12 +507,11 @@ class Recorder(TorchFunctionMode):
             root.storage_offset(),
         ):
             steps = (geometry_step(tensor, base),)
-        if (
-            isinstance(tensor, nn.Parameter)
-            or (_grad_enabled() and tensor.is_leaf and tensor.requires_grad)
-            or (_grad_enabled() and root.requires_grad > tensor.requires_grad)
-        ):
-            steps = (*steps, step_tree(torch.Tensor.detach, (Hole.HERE,), None, (), _grad_enabled()))
+        if tensor.is_leaf and not tensor._is_view():  # `as_subclass` makes a view, `nn.Parameter` a leaf of its own
+            if tensor.requires_grad:
+                steps = (*steps, step_tree(new_parameter, (Hole.HERE,), None, (), True))
+            elif isinstance(tensor, nn.Parameter) or (_grad_enabled() and root.requires_grad):
+                steps = (*steps, step_tree(torch.Tensor.detach, (Hole.HERE,), None, (), _grad_enabled()))
         if type(tensor) is not type(root) and (type(tensor) not in plain or type(root) not in plain):
             steps = (*steps, step_tree(torch.Tensor.as_subclass, (Hole.HERE, type(tensor)), None, (), _grad_enabled()))
         handle = base.handle
@@ -559,6 +561,8 @@ class Recorder(TorchFunctionMode):
         hooks: Any = _saved_hooks(False)
         if hooks is not None and not hooks[0].__module__.startswith("torch."):
             self.recording.one_way.append("saved_tensors_hooks")
+        if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
+            self.recording.checkpointed.add(len(self.recording.records))
         if key[2]:
             return self._autocast_context(key)
         known = self.contexts.get(key)

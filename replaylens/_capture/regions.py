@@ -143,6 +143,8 @@ def backward_call(tracer: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
     tracer.recording.records.append(record._replace(returns=returns))
     for tensor, old, new in zip(inputs, before, returns, strict=True):
         if new is not None:
+            if isinstance(tensor, torch.nn.Parameter) and id(tensor) in tracer.start_ids:
+                tracer.recording.collected = True
             _accumulate(tracer, tensor, old, new)
     return result
 
@@ -212,7 +214,8 @@ def _stretch(
     with tracer.at_work(), _saving_apart():  # a custom function that it runs again is no call of the model's
         expected = differentiate(graph, begins, rest, cotangents, drawn_states, False)
     tree = Branch(dict, tuple(states.values()), tuple(states))
-    args = [graph, tuple(roots), tuple(others), pulled, tree, keep_graph]
+    there = (tuple(ends), tuple(starts)) if keep_graph else ()
+    args = [graph, tuple(roots), tuple(others), pulled, tree, keep_graph, there]
     context, site = tracer.context(), tracer.site()
     record = CallRecord(differentiate, "grad", args, None, None, context, tracer.scope, site, through=tuple(between))
     return record, expected

@@ -17,6 +17,7 @@ from torch import nn
 
 from .._core.graph import Graph
 from .._core.node import Call, Const, Input, Node, Ref, State, value_of
+from .._core.pure import as_leaf
 from .._core.sharing import begin_together
 from .._core.text import listing
 from .._core.trees import freeze_deep, leaves, thaw, thaw_shared
@@ -32,6 +33,7 @@ from ..errors import DivergedReplay, StaleValue
 from .aims import Aim, Aims, aim_at, aims_of
 from .builder import Handle, Recording
 from .capture import Captured, Forward, flags_of, looked, put_generators_back, record_of, require_supported
+from .likeness import Likeness
 from .live import LiveTracer, Stage
 from .origins import Date, Origins
 from .randomness import lent_generators
@@ -72,6 +74,19 @@ def _rehearsed(turn: Turn, model: Any, args: tuple[Any, ...], kwargs: dict[str, 
     beginning.lent = frozenset(map(id, lent_generators(model, args, kwargs)))
     beginning.snapshot.flags = flags_of(captured.recording)
     return captured
+
+
+def otherwise(model: Any, record: Record) -> str:
+    """What the model would do otherwise than recorded in its next forward, on the recorded inputs; empty if nothing."""
+    graph = record.graph
+    given = lambda leaf: as_leaf(record.value(leaf)) if type(leaf) is Ref else leaf  # noqa: E731
+    args, kwargs = thaw_shared(graph.inputs, given)
+    try:
+        with recorded_world(True, graph), modes(graph.ambient):
+            found = record_of(rehearsed(model, args, kwargs))
+    except Exception as error:
+        return f"raises {type(error).__name__}"
+    return Likeness(record, found).difference()
 
 
 def lived(beginning: Beginning, record: Record, request: Request, given: Any = None) -> Lived:

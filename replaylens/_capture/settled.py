@@ -24,10 +24,15 @@ _OF_ALL = frozenset(
 
 def is_made_unasked(key: str, model: Any, modules: Collection[Any]) -> bool:
     """Is a name in modules first written in all code of a model that speaks of it?"""
+    found = {_first_use(code, key) for code in code_of(model, modules)}
+    return "store" in found and "load" not in found
+
+
+def code_of(model: Any, modules: Collection[Any]) -> Iterator[CodeType]:
+    """All code of a model that a forward may run: the user's, not torch's."""
     holders = [vars(thing) for module in modules for thing in (module, *type(module).__mro__)]
     functions = [model, *[thing for held in holders for name, thing in held.items() if name != "__init__"]]
-    found = {_first_use(code, key) for function in _reached(functions) for code in _codes(function.__code__)}
-    return "store" in found and "load" not in found
+    return (code for function in _reached(functions) for code in _codes(function.__code__))
 
 
 @lru_cache(maxsize=4096)

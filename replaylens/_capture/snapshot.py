@@ -86,7 +86,9 @@ class Snapshot:
         self, modules: Iterable[nn.Module], inputs: Any, whole: bool = False, held: Held | None = None
     ) -> None:
         self.attributes: list[tuple[nn.Module, dict[str, Any]]] = []
-        self.training: list[tuple[nn.Module, bool]] = []
+        self.plain: list[
+            tuple[nn.Module, bool, int]
+        ] = []  # torch's own modules: their mode, how many attributes they have
         self.containers: list[tuple[Any, Any]] = []
         self.hooked: list[nn.Module] = []  # all modules, and the hooks of those that have some
         self.hooks: dict[int, dict[Any, Any]] = {}
@@ -97,6 +99,7 @@ class Snapshot:
         ] = []  # of leaves that the forward freezes or thaws: known afterwards
         self.apart = _REGISTERED if whole else _TORCHS
         self.memories: list[_Memory] = []  # of buffers and other tensors: `set_` gives them others, `resize_` more
+        self.owners: dict[int, Any] = {}  # of plain objects: by the id of the dict of its attributes
         self._seen: set[int] = set()
         if held is None:
             modules = list(modules)
@@ -106,13 +109,14 @@ class Snapshot:
             self.memories.extend(filter(None, map(_memory_of, buffers.values())))
         for module in modules:
             self._note_hooks(module)
-            if not whole and _is_of_torch(type(module)):  # type: ignore[arg-type]
-                self.training.append((module, module.training))
+            if not whole and _is_of_torch(type(module)) and not _has_more(module):  # type: ignore[arg-type]
+                self.plain.append((module, module.training, len(vars(module))))
                 continue
             self.attributes.append((module, {k: v for k, v in vars(module).items() if k not in self.apart}))
         for _, attributes in self.attributes:
             for value in attributes.values():
                 self._note(value, 3)
+        self.own = len(self.containers)  # that many hang on the modules
         self._note(inputs, 6)
         del self._seen
 
@@ -139,6 +143,7 @@ class Snapshot:
             return
         elif _is_plain(kind):  # type: ignore[arg-type]
             content = vars(value)
+            self.owners[id(content)] = value
             self._note(content, depth)
             return
         else:
@@ -161,7 +166,7 @@ class Snapshot:
         now.hooked, now.hooks = [], {}
         for module in self.hooked:
             now._note_hooks(module)
-        now.training = [(module, module.training) for module, _ in self.training]
+        now.plain = [(module, module.training, count) for module, _, count in self.plain]
         now.held = self.held.again()
         now.containers = [(container, type(content)(container)) for container, content in self.containers]
         now.memories = [one for old in self.memories if (one := _memory_of(old.tensor)) is not None]
@@ -188,7 +193,7 @@ class Snapshot:
             if not _same(hooks, content):
                 hooks.clear()
                 hooks.update(content)
-        for module, training in self.training:
+        for module, training, _ in self.plain:
             module.training = training
         for _, restore in self.restored:
             restore()
@@ -210,6 +215,18 @@ def _is_of_torch(kind: type) -> bool:
 def _may_fill(kind: type) -> bool:
     """May the forward of such a module put something where nothing is?"""
     return not _is_of_torch(kind) or issubclass(kind, _FILLED)
+
+
+def _has_more(module: nn.Module) -> bool:
+    """Has a module of torch's own attributes that others of its class have not?"""
+    count = len(vars(module))
+    usual = _usual.get(type(module))
+    if usual is None or count < usual:
+        _usual[type(module)] = count
+    return usual is not None and count > usual
+
+
+_usual: dict[type, int] = {}  # by class: the fewest attributes that a module was seen to have
 
 
 _FILLED = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)

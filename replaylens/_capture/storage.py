@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from attrs import define, field
 
-from .._core.pure import Hole, Step, as_strided_from, history_of, same_content, standing, take_step
+from .._core.pure import Hole, Step, as_strided_from, history_of, new_parameter, same_content, standing, take_step
 from .._core.sharing import sparse_parts
 from .._core.target import Target
 from .._core.torch_private import unset_fake_temporarily, without_function_modes
@@ -83,7 +83,7 @@ class Entry:
     def is_detached(self) -> bool:
         """Do gradients end on the way from the base, or go elsewhere?"""
         functions = [step.items[0].function for step in self.steps]
-        return any(function is standing or detaches(function) for function in functions)
+        return any(function in (standing, new_parameter) or detaches(function) for function in functions)
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
@@ -483,6 +483,35 @@ class Memory:
                     continue
                 found.append((known.tensor, known.base.handle))
         return found
+
+
+@define(eq=False)
+class Copied:
+    """What was recorded of some memory, where a call may write: it was copied, in case that it does."""
+
+    base: Base
+    version: int
+    held: list[Handle]
+    values: dict[Handle, tuple[torch.Tensor, int, str | None]]
+
+    @staticmethod
+    def of(memory: Memory, base: Base) -> Copied:
+        known, values, versions = memory.recording.gradients, memory.recording.values, memory.recording.versions
+        held = list(base.held)
+        there = {h: (values[h], versions[h], known.get(h)) for h in held if h not in memory.recording.gone}
+        memory.preserve(base)
+        return Copied(base, version_of(base.root), held, there)
+
+    def put_back(self, recording: Recording) -> None:
+        """The values themselves, where nothing was written after all: what a parameter is, no copy of it is."""
+        if self.version < 0 or version_of(self.base.root) != self.version:
+            return
+        self.base.held = [*self.held, *[handle for handle in self.base.held if handle not in self.held]]
+        for handle, (value, version, history) in self.values.items():
+            if handle not in recording.gone:
+                recording.values[handle], recording.versions[handle] = value, version
+                if history is None:
+                    recording.gradients.pop(handle, None)
 
 
 def geometry_step(tensor: torch.Tensor, base: Base) -> Any:

@@ -315,7 +315,12 @@ class Tracer(Recorder):
 
         What a call within this one raised is known from there; gradients and transforms raise by what is no content.
         """
-        if self.functorch or rule.special in _BY_NO_CONTENT or _was_seen(error, _DOORS) or not tensors_in(args, kwargs):
+        if self.functorch or _was_seen(error, _DOORS) or not (tensors := tensors_in(args, kwargs)):
+            return
+        if rule.special in _BY_NO_CONTENT:
+            if rule.special in _BY_FLAGS:
+                with without_function_modes(), self.at_work():
+                    self._came_of_flags(tensors)
             return
         try:
             with without_function_modes(), self.at_work():
@@ -808,6 +813,7 @@ def _was_seen(error: BaseException, doors: tuple[CodeType, ...]) -> bool:
 _HANDLES = torch.overrides.handle_torch_function
 _DOORS = (Tracer.__torch_function__.__code__,)
 _BY_NO_CONTENT = frozenset("differentiate backward grad_mode dual hook turn higher_order expose deepcopy".split())
+_BY_FLAGS = frozenset("differentiate backward hook turn deepcopy".split())
 _STEP_HOOKS = frozenset(("register_hook", "register_prehook"))
 _WORDS = frozenset((torch.Tensor.__repr__, torch.Tensor.__str__, torch.Tensor.__format__))
 _GRAD_FN: Any = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]

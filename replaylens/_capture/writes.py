@@ -26,7 +26,7 @@ from .late import note_late_write
 from .randomness import as_drawn
 from .recorder import Recorder, geometry_of, number_parts, tensors_in
 from .rules import How, Rule
-from .storage import FORKED, Base, Entry, geometry_step, may_flow, meet, step_tree, storage_key
+from .storage import FORKED, Base, Copied, Entry, geometry_step, may_flow, meet, step_tree, storage_key
 from .twins import twin_of
 
 WRITTEN_STANDING = (
@@ -70,8 +70,7 @@ def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, tar
     record = write_record(recorder, func, args, kwargs, targets, entries, bases, draw.draws is not None)
     geometry = [geometry_of(target) for target in targets]
     counters = [version_of(base.root) for base in bases]
-    for base in bases:
-        recorder.memory.preserve(base)
+    copied = [Copied.of(recorder.memory, base) for base in bases]
     try:
         start = _now()
         out = draw(func, args, kwargs)
@@ -83,8 +82,8 @@ def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, tar
             raise CaptureError(
                 f"`{rule.kind}` wrote a part and then raised {error!r}; what it left cannot be known."
             ) from error
-        for base in bases:
-            base.held.append(base.handle)
+        for one in copied:
+            one.put_back(recorder.recording)
         raise
     if [geometry_of(target) for target in targets] != geometry:
         return _outgrown(recorder, rule, func, args, kwargs, targets, out, site)

@@ -17,13 +17,12 @@ from torch.overrides import TorchFunctionMode
 
 from .._capture.origins import Origins
 from .._capture.scopes import addresses
-from .._core.node import Call, Ref
+from .._core.node import Ref
 from .._core.sameness import difference, same
 from .._core.torch_private import HigherOrderOperator
 from .._core.trees import thaw
-from .._replay.differentiate import differentiate
 from .._replay.facts import Around, departures
-from .._replay.replay import Record, execute
+from .._replay.replay import execute
 from .._replay.request import Request
 from ..errors import DivergedReplay, NotDifferentiable, StaleValue
 from .outputs import side_by_side
@@ -31,8 +30,6 @@ from .report import Finding, Law
 from .subject import UNSTEADY, Subject, open_layers
 
 NAME = "gradients"
-AGAIN = "the forward takes gradients itself, and a replay adds them up in another order"
-_LAST_BITS = 64  # roundings that may set two sums of the same numbers apart, of the largest of them
 
 
 def gradients(subject: Subject) -> Law:
@@ -105,9 +102,10 @@ def _asked(subject: Subject, inputs: dict[str, torch.Tensor]) -> Law | None:
     again = {graph.positions[name]: twin for name, twin in twins.items()}
     try:
         branches = _OpenBranches() if subject.captured.recording.took_branch else nullcontext()
+        subject.begin()
+        leaves = _leaves(subject, inputs)  # before the forward, which may make others
         output = subject.forward(open_layers(), branches, given=given)
         pairs = side_by_side(output, graph.output)
-        leaves = _leaves(subject, inputs)
         wanted = _backward([(str(ref), tensor) for tensor, ref in pairs], leaves)
         subject.begin()
     except Exception:
@@ -123,7 +121,7 @@ def _asked(subject: Subject, inputs: dict[str, torch.Tensor]) -> Law | None:
         found = _backward([(str(ref), ran[ref]) for _, ref in pairs], leaves)
     except Exception as error:
         return Law(NAME, len(leaves), (Finding(NAME, "", f"a replay's backward raises {type(error).__name__}"),))
-    return _compared(subject.record, wanted, found)
+    return _compared(wanted, found)
 
 
 def _leaves(subject: Subject, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -157,13 +155,12 @@ def _backward(outputs: Sequence[tuple[str, torch.Tensor]], leaves: dict[str, tor
     return _Backward(dict(zip(leaves, made, strict=True)), {name: output.requires_grad for name, output in outputs})
 
 
-def _compared(record: Record, wanted: _Backward, found: _Backward) -> Law:
-    failures, special = [], []
+def _compared(wanted: _Backward, found: _Backward) -> Law:
+    failures = []
     for name, needs in wanted.needing.items():
         if found.needing[name] != needs:
             words = ("needs", "does not") if needs else ("does not need", "does")
             failures.append(Finding(NAME, name, f"the model's output {words[0]} gradients, a replay's {words[1]}"))
-    closely = any(isinstance(n, Call) and n.target.function is differentiate for n in record.graph.nodes)
     for name, gradient in wanted.gradients.items():
         other = found.gradients[name]
         if gradient is None or other is None:
@@ -173,24 +170,5 @@ def _compared(record: Record, wanted: _Backward, found: _Backward) -> Law:
                 failures.append(Finding(NAME, "", fact))
         elif not same(gradient, other):
             far = difference(gradient, other)
-            if closely and _but_last_bits(gradient, other):
-                special.append(Finding(NAME, "", AGAIN, difference=far))
-            else:
-                failures.append(
-                    Finding(NAME, "", f"the gradient of {name} is another than the model's", difference=far)
-                )
-    return Law(
-        NAME,
-        len(wanted.gradients),
-        tuple(failures),
-        tuple(special),
-        unit="leaves",
-        holds="the model's own, bit for bit",
-    )
-
-
-def _but_last_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype or one.layout is not torch.strided:
-        return False
-    most = _LAST_BITS * torch.finfo(one.dtype).eps * one.abs().max()
-    return bool(((one - other).abs() <= most).all())
+            failures.append(Finding(NAME, "", f"the gradient of {name} is another than the model's", difference=far))
+    return Law(NAME, len(wanted.gradients), tuple(failures), unit="leaves", holds="the model's own, bit for bit")

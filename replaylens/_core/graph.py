@@ -34,6 +34,8 @@ class Graph:
     computed_again: tuple[str, ...] = ()  # of these, what a checkpoint wrote: the model's backward writes it once more
     removed: tuple[str, ...] = ()  # addresses where it put None, or that it deleted
     not_again: tuple[str, ...] = ()  # why the model's next forward may take another path, in words
+    collects: bool = False  # its forward leaves gradients in the model's parameters, by `.backward()`
+    altered: tuple[str, ...] = field(default=(), eq=False)  # counters, lists and the like that it changes and reads
     orphans: frozenset[str] = frozenset()  # neither come from an input nor reach an output
     written: frozenset[Ref] = frozenset()  # the first values of memory that the model writes
     asks_identity: bool = False  # code that ran asks whether one object is another

@@ -412,6 +412,14 @@ def needing(tensor: torch.Tensor) -> torch.Tensor:
     return fresh_leaf(tensor) if peek_interpreter_stack() is None else tensor.detach()
 
 
+def new_parameter(tensor: torch.Tensor) -> torch.Tensor:
+    """What `nn.Parameter` makes of a tensor: a leaf of its own, over the same memory."""
+    if peek_interpreter_stack() is not None:
+        return tensor.detach()
+    is_kept = not tensor.is_inference() or torch.is_inference_mode_enabled()
+    return tensor.detach().requires_grad_() if is_kept else fresh_leaf(tensor)
+
+
 def alias(tensor: torch.Tensor, number: int | None = None) -> torch.Tensor:
     """The tensor itself: what a module that hands its input on computes; or the n-th that a module hands on, where the
     module itself has read or kept it.

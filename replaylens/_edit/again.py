@@ -35,7 +35,7 @@ def _has_changed(old: Graph, new: Graph, call: Call, refs: Mapping[Ref, Ref]) ->
 
 
 def _with_stretch(old: Graph, new: Graph, call: Call, refs: Mapping[Ref, Ref]) -> Call:
-    stretch, roots, _, pulled, states, keep_graph = call.args
+    stretch, roots, _, pulled, states, keep_graph, _ = call.args
     outer = _outward(call, refs)
     members = _members(old, new, call, {leaf.node for leaf in leaves(remake(stretch.output[0], outer))}, roots)
     names = {member.name for member in members}
@@ -48,9 +48,9 @@ def _with_stretch(old: Graph, new: Graph, call: Call, refs: Mapping[Ref, Ref]) -
     reads += [leaf for leaf in leaves(remake(stretch.output, outer)) if type(leaf) is Ref]
     further = tuple(dict.fromkeys(ref for ref in reads if ref.node not in names and ref not in roots))
     made = _stretch_of(new, stretch, (*roots, *further), members, outer)
-    return evolve(
-        call, args=(made, roots, further, pulled, states, keep_graph), through=tuple([m.name for m in members])
-    )
+    there = remake(stretch.output, outer) if keep_graph else ()
+    args = (made, roots, further, pulled, states, keep_graph, there)
+    return evolve(call, args=args, through=tuple([m.name for m in members]))
 
 
 def _outward(call: Call, refs: Mapping[Ref, Ref]) -> Any:

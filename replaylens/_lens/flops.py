@@ -191,7 +191,7 @@ _FREE = frozenset(
         indexselect gather scatter indexput indexcopy indexfill take takealongdim maskedfill maskedscatter
         maskedselect where embedding pad constantpadnd roll flip fliplr flipud rot90 unfold fold pixelshuffle
         pixelunshuffle channelshuffle diagonal diag diagembed tril triu asstrided to type typeas float double
-        half bfloat16 int long bool cpu cuda copy detach data requiresgrad hook zero fill zeros ones full
+        half bfloat16 int long bool cpu cuda copy detach data requiresgrad newparameter hook zero fill zeros ones full
         empty zeroslike oneslike fulllike emptylike newzeros newones newfull newempty newtensor tensor
         astensor scalartensor arange linspace eye rand randn randint randperm randlike randnlike normal
         bernoulli uniform multinomial nonzero argsort sort topk unique meshgrid atleast1d atleast2d atleast3d

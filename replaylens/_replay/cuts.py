@@ -143,7 +143,7 @@ def hidden(graph: Graph) -> dict[Ref, Call]:
     """
     found: dict[Ref, Call] = {}
     for call in graph.calls:
-        if call.target.name == differentiate_name and call.args[-1] is True:
+        if call.target.name == differentiate_name and call.args[5] is True:
             found.update({ref: call for name in call.through for ref in meanings_of(graph[name])})
         elif call.target.function is mutate:
             found.update({ref: call for ref in call.args[-1][len(call.returns[1]) :] if type(ref) is Ref})

@@ -30,19 +30,35 @@ def differentiate(
     cotangents: tuple[Any, ...],
     states: dict[str, torch.Tensor],
     keep_graph: bool,
+    there: tuple[Tensors, Tensors] | tuple[()] = (),
     patches: Patches = MappingProxyType({}),
+    is_alive: bool = False,
 ) -> tuple[Any, ...]:
     """The gradients of the graph's first output group with respect to its second.
 
     The graph's inputs are the starts, then the others. Its output is (outputs, with respect to what). Patches at nodes
     of the stretch, by their number among its calls, take part: gradients go through them.
+
+    Of a gradient that is differentiated again, `there` is that output as the program itself computed it, and `is_alive`
+    says that all of the stretch has run just now, with gradients. Then these are differentiated, as the model does:
+    what else reads the stretch adds its gradient to theirs before it goes further back. Run again the stretch gets its
+    own gradients apart, which add up to the same but for the last bits.
     """
+    if is_alive and there and not patches and _is_one_history(*there):
+        return torch.autograd.grad(*there, list(cotangents), create_graph=True, allow_unused=True)
     if peek_interpreter_stack() is not None:
         return _by_transform(graph, starts, others, cotangents, states, patches)
     with torch.enable_grad():
         begun = tuple([s if s.requires_grad and keep_graph else s.detach().requires_grad_() for s in starts])
         outputs, targets = _run(graph, begun, others, states, patches)
         return torch.autograd.grad(outputs, targets, list(cotangents), create_graph=keep_graph, allow_unused=True)
+
+
+def _is_one_history(outputs: Tensors, targets: Tensors) -> bool:
+    """Can gradients go back through what has run, as they are?"""
+    if peek_interpreter_stack() is not None or torch.compiler.is_compiling():
+        return False
+    return all(value.requires_grad for value in (*outputs, *targets))
 
 
 def _run(

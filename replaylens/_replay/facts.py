@@ -16,8 +16,8 @@ import torch
 from attrs import field, frozen
 
 from .._core.graph import Graph
-from .._core.node import Call, Guard, Input, Ref, TensorMeaning, meanings_of
-from .._core.pure import alias, in_layout, mutate, same_content
+from .._core.node import Call, Guard, Input, Ref, State, TensorMeaning, meanings_of
+from .._core.pure import alias, copied, in_layout, mutate, same_content
 from .._core.sameness import attached
 from .._core.torch_private import is_wrapped
 from .._core.trees import Branch, named_paths
@@ -26,6 +26,9 @@ from .layouts import EXPOSURES, Layouts, asked_of, geometry, is_lazy
 
 Tensors = Mapping[Ref, torch.Tensor]
 UNKNOWN = "not known"
+_PARTING = frozenset(
+    "unbind split chunk tensor_split hsplit vsplit dsplit split_with_sizes".split()
+)  # into several views
 SOME = "there"  # the answer where the model only asks whether there is something
 WALK = "next_functions"
 _FOLLOWED = frozenset("requires_grad is_leaf grad_fn is_inference".split())
@@ -211,7 +214,7 @@ def _attribute_departures(graph: Graph, ref: Ref, new: torch.Tensor) -> Iterator
 def _is_turned(graph: Graph, ref: Ref) -> bool:
     """Does the model turn the flag of this value, whatever it was: `h.detach().requires_grad_()`?"""
     node = graph[ref.node]
-    return isinstance(node, Call) and node.kind == "requiresgrad"
+    return isinstance(node, Call) and node.kind in ("requiresgrad", "newparameter")
 
 
 def _flags(tensor: torch.Tensor) -> tuple[bool, bool]:
@@ -321,7 +324,18 @@ class _Flags:
         for ref in self.graph.written.intersection(flagged, self.given):
             if self.given[ref].is_leaf:
                 yield Departure(f"whether {ref}, which the model writes, needs gradients", "False", "True")
+        if not self.graph.ambient.grad:
+            for ref in self.graph.written:
+                node = self.graph[ref.node]
+                if isinstance(node, State) and self._was(ref):
+                    what = f"whether {node.address}, which the model writes and which needs gradients, can be written"
+                    yield Departure(what, "True", UNKNOWN, None, "exception")
         for call in self.graph.calls:
+            if call.target.function is copied and not flagged.isdisjoint(call.refs):
+                yield Departure(f"whether {call.refs[0]} can be copied by deepcopy", "True", UNKNOWN, call.source)
+            if call.target.short in _PARTING and not (self.graph.written & flagged).isdisjoint(call.refs):
+                what = f"whether the parts that {call.name} gives can be written"
+                yield Departure(what, "True", UNKNOWN, call.source, "exception")
             if writes_out(call) and not flagged.isdisjoint(call.refs):
                 what = f"whether {call.name}, which gives `out=`, is asked for gradients"
                 yield Departure(what, "False", "True", call.source)

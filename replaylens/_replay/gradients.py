@@ -21,7 +21,7 @@ from .._core.notes import notes_of
 from .._core.pure import mutate, placed
 from .._core.reference import Unpickled
 from .._core.trees import leaves, thaw
-from ..errors import BadMetric, NoGradient
+from ..errors import BadMetric, NoGradient, NotDifferentiable, ReplaylensError
 from .cuts import Cuts, hidden
 from .replay import Executed, Record, execute, version
 from .request import At, Request
@@ -142,13 +142,15 @@ def gradients(
     """One replay, one backward pass. `of` may read any part of the output."""
     graph = record.graph
     with _differentiating():
-        ran = _executed(record, evolve(request, at=asked.refs, whole=False), asked)
+        with _refusing(graph):
+            ran = _executed(record, evolve(request, at=asked.refs, whole=False), asked)
         outputs = _outputs(ran, graph)
         metric = _metric(of, graph, outputs)
         places = ran.code.places
         ends = [ref for ref, value in outputs.items() if value.requires_grad]
         wanted = [*[ran[ref] for ref in places], *[outputs[ref] for ref in ends]]
-        found: Sequence[Any] = torch.autograd.grad(metric, wanted, allow_unused=True)
+        with _refusing(graph):
+            found: Sequence[Any] = torch.autograd.grad(metric, wanted, allow_unused=True)
     values = dict(zip(places, found, strict=False))
     at_ends = dict(zip(ends, found[len(places) :], strict=True))
     constant = [p for p, changes in ran.request.changed.items() if not any(change.follows for change in changes)]
@@ -161,6 +163,32 @@ def gradients(
         replaced=frozenset([graph.nodes[position].name for position in constant]),
     )
     return Grads(metric.detach(), asked, find, values, at_ends, cuts)
+
+
+@contextmanager
+def _refusing(graph: Graph) -> Iterator[None]:
+    """Within, torch may find that it has no backward for a call: the model's own would raise that, too."""
+    try:
+        yield
+    except ReplaylensError:
+        raise
+    except RuntimeError as error:
+        why = str(error).partition("\n")[0]
+        layouts = {meaning.layout for node in graph.nodes for meaning in meanings_of(node).values()}
+        has_mkldnn = any("mkldnn" in str(layout) for layout in layouts)
+        is_missing = isinstance(error, NotImplementedError) or ("derivative" in why and "is not implemented" in why)
+        if not (is_missing or has_mkldnn):
+            raise
+        kind = " of a model that computes with mkldnn tensors, few of whose kernels have one" if has_mkldnn else ""
+        raise NotDifferentiable(
+            "\n".join(
+                [
+                    f"torch itself has no backward for a call{kind}, and the model's own raises the same: {why[:200]}",
+                    "Ask for gradients behind that call alone: at=[...].",
+                    *notes_of(error),
+                ]
+            )
+        ) from error
 
 
 def _executed(record: Record, request: Request, asked: Asked) -> Executed:

@@ -183,6 +183,8 @@ def compile_plan(
             step = _call_step(with_values_apart(node, apart.get(node.name, NONE)), layout, states, mode, here, turn)
             if inside := _patches_inside(graph, node, patches):
                 step = evolve(step, call=partial(step.call, patches=inside))
+            elif mode.grad and node.through and all(graph.positions.get(name) in run for name in node.through):
+                step = evolve(step, call=partial(step.call, is_alive=True))
             made.append((_context(node.context, graph.ambient, mode), step))
         after = [_patch_step(node, layout, tree, apart_from(stream, change)) for tree, change in patch]
         if place:

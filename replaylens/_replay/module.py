@@ -131,6 +131,7 @@ class ProgramModule(Holder):
         if grad and any(tensor.requires_grad for tensor in sources.values()):
             require_differentiable(record, Request(grad=True))
             _require_written_once(graph)
+            _require_left_alone(graph)
         code, supply = self._compiled(grad)
         env = list(code.template)
         for name in supply:
@@ -329,6 +330,16 @@ def _require_written_once(graph: Graph) -> None:
             "backward computes the checkpoint again. A program computes nothing again, so that they would end "
             "otherwise.\nTurn checkpoints off and capture the model again, or train the model itself; without "
             "gradients (torch.no_grad()) the module can be called."
+        )
+
+
+def _require_left_alone(graph: Graph) -> None:
+    """Gradients are asked for: does the forward itself leave any in the model's parameters?"""
+    if graph.collects:
+        raise NotDifferentiable(
+            "the forward calls `.backward()`, which adds gradients to those of the model's parameters. A program adds "
+            "none: training by it would be another.\nTake them by torch.autograd.grad, or name the tensors that "
+            "are to have them (`inputs=[...]`); without gradients (torch.no_grad()) the module can be called."
         )
 
 

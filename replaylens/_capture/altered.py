@@ -1,0 +1,104 @@
+"""What a forward leaves otherwise on its modules besides tensors: counters, flags, lists that grow.
+
+In: the Snapshot of where the forward began. Out: the attributes of modules that hold something else now, or something
+else within, and that the model's code reads. What it only ever counts up or appends to decides nothing. Whether the
+next forward does another thing for it, the model alone can tell: see `Program.module`.
+"""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Collection, Iterator
+from functools import lru_cache
+from types import CodeType
+from typing import Any
+
+import torch
+
+from .._core.trees import ATOMS
+from .._replay.state import PLAIN
+from .origins import path_to
+from .recorder import Recorder
+from .settled import code_of
+from .snapshot import Snapshot
+
+_FEEDS = frozenset("append appendleft extend add update clear insert".split())
+_MISSING = object()
+
+
+def altered(recorder: Recorder, snapshot: Snapshot) -> list[tuple[Any, str]]:
+    """Where Python objects stand on modules that are others now, or hold others, and are read: (module, key)."""
+    found = {(id(module), key): (module, key) for module, key in _changed(snapshot)}
+    if not found:
+        return []
+    codes = list(code_of(recorder.recording.model, recorder.origins.modules))
+    return [(module, key) for module, key in found.values() if not _is_only_fed(key, codes)]
+
+
+def _changed(snapshot: Snapshot) -> Iterator[tuple[Any, str]]:
+    for module, first in snapshot.attributes:
+        now = vars(module)
+        for key in dict.fromkeys([*first, *now]):
+            if key not in snapshot.apart and not _is_same(first.get(key, _MISSING), now.get(key, _MISSING)):
+                yield module, key
+    for module, _, count in snapshot.plain:
+        if len(vars(module)) != count:
+            yield from ((module, key) for key in list(vars(module))[count:] if type(vars(module)[key]) not in PLAIN)
+    for container, content in snapshot.containers[: snapshot.own]:
+        if not _holds_the_same(container, content):
+            holder = snapshot.owners.get(id(container), container)
+            for module, first in snapshot.attributes:
+                yield from ((module, key) for key, value in first.items() if path_to(holder, value) is not None)
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    """Is it the same for those who read it? Tensors in the place of tensors, or of nothing, are state: see state.py."""
+    if old is new:
+        return True
+    if type(new) in PLAIN or type(old) in PLAIN:
+        return all(value is None or value is _MISSING or isinstance(value, torch.Tensor) for value in (old, new))
+    return type(old) is type(new) and type(new) in ATOMS and bool(old == new)
+
+
+def _holds_the_same(container: Any, content: Any) -> bool:
+    if len(container) != len(content):
+        return False
+    if isinstance(container, dict):
+        return all(key in container and _is_item(value, container[key]) for key, value in content.items())
+    return container == content if isinstance(container, set) else all(map(_is_item, content, container))
+
+
+def _is_item(old: Any, new: Any) -> bool:
+    """A tensor in the place of a tensor is known by its place; one in the place of anything else is not."""
+    if isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor):
+        return isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)
+    return _is_same(old, new)
+
+
+def _is_only_fed(key: str, codes: Collection[CodeType]) -> bool:
+    """Does all code that speaks of this attribute set it, count it up or put something into it, and nothing more?"""
+    uses = {_use(code, key) for code in codes}
+    return "feeds" in uses and "reads" not in uses
+
+
+@lru_cache(maxsize=4096)
+def _use(code: CodeType, key: str) -> str:
+    if "__dict__" in code.co_names or "vars" in code.co_names:
+        return "reads"
+    if key not in code.co_names:
+        return "reads" if key in code.co_consts else ""
+    steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "EXTENDED_ARG", "PRECALL")]
+    names = [(number, step) for number, step in enumerate(steps) if step.argval == key]
+    fed = all(step.opname == "STORE_ATTR" or _is_fed(steps, number) for number, step in names)
+    return "feeds" if fed else "reads"
+
+
+def _is_fed(steps: list[dis.Instruction], number: int) -> bool:
+    """Is it loaded to be written alone: `self.n += 1`, `self.seen.append(x)`, `self.seen[name] = x`?"""
+    before, after = steps[number - 1 : number], steps[number + 1 : number + 3]
+    if steps[number].opname not in ("LOAD_ATTR", "LOAD_METHOD") or not before or len(after) < 2:
+        return False
+    if before[0].opname in ("COPY", "DUP_TOP"):
+        return True
+    is_call = after[0].opname in ("LOAD_ATTR", "LOAD_METHOD") and after[0].argval in _FEEDS
+    return is_call or (after[1].opname == "STORE_SUBSCR" and after[0].opname.startswith("LOAD_"))

@@ -1,0 +1,103 @@
+"""Do two forwards of a model compute the same?
+
+In: the Records of one forward and of a later one, on the same inputs. Out: where the later one does otherwise. What it
+finds on the model that the first had made of nothing but numbers (position ids, a mask) is the same: a cache. What was
+made of inputs, parameters or draws is not: on other inputs the first would make another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .._core.graph import Graph
+from .._core.lazy import cached_property
+from .._core.node import Call, Const, Input, Node, Ref, State
+from .._core.pure import same_content
+from .._core.trees import leaves, remake
+from .._replay.replay import Record
+
+
+class Likeness:
+    """Two forwards, read side by side from what they give."""
+
+    def __init__(self, first: Record, then: Record) -> None:
+        self.first, self.then = first, then
+
+    def difference(self) -> str:
+        """What the later one does otherwise, in words; empty if nothing."""
+        one, two = self.first.graph, self.then.graph
+        written = dict(one.changes), dict(two.changes)
+        if written[0].keys() != written[1].keys():
+            return "writes other things"
+        ends = [(ref, written[1][address]) for address, ref in written[0].items()]
+        if _skeleton(one.output) != _skeleton(two.output):
+            return "gives another structure"
+        stack = [*zip(_refs(one.output), _refs(two.output), strict=True), *ends]
+        seen: set[tuple[Ref, Ref]] = set()
+        while stack:
+            pair = stack.pop()
+            if pair in seen or self._is_cached(*pair):
+                continue
+            seen.add(pair)
+            before, after = one[pair[0].node], two[pair[1].node]
+            if pair[0].path != pair[1].path or not self._is_like(before, after):
+                return f"does another thing than {before.name}"
+            stack.extend(zip(_reads(before), _reads(after), strict=True))
+        return ""
+
+    def _is_like(self, before: Node, after: Node) -> bool:
+        if isinstance(before, Call) and isinstance(after, Call):
+            return (
+                before.target == after.target
+                and before.context == after.context
+                and (before.draws is None) == (after.draws is None)
+                and _skeleton((before.args, tuple(before.kwargs))) == _skeleton((after.args, tuple(after.kwargs)))
+                and len(_reads(before)) == len(_reads(after))
+            )
+        if isinstance(before, Input) and isinstance(after, Input):
+            return before.path == after.path
+        if isinstance(before, State) and isinstance(after, State):
+            return (before.kind, before.address) == (after.kind, after.address)
+        if isinstance(before, Const) and isinstance(after, Const):
+            values = self.first.value(Ref(before.name)), self.then.value(Ref(after.name))
+            if before.origin.startswith("older"):  # the very same one, wherever the forward has it from
+                return values[0] is values[1]
+            return same_content(*values)
+        return False
+
+    def _is_cached(self, before: Ref, after: Ref) -> bool:
+        """Does the later one find what the first has made of numbers alone?"""
+        found = self.then.graph[after.node]
+        is_found = (isinstance(found, State) and found.kind != "parameter") or isinstance(found, Const)
+        if not is_found or before.node not in self._of_numbers:
+            return False
+        return same_content(self.first.value(before), self.then.value(after))
+
+    @cached_property
+    def _of_numbers(self) -> frozenset[str]:
+        """The calls of the first that no input, state, draw or older tensor goes into."""
+        found: set[str] = set()
+        for node in self.first.graph.nodes:
+            if isinstance(node, Call):
+                own = node.draws is None and all(ref.node in found for ref in _reads(node))
+            else:
+                own = isinstance(node, Const) and not node.origin.startswith("older")
+            if own:
+                found.add(node.name)
+        return frozenset(found)
+
+
+def _reads(node: Node) -> list[Ref]:
+    return _refs((node.args, tuple([value for _, value in node.kwargs]))) if isinstance(node, Call) else []
+
+
+def _refs(tree: Any) -> list[Ref]:
+    return [leaf for leaf in leaves(tree) if type(leaf) is Ref]
+
+
+def _skeleton(tree: Any) -> Any:
+    """A tree without what its Refs are called. A stretch of the program within it is compared by what it reads."""
+    return remake(tree, lambda leaf: _HERE if type(leaf) is Ref else _STRETCH if type(leaf) is Graph else leaf)
+
+
+_HERE, _STRETCH = Ref("here"), "a stretch"
