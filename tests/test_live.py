@@ -261,6 +261,165 @@ def test_a_patch_that_takes_from_another_program_is_for_the_recorded_passes():
     assert_same(run.output, detached(wanted))
 
 
+def doubled(module):
+    return {name: value * 2 for name, value in module.named_parameters()}
+
+
+def with_other_weights_and_plainly(m, x):
+    return torch.func.functional_call(m.part, doubled(m.part), (x,)) + m.part(x)
+
+
+def plainly_and_with_other_weights(m, x):
+    return m.part(x) + torch.func.functional_call(m.part, doubled(m.part), (x,)).relu()
+
+
+def both_ways_while_it_grows(m, x):
+    n = 0
+    while x.norm() < 50 and n < 20:
+        x, n = torch.func.functional_call(m.part, doubled(m.part), (x,)) * m.part(x).sum(), n + 1
+    return x, n
+
+
+def as_an_ensemble_and_plainly(m, x):
+    weights = {name: torch.stack([value, value * 2]) for name, value in m.part.named_parameters()}
+    return torch.func.vmap(lambda each: torch.func.functional_call(m.part, each, (x,)))(weights).sum(0) + m.part(x)
+
+
+def within_and_without_a_cache_of_weights(m, x):
+    with nn.utils.parametrize.cached():
+        y = m.part(x)
+    return y + m.part(y)
+
+
+BOTH_WAYS = (
+    with_other_weights_and_plainly,
+    plainly_and_with_other_weights,
+    both_ways_while_it_grows,
+    as_an_ensemble_and_plainly,
+    within_and_without_a_cache_of_weights,
+)
+
+
+@pytest.mark.parametrize("number", [None, 1, 2])
+@pytest.mark.parametrize("at", ["part", "part.0", "part.1"])
+@pytest.mark.parametrize("forward", BOTH_WAYS)
+def test_a_patch_at_a_module_is_at_its_calls_with_other_weights_too(forward, at, number):
+    model = seeded(forward, part=lambda: nn.Sequential(four(), nn.Tanh()))
+    key, on = (at, None) if number is None else (f"{at}:{number}", [number])
+    wanted = detached(hooked(model, lambda y: y * 3, x(), at=at, on=on))
+    assert_same(rl.run(model, x(), patch={key: lambda y: y * 3}).output, wanted)
+    assert_same(rl.capture(model, x()).replay(patch={key: lambda y: y * 3}).output, wanted)
+    more = torch.cat([x(), x(1)])
+    wanted = detached(hooked(model, lambda y: y * 3, more, at=at, on=on))
+    assert_same(rl.capture(model, x()).replay(more, patch={key: lambda y: y * 3}).output, wanted)
+
+
+class Reads(nn.Module):
+    """In some of its calls it reads what it hands on."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x, reads=False):
+        y = self.fc(x)
+        if reads:
+            self.read = y.sum()
+        return y
+
+
+def while_it_grows(reads):
+    def forward(m, x):
+        n = 0
+        while x.abs().sum() < 300 and n < 12:
+            x, n = m.part(x, reads(n)) + x, n + 1
+        return x, n
+
+    return forward
+
+
+@pytest.mark.parametrize("at", ["part", "part.fc"])
+@pytest.mark.parametrize(
+    "reads", [lambda n: n == 0, lambda n: n % 2 == 0, lambda n: n % 2 == 1, lambda n: n > 2, lambda n: n > 5]
+)
+def test_a_patch_at_a_module_that_reads_what_it_hands_on_in_some_calls_is_made_once_in_each(reads, at):
+    model = seeded(while_it_grows(reads), part=Reads)
+    wanted = detached(hooked(model, lambda y: y * 0.3 + 0.1, x(), at=at))
+    for run in (
+        rl.run(model, x(), patch={at: lambda y: y * 0.3 + 0.1}),
+        rl.capture(model, x()).replay(patch={at: lambda y: y * 0.3 + 0.1}),
+    ):
+        assert_same(run.output, wanted)
+
+
+class OneOrTheOther(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.fc(x)
+        return y if x.sum() > 0 else y.tanh()
+
+
+@pytest.mark.parametrize("number", [None, 1, 2, 3])
+@pytest.mark.parametrize("shift", [-1, 1, 0.2])
+def test_a_patch_at_a_module_is_for_what_it_hands_on_whichever_way_it_goes_inside(shift, number):
+    def forward(m, x):
+        return m.part(m.part(m.part(x) + m.two(x)))
+
+    model = seeded(forward, part=OneOrTheOther, two=four)
+    key, on = ("part", None) if number is None else (f"part:{number}", [number])
+    model.two.register_forward_hook(lambda module, args, out: out - 10 * shift)
+    wanted = detached(hooked(model, lambda y: y * 2 + shift, x(), at="part", on=on))
+    model.two._forward_hooks.clear()
+    patch = {key: lambda y: y * 2 + shift, "two": lambda y: y - 10 * shift}
+    prog = rl.capture(model, x())
+    for made in (lambda: rl.run(model, x(), patch=patch), lambda: prog.replay(patch=patch)):
+        try:
+            assert_same(made().output, wanted)
+        except rl.DivergedReplay as refusal:
+            assert "hands on another value on the path that it takes now" in str(refusal)
+
+
+class Around(nn.Module):
+    """Calls itself, and hands on what that gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x, deep=2):
+        return self.fc(x) if deep == 0 else self(x, deep - 1)
+
+
+@pytest.mark.parametrize(("number", "ends"), [(None, None), (1, [3]), (2, [2]), (3, [1])])
+def test_a_module_that_hands_on_what_a_call_of_itself_gave_is_patched_in_both(number, ends):
+    model = seeded(lambda m, x: m.part(x), part=Around)
+    key = "part" if number is None else f"part:{number}"
+    wanted = detached(hooked(model, lambda y: y * 3 - 1, x(), at="part", on=ends))
+    assert_same(rl.run(model, x(), patch={key: lambda y: y * 3 - 1}).output, wanted)
+    assert_same(rl.capture(model, x()).replay(patch={key: lambda y: y * 3 - 1}).output, wanted)
+
+
+class Several(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x, count):
+        y = self.fc(x)
+        return tuple(y * (n + 1) for n in range(count))
+
+
+def test_a_patch_at_a_module_is_for_all_that_it_hands_on_in_calls_that_give_one_or_several_tensors():
+    model = seeded(lambda m, x: [m.part(x, count) for count in (1, 2, 1, 3)], part=Several)
+    wanted = model(x())
+    wanted = [tuple((y * 3).detach() for y in each) for each in wanted]
+    assert_same(rl.run(model, x(), patch={"part": lambda y: y * 3}).output, wanted)
+    assert_same(rl.capture(model, x()).replay(patch={"part": lambda y: y * 3}).output, wanted)
+
+
 def two_ways(m, x):
     """Beyond 100 another way is taken: no patch but a great one leads there."""
     y = m.fc(x)

@@ -650,11 +650,20 @@ def _scopes(recording: Recording, addresses: Addresses) -> tuple[list[Scope | No
 
 
 def user_line(recording: Recording, site: Site | None, scope: int) -> Source | None:
-    """The user's line: the call's own, or the one from which the torch module around it was called."""
+    """The user's line: the nearest that leads to a call, from within the modules that it lies in or from without. That
+    which a frozen node has, and of the call itself where none is the user's.
+    """
     own = site
-    while (site is None or is_torch_code(site[0])) and scope >= 0:
+    while (found := _nearest(site)) is None and scope >= 0:
         site, scope = recording.scopes[scope].site, recording.scopes[scope].parent
-    return line_of(own if site is None or is_torch_code(site[0]) else site)
+    return line_of(own if found is None else found)
+
+
+def _nearest(site: Site | None) -> Site | None:
+    """The first of a site's lines, outwards, that is the user's."""
+    while site is not None and is_torch_code(site[0]):
+        site = site[2] if len(site) > 2 else None
+    return site
 
 
 def linked(site: Site | None, outer: Source | None) -> Source | None:

@@ -119,6 +119,7 @@ class _Readers:
 def _needed(recording: Recording, found: _Readers, given: list[Any]) -> list[_New]:
     """The aliases that are missing, in the order in which the modules returned."""
     new: list[_New] = []
+    before: set[tuple[int, Handle]] = set()  # the modules by which a value was handed on before
     now: dict[Handle, tuple[Handle, int]] = {}  # a value -> what stands for it after which position
     patched = {handle for n in recording.patched for _, handle in parts_of(recording.records[n].returns)}
     count = len(recording.values)
@@ -132,7 +133,10 @@ def _needed(recording: Recording, found: _Readers, given: list[Any]) -> list[_Ne
             source, since = now.get(leaf, (leaf, found.made.get(leaf, 0)))
             tells_apart = positions and positions[-1] >= end and any(since <= position < end for position in positions)
             is_memory = leaf in found.memory and leaf not in now
-            if leaf in patched or not (tells_apart or is_memory or leaf in shared):
+            module = id(recording.scopes[scope].module)
+            is_again = (module, leaf) in before
+            before.add((module, leaf))
+            if leaf in patched or not (tells_apart or is_memory or is_again or leaf in shared):
                 continue
             handle = Handle(count + len(new))
             new.append(_New(end, leaf, source, handle, scope, number, turn))

@@ -23,10 +23,11 @@ from .._core.torch_private import (
     OpOverload,
     count_function_modes,
     function_mode_at,
+    peek_interpreter_stack,
     pop_function_mode,
     push_function_mode,
 )
-from .._core.trees import thaw_shared
+from .._core.trees import leaves, thaw_shared
 from .._replay.facts import OF_THE_OBJECT, noticing
 from .._replay.stream import as_the_user, outside
 from ..errors import DivergedReplay, NotDifferentiable
@@ -34,6 +35,7 @@ from .aims import Aim, Aims
 from .builder import CallRecord, Handle, Recording, SourceRecord, parts_of, user_line, version_of
 from .checkpoints import in_checkpoint, nothing_computed_again
 from .customs import BOUND_BEFORE
+from .handing import is_handing
 from .origins import Date, Origins
 from .randomness import Draw, generator_of
 from .recorder import tensors_in
@@ -92,6 +94,8 @@ class LiveTracer(Tracer):
         self.asked = 0  # how many records were asked about
         self.blind = 0  # inside a stretch of which it is not known yet what will be recorded
         self.parameters: dict[int, int] = {}  # Handle of a parameter's value -> id of the parameter
+        self.began = 0  # the number of records when the module that hands something on now was called
+        self.hands_on = False  # what is asked about now is what a module hands on: its own input
         self.reached: set[str] = set()  # nodes that were patched
         self.copied: dict[int, tuple[torch.Tensor, Any, int]] = {}  # by a copy's id: what a patch gave, that copy
         self.unwritten: set[Handle] = set()  # values of patched parameters and buffers
@@ -197,8 +201,12 @@ class LiveTracer(Tracer):
 
     def _identity(self, tensor: torch.Tensor) -> torch.Tensor:
         out = super()._identity(tensor)
-        with self._unseen():
-            return self._asked(Done(out, tensor))
+        self.hands_on = True
+        try:
+            with self._unseen():
+                return self._asked(Done(out, tensor))
+        finally:
+            self.hands_on = False
 
     def is_renamed(self, tensor: torch.Tensor, handle: Handle, names: Any, beyond: int) -> bool:
         """What a patch is meant for has a name of its own as it leaves the module."""
@@ -206,9 +214,87 @@ class LiveTracer(Tracer):
 
     def is_meant(self, handle: Handle, names: Any) -> bool:
         """Is a patch meant for what the module hands on?"""
-        spot = handing_spot(*self.counted.place(self.scope), names.known.index(handle))
-        aims = self.stage.aims
+        place, number, aims = self.counted.place(self.scope), names.known.index(handle), self.stage.aims
+        spot = handing_spot(*place, number)
+        if aims.hands.aim(*place, number) is not None:
+            return not self._fired(*place, number)
         return spot in aims.spots or (spot not in aims.recorded and spot.any_call in aims.any_call)
+
+    def _module_output(self, given: Any, out: Any, records: int, beyond: int) -> Any:
+        """What a module gave, with what patches make of it."""
+        hands, (address, call) = self.stage.aims.hands, self.counted.place(self.scope)
+        self.began = records
+        if address in hands.counts and peek_interpreter_stack() is not None:
+            out = self._handed_beneath(out, address, call)
+        made = super()._module_output(given, out, records, beyond)
+        if address in hands.counts:
+            self._require_handed(address, call, [leaf for leaf in leaves(made[1]) if type(leaf) is Handle])
+        return made
+
+    def _handed_beneath(self, out: Any, address: str, call: int) -> Any:
+        """What a module hands on beneath a transform of torch.func: a copy of it is a call that can be patched."""
+        known = isinstance(out, torch.Tensor) and self._read_wrapped(out) is not None
+        if not known or self.stage.aims.hands.aim(address, call, 0) is None or self._fired(address, call, 0):
+            return out
+        self.hands_on = True
+        try:
+            with self.seeing():
+                return out.clone()  # an alias of it would be no operation there
+        finally:
+            self.hands_on = False
+
+    def _fired(self, address: str, call: int, number: int) -> list[int]:
+        """The patches of what this call of a module hands on that were made where the recorded one computed that, or
+        had it from: by their numbers. What a call of the same module within this one hands on is another thing.
+        """
+        hands, records = self.stage.aims.hands, self.recording.records
+        names, own = hands.names.get((address, number), ()), hands.one.get((address, call, number))
+        found = []
+        for n, of in self.recording.patched.items():
+            name, is_source = records[n].function.function.name, isinstance(records[of], SourceRecord)
+            is_meant = name in names and (n >= self.began or is_source or (own is not None and name == own.name))
+            if is_meant and not self._is_deeper(records[n].scope):
+                found.append(n)
+        return found
+
+    def _is_deeper(self, scope: int) -> bool:
+        """Does a scope lie in a further call of the module that runs, within this one?"""
+        scopes = self.recording.scopes
+        while scope > self.scope:
+            if scopes[scope].module is scopes[self.scope].module:
+                return True
+            scope = scopes[scope].parent
+        return False
+
+    def _require_handed(self, address: str, call: int, given: list[Handle]) -> None:
+        """Has each tensor that the module hands on been patched, if it is to be, and been read by nobody before?"""
+        hands = self.stage.aims.hands
+        is_every = any(key[0] == address for key in hands.all)
+        if is_every and len(set(given)) > max(hands.counts[address]):
+            aim = next(aim for key, aim in hands.all.items() if key[0] == address)
+            raise self.refusal(aim, f"`{address}` hands on {len(set(given))} tensors now")
+        for number, handle in enumerate(given):
+            if given.index(handle) == number and (aim := hands.aim(address, call, number)) is not None:
+                fired = self._fired(address, call, number)
+                if not self._is_result(handle, fired):
+                    raise self.refusal(aim, f"`{address}` hands on another value on the path that it takes now")
+
+    def _is_result(self, handle: Handle, patches: list[int]) -> bool:
+        """Is it what the last of these patches gave, under whatever name, and is it read here for the first time?"""
+        records = self.recording.records
+        made = {h: n for n, record in enumerate(records) for _, h in parts_of(record.returns)}
+        names = {handle}
+        while (n := made.get(handle)) is not None and n not in patches and is_handing(records[n]):
+            handle = records[n].args[0]
+            names.add(handle)
+        if n is None or patches[-1:] != [n]:
+            return False
+        if isinstance(records[self.recording.patched[n]], SourceRecord):
+            return True  # what the model holds is the same wherever it is read
+        later = [one for one in records[n + 1 :] if not is_handing(one)]
+        guards = [guard.args for guard in self.recording.guards if guard.position > n]
+        read = {h for one in later for h in reads_of(one)} | {leaf for leaf in leaves(tuple(map(tuple, guards)))}
+        return names.isdisjoint(read)
 
     def handing(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
         """What a module hands on, patched where it is."""
@@ -349,9 +435,16 @@ class LiveTracer(Tracer):
         return found
 
     def _meant(self, spot: Spot, record: CallRecord) -> Aim | None:
-        source = partial(user_line, self.recording, record.site, record.scope)
+        source, aims = partial(user_line, self.recording, record.site, record.scope), self.stage.aims
         try:
-            return self.stage.aims.at(spot, self._parameters_of(record), source)
+            aim = aims.at(spot, self._parameters_of(record), source)
+            number = record.args[1] if is_handing(record) else 0
+            hand = aims.hands.aim(spot.address, spot.call, number) if self.hands_on or is_handing(record) else None
+            if hand is not None:
+                return None if self._fired(spot.address, spot.call, number) else hand
+            if aim is None and spot not in aims.recorded and self.functorch:
+                return aims.beneath.get(spot.any_call)
+            return aim
         except DivergedReplay as refusal:
             self.refused = refusal  # the model may swallow it
             raise
@@ -378,6 +471,8 @@ class LiveTracer(Tracer):
         """The output of a call with patched values in it; what the call wrote in place holds the new values, too."""
         record = self.recording.records[number]
         where = dict(parts_of(record.returns))
+        if len(where) == len(aim.refs) == 1:  # one of several that another operation gave is handed on by itself
+            where = dict.fromkeys([aim.refs[0].path], *where.values())
         if any(ref.path not in where for ref in aim.refs):
             raise self.refusal(aim, "the operation gives other values there than it was recorded with")
         old = [where[ref.path] for ref in aim.refs]

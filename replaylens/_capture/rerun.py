@@ -385,9 +385,11 @@ def _until_patched(one: Graph, other: Graph) -> Iterator[tuple[Node, Node]]:
     """The nodes of both up to the first patch. What modules hand on gets its names as it is patched, or at the end: in
     another order.
     """
-    patched = {node.edits for node in other.calls if node.edits is not None}
+    patched = {node.edits: node for node in other.calls if node.edits is not None}
     end = next((n for n, node in enumerate(other.nodes) if node.name in patched), len(other.nodes))
-    made = [[node for node in nodes if not is_handed_on(node)] for nodes in (one.nodes, other.nodes[: end + 1])]
+    first = patched.get(other.nodes[end].name) if end < len(other.nodes) else None
+    is_own = first is not None and is_handed_on(one[first.target.function.name])  # a call that stands for the handing
+    made = [[n for n in nodes if not is_handed_on(n)] for nodes in (one.nodes, other.nodes[: end + (not is_own)])]
     yield from zip(*made, strict=False)
 
 
