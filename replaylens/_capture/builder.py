@@ -138,6 +138,11 @@ class Recording:
     scope_outputs: list[Handed] = field(factory=list)
     is_handed_on: bool = False  # what modules hand on has its names: see handing.py
     shared: set[Handle] = field(factory=set)  # of these names, those of what others see in the same container
+    twice: dict[Handle, tuple[Handle, int]] = field(factory=dict)  # handed on twice: in which memory, after which write
+    written_twice: set[Handle] = field(
+        factory=set
+    )  # of these names, those of what is handed on twice, and written then
+    writes: list[Handle] = field(factory=list)  # the memory that was written, in turn
     draws: dict[str, torch.Tensor] = field(factory=dict)
     follows: dict[str, tuple[str | None, bool]] = field(factory=dict)  # of each draw: which one before, is it seeded
     drawn_elsewhere: tuple[str, ...] = ()  # what drew numbers besides torch: "random", "numpy"
@@ -458,6 +463,7 @@ def _node(
         is_differentiated=record.is_differentiated or id(record) in twice,
         is_overwritten=any(handle in late for _, handle in parts_of(record.returns)),
         is_shared=type(record.returns) is Handle and record.returns in recording.shared,
+        is_twice=type(record.returns) is Handle and record.returns in recording.written_twice,
         scope=scopes[record.scope] if record.scope >= 0 else None,
         source=linked(record.site, lines[record.scope] if record.scope >= 0 else None) or line_of(record.site),
     )

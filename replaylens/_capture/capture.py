@@ -427,6 +427,7 @@ def _take_inputs(tracer: Tracer, args: Any, kwargs: Any) -> tuple[Any, Any, Any]
 def _take_touched(tracer: Tracer) -> None:
     """Which sources hold memory that was written, or whose address was asked for."""
     tracer.recording.written.update(tracer.memory.written)
+    tracer.recording.writes = tracer.memory.written
     if not tracer.memory.written and not tracer.exposed:
         return
     for record in tracer.recording.records:

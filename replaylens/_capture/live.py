@@ -26,6 +26,7 @@ from .._core.torch_private import (
     peek_interpreter_stack,
     pop_function_mode,
     push_function_mode,
+    without_function_modes,
 )
 from .._core.trees import leaves, thaw_shared
 from .._replay.facts import OF_THE_OBJECT, noticing
@@ -44,7 +45,7 @@ from .rules import How, Rule
 from .scopes import addresses, listening
 from .spots import Counted, Spot, handing_spot
 from .standins import StandIns, Waiting
-from .storage import Entry
+from .storage import Entry, storage_key
 from .threads import Elsewhere, following
 from .tracer import Tracer
 
@@ -95,6 +96,7 @@ class LiveTracer(Tracer):
         self.blind = 0  # inside a stretch of which it is not known yet what will be recorded
         self.parameters: dict[int, int] = {}  # Handle of a parameter's value -> id of the parameter
         self.began = 0  # the number of records when the module that hands something on now was called
+        self.twice: dict[int, tuple[str, Aim]] = {}  # by memory: what a module handed on twice, patched
         self.hands_on = False  # what is asked about now is what a module hands on: its own input
         self.reached: set[str] = set()  # nodes that were patched
         self.copied: dict[int, tuple[torch.Tensor, Any, int]] = {}  # by a copy's id: what a patch gave, that copy
@@ -228,7 +230,8 @@ class LiveTracer(Tracer):
             out = self._handed_beneath(out, address, call)
         made = super()._module_output(given, out, records, beyond)
         if address in hands.counts:
-            self._require_handed(address, call, [leaf for leaf in leaves(made[1]) if type(leaf) is Handle])
+            with without_function_modes():  # what is looked at here, the model did not ask
+                self._require_handed(address, call, [leaf for leaf in leaves(made[1]) if type(leaf) is Handle])
         return made
 
     def _handed_beneath(self, out: Any, address: str, call: int) -> Any:
@@ -276,6 +279,8 @@ class LiveTracer(Tracer):
         for number, handle in enumerate(given):
             if given.index(handle) == number and (aim := hands.aim(address, call, number)) is not None:
                 fired = self._fired(address, call, number)
+                if given.count(handle) > 1 and (key := storage_key(self.recording.values[handle])) is not None:
+                    self.twice[key] = address, aim
                 if not self._is_result(handle, fired):
                     raise self.refusal(aim, f"`{address}` hands on another value on the path that it takes now")
 
@@ -292,8 +297,8 @@ class LiveTracer(Tracer):
         if isinstance(records[self.recording.patched[n]], SourceRecord):
             return True  # what the model holds is the same wherever it is read
         later = [one for one in records[n + 1 :] if not is_handing(one)]
-        guards = [guard.args for guard in self.recording.guards if guard.position > n]
-        read = {h for one in later for h in reads_of(one)} | {leaf for leaf in leaves(tuple(map(tuple, guards)))}
+        guards = [tuple(guard.args) for guard in self.recording.guards if guard.position > n]
+        read = {h for one in later for h in reads_of(one)} | {h for h in leaves(tuple(guards)) if type(h) is Handle}
         return names.isdisjoint(read)
 
     def handing(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
@@ -362,6 +367,8 @@ class LiveTracer(Tracer):
         targets = self._written(rule, args, kwargs)
         if not targets:
             return args, kwargs, targets
+        if self.twice and rule.how is not How.EXPOSE:
+            self._require_not_twice(targets)
         for tensor in tensors_in(args, kwargs):
             self.read(tensor)
         is_plain = not (rule.how is How.EXPOSE or rule.reshapes or rule.special)
@@ -369,6 +376,17 @@ class LiveTracer(Tracer):
             if not (is_plain and torch.is_grad_enabled() and _is_leaf_or_view_of_one(target)):  # torch refuses these
                 self.stand_ins.part(target)
         return self.stand_ins.among(args), self.stand_ins.among(kwargs), self.stand_ins.among(targets)
+
+    def _require_not_twice(self, targets: list[torch.Tensor]) -> None:
+        with without_function_modes():
+            known = [self.twice.get(storage_key(tensor) or 0) for tensor in targets]
+        for address, aim in [one for one in known if one is not None]:
+            raise self.refusal(
+                aim,
+                f"`{address}` hands on one tensor twice, and one of the two is written later. Whether the other is "
+                "written with it depends on the hook, which can make one tensor or two of them. Patch the operation "
+                "that gives it, by its label",
+            )
 
     @staticmethod
     def _written(rule: Rule, args: Any, kwargs: Any) -> list[torch.Tensor]:
