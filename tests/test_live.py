@@ -474,6 +474,48 @@ def test_a_patch_where_a_module_hands_on_one_tensor_twice_is_for_both():
     assert_same(rl.run(model, x(), patch={"part": lambda y: y + 5}).output, wanted)
 
 
+def test_an_iterator_among_the_inputs_is_refused_where_more_than_one_forward_would_read_it():
+    def forward(m, rows):
+        total = sum(m.fc(row) for row in rows["all"])
+        return total if total.sum() > 100 else -total
+
+    model, rows = seeded(forward, fc=four), list(x())
+    patch, wanted = {"fc": lambda y: y + 1000}, seeded(forward, fc=four)
+    for make in (iter, reversed, lambda rows: (row for row in rows), lambda rows: map(torch.sin, rows)):
+        for ask in (rl.run, rl.check):
+            with pytest.raises(
+                rl.CaptureError, match=r"an iterator is among the inputs .*\nGive a list of what it gives"
+            ):
+                ask(model, {"all": make(rows)})
+        prog = rl.capture(model, {"all": make(rows)})
+        with pytest.raises(rl.DivergedReplay, match="the recorded forward has used it up"):
+            prog.replay(patch=patch)
+        again = prog.replay({"all": make(rows)}, patch=patch)
+        assert_same(again.output, detached(hooked(wanted, patch["fc"], {"all": make(rows)})))
+    assert_same(rl.run(model, {"all": rows}, patch=patch).output, detached(hooked(wanted, patch["fc"], {"all": rows})))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("before", [0, 1, 2, 3])
+@pytest.mark.parametrize("at", ["script", "fc"])
+def test_a_script_that_compiles_itself_anew_between_the_two_runs_is_no_other_model(at, before):
+    model = seeded(lambda m, x: m.script(x) + m.fc(x), script=lambda: torch.jit.script(Scripted()), fc=four)
+    for _ in range(before):
+        model(x())
+    run = rl.run(model, x(), patch={at: rl.Scale(2.0)})
+    values = {"script": model.script(x()), "fc": model.fc(x())}
+    assert_same(run.output, detached(sum(value * (1 + (at == name)) for name, value in values.items())))
+
+
+class Scripted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.fc(x).relu()
+
+
 def two_ways(m, x):
     """Beyond 100 another way is taken: no patch but a great one leads there."""
     y = m.fc(x)
