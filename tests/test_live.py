@@ -479,7 +479,7 @@ def test_an_iterator_among_the_inputs_is_refused_where_more_than_one_forward_wou
         total = sum(m.fc(row) for row in rows["all"])
         return total if total.sum() > 100 else -total
 
-    model, rows = seeded(forward, fc=four), list(x())
+    model, rows = seeded(forward, fc=four), [row.clone() for row in x()]
     patch, wanted = {"fc": lambda y: y + 1000}, seeded(forward, fc=four)
     for make in (iter, reversed, lambda rows: (row for row in rows), lambda rows: map(torch.sin, rows)):
         for ask in (rl.run, rl.check):

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -96,6 +97,8 @@ class LiveTracer(Tracer):
         self.blind = 0  # inside a stretch of which it is not known yet what will be recorded
         self.parameters: dict[int, int] = {}  # Handle of a parameter's value -> id of the parameter
         self.began = 0  # the number of records when the module that hands something on now was called
+        self.patches: dict[str, list[int]] = {}  # by the name of the node: the numbers of their records
+        self.of_sources: set[str] = set()  # the names of those at what the model holds or was given
         self.twice: dict[int, tuple[str, Aim]] = {}  # by memory: what a module handed on twice, patched
         self.hands_on = False  # what is asked about now is what a module hands on: its own input
         self.reached: set[str] = set()  # nodes that were patched
@@ -250,19 +253,24 @@ class LiveTracer(Tracer):
         """The patches of what this call of a module hands on that were made where the recorded one computed that, or
         had it from: by their numbers. What a call of the same module within this one hands on is another thing.
         """
-        hands, records = self.stage.aims.hands, self.recording.records
-        names, own = hands.names.get((address, number), ()), hands.one.get((address, call, number))
-        found = []
-        for n, of in self.recording.patched.items():
-            name, is_source = records[n].function.function.name, isinstance(records[of], SourceRecord)
-            is_meant = name in names and (n >= self.began or is_source or (own is not None and name == own.name))
-            if is_meant and not self._is_deeper(records[n].scope):
-                found.append(n)
-        return found
+        hands, patched = self.stage.aims.hands, self.recording.patched
+        names, own = hands.names.get((address, number), set()), hands.one.get((address, call, number))
+        known = {name for name in self.of_sources if name in names} | ({own.name} if own is not None else set())
+        found = {n for name in known for n in self.patches.get(name, ())}
+        for n in takewhile(lambda n: n >= self.began, reversed(patched)):
+            if self._patch(n).name in names:
+                found.add(n)
+        return sorted(n for n in found if not self._is_deeper(self.recording.records[n]))
 
-    def _is_deeper(self, scope: int) -> bool:
-        """Does a scope lie in a further call of the module that runs, within this one?"""
-        scopes = self.recording.scopes
+    def _patch(self, number: int) -> Aim:
+        """What the record of a patch stands for."""
+        record: Any = self.recording.records[number]
+        aim: Aim = record.function.function
+        return aim
+
+    def _is_deeper(self, record: Any) -> bool:
+        """Does a call lie in a further call of the module that runs, within this one?"""
+        scopes, scope = self.recording.scopes, record.scope
         while scope > self.scope:
             if scopes[scope].module is scopes[self.scope].module:
                 return True
@@ -274,8 +282,8 @@ class LiveTracer(Tracer):
         hands = self.stage.aims.hands
         is_every = any(key[0] == address for key in hands.all)
         if is_every and len(set(given)) > max(hands.counts[address]):
-            aim = next(aim for key, aim in hands.all.items() if key[0] == address)
-            raise self.refusal(aim, f"`{address}` hands on {len(set(given))} tensors now")
+            some = next(aim for key, aim in hands.all.items() if key[0] == address)
+            raise self.refusal(some, f"`{address}` hands on {len(set(given))} tensors now")
         for number, handle in enumerate(given):
             if given.index(handle) == number and (aim := hands.aim(address, call, number)) is not None:
                 fired = self._fired(address, call, number)
@@ -286,13 +294,17 @@ class LiveTracer(Tracer):
 
     def _is_result(self, handle: Handle, patches: list[int]) -> bool:
         """Is it what the last of these patches gave, under whatever name, and is it read here for the first time?"""
-        records = self.recording.records
-        made = {h: n for n, record in enumerate(records) for _, h in parts_of(record.returns)}
-        names = {handle}
-        while (n := made.get(handle)) is not None and n not in patches and is_handing(records[n]):
-            handle = records[n].args[0]
+        records, names = self.recording.records, {handle}
+        n = len(records)
+        while n > 0:
+            n, record = n - 1, records[n - 1]
+            if all(handle != made for _, made in parts_of(record.returns)):
+                continue
+            if n in patches or not is_handing(record):
+                break
+            handle = record.args[0]
             names.add(handle)
-        if n is None or patches[-1:] != [n]:
+        if patches[-1:] != [n]:
             return False
         if isinstance(records[self.recording.patched[n]], SourceRecord):
             return True  # what the model holds is the same wherever it is read
@@ -541,6 +553,9 @@ class LiveTracer(Tracer):
         if isinstance(of, CallRecord):
             site, scope, context = of.site, of.scope, of.context
         self.reached.add(aim.name)
+        self.patches.setdefault(aim.name, []).append(len(recording.records))
+        if isinstance(of, SourceRecord):
+            self.of_sources.add(aim.name)
         returns = tuple(new) if len(new) > 1 else new[0]
         recording.patched[len(recording.records)] = number
         recording.records.append(
