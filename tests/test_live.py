@@ -516,6 +516,55 @@ class Scripted(nn.Module):
         return self.fc(x).relu()
 
 
+class Skips(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x, skips=False):
+        return x.sin() if skips else self.fc(x)
+
+
+class Switch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(4, 4)
+        self.other = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.one(x) if x.sum() > 0 else self.other(x)
+
+
+@pytest.mark.parametrize("number", [None, 1, 2, 3])
+@pytest.mark.parametrize("shift", [10, -10])
+def test_what_a_call_of_a_module_runs_now_and_another_one_ran_then_is_no_part_of_that_one(shift, number):
+    def skips(m, x):
+        y = m.two(x)
+        y = m.part(m.part(y, bool(y.sum() > 0)), bool(y.sum() < 0))
+        return m.part(y), m.part.fc(y)
+
+    def switches(m, x):
+        return m.part(m.part(m.part(m.two(x))))
+
+    for forward, part in ((skips, Skips), (switches, Switch)):
+        model = seeded(forward, part=part, two=four)
+        key, on = ("part", None) if number is None else (f"part:{number}", [number])
+        model.two.register_forward_hook(lambda module, args, out: out + shift)
+        wanted = detached(hooked(model, lambda y: shift - y, x(), at="part", on=on))
+        model.two._forward_hooks.clear()
+        patch = {key: lambda y: shift - y, "two": lambda y: y + shift}
+        assert_same(rl.run(model, x(), patch=patch).output, wanted)
+        assert_same(rl.capture(model, x()).replay(patch=patch).output, wanted)
+
+
+def test_gradients_go_through_a_patch_at_a_module_that_writes_its_input():
+    model, inputs = seeded(lambda m, x: x + m.part(m.fc(x)), part=lambda: nn.ReLU(True), fc=four), x().requires_grad_()
+    wanted = hooked(model, lambda y: y * 2 - 1, inputs, at="part")
+    run = rl.run(model, inputs, patch={"part": lambda y: y * 2 - 1}, grad=True)
+    assert_same(run.output, wanted)
+    assert_same(*[torch.autograd.grad(y.square().sum(), [inputs, *model.parameters()]) for y in (run.output, wanted)])
+
+
 def two_ways(m, x):
     """Beyond 100 another way is taken: no patch but a great one leads there."""
     y = m.fc(x)

@@ -136,6 +136,7 @@ class Hands:
     one: dict[tuple[str, int, int], Aim] = field(factory=dict)  # address, call, number
     all: dict[tuple[str, int], Aim] = field(factory=dict)  # address, number: also of calls that were not recorded
     names: dict[tuple[str, int], set[str]] = field(factory=dict)  # of the recorded nodes that were handed on there
+    within: dict[str, set[tuple[str, int]]] = field(factory=dict)  # of these: the calls that compute them; 0 for any
     counts: dict[str, set[int]] = field(factory=dict)  # how many tensors a call was recorded to hand on
 
     def aim(self, address: str, call: int, number: int) -> Aim | None:
@@ -209,6 +210,12 @@ def aims_of(record: Record, request: Request) -> Aims:
     for hand in request.hands:
         spot = where.get(graph.positions[hand.ref.node])
         _note(aims, aims.sources.get(hand.ref.node) if spot is None else aims.spots.get(spot), hand)
+        node = graph[hand.ref.node]
+        if isinstance(node, Call) and node.scope is not None:
+            calls = [(one.address, one.call) for one in node.scope.stack]
+            if (hand.address, hand.call) in calls:
+                call = 0 if hand.is_every else hand.call
+                aims.hands.within.setdefault(node.name, set()).add((hand.address, call))
     every = {p: aims.spots[where[p]] for p in request.every - handed if p in where and where[p] in aims.spots}
     return evolve(aims, rounds=rounds_of(graph, where, every))
 

@@ -251,7 +251,7 @@ class LiveTracer(Tracer):
 
     def _fired(self, address: str, call: int, number: int) -> list[int]:
         """The patches of what this call of a module hands on that were made where the recorded one computed that, or
-        had it from: by their numbers. What a call of the same module within this one hands on is another thing.
+        had it from: by their numbers. What another call of the same module hands on is another thing.
         """
         hands, patched = self.stage.aims.hands, self.recording.patched
         names, own = hands.names.get((address, number), set()), hands.one.get((address, call, number))
@@ -260,7 +260,7 @@ class LiveTracer(Tracer):
         for n in takewhile(lambda n: n >= self.began, reversed(patched)):
             if self._patch(n).name in names:
                 found.add(n)
-        return sorted(n for n in found if not self._is_deeper(self.recording.records[n]))
+        return sorted(n for n in found if not self._is_of_another(self.recording.records[n]))
 
     def _patch(self, number: int) -> Aim:
         """What the record of a patch stands for."""
@@ -268,10 +268,10 @@ class LiveTracer(Tracer):
         aim: Aim = record.function.function
         return aim
 
-    def _is_deeper(self, record: Any) -> bool:
-        """Does a call lie in a further call of the module that runs, within this one?"""
+    def _is_of_another(self, record: Any) -> bool:
+        """Does a call lie in another call of the module that runs, before this one or within it?"""
         scopes, scope = self.recording.scopes, record.scope
-        while scope > self.scope:
+        while scope >= 0 and scope != self.scope:
             if scopes[scope].module is scopes[self.scope].module:
                 return True
             scope = scopes[scope].parent
@@ -439,11 +439,17 @@ class LiveTracer(Tracer):
             return done.out
         calls = self._calls_since()
         for number, aim in calls:
-            if aim is not None:
+            if aim is not None and not self._is_left_to_hand(aim, done):
                 self._require_reachable(aim, number, done, len(calls))
                 done = evolve(done, out=self._patched(number, aim, done))
                 self.asked = len(self.recording.records)
         return done.out
+
+    def _is_left_to_hand(self, aim: Aim, done: Done) -> bool:
+        """Is it better made where the module hands the value on? What was written in place has a gradient that needs
+        what stands there now.
+        """
+        return bool(done.written) and self.stage.grad and aim.name in self.stage.aims.hands.within
 
     def _calls_since(self) -> list[tuple[int, Aim | None]]:
         """The operations that were recorded since this was asked last, and what is meant for each."""
@@ -472,6 +478,8 @@ class LiveTracer(Tracer):
             hand = aims.hands.aim(spot.address, spot.call, number) if self.hands_on or is_handing(record) else None
             if hand is not None:
                 return None if self._fired(spot.address, spot.call, number) else hand
+            if aim is not None and not self._is_within(aims.hands.within.get(aim.name)):
+                return None  # another call runs it now: what the module hands on is patched as it leaves it
             if aim is None and spot not in aims.recorded and self.functorch:
                 return aims.beneath.get(spot.any_call)
             return aim
@@ -491,6 +499,18 @@ class LiveTracer(Tracer):
             raise self.refusal(aim, done.closed)
         if calls > 1:
             raise self.refusal(aim, "it lies inside a call that torch's functions do not show, or in a custom Function")
+
+    def _is_within(self, calls: set[tuple[str, int]] | None) -> bool:
+        """Does one of these calls run now?"""
+        if calls is None:
+            return True
+        scopes, scope = self.recording.scopes, self.scope
+        while scope >= 0:
+            address, call = self.counted.place(scope)
+            if (address, call) in calls or (address, 0) in calls:
+                return True
+            scope = scopes[scope].parent
+        return False
 
     def _parameters_of(self, record: CallRecord) -> frozenset[int]:
         if not self.stage.aims.layers:
