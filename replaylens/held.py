@@ -23,6 +23,7 @@ from ._core.trees import leaves, thaw
 from ._core.world import freed, in_children
 from ._edit.bind import refers
 from ._edit.edges import Edge
+from ._edit.glob import is_glob
 from ._edit.select import Selection, Site, Where, find, is_named, sites
 from ._edit.wanted import Wish
 from ._lens.history import Described
@@ -291,8 +292,12 @@ class Held(Described, Reference):
         return {
             "every": frozenset(self.graph.positions[node.name] for of_key in nodes.values() for node in of_key),
             "kinds": frozenset(kind for kind in kinds if kind not in self._atlas.module_calls),
+            "globs": tuple([key for key in found if is_glob(key) and self._is_of_modules(found[key])]),
             "hands": tuple([hand for key, _ in pairs for hand in self._hands(key, key in found)]),
         }
+
+    def _is_of_modules(self, found: tuple[Site, ...]) -> bool:
+        return any(site.place.scope is not None and site.name not in self._atlas.by_label for site in found)
 
     def _hands(self, key: Any, is_every: bool) -> Iterator[Hand]:
         """What a key means of what modules hand on, where it names modules."""

@@ -565,6 +565,59 @@ def test_gradients_go_through_a_patch_at_a_module_that_writes_its_input():
     assert_same(*[torch.autograd.grad(y.square().sum(), [inputs, *model.parameters()]) for y in (run.output, wanted)])
 
 
+def test_a_glob_means_modules_that_run_on_the_path_taken_now_and_what_they_are_to_give_is_not_known():
+    experts = nn.ModuleList([four() for _ in range(4)])
+
+    def forward(m, x):
+        return torch.stack([m.experts[int(n)](row) for row, n in zip(x, m.fc(x).argmax(1), strict=True)])
+
+    model = seeded(forward, fc=four, experts=lambda: experts)
+    with torch.no_grad():
+        model.fc.bias.copy_(torch.tensor([100.0, 0, 0, 0]))
+    patch = {"experts.*": rl.Scale(2.0)}
+    wanted = detached(model(x()) * 2)
+    assert_same(rl.run(model, x(), patch=patch).output, wanted)
+    for make in (rl.run, lambda model, x, patch: rl.capture(model, x).replay(patch=patch)):
+        with pytest.raises(rl.DivergedReplay, match=r"`experts\.\d` runs, which did not when it was recorded"):
+            make(model, x(), patch={**patch, "fc": lambda y: -y})
+
+
+class Cached(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x, again=False):
+        if not again:
+            self.held = self.fc(x)
+        return self.held
+
+
+class Through(nn.Module):
+    def forward(self, *, x):
+        return x
+
+
+@pytest.mark.parametrize("number", [None, 1, 2])
+def test_what_several_calls_of_a_module_hand_on_is_patched_in_each(number):
+    def cached(m, x):
+        return m.part(x) - 2 * m.part(x, True)
+
+    def through(m, x):
+        y = m.fc(x)
+        return m.part(x=y) + 2 * m.part(x=y)
+
+    def through_twice(m, x):
+        return m.part(x=m.part(x=m.fc(x))) + 1
+
+    for forward, part in ((cached, Cached), (through, Through), (through_twice, Through)):
+        model = seeded(forward, part=part, fc=four)
+        key, on = ("part", None) if number is None else (f"part:{number}", [number])
+        wanted = detached(hooked(model, lambda y: y * 3 - 1, x(), at="part", on=on))
+        assert_same(rl.run(model, x(), patch={key: lambda y: y * 3 - 1}).output, wanted)
+        assert_same(rl.capture(model, x()).replay(patch={key: lambda y: y * 3 - 1}).output, wanted)
+
+
 def two_ways(m, x):
     """Beyond 100 another way is taken: no patch but a great one leads there."""
     y = m.fc(x)

@@ -19,6 +19,7 @@ from .._core.node import Call, Input, Node, Ref, Source, State, TensorMeaning, v
 from .._core.pure import copy_in_place
 from .._core.target import Target
 from .._core.trees import leaves, thaw
+from .._edit.glob import matches
 from .._replay.facts import is_like_an_input, patched
 from .._replay.replay import Record
 from .._replay.request import Change, Hand, Request
@@ -157,6 +158,8 @@ class Aims:
     any_call: dict[Spot, Aim] = field(factory=dict)  # of patches for all passes: in whichever call of the module
     beneath: dict[Spot, Aim] = field(factory=dict)  # the same of what modules hand on, beneath torch.func's transforms
     hands: Hands = field(factory=Hands)
+    globs: tuple[str, ...] = ()  # that mean modules
+    called: frozenset[str] = frozenset()  # the modules that ran when recorded
     layers: dict[Any, Aim] = field(
         factory=dict
     )  # the same as `any_call`, by the kind of operation and its parameters' objects
@@ -164,6 +167,12 @@ class Aims:
     sources: dict[str, Aim] = field(factory=dict)  # inputs, parameters, buffers, constants, by the node's name
     rounds: Rounds = field(factory=Rounds)  # of patches for all passes of a layer that one line runs again
     unseen: list[str] = field(factory=list)  # nodes that no call of the model makes
+
+    def means(self, address: str) -> str | None:
+        """The glob that means a module which did not run when recorded: what is to be made of its values, none says."""
+        if address in self.called:
+            return None
+        return next((glob for glob in self.globs if matches(address, glob)), None)
 
     def at(self, spot: Spot, parameters: frozenset[int], source: Callable[[], Source | None]) -> Aim | None:
         """What is meant for the operation at a Spot, which reads these parameters and stands on this line."""
@@ -188,7 +197,8 @@ class Aims:
 def aims_of(record: Record, request: Request) -> Aims:
     """Where each change of a request is to be made while the model runs."""
     graph, where = record.graph, spots(record.graph)
-    aims = Aims(recorded=frozenset(where.values()))
+    called = frozenset(scope.address for scope, _ in graph.module_outputs)
+    aims = Aims(recorded=frozenset(where.values()), globs=request.globs, called=called)
     handed = {graph.positions[hand.ref.node] for hand in request.hands}
     for position, changes in sorted(request.changed.items()):
         node = graph.nodes[position]

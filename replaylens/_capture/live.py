@@ -229,6 +229,12 @@ class LiveTracer(Tracer):
         """What a module gave, with what patches make of it."""
         hands, (address, call) = self.stage.aims.hands, self.counted.place(self.scope)
         self.began = records
+        if (glob := self.stage.aims.means(address)) is not None:
+            self.refused = DivergedReplay(
+                f"on the path that the model takes now `{address}` runs, which did not when it was recorded, and which "
+                f"{glob!r} means too. Name the modules that are to be patched, or record inputs that lead to all."
+            )
+            raise self.refused
         if address in hands.counts and peek_interpreter_stack() is not None:
             out = self._handed_beneath(out, address, call)
         made = super()._module_output(given, out, records, beyond)

@@ -89,4 +89,5 @@ class Request:
     at: frozenset[Ref] = frozenset()  # where gradients are to be taken: nothing else begins a history
     every: frozenset[int] = frozenset()  # of the changed ones, those that are changed in passes beyond the recorded too
     kinds: frozenset[str] = frozenset()  # of operations that are changed wherever they come up
+    globs: tuple[str, ...] = ()  # that mean modules: also such as were not recorded to run
     hands: tuple[Hand, ...] = ()  # of the changed ones, those that are what modules hand on
