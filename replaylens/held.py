@@ -23,6 +23,7 @@ from ._core.trees import leaves, thaw
 from ._core.world import freed, in_children
 from ._edit.bind import refers
 from ._edit.edges import Edge
+from ._edit.glob import is_glob
 from ._edit.select import Selection, Site, Where, find, is_named, sites
 from ._edit.wanted import Wish
 from ._lens.history import Described
@@ -34,7 +35,7 @@ from ._replay.inputs import Given, new_inputs, new_state
 from ._replay.keeping import with_values
 from ._replay.patching import at_place, changes_of
 from ._replay.replay import Record, detached
-from ._replay.request import At, Request
+from ._replay.request import At, Hand, Request
 from ._view.plots import plot_value
 from .errors import (
     NoGradient,
@@ -283,14 +284,32 @@ class Held(Described, Reference):
         """Which patches hold beyond what was recorded, where the model itself is run: those for all passes of a layer,
         and those for a type of operation. What takes from another program at each site does not: it has none there.
         """
-        keys = [key for key, what in patch.items() if not refers(what)] if isinstance(patch, Mapping) else []
+        pairs = patch.items() if isinstance(patch, Mapping) else ()
+        keys = [key for key, what in pairs if not refers(what)]
         found = {key: self._sites(key) for key in keys if isinstance(key, str) and not _has_pass(key)}
         nodes = {key: [self.graph[one.place.node] for s in of_key for one in s.each] for key, of_key in found.items()}
         kinds = [key for key, of in nodes.items() if all(isinstance(n, Call) and n.kind == key != n.name for n in of)]
         return {
             "every": frozenset(self.graph.positions[node.name] for of_key in nodes.values() for node in of_key),
             "kinds": frozenset(kind for kind in kinds if kind not in self._atlas.module_calls),
+            "globs": tuple([key for key in found if is_glob(key) and self._is_of_modules(found[key])]),
+            "hands": tuple([hand for key, _ in pairs for hand in self._hands(key, key in found)]),
         }
+
+    def _is_of_modules(self, found: tuple[Site, ...]) -> bool:
+        return any(site.place.scope is not None and site.name not in self._atlas.by_label for site in found)
+
+    def _hands(self, key: Any, is_every: bool) -> Iterator[Hand]:
+        """What a key means of what modules hand on, where it names modules."""
+        trees = {str(scope): tree for scope, tree in self.graph.module_outputs}
+        for site in self._sites(key) if isinstance(key, str) else ():
+            if (scope := site.place.scope) is None or site.name in self._atlas.by_label:
+                continue
+            refs = [leaf for leaf in leaves(trees[str(scope)]) if type(leaf) is Ref]
+            count = len(set(refs))
+            for one in site.each:
+                ref = one.place.part if type(one.place.part) is Ref else refs[0]
+                yield Hand(scope.address, scope.call, refs.index(ref), count, ref, is_every)
 
     def _keep(self, keep: Any) -> frozenset[int]:
         if keep in ("all", "everything"):

@@ -6,6 +6,7 @@ A Program never changes: what changes something gives another Program, or a Run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from graphviz import Source
 
 from ._capture.capture import Captured, record
 from ._capture.fake import outlined
-from ._capture.rerun import as_run, lived, otherwise, rehearsed, undisturbed
+from ._capture.rerun import as_run, has_scripts, lived, otherwise, rehearsed, undisturbed
 from ._capture.snapshot import Beginning
 from ._capture.spots import Counterparts
 from ._check.check import check as check_record
@@ -68,6 +69,7 @@ from .errors import (
     InputMismatch,
     NoSuchLayer,
     ReplaylensError,
+    StaleValue,
 )
 from .held import Held
 
@@ -118,7 +120,17 @@ def run(model: Any, *args: Any, patch: Mapping[Any, Any] | None = None, grad: bo
             f"{edge!r} is between layers of a recorded program, and cannot be patched while the model runs. Capture "
             "the model, and replay it with this patch."
         )
-    return undisturbed(model, lambda _: _run(model, args, kwargs, patch, grad))
+    return undisturbed(model, lambda _: _run_as_compiled(model, args, kwargs, patch, grad))
+
+
+def _run_as_compiled(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], patch: Any, grad: bool) -> Run:
+    """TorchScript compiles itself anew after its first calls, and the patched run may be the one that has another form
+    than the plain one before it: then both are run again.
+    """
+    for _ in range(2 * has_scripts(model)):
+        with suppress(StaleValue):
+            return _run(model, args, kwargs, patch, grad)
+    return _run(model, args, kwargs, patch, grad)
 
 
 def _run(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], patch: Any, grad: bool) -> Run:

@@ -261,6 +261,363 @@ def test_a_patch_that_takes_from_another_program_is_for_the_recorded_passes():
     assert_same(run.output, detached(wanted))
 
 
+def doubled(module):
+    return {name: value * 2 for name, value in module.named_parameters()}
+
+
+def with_other_weights_and_plainly(m, x):
+    return torch.func.functional_call(m.part, doubled(m.part), (x,)) + m.part(x)
+
+
+def plainly_and_with_other_weights(m, x):
+    return m.part(x) + torch.func.functional_call(m.part, doubled(m.part), (x,)).relu()
+
+
+def both_ways_while_it_grows(m, x):
+    n = 0
+    while x.norm() < 50 and n < 20:
+        x, n = torch.func.functional_call(m.part, doubled(m.part), (x,)) * m.part(x).sum(), n + 1
+    return x, n
+
+
+def as_an_ensemble_and_plainly(m, x):
+    weights = {name: torch.stack([value, value * 2]) for name, value in m.part.named_parameters()}
+    return torch.func.vmap(lambda each: torch.func.functional_call(m.part, each, (x,)))(weights).sum(0) + m.part(x)
+
+
+def within_and_without_a_cache_of_weights(m, x):
+    with nn.utils.parametrize.cached():
+        y = m.part(x)
+    return y + m.part(y)
+
+
+BOTH_WAYS = (
+    with_other_weights_and_plainly,
+    plainly_and_with_other_weights,
+    both_ways_while_it_grows,
+    as_an_ensemble_and_plainly,
+    within_and_without_a_cache_of_weights,
+)
+
+
+@pytest.mark.parametrize("number", [None, 1, 2])
+@pytest.mark.parametrize("at", ["part", "part.0", "part.1"])
+@pytest.mark.parametrize("forward", BOTH_WAYS)
+def test_a_patch_at_a_module_is_at_its_calls_with_other_weights_too(forward, at, number):
+    model = seeded(forward, part=lambda: nn.Sequential(four(), nn.Tanh()))
+    key, on = (at, None) if number is None else (f"{at}:{number}", [number])
+    wanted = detached(hooked(model, lambda y: y * 3, x(), at=at, on=on))
+    assert_same(rl.run(model, x(), patch={key: lambda y: y * 3}).output, wanted)
+    assert_same(rl.capture(model, x()).replay(patch={key: lambda y: y * 3}).output, wanted)
+    more = torch.cat([x(), x(1)])
+    wanted = detached(hooked(model, lambda y: y * 3, more, at=at, on=on))
+    assert_same(rl.capture(model, x()).replay(more, patch={key: lambda y: y * 3}).output, wanted)
+
+
+class Reads(nn.Module):
+    """In some of its calls it reads what it hands on."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x, reads=False):
+        y = self.fc(x)
+        if reads:
+            self.read = y.sum()
+        return y
+
+
+def while_it_grows(reads):
+    def forward(m, x):
+        n = 0
+        while x.abs().sum() < 300 and n < 12:
+            x, n = m.part(x, reads(n)) + x, n + 1
+        return x, n
+
+    return forward
+
+
+@pytest.mark.parametrize("at", ["part", "part.fc"])
+@pytest.mark.parametrize(
+    "reads", [lambda n: n == 0, lambda n: n % 2 == 0, lambda n: n % 2 == 1, lambda n: n > 2, lambda n: n > 5]
+)
+def test_a_patch_at_a_module_that_reads_what_it_hands_on_in_some_calls_is_made_once_in_each(reads, at):
+    model = seeded(while_it_grows(reads), part=Reads)
+    wanted = detached(hooked(model, lambda y: y * 0.3 + 0.1, x(), at=at))
+    for run in (
+        rl.run(model, x(), patch={at: lambda y: y * 0.3 + 0.1}),
+        rl.capture(model, x()).replay(patch={at: lambda y: y * 0.3 + 0.1}),
+    ):
+        assert_same(run.output, wanted)
+
+
+class OneOrTheOther(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.fc(x)
+        return y if x.sum() > 0 else y.tanh()
+
+
+@pytest.mark.parametrize("number", [None, 1, 2, 3])
+@pytest.mark.parametrize("shift", [-1, 1, 0.2])
+def test_a_patch_at_a_module_is_for_what_it_hands_on_whichever_way_it_goes_inside(shift, number):
+    def forward(m, x):
+        return m.part(m.part(m.part(x) + m.two(x)))
+
+    model = seeded(forward, part=OneOrTheOther, two=four)
+    key, on = ("part", None) if number is None else (f"part:{number}", [number])
+    model.two.register_forward_hook(lambda module, args, out: out - 10 * shift)
+    wanted = detached(hooked(model, lambda y: y * 2 + shift, x(), at="part", on=on))
+    model.two._forward_hooks.clear()
+    patch = {key: lambda y: y * 2 + shift, "two": lambda y: y - 10 * shift}
+    prog = rl.capture(model, x())
+    for made in (lambda: rl.run(model, x(), patch=patch), lambda: prog.replay(patch=patch)):
+        try:
+            found = made().output
+        except rl.DivergedReplay:  # the call was recorded, and goes another way inside
+            continue
+        assert_same(found, wanted)
+
+
+class Around(nn.Module):
+    """Calls itself, and hands on what that gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x, deep=2):
+        return self.fc(x) if deep == 0 else self(x, deep - 1)
+
+
+@pytest.mark.parametrize(("number", "ends"), [(None, None), (1, [3]), (2, [2]), (3, [1])])
+def test_a_module_that_hands_on_what_a_call_of_itself_gave_is_patched_in_both(number, ends):
+    model = seeded(lambda m, x: m.part(x), part=Around)
+    key = "part" if number is None else f"part:{number}"
+    wanted = detached(hooked(model, lambda y: y * 3 - 1, x(), at="part", on=ends))
+    assert_same(rl.run(model, x(), patch={key: lambda y: y * 3 - 1}).output, wanted)
+    assert_same(rl.capture(model, x()).replay(patch={key: lambda y: y * 3 - 1}).output, wanted)
+
+
+class Several(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x, count):
+        y = self.fc(x)
+        return tuple(y * (n + 1) for n in range(count))
+
+
+def test_a_patch_at_a_module_is_for_all_that_it_hands_on_in_calls_that_give_one_or_several_tensors():
+    model = seeded(lambda m, x: [m.part(x, count) for count in (1, 2, 1, 3)], part=Several)
+    wanted = model(x())
+    wanted = [tuple((y * 3).detach() for y in each) for each in wanted]
+    assert_same(rl.run(model, x(), patch={"part": lambda y: y * 3}).output, wanted)
+    assert_same(rl.capture(model, x()).replay(patch={"part": lambda y: y * 3}).output, wanted)
+
+
+class Twice(nn.Module):
+    """Hands on one tensor as two."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.fc(x)
+        return y, [y]
+
+
+TWICE_AND_WRITTEN = {
+    "one": lambda a, b: (a.add_(1), b)[1],
+    "the other": lambda a, b: (b.mul_(2), a)[1],
+    "a view": lambda a, b: (a[0].zero_(), b)[1],
+    "by out=": lambda a, b: (torch.add(a, 1, out=a), b)[1],
+    "by .data": lambda a, b: (a.data.zero_(), b)[1],
+    "where values lead": lambda a, b: a.relu_() + b if a.sum() > 0 else b,
+}
+
+
+@pytest.mark.parametrize("name", TWICE_AND_WRITTEN)
+def test_a_patch_where_a_module_hands_on_one_tensor_twice_is_refused_if_one_of_them_is_written(name):
+    def forward(m, x):
+        a, (b,) = m.part(x)
+        return TWICE_AND_WRITTEN[name](a, b) + 0
+
+    model = seeded(forward, part=Twice)
+    with torch.no_grad():
+        prog, wanted = rl.capture(model, x()), hooked(model, lambda y: y + 5, x(), at="part.fc")
+        for make in (
+            lambda: prog.replay(patch={"part": lambda y: y + 5}),
+            lambda: rl.run(model, x(), patch={"part": lambda y: y + 5}),
+        ):
+            with pytest.raises(
+                rl.DivergedReplay, match="`part` hands on one tensor twice, and one of the two is written"
+            ):
+                make()
+        assert_same(prog.replay(patch={"linear_1": lambda y: y + 5}).output, wanted)
+
+
+def test_a_patch_where_a_module_hands_on_one_tensor_twice_is_for_both():
+    def forward(m, x):
+        a, (b,) = m.part(x)
+        return a.sin(), b.cos()
+
+    model = seeded(forward, part=Twice)
+    wanted = detached(hooked(model, lambda y: y + 5, x(), at="part.fc"))
+    assert_same(rl.capture(model, x()).replay(patch={"part": lambda y: y + 5}).output, wanted)
+    assert_same(rl.run(model, x(), patch={"part": lambda y: y + 5}).output, wanted)
+
+
+def test_an_iterator_among_the_inputs_is_refused_where_more_than_one_forward_would_read_it():
+    def forward(m, rows):
+        total = sum(m.fc(row) for row in rows["all"])
+        return total if total.sum() > 100 else -total
+
+    model, rows = seeded(forward, fc=four), [row.clone() for row in x()]
+    patch, wanted = {"fc": lambda y: y + 1000}, seeded(forward, fc=four)
+    for make in (iter, reversed, lambda rows: (row for row in rows), lambda rows: map(torch.sin, rows)):
+        for ask in (rl.run, rl.check):
+            with pytest.raises(
+                rl.CaptureError, match=r"an iterator is among the inputs .*\nGive a list of what it gives"
+            ):
+                ask(model, {"all": make(rows)})
+        prog = rl.capture(model, {"all": make(rows)})
+        with pytest.raises(rl.DivergedReplay, match="the recorded forward has used it up"):
+            prog.replay(patch=patch)
+        again = prog.replay({"all": make(rows)}, patch=patch)
+        assert_same(again.output, detached(hooked(wanted, patch["fc"], {"all": make(rows)})))
+    assert_same(rl.run(model, {"all": rows}, patch=patch).output, detached(hooked(wanted, patch["fc"], {"all": rows})))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("before", [0, 1, 2, 3])
+@pytest.mark.parametrize("at", ["script", "fc"])
+def test_a_script_that_compiles_itself_anew_between_the_two_runs_is_no_other_model(at, before):
+    model = seeded(lambda m, x: m.script(x) + m.fc(x), script=lambda: torch.jit.script(Scripted()), fc=four)
+    for _ in range(before):
+        model(x())
+    run = rl.run(model, x(), patch={at: rl.Scale(2.0)})
+    values = {"script": model.script(x()), "fc": model.fc(x())}
+    assert_same(run.output, detached(sum(value * (1 + (at == name)) for name, value in values.items())))
+
+
+class Scripted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.fc(x).relu()
+
+
+class Skips(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x, skips=False):
+        return x.sin() if skips else self.fc(x)
+
+
+class Switch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(4, 4)
+        self.other = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.one(x) if x.sum() > 0 else self.other(x)
+
+
+@pytest.mark.parametrize("number", [None, 1, 2, 3])
+@pytest.mark.parametrize("shift", [10, -10])
+def test_what_a_call_of_a_module_runs_now_and_another_one_ran_then_is_no_part_of_that_one(shift, number):
+    def skips(m, x):
+        y = m.two(x)
+        y = m.part(m.part(y, bool(y.sum() > 0)), bool(y.sum() < 0))
+        return m.part(y), m.part.fc(y)
+
+    def switches(m, x):
+        return m.part(m.part(m.part(m.two(x))))
+
+    for forward, part in ((skips, Skips), (switches, Switch)):
+        model = seeded(forward, part=part, two=four)
+        key, on = ("part", None) if number is None else (f"part:{number}", [number])
+        model.two.register_forward_hook(lambda module, args, out: out + shift)
+        wanted = detached(hooked(model, lambda y: shift - y, x(), at="part", on=on))
+        model.two._forward_hooks.clear()
+        patch = {key: lambda y: shift - y, "two": lambda y: y + shift}
+        assert_same(rl.run(model, x(), patch=patch).output, wanted)
+        assert_same(rl.capture(model, x()).replay(patch=patch).output, wanted)
+
+
+def test_gradients_go_through_a_patch_at_a_module_that_writes_its_input():
+    model, inputs = seeded(lambda m, x: x + m.part(m.fc(x)), part=lambda: nn.ReLU(True), fc=four), x().requires_grad_()
+    wanted = hooked(model, lambda y: y * 2 - 1, inputs, at="part")
+    run = rl.run(model, inputs, patch={"part": lambda y: y * 2 - 1}, grad=True)
+    assert_same(run.output, wanted)
+    assert_same(*[torch.autograd.grad(y.square().sum(), [inputs, *model.parameters()]) for y in (run.output, wanted)])
+
+
+def test_a_glob_means_modules_that_run_on_the_path_taken_now_and_what_they_are_to_give_is_not_known():
+    experts = nn.ModuleList([four() for _ in range(4)])
+
+    def forward(m, x):
+        return torch.stack([m.experts[int(n)](row) for row, n in zip(x, m.fc(x).argmax(1), strict=True)])
+
+    model = seeded(forward, fc=four, experts=lambda: experts)
+    with torch.no_grad():
+        model.fc.bias.copy_(torch.tensor([100.0, 0, 0, 0]))
+    patch = {"experts.*": rl.Scale(2.0)}
+    wanted = detached(model(x()) * 2)
+    assert_same(rl.run(model, x(), patch=patch).output, wanted)
+    for make in (rl.run, lambda model, x, patch: rl.capture(model, x).replay(patch=patch)):
+        with pytest.raises(rl.DivergedReplay, match=r"`experts\.\d` runs, which did not when it was recorded"):
+            make(model, x(), patch={**patch, "fc": lambda y: -y})
+
+
+class Cached(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x, again=False):
+        if not again:
+            self.held = self.fc(x)
+        return self.held
+
+
+class Through(nn.Module):
+    def forward(self, *, x):
+        return x
+
+
+@pytest.mark.parametrize("number", [None, 1, 2])
+def test_what_several_calls_of_a_module_hand_on_is_patched_in_each(number):
+    def cached(m, x):
+        return m.part(x) - 2 * m.part(x, True)
+
+    def through(m, x):
+        y = m.fc(x)
+        return m.part(x=y) + 2 * m.part(x=y)
+
+    def through_twice(m, x):
+        return m.part(x=m.part(x=m.fc(x))) + 1
+
+    for forward, part in ((cached, Cached), (through, Through), (through_twice, Through)):
+        model = seeded(forward, part=part, fc=four)
+        key, on = ("part", None) if number is None else (f"part:{number}", [number])
+        wanted = detached(hooked(model, lambda y: y * 3 - 1, x(), at="part", on=on))
+        assert_same(rl.run(model, x(), patch={key: lambda y: y * 3 - 1}).output, wanted)
+        assert_same(rl.capture(model, x()).replay(patch={key: lambda y: y * 3 - 1}).output, wanted)
+
+
 def two_ways(m, x):
     """Beyond 100 another way is taken: no patch but a great one leads there."""
     y = m.fc(x)

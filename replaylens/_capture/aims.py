@@ -19,9 +19,10 @@ from .._core.node import Call, Input, Node, Ref, Source, State, TensorMeaning, v
 from .._core.pure import copy_in_place
 from .._core.target import Target
 from .._core.trees import leaves, thaw
+from .._edit.glob import matches
 from .._replay.facts import is_like_an_input, patched
 from .._replay.replay import Record
-from .._replay.request import Change, Request
+from .._replay.request import Change, Hand, Request
 from ..errors import ShapeMismatch
 from .rounds import Rounds, rounds_of
 from .spots import Spot, spots
@@ -45,13 +46,17 @@ class Aim:
         news = tuple([given[ref] for ref in self.refs])
         return news if len(news) > 1 else news[0]
 
+    def at_hand(self, ref: Ref) -> Aim:
+        """What is meant for one of the values alone, as a module hands it on."""
+        return evolve(self, refs=(ref,), changes=tuple([one for one in self.changes if ref in _refs(one.tree)]))
+
     @property
     def target(self) -> Target:
         """How a program calls it."""
         return Target(f"patch({self.name})", self, is_stable=False)
 
     def _changed(self, change: Change, given: dict[Ref, torch.Tensor]) -> dict[Ref, torch.Tensor]:
-        refs = [leaf for leaf in leaves(change.tree) if type(leaf) is Ref]
+        refs = _refs(change.tree)
         same = all(_meaning(given[ref]) == _facts(self.meanings[ref]) for ref in refs)
         make = change.hooked if same else change.free
         new = make(thaw(change.tree, lambda leaf: given[leaf] if type(leaf) is Ref else leaf))
@@ -107,6 +112,10 @@ def _places(tree: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, 
             yield from _places(item, (*path, number))
 
 
+def _refs(tree: Any) -> list[Ref]:
+    return [leaf for leaf in leaves(tree) if type(leaf) is Ref]
+
+
 def _at(value: Any, path: tuple[int, ...]) -> Any:
     for index in path:
         value = value[index]
@@ -122,17 +131,48 @@ def _facts(meaning: TensorMeaning) -> Any:
 
 
 @define(eq=False)
+class Hands:
+    """What is meant for what modules hand on: by the number of each tensor, in one call or in all of them."""
+
+    one: dict[tuple[str, int, int], Aim] = field(factory=dict)  # address, call, number
+    all: dict[tuple[str, int], Aim] = field(factory=dict)  # address, number: also of calls that were not recorded
+    names: dict[tuple[str, int], set[str]] = field(factory=dict)  # of the recorded nodes that were handed on there
+    within: dict[str, set[tuple[str, int]]] = field(factory=dict)  # of these: the calls that compute them; 0 for any
+    counts: dict[str, set[int]] = field(factory=dict)  # how many tensors a call was recorded to hand on
+
+    def aim(self, address: str, call: int, number: int) -> Aim | None:
+        """What is meant for the n-th tensor that a call hands on."""
+        return self.one.get((address, call, number)) or self.all.get((address, number))
+
+    def group(self, name: str) -> Any:
+        """Of a recorded node: the tensor that it is in all calls of a module, if something is meant for that."""
+        return next((key for key, names in self.names.items() if key in self.all and name in names), None)
+
+
+@define(eq=False)
 class Aims:
     """All that is to be patched. `at` finds what is meant for an operation."""
 
     spots: dict[Spot, Aim] = field(factory=dict)
     recorded: frozenset[Spot] = frozenset()  # all Spots of the recorded forward: what follows is for others
     any_call: dict[Spot, Aim] = field(factory=dict)  # of patches for all passes: in whichever call of the module
-    layers: dict[Any, Aim] = field(factory=dict)  # the same, by the kind of operation and its parameters' objects
+    beneath: dict[Spot, Aim] = field(factory=dict)  # the same of what modules hand on, beneath torch.func's transforms
+    hands: Hands = field(factory=Hands)
+    globs: tuple[str, ...] = ()  # that mean modules
+    called: frozenset[str] = frozenset()  # the modules that ran when recorded
+    layers: dict[Any, Aim] = field(
+        factory=dict
+    )  # the same as `any_call`, by the kind of operation and its parameters' objects
     kinds: dict[str, Aim] = field(factory=dict)  # of patches for all operations of a kind
     sources: dict[str, Aim] = field(factory=dict)  # inputs, parameters, buffers, constants, by the node's name
     rounds: Rounds = field(factory=Rounds)  # of patches for all passes of a layer that one line runs again
     unseen: list[str] = field(factory=list)  # nodes that no call of the model makes
+
+    def means(self, address: str) -> str | None:
+        """The glob that means a module which did not run when recorded: what is to be made of its values, none says."""
+        if address in self.called:
+            return None
+        return next((glob for glob in self.globs if matches(address, glob)), None)
 
     def at(self, spot: Spot, parameters: frozenset[int], source: Callable[[], Source | None]) -> Aim | None:
         """What is meant for the operation at a Spot, which reads these parameters and stands on this line."""
@@ -147,7 +187,8 @@ class Aims:
         """The nodes that a run did not come to. Of those of a patch for all passes, one that it came to is enough."""
         groups: dict[Any, list[str]] = {}
         for spot, aim in self.spots.items():
-            groups.setdefault(spot.any_call if spot.any_call in self.any_call else spot, []).append(aim.name)
+            wide = spot.any_call if spot.any_call in self.any_call else self.hands.group(aim.name)
+            groups.setdefault(spot if wide is None else wide, []).append(aim.name)
         for name in self.sources:
             groups[name] = [name]
         return tuple([name for names in groups.values() if reached.isdisjoint(names) for name in names])
@@ -156,7 +197,9 @@ class Aims:
 def aims_of(record: Record, request: Request) -> Aims:
     """Where each change of a request is to be made while the model runs."""
     graph, where = record.graph, spots(record.graph)
-    aims = Aims(recorded=frozenset(where.values()))
+    called = frozenset(scope.address for scope, _ in graph.module_outputs)
+    aims = Aims(recorded=frozenset(where.values()), globs=request.globs, called=called)
+    handed = {graph.positions[hand.ref.node] for hand in request.hands}
     for position, changes in sorted(request.changed.items()):
         node = graph.nodes[position]
         aim = _aim(node, changes, request.grad)
@@ -166,14 +209,36 @@ def aims_of(record: Record, request: Request) -> Aims:
             aims.unseen.append(node.name)
         else:
             aims.spots[spot] = aim
-            if position in request.every:
+            if position in request.every and position in handed:
+                aims.beneath.setdefault(spot.any_call, aim)
+            elif position in request.every:
                 aims.any_call.setdefault(spot.any_call, aim)
                 if own := parameters_of(record, node):
                     aims.layers.setdefault((node.kind, own), aim)
             if node.kind in request.kinds:
                 aims.kinds.setdefault(node.kind, aim)
-    every = {p: aims.spots[where[p]] for p in request.every if p in where and where[p] in aims.spots}
+    for hand in request.hands:
+        spot = where.get(graph.positions[hand.ref.node])
+        _note(aims, aims.sources.get(hand.ref.node) if spot is None else aims.spots.get(spot), hand)
+        node = graph[hand.ref.node]
+        if isinstance(node, Call) and node.scope is not None:
+            calls = [(one.address, one.call) for one in node.scope.stack]
+            if (hand.address, hand.call) in calls:
+                call = 0 if hand.is_every else hand.call
+                aims.hands.within.setdefault(node.name, set()).add((hand.address, call))
+    every = {p: aims.spots[where[p]] for p in request.every - handed if p in where and where[p] in aims.spots}
     return evolve(aims, rounds=rounds_of(graph, where, every))
+
+
+def _note(aims: Aims, aim: Aim | None, hand: Hand) -> None:
+    if aim is None:
+        return
+    hands, aim = aims.hands, aim.at_hand(hand.ref)
+    hands.one[hand.address, hand.call, hand.number] = aim
+    hands.names.setdefault((hand.address, hand.number), set()).add(aim.name)
+    hands.counts.setdefault(hand.address, set()).add(hand.count)
+    if hand.is_every:
+        hands.all.setdefault((hand.address, hand.number), aim)
 
 
 def _aim(node: Node, changes: tuple[Change, ...], grad: bool) -> Aim:

@@ -138,6 +138,11 @@ class Recording:
     scope_outputs: list[Handed] = field(factory=list)
     is_handed_on: bool = False  # what modules hand on has its names: see handing.py
     shared: set[Handle] = field(factory=set)  # of these names, those of what others see in the same container
+    twice: dict[Handle, tuple[Handle, int]] = field(factory=dict)  # handed on twice: in which memory, after which write
+    written_twice: set[Handle] = field(
+        factory=set
+    )  # of these names, those of what is handed on twice, and written then
+    writes: list[Handle] = field(factory=list)  # the memory that was written, in turn
     draws: dict[str, torch.Tensor] = field(factory=dict)
     follows: dict[str, tuple[str | None, bool]] = field(factory=dict)  # of each draw: which one before, is it seeded
     drawn_elsewhere: tuple[str, ...] = ()  # what drew numbers besides torch: "random", "numpy"
@@ -463,6 +468,7 @@ def _node(
         is_differentiated=record.is_differentiated or id(record) in twice,
         is_overwritten=bool(late) and any(handle in late for _, handle in parts_of(record.returns)),
         is_shared=type(record.returns) is Handle and record.returns in recording.shared,
+        is_twice=type(record.returns) is Handle and record.returns in recording.written_twice,
         scope=scopes[record.scope] if record.scope >= 0 else None,
         source=linked(record.site, lines[record.scope] if record.scope >= 0 else None) or line_of(record.site),
     )
@@ -656,11 +662,20 @@ def _scopes(recording: Recording, addresses: Addresses) -> tuple[list[Scope | No
 
 
 def user_line(recording: Recording, site: Site | None, scope: int) -> Source | None:
-    """The user's line: the call's own, or the one from which the torch module around it was called."""
+    """The user's line: the nearest that leads to a call, from within the modules that it lies in or from without. That
+    which a frozen node has, and of the call itself where none is the user's.
+    """
     own = site
-    while (site is None or is_torch_code(site[0])) and scope >= 0:
+    while (found := _nearest(site)) is None and scope >= 0:
         site, scope = recording.scopes[scope].site, recording.scopes[scope].parent
-    return line_of(own if site is None or is_torch_code(site[0]) else site)
+    return line_of(own if found is None else found)
+
+
+def _nearest(site: Site | None) -> Site | None:
+    """The first of a site's lines, outwards, that is the user's."""
+    while site is not None and is_torch_code(site[0]):
+        site = site[2] if len(site) > 2 else None
+    return site
 
 
 def linked(site: Site | None, outer: Source | None) -> Source | None:

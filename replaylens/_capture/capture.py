@@ -155,6 +155,7 @@ def _looked(forward: Forward, put_back: Callable[[Recording, Beginning], None], 
         if compiler_at_start or not compiler_if_loaded():
             raise  # else: the compiler was loaded in the middle, and did not know of the capture
         deep = False
+    require_no_iterators(forward.args, forward.kwargs)
     with drawing_alone():
         put_back(first, forward.beginning)
     try:
@@ -361,6 +362,22 @@ def require_supported(model: Any) -> None:
         )
 
 
+def iterators_in(*trees: Any) -> list[str]:
+    """The kinds of the iterators of Python's own among inputs: a forward that reads one uses it up."""
+    found = leaves(freeze_deep(trees, lambda tensor: None))
+    kinds = [type(leaf) for leaf in found if isinstance(leaf, Iterator)]
+    return [kind.__name__ for kind in kinds if not isinstance(getattr(kind, "__next__", None), FunctionType)]
+
+
+def require_no_iterators(args: Any, kwargs: Any) -> None:
+    """Refuse inputs that a second forward would find empty."""
+    for kind in iterators_in(args, kwargs):
+        raise CaptureError(
+            f"an iterator is among the inputs (a {kind}), which the first of the forwards that this takes would use up."
+            "\nGive a list of what it gives."
+        )
+
+
 def _require_ready(origins: Origins) -> None:
     kinds = {type(module) for module, _, _ in origins.table}
     if not any(issubclass(kind, (nn.DataParallel, LazyModuleMixin)) for kind in kinds):
@@ -431,6 +448,7 @@ def _take_inputs(tracer: Tracer, args: Any, kwargs: Any) -> tuple[Any, Any, Any]
 def _take_touched(tracer: Tracer) -> None:
     """Which sources hold memory that was written, or whose address was asked for."""
     tracer.recording.written.update(tracer.memory.written)
+    tracer.recording.writes = tracer.memory.written
     if not tracer.memory.written and not tracer.exposed:
         return
     for record in tracer.recording.records:

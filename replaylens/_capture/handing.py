@@ -41,6 +41,8 @@ def hand_on(recording: Recording) -> None:
     known = recording.addresses() if recording.addresses else Addresses({})
     recording.addresses = lambda: known
     roots = {number for number, address in known.modules.items() if not address}
+    again = {h for h, (first, count) in recording.twice.items() if first in recording.writes[count:]}
+    recording.written_twice |= {r.returns for r in recording.records if is_handing(r) and r.returns in again}
     found = _Readers(recording)
     idle = found.idle()
     if idle:
@@ -48,7 +50,7 @@ def hand_on(recording: Recording) -> None:
         found = _Readers(recording)
     outputs = enumerate(recording.scope_outputs)
     inner = [(turn, *one) for turn, one in outputs if id(recording.scopes[one[0]].module) not in roots]
-    new = _needed(recording, found, inner)
+    new = _needed(recording, found, inner, again)
     if new:
         _put_in(recording, new)
 
@@ -111,7 +113,7 @@ class _Readers:
         patched = set(self.recording.patched.values())
         late = bypassed(self.recording)
         for position, record in self.handings:
-            if position in patched or record.returns in late:
+            if position in patched or record.returns in late or record.returns in self.recording.written_twice:
                 continue
             reads = self.of[record.args[0]]
             if reads == [position] or (not self.of[record.returns] and reads[-1] <= position):
@@ -119,9 +121,10 @@ class _Readers:
         return found
 
 
-def _needed(recording: Recording, found: _Readers, given: list[Any]) -> list[_New]:
-    """The aliases that are missing, in the order in which the modules returned."""
+def _needed(recording: Recording, found: _Readers, given: list[Any], again: set[Handle]) -> list[_New]:
+    """The aliases that are missing, in the order in which the modules returned. `again`: of what is handed on twice."""
     new: list[_New] = []
+    before: set[tuple[int, Handle]] = set()  # the modules by which a value was handed on before
     now: dict[Handle, tuple[Handle, int]] = {}  # a value -> what stands for it after which position
     patched = {handle for n in recording.patched for _, handle in parts_of(recording.records[n].returns)}
     count = len(recording.values)
@@ -130,16 +133,23 @@ def _needed(recording: Recording, found: _Readers, given: list[Any]) -> list[_Ne
         numbers: dict[Handle, int] = {}
         for number, leaf in enumerate([one for one in leaves(tree) if type(one) is Handle]):
             numbers.setdefault(leaf, number)
+        every = [one for one in leaves(tree) if type(one) is Handle]
         for leaf, number in numbers.items():
             positions = found.of[leaf]
             source, since = now.get(leaf, (leaf, found.made.get(leaf, 0)))
             tells_apart = positions and positions[-1] >= end and any(since <= position < end for position in positions)
             is_memory = leaf in found.memory and leaf not in now
-            if leaf in patched or not (tells_apart or is_memory or leaf in shared):
+            module = id(recording.scopes[scope].module)
+            is_again = (module, leaf) in before
+            before.add((module, leaf))
+            is_twice = leaf in again and leaf not in recording.written_twice and every.count(leaf) > 1
+            if leaf in patched or not (tells_apart or is_memory or is_again or is_twice or leaf in shared):
                 continue
             handle = Handle(count + len(new))
             new.append(_New(end, leaf, source, handle, scope, number, turn))
             now[leaf] = (handle, end)
+            if is_twice:
+                recording.written_twice.add(handle)
             if leaf in shared:
                 recording.shared.add(handle)
             elif tells_apart and any(_is_looked_at(recording, view, end) for view in views.of(leaf, end)):

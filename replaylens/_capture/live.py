@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -23,10 +24,12 @@ from .._core.torch_private import (
     OpOverload,
     count_function_modes,
     function_mode_at,
+    peek_interpreter_stack,
     pop_function_mode,
     push_function_mode,
+    without_function_modes,
 )
-from .._core.trees import thaw_shared
+from .._core.trees import leaves, thaw_shared
 from .._replay.facts import OF_THE_OBJECT, noticing
 from .._replay.stream import as_the_user, outside
 from ..errors import DivergedReplay, NotDifferentiable
@@ -34,6 +37,7 @@ from .aims import Aim, Aims
 from .builder import CallRecord, Handle, Recording, SourceRecord, parts_of, user_line, version_of
 from .checkpoints import in_checkpoint, nothing_computed_again
 from .customs import BOUND_BEFORE
+from .handing import is_handing
 from .origins import Date, Origins
 from .randomness import Draw, generator_of
 from .recorder import tensors_in
@@ -42,7 +46,7 @@ from .rules import How, Rule
 from .scopes import addresses, listening
 from .spots import Counted, Spot, handing_spot
 from .standins import StandIns, Waiting
-from .storage import Entry
+from .storage import Entry, storage_key
 from .threads import Elsewhere, following
 from .tracer import Tracer
 
@@ -92,6 +96,11 @@ class LiveTracer(Tracer):
         self.asked = 0  # how many records were asked about
         self.blind = 0  # inside a stretch of which it is not known yet what will be recorded
         self.parameters: dict[int, int] = {}  # Handle of a parameter's value -> id of the parameter
+        self.began = 0  # the number of records when the module that hands something on now was called
+        self.patches: dict[str, list[int]] = {}  # by the name of the node: the numbers of their records
+        self.of_sources: set[str] = set()  # the names of those at what the model holds or was given
+        self.twice: dict[int, tuple[str, Aim]] = {}  # by memory: what a module handed on twice, patched
+        self.hands_on = False  # what is asked about now is what a module hands on: its own input
         self.reached: set[str] = set()  # nodes that were patched
         self.copied: dict[int, tuple[torch.Tensor, Any, int]] = {}  # by a copy's id: what a patch gave, that copy
         self.unwritten: set[Handle] = set()  # values of patched parameters and buffers
@@ -197,8 +206,12 @@ class LiveTracer(Tracer):
 
     def _identity(self, tensor: torch.Tensor) -> torch.Tensor:
         out = super()._identity(tensor)
-        with self._unseen():
-            return self._asked(Done(out, tensor))
+        self.hands_on = True
+        try:
+            with self._unseen():
+                return self._asked(Done(out, tensor))
+        finally:
+            self.hands_on = False
 
     def is_renamed(self, tensor: torch.Tensor, handle: Handle, names: Any, beyond: int) -> bool:
         """What a patch is meant for has a name of its own as it leaves the module."""
@@ -206,9 +219,105 @@ class LiveTracer(Tracer):
 
     def is_meant(self, handle: Handle, names: Any) -> bool:
         """Is a patch meant for what the module hands on?"""
-        spot = handing_spot(*self.counted.place(self.scope), names.known.index(handle))
-        aims = self.stage.aims
+        place, number, aims = self.counted.place(self.scope), names.known.index(handle), self.stage.aims
+        spot = handing_spot(*place, number)
+        if aims.hands.aim(*place, number) is not None:
+            return not self._fired(*place, number)
         return spot in aims.spots or (spot not in aims.recorded and spot.any_call in aims.any_call)
+
+    def _module_output(self, given: Any, out: Any, records: int, beyond: int) -> Any:
+        """What a module gave, with what patches make of it."""
+        hands, (address, call) = self.stage.aims.hands, self.counted.place(self.scope)
+        self.began = records
+        if (glob := self.stage.aims.means(address)) is not None:
+            self.refused = DivergedReplay(
+                f"on the path that the model takes now `{address}` runs, which did not when it was recorded, and which "
+                f"{glob!r} means too. Name the modules that are to be patched, or record inputs that lead to all."
+            )
+            raise self.refused
+        if address in hands.counts and peek_interpreter_stack() is not None:
+            out = self._handed_beneath(out, address, call)
+        made = super()._module_output(given, out, records, beyond)
+        if address in hands.counts:
+            with without_function_modes():  # what is looked at here, the model did not ask
+                self._require_handed(address, call, [leaf for leaf in leaves(made[1]) if type(leaf) is Handle])
+        return made
+
+    def _handed_beneath(self, out: Any, address: str, call: int) -> Any:
+        """What a module hands on beneath a transform of torch.func: a copy of it is a call that can be patched."""
+        known = isinstance(out, torch.Tensor) and self._read_wrapped(out) is not None
+        if not known or self.stage.aims.hands.aim(address, call, 0) is None or self._fired(address, call, 0):
+            return out
+        self.hands_on = True
+        try:
+            with self.seeing():
+                return out.clone()  # an alias of it would be no operation there
+        finally:
+            self.hands_on = False
+
+    def _fired(self, address: str, call: int, number: int) -> list[int]:
+        """The patches of what this call of a module hands on that were made where the recorded one computed that, or
+        had it from: by their numbers. What another call of the same module hands on is another thing.
+        """
+        hands, patched = self.stage.aims.hands, self.recording.patched
+        names, own = hands.names.get((address, number), set()), hands.one.get((address, call, number))
+        known = {name for name in self.of_sources if name in names} | ({own.name} if own is not None else set())
+        found = {n for name in known for n in self.patches.get(name, ())}
+        for n in takewhile(lambda n: n >= self.began, reversed(patched)):
+            if self._patch(n).name in names:
+                found.add(n)
+        return sorted(n for n in found if not self._is_of_another(self.recording.records[n]))
+
+    def _patch(self, number: int) -> Aim:
+        """What the record of a patch stands for."""
+        record: Any = self.recording.records[number]
+        aim: Aim = record.function.function
+        return aim
+
+    def _is_of_another(self, record: Any) -> bool:
+        """Does a call lie in another call of the module that runs, before this one or within it?"""
+        scopes, scope = self.recording.scopes, record.scope
+        while scope >= 0 and scope != self.scope:
+            if scopes[scope].module is scopes[self.scope].module:
+                return True
+            scope = scopes[scope].parent
+        return False
+
+    def _require_handed(self, address: str, call: int, given: list[Handle]) -> None:
+        """Has each tensor that the module hands on been patched, if it is to be, and been read by nobody before?"""
+        hands = self.stage.aims.hands
+        is_every = any(key[0] == address for key in hands.all)
+        if is_every and len(set(given)) > max(hands.counts[address]):
+            some = next(aim for key, aim in hands.all.items() if key[0] == address)
+            raise self.refusal(some, f"`{address}` hands on {len(set(given))} tensors now")
+        for number, handle in enumerate(given):
+            if given.index(handle) == number and (aim := hands.aim(address, call, number)) is not None:
+                fired = self._fired(address, call, number)
+                if given.count(handle) > 1 and (key := storage_key(self.recording.values[handle])) is not None:
+                    self.twice[key] = address, aim
+                if not self._is_result(handle, fired):
+                    raise self.refusal(aim, f"`{address}` hands on another value on the path that it takes now")
+
+    def _is_result(self, handle: Handle, patches: list[int]) -> bool:
+        """Is it what the last of these patches gave, under whatever name, and is it read here for the first time?"""
+        records, names = self.recording.records, {handle}
+        n = len(records)
+        while n > 0:
+            n, record = n - 1, records[n - 1]
+            if all(handle != made for _, made in parts_of(record.returns)):
+                continue
+            if n in patches or not is_handing(record):
+                break
+            handle = record.args[0]
+            names.add(handle)
+        if patches[-1:] != [n]:
+            return False
+        if isinstance(records[self.recording.patched[n]], SourceRecord):
+            return True  # what the model holds is the same wherever it is read
+        later = [one for one in records[n + 1 :] if not is_handing(one)]
+        guards = [tuple(guard.args) for guard in self.recording.guards if guard.position > n]
+        read = {h for one in later for h in reads_of(one)} | {h for h in leaves(tuple(guards)) if type(h) is Handle}
+        return names.isdisjoint(read)
 
     def handing(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
         """What a module hands on, patched where it is."""
@@ -276,6 +385,8 @@ class LiveTracer(Tracer):
         targets = self._written(rule, args, kwargs)
         if not targets:
             return args, kwargs, targets
+        if self.twice and rule.how is not How.EXPOSE:
+            self._require_not_twice(targets)
         for tensor in tensors_in(args, kwargs):
             self.read(tensor)
         is_plain = not (rule.how is How.EXPOSE or rule.reshapes or rule.special)
@@ -283,6 +394,17 @@ class LiveTracer(Tracer):
             if not (is_plain and torch.is_grad_enabled() and _is_leaf_or_view_of_one(target)):  # torch refuses these
                 self.stand_ins.part(target)
         return self.stand_ins.among(args), self.stand_ins.among(kwargs), self.stand_ins.among(targets)
+
+    def _require_not_twice(self, targets: list[torch.Tensor]) -> None:
+        with without_function_modes():
+            known = [self.twice.get(storage_key(tensor) or 0) for tensor in targets]
+        for address, aim in [one for one in known if one is not None]:
+            raise self.refusal(
+                aim,
+                f"`{address}` hands on one tensor twice, and one of the two is written later. Whether the other is "
+                "written with it depends on the hook, which can make one tensor or two of them. Patch the operation "
+                "that gives it, by its label",
+            )
 
     @staticmethod
     def _written(rule: Rule, args: Any, kwargs: Any) -> list[torch.Tensor]:
@@ -323,11 +445,17 @@ class LiveTracer(Tracer):
             return done.out
         calls = self._calls_since()
         for number, aim in calls:
-            if aim is not None:
+            if aim is not None and not self._is_left_to_hand(aim, done):
                 self._require_reachable(aim, number, done, len(calls))
                 done = evolve(done, out=self._patched(number, aim, done))
                 self.asked = len(self.recording.records)
         return done.out
+
+    def _is_left_to_hand(self, aim: Aim, done: Done) -> bool:
+        """Is it better made where the module hands the value on? What was written in place has a gradient that needs
+        what stands there now.
+        """
+        return bool(done.written) and self.stage.grad and aim.name in self.stage.aims.hands.within
 
     def _calls_since(self) -> list[tuple[int, Aim | None]]:
         """The operations that were recorded since this was asked last, and what is meant for each."""
@@ -349,9 +477,18 @@ class LiveTracer(Tracer):
         return found
 
     def _meant(self, spot: Spot, record: CallRecord) -> Aim | None:
-        source = partial(user_line, self.recording, record.site, record.scope)
+        source, aims = partial(user_line, self.recording, record.site, record.scope), self.stage.aims
         try:
-            return self.stage.aims.at(spot, self._parameters_of(record), source)
+            aim = aims.at(spot, self._parameters_of(record), source)
+            number = record.args[1] if is_handing(record) else 0
+            hand = aims.hands.aim(spot.address, spot.call, number) if self.hands_on or is_handing(record) else None
+            if hand is not None:
+                return None if self._fired(spot.address, spot.call, number) else hand
+            if aim is not None and not self._is_within(aims.hands.within.get(aim.name)):
+                return None  # another call runs it now: what the module hands on is patched as it leaves it
+            if aim is None and spot not in aims.recorded and self.functorch:
+                return aims.beneath.get(spot.any_call)
+            return aim
         except DivergedReplay as refusal:
             self.refused = refusal  # the model may swallow it
             raise
@@ -369,6 +506,18 @@ class LiveTracer(Tracer):
         if calls > 1:
             raise self.refusal(aim, "it lies inside a call that torch's functions do not show, or in a custom Function")
 
+    def _is_within(self, calls: set[tuple[str, int]] | None) -> bool:
+        """Does one of these calls run now?"""
+        if calls is None:
+            return True
+        scopes, scope = self.recording.scopes, self.scope
+        while scope >= 0:
+            address, call = self.counted.place(scope)
+            if (address, call) in calls or (address, 0) in calls:
+                return True
+            scope = scopes[scope].parent
+        return False
+
     def _parameters_of(self, record: CallRecord) -> frozenset[int]:
         if not self.stage.aims.layers:
             return frozenset()
@@ -378,6 +527,8 @@ class LiveTracer(Tracer):
         """The output of a call with patched values in it; what the call wrote in place holds the new values, too."""
         record = self.recording.records[number]
         where = dict(parts_of(record.returns))
+        if len(where) == len(aim.refs) == 1:  # one of several that another operation gave is handed on by itself
+            where = dict.fromkeys([aim.refs[0].path], *where.values())
         if any(ref.path not in where for ref in aim.refs):
             raise self.refusal(aim, "the operation gives other values there than it was recorded with")
         old = [where[ref.path] for ref in aim.refs]
@@ -428,6 +579,9 @@ class LiveTracer(Tracer):
         if isinstance(of, CallRecord):
             site, scope, context = of.site, of.scope, of.context
         self.reached.add(aim.name)
+        self.patches.setdefault(aim.name, []).append(len(recording.records))
+        if isinstance(of, SourceRecord):
+            self.of_sources.add(aim.name)
         returns = tuple(new) if len(new) > 1 else new[0]
         recording.patched[len(recording.records)] = number
         recording.records.append(

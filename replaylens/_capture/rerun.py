@@ -32,10 +32,20 @@ from .._replay.state import attribute_at
 from ..errors import DivergedReplay, StaleValue
 from .aims import Aim, Aims, aim_at, aims_of
 from .builder import Handle, Recording
-from .capture import Captured, Forward, flags_of, looked, put_generators_back, record_of, require_supported
+from .capture import (
+    Captured,
+    Forward,
+    flags_of,
+    iterators_in,
+    looked,
+    put_generators_back,
+    record_of,
+    require_no_iterators,
+    require_supported,
+)
 from .likeness import Likeness
 from .live import LiveTracer, Stage
-from .origins import Date, Origins
+from .origins import Date, Origins, reaches_scripts
 from .randomness import lent_generators
 from .scopes import addresses, alone_with
 from .snapshot import Beginning, Belongings, Dice, Snapshot
@@ -61,9 +71,16 @@ def undisturbed(model: Any, work: Callable[[Turn], T]) -> T:
     return alone_with(lambda: Origins(model).modules, work)
 
 
+def has_scripts(model: Any) -> bool:
+    """Is a module of the model TorchScript, or does its code name such a function?"""
+    origins = Origins(model)
+    return any(isinstance(one, torch.jit.ScriptModule) for one in origins.modules) or reaches_scripts(origins)
+
+
 def rehearsed(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
     """A capture that leaves nothing behind, not even what a plain forward leaves."""
     require_supported(model)
+    require_no_iterators(args, kwargs)
     return undisturbed(model, lambda turn: _rehearsed(turn, model, args, kwargs))
 
 
@@ -116,6 +133,11 @@ def _lived(turn: Turn, beginning: Beginning, record: Record, request: Request, g
     args, kwargs = given or thaw_shared(
         graph.inputs, lambda leaf: supply(record, request, leaf) if type(leaf) is Ref else leaf
     )
+    for kind in iterators_in(args, kwargs) if given is None else ():
+        raise DivergedReplay(
+            f"the model cannot be run again: an iterator is among its inputs (a {kind}), and the recorded forward has "
+            "used it up. Capture it with a list of what that gives."
+        )
     ambient = evolve(graph.ambient, grad=True, inference=False) if request.grad else graph.ambient
     with recorded_world(not request.fresh, graph), modes(ambient):
         captured, tracer = _run(turn, beginning, args, kwargs, stage, request.inputs is not None)
@@ -400,9 +422,11 @@ def _until_patched(one: Graph, other: Graph) -> Iterator[tuple[Node, Node]]:
     """The nodes of both up to the first patch. What modules hand on gets its names as it is patched, or at the end: in
     another order.
     """
-    patched = {node.edits for node in other.calls if node.edits is not None}
+    patched = {node.edits: node for node in other.calls if node.edits is not None}
     end = next((n for n, node in enumerate(other.nodes) if node.name in patched), len(other.nodes))
-    made = [[node for node in nodes if not is_handed_on(node)] for nodes in (one.nodes, other.nodes[: end + 1])]
+    first = patched.get(other.nodes[end].name) if end < len(other.nodes) else None
+    is_own = first is not None and is_handed_on(one[first.target.function.name])  # a call that stands for the handing
+    made = [[n for n in nodes if not is_handed_on(n)] for nodes in (one.nodes, other.nodes[: end + (not is_own)])]
     yield from zip(*made, strict=False)
 
 

@@ -17,7 +17,7 @@ from .._core.node import Call, Input, Node, Ref, Scope, Source, State
 from .._core.pure import alias
 from .._core.trees import leaves
 from .._replay.request import At
-from .builder import CallRecord, Recording, SourceRecord, linked, user_line
+from .builder import CallRecord, Recording, SourceRecord, user_line
 from .handing import is_handing
 
 
@@ -84,7 +84,7 @@ class Counted:
             return None
         if is_handing(record):
             return handing_spot(*self.place(record.scope), record.args[1])
-        source = linked(record.site, None) or user_line(self.recording, record.site, record.scope)
+        source = user_line(self.recording, record.site, record.scope)
         return _next(self.seen, self.place(record.scope), record.kind, source)
 
     def place(self, number: int) -> tuple[str, int]:

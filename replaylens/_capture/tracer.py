@@ -8,6 +8,7 @@ which hand their argument on, give an alias instead, so that their value has a n
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from time import perf_counter_ns as _now
 from types import CodeType, FunctionType
@@ -586,12 +587,21 @@ class Tracer(Recorder):
             if not is_whole and len(set(names.known)) < len(names.known):
                 renewed(out, beyond, _Looking(names), self.in_trees)
             new = renewed(out, beyond, names, self.in_trees) if names.known and not is_whole else out
-        if new is out and not names.made:
-            return new, tree, tuple(names.shared)
-        self.in_trees.subtract(objects_held(tree))
-        tree = freeze_deep(new, self._handed_out)
-        self.in_trees.update(objects_held(tree))
+        if new is not out or names.made:
+            self.in_trees.subtract(objects_held(tree))
+            tree = freeze_deep(new, self._handed_out)
+            self.in_trees.update(objects_held(tree))
+        if not is_whole and len(set(names.known)) < len(names.known):
+            self._note_twice(tree)
         return new, tree, tuple(names.shared)
+
+    def _note_twice(self, tree: Any) -> None:
+        """A module hands on one tensor twice: does anything write it later?"""
+        count = Counter([leaf for leaf in leaves(tree) if type(leaf) is Handle])
+        for handle in [handle for handle, times in count.items() if times > 1]:
+            known = self.memory.live.get(id(self.recording.values[handle]))
+            first = known.base.first if isinstance(known, Entry) else handle
+            self.recording.twice[handle] = first, len(self.memory.written)
 
     def is_meant(self, handle: Handle, names: _Renaming) -> bool:
         """Is a value that a module gives to be another one for those to whom it is given?"""

@@ -23,6 +23,7 @@ from .._capture.capture import (
     put_back,
     record,
     record_of,
+    require_no_iterators,
     require_supported,
 )
 from .._capture.origins import Origins
@@ -94,6 +95,7 @@ def under_check(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], work:
     are as they were; no other thread runs it meanwhile.
     """
     require_supported(model)
+    require_no_iterators(args, kwargs)
     return alone_with(lambda: Origins(model).modules, lambda turn: _under_check(turn, model, args, kwargs, work))
 
 

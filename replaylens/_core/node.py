@@ -223,6 +223,7 @@ class Call:
     is_overwritten: bool = False  # a view whose memory the model writes later, and which it reads again then
     is_differentiated: bool = False  # the model takes gradients through it in a way that a patch here would miss
     is_shared: bool = False  # what a module hands on in a container that others hold: who reads it there, nobody knows
+    is_twice: bool = False  # what a module hands on as two tensors that are one, which the model writes later
     scope: Scope | None = None
     source: Source | None = None
     edited: str = ""  # what an edit made of it, in short: "Zero('b [c] h w', c=[3])", "was relu"

@@ -45,6 +45,7 @@ def bypassed(graph: Graph, name: str, to: Any, resolve: Callable[[Any], Ref]) ->
         is_overwritten=False,
         is_differentiated=False,
         is_shared=False,
+        is_twice=False,
         edited=f"was {call.kind}",
     )
     return replace(graph, {name: (made,)})

@@ -309,8 +309,9 @@ def _each_once(names: Names, found: list[Site]) -> tuple[Site, ...]:
     for site in several:  # what a module hands on goes before the layers that it is
         if not any({*site.place.refs} & {*other.place.refs} for other in kept.values()):
             kept[site.place.refs] = site
-            whole.update(ref.node for ref in site.place.refs)
-            found = [other for other in found if other.place.node not in whole]
+            nodes = {ref.node for ref in site.place.refs}
+            whole |= nodes
+            found = [other for other in found if other.place.node not in nodes]
     for site in found:
         place = site.place
         is_within = place.part is not None and place.node in whole

@@ -235,6 +235,11 @@ def misdirected(call: Call, is_constant: bool) -> Iterator[Departure]:
         yield Departure(
             what, f"{own} for all", "another value for those that read it from there", call.source, cure=cure
         )
+    if call.is_twice:
+        what = f"what `{call.scope}` hands on twice, and the model writes later,"
+        own = ", ".join(map(str, call.refs))
+        cure = f"A patch at `{own}` changes the one tensor that it hands on.\n"
+        yield Departure(what, "one tensor", "one or two, as a hook makes them", call.source, cure=cure)
     if call.is_differentiated or is_constant:
         what = f"the gradient that the model takes through {call.name}"
         yield Departure(what, "of the recorded value", "of a patch", call.source)

@@ -322,7 +322,11 @@ def idle_among(record: Record, changed: Mapping[int, tuple[Change, ...]]) -> lis
     for position, changes in changed.items():
         node, change = graph.nodes[position], changes[0]
         delicate = isinstance(node, Call) and (
-            node.is_overwritten or node.is_shared or node.is_differentiated or _rerun_by(graph, node.name)
+            node.is_overwritten
+            or node.is_shared
+            or node.is_twice
+            or node.is_differentiated
+            or _rerun_by(graph, node.name)
         )
         if delicate and len(changes) == 1 and not change.follows and _is_recorded(record, change):
             idle.append(position)

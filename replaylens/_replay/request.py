@@ -58,6 +58,18 @@ class Change:
         return self.make(value)
 
 
+@frozen
+class Hand:
+    """One tensor that a call of a module hands on, and for which a patch is meant that names the module."""
+
+    address: str
+    call: int
+    number: int  # among the tensors that the call hands on
+    count: int  # of these
+    ref: Ref
+    is_every: bool  # in calls beyond the recorded too
+
+
 @frozen(eq=False)
 class Request:
     """What a replay is asked for, in positions and tensors."""
@@ -77,3 +89,5 @@ class Request:
     at: frozenset[Ref] = frozenset()  # where gradients are to be taken: nothing else begins a history
     every: frozenset[int] = frozenset()  # of the changed ones, those that are changed in passes beyond the recorded too
     kinds: frozenset[str] = frozenset()  # of operations that are changed wherever they come up
+    globs: tuple[str, ...] = ()  # that mean modules: also such as were not recorded to run
+    hands: tuple[Hand, ...] = ()  # of the changed ones, those that are what modules hand on
