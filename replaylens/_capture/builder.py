@@ -165,13 +165,16 @@ class Recording:
     )  # as they were before a first draw
     output: Any = None
     inputs: Any = ()
-    changes: list[tuple[tuple[Any, str], Handle]] = field(factory=list)  # (module, key) and its value at the end
+    changes: list[tuple[tuple[Any, str], Handle]] = field(
+        factory=list
+    )  # (module, key) and its value at the end; (None, address) where modules were exchanged
     replaced: list[tuple[Any, str]] = field(factory=list)  # (module, key): of changes, where another tensor stands now
     written_again: dict[int, None] = field(factory=dict)  # written in a checkpoint: memory by id, and its new values
     computed_again: list[tuple[Any, str]] = field(factory=list)  # (module, key): of changes, what was written there
     removed: list[tuple[Any, str]] = field(factory=list)  # (module, key), where nothing stands any more
     born: list[tuple[Any, str]] = field(factory=list)  # (module, key), where something stands now and nothing stood
     rearranged: list[torch.nn.Module] = field(factory=list)  # modules that have other modules now, or other names
+    moved: dict[str, torch.Tensor] = field(factory=dict)  # what stands now below those modules, by address
     places: list[PlaceNote] = field(factory=list)  # where the model holds what it read or wrote
     given: dict[Handle, torch.Tensor] = field(factory=dict)  # inputs, by objects of our own
     lent: list[tuple[tuple[Any, str], Handle, torch.Tensor]] = field(

@@ -11,7 +11,7 @@ import gc
 import operator
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import compress
@@ -43,6 +43,9 @@ class Date:
 
 
 _KINDS = frozenset((torch.Tensor, nn.Parameter))
+
+
+Place = tuple[nn.Module, dict[str, torch.Tensor]]  # a module, and what it holds
 
 
 def _listed_tensors() -> list[torch.Tensor]:
@@ -233,9 +236,41 @@ class Origins:
             if buffers := module._buffers:
                 yield from _new(module, buffers, self.begun_by_module.get(id(module), {}))
 
+    def tree_at_start(self) -> dict[str, Place]:
+        """By address, each module that there was when the capture began, and the parameters and buffers that it had."""
+        children = {id(module): modules for module, modules in self.modules_begun}
+
+        def held(module: nn.Module) -> dict[str, Any]:
+            return {**self.parameters_begun.get(id(module), {}), **self.begun_by_module.get(id(module), {})}
+
+        return self._tree(lambda module: children.get(id(module), {}), held)
+
+    def tree_now(self) -> dict[str, Place]:
+        """By address, each module that there is now, and the parameters and buffers that it has."""
+        return self._tree(lambda module: module._modules, lambda module: {**module._parameters, **module._buffers})
+
+    def _tree(self, below: Callable[[Any], Any], held: Callable[[Any], dict[str, Any]]) -> dict[str, Place]:
+        found: dict[str, Place] = {}
+        stack: list[tuple[str, nn.Module, tuple[int, ...]]]
+        stack = [(name, module, ()) for module, parent, name in self.table if parent < 0]
+        while stack and len(found) < 100 * len(self.table) + 1000:
+            address, module, above = stack.pop()
+            found[address] = module, {key: value for key, value in held(module).items() if value is not None}
+            for name, child in below(module).items():
+                if child is not None and id(child) not in above:
+                    whole = ".".join([part for part in (address, name) if part and part != "_orig_mod"])
+                    stack.append((whole, child, (*above, id(module))))
+        return found
+
     def rearranged(self) -> Iterator[nn.Module]:
         """The modules that have other modules than when the capture began, or the same ones under other names."""
-        yield from (module for module, first in self.modules_begun if dict(module._modules) != first)
+        for module, first in self.modules_begun:
+            now: Any = module._modules
+            if (now if type(now) is dict else dict(now)) != first:  # those of TorchScript are no dicts
+                yield module
+        if len(self.modules_begun) != sum([bool(module._modules) for module, _, _ in self.table]):
+            begun = {id(module) for module, _ in self.modules_begun}
+            yield from (module for module, _, _ in self.table if module._modules and id(module) not in begun)
 
     @cached_property
     def start_ids(self) -> frozenset[int]:
