@@ -839,3 +839,36 @@ def test_a_patch_that_nothing_needed_is_not_made_of_a_tensor_that_was_written_si
     tensor.fill_(9.0)
     with pytest.raises(rl.StaleValue, match="a tensor of the patch at `linear_1_1` was overwritten since the replay"):
         run["unread"]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
+def test_a_fused_step_that_writes_one_row_of_an_embedding_is_seen(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(1000, 16), nn.Linear(16, 4))
+    prog = rl.capture(model, torch.arange(20))
+    other = rl.capture(model[1], torch.ones(2, 16))
+    model[0](torch.tensor([500])).sum().backward()
+    assert_same(prog.refresh().replay().output, model(torch.arange(20)))  # a gradient is no step
+    prog, other = rl.capture(model, torch.arange(20)), rl.capture(model[1], torch.ones(2, 16))  # nobody asks them yet
+    kind(model.parameters(), lr=0.1, fused=True).step()
+    for ask in (lambda: prog.replay(torch.arange(20)), lambda: prog.state["0.weight"]):
+        with pytest.raises(rl.StaleValue, match=r"0\.weight"):
+            ask()
+    assert_same(other.replay(torch.zeros(2, 16)).output, model[1](torch.zeros(2, 16)))  # had no gradient, took no step
+    assert_same(prog.refresh().replay(torch.tensor([500])).output, model(torch.tensor([500])))
+
+
+def test_a_bias_that_is_written_by_data_at_one_place_is_seen():
+    model, given = nn.Linear(8, 64), torch.ones(2, 8)
+    for place in range(64):
+        prog = rl.capture(model, given)
+        model.bias.data[place] += 1
+        with pytest.raises(rl.StaleValue):
+            prog.replay(torch.zeros(2, 8))
+
+
+def test_one_number_of_a_matrix_that_is_written_by_data_is_found_by_a_check():
+    model = nn.Linear(64, 64)
+    prog = rl.capture(model, torch.ones(2, 64))
+    model.weight.data[3, 3] += 1
+    assert not prog.check()

@@ -217,7 +217,8 @@ def _take_ends(forward: Forward, tracer: Tracer, output: Any) -> None:
     _take_touched(tracer)
     _require_one_storage(tracer, forward.beginning.snapshot)
     recording.left = tracer.draws.left()
-    recording.drawn_elsewhere = (*forward.beginning.dice.moved(), *tracer.draws.elsewhere)
+    beginning = forward.beginning
+    recording.drawn_elsewhere = (*beginning.dice.moved(), *beginning.snapshot.drew(), *tracer.draws.elsewhere)
     recording.doubts = tracer.draws.doubts
     recording.versions = _require_announced(tracer)
     if tracer.leaves_changes:
@@ -301,7 +302,7 @@ def record_of(captured: Captured) -> Record:
     """What a capture knows, by Ref: values, write counters, generator states, the model's own parameters."""
     hand_on(captured.recording)
     recording, made = captured.recording, freeze(captured.recording)
-    places = {address_of(made.addresses, note[0]): StatePlace.noted(note) for note in recording.places}
+    places = {address_of(made.addresses, note[0]): StatePlace.noted(note, recording.steps) for note in recording.places}
     graph = _as_it_was(made.graph, places, recording)
     values: dict[Ref, torch.Tensor] = {}
     live: dict[str, torch.Tensor] = {}
@@ -459,7 +460,9 @@ def _bounds_of(array: Any) -> tuple[int, int]:
     """The first address that an array of numpy's looks at, and the first after it."""
     steps = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)]
     start: int = array.__array_interface__["data"][0]
-    return start + sum(step for step in steps if step < 0), start + sum(step for step in steps if step > 0) + array.itemsize
+    return start + sum(step for step in steps if step < 0), start + sum(
+        step for step in steps if step > 0
+    ) + array.itemsize
 
 
 def _require_one_storage(tracer: Tracer, snapshot: Snapshot) -> None:

@@ -106,6 +106,11 @@ class Snapshot:
             for item in content.values() if kind in _DICTS else content:
                 self._note(item, depth - 1)
 
+    def drew(self) -> tuple[str, ...]:
+        """The kinds of generators, of numpy's and Python's, that hang on the modules and have drawn numbers since."""
+        found = [value for value, restore in self.restored if (_draws(value) and not _is_as_it_was(value, restore))]
+        return tuple(dict.fromkeys([f"{type(one).__module__.partition('.')[0]}.{type(one).__name__}" for one in found]))
+
     def as_of_now(self) -> Snapshot:
         """The same objects, as they are now."""
         now = Snapshot.__new__(Snapshot)
@@ -129,8 +134,8 @@ class Snapshot:
         made.registered = [pair for module in modules for pair in _held_by(module, True)]
         return made
 
-    def put_back(self) -> None:
-        """Everything noted as it was."""
+    def put_back(self, draws_on: bool = False) -> None:
+        """Everything noted as it was. `draws_on`: but the generators, of numpy's and Python's."""
         turn_back(self.flags)
         for module, attributes in self.attributes:
             now = vars(module)
@@ -144,8 +149,9 @@ class Snapshot:
                 hooks.update(content)
         for module, training in self.training:
             module.training = training
-        for _, restore in self.restored:
-            restore()
+        for value, restore in self.restored:
+            if not (draws_on and _draws(value)):
+                restore()
         for memory in self.memories:
             memory.put_back()
         for container, content in (*self.registered, *self.containers):
@@ -229,11 +235,19 @@ def _is_kept(kind: Any) -> bool:
     return f"{kind.__module__}.{kind.__qualname__}" in known
 
 
+def _draws(value: Any) -> bool:
+    return hasattr(value, "bit_generator") or hasattr(value, "getstate") or hasattr(value, "get_state")
+
+
+def _is_as_it_was(value: Any, restore: Callable[[], object]) -> bool:
+    """Is a generator in the state that would be put back?"""
+    return repr(_restorer(value).args[-1]) == repr(restore.args[-1])  # type: ignore[attr-defined]
+
+
 def _restorer(value: Any) -> Callable[[], object]:
     """What puts back the content of an array, or the state of a generator."""
     if hasattr(value, "bit_generator"):
-        state = value.bit_generator.state
-        return lambda: setattr(value.bit_generator, "state", state)
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
     if hasattr(value, "getstate"):
         return partial(value.setstate, value.getstate())
     if hasattr(value, "get_state"):

@@ -17,7 +17,7 @@ from torch import nn
 
 from .._core.pure import history_of, take_step, writable_copy
 from .._core.trees import freeze_deep, leaves, thaw
-from .._replay.state import NO_LOOK, PLAIN, attribute_at, looks_at
+from .._replay.state import NO_LOOK, PLAIN, attribute_at, fused_steps, looks_at
 from .builder import Handle, Recording, SourceRecord, version_of, versions_of
 from .origins import Origins, Place
 from .recorder import Recorder
@@ -239,7 +239,9 @@ def keep_by_value(recorder: Recorder) -> None:
             memory.preserve(known.base)
         elif where[0] is None and id(now) in begun:
             continue  # it was the model's own before, and is referred to as such
-        elif where[0] is None or _key(where) in read or held(*where) is not None:  # a stashed activation is only referred to
+        elif (
+            where[0] is None or _key(where) in read or held(*where) is not None
+        ):  # a stashed activation is only referred to
             if isinstance(known, Entry) and id(known.base.root) not in begun:
                 memory.preserve(known.base)  # what it was made of lies there too
             else:
@@ -350,7 +352,7 @@ def _stands(record: SourceRecord) -> bool:
 def note_places(recorder: Recorder) -> None:
     """Where the model holds what the forward read or wrote, and what it looks like there."""
     recording, begun = recorder.recording, recorder.origins.begun_by_module
-    add = recording.places.append
+    add, recording.steps = recording.places.append, fused_steps()
     sources = [record for record in recording.records if type(record) is SourceRecord]
     found = [record for record in sources if record[0] == "parameter" or _stands(record)]
     if found:

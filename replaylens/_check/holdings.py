@@ -55,7 +55,9 @@ def _wrong_state(subject: Subject, node: State, held: Holdings, names: dict[int,
 def wrong_ending(subject: Subject, origins: Origins) -> Iterator[Finding]:
     """Parameters and buffers in which a plain forward left something else than the program says."""
     record = subject.record
-    held = {f"{a}.{key}".lstrip("."): tensor for a, (_, has) in origins.tree_now().items() for key, tensor in has.items()}
+    held = {
+        f"{a}.{key}".lstrip("."): tensor for a, (_, has) in origins.tree_now().items() for key, tensor in has.items()
+    }
     written = dict(record.graph.changes)
     for address, ref in _ends(record.graph).items():
         if address not in held:

@@ -3,7 +3,8 @@
 In: a module, and the name or path of a tensor in it. Out: a StatePlace, which says what stands there now, puts another
 tensor there, and tells whether what was recorded is overwritten. Torch's write counters miss much: `p.data = other`,
 `model.double()`, `load_state_dict(assign=True)`, fused optimizers, the statistics of a batch norm. So the place, the
-address in memory, how the tensor lies there and a few samples of what stands there are compared too.
+address in memory, how the tensor lies there and a few samples of what stands there are compared too. Fused optimizers
+are heard of when they step.
 """
 
 from __future__ import annotations
@@ -14,18 +15,56 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from ctypes import c_int, c_ssize_t, c_void_p, py_object, pythonapi
 from functools import partial
+from itertools import chain
+from math import isqrt
 from types import FunctionType
 from typing import Any, Literal
 
 import torch
 from attrs import field, frozen
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .._core.torch_private import TensorGuards
 from .._core.trees import own, own_attributes
 
 PLAIN = frozenset((torch.Tensor, nn.Parameter))
-SAMPLES = 16
+SAMPLES = 32
+WHOLE = 32  # so many words of memory are compared whole
+
+
+class _Steps:
+    """The steps of fused optimizers, which torch's write counters miss: how many there were, and the last for each
+    tensor.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.last: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}  # by id
+        register_optimizer_step_post_hook(self.note)
+
+    def note(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        fused = [group["params"] for group in optimizer.param_groups if group.get("fused")]
+        self.count += bool(fused)
+        for tensor in chain.from_iterable(fused):
+            if tensor.grad is not None:
+                number = id(tensor)
+                forget = weakref.ref(tensor, lambda _, number=number: self.last.pop(number, None))
+                self.last[number] = self.count, forget
+
+    def last_of(self, tensor: torch.Tensor) -> int:
+        """Which step was the last that wrote a tensor; 0 of one that none has written."""
+        return self.last[id(tensor)][0] if id(tensor) in self.last else 0
+
+
+_steps = _Steps()
+
+
+def fused_steps() -> int:
+    """How many steps fused optimizers have taken until now."""
+    return _steps.count
 
 
 Layout = tuple[Any, ...]
@@ -56,6 +95,7 @@ class Sight:
     layout: Layout | None = None
     seen: memoryview | None = None
     live: memoryview | None = field(default=None, eq=False)  # the memory itself, to be compared again and again
+    steps: int = field(default=0, eq=False)  # of fused optimizers, until then
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Does this very tensor lie there still, with the same samples? The address comes first: memory that it has
@@ -64,7 +104,11 @@ class Sight:
         if self.address is None:
             return True
         lies = tensor.data_ptr() == self.address and layout_of(tensor) == self.layout
-        return lies and (self.live is None or self.live == self.seen)
+        return lies and self.is_unstepped(tensor) and (self.live is None or self.live == self.seen)
+
+    def is_unstepped(self, tensor: torch.Tensor) -> bool:
+        """Has no fused optimizer written it since?"""
+        return _steps.last_of(tensor) <= self.steps
 
 
 NO_SIGHT = Sight(None)
@@ -76,15 +120,15 @@ NO_LOOK: Look = (None, None, None, None)
 
 def sight_of(tensor: torch.Tensor) -> Sight:
     """A look at a tensor."""
-    return as_sight(look_at(tensor))
+    return as_sight(look_at(tensor), fused_steps())
 
 
-def as_sight(look: Look) -> Sight:
-    """A look as it is compared."""
+def as_sight(look: Look, steps: int) -> Sight:
+    """A look as it is compared, taken after so many steps of fused optimizers."""
     address, layout, seen, live = look
     if seen is None or live is None:
-        return NO_SIGHT if address is None else Sight(address, layout)
-    return Sight(address, layout, memoryview(seen).cast(_KINDS[live.itemsize]), live)
+        return NO_SIGHT if address is None else Sight(address, layout, steps=steps)
+    return Sight(address, layout, memoryview(seen).cast(_KINDS[live.itemsize]), live, steps)
 
 
 def looks_at(tensors: list[torch.Tensor]) -> Iterable[Look]:
@@ -147,12 +191,13 @@ _known: dict[int, tuple[weakref.ref[torch.Tensor], int, Callable[..., bool], Lay
 
 def _window(address: int, size: int) -> memoryview:
     """Samples of so many bytes of memory, without a copy: nothing is read here. An odd step does not stay within one
-    column.
+    column. Large matrices are sampled more densely: what computes with them takes longer.
     """
     wide = next(wide for wide in _KINDS if not size % wide)
     count = size // wide
     words: memoryview = _memory_at(address, size, _READ).cast(_KINDS[wide])
-    return words[:: (count - 1) // (SAMPLES - 1) | 1] if count > SAMPLES else words
+    samples = max(SAMPLES, min(isqrt(count), count // 256))
+    return words[:: (count - 1) // (samples - 1) | 1] if count > WHOLE else words
 
 
 _memory_at: Any = pythonapi["PyMemoryView_FromMemory"]  # an object of this module's own
@@ -176,11 +221,11 @@ class StatePlace:
     dtype: torch.dtype | None = None  # what it was of, when it stood there
 
     @classmethod
-    def noted(cls, note: PlaceNote) -> StatePlace:
-        """The place of which a capture took note."""
+    def noted(cls, note: PlaceNote, steps: int) -> StatePlace:
+        """The place of which a capture took note, after so many steps of fused optimizers."""
         (module, key), kind, tensor, dtype, look = note
         held: Any = (vars(module),) if kind == "attribute" else (module._parameters, module._buffers)
-        return cls(key, kind, tensor, held, as_sight(look), dtype)
+        return cls(key, kind, tensor, held, as_sight(look, steps), dtype)
 
     def now(self) -> torch.Tensor | None:
         """What stands there now."""
@@ -244,6 +289,7 @@ class Standing:
         self.addresses = [sight.address for sight in self.sights]
         self.live, self.seen = [sight.live for sight in self.sights], [sight.seen for sight in self.sights]
         self.lies = same_layouts(self.lying) if self._lie() else None
+        self.steps = -1  # of fused optimizers, when they were last asked for
 
     def __bool__(self) -> bool:
         """The addresses come before the samples: memory that a tensor has left may be gone."""
@@ -253,8 +299,15 @@ class Standing:
             and [*map(_address, self.lying)] == self.addresses
             and ((self.lies is not None and self.lies(*self.lying)) or self._lie())
             and self.live == self.seen
+            and (self.steps == _steps.count or self._are_unstepped())
             and all(place.stands() for place in self.others)
         )
+
+    def _are_unstepped(self) -> bool:
+        count = _steps.count
+        if all(sight.is_unstepped(tensor) for tensor, sight in zip(self.lying, self.sights, strict=True)):
+            self.steps = count
+        return self.steps == count
 
     def _lie(self) -> bool:
         return all(layout_of(t) == sight.layout for t, sight in zip(self.lying, self.sights, strict=True))
