@@ -47,7 +47,7 @@ def counters_of(origins: Origins, snapshot: Snapshot) -> Counters:
 
 
 def held_at_start(origins: Origins, snapshot: Snapshot) -> list[torch.Tensor]:
-    """The parameters and buffers of the model, and the tensors among the attributes of its modules, as a forward began."""
+    """The parameters, buffers and other tensors that the modules of the model had when a forward began."""
     buffers = [tensor for _, held in origins.begun for tensor in held.values()]
     others = [value for _, attributes in snapshot.attributes for value in attributes.values() if type(value) in PLAIN]
     return [tensor for tensor in (*origins.parameters_at_start, *buffers, *others) if tensor is not None]
