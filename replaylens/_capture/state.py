@@ -148,8 +148,9 @@ def _take_moved(recorder: Recorder) -> None:
     firsts = {id(s.tensor): s.returns for s in sources if s.kind not in ("input", "constant")}
     first, now = origins.tree_at_start(), origins.tree_now()
     moved = {id(module) for a in {*first, *now} for module in _exchanged(first.get(a), now.get(a))}
-    for noted in (recording.changes, recording.removed, recording.replaced):
-        noted[:] = [one for one in noted if id((one[0] if noted is recording.changes else one)[0]) not in moved]
+    recording.changes = [note for note in recording.changes if id(note[0][0]) not in moved]
+    recording.removed = [where for where in recording.removed if id(where[0]) not in moved]
+    recording.replaced = [where for where in recording.replaced if id(where[0]) not in moved]
     for address in dict.fromkeys([*first, *now]):
         (before, held_then), (after, held_now) = first.get(address, (None, {})), now.get(address, (None, {}))
         for key in dict.fromkeys([*held_then, *held_now]) if {id(before), id(after)} & moved else ():

@@ -441,8 +441,8 @@ class Memory:
         if base.is_kept:
             raise UnannouncedWrite(
                 f"a tensor {tuple(base.root.shape)} was written by numpy, through an array over its memory that the "
-                "model keeps or was given.\nLet the forward ask the tensor for its array (`tensor.numpy()`), or write by "
-                "torch."
+                "model keeps or was given.\nLet the forward ask the tensor for its array (`tensor.numpy()`), or "
+                "write by torch."
             )
         if not base.is_told:
             raise UnannouncedWrite(

@@ -50,9 +50,10 @@ class _Steps:
         self.count += bool(fused)
         for tensor in chain.from_iterable(fused):
             if tensor.grad is not None:
-                number = id(tensor)
-                forget = weakref.ref(tensor, lambda _, number=number: self.last.pop(number, None))
-                self.last[number] = self.count, forget
+                self.last[id(tensor)] = self.count, weakref.ref(tensor, partial(self._forget, id(tensor)))
+
+    def _forget(self, number: int, dead: Any) -> None:
+        self.last.pop(number, None)
 
     def last_of(self, tensor: torch.Tensor) -> int:
         """Which step was the last that wrote a tensor; 0 of one that none has written."""
