@@ -872,3 +872,36 @@ def test_one_number_of_a_matrix_that_is_written_by_data_is_found_by_a_check():
     prog = rl.capture(model, torch.ones(2, 64))
     model.weight.data[3, 3] += 1
     assert not prog.check()
+
+
+@pytest.mark.parametrize("words", [{}, {"fused": True}, {"foreach": True}], ids=["plain", "fused", "foreach"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
+def test_an_optimizer_in_a_forward_steps_in_a_replay_as_in_the_model(kind, words):
+    def does(m, x):
+        more = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+        optimizer = kind(m.layer.parameters(), lr=0.1, **more, **words)
+        for _ in range(2):
+            m.layer(x).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        return m.layer(x)
+
+    torch.manual_seed(0)
+    model = Stateful(does, layer=nn.Linear(4, 4))
+    plain = copy.deepcopy(model)
+    prog = rl.capture(model, x())
+    assert_same(prog.replay(x().clone()).output, prog.output)
+    run = prog.replay(x(1))
+    assert_same(run.output, plain(x(1)))
+    assert_same(run.state_changes, {f"layer.{name}": value for name, value in plain.layer.named_parameters()})
+
+
+def test_a_parameter_of_a_new_name_is_a_state_change():
+    def does(m, x):
+        m.tied = m.layer.weight
+        m.layers.append(nn.Parameter(x.sum(0).detach()))
+        return x @ m.tied + m.layers[1]
+
+    model = Stateful(does, layer=nn.Linear(4, 4), layers=nn.ParameterList([torch.ones(4)]))
+    prog = rl.capture(model, x())
+    assert_same(prog.state_changes, {"tied": model.layer.weight, "layers.1": model.layers[1]})

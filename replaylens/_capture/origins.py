@@ -226,6 +226,12 @@ class Origins:
                 if value is not None and (key not in now or now[key] is not value):
                     yield module, key, value
 
+    def new_parameters(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+        """The parameters that stand now where none stood when the capture began."""
+        for module, _, _ in () if self.same_parameters() else self.table:
+            for _, key in _new(module, module._parameters, self.parameters_begun.get(id(module), {})):
+                yield module, key, module._parameters[key]
+
     def born(self, same: bool | None = None) -> Iterator[tuple[nn.Module, str]]:
         """Where parameters and buffers stand now, and nothing stood when the capture began. `same`: are the parameters
         those that there were, if that is known?

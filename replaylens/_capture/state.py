@@ -127,11 +127,13 @@ def _is_asked_for(recorder: Recorder, where: Where) -> bool:
 
 
 def _take_exchanged_parameters(recorder: Recorder, sources: list[SourceRecord], firsts: Firsts) -> None:
-    """Parameters that the forward did not read, and in whose places others stand now."""
+    """Parameters that the forward did not read, and in whose places others stand now; and those under new names."""
     seen = {_key(source.where) for source in sources if source.kind == "parameter"}
     for module, key, first in recorder.origins.parameters_elsewhere():
         if (id(module), key) not in seen:
             _compare(recorder, (module, key), first, held(module, key), firsts)
+    for module, key, now in recorder.origins.new_parameters():
+        _compare(recorder, (module, key), None, now, firsts)
 
 
 def _take_new_buffers(recorder: Recorder, firsts: Firsts) -> None:
