@@ -905,3 +905,99 @@ def test_a_parameter_of_a_new_name_is_a_state_change():
     model = Stateful(does, layer=nn.Linear(4, 4), layers=nn.ParameterList([torch.ones(4)]))
     prog = rl.capture(model, x())
     assert_same(prog.state_changes, {"tied": model.layer.weight, "layers.1": model.layers[1]})
+
+
+def test_a_live_run_of_a_model_that_makes_its_parameters_anew_leaves_them_as_they_were():
+    def does(m, x):
+        y = m.layer(x)
+        m.layer.reset_parameters()
+        nn.init.ones_(m.layer.weight)
+        return y + m.layer(x)
+
+    model = Stateful(does, layer=nn.Linear(4, 4))
+    before = copy.deepcopy(model.state_dict())
+    plain = copy.deepcopy(model)
+    torch.manual_seed(1)
+    run = rl.run(model, x())
+    assert_same(dict(model.state_dict()), dict(before))
+    torch.manual_seed(1)
+    assert_same(run.output, plain(x()))
+
+
+def test_a_live_run_leaves_no_buffer_that_its_forward_registers_in_a_layer_of_torchs():
+    def does(m, x):
+        m.layer.register_buffer("mask", x.sum(0))
+        return m.layer(x) * m.layer.mask
+
+    model = Stateful(does, layer=nn.Linear(4, 4))
+    rl.run(model, x())
+    assert "mask" not in dict(model.layer.named_buffers())
+    prog = rl.capture(model, x())
+    mask = model.layer.mask
+    assert prog.replay(torch.ones(2, 4)).diverged
+    assert model.layer.mask is mask
+
+
+class Cache:
+    def __init__(self):
+        self.keys = []
+
+    def update(self, x):
+        self.keys.append(x)
+        return torch.cat(self.keys)
+
+
+def has_a_place(m, x):
+    y = x * m.place
+    m.place += 1
+    return y
+
+
+def keeps_a_list(m, x):
+    m.kept.append(x)
+    return torch.cat(m.kept)
+
+
+def keeps_by_size(m, x):
+    if len(x) not in m.kept:
+        m.kept[len(x)] = torch.ones(len(x), 1)
+    return x * m.kept[len(x)]
+
+
+def is_first(m, x):
+    m.first, was = False, m.first
+    return x * 2 if was else x
+
+
+GO_ON = {
+    "has_a_place": lambda: Stateful(has_a_place, place=1),
+    "keeps_a_list": lambda: Stateful(keeps_a_list, kept=[]),
+    "keeps_by_size": lambda: Stateful(keeps_by_size, kept={}),
+    "keeps_an_object": lambda: Stateful(lambda m, x: m.kept.update(x), kept=Cache()),
+    "is_first": lambda: Stateful(is_first, first=True),
+}
+
+
+@pytest.mark.parametrize("make", GO_ON.values(), ids=GO_ON)
+def test_a_forward_that_goes_by_attributes_which_it_changes_has_no_module_and_no_refreshed_program(make):
+    prog = rl.capture(make(), x())
+    assert_same(prog.replay(x(1)).output, make()(x(1)))
+    for ask in (prog.module, prog.refresh):
+        with pytest.raises(rl.ReplaylensError, match="left something else there"):
+            ask()
+
+
+def counts_and_stores(m, x):
+    m.calls += 1
+    m.times = m.times + 1
+    m.seen.append(x.sum())
+    m.last["x"] = x
+    m.size = len(x)
+    return x * m.size
+
+
+def test_a_forward_that_only_counts_and_stores_in_attributes_has_a_module():
+    model = Stateful(counts_and_stores, calls=0, times=0, seen=[], last={}, size=0)
+    prog = rl.capture(model, x())
+    assert_same(prog.module()(x(1)), model(x(1)))
+    assert_same(prog.refresh().replay(x(1)).output, model(x(1)))

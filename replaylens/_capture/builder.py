@@ -42,7 +42,7 @@ from .._core.trees import leaves, remake, remake_shared
 from .._lens.drafts import Draft
 from .._lens.structure import labels
 from .._replay.state import PlaceNote
-from .asked import Asked, asks_identity, catches, guard_of, mode_guards
+from .asked import Asked, asks_identity, catches, goes_by, guard_of, mode_guards
 from .branches import keeps, taken
 from .dynamic import with_dynamic_shapes
 from .failing import completions
@@ -174,6 +174,7 @@ class Recording:
     removed: list[tuple[Any, str]] = field(factory=list)  # (module, key), where nothing stands any more
     born: list[tuple[Any, str]] = field(factory=list)  # (module, key), where something stands now and nothing stood
     rearranged: list[torch.nn.Module] = field(factory=list)  # modules that have other modules now, or other names
+    went_on: list[tuple[Any, str]] = field(factory=list)  # (module, key): attributes, no tensors, that are others now
     moved: dict[str, torch.Tensor] = field(factory=dict)  # what stands now below those modules, by address
     places: list[PlaceNote] = field(factory=list)  # where the model holds what it read or wrote
     steps: int = 0  # of fused optimizers, until then
@@ -288,7 +289,7 @@ def freeze(recording: Recording) -> Frozen:
         changes=tuple([(address_of(addresses, where), refs[last]) for where, last in recording.changes]),
         replaced=frozenset([address_of(addresses, where) for where in recording.replaced]),
         removed=tuple([address_of(addresses, where) for where in recording.removed]),
-        not_again=tuple(_not_again(recording, addresses)),
+        not_again=tuple(_not_again(recording, addresses, codes)),
         orphans=frozenset(name for name, orphan in zip(names, orphans, strict=True) if orphan),
         computed_again=tuple([address_of(addresses, where) for where in recording.computed_again]),
         asked=_asked(recording, codes, refs, to_ref, scopes),
@@ -314,13 +315,17 @@ def freeze(recording: Recording) -> Frozen:
     return Frozen(require_lawful(graph), {ref: handle for handle, ref in refs.items()}, addresses)
 
 
-def _not_again(recording: Recording, addresses: Addresses) -> Iterator[str]:
+def _not_again(recording: Recording, addresses: Addresses, codes: tuple[CodeType, ...]) -> Iterator[str]:
     """Why the model's next forward may take another path than this one."""
     for where in recording.born:
         yield f"its forward made `{address_of(addresses, where)}`, of which there was none when it began"
     for module in recording.rearranged:
         address = addresses.modules[id(module)]
         yield f"its forward gave {f'`{address}`' if address else 'the model'} other submodules, or changed their places"
+    for where in recording.went_on:
+        kinds = {type(scope.module) for scope in recording.scopes}
+        if any(goes_by(code, where[1]) for code in named_code(codes, recording.model, kinds)):
+            yield f"its forward reads `{address_of(addresses, where)}`, and left something else there"
 
 
 def _unread(addresses: Addresses, nodes: list[Node]) -> frozenset[str]:

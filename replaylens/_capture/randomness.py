@@ -20,6 +20,7 @@ import torch
 from .._core.node import Generator, Left
 from .._core.torch_private import seed_tracker
 from .._core.world import let_go, one_draws, users_state
+from .asked import words
 
 _DROPOUTS = frozenset(
     "dropout dropout_ alpha_dropout alpha_dropout_ feature_dropout feature_dropout_ feature_alpha_dropout".split()
@@ -175,7 +176,8 @@ def names_of_generators(codes: Iterable[CodeType]) -> frozenset[str]:
 def _names_in(code: CodeType) -> frozenset[str]:
     """What of this a code names, and those that lie in it."""
     inner = [_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
-    return _TELLING.intersection(code.co_names).union(_ANEW.keys() & set(code.co_names), _unseeded(code), *inner)
+    named = words(code)
+    return (_TELLING & named).union(_ANEW.keys() & named, _unseeded(code), *inner)
 
 
 def _unseeded(code: CodeType) -> Iterator[str]:

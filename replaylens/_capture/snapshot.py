@@ -11,7 +11,7 @@ import random
 import sys
 from array import array
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from ctypes import string_at
 from functools import lru_cache, partial
@@ -111,6 +111,16 @@ class Snapshot:
         found = [value for value, restore in self.restored if (_draws(value) and not _is_as_it_was(value, restore))]
         return tuple(dict.fromkeys([f"{type(one).__module__.partition('.')[0]}.{type(one).__name__}" for one in found]))
 
+    def changed(self) -> Iterator[tuple[nn.Module, str]]:
+        """The attributes of modules, but tensors, that hold something else now, or in which something else is."""
+        begun = {id(container): content for container, content in self.containers}
+        for module, first in self.attributes:
+            now = vars(module)
+            for key, then in first.items():
+                value = now.get(key, _GONE)
+                if (value is not then or type(value) not in _SCALARS) and not _is_alike(then, value, begun, 4):
+                    yield module, key
+
     def as_of_now(self) -> Snapshot:
         """The same objects, as they are now."""
         now = Snapshot.__new__(Snapshot)
@@ -154,7 +164,9 @@ class Snapshot:
                 restore()
         for memory in self.memories:
             memory.put_back()
-        for container, content in (*self.registered, *self.containers):
+        noted = {id(held) for held, _ in self.registered}
+        empty = [(held, {}) for module in self.hooked for held, _ in _held_by(module, False) if id(held) not in noted]
+        for container, content in (*empty, *self.registered, *self.containers):
             if not _same(container, content):
                 container.clear()
                 (container.update if isinstance(container, (dict, set)) else container.extend)(content)
@@ -233,6 +245,34 @@ def _is_kept(kind: Any) -> bool:
     """Is it an array of numpy's, or a generator of numpy's or Python's own?"""
     known = ("numpy.ndarray", "numpy.random._generator.Generator", "numpy.random.mtrand.RandomState", "random.Random")
     return f"{kind.__module__}.{kind.__qualname__}" in known
+
+
+_GONE = object()
+
+
+def _is_alike(then: Any, now: Any, begun: dict[int, Any], depth: int) -> bool:
+    """Does the same stand there but for what tensors hold? Tensors that come and go by themselves others look after.
+
+    `begun`: by id, what was in containers.
+    """
+    tensors = isinstance(then, torch.Tensor) + isinstance(now, torch.Tensor)
+    if tensors or isinstance(now, nn.Module) or not depth:
+        return tensors != 1 or depth == 4
+    kind = type(then)
+    if kind is not type(now):
+        return False
+    if _is_plain(kind):
+        then, now, kind = vars(then), vars(now), dict
+    then = begun.get(id(then), then)
+    if kind in _DICTS:
+        return then.keys() == now.keys() and all(_is_alike(then[key], now[key], begun, depth - 1) for key in then)
+    if kind in _CONTAINERS or kind is tuple:
+        pairs = zip(then, now, strict=False)
+        return len(then) == len(now) and (kind is set or all(_is_alike(*pair, begun, depth - 1) for pair in pairs))
+    return now is then or (kind in _SCALARS and bool(then == now))
+
+
+_SCALARS = frozenset((int, float, bool, str, complex, type(None)))
 
 
 def _draws(value: Any) -> bool:

@@ -107,6 +107,7 @@ def take_changes(recorder: Recorder, snapshot: Snapshot) -> None:
         made = (*recorder.origins.born(same), *_made_attributes(snapshot))
         recording.born.extend(where for where in made if _is_asked_for(recorder, where))
         recording.rearranged.extend(rearranged)
+        recording.went_on.extend(snapshot.changed())
     _take_attributes(recorder, snapshot, [s for s in sources if s.kind == "attribute"], firsts)
 
 
