@@ -1001,3 +1001,21 @@ def test_a_forward_that_only_counts_and_stores_in_attributes_has_a_module():
     prog = rl.capture(model, x())
     assert_same(prog.module()(x(1)), model(x(1)))
     assert_same(prog.refresh().replay(x(1)).output, model(x(1)))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_of_an_optimizer_in_a_live_run_makes_no_program_stale(fused):
+    def steps(m, x):
+        m.layer(x).pow(2).sum().backward()
+        m.optimizer.step()
+        m.optimizer.zero_grad()
+        return m.layer(x)
+
+    model = Stateful(steps, layer=nn.Linear(4, 4))
+    model.optimizer = torch.optim.SGD(model.layer.parameters(), lr=0.1, fused=fused)
+    prog = rl.capture(model.layer, x())
+    rl.run(model, x())
+    assert_same(prog.replay(x(1)).output, model.layer(x(1)))
+    model(x())
+    with pytest.raises(rl.StaleValue):
+        prog.replay(x(1))

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import compress
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -230,7 +230,7 @@ class Origins:
         """The parameters that stand now where none stood when the capture began."""
         for module, _, _ in () if self.same_parameters() else self.table:
             for _, key in _new(module, module._parameters, self.parameters_begun.get(id(module), {})):
-                yield module, key, module._parameters[key]
+                yield module, key, cast(torch.Tensor, module._parameters[key])
 
     def born(self, same: bool | None = None) -> Iterator[tuple[nn.Module, str]]:
         """Where parameters and buffers stand now, and nothing stood when the capture began. `same`: are the parameters

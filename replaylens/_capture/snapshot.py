@@ -24,6 +24,7 @@ from torch import nn
 
 from .._core.trees import freeze_deep
 from .._core.world import users_state
+from .._replay.state import FUSED
 from .scopes import module_table
 
 _REGISTERED = frozenset(("_modules", "_parameters", "_buffers"))
@@ -165,7 +166,9 @@ class Snapshot:
         for memory in self.memories:
             memory.put_back()
         noted = {id(held) for held, _ in self.registered}
-        empty = [(held, {}) for module in self.hooked for held, _ in _held_by(module, False) if id(held) not in noted]
+        empty: list[tuple[Any, Any]] = [
+            (held, {}) for module in self.hooked for held, _ in _held_by(module, False) if id(held) not in noted
+        ]
         for container, content in (*empty, *self.registered, *self.containers):
             if not _same(container, content):
                 container.clear()
@@ -261,7 +264,7 @@ def _is_alike(then: Any, now: Any, begun: dict[int, Any], depth: int) -> bool:
     kind = type(then)
     if kind is not type(now):
         return False
-    if _is_plain(kind):
+    if _is_plain(kind):  # type: ignore[arg-type]
         then, now, kind = vars(then), vars(now), dict
     then = begun.get(id(then), then)
     if kind in _DICTS:
@@ -398,13 +401,15 @@ class Belongings:
         tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
         freeze_deep(inputs, tensors.append)
         self.leaves = [(t, t.requires_grad, t.grad) for t in tensors if t.is_leaf]
+        self.steps = [FUSED.last_of(tensor) for tensor, _, _ in self.leaves]
 
     def put_back(self) -> None:
         """Everything as it was."""
         if self.begun is not None:
             self.begun.put_back()
         self.snapshot.put_back()
-        for tensor, flag, grad in self.leaves:
+        for (tensor, flag, grad), step in zip(self.leaves, self.steps, strict=True):
+            FUSED.put_back(tensor, step)
             if not tensor.is_leaf and not tensor._is_view():  # a buffer into which something differentiable was written
                 tensor.detach_()
             if not tensor.is_leaf:

@@ -52,6 +52,11 @@ class _Steps:
             if tensor.grad is not None:
                 self.last[id(tensor)] = self.count, weakref.ref(tensor, partial(self._forget, id(tensor)))
 
+    def put_back(self, tensor: torch.Tensor, count: int) -> None:
+        """What the last steps wrote is put back: the last one that counts was this one."""
+        if id(tensor) in self.last:
+            self.last[id(tensor)] = count, self.last[id(tensor)][1]
+
     def _forget(self, number: int, dead: Any) -> None:
         self.last.pop(number, None)
 
@@ -60,12 +65,12 @@ class _Steps:
         return self.last[id(tensor)][0] if id(tensor) in self.last else 0
 
 
-_steps = _Steps()
+FUSED = _Steps()
 
 
 def fused_steps() -> int:
     """How many steps fused optimizers have taken until now."""
-    return _steps.count
+    return FUSED.count
 
 
 Layout = tuple[Any, ...]
@@ -109,7 +114,7 @@ class Sight:
 
     def is_unstepped(self, tensor: torch.Tensor) -> bool:
         """Has no fused optimizer written it since?"""
-        return _steps.last_of(tensor) <= self.steps
+        return FUSED.last_of(tensor) <= self.steps
 
 
 NO_SIGHT = Sight(None)
@@ -300,12 +305,12 @@ class Standing:
             and [*map(_address, self.lying)] == self.addresses
             and ((self.lies is not None and self.lies(*self.lying)) or self._lie())
             and self.live == self.seen
-            and (self.steps == _steps.count or self._are_unstepped())
+            and (self.steps == FUSED.count or self._are_unstepped())
             and all(place.stands() for place in self.others)
         )
 
     def _are_unstepped(self) -> bool:
-        count = _steps.count
+        count = FUSED.count
         if all(sight.is_unstepped(tensor) for tensor, sight in zip(self.lying, self.sights, strict=True)):
             self.steps = count
         return self.steps == count
