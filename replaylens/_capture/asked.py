@@ -139,25 +139,30 @@ def _line(code: CodeType, name: str) -> int:
 @lru_cache(maxsize=4096)
 def goes_by(code: CodeType, key: str) -> bool:
     """Does a code read an attribute before it makes it, but to count it up (`self.n += 1`) or to fill it (`append`)?"""
-    if key not in code.co_names:
-        return key in code.co_consts and not _BY_NAME.isdisjoint(code.co_names)
+    if any(goes_by(constant, key) for constant in code.co_consts if isinstance(constant, CodeType)):
+        return True
+    if key in code.co_consts and not _BY_NAME.isdisjoint(code.co_names):
+        return True
+    surely = True  # nothing was jumped over so far
     found = [one for one in dis.get_instructions(code) if one.opname not in _IDLE]
     for number, instruction in enumerate(found):
-        if instruction.argval != key or not instruction.opname.endswith(("_ATTR", "_METHOD", "_CONST")):
+        surely = surely and "JUMP" not in instruction.opname and instruction.opname != "FOR_ITER"
+        if instruction.argval != key or not instruction.opname.endswith(("_ATTR", "_METHOD")):
             continue
         if instruction.opname == "STORE_ATTR":
-            return False  # what stood there is gone
+            if surely:
+                return False  # what stood there is gone
+            continue
         after = found[number + 1 : number + 7]
         counts = next(
             (n for n, one in enumerate(after) if one.opname == "STORE_ATTR" and one.argval == key), len(after)
         )
-        between = [one.opname for one in after[:counts]]
+        between = ["CALL" if one.argrepr == "[]" else one.opname for one in after[:counts]]  # an index, from 3.14 on
         is_counted = counts < len(after) and any(one.startswith(("BINARY", "INPLACE")) for one in between)
         is_counted &= not any(one.startswith(_DECIDING) for one in between)
         is_filled = bool(after) and after[0].argval in _FILLING and "LOAD" in after[0].opname
-        is_laid_in = (
-            [one.opname[:4] for one in after[:1]] == ["LOAD"] and after[1:] and after[1].opname == "STORE_SUBSCR"
-        )
+        loads = next((n for n, one in enumerate(after) if not one.opname.startswith("LOAD")), 0)
+        is_laid_in = loads > 0 and after[loads].opname == "STORE_SUBSCR"
         if not (is_counted or is_filled or is_laid_in):
             return True
     return False
