@@ -13,12 +13,17 @@ import torch
 PACKAGES = "_capture", "_check", "_edit", "_lens", "_many", "_replay", "_study", "_view"
 OTHERS = {  # words of other kinds: of modules, of callers' options, of bytecode, of what is shown
     "_capture.asked._ASKING": "names of Python's own",
+    "_capture.asked._BY_NAME": "functions of Python's own",
+    "_capture.asked._FILLING": "methods of lists and sets",
+    "_capture.asked._IDLE": "bytecode",
     "_capture.branches._ADDS": "bytecode",
     "_capture.hidden._PYTHONS_OWN": "modules of Python's own",
+    "_capture.randomness._ANEW": "generators of numpy's and Python's",
     "_capture.randomness._COPYING": "methods of generators",
     "_capture.randomness._READING": "methods of generators",
     "_capture.randomness._SETTING": "methods of generators",
     "_capture.randomness._TELLING": "methods of generators",
+    "_capture.randomness._UNSEEDED": "generators of numpy's and Python's",
     "_capture.rebinding._CALLS": "bytecode",
     "_capture.rebinding._ENDS": "bytecode",
     "_capture.rebinding._NOTHING": "bytecode",
