@@ -607,11 +607,12 @@ class Program(Held):
         """The program, or a slice of it, as an `nn.Module`. Its parameters are the model's own, under their own names:
         training it trains the model. It gives the same output, and gradients, for inputs of the recorded shapes.
         """
-        self._require_settled()
+        self._require_settled("module")
         return ProgramModule((self if from_ is None and to is None else self.slice(from_, to))._record)
 
     def refresh(self) -> Program:
         """The same program run again on the parameters and inputs as they are now."""
+        self._require_settled("refreshed program")
         beginning = self._beginning
         record, output = rerun(present(self._record, beginning.model if beginning is not None else None))
         if beginning is not None and isinstance(beginning.model, torch.nn.Module):
@@ -626,7 +627,7 @@ class Program(Held):
 
     # -- below ---------------------------------------------------------------------------------------------------------
 
-    def _require_settled(self) -> None:
+    def _require_settled(self, wanted: str) -> None:
         """Does the model's next forward do what the recorded one did, though that changed what it reads in Python?"""
         record = self._record
         if not (names := record.graph.altered) or record.graph.not_again:
@@ -639,7 +640,7 @@ class Program(Held):
             )
         if why := otherwise(self._beginning.model, record):
             raise ReplaylensError(
-                f"{what}, and its next one {why}: a module goes the recorded path in each call. Capture the model "
+                f"{what}, and its next one {why}: a {wanted} goes the recorded path. Capture the model "
                 "again, if it has settled by now, or call the model."
             )
 

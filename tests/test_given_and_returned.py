@@ -408,3 +408,85 @@ def test_inputs_over_one_memory_that_torch_does_not_know_of_are_refused_where_it
         with pytest.raises(rl.CaptureError, match="lies in the memory of another tensor"):
             ask(*both()) if ask not in (rl.capture, rl.run) else ask(writes, *both())
     assert torch.equal(rl.capture(lambda a, b: a + b, *both()).output, torch.full((3,), 2.0))
+
+
+class Holds(torch.nn.Module):
+    """A model that does what a function says, with these tensors and arrays."""
+
+    def __init__(self, does, **things):
+        super().__init__()
+        self.does = does
+        for name, thing in things.items():
+            if type(thing) is torch.Tensor:
+                self.register_buffer(name, thing)
+            else:
+                setattr(self, name, thing)
+
+    def forward(self, *args):
+        return self.does(self, *args)
+
+
+def _writes_the_input(m, x):
+    return x.mul_(2)
+
+
+def _writes_the_buffer(m, x):
+    m.b.mul_(2)
+    return x + 1
+
+
+OVER_ONE_MEMORY = {
+    "an unread buffer": lambda one, two: (Holds(_writes_the_input, b=one), two),
+    "an unread parameter": lambda one, two: (Holds(_writes_the_input, p=torch.nn.Parameter(one)), two),
+    "an unread input": lambda one, two: (Holds(lambda m, x: m.b.mul_(2), b=one), two),
+    "two buffers": lambda one, two: (Holds(_writes_the_buffer, b=one, c=two), torch.ones(3)),
+    "a buffer and a parameter": lambda one, two: (
+        Holds(_writes_the_buffer, b=one, c=torch.nn.Parameter(two, requires_grad=False)),
+        torch.ones(3),
+    ),
+}
+
+
+@pytest.mark.parametrize("make", OVER_ONE_MEMORY.values(), ids=OVER_ONE_MEMORY)
+@pytest.mark.parametrize("share", [lambda t: torch.from_numpy(t.numpy()), torch.from_dlpack], ids=["numpy", "dlpack"])
+def test_what_the_model_holds_over_memory_that_is_written_is_refused_where_nothing_reads_it(share, make):
+    tensor = torch.ones(3)
+    model, x = make(tensor, share(tensor))
+    with pytest.raises(rl.CaptureError, match="lies in the memory of another tensor"):
+        rl.capture(model, x)
+
+
+def _numpy_writes_between(m, x):
+    y = m.b + x
+    m.array *= 2
+    return y + m.b
+
+
+def _numpy_writes_unread(m, x):
+    m.array[0] = 7
+    return x + 1
+
+
+def _torch_writes_and_numpy_reads(m, x):
+    m.b.add_(x)
+    return x * float(m.array[0])
+
+
+KEPT_ARRAYS = {
+    "written between": (_numpy_writes_between, "written by numpy, through an array"),
+    "written unread": (_numpy_writes_unread, "written by numpy, through an array"),
+    "read by numpy": (_torch_writes_and_numpy_reads, "an array that the model keeps"),
+}
+
+
+@pytest.mark.parametrize(("does", "why"), KEPT_ARRAYS.values(), ids=KEPT_ARRAYS)
+def test_memory_that_is_written_beneath_an_array_which_the_model_keeps_is_refused(does, why):
+    buffer = torch.ones(3)
+    with pytest.raises((rl.CaptureError, rl.UnannouncedWrite), match=why):
+        rl.capture(Holds(does, b=buffer, array=buffer.numpy()), torch.ones(3))
+
+
+def test_an_array_that_the_model_keeps_over_a_buffer_is_no_matter_where_nothing_is_written():
+    buffer = torch.ones(3)
+    model = Holds(lambda m, x: x * float(m.array[0]) + m.b, b=buffer, array=buffer.numpy()[::-1])
+    assert torch.equal(rl.capture(model, torch.ones(3)).replay(torch.zeros(3)).output, torch.ones(3))

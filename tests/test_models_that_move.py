@@ -334,3 +334,60 @@ def test_a_forward_that_makes_what_it_keeps_each_time_has_a_module_at_once(make)
     plain(x())
     for seed in (1, 2):
         assert_same(module(x(seed)), plain(x(seed)))
+
+
+def puts_another(m, x):
+    y = m.a(x)
+    m.a = nn.Linear(4, 4)
+    return m.a(y)
+
+
+def takes_one_away(m, x):
+    y = m.layers[1](x)
+    m.layers.pop(1)
+    return y
+
+
+def deletes(m, x):
+    y = m.a(x)
+    del m.a
+    return y
+
+
+def makes_a_norm(m, x):
+    m.a.norm = nn.BatchNorm1d(4)
+    return m.a.norm(x)
+
+
+def puts_it_at_two_places(m, x):
+    m.b = m.a
+    return m.b(x)
+
+
+EXCHANGING = {
+    **MOVING,
+    "puts_another": lambda: Does(puts_another, **pair()),
+    "takes_one_away": lambda: Does(takes_one_away, layers=nn.ModuleList(pair().values())),
+    "deletes": lambda: Does(deletes, **pair()),
+    "makes_a_norm": lambda: Does(makes_a_norm, **pair()),
+    "puts_it_at_two_places": lambda: Does(puts_it_at_two_places, **pair()),
+}
+
+
+@pytest.mark.parametrize("make", EXCHANGING.values(), ids=EXCHANGING)
+def test_a_forward_that_exchanges_modules_changes_the_state_at_their_addresses(make):
+    def state(model):
+        return {key: value.clone() for key, value in model.state_dict().items()}
+
+    plain, model = make(), make()
+    first = state(plain)
+    torch.manual_seed(1)
+    plain(x())
+    last = state(plain)
+    torch.manual_seed(1)
+    changes = rl.capture(model, x()).replay().state_changes
+    assert {key for key in changes if changes[key] is None} == first.keys() - last.keys()
+    differ = {key for key, value in last.items() if key not in first or not torch.equal(first[key], value)}
+    assert differ <= changes.keys() <= first.keys() | last.keys()
+    for key in last.keys() & changes.keys():
+        assert_same(changes[key], last[key])

@@ -5,6 +5,7 @@ The witness is the plain model, run from the same state of the same generators.
 
 from __future__ import annotations
 
+import os
 import random
 from functools import partial
 
@@ -1053,3 +1054,75 @@ def test_numbers_that_nobody_was_seen_to_draw_are_drawn_by_the_model_itself():
         wanted = forward(x())
         begun()
         assert_same(prog.replay(rng="fresh").output, wanted)
+
+
+def _by_numpy(x):
+    return x * float(np.random.default_rng().random())
+
+
+def _by_a_helper(x):
+    return x * _unseeded_number()
+
+
+def _unseeded_number():
+    return float(np.random.RandomState().rand())
+
+
+def _by_python(x):
+    return x * random.Random().random()
+
+
+def _by_the_system(x):
+    return x * int.from_bytes(os.urandom(4), "little")
+
+
+def _by_a_new_seed(x):
+    generator = torch.Generator()
+    generator.seed()
+    return x * torch.rand(4, generator=generator)
+
+
+@pytest.mark.parametrize("model", [_by_numpy, _by_a_helper, _by_python, _by_the_system, _by_a_new_seed])
+def test_a_generator_that_the_forward_makes_without_a_seed_draws_anew_in_fresh_replays(model):
+    prog = rl.capture(model, torch.ones(4))
+    assert torch.equal(prog.replay().output, prog.output)
+    runs = [prog.replay(rng="fresh") for _ in range(3)]
+    assert all(run.diverged for run in runs)
+    assert len({tuple(run.output.tolist()) for run in runs}) == 3
+    with pytest.raises(rl.DivergedReplay, match="only the model can draw"):
+        prog.replay(rng="fresh", on_divergence="raise")
+    with pytest.raises(rl.ReplaylensError, match="draws numbers by"):
+        prog.module()
+
+
+def _by_seeded_ones(x):
+    generator = torch.Generator().manual_seed(3)
+    number = np.random.default_rng(0).random() + random.Random(1).random() + np.random.RandomState(seed=2).rand()
+    return x * float(number) * torch.rand(4, generator=generator)
+
+
+def test_a_generator_that_the_forward_makes_with_a_seed_draws_the_same_in_fresh_replays():
+    prog = rl.capture(_by_seeded_ones, torch.ones(4))
+    run = prog.replay(rng="fresh")
+    assert not run.departures
+    assert torch.equal(run.output, prog.output)
+    prog.module()
+
+
+@pytest.mark.parametrize("make", [lambda: np.random.default_rng(0), lambda: random.Random(0)], ids=["numpy", "random"])
+def test_a_generator_of_others_that_the_model_keeps_is_drawn_from_by_the_model_alone(make):
+    class Draws(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.generator = make()
+
+        def forward(self, x):
+            return x * self.generator.random()
+
+    model, plain = Draws(), Draws()
+    prog = rl.capture(model, torch.ones(4))
+    assert torch.equal(prog.output, plain(torch.ones(4)))
+    run = prog.replay(rng="fresh")
+    assert run.diverged
+    assert torch.equal(run.output, plain(torch.ones(4)))
+    assert not prog.replay().departures

@@ -839,3 +839,183 @@ def test_a_patch_that_nothing_needed_is_not_made_of_a_tensor_that_was_written_si
     tensor.fill_(9.0)
     with pytest.raises(rl.StaleValue, match="a tensor of the patch at `linear_1_1` was overwritten since the replay"):
         run["unread"]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
+def test_a_fused_step_that_writes_one_row_of_an_embedding_is_seen(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(1000, 16), nn.Linear(16, 4))
+    prog = rl.capture(model, torch.arange(20))
+    other = rl.capture(model[1], torch.ones(2, 16))
+    model[0](torch.tensor([500])).sum().backward()
+    assert_same(prog.refresh().replay().output, model(torch.arange(20)))  # a gradient is no step
+    prog, other = rl.capture(model, torch.arange(20)), rl.capture(model[1], torch.ones(2, 16))  # nobody asks them yet
+    kind(model.parameters(), lr=0.1, fused=True).step()
+    for ask in (lambda: prog.replay(torch.arange(20)), lambda: prog.state["0.weight"]):
+        with pytest.raises(rl.StaleValue, match=r"0\.weight"):
+            ask()
+    assert_same(other.replay(torch.zeros(2, 16)).output, model[1](torch.zeros(2, 16)))  # had no gradient, took no step
+    assert_same(prog.refresh().replay(torch.tensor([500])).output, model(torch.tensor([500])))
+
+
+def test_a_bias_that_is_written_by_data_at_one_place_is_seen():
+    model, given = nn.Linear(8, 64), torch.ones(2, 8)
+    for place in range(64):
+        prog = rl.capture(model, given)
+        model.bias.data[place] += 1
+        with pytest.raises(rl.StaleValue):
+            prog.replay(torch.zeros(2, 8))
+
+
+def test_one_number_of_a_matrix_that_is_written_by_data_is_found_by_a_check():
+    model = nn.Linear(64, 64)
+    prog = rl.capture(model, torch.ones(2, 64))
+    model.weight.data[3, 3] += 1
+    assert not prog.check()
+
+
+@pytest.mark.parametrize("words", [{}, {"fused": True}, {"foreach": True}], ids=["plain", "fused", "foreach"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
+def test_an_optimizer_in_a_forward_steps_in_a_replay_as_in_the_model(kind, words):
+    def does(m, x):
+        more = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+        optimizer = kind(m.layer.parameters(), lr=0.1, **more, **words)
+        for _ in range(2):
+            m.layer(x).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        return m.layer(x)
+
+    torch.manual_seed(0)
+    model = Stateful(does, layer=nn.Linear(4, 4))
+    plain = copy.deepcopy(model)
+    prog = rl.capture(model, x())
+    assert_same(prog.replay(x().clone()).output, prog.output)
+    run = prog.replay(x(1))
+    assert_same(run.output, plain(x(1)))
+    assert_same(run.state_changes, {f"layer.{name}": value for name, value in plain.layer.named_parameters()})
+
+
+def test_a_parameter_of_a_new_name_is_a_state_change():
+    def does(m, x):
+        m.tied = m.layer.weight
+        m.layers.append(nn.Parameter(x.sum(0).detach()))
+        return x @ m.tied + m.layers[1]
+
+    model = Stateful(does, layer=nn.Linear(4, 4), layers=nn.ParameterList([torch.ones(4)]))
+    prog = rl.capture(model, x())
+    assert_same(prog.state_changes, {"tied": model.layer.weight, "layers.1": model.layers[1]})
+
+
+def test_a_live_run_of_a_model_that_makes_its_parameters_anew_leaves_them_as_they_were():
+    def does(m, x):
+        y = m.layer(x)
+        m.layer.reset_parameters()
+        nn.init.ones_(m.layer.weight)
+        return y + m.layer(x)
+
+    model = Stateful(does, layer=nn.Linear(4, 4))
+    before = copy.deepcopy(model.state_dict())
+    plain = copy.deepcopy(model)
+    torch.manual_seed(1)
+    run = rl.run(model, x())
+    assert_same(dict(model.state_dict()), dict(before))
+    torch.manual_seed(1)
+    assert_same(run.output, plain(x()))
+
+
+def test_a_live_run_leaves_no_buffer_that_its_forward_registers_in_a_layer_of_torchs():
+    def does(m, x):
+        m.layer.register_buffer("mask", x.sum(0))
+        return m.layer(x) * m.layer.mask
+
+    model = Stateful(does, layer=nn.Linear(4, 4))
+    rl.run(model, x())
+    assert "mask" not in dict(model.layer.named_buffers())
+    prog = rl.capture(model, x())
+    mask = model.layer.mask
+    assert prog.replay(torch.ones(2, 4)).diverged
+    assert model.layer.mask is mask
+
+
+class Cache:
+    def __init__(self):
+        self.keys = []
+
+    def update(self, x):
+        self.keys.append(x)
+        return torch.cat(self.keys)
+
+
+def has_a_place(m, x):
+    y = x * m.place
+    m.place += 1
+    return y
+
+
+def keeps_a_list(m, x):
+    m.kept.append(x)
+    return torch.cat(m.kept)
+
+
+def keeps_by_size(m, x):
+    if len(x) not in m.kept:
+        m.kept[len(x)] = torch.ones(len(x), 1)
+    return x * m.kept[len(x)]
+
+
+def is_first(m, x):
+    m.first, was = False, m.first
+    return x * 2 if was else x
+
+
+GO_ON = {
+    "has_a_place": lambda: Stateful(has_a_place, place=1),
+    "keeps_a_list": lambda: Stateful(keeps_a_list, kept=[]),
+    "keeps_by_size": lambda: Stateful(keeps_by_size, kept={}),
+    "keeps_an_object": lambda: Stateful(lambda m, x: m.kept.update(x), kept=Cache()),
+    "is_first": lambda: Stateful(is_first, first=True),
+}
+
+
+@pytest.mark.parametrize("make", GO_ON.values(), ids=GO_ON)
+def test_a_forward_that_goes_by_attributes_which_it_changes_has_no_module_and_no_refreshed_program(make):
+    prog = rl.capture(make(), x())
+    assert_same(prog.replay(x(1)).output, make()(x(1)))
+    for ask in (prog.module, prog.refresh):
+        with pytest.raises(rl.ReplaylensError, match="which it reads, and its next one"):
+            ask()
+
+
+def counts_and_stores(m, x):
+    m.calls += 1
+    m.times = m.times + 1
+    m.seen.append(x.sum())
+    m.last["x"] = x
+    m.size = len(x)
+    return x * m.size
+
+
+def test_a_forward_that_only_counts_and_stores_in_attributes_has_a_module():
+    model = Stateful(counts_and_stores, calls=0, times=0, seen=[], last={}, size=0)
+    prog = rl.capture(model, x())
+    assert_same(prog.module()(x(1)), model(x(1)))
+    assert_same(prog.refresh().replay(x(1)).output, model(x(1)))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_of_an_optimizer_in_a_live_run_makes_no_program_stale(fused):
+    def steps(m, x):
+        m.layer(x).pow(2).sum().backward()
+        m.optimizer.step()
+        m.optimizer.zero_grad()
+        return m.layer(x)
+
+    model = Stateful(steps, layer=nn.Linear(4, 4))
+    model.optimizer = torch.optim.SGD(model.layer.parameters(), lr=0.1, fused=fused)
+    prog = rl.capture(model.layer, x())
+    rl.run(model, x())
+    assert_same(prog.replay(x(1)).output, model.layer(x(1)))
+    model(x())
+    with pytest.raises(rl.StaleValue):
+        prog.replay(x(1))

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
+from contextlib import suppress
+from functools import lru_cache, partial
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
@@ -76,24 +77,52 @@ def cuts_by_flags(code: CodeType) -> bool:
 def mode_guards(codes: Iterable[CodeType], model: Any, kinds: Iterable[type], ambient: Any) -> Iterator[Guard]:
     """The modes that code which ran asks for, or functions that it names."""
     answers = {"is_grad_enabled": ambient.grad, "is_inference_mode_enabled": ambient.inference}
-    ran = list(codes)
-    for code in dict.fromkeys((*ran, *_named_by(ran, model, kinds))):
-        for name in MODES.keys() & set(code.co_names):
+    ran, kinds = list(codes), list(kinds)
+    known = _functions(model, kinds)
+    for code in dict.fromkeys((*ran, *_named_by(ran, known))):
+        for name in sorted({*(MODES.keys() & words(code)), *_by_other_names(code, known)}):
             source = Source(code.co_filename, _line(code, name), getattr(code, "co_qualname", code.co_name))
             result = answers[name]
             yield Guard(Target.of(MODES[name]), (), result=result, has_result=True, kind="mode", source=source)
 
 
-def _named_by(ran: list[CodeType], model: Any, kinds: Iterable[type]) -> Iterator[CodeType]:
-    """The code of the user's functions that functions which ran call by their global names."""
+@lru_cache(maxsize=4096)
+def words(code: CodeType) -> frozenset[str]:
+    """The names that a code uses, and the strings in it, by which it can ask for a name; with what lies in it."""
+    inner = [words(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    strings = [constant for constant in code.co_consts if type(constant) is str and constant.isidentifier()]
+    return frozenset(code.co_names).union(strings, *inner)
+
+
+def _functions(model: Any, kinds: Iterable[type]) -> dict[CodeType, FunctionType]:
+    """By their code, the function that the model is and those of its classes."""
     functions = [value for kind in kinds for value in vars(kind).values() if isinstance(value, FunctionType)]
-    known = {function.__code__: function for function in (*functions, model) if isinstance(function, FunctionType)}
+    return {function.__code__: function for function in (*functions, model) if isinstance(function, FunctionType)}
+
+
+def _by_other_names(code: CodeType, known: dict[CodeType, FunctionType]) -> Iterator[str]:
+    """The modes that a function asks for by a name of its own: an alias, a variable that it closes over, a partial."""
+    if (function := known.get(code)) is None:
+        return
+    values = [function.__globals__.get(name) for name in code.co_names]
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # an empty one
+            values.append(cell.cell_contents)
+    values += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    for value in values:
+        asked = value.func if isinstance(value, partial) else value
+        yield from (name for name, mode in MODES.items() if asked is mode)
+
+
+def _named_by(ran: list[CodeType], known: dict[CodeType, FunctionType]) -> Iterator[CodeType]:
+    """The code of the user's functions that functions which ran call by their global names: they are known then."""
     for code in ran:
         if (function := known.get(code)) is None:
             continue
         for name in code.co_names:
             value = function.__globals__.get(name)
             if isinstance(value, FunctionType) and not (value.__module__ or "").startswith("torch"):
+                known.setdefault(value.__code__, value)
                 yield value.__code__
 
 

@@ -47,7 +47,7 @@ from .branches import keeps, taken
 from .dynamic import with_dynamic_shapes
 from .failing import completions
 from .named import named_code
-from .randomness import Doubt, read_by_name
+from .randomness import Doubt, drawn_by_name, names_of_generators, read_by_name
 
 
 class Handle(int):
@@ -170,7 +170,9 @@ class Recording:
     )  # as they were before a first draw
     output: Any = None
     inputs: Any = ()
-    changes: list[tuple[tuple[Any, str], Handle]] = field(factory=list)  # (module, key) and its value at the end
+    changes: list[tuple[tuple[Any, str], Handle]] = field(
+        factory=list
+    )  # (module, key) and its value at the end; (None, address) where modules were exchanged
     replaced: list[tuple[Any, str]] = field(factory=list)  # (module, key): of changes, where another tensor stands now
     written_again: dict[int, None] = field(factory=dict)  # written in a checkpoint: memory by id, and its new values
     checkpointed: set[int] = field(factory=set)  # the numbers of records that were made in a checkpoint
@@ -180,7 +182,9 @@ class Recording:
     collected: bool = False  # a backward pass of the forward's own left gradients in the model's parameters
     altered: list[tuple[Any, str]] = field(factory=list)  # (module, key), where a Python object is another one now
     rearranged: list[torch.nn.Module] = field(factory=list)  # modules that have other modules now, or other names
+    moved: dict[str, torch.Tensor] = field(factory=dict)  # what stands now below those modules, by address
     places: Callable[[], Iterable[PlaceNote]] = tuple  # where the model holds what it read or wrote
+    steps: int = 0  # of fused optimizers, until then
     given: dict[Handle, torch.Tensor] = field(factory=dict)  # inputs, by objects of our own
     lent: list[tuple[tuple[Any, str], Handle, torch.Tensor]] = field(
         factory=list
@@ -279,6 +283,7 @@ def freeze(recording: Recording) -> Frozen:
         made[number] = _patch_node(made[number], names[before])
     made = with_dynamic_shapes(made)
     codes = _codes(recording)
+    named = _named(recording, codes)
     is_caught = any(map(catches, codes))
     graph = Graph(
         nodes=tuple(made),
@@ -306,8 +311,8 @@ def freeze(recording: Recording) -> Frozen:
         takes_any_keyword=recording.takes_any_keyword,
         is_deep=recording.is_deep,
         one_way=tuple(_one_way(recording)),
-        drawn_elsewhere=recording.drawn_elsewhere,
-        generator_read=tuple(dict.fromkeys([*recording.generator_read, *_read_by_name(recording, codes)])),
+        drawn_elsewhere=tuple(dict.fromkeys([*recording.drawn_elsewhere, *drawn_by_name(named, recording.doubts)])),
+        generator_read=tuple(dict.fromkeys([*recording.generator_read, *read_by_name(named, recording.doubts)])),
         left=recording.left,
         ambient=frozen_context(recording.ambient),
         default_dtype=recording.default_dtype,
@@ -595,10 +600,10 @@ def _asked(
     return tuple(found)
 
 
-def _read_by_name(recording: Recording, codes: tuple[CodeType, ...]) -> Iterator[str]:
-    """How the state of torch's generator was read where nobody saw it."""
+def _named(recording: Recording, codes: tuple[CodeType, ...]) -> frozenset[str]:
+    """What of generators the code names that was seen to run, or may have run unseen."""
     kinds = {type(scope.module) for scope in recording.scopes}
-    return read_by_name(named_code(codes, recording.model, kinds), recording.doubts)
+    return names_of_generators(named_code(codes, recording.model, kinds))
 
 
 def _codes(recording: Recording) -> tuple[CodeType, ...]:

@@ -53,6 +53,7 @@ from .sparing import settle, sparing
 from .state import (
     counters_of,
     held,
+    held_at_start,
     keep_by_value,
     keep_inputs,
     note_places,
@@ -188,6 +189,7 @@ def _look(forward: Forward, recording: Recording, origins: Origins, deep: bool) 
         recording.inputs, args, kwargs = _take_inputs(tracer, forward.args, forward.kwargs)
         watch = tracer.watch if tracer.deep and tracer.watch is not None else nullcontext()
         counters = counters_of(origins, forward.beginning.snapshot)
+        _watch_arrays(tracer, forward.beginning.snapshot)
         with eager_compiler(), deeper_stack(), listening(tracer), tracer, watch:
             with timed(recording), _told_of_failure(forward, recording), followed(tracer):
                 output = _call(forward.model, args, kwargs, tracer)
@@ -217,9 +219,10 @@ def _take_ends(forward: Forward, tracer: Tracer, output: Any) -> None:
         recording.altered = altered(tracer, forward.beginning.snapshot)
     recording.computed_again = computed_again(tracer)
     _take_touched(tracer)
-    _require_one_storage(tracer)
+    _require_one_storage(tracer, forward.beginning.snapshot)
     recording.left = tracer.draws.left()
-    recording.drawn_elsewhere = (*forward.beginning.dice.moved(), *tracer.draws.elsewhere)
+    beginning = forward.beginning
+    recording.drawn_elsewhere = (*beginning.dice.moved(), *beginning.snapshot.drew(), *tracer.draws.elsewhere)
     recording.doubts = tracer.draws.doubts
     recording.versions = _require_announced(tracer)
     if tracer.leaves_changes:
@@ -304,7 +307,8 @@ def record_of(captured: Captured) -> Record:
     hand_on(captured.recording)
     recording, made = captured.recording, freeze(captured.recording)
     homes: dict[int, Any] = {}  # of each module, by id
-    places = {address_of(made.addresses, note[0]): StatePlace.noted(note, homes) for note in recording.places()}
+    notes, steps = recording.places(), recording.steps
+    places = {address_of(made.addresses, note[0]): StatePlace.noted(note, homes, steps) for note in notes}
     graph = _as_it_was(made.graph, places, recording)
     values: dict[Ref, torch.Tensor] = {}
     live: dict[str, torch.Tensor] = {}
@@ -458,23 +462,57 @@ def _take_touched(tracer: Tracer) -> None:
                 tracer.recording.touched.add(record.returns)
 
 
-def _require_one_storage(tracer: Tracer) -> None:
-    """Refuse inputs over memory that numpy, dlpack or the like made another storage of, when it is written."""
+def _watch_arrays(tracer: Tracer, snapshot: Snapshot) -> None:
+    """Arrays of numpy's that hang on the model, or are given to it, over memory of its tensors or inputs: Python may
+    write there at any time, and torch does not see it.
+    """
+    arrays = [value for value, _ in snapshot.restored if hasattr(value, "__array_interface__") and value.size]
+    if not arrays:
+        return
+    bounds = [_bounds_of(array) for array in arrays]
+    given = [record.tensor for record in tracer.recording.records if isinstance(record, SourceRecord)]
+    for tensor in (*given, *held_at_start(tracer.origins, snapshot)):
+        found = extent(tensor)
+        if found is not None and any(found[0] < end and start < found[1] for start, end in bounds):
+            tracer.read(tensor)
+            tracer.memory.expose(tensor, is_told=False)
+            tracer.memory.entry(tensor).base.is_kept = tracer.exposed = True
+
+
+def _bounds_of(array: Any) -> tuple[int, int]:
+    """The first address that an array of numpy's looks at, and the first after it."""
+    steps = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)]
+    start: int = array.__array_interface__["data"][0]
+    return start + sum(step for step in steps if step < 0), start + sum(
+        step for step in steps if step > 0
+    ) + array.itemsize
+
+
+def _require_one_storage(tracer: Tracer, snapshot: Snapshot) -> None:
+    """Refuse memory that numpy, dlpack or the like made another storage of, when it is written: of inputs, and of all
+    that the model holds, read or not.
+    """
     memory = tracer.memory
-    sources = (
-        [record for record in tracer.recording.records if isinstance(record, SourceRecord)] if memory.written else []
-    )
-    known = {id(record.tensor): memory.live.get(id(record.tensor)) for record in sources}
-    written = {number for number, entry in known.items() if isinstance(entry, Entry) and entry.base.version}
-    for record in sources if written else ():
-        mine = extent(record.tensor) if record.kind == "input" else None
-        for other in sources if mine is not None else ():
-            theirs = extent(other.tensor) if {id(record.tensor), id(other.tensor)} & written else None
-            if theirs is None or mine is None or theirs[0] >= mine[1] or mine[0] >= theirs[1]:
-                continue
-            if storage_key(record.tensor) != storage_key(other.tensor):
+    if not memory.written:
+        return
+    given = [(record.tensor, record.kind) for record in tracer.recording.records if isinstance(record, SourceRecord)]
+    known = {id(tensor): memory.live.get(id(tensor)) for tensor, _ in given}
+    written = {number for number, one in known.items() if isinstance(one, Entry) and one.base.version}
+    if not written:
+        return
+    held = ((tensor, "tensor of the model's") for tensor in held_at_start(tracer.origins, snapshot))
+    there = {id(tensor): (tensor, kind) for tensor, kind in (*held, *given)}
+    extents = sorted((*found, number) for number, (t, _) in there.items() if (found := extent(t)) is not None)
+    for place, (_, end, number) in enumerate(extents):
+        for first, _, other in extents[place + 1 :]:
+            if first >= end:
+                break
+            (one, kind), (two, kind_of_two) = there[number], there[other]
+            if (number in written or other in written) and storage_key(one) != storage_key(two):
+                tensor, what = (two, kind_of_two) if kind_of_two == "input" else (one, kind)
+                article = "an" if what[0] in "aeiou" else "a"
                 raise CaptureError(
-                    f"an input {tuple(record.tensor.shape)} lies in the memory of another tensor of the forward's, "
+                    f"{article} {what} {tuple(tensor.shape)} lies in the memory of another tensor of the forward's, "
                     "through numpy, dlpack or the like, and one of them is written: which value is in it when cannot "
                     "be known.\nGive copies, or views that torch made."
                 )

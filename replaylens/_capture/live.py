@@ -389,7 +389,7 @@ class LiveTracer(Tracer):
             self._require_not_twice(targets)
         for tensor in tensors_in(args, kwargs):
             self.read(tensor)
-        is_plain = not (rule.how is How.EXPOSE or rule.reshapes or rule.special)
+        is_plain = not (rule.how in (How.EXPOSE, How.OPAQUE) or rule.reshapes or rule.special)
         for target in targets:
             if not (is_plain and torch.is_grad_enabled() and _is_leaf_or_view_of_one(target)):  # torch refuses these
                 self.stand_ins.part(target)

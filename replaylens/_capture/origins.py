@@ -11,12 +11,12 @@ import gc
 import operator
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache, partial
 from itertools import compress
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -43,6 +43,9 @@ class Date:
 
 
 _KINDS = frozenset((torch.Tensor, nn.Parameter))
+
+
+Place = tuple[nn.Module, dict[str, torch.Tensor]]  # a module, and what it holds
 
 
 def _listed_tensors(kinds: Iterable[type] = _KINDS) -> list[torch.Tensor]:
@@ -232,6 +235,12 @@ class Origins:
                 if value is not None and (key not in now or now[key] is not value):
                     yield module, key, value
 
+    def new_parameters(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+        """The parameters that stand now where none stood when the capture began."""
+        for module, _, _ in () if self.same_parameters() else self.table:
+            for _, key in _new(module, module._parameters, self.parameters_begun.get(id(module), {})):
+                yield module, key, cast(torch.Tensor, module._parameters[key])
+
     def born(self, same: bool | None = None) -> Iterator[tuple[nn.Module, str]]:
         """Where parameters and buffers stand now, and nothing stood when the capture began. `same`: are the parameters
         those that there were, if that is known?
@@ -242,9 +251,40 @@ class Origins:
             if buffers := module._buffers:
                 yield from _new(module, buffers, self.begun_by_module.get(id(module), {}))
 
+    def tree_at_start(self) -> dict[str, Place]:
+        """By address, each module that there was when the capture began, and the parameters and buffers that it had."""
+        children = {id(module): modules for module, _, modules in self.held.modules}
+
+        def held(module: nn.Module) -> dict[str, Any]:
+            return {**self.parameters_begun.get(id(module), {}), **self.begun_by_module.get(id(module), {})}
+
+        return self._tree(lambda module: children.get(id(module), {}), held)
+
+    def tree_now(self) -> dict[str, Place]:
+        """By address, each module that there is now, and the parameters and buffers that it has."""
+        return self._tree(lambda module: module._modules, lambda module: {**module._parameters, **module._buffers})
+
+    def _tree(self, below: Callable[[Any], Any], held: Callable[[Any], dict[str, Any]]) -> dict[str, Place]:
+        found: dict[str, Place] = {}
+        stack: list[tuple[str, nn.Module, tuple[int, ...]]]
+        stack = [(name, module, ()) for module, parent, name in self.table if parent < 0]
+        while stack and len(found) < 100 * len(self.table) + 1000:
+            address, module, above = stack.pop()
+            found[address] = module, {key: value for key, value in held(module).items() if value is not None}
+            for name, child in below(module).items():
+                if child is not None and id(child) not in above:
+                    whole = ".".join([part for part in (address, name) if part and part != "_orig_mod"])
+                    stack.append((whole, child, (*above, id(module))))
+        return found
+
     def rearranged(self) -> Iterator[nn.Module]:
         """The modules that have other modules than when the capture began, or the same ones under other names."""
-        yield from (module for module, now, first in self.held.modules if dict(now) != first)
+        for module, now, first in self.held.modules:
+            if (now if type(now) is dict else dict(now)) != first:  # those of TorchScript are no dicts
+                yield module
+        begun = {id(module) for module, _, first in self.held.modules if first}
+        if len(begun) != sum([bool(module._modules) for module, _, _ in self.table]):
+            yield from (module for module, _, _ in self.table if module._modules and id(module) not in begun)
 
     @cached_property
     def start_ids(self) -> frozenset[int]:

@@ -7,6 +7,7 @@ an earlier draw left, at once or put back by the forward, is known again; one th
 
 from __future__ import annotations
 
+import dis
 import enum
 import sys
 from collections.abc import Iterable, Iterator
@@ -19,6 +20,7 @@ import torch
 from .._core.node import Generator, Left
 from .._core.torch_private import seed_tracker
 from .._core.world import let_go, one_draws, users_state
+from .asked import words
 
 _DROPOUTS = frozenset(
     "dropout dropout_ alpha_dropout alpha_dropout_ feature_dropout feature_dropout_ feature_alpha_dropout".split()
@@ -128,17 +130,32 @@ def is_newly_seeded(generator: torch.Generator, state: torch.Tensor) -> bool:
     return torch.equal(torch.Generator().manual_seed(generator.initial_seed()).get_state(), state)
 
 
+# What has no seed, so that its numbers are others each time; and what has none where it is made without a word.
+_ANEW = dict.fromkeys(("urandom", "getrandom", "SystemRandom", "secrets", "token_bytes", "randbelow", "randbits"))
+_UNSEEDED = frozenset(
+    ("default_rng", "RandomState", "Random", "PCG64", "Philox", "SFC64", "MT19937", "SeedSequence", "seed")
+)
+_ANEW |= dict.fromkeys([f"{name}()" for name in _UNSEEDED if name != "seed"])
+
+
 class Doubt(enum.Enum):
     """What a state does not tell. See `read_by_name`."""
 
     COPIED = "is a generator that begins as torch's did a copy of it, or was it given the same seed?"
     SET = "is a state that was there at first the one that was there, or another one like it?"
     SEEDED = "or was it seeded again by the same seed?"
+    FIXED = "was the seed of a generator given, or was it drawn by `Generator.seed()`?"
 
 
-def read_by_name(codes: Iterable[CodeType], doubts: set[Doubt]) -> Iterator[str]:
+def drawn_by_name(names: frozenset[str], doubts: set[Doubt]) -> Iterator[str]:
+    """What code that ran draws where nobody sees it, and draws anew each time, by the names that it uses."""
+    yield from sorted(names & _ANEW.keys())
+    if Doubt.FIXED in doubts and "seed()" in names:
+        yield "torch.Generator.seed"
+
+
+def read_by_name(names: frozenset[str], doubts: set[Doubt]) -> Iterator[str]:
     """How code that ran reads or sets torch's generator where nobody sees it: by the names that it uses."""
-    names = frozenset().union(*[_names_in(code) for code in codes])
     if "initial_seed" in names:
         yield "torch.initial_seed"
     if Doubt.COPIED in doubts and names & _COPYING:
@@ -150,11 +167,31 @@ def read_by_name(codes: Iterable[CodeType], doubts: set[Doubt]) -> Iterator[str]
         yield "a state of torch's generator"
 
 
+def names_of_generators(codes: Iterable[CodeType]) -> frozenset[str]:
+    """What of generators, of torch's and others, code names."""
+    return frozenset().union(*map(_names_in, codes))
+
+
 @lru_cache(maxsize=4096)
 def _names_in(code: CodeType) -> frozenset[str]:
     """What of this a code names, and those that lie in it."""
     inner = [_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
-    return _TELLING.intersection(code.co_names).union(*inner)
+    named = words(code)
+    return (_TELLING & named).union(_ANEW.keys() & named, _unseeded(code), *inner)
+
+
+def _unseeded(code: CodeType) -> Iterator[str]:
+    """The generators that a code makes, or seeds, without a word of which seed."""
+    if _UNSEEDED.isdisjoint(code.co_names):
+        return
+    last, given = "", False
+    for instruction in dis.get_instructions(code):
+        if last and instruction.opname.startswith("CALL") and instruction.arg == int(given):
+            yield f"{last}()"
+        if instruction.opname == "LOAD_CONST" and instruction.argval is None and last and not given:
+            given = True
+        elif instruction.opname not in ("PRECALL", "PUSH_NULL", "NOT_TAKEN", "CACHE"):
+            last, given = (instruction.argval if instruction.argval in _UNSEEDED else ""), False
 
 
 class Draws:
@@ -236,6 +273,7 @@ class Draws:
         if last is None and self._goes_on(generator, state):
             self.elsewhere[OF_THE_MODEL] = None
         if generator is not torch.default_generator and is_newly_seeded(generator, state):
+            self.doubts.add(Doubt.FIXED)
             if torch.equal(self.start, state):
                 self.doubts.add(Doubt.COPIED)
             return None, True

@@ -257,7 +257,7 @@ def _run(
             belongings.put_own_generators_back()
 
     def begin() -> None:
-        beginning.snapshot.put_back()
+        beginning.snapshot.put_back(draws_on=stage.fresh)
         if not stage.fresh:  # else generators that it holds draw on from where they are
             beginning.put_back()
         if inputs is not None:

@@ -126,6 +126,12 @@ FRESH = frozenset(
     adaptive_avg_pool1d adaptive_avg_pool3d max_pool1d max_pool3d mish selu celu softplus erf reciprocal""".split()
 )
 
+# functions that write more of their arguments than the first; their schema says which
+WRITE_SEVERAL = frozenset(
+    """_fused_adagrad_ _fused_adam_ _fused_adamw_ _fused_sgd_ _amp_foreach_non_finite_check_and_unscale_
+    _amp_update_scale_ _cummax_helper _cummin_helper""".split()
+)
+
 
 @cache
 def rule_of(function: Callable[..., Any]) -> Rule:
@@ -277,6 +283,9 @@ def _writes_by_name(name: str) -> Callable[..., list[torch.Tensor]] | None:
         return lambda args, kwargs: [value for value in args[3:7] if isinstance(value, torch.Tensor)]
     if name in ("batch_norm_update_stats",):
         return lambda args, kwargs: [value for value in args[1:3] if isinstance(value, torch.Tensor)]
+    if name in WRITE_SEVERAL:
+        packet = getattr(torch.ops.aten, name)
+        return _writes_by_schema([getattr(packet, overload) for overload in packet.overloads()])
     if name in INPLACE_OPERATORS or name in ("map_", "apply_", "map2_"):
         return lambda args, kwargs: [args[0]]
     if name.endswith("_") and not name.startswith("__"):

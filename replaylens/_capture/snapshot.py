@@ -24,6 +24,7 @@ from torch import nn
 
 from .._core.trees import freeze_deep
 from .._core.world import users_state
+from .._replay.state import FUSED
 from .scopes import module_table
 
 _REGISTERED = frozenset(("_modules", "_parameters", "_buffers"))
@@ -69,8 +70,13 @@ class Held:
             setattr(now, name, [(module, held, dict(held)) for module, held, _ in getattr(self, name)])
         return now
 
-    def put_back(self) -> None:
-        """They hold what they held."""
+    def put_back(self, modules: Iterable[nn.Module]) -> None:
+        """They hold what they held. `modules`: all that there were, those that held nothing too."""
+        noted = {id(held) for _, held, _ in (*self.modules, *self.parameters, *self.buffers)}
+        for module in modules:
+            for held in (module._modules, module._parameters, module._buffers):
+                if held and id(held) not in noted and type(held) in _DICTS:
+                    held.clear()
         for _, held, content in (*self.modules, *self.parameters, *self.buffers):
             if type(held) in _DICTS and not _same(held, content):  # those of TorchScript are no dicts
                 held.clear()
@@ -157,6 +163,11 @@ class Snapshot:
             for item in content.values() if kind in _DICTS else content:
                 self._note(item, depth - 1)
 
+    def drew(self) -> tuple[str, ...]:
+        """The kinds of generators, of numpy's and Python's, that hang on the modules and have drawn numbers since."""
+        found = [value for value, restore in self.restored if (_draws(value) and not _is_as_it_was(value, restore))]
+        return tuple(dict.fromkeys([f"{type(one).__module__.partition('.')[0]}.{type(one).__name__}" for one in found]))
+
     def as_of_now(self) -> Snapshot:
         """The same objects, as they are now."""
         now = Snapshot.__new__(Snapshot)
@@ -180,8 +191,8 @@ class Snapshot:
         made.held = Held(modules, whole=True)
         return made
 
-    def put_back(self) -> None:
-        """Everything noted as it was."""
+    def put_back(self, draws_on: bool = False) -> None:
+        """Everything noted as it was. `draws_on`: but the generators, of numpy's and Python's."""
         turn_back(self.flags)
         for module, attributes in self.attributes:
             now = vars(module)
@@ -195,11 +206,12 @@ class Snapshot:
                 hooks.update(content)
         for module, training, _ in self.plain:
             module.training = training
-        for _, restore in self.restored:
-            restore()
+        for value, restore in self.restored:
+            if not (draws_on and _draws(value)):
+                restore()
         for memory in self.memories:
             memory.put_back()
-        self.held.put_back()
+        self.held.put_back(self.hooked)
         for container, content in self.containers:
             if not _same(container, content):
                 container.clear()
@@ -296,11 +308,19 @@ def _is_kept(kind: Any) -> bool:
     return f"{kind.__module__}.{kind.__qualname__}" in known
 
 
+def _draws(value: Any) -> bool:
+    return hasattr(value, "bit_generator") or hasattr(value, "getstate") or hasattr(value, "get_state")
+
+
+def _is_as_it_was(value: Any, restore: Callable[[], object]) -> bool:
+    """Is a generator in the state that would be put back?"""
+    return repr(_restorer(value).args[-1]) == repr(restore.args[-1])  # type: ignore[attr-defined]
+
+
 def _restorer(value: Any) -> Callable[[], object]:
     """What puts back the content of an array, or the state of a generator."""
     if hasattr(value, "bit_generator"):
-        state = value.bit_generator.state
-        return lambda: setattr(value.bit_generator, "state", state)
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
     if hasattr(value, "getstate"):
         return partial(value.setstate, value.getstate())
     if hasattr(value, "get_state"):
@@ -411,13 +431,15 @@ class Belongings:
         tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
         freeze_deep(inputs, tensors.append)
         self.leaves = [(t, t.requires_grad, t.grad) for t in tensors if t.is_leaf]
+        self.steps = [FUSED.last_of(tensor) for tensor, _, _ in self.leaves]
 
     def put_back(self) -> None:
         """Everything as it was."""
         if self.begun is not None:
             self.begun.put_back()
         self.snapshot.put_back()
-        for tensor, flag, grad in self.leaves:
+        for (tensor, flag, grad), step in zip(self.leaves, self.steps, strict=True):
+            FUSED.put_back(tensor, step)
             if not tensor.is_leaf and not tensor._is_view():  # a buffer into which something differentiable was written
                 tensor.detach_()
             if not tensor.is_leaf:

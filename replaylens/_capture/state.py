@@ -18,9 +18,9 @@ from torch import nn
 
 from .._core.pure import history_of, take_step, writable_copy
 from .._core.trees import freeze_deep, leaves, thaw
-from .._replay.state import NO_LOOK, PLAIN, Look, PlaceNote, attribute_at, looks_at
+from .._replay.state import NO_LOOK, PLAIN, Look, PlaceNote, attribute_at, fused_steps, looks_at
 from .builder import Handle, Recording, SourceRecord, version_of, versions_of
-from .origins import Origins
+from .origins import Origins, Place
 from .recorder import Recorder
 from .settled import is_made_unasked
 from .snapshot import Snapshot
@@ -43,10 +43,15 @@ Counters = tuple[list[torch.Tensor], list[int]]
 
 def counters_of(origins: Origins, snapshot: Snapshot) -> Counters:
     """What the model holds as a forward begins, with torch's write counters."""
+    tensors = held_at_start(origins, snapshot)
+    return tensors, versions_of(tensors)
+
+
+def held_at_start(origins: Origins, snapshot: Snapshot) -> list[torch.Tensor]:
+    """The parameters, buffers and other tensors that the modules of the model had when a forward began."""
     buffers = [tensor for _, _, held in origins.begun for tensor in held.values()]
     others = [value for _, attributes in snapshot.attributes for value in attributes.values() if type(value) in PLAIN]
-    tensors = [tensor for tensor in (*origins.parameters_at_start, *buffers, *others) if tensor is not None]
-    return tensors, versions_of(tensors)
+    return [tensor for tensor in (*origins.parameters_at_start, *buffers, *others) if tensor is not None]
 
 
 def require_seen(recorder: Recorder, counters: Counters) -> None:
@@ -97,10 +102,12 @@ def take_changes(recorder: Recorder, snapshot: Snapshot) -> None:
             if (now is not first or not quiet) and (known is None or live.get(id(now)) != known):
                 _compare(recorder, (module, key), first, now, firsts)
     _take_new_buffers(recorder, firsts)
+    if rearranged := list(recorder.origins.rearranged()):
+        _take_moved(recorder)
     if recorder.leaves_changes:
         made = (*recorder.origins.born(same), *_made_attributes(snapshot))
         recording.born.extend(where for where in made if _is_asked_for(recorder, where))
-        recording.rearranged.extend(recorder.origins.rearranged())
+        recording.rearranged.extend(rearranged)
     _take_attributes(recorder, snapshot, [s for s in sources if s.kind == "attribute"], firsts)
 
 
@@ -121,11 +128,13 @@ def _is_asked_for(recorder: Recorder, where: Where) -> bool:
 
 
 def _take_exchanged_parameters(recorder: Recorder, sources: list[SourceRecord], firsts: Firsts) -> None:
-    """Parameters that the forward did not read, and in whose places others stand now."""
+    """Parameters that the forward did not read, and in whose places others stand now; and those under new names."""
     seen = {_key(source.where) for source in sources if source.kind == "parameter"}
     for module, key, first in recorder.origins.parameters_elsewhere():
         if (id(module), key) not in seen:
             _compare(recorder, (module, key), first, held(module, key), firsts)
+    for module, key, now in recorder.origins.new_parameters():
+        _compare(recorder, (module, key), None, now, firsts)
 
 
 def _take_new_buffers(recorder: Recorder, firsts: Firsts) -> None:
@@ -133,6 +142,31 @@ def _take_new_buffers(recorder: Recorder, firsts: Firsts) -> None:
     for module, key, now in recorder.origins.buffers():
         if key not in begun.get(id(module), ()):
             _compare(recorder, (module, key), None, now, firsts)
+
+
+def _take_moved(recorder: Recorder) -> None:
+    """Parameters and buffers of modules that stand elsewhere now, or where others stand: by their addresses."""
+    recording, origins = recorder.recording, recorder.origins
+    sources = [record for record in recording.records if isinstance(record, SourceRecord)]
+    firsts = {id(s.tensor): s.returns for s in sources if s.kind not in ("input", "constant")}
+    first, now = origins.tree_at_start(), origins.tree_now()
+    moved = {id(module) for a in {*first, *now} for module in _exchanged(first.get(a), now.get(a))}
+    recording.changes = [note for note in recording.changes if id(note[0][0]) not in moved]
+    recording.removed = [where for where in recording.removed if id(where[0]) not in moved]
+    recording.replaced = [where for where in recording.replaced if id(where[0]) not in moved]
+    for address in dict.fromkeys([*first, *now]):
+        (before, held_then), (after, held_now) = first.get(address, (None, {})), now.get(address, (None, {}))
+        for key in dict.fromkeys([*held_then, *held_now]) if {id(before), id(after)} & moved else ():
+            where, tensor = f"{address}.{key}".lstrip("."), held_now.get(key)
+            _compare(recorder, (None, where), held_then.get(key), tensor, firsts)
+            if tensor is not None:
+                recording.moved[where] = tensor
+
+
+def _exchanged(first: Place | None, now: Place | None) -> Iterator[nn.Module]:
+    """The modules at an address, then and now, if they are not the same."""
+    if first is None or now is None or first[0] is not now[0]:
+        yield from (place[0] for place in (first, now) if place is not None)
 
 
 def _take_attributes(recorder: Recorder, snapshot: Snapshot, sources: list[SourceRecord], firsts: Firsts) -> None:
@@ -201,12 +235,17 @@ def keep_by_value(recorder: Recorder) -> None:
             else:
                 _keep(recorder, record.returns)
     begun = {id(record.tensor) for record in recording.records if isinstance(record, SourceRecord)}
+    begun |= {id(tensor) for tensor in recorder.origins.parameters_at_start}
     for where, handle in recording.changes:
-        now = _standing(where)
+        now = recording.moved[where[1]] if where[0] is None else _standing(where)
         known = memory.live.get(id(now))
         if isinstance(known, Entry) and known.base.version:
             memory.preserve(known.base)
-        elif _key(where) in read or held(*where) is not None:  # a stashed activation is only referred to
+        elif where[0] is None and id(now) in begun:
+            continue  # it was the model's own before, and is referred to as such
+        elif (
+            where[0] is None or _key(where) in read or held(*where) is not None
+        ):  # a stashed activation is only referred to
             if isinstance(known, Entry) and id(known.base.root) not in begun:
                 memory.preserve(known.base)  # what it was made of lies there too
             else:
@@ -317,6 +356,7 @@ def _stands(record: SourceRecord) -> bool:
 def note_places(recorder: Recorder) -> None:
     """Where the model holds what the forward read or wrote, and what it looks like there."""
     recording = recorder.recording
+    recording.steps = fused_steps()
     sources = [record for record in recording.records if type(record) is SourceRecord]
     found = [record for record in sources if record[0] == "parameter" or _stands(record)]
     tensors = [record.tensor for record in found]

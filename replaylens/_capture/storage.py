@@ -67,6 +67,7 @@ class Base:
     exposed: torch.Tensor | None = None  # the content when somebody outside torch got hold of the memory
     is_forked: bool = False  # written through a detached alias, with what may have a history
     is_told: bool = False  # ... and was told what is there, not the address alone
+    is_kept: bool = False  # ... by an array that hung on the model, or was given to it, before the forward began
 
 
 @define(eq=False)
@@ -379,9 +380,10 @@ class Memory:
         base.derived.clear()
         base.held.append(handle)
         if base.exposed is not None:
-            if base.twin is not None:
+            if base.twin is not None or base.is_kept:
                 raise CaptureError(
-                    "memory that two tensors look at through numpy, dlpack or the like is written. "
+                    "memory that two tensors, or a tensor and an array that the model keeps, look at through numpy, "
+                    "dlpack or the like is written. "
                     "Which of them has which "
                     "value cannot be known. Use torch's own views, or copy."
                 )
@@ -433,7 +435,15 @@ class Memory:
             base.exposed = base.root.detach().clone()
 
     def require_announced(self, base: Base) -> None:
-        """Refuse what was written by somebody who knew no more than an address: nothing says what it was made of."""
+        """Refuse what was written by somebody who knew no more than an address, or had hold of the memory before:
+        nothing says what it was made of.
+        """
+        if base.is_kept:
+            raise UnannouncedWrite(
+                f"a tensor {tuple(base.root.shape)} was written by numpy, through an array over its memory that the "
+                "model keeps or was given.\nLet the forward ask the tensor for its array (`tensor.numpy()`), or "
+                "write by torch."
+            )
         if not base.is_told:
             raise UnannouncedWrite(
                 f"a tensor {tuple(base.root.shape)} was written through its address (`data_ptr()`), by something that "

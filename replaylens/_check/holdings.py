@@ -54,12 +54,15 @@ def _wrong_state(subject: Subject, node: State, held: Holdings, names: dict[int,
 
 def wrong_ending(subject: Subject, origins: Origins) -> Iterator[Finding]:
     """Parameters and buffers in which a plain forward left something else than the program says."""
-    record, held = subject.record, _held(origins)
+    record = subject.record
+    held = {
+        f"{a}.{key}".lstrip("."): tensor for a, (_, has) in origins.tree_now().items() for key, tensor in has.items()
+    }
     written = dict(record.graph.changes)
     for address, ref in _ends(record.graph).items():
         if address not in held:
             continue
-        now, wanted = held[address][1], record.value(ref)
+        now, wanted = held[address], record.value(ref)
         if not _agree(now, wanted):
             fact = f"a plain forward leaves something else in `{address}` than was recorded"
             yield Finding(NAME, ref.node, fact, difference=difference(now, wanted))

@@ -3,7 +3,8 @@
 In: a module, and the name or path of a tensor in it. Out: a StatePlace, which says what stands there now, puts another
 tensor there, and tells whether what was recorded is overwritten. Torch's write counters miss much: `p.data = other`,
 `model.double()`, `load_state_dict(assign=True)`, fused optimizers, the statistics of a batch norm. So the place, the
-address in memory, how the tensor lies there and a few samples of what stands there are compared too.
+address in memory, how the tensor lies there and a few samples of what stands there are compared too. Fused optimizers
+are heard of when they step.
 """
 
 from __future__ import annotations
@@ -15,18 +16,61 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from ctypes import c_int, c_ssize_t, c_void_p, py_object, pythonapi
 from functools import partial
+from itertools import chain
 from types import FunctionType
 from typing import Any, Literal
 
 import torch
 from attrs import frozen
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .._core.torch_private import TensorGuards
 from .._core.trees import own, own_attributes
 
 PLAIN = frozenset((torch.Tensor, nn.Parameter))
-SAMPLES = 16
+SAMPLES = 24
+WHOLE = 32  # so many words of memory are compared whole
+
+
+class _Steps:
+    """The steps of fused optimizers, which torch's write counters miss: how many there were, and the last for each
+    tensor.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.last: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}  # by id
+        register_optimizer_step_post_hook(self.note)
+
+    def note(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        fused = [group["params"] for group in optimizer.param_groups if group.get("fused")]
+        self.count += bool(fused)
+        for tensor in chain.from_iterable(fused):
+            if tensor.grad is not None:
+                self.last[id(tensor)] = self.count, weakref.ref(tensor, partial(self._forget, id(tensor)))
+
+    def put_back(self, tensor: torch.Tensor, count: int) -> None:
+        """What the last steps wrote is put back: the last one that counts was this one."""
+        if id(tensor) in self.last:
+            self.last[id(tensor)] = count, self.last[id(tensor)][1]
+
+    def _forget(self, number: int, dead: Any) -> None:
+        self.last.pop(number, None)
+
+    def last_of(self, tensor: torch.Tensor) -> int:
+        """Which step was the last that wrote a tensor; 0 of one that none has written."""
+        return self.last[id(tensor)][0] if id(tensor) in self.last else 0
+
+
+FUSED = _Steps()
+
+
+def fused_steps() -> int:
+    """How many steps fused optimizers have taken until now."""
+    return FUSED.count
 
 
 Layout = tuple[Any, ...]
@@ -58,6 +102,7 @@ class Sight:
     samples: bytes | None = None  # of this tensor, among those of others
     begin: int = 0
     live: memoryview | None = None  # the memory itself, to be compared again and again
+    steps: int = 0  # of fused optimizers, until then
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not Sight:
@@ -78,7 +123,11 @@ class Sight:
         if self.address is None:
             return True
         lies = tensor.data_ptr() == self.address and layout_of(tensor) == self.layout
-        return lies and (self.live is None or self.live.tobytes() == self.seen)
+        return lies and self.is_unstepped(tensor) and (self.live is None or self.live.tobytes() == self.seen)
+
+    def is_unstepped(self, tensor: torch.Tensor) -> bool:
+        """Has no fused optimizer written it since?"""
+        return FUSED.last_of(tensor) <= self.steps
 
 
 NO_SIGHT = Sight(None)
@@ -90,12 +139,12 @@ NO_LOOK: Look = (None, None, None, 0, None)
 
 def sight_of(tensor: torch.Tensor) -> Sight:
     """A look at a tensor."""
-    return as_sight(look_at(tensor))
+    return as_sight(look_at(tensor), fused_steps())
 
 
-def as_sight(look: Look) -> Sight:
-    """A look as it is compared."""
-    return Sight(*look) if look[0] is not None else NO_SIGHT
+def as_sight(look: Look, steps: int) -> Sight:
+    """A look as it is compared, taken after so many steps of fused optimizers."""
+    return Sight(*look, steps) if look[0] is not None else NO_SIGHT
 
 
 def looks_at(tensors: list[torch.Tensor]) -> Callable[[], Iterable[Look]]:
@@ -202,7 +251,7 @@ def _window(address: int, size: int) -> memoryview:
     wide = next(wide for wide in _KINDS if not size % wide and not address % wide)
     count = size // wide
     words: memoryview = _memory_at(address, size, _READ).cast(_KINDS[wide])
-    return words[:: (count - 1) // (SAMPLES - 1) | 1] if count > SAMPLES else words
+    return words[:: (count - 1) // (SAMPLES - 1) | 1] if count > WHOLE else words
 
 
 _memory_at: Any = pythonapi["PyMemoryView_FromMemory"]  # an object of this module's own
@@ -226,13 +275,13 @@ class StatePlace:
     dtype: torch.dtype | None = None  # what it was of, when it stood there
 
     @classmethod
-    def noted(cls, note: PlaceNote, homes: dict[int, Any]) -> StatePlace:
+    def noted(cls, note: PlaceNote, homes: dict[int, Any], steps: int) -> StatePlace:
         """The place of which a capture took note. `homes`: the dicts of modules that are known, by their ids."""
         (module, key), kind, tensor, look = note
         held: Any = (vars(module),) if kind == "attribute" else homes.get(id(module))
         if held is None:
             held = homes[id(module)] = (module._parameters, module._buffers)
-        return cls(key, kind, tensor, held, as_sight(look), look[1][2] if look[1] is not None else None)
+        return cls(key, kind, tensor, held, as_sight(look, steps), look[1][2] if look[1] is not None else None)
 
     def now(self) -> torch.Tensor | None:
         """What stands there now."""
@@ -297,6 +346,7 @@ class Standing:
         self.lies = same_layouts(self.lying) if self._lie() else None
         self.samples: Callable[[], list[bytes]] | None = None
         self.seen: list[bytes] = []
+        self.steps = -1  # of fused optimizers, when they were last asked for
 
     def __bool__(self) -> bool:
         """The addresses come before the samples: memory that a tensor has left may be gone."""
@@ -306,8 +356,15 @@ class Standing:
             and [*map(_address, self.lying)] == self.addresses
             and ((self.lies is not None and self.lies(*self.lying)) or self._lie())
             and (self._same_samples() if self.samples is None else self.samples() == self.seen)
+            and (self.steps == FUSED.count or self._are_unstepped())
             and all(place.stands() for place in self.others)
         )
+
+    def _are_unstepped(self) -> bool:
+        count = FUSED.count
+        if all(sight.is_unstepped(tensor) for tensor, sight in zip(self.lying, self.sights, strict=True)):
+            self.steps = count
+        return self.steps == count
 
     def _lie(self) -> bool:
         return all(layout_of(t) == sight.layout for t, sight in zip(self.lying, self.sights, strict=True))
