@@ -972,7 +972,6 @@ def is_first(m, x):
 GO_ON = {
     "has_a_place": lambda: Stateful(has_a_place, place=1),
     "keeps_a_list": lambda: Stateful(keeps_a_list, kept=[]),
-    "keeps_by_size": lambda: Stateful(keeps_by_size, kept={}),
     "keeps_an_object": lambda: Stateful(lambda m, x: m.kept.update(x), kept=Cache()),
     "is_first": lambda: Stateful(is_first, first=True),
 }
@@ -996,8 +995,15 @@ def counts_and_stores(m, x):
     return x * m.size
 
 
-def test_a_forward_that_only_counts_and_stores_in_attributes_has_a_module():
-    model = Stateful(counts_and_stores, calls=0, times=0, seen=[], last={}, size=0)
+FOR_ALL_THAT = {
+    "counts_and_stores": lambda: Stateful(counts_and_stores, calls=0, times=0, seen=[], last={}, size=0),
+    "keeps_by_size": lambda: Stateful(keeps_by_size, kept={}),
+}
+
+
+@pytest.mark.parametrize("make", FOR_ALL_THAT.values(), ids=FOR_ALL_THAT)
+def test_a_forward_that_counts_and_stores_in_attributes_and_goes_on_as_it_did_has_a_module(make):
+    model = make()
     prog = rl.capture(model, x())
     assert_same(prog.module()(x(1)), model(x(1)))
     assert_same(prog.refresh().replay(x(1)).output, model(x(1)))

@@ -8,6 +8,7 @@ next forward does another thing for it, the model alone can tell: see `Program.m
 from __future__ import annotations
 
 import dis
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator
 from functools import lru_cache
 from types import CodeType
@@ -24,6 +25,7 @@ from .snapshot import Snapshot
 
 _FEEDS = frozenset("append appendleft extend add update clear insert".split())
 _MISSING = object()
+_PLAIN = ATOMS | {list, dict, set, deque, OrderedDict, defaultdict, Counter}  # others make of `update` what they like
 
 
 def altered(recorder: Recorder, snapshot: Snapshot) -> list[tuple[Any, str]]:
@@ -32,7 +34,9 @@ def altered(recorder: Recorder, snapshot: Snapshot) -> list[tuple[Any, str]]:
     if not found:
         return []
     codes = list(code_of(recorder.recording.model, recorder.origins.modules))
-    return [(module, key) for module, key in found.values() if not _is_only_fed(key, codes)]
+    plain = [(module, key) for module, key in found.values() if type(vars(module).get(key)) in _PLAIN]
+    fed = [(module, key) for module, key in plain if _is_only_fed(key, codes)]
+    return [where for where in found.values() if where not in fed]
 
 
 def _changed(snapshot: Snapshot) -> Iterator[tuple[Any, str]]:
