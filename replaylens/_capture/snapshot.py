@@ -92,12 +92,10 @@ class Snapshot:
         self, modules: Iterable[nn.Module], inputs: Any, whole: bool = False, held: Held | None = None
     ) -> None:
         self.attributes: list[tuple[nn.Module, dict[str, Any]]] = []
-        self.plain: list[
-            tuple[nn.Module, bool, int]
-        ] = []  # torch's own modules: their mode, how many attributes they have
+        self.plain: list[tuple[nn.Module, bool, int]] = []  # torch's own: their mode, how many attributes they have
         self.containers: list[tuple[Any, Any]] = []
-        self.hooked: list[nn.Module] = []  # all modules, and the hooks of those that have some
-        self.hooks: dict[int, dict[Any, Any]] = {}
+        self.hooked: list[nn.Module]  # all modules, and the hooks of those that have some, by the ids of their dicts
+        self.hooks: dict[int, dict[Any, Any]]
         self.restored: list[tuple[Any, Callable[[], object]]] = []  # arrays and generators: puts back what they held
         self.generators: list[tuple[torch.Generator, torch.Tensor]] = []  # of torch's, and their states
         self.flags: list[
@@ -113,24 +111,20 @@ class Snapshot:
         self.held = held
         for _, _, buffers in held.buffers:
             self.memories.extend(filter(None, map(_memory_of, buffers.values())))
-        for module in modules:
-            self._note_hooks(module)
+        self.hooked = list(modules)
+        self.hooks = _hooks_among(self.hooked)
+        for module in self.hooked:
+            attributes = vars(module)
             if not whole and _is_of_torch(type(module)) and not _has_more(module):  # type: ignore[arg-type]
-                self.plain.append((module, module.training, len(vars(module))))
-                continue
-            self.attributes.append((module, {k: v for k, v in vars(module).items() if k not in self.apart}))
+                self.plain.append((module, attributes["training"], len(attributes)))
+            else:
+                self.attributes.append((module, {k: v for k, v in attributes.items() if k not in self.apart}))
         for _, attributes in self.attributes:
             for value in attributes.values():
                 self._note(value, 3)
         self.own = len(self.containers)  # that many hang on the modules
         self._note(inputs, 6)
         del self._seen
-
-    def _note_hooks(self, module: nn.Module) -> None:
-        self.hooked.append(module)
-        get = vars(module).get
-        if get("_forward_hooks") or get("_forward_pre_hooks") or get("_backward_hooks") or get("_backward_pre_hooks"):
-            self.hooks.update((id(hooks), dict(hooks)) for hooks in _hooks_of(module) if hooks)
 
     def _note(self, value: Any, depth: int) -> None:
         kind = type(value)
@@ -174,9 +168,7 @@ class Snapshot:
         now.apart = self.apart
         now.flags = [(tensor, tensor.requires_grad) for tensor, _ in self.flags]
         now.attributes = [(m, {k: v for k, v in vars(m).items() if k not in self.apart}) for m, _ in self.attributes]
-        now.hooked, now.hooks = [], {}
-        for module in self.hooked:
-            now._note_hooks(module)
+        now.hooked, now.hooks = self.hooked, _hooks_among(self.hooked)
         now.plain = [(module, module.training, count) for module, _, count in self.plain]
         now.held = self.held.again()
         now.containers = [(container, type(content)(container)) for container, content in self.containers]
@@ -294,6 +286,15 @@ def _memory_of(tensor: torch.Tensor | None) -> _Memory | None:
     except NotImplementedError:  # the wrapper of a transform of the user's
         return None
     return _Memory(tensor, storage, storage.nbytes(), _geometry_of(tensor))
+
+
+def _hooks_among(modules: list[nn.Module]) -> dict[int, dict[Any, Any]]:
+    found: dict[int, dict[Any, Any]] = {}
+    for module in modules:
+        get = vars(module).get
+        if get("_forward_hooks") or get("_forward_pre_hooks") or get("_backward_hooks") or get("_backward_pre_hooks"):
+            found.update((id(hooks), dict(hooks)) for hooks in _hooks_of(module) if hooks)
+    return found
 
 
 def _hooks_of(module: nn.Module) -> list[dict[Any, Any]]:
