@@ -3,6 +3,7 @@
 import gc
 import itertools
 import random
+import subprocess
 import sys
 import threading
 import warnings
@@ -525,6 +526,12 @@ def test_a_capture_leaves_the_collector_as_the_user_has_it():
         finally:
             gc.set_threshold(*thresholds)
             gc.enable()
+
+
+@pytest.mark.parametrize("state", ["enable", "disable"])
+def test_the_import_leaves_the_collector_as_it_was(state):
+    code = f"import gc, torch; gc.{state}(); import replaylens; raise SystemExit(gc.isenabled() != ('{state}' == 'enable'))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_capture_under_a_transform_of_the_users_is_right_or_refused():
