@@ -23,6 +23,7 @@ from .._core.pure import Hole, blank, clear, fill, filled, fills_memory, new_par
 from .._core.target import Target
 from .._core.torch_private import (
     count_dispatch_modes,
+    count_function_modes,
     is_any_autocast_on,
     pop_function_mode,
     push_function_mode,
@@ -99,7 +100,7 @@ class Recorder(TorchFunctionMode):
     """What the parts of a capture share: the recording, the memory, and where the model is."""
 
     # Python looks up attributes of an object fast while its dict has at most thirty: these few are not in it.
-    __slots__ = ("elsewhere", "forward", "forwards", "has_scripts", "in_trees", "took")
+    __slots__ = ("depth", "elsewhere", "forward", "forwards", "has_scripts", "in_trees", "plain_contexts", "took")
     leaves_changes = True  # what the forward writes stays written
 
     def __init__(self, recording: Recording, origins: Origins, date: Date, deep: bool, unknown: str) -> None:
@@ -140,6 +141,7 @@ class Recorder(TorchFunctionMode):
         self.in_aten = False
         self.elsewhere: list[Read] = []  # what other threads read
         self.took = 0  # nanoseconds, of the call that is written down next
+        self.depth = 0  # of torch's stack of function modes, where this one was entered
 
     def aten(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An ATen call that lies under no recorded call: see Tracer."""
@@ -153,6 +155,14 @@ class Recorder(TorchFunctionMode):
         """What the model is called with, when the inputs are known: see live.py for a look that changes it."""
         return args, kwargs
 
+    def __enter__(self) -> Recorder:
+        self.depth = count_function_modes()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: object) -> None:
+        if count_function_modes() > self.depth:  # else an interrupt came before a mode within was put back
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
+
     @contextmanager
     def at_work(self) -> Any:
         """Within, ATen calls are the tracer's own or lie beneath a call that it records: a dispatch mode looks away."""
@@ -165,12 +175,13 @@ class Recorder(TorchFunctionMode):
     @contextmanager
     def seeing(self) -> Any:
         """Within, the mode sees calls again although one of its own is being handled."""
-        work, self.in_leaf = self.in_leaf, 0
+        work, self.in_leaf, depth = self.in_leaf, 0, count_function_modes()
         _push(self)
         try:
             yield
         finally:
-            _pop()
+            if count_function_modes() > depth:  # else an interrupt came before a mode within was put back
+                _pop()
             self.in_leaf = work
 
     def leaf(self, rule: Rule, func: Any, args: Any, kwargs: Any, stands_for: Any = None) -> Any:

@@ -25,6 +25,7 @@ from .._core.torch_private import (
     OpOverload,
     TransformType,
     count_dispatch_modes,
+    count_function_modes,
     interpreter_stack,
     is_any_autocast_on,
     is_wrapped,
@@ -266,12 +267,13 @@ class Tracer(Recorder):
             frame = user_frame(_frame(3), 4)
             self.opened_site = self.line(frame) if frame is not None else None
         self.opened.add(func)
-        work, self.in_leaf = self.in_leaf, 0
+        work, self.in_leaf, depth = self.in_leaf, 0, count_function_modes()
         _push(self)
         try:
             return opened(func)(*args, **kwargs)
         finally:
-            _pop()
+            if count_function_modes() > depth:  # else an interrupt came before a mode within was put back
+                _pop()
             self.in_leaf = work
             self.opened.discard(func)
             self.opened_site = outer

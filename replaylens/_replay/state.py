@@ -50,15 +50,12 @@ class _Steps:
         self.count += bool(fused)
         for tensor in chain.from_iterable(fused):
             if tensor.grad is not None:
-                self.last[id(tensor)] = self.count, weakref.ref(tensor, partial(self._forget, id(tensor)))
+                self.last[id(tensor)] = self.count, weakref.ref(tensor, partial(self.last.pop, id(tensor)))
 
     def put_back(self, tensor: torch.Tensor, count: int) -> None:
         """What the last steps wrote is put back: the last one that counts was this one."""
         if id(tensor) in self.last:
             self.last[id(tensor)] = count, self.last[id(tensor)][1]
-
-    def _forget(self, number: int, dead: Any) -> None:
-        self.last.pop(number, None)
 
     def last_of(self, tensor: torch.Tensor) -> int:
         """Which step was the last that wrote a tensor; 0 of one that none has written."""
@@ -157,7 +154,7 @@ def looks_at(tensors: list[torch.Tensor]) -> Callable[[], Iterable[Look]]:
     looks = [look_at(tensor) for tensor in tensors]
     if tensors and all(live is not None for *_, live in looks):
         number = id(tensors[0])
-        _together[number] = _Together(tensors, looks, weakref.ref(tensors[0], lambda _: _together.pop(number, None)))
+        _together[number] = _Together(tensors, looks, weakref.ref(tensors[0], partial(_together.pop, number)))
     return looks.copy
 
 
@@ -235,7 +232,7 @@ def _first_look(tensor: torch.Tensor) -> Look:
     is_dense = tensor.is_contiguous() or (tensor.dim() > 1 and tensor.mT.is_contiguous())
     live = _window(address, tensor.nbytes if is_dense else tensor.element_size())
     number = id(tensor)
-    forget = weakref.ref(tensor, lambda _: _known.pop(number, None))
+    forget = weakref.ref(tensor, partial(_known.pop, number))  # in C: an interrupt would be lost there
     _known[number] = forget, address, same_layouts([tensor]), layout, live
     return address, layout, live.tobytes(), 0, live
 

@@ -246,10 +246,11 @@ def apart_from(stream: Stream, patch: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def as_the_user() -> Iterator[None]:
     """Within, the generator is the user's, which goes on from where it is left; afterwards it is as it was."""
-    before = torch.default_generator.get_state()
-    torch.default_generator.set_state(outside[-1])
+    before, depth = torch.default_generator.get_state(), len(outside)
     try:
+        torch.default_generator.set_state(outside[-1])
         yield
     finally:
-        outside[-1] = torch.default_generator.get_state()
+        if len(outside) == depth:  # else an interrupt has ended what this is within
+            outside[-1] = torch.default_generator.get_state()
         torch.default_generator.set_state(before)
