@@ -371,7 +371,7 @@ def assign(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) ->
     is_raw = not isinstance(value, torch.Tensor) or len(args) > 2
     if is_raw and (tensor.requires_grad or may_flow(recorder.recording, old)):
         raise _raw(recorder, rule)
-    source = None if is_raw else recorder.read(value)
+    source = old if is_raw else recorder.read(value)
     note_late_write(recorder, left, exchanged=tensor)
     is_announced = left.counter == version_of(left.root)
     recorder.memory.part_from(tensor)
