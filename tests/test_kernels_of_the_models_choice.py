@@ -5,6 +5,7 @@ The witness is the plain model: a replay gives its bits, whatever is set around 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -74,7 +75,14 @@ class Doubles(Attends):
         return self.a(x).double().sum() * third
 
 
-MODELS = [Chooses, Switches, Flushes, Doubles]
+class Verifies(Attends):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.sparse.check_sparse_tensor_invariants():
+            sparse = torch.sparse_coo_tensor(torch.tensor([[0, 1], [1, 0]]), self.a(x)[0, :2], (2, 2))
+        return self.a(x)[:, :2] @ sparse.to_dense()
+
+
+MODELS = [Chooses, Switches, Flushes, Doubles, Verifies]
 
 
 def made(kind: type[Attends]) -> tuple[Attends, torch.Tensor]:
@@ -146,4 +154,25 @@ def test_an_error_in_a_replay_leaves_the_switches() -> None:
     prog = rl.capture(model, x)
     with pytest.raises(ZeroDivisionError):
         prog.replay(patch={"scaleddotproductattention_1": lambda value: 1 / 0})
+    assert torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_threads_that_want_other_kernels_have_their_own_and_leave_none() -> None:
+    model, x = made(Attends)
+    with sdpa_kernel(SDPBackend.MATH):
+        plain, wanted = rl.capture(model, x), model(x)
+    usual = rl.capture(model, x)
+    results: list[bool] = []
+
+    def replays(prog: rl.Program, output: torch.Tensor) -> None:
+        results.extend(torch.equal(prog.replay().output, output) for _ in range(20))
+
+    both = [threading.Thread(target=replays, args=one) for one in ((plain, wanted), (plain, wanted))]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()
+    assert len(results) == 40
+    assert all(results)
+    assert torch.equal(usual.replay().output, model(x))
     assert torch.backends.cuda.flash_sdp_enabled()

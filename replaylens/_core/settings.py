@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +22,7 @@ from .torch_private import (
     sdp_order,
     set_sdp_order,
 )
+from .world import freed, in_children, let_go, surely
 
 Settings = tuple[tuple[str, Any], ...]
 
@@ -49,6 +52,7 @@ def _flushes() -> bool:
 
 
 _cuda = torch.backends.cuda
+_invariants: Any = torch.sparse.check_sparse_tensor_invariants
 _SWITCHES = {
     "flash attention": _Switch(_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
     "memory efficient attention": _Switch(_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
@@ -59,11 +63,15 @@ _SWITCHES = {
     "cudnn": _Switch(allows_cudnn, let_cudnn),
     "matmul precision": _Switch(_precision, _set_precision),
     "flush denormal": _Switch(_flushes, torch.set_flush_denormal),
+    "sparse invariants": _Switch(
+        _invariants.is_enabled, lambda on: (_invariants.enable if on else _invariants.disable)()
+    ),
 }
 if hasattr(_cuda, "fp16_bf16_reduction_math_sdp_allowed"):
     _SWITCHES["reduced attention"] = _Switch(
         _cuda.fp16_bf16_reduction_math_sdp_allowed, _cuda.allow_fp16_bf16_reduction_math_sdp
     )
+_changes, _PATIENCE = RLock(), 10.0  # seconds
 _READS = tuple([switch.read for switch in _SWITCHES.values()])
 _default_dtype = torch.get_default_dtype
 
@@ -92,18 +100,33 @@ def _kept(value: Any) -> Any:
 
 @contextmanager
 def under(wanted: Settings) -> Iterator[None]:
-    """These within, and all else as it was at the beginning; afterwards all is as it was before."""
-    before, dtype = dict(zip(_SWITCHES, _now(), strict=True)), _default_dtype()
-    given = dict(wanted)
-    try:
-        _set({**_USUAL, **{name: value for name, value in given.items() if name != _DTYPE}})
-        if given.get(_DTYPE, dtype) is not dtype:
-            torch.set_default_dtype(given[_DTYPE])
-        yield
-    finally:
+    """These within, and all else as it was at the beginning; afterwards all is as it was before.
+
+    Most of them are those of the whole process: another thread that wants others waits, if not for ever.
+    """
+    was_owned = _changes._is_owned()  # type: ignore[attr-defined]
+    if not was_owned:
+        _changes.acquire(timeout=_PATIENCE)
+    before, dtype, given = dict(zip(_SWITCHES, _now(), strict=True)), _default_dtype(), dict(wanted)
+
+    def leave() -> None:
         _set(before)
         if _default_dtype() is not dtype:
             torch.set_default_dtype(dtype)
+        if not was_owned:
+            let_go(_changes)
+
+    try:
+        try:
+            _set({**_USUAL, **{name: value for name, value in given.items() if name != _DTYPE}})
+            if given.get(_DTYPE, dtype) is not dtype:
+                torch.set_default_dtype(given[_DTYPE])
+            yield
+        finally:
+            surely(leave)
+    finally:  # again: an interrupt may have come before, or in it
+        if not was_owned:
+            let_go(_changes)
 
 
 def _set(wanted: dict[str, Any]) -> None:
@@ -111,3 +134,6 @@ def _set(wanted: dict[str, Any]) -> None:
         switch = _SWITCHES[name]
         if _kept(switch.read()) != _kept(value):
             switch.write(list(value) if isinstance(value, tuple) else value)
+
+
+in_children(partial(freed, _changes))

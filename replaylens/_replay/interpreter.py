@@ -443,7 +443,7 @@ def modes(context: Context) -> Any:
 @contextmanager
 def _all_modes(context: Context) -> Any:
     with ExitStack() as stack:
-        if context.settings != settings():
+        if context.settings or settings():
             stack.enter_context(under(context.settings))
         stack.enter_context(torch.inference_mode(context.inference))
         stack.enter_context(torch.set_grad_enabled(context.grad))
