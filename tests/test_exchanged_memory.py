@@ -3,6 +3,9 @@
 The witness is the plain model on the new input.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -163,3 +166,52 @@ def test_a_program_outlives_a_forward_that_writes_what_became_a_buffer(inputs):
     assert prog.check()
     assert torch.equal(rl.sweep(prog, {0: {"l1": torch.neg}})[0], swept)
     assert torch.equal(prog["mean_1"].value, mean)
+
+
+def alias_given(x: torch.Tensor) -> torch.Tensor:
+    value = x * 2
+    alias = value.detach()
+    alias.set_(x * 3)
+    alias.add_(1)
+    return value + alias
+
+
+def tensor_at(x: torch.Tensor) -> torch.Tensor:
+    held, given = torch.zeros(0), x * 3
+    held.set_(given, 2, (3, 2), (4, 1))
+    given.mul_(2)
+    held.add_(1)
+    return given + held.sum()
+
+
+def storage_read(x: torch.Tensor) -> torch.Tensor:
+    held, given = torch.zeros(0), x * 3
+    held.set_(given.untyped_storage(), 0, (3, 2), (4, 1))
+    given.mul_(2)
+    return held + 1
+
+
+def storage_written(x: torch.Tensor) -> torch.Tensor:
+    held, given = torch.zeros(0), x * 3
+    held.set_(source=given.untyped_storage(), storage_offset=2, size=(3, 2), stride=(4, 1))
+    held.mul_(2)
+    given.add_(1)
+    return given + held.sum()
+
+
+@pytest.mark.parametrize("forward", [alias_given, tensor_at, storage_read, storage_written])
+def test_set_leaves_aliases_as_they_are_and_may_give_a_part_of_memory(forward: Callable[[Any], Any]) -> None:
+    x, other = torch.randn(3, 4), torch.randn(3, 4)
+    prog = rl.capture(forward, x)
+    assert torch.equal(prog.replay().output, forward(x))
+    assert torch.equal(prog.replay(other).output, forward(other))
+    assert prog.check()
+
+
+def test_set_to_memory_that_no_tensor_of_the_forward_has_is_refused() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        held = torch.zeros(0).set_(torch.zeros(4).untyped_storage().clone(), 0, (4,), (1,))
+        return x + held
+
+    with pytest.raises(rl.CaptureError, match="raw memory"):
+        rl.capture(forward, torch.randn(3, 4))

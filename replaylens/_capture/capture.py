@@ -180,8 +180,8 @@ def _look(forward: Forward, recording: Recording, origins: Origins, deep: bool) 
         tracer = forward.tracer(recording, origins, date, deep, forward.beginning.unknown)
         tracer.draws.lent = {id(g): g.get_state() for g in lent_generators(forward.model, forward.args, forward.kwargs)}
         tracer.draws.held = {id(g): state for g, state in forward.beginning.snapshot.generators}
-        recording.ambient, recording.is_deep = tracer.context(), deep
         recording.default_dtype = torch.get_default_dtype()
+        recording.ambient, recording.is_deep = tracer.context(), deep
         recording.default_device = default_device()
         recording.model = forward.model if isinstance(forward.model, FunctionType) else None
         recording.takes_any_keyword = _takes_any_keyword(forward.model)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .._core.node import Generator, Left
-from .._core.torch_private import seed_tracker
+from .._core.torch_private import seed_tracker, unset_fake_temporarily
 from .._core.world import let_go, one_draws, users_state
 from .asked import words
 
@@ -123,11 +123,17 @@ def _is_filled(cell: CellType) -> bool:
         return False
 
 
+def same_state(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Are two states of a generator one? They are no fake tensors under a fake mode either."""
+    with unset_fake_temporarily():
+        return torch.equal(one, other)
+
+
 def is_newly_seeded(generator: torch.Generator, state: torch.Tensor) -> bool:
     """Has nothing been drawn since the seed was given?"""
     if generator.device.type != "cpu":
         return False
-    return torch.equal(torch.Generator().manual_seed(generator.initial_seed()).get_state(), state)
+    return same_state(torch.Generator().manual_seed(generator.initial_seed()).get_state(), state)
 
 
 # What has no seed, so that its numbers are others each time; and what has none where it is made without a word.
@@ -225,7 +231,7 @@ class Draws:
     def keep(self, generator: torch.Generator, state: torch.Tensor) -> str | None:
         """The key of the state before a call, or None if the call drew nothing."""
         left = generator.get_state()
-        if torch.equal(state, left):
+        if same_state(state, left):
             return None
         self.at_first.setdefault(id(generator), (generator, state))
         key = f"draw_{len(self.kept) + 1}"
@@ -238,7 +244,7 @@ class Draws:
         """Where torch's default generator is left; None where nothing moved it. To be asked once, at the end."""
         generator = torch.default_generator
         state = generator.get_state()
-        if id(generator) not in self.last and torch.equal(self.start, state) and self.seedings is seedings():
+        if id(generator) not in self.last and same_state(self.start, state) and self.seedings is seedings():
             return None
         follows, is_fixed = self._origin(generator, state)
         if not is_fixed:
@@ -251,7 +257,7 @@ class Draws:
         if tensor.dtype is not torch.uint8 or tensor.shape != self.start.shape or type(tensor) is not torch.Tensor:
             return False
         known = (self.start, *self.kept.values(), *self.ends.values(), torch.default_generator.get_state())
-        return any(torch.equal(tensor, state) for state in known)
+        return any(same_state(tensor, state) for state in known)
 
     def aside(self) -> Draws:
         """For a draw in a stream of its own, which is none of the forward's."""
@@ -264,17 +270,17 @@ class Draws:
             seeded, self.seedings = self.seedings is not (now := seedings()), now
             if seeded and is_newly_seeded(generator, state):
                 return self._seeded(now)
-            if last is None and torch.equal(self.start, state):
+            if last is None and same_state(self.start, state):
                 return self._as_at_first(generator)
-        if last is not None and torch.equal(self.ends[last], state):
+        if last is not None and same_state(self.ends[last], state):
             return last, self.follows[last][1]
-        if last is None and (lent := self.lent.get(id(generator))) is not None and torch.equal(lent, state):
+        if last is None and (lent := self.lent.get(id(generator))) is not None and same_state(lent, state):
             return f"generator_before_draw_{len(self.kept)}", False
         if last is None and self._goes_on(generator, state):
             self.elsewhere[OF_THE_MODEL] = None
         if generator is not torch.default_generator and is_newly_seeded(generator, state):
             self.doubts.add(Doubt.FIXED)
-            if torch.equal(self.start, state):
+            if same_state(self.start, state):
                 self.doubts.add(Doubt.COPIED)
             return None, True
         return self._left_before(state) or self._unseen(generator, state, last)
@@ -284,7 +290,7 @@ class Draws:
         if generator is torch.default_generator:
             return False
         known = self.held.get(id(generator), self.lent.get(id(generator)))
-        if known is not None and torch.equal(known, state):
+        if known is not None and same_state(known, state):
             return True
         if known is None and _is_at_hand(generator):
             return True
@@ -292,9 +298,9 @@ class Draws:
 
     def _left_before(self, state: torch.Tensor) -> tuple[str | None, bool] | None:
         """Where the forward put back a state that was there before."""
-        if torch.equal(self.start, state):
+        if same_state(self.start, state):
             return self._as_at_first(torch.default_generator)
-        key = next((key for key in reversed(self.ends) if torch.equal(self.ends[key], state)), None)
+        key = next((key for key in reversed(self.ends) if same_state(self.ends[key], state)), None)
         return None if key is None else (key, self.follows[key][1])
 
     def _as_at_first(self, generator: torch.Generator) -> tuple[str | None, bool]:

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._core.node import ITSELF
 from .._core.pure import Hole, blank, clear, fill, filled, fills_memory, new_parameter
+from .._core.settings import Settings, settings
 from .._core.target import Target
 from .._core.torch_private import (
     count_dispatch_modes,
@@ -135,8 +136,8 @@ class Recorder(TorchFunctionMode):
         self.doubled: set[int] = set()  # objects that a call handed on, and the aliases that were given for them
         self.aliases: dict[int, Alias] = {}  # of those, the aliases
         self.outer_modes = _dispatch_modes()
-        self.plain_contexts = (False, False, ()), (True, False, ())  # without gradients and with them
-        self.contexts: dict[Any, Any] = {(grad, False, False): self.plain_contexts[grad] for grad in (False, True)}
+        self.plain_contexts = (False, False, (), ()), (True, False, (), ())  # without gradients and with them
+        self.contexts: dict[Any, Any] = {(on, False, False, ()): self.plain_contexts[on] for on in (False, True)}
         self.grad_mode = _grad_enabled()  # as the model set it; beneath a script it is another
         self.in_aten = False
         self.elsewhere: list[Read] = []  # what other threads read
@@ -565,7 +566,8 @@ class Recorder(TorchFunctionMode):
 
     def context(self) -> Any:
         """The modes that a call runs under, one object for equal ones."""
-        key = (self.grad_mode if self.in_aten and not self.functorch else _grad_enabled(), _inference(), _autocast())
+        grad = self.grad_mode if self.in_aten and not self.functorch else _grad_enabled()
+        key = grad, _inference(), _autocast(), settings(self.recording.default_dtype)
         watch = self.watch
         if _dispatch_modes() != self.outer_modes + (watch is not None and watch.entered and not watch.handling):
             raise CaptureError(f"a dispatch mode of the model's own is on; what it does cannot be seen.{self.where()}")
@@ -578,15 +580,15 @@ class Recorder(TorchFunctionMode):
             return self._autocast_context(key)
         known = self.contexts.get(key)
         if known is None:
-            known = self.contexts[key] = (key[0], key[1], ())
+            known = self.contexts[key] = (key[0], key[1], (), key[3])
         return known
 
-    def _autocast_context(self, key: tuple[bool, bool, bool]) -> Any:
+    def _autocast_context(self, key: tuple[bool, bool, bool, Settings]) -> Any:
         modes = []
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
                 modes.append((device, torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()))
-        return key[0], key[1], tuple(modes)
+        return key[0], key[1], tuple(modes), key[3]
 
 
 def outside(frame: Any) -> Any:

@@ -240,7 +240,7 @@ def _operator_rule(function: Any) -> Rule:
         return Rule(How.PASS)
     if name in ("item", "_local_scalar_dense", "equal", "is_nonzero", "allclose", "q_scale", "q_zero_point"):
         return Rule(How.ESCAPE, kind_of(name))
-    if name == "set_" and not is_packet and "source_Tensor" in function._overloadname:  # no mode sees it
+    if name == "set_" and not is_packet and "source" in function._overloadname:  # no mode sees it
         return Rule(How.SPECIAL, kind_of(name), special="assign")
     silent = _writes_by_name(name) if name in STATISTICS else None
     writes = _writes_by_schema(overloads) if any(o._schema.is_mutable for o in overloads) else silent

@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 
 from .._core.node import ITSELF
 from .._core.pure import alias, copied, kind_of, message_of, read_in_another_thread, what_is_raised
+from .._core.settings import settings
 from .._core.torch_private import (
     OpOverload,
     TransformType,
@@ -224,6 +225,7 @@ class Tracer(Recorder):
         out = func(*args)
         took = _now() - start
         is_plain = not (_inference() or _autocast() or _saved_hooks(False)) and _dispatch_modes() == self.outer_modes
+        is_plain = is_plain and not settings(self.recording.default_dtype)
         context = self.plain_contexts[_grad_enabled()] if is_plain else self.context()
         recording = self.recording
         if type(out) is _Tensor:

@@ -365,13 +365,26 @@ def _keep_history(recorder: Recorder) -> None:
 def assign(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
     """`t.data = u`, `t.set_(u)`: the object looks at other memory from now on."""
     tensor, value = args[0], args[1] if len(args) > 1 else kwargs.get("source")
-    if not isinstance(value, torch.Tensor) or len(args) > 2:
-        raise CaptureError(f"`{rule.kind}` gives a tensor raw memory, which a program cannot say.{recorder.where()}")
     recorder.require_single(tensor, rule)
-    old, source = recorder.read(tensor), recorder.read(value)
-    note_late_write(recorder, recorder.memory.entry(tensor).base, exchanged=tensor)
+    old = recorder.read(tensor)
+    left = recorder.memory.entry(tensor).base
+    is_raw = not isinstance(value, torch.Tensor) or len(args) > 2
+    if is_raw and (tensor.requires_grad or may_flow(recorder.recording, old)):
+        raise _raw(recorder, rule)
+    source = old if is_raw else recorder.read(value)
+    note_late_write(recorder, left, exchanged=tensor)
+    is_announced = left.counter == version_of(left.root)
     recorder.memory.part_from(tensor)
     result = func(*args, **kwargs)
+    if is_announced:  # its aliases are counted with it, though nothing was written; beneath autograd only later
+        left.counter = None if recorder.in_aten else version_of(left.root)
+    if is_raw:
+        recorder.memory.live.pop(id(tensor))
+        found = recorder.memory.base_anywhere(tensor)
+        if found is None:
+            raise _raw(recorder, rule)
+        recorder.alias_without_call(tensor, found)
+        return result
     base, steps = recorder.memory.entry(value).base, recorder.memory.entry(value).steps
     straight = tensor.requires_grad or may_flow(recorder.recording, old)  # the gradient goes where it went before
     step = step_tree(standing, (old, Hole.HERE), None, (), True) if straight else _DETACH
@@ -384,6 +397,10 @@ def assign(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) ->
     if straight:
         _keep_history(recorder)
     return result
+
+
+def _raw(recorder: Recorder, rule: Rule) -> CaptureError:
+    return CaptureError(f"`{rule.kind}` gives a tensor raw memory, which a program cannot say.{recorder.where()}")
 
 
 def resize(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:

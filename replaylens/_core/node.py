@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from attrs import field, frozen
 
+from .settings import Settings
 from .target import Target
 from .trees import ATOMS, leaves
 
@@ -160,6 +161,7 @@ class Context:
     grad: bool = False
     inference: bool = False
     autocast: tuple[tuple[str, torch.dtype, bool], ...] = ()  # device type, dtype, weight cache on
+    settings: Settings = ()  # which kernels torch may take, where that is not what it does by itself
 
 
 NO_MODES = Context()

@@ -111,6 +111,15 @@ leave_saving_hooks_alone = _name(
     "torch._C._autograd._saved_tensors_hooks_set_tracing", "a checkpoint must not compute again what a live run changed"
 )
 
+allows_mkldnn = _name(
+    "torch._C._get_mkldnn_enabled", "which kernels a forward lets torch take", "taken for yes", lambda: True
+)
+let_mkldnn = _name("torch._C._set_mkldnn_enabled", "the same, in a replay", "left", lambda wanted: None)
+allows_cudnn = _name("torch._C._get_cudnn_enabled", "the same", "taken for yes", lambda: True)
+let_cudnn = _name("torch._C._set_cudnn_enabled", "the same", "left", lambda wanted: None)
+sdp_order = _name("torch._C._get_sdp_priority_order", "the same", "torch has one order", list)
+set_sdp_order = _name("torch._C._set_sdp_priority_order", "the same", "torch has one order", lambda wanted: None)
+
 # -- transforms of torch.func ------------------------------------------------------------------------------------------
 
 _FUNCTORCH = "torch._C._functorch."

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from .._core.node import Context, Guard, Input, Ref
 from .._core.trees import leaves, thaw
@@ -334,5 +334,5 @@ class _Chunk:
 
 
 def _modes_of(context: Context) -> Any:
-    """The recorded autocast; gradients are off in a sweep."""
-    return modes(Context(False, False, context.autocast))
+    """The recorded autocast and kernels; gradients are off in a sweep."""
+    return modes(evolve(context, grad=False, inference=False))

@@ -21,6 +21,7 @@ from .._core.graph import Graph
 from .._core.node import NO_MODES, Call, Context, Generator, Guard, Left, Ref, Source, State
 from .._core.notes import add_note
 from .._core.pure import all_placed, mutate, placed
+from .._core.settings import settings, under
 from .._core.text import where as text_of
 from .._core.torch_private import default_device, is_any_autocast_on
 from .._core.trees import leaves, thaw
@@ -418,16 +419,21 @@ def _paths(tree: Any, at: tuple[int, ...] = ()) -> Any:
 def _context(context: Context, ambient: Context, mode: Mode) -> Context:
     """The modes of a call in this replay: those recorded; for gradients without what lay around the whole model."""
     if mode.grad:
-        return Context(context.grad or not ambient.grad, context.inference and not ambient.inference, context.autocast)
+        grad, inference = context.grad or not ambient.grad, context.inference and not ambient.inference
+        return Context(grad, inference, context.autocast, context.settings)
     return context
 
 
 def modes(context: Context) -> Any:
-    """The grad, inference and autocast modes that a stretch runs under; nothing at all where they are on already."""
+    """The grad, inference and autocast modes and the kernels that a stretch runs under; nothing at all where they are
+    on already.
+    """
     if torch.compiler.is_compiling():
         return torch.set_grad_enabled(context.grad)
     autocast = is_any_autocast_on()
-    if context.inference or torch.is_inference_mode_enabled() or context.autocast or autocast:
+    if context.inference or torch.is_inference_mode_enabled() or context.autocast or autocast or context.settings:
+        return _all_modes(context)
+    if settings():
         return _all_modes(context)
     if torch.is_grad_enabled() != context.grad:
         return torch.set_grad_enabled(context.grad)
@@ -437,6 +443,8 @@ def modes(context: Context) -> Any:
 @contextmanager
 def _all_modes(context: Context) -> Any:
     with ExitStack() as stack:
+        if context.settings or settings():
+            stack.enter_context(under(context.settings))
         stack.enter_context(torch.inference_mode(context.inference))
         stack.enter_context(torch.set_grad_enabled(context.grad))
         for device in ("cpu", "cuda"):

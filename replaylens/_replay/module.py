@@ -15,7 +15,7 @@ from attrs import define, evolve
 from torch import nn
 
 from .._core.graph import Graph
-from .._core.node import Call, Context, Node, Ref, State, TensorMeaning
+from .._core.node import Call, Node, Ref, State, TensorMeaning
 from .._core.pure import as_leaf
 from .._core.trees import thaw
 from ..errors import NotDifferentiable, ReplaylensError, StaleValue
@@ -316,7 +316,7 @@ def _without_gradients(graph: Graph) -> Graph:
         if not isinstance(node, Call):
             return node
         inference = node.context.inference and not graph.ambient.inference
-        return evolve(node, context=Context(False, inference, node.context.autocast))
+        return evolve(node, context=evolve(node.context, grad=False, inference=inference))
 
     return evolve(graph, nodes=tuple(map(quiet, graph.nodes)))
 

@@ -1,0 +1,139 @@
+"""Switches of torch's, for the whole process or thread, that decide which kernel computes a call: as they are, and set.
+
+In: nothing, or settings as a Context has them. Out: those that are not as torch has them at its beginning, by name; a
+stretch under others. Torch shows reads and writes of them to nobody, so that each call is asked what is on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from threading import RLock
+from typing import Any, NamedTuple
+
+import torch
+
+from .torch_private import (
+    allows_cudnn,
+    allows_mkldnn,
+    let_cudnn,
+    let_mkldnn,
+    sdp_order,
+    set_sdp_order,
+)
+from .world import freed, in_children, let_go, surely
+
+Settings = tuple[tuple[str, Any], ...]
+
+_DTYPE = "default dtype"
+_SMALLEST = 2.2250738585072014e-308  # half of it is no normal number: zero where such are flushed
+
+
+class _Switch(NamedTuple):
+    read: Callable[[], Any]
+    write: Callable[[Any], Any]
+
+
+def _precision() -> str:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # the model says it by `fp32_precision`: torch wants one of the two ways
+        return ""
+
+
+def _set_precision(wanted: str) -> None:
+    if wanted:
+        torch.set_float32_matmul_precision(wanted)
+
+
+def _flushes() -> bool:
+    return _SMALLEST * 0.5 == 0.0
+
+
+_cuda = torch.backends.cuda
+_invariants: Any = torch.sparse.check_sparse_tensor_invariants
+_SWITCHES = {
+    "flash attention": _Switch(_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
+    "memory efficient attention": _Switch(_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
+    "plain attention": _Switch(_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
+    "cudnn attention": _Switch(_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
+    "order of attentions": _Switch(sdp_order, set_sdp_order),
+    "mkldnn": _Switch(allows_mkldnn, let_mkldnn),
+    "cudnn": _Switch(allows_cudnn, let_cudnn),
+    "matmul precision": _Switch(_precision, _set_precision),
+    "flush denormal": _Switch(_flushes, torch.set_flush_denormal),
+    "sparse invariants": _Switch(
+        _invariants.is_enabled, lambda on: (_invariants.enable if on else _invariants.disable)()
+    ),
+}
+if hasattr(_cuda, "fp16_bf16_reduction_math_sdp_allowed"):
+    _SWITCHES["reduced attention"] = _Switch(
+        _cuda.fp16_bf16_reduction_math_sdp_allowed, _cuda.allow_fp16_bf16_reduction_math_sdp
+    )
+_changes, _PATIENCE = RLock(), 10.0  # seconds
+_READS = tuple([switch.read for switch in _SWITCHES.values()])
+_default_dtype = torch.get_default_dtype
+
+
+def _now() -> list[Any]:
+    return [read() for read in _READS]
+
+
+_usual = _now()  # as they are where replaylens is imported
+_USUAL = dict(zip(_SWITCHES, _usual, strict=True))
+
+
+def settings(default_dtype: torch.dtype | None = None) -> Settings:
+    """What is set to something else than it was at the beginning, and another default dtype than this one."""
+    now, dtype = _now(), _default_dtype()
+    if now == _usual and (default_dtype is None or dtype is default_dtype):
+        return ()
+    pairs = zip(_SWITCHES, now, _usual, strict=True)
+    other = tuple([(name, _kept(value)) for name, value, usual in pairs if value != usual])
+    return other if default_dtype is None or dtype is default_dtype else (*other, (_DTYPE, dtype))
+
+
+def _kept(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+@contextmanager
+def under(wanted: Settings) -> Iterator[None]:
+    """These within, and all else as it was at the beginning; afterwards all is as it was before.
+
+    Most of them are those of the whole process: another thread that wants others waits, if not for ever.
+    """
+    was_owned = _changes._is_owned()  # type: ignore[attr-defined]
+    if not was_owned:
+        _changes.acquire(timeout=_PATIENCE)
+    before, dtype, given = dict(zip(_SWITCHES, _now(), strict=True)), _default_dtype(), dict(wanted)
+
+    def leave() -> None:
+        _set(before)
+        if _default_dtype() is not dtype:
+            torch.set_default_dtype(dtype)
+        if not was_owned:
+            let_go(_changes)
+
+    try:
+        try:
+            _set({**_USUAL, **{name: value for name, value in given.items() if name != _DTYPE}})
+            if given.get(_DTYPE, dtype) is not dtype:
+                torch.set_default_dtype(given[_DTYPE])
+            yield
+        finally:
+            surely(leave)
+    finally:  # again: an interrupt may have come before, or in it
+        if not was_owned:
+            let_go(_changes)
+
+
+def _set(wanted: dict[str, Any]) -> None:
+    for name, value in wanted.items():
+        switch = _SWITCHES[name]
+        if _kept(switch.read()) != _kept(value):
+            switch.write(list(value) if isinstance(value, tuple) else value)
+
+
+in_children(partial(freed, _changes))
