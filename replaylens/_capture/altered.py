@@ -41,6 +41,9 @@ def _changed(snapshot: Snapshot) -> Iterator[tuple[Any, str]]:
         for key in dict.fromkeys([*first, *now]):
             if key not in snapshot.apart and not _is_same(first.get(key, _MISSING), now.get(key, _MISSING)):
                 yield module, key
+    for array in snapshot.written():
+        for module, first in snapshot.attributes:
+            yield from ((module, key) for key, value in first.items() if path_to(array, value) is not None)
     for module, _, count in snapshot.plain:
         if len(vars(module)) != count:
             yield from ((module, key) for key in list(vars(module))[count:] if type(vars(module)[key]) not in PLAIN)
