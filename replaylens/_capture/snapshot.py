@@ -345,6 +345,8 @@ def _is_plain(kind: Any) -> bool:
     """Do objects of this class keep what they hold in attributes, as those of a user's class do?"""
     others = (nn.Module, torch.Tensor, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
     known = kind.__module__.partition(".")[0] in ("builtins", "torch", "numpy")
+    if issubclass(kind, torch.optim.Optimizer):
+        return True
     return not known and not issubclass(kind, others) and getattr(kind, "__dictoffset__", 0) != 0
 
 
