@@ -972,7 +972,6 @@ def is_first(m, x):
 GO_ON = {
     "has_a_place": lambda: Stateful(has_a_place, place=1),
     "keeps_a_list": lambda: Stateful(keeps_a_list, kept=[]),
-    "keeps_by_size": lambda: Stateful(keeps_by_size, kept={}),
     "keeps_an_object": lambda: Stateful(lambda m, x: m.kept.update(x), kept=Cache()),
     "is_first": lambda: Stateful(is_first, first=True),
 }
@@ -985,6 +984,13 @@ def test_a_forward_that_goes_by_attributes_which_it_changes_has_no_module_and_no
     for ask in (prog.module, prog.refresh):
         with pytest.raises(rl.ReplaylensError, match="which it reads, and its next one"):
             ask()
+
+
+def test_a_forward_that_finds_what_it_had_made_of_numbers_alone_has_both():
+    model = Stateful(keeps_by_size, kept={})
+    prog = rl.capture(model, x())
+    assert_same(prog.module()(x(1)), model(x(1)))
+    assert_same(prog.refresh().output, prog.output)
 
 
 def counts_and_stores(m, x):

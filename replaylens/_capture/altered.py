@@ -32,7 +32,12 @@ def altered(recorder: Recorder, snapshot: Snapshot) -> list[tuple[Any, str]]:
     if not found:
         return []
     codes = list(code_of(recorder.recording.model, recorder.origins.modules))
-    return [(module, key) for module, key in found.values() if not _is_only_fed(key, codes)]
+    return [(m, key) for m, key in found.values() if _is_users(vars(m).get(key)) or not _is_only_fed(key, codes)]
+
+
+def _is_users(value: Any) -> bool:
+    """Is it an object of a user's class? What its `update` or `append` gives, only that class knows."""
+    return type(value).__module__ not in ("builtins", "collections", "numpy", "torch")
 
 
 def _changed(snapshot: Snapshot) -> Iterator[tuple[Any, str]]:
