@@ -740,3 +740,19 @@ def test_what_hooks_on_saved_tensors_compute_is_no_operation_of_the_model(pack):
 
     report = rl.check(Packing(), torch.randn(3, 4))
     assert report, str(report)
+
+
+def test_a_hook_that_the_forward_itself_puts_on_a_module_is_no_fault():
+    class Hooked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            handle = self.a.register_forward_hook(lambda module, args, out: out + 1)
+            made = self.a(x)
+            handle.remove()
+            return self.b(made)
+
+    report = rl.check(Hooked(), torch.randn(3, 4))
+    assert report, report

@@ -131,3 +131,72 @@ def test_a_function_of_a_value_before_a_gradient_is_the_models():
     model, x, prog = captured(grad)
     function = prog.function(inputs=["l1"])
     assert_same(function(model.l1(x + 1)).detach(), model(x + 1).detach())
+
+
+class Handing(nn.Module):
+    """What it is made of stands in a gradient that the forward takes."""
+
+    def __init__(self, *inner):
+        super().__init__()
+        self.inner, self.l1 = nn.Sequential(*inner), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.func.grad(lambda z: self.inner(z).pow(2).sum())(self.l1(x))
+
+
+class Reads(nn.Linear):
+    """It reads what it hands on."""
+
+    def forward(self, x):
+        made = super().forward(x)
+        self.size = made.detach().norm()
+        return made
+
+
+class Writes(nn.Linear):
+    """It writes a part of what it hands on."""
+
+    def forward(self, x):
+        made = super().forward(x)
+        made[:, 0].mul_(2)
+        return made
+
+
+HANDING = {
+    "what its own backward reads": lambda: [nn.Tanh(), nn.Linear(4, 2)],
+    "what it reads itself": lambda: [Reads(4, 4), nn.Linear(4, 2)],
+    "what it writes in part": lambda: [Writes(4, 4), nn.Linear(4, 2)],
+    "in place": lambda: [nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)), nn.Linear(4, 2)],
+    "its input": lambda: [nn.Identity(), nn.Linear(4, 2)],
+    "its input in evaluation": lambda: [nn.Dropout().eval(), nn.Linear(4, 2)],
+    "what an inner one hands on": lambda: [nn.Sequential(nn.Softmax(-1)), nn.Linear(4, 2)],
+}
+
+
+@pytest.mark.parametrize("what", HANDING)
+@pytest.mark.parametrize("patch", [rl.Scale(0.5), torch.exp], ids=["scale", "exp"])
+def test_a_patch_at_what_a_module_hands_on_inside_a_gradient_is_refused_too(what, patch):
+    torch.manual_seed(0)
+    model, x = Handing(*HANDING[what]()), torch.randn(2, 4)
+    prog = rl.capture(model, x)
+    assert_same(prog.output, model(x))
+    for act in (
+        lambda: prog.replay(patch={"inner.0": patch}),
+        lambda: prog.replay(patch={"inner.0": patch}, on_divergence="raise"),
+        lambda: prog.with_patch({"inner.0": patch}),
+        lambda: rl.run(model, x, patch={"inner.0": patch}),
+        lambda: rl.sweep(prog, variants={0: {"inner.0": patch}}, metric=torch.sum),
+    ):
+        with pytest.raises(rl.DivergedReplay, match=r"gradient that the model takes|lies inside torch\.func\.grad"):
+            act()
+
+
+def test_a_patch_before_modules_inside_a_gradient_is_the_models():
+    for what in HANDING:
+        torch.manual_seed(0)
+        model, x = Handing(*HANDING[what]()), torch.randn(2, 4)
+        prog = rl.capture(model, x)
+        handle = model.l1.register_forward_hook(lambda module, args, out: out * 0.5)
+        wanted = model(x)
+        handle.remove()
+        assert_same(prog.replay(patch={"l1": rl.Scale(0.5)}).output, wanted)

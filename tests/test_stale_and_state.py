@@ -986,6 +986,13 @@ def test_a_forward_that_goes_by_attributes_which_it_changes_has_no_module_and_no
             ask()
 
 
+def test_a_forward_that_finds_what_it_had_made_of_numbers_alone_has_both():
+    model = Stateful(keeps_by_size, kept={})
+    prog = rl.capture(model, x())
+    assert_same(prog.module()(x(1)), model(x(1)))
+    assert_same(prog.refresh().output, prog.output)
+
+
 def counts_and_stores(m, x):
     m.calls += 1
     m.times = m.times + 1

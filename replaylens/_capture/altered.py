@@ -8,7 +8,6 @@ next forward does another thing for it, the model alone can tell: see `Program.m
 from __future__ import annotations
 
 import dis
-from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator
 from functools import lru_cache
 from types import CodeType
@@ -25,7 +24,6 @@ from .snapshot import Snapshot
 
 _FEEDS = frozenset("append appendleft extend add update clear insert".split())
 _MISSING = object()
-_PLAIN = ATOMS | {list, dict, set, deque, OrderedDict, defaultdict, Counter}  # others make of `update` what they like
 
 
 def altered(recorder: Recorder, snapshot: Snapshot) -> list[tuple[Any, str]]:
@@ -34,9 +32,12 @@ def altered(recorder: Recorder, snapshot: Snapshot) -> list[tuple[Any, str]]:
     if not found:
         return []
     codes = list(code_of(recorder.recording.model, recorder.origins.modules))
-    plain = [(module, key) for module, key in found.values() if type(vars(module).get(key)) in _PLAIN]
-    fed = [(module, key) for module, key in plain if _is_only_fed(key, codes)]
-    return [where for where in found.values() if where not in fed]
+    return [(m, key) for m, key in found.values() if _is_users(vars(m).get(key)) or not _is_only_fed(key, codes)]
+
+
+def _is_users(value: Any) -> bool:
+    """Is it an object of a user's class? What its `update` or `append` gives, only that class knows."""
+    return type(value).__module__ not in ("builtins", "collections", "numpy", "torch")
 
 
 def _changed(snapshot: Snapshot) -> Iterator[tuple[Any, str]]:
@@ -45,6 +46,9 @@ def _changed(snapshot: Snapshot) -> Iterator[tuple[Any, str]]:
         for key in dict.fromkeys([*first, *now]):
             if key not in snapshot.apart and not _is_same(first.get(key, _MISSING), now.get(key, _MISSING)):
                 yield module, key
+    for array in snapshot.written():
+        for module, first in snapshot.attributes:
+            yield from ((module, key) for key, value in first.items() if path_to(array, value) is not None)
     for module, _, count in snapshot.plain:
         if len(vars(module)) != count:
             yield from ((module, key) for key in list(vars(module))[count:] if type(vars(module)[key]) not in PLAIN)

@@ -142,6 +142,7 @@ class Recording:
     written_twice: set[Handle] = field(
         factory=set
     )  # of these names, those of what is handed on twice, and written then
+    differentiated: set[int] = field(factory=set)  # module calls that handed on inside torch.func.grad and its kin
     writes: list[Handle] = field(factory=list)  # the memory that was written, in turn
     draws: dict[str, torch.Tensor] = field(factory=dict)
     follows: dict[str, tuple[str | None, bool]] = field(factory=dict)  # of each draw: which one before, is it seeded

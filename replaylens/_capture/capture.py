@@ -54,6 +54,7 @@ from .state import (
     counters_of,
     held,
     held_at_start,
+    keep_arrays,
     keep_by_value,
     keep_inputs,
     note_places,
@@ -227,6 +228,7 @@ def _take_ends(forward: Forward, tracer: Tracer, output: Any) -> None:
     recording.versions = _require_announced(tracer)
     if tracer.leaves_changes:
         keep_by_value(tracer)
+        keep_arrays(tracer)
         keep_inputs(recording)
         note_places(tracer)
         take_lent(tracer)

@@ -107,6 +107,11 @@ class _Readers:
                 if type(leaf) is Handle and leaf in self.of:
                     self.of[leaf].append(position)
 
+    def is_made_within(self, handle: Handle) -> bool:
+        """Did a call give it inside torch.func.grad or its kin? What it is of, or was before, a patch may change."""
+        record = self.recording.records[self.made[handle]] if handle in self.made else None
+        return isinstance(record, CallRecord) and record.is_differentiated
+
     def idle(self) -> set[int]:
         """The aliases that tell nothing apart: nothing else reads what they are of, or nothing reads either later."""
         found: set[int] = set()
@@ -114,6 +119,8 @@ class _Readers:
         late = bypassed(self.recording)
         for position, record in self.handings:
             if position in patched or record.returns in late or record.returns in self.recording.written_twice:
+                continue
+            if record.is_differentiated and not self.is_made_within(record.args[0]):
                 continue
             reads = self.of[record.args[0]]
             if reads == [position] or (not self.of[record.returns] and reads[-1] <= position):
@@ -143,7 +150,8 @@ def _needed(recording: Recording, found: _Readers, given: list[Any], again: set[
             is_again = (module, leaf) in before
             before.add((module, leaf))
             is_twice = leaf in again and leaf not in recording.written_twice and every.count(leaf) > 1
-            if leaf in patched or not (tells_apart or is_memory or is_again or is_twice or leaf in shared):
+            is_within = scope in recording.differentiated and leaf not in now and not found.is_made_within(leaf)
+            if leaf in patched or not (tells_apart or is_memory or is_again or is_twice or is_within or leaf in shared):
                 continue
             handle = Handle(count + len(new))
             new.append(_New(end, leaf, source, handle, scope, number, turn))
@@ -313,8 +321,9 @@ class _Instead(_Renamed):
 
 def _alias(recording: Recording, one: _New) -> CallRecord:
     """The record of a value that a module hands on. Gradients pass, wherever the module stands."""
-    context = _context_of_alias(recording)
-    return CallRecord(alias, "identity", [one.source, one.number], {}, one.handle, context, one.scope, None)
+    context, within = _context_of_alias(recording), one.scope in recording.differentiated
+    args = [one.source, one.number]
+    return CallRecord(alias, "identity", args, {}, one.handle, context, one.scope, None, is_differentiated=within)
 
 
 def _context_of_alias(recording: Recording) -> Any:

@@ -13,7 +13,7 @@ from .._core.graph import Graph
 from .._core.lazy import cached_property
 from .._core.node import Call, Const, Input, Node, Ref, State
 from .._core.pure import same_content
-from .._core.trees import leaves, remake
+from .._core.trees import fingerprint, leaves, remake
 from .._replay.replay import Record
 
 
@@ -96,8 +96,18 @@ def _refs(tree: Any) -> list[Ref]:
 
 
 def _skeleton(tree: Any) -> Any:
-    """A tree without what its Refs are called. A stretch of the program within it is compared by what it reads."""
-    return remake(tree, lambda leaf: _HERE if type(leaf) is Ref else _STRETCH if type(leaf) is Graph else leaf)
+    """A tree without what its Refs are called. A stretch of the program within it is compared by what it reads, an
+    array by its content.
+    """
+    return remake(tree, _bone)
+
+
+def _bone(leaf: Any) -> Any:
+    if type(leaf) is Ref:
+        return _HERE
+    if type(leaf) is Graph:
+        return _STRETCH
+    return fingerprint(leaf) if type(leaf).__module__ == "numpy" else leaf
 
 
 _HERE, _STRETCH = Ref("here"), "a stretch"

@@ -8,6 +8,7 @@ the Aim makes of the value. What the model holds and was given is not written: s
 from __future__ import annotations
 
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -416,13 +417,30 @@ class LiveTracer(Tracer):
         return targets
 
     def _special_backward(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        """Gradients are added to copies of those that the user's leaves have."""
-        for tensor in [t for m, _, _ in self.origins.table for t in m._parameters.values() if t is not None]:
+        """Gradients are added to copies of those that the user's leaves have. The model looks for them at its leaves,
+        and not at what stands for these.
+        """
+        held = [t for m, _, _ in self.origins.table for t in m._parameters.values() if t is not None]
+        own: dict[int, torch.Tensor] = {id(tensor): tensor for tensor in held}
+        standing: list[tuple[torch.Tensor, torch.Tensor]] = []
+        is_asked = bool(kwargs.get("inputs")) or (len(args) > _INPUTS and bool(args[_INPUTS]))
+        for tensor in own.values():
             if tensor.grad is not None:
                 self.read(tensor.grad)
                 self.stand_ins.part(tensor.grad)
                 tensor.grad = self.stand_ins.of(tensor.grad)
-        return super()._special_backward(rule, func, args, kwargs)
+            if (other := self.stand_ins.collector(tensor, is_asked)) is not tensor:
+                standing.append((tensor, other))
+        for tensor, other in standing:
+            other.grad = tensor.grad
+        with warnings.catch_warnings() if standing else nullcontext():
+            if standing:  # what stands for a leaf that was written is none
+                warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+            try:
+                return super()._special_backward(rule, func, args, kwargs)
+            finally:
+                for leaf, other in standing:
+                    leaf.grad, other.grad = other.grad, None
 
     def read_elsewhere(self, func: Any, args: Any, kwargs: Any, site: Any) -> tuple[Any, Any]:
         """A job of the forward's reads what stands for the user's tensors, too."""
@@ -665,6 +683,7 @@ def _is_held(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad and tensor.is_leaf
 
 
+_INPUTS = 4  # which argument of `backward` names the tensors that are to have gradients
 _OF_THE_COPY = frozenset(("grad", "retains_grad"))  # what the forward itself brings about
 
 

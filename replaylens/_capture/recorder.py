@@ -49,7 +49,7 @@ from .origins import Date, Origins, is_older, thread_marks
 from .randomness import Draws, as_drawn
 from .rules import PARTING, Rule, is_new_memory
 from .scopes import callers, user_frame
-from .storage import Base, Entry, Memory, geometry_step, step_tree, storage_key
+from .storage import OUTSIDE, Base, Entry, Memory, geometry_step, step_tree, storage_key
 
 _grad_enabled = torch.is_grad_enabled
 _inference = torch.is_inference_mode_enabled
@@ -497,7 +497,7 @@ class Recorder(TorchFunctionMode):
                 f"a tensor shares its memory with another one through numpy, dlpack or the like.{self.where()}\n"
                 "Which value is in it when cannot be known. Use torch's own views, or copy."
             )
-        self.source("constant", tensor, "made outside torch")
+        self.source("constant", tensor, OUTSIDE)
         self.memory.expose(tensor)
         if twin is not None:
             self.memory.entry(tensor).base.twin = twin

@@ -162,6 +162,10 @@ class Snapshot:
         found = [value for value, restore in self.restored if (_draws(value) and not _is_as_it_was(value, restore))]
         return tuple(dict.fromkeys([f"{type(one).__module__.partition('.')[0]}.{type(one).__name__}" for one in found]))
 
+    def written(self) -> list[Any]:
+        """The arrays of numpy's that hold something else than they did."""
+        return [value for value, restore in self.restored if not _draws(value) and not _holds_still(value, restore)]
+
     def as_of_now(self) -> Snapshot:
         """The same objects, as they are now."""
         now = Snapshot.__new__(Snapshot)
@@ -318,6 +322,14 @@ def _is_as_it_was(value: Any, restore: Callable[[], object]) -> bool:
     return repr(_restorer(value).args[-1]) == repr(restore.args[-1])  # type: ignore[attr-defined]
 
 
+def _holds_still(array: Any, restore: Callable[[], object]) -> bool:
+    """Does an array hold, bit for bit, what would be put back? Objects are the very same ones."""
+    now, then = array, restore.args[-1]  # type: ignore[attr-defined]
+    if now.dtype.hasobject:
+        return all(a is b for a, b in zip(now.ravel().tolist(), then.ravel().tolist(), strict=True))
+    return bool(now.tobytes() == then.tobytes())
+
+
 def _restorer(value: Any) -> Callable[[], object]:
     """What puts back the content of an array, or the state of a generator."""
     if hasattr(value, "bit_generator"):
@@ -334,6 +346,8 @@ def _is_plain(kind: Any) -> bool:
     """Do objects of this class keep what they hold in attributes, as those of a user's class do?"""
     others = (nn.Module, torch.Tensor, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
     known = kind.__module__.partition(".")[0] in ("builtins", "torch", "numpy")
+    if issubclass(kind, torch.optim.Optimizer):
+        return True
     return not known and not issubclass(kind, others) and getattr(kind, "__dictoffset__", 0) != 0
 
 

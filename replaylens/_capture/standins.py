@@ -58,6 +58,15 @@ class StandIns:
             tensor = other
         return tensor
 
+    def collector(self, tensor: torch.Tensor, is_asked: bool) -> torch.Tensor:
+        """What collects gradients in the place of a leaf: a leaf, or where a call asks for it, what stands for it."""
+        found = other = tensor
+        while (after := self.by_id.get(id(other))) is not None:
+            other = after
+            if (is_asked or other.is_leaf) and other.requires_grad:
+                found = other
+        return found if (found.shape, found.dtype) == (tensor.shape, tensor.dtype) else tensor
+
     def asked(self, tensor: torch.Tensor, word: str) -> torch.Tensor:
         """What knows the answer to a question about autograd: a copy of what is written has flags of its own, and
         gradients are at the leaf itself.

@@ -24,7 +24,7 @@ from .origins import Origins, Place
 from .recorder import Recorder
 from .settled import is_made_unasked
 from .snapshot import Snapshot
-from .storage import Entry, storage_key
+from .storage import OUTSIDE, Entry, storage_key
 
 Where = tuple[Any, str]  # module, and the name or path of a tensor there
 Firsts = dict[int, Handle]  # by the id of a tensor that the model held when it was first read: the value then
@@ -250,6 +250,16 @@ def keep_by_value(recorder: Recorder) -> None:
                 memory.preserve(known.base)  # what it was made of lies there too
             else:
                 _keep(recorder, handle)
+
+
+def keep_arrays(recorder: Recorder) -> None:
+    """Copies of what lies in arrays of numpy's and their like: whose they are writes there without a word to torch."""
+    recording, memory = recorder.recording, recorder.memory
+    outside = [r.tensor for r in recording.records if type(r) is SourceRecord and r.where == OUTSIDE]
+    for tensor in outside:
+        known = memory.live.get(id(tensor))
+        if isinstance(known, Entry):
+            memory.preserve(known.base)
 
 
 def output_by_value(recorder: Recorder, output: Any) -> Any:

@@ -29,6 +29,8 @@ FORKED = (
     "elsewhere: torch keeps two histories of one memory. Compute with a copy."
 )
 
+OUTSIDE = "made outside torch"  # the origin of a constant
+
 
 def detaches(function: Any) -> bool:
     """Does a gradient end at this view?"""

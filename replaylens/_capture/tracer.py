@@ -482,9 +482,7 @@ class Tracer(Recorder):
                 self.watch.__enter__()
         if func is torch.Tensor.contiguous and (plain := _beneath(args[0])).is_contiguous(*args[1:], **(kwargs or {})):
             self.ask("layout", func, (plain, *args[1:]), kwargs, ITSELF)  # no ATen call comes of it
-        keys = {level.key() for level in interpreter_stack() or ()}
-        gradients = {TransformType.Grad, TransformType.Jvp}
-        self.differentiating = bool(keys & gradients) or forward_ad._current_level >= 0
+        self.differentiating = _is_differentiating()
         if getattr(func, "__name__", "") in FOLDS_BY_FLAGS:
             self._ask_folds(args)
         return func(*args, **kwargs)
@@ -573,7 +571,10 @@ class Tracer(Recorder):
 
         `beyond`: how many references there are to the output elsewhere.
         """
-        if _peek() is not None:
+        is_beneath = _peek() is not None
+        if (is_beneath or forward_ad._current_level >= 0) and _is_differentiating():
+            self.recording.differentiated.add(self.scope)
+        if is_beneath:
             return out, freeze_deep(out, self._read_wrapped), ()
         if type(out) in PLAIN and len(self.recording.records) == records and given[0] and out is given[0][0]:
             out = self._identity(out)
@@ -720,6 +721,12 @@ class Tracer(Recorder):
         )
         self.refused = self.refused or refusal  # the model may swallow it
         raise refusal
+
+
+def _is_differentiating() -> bool:
+    """Does torch.func.grad or one of its kin run, or a forward-mode gradient?"""
+    keys = {level.key() for level in interpreter_stack() or ()}
+    return bool(keys & {TransformType.Grad, TransformType.Jvp}) or forward_ad._current_level >= 0
 
 
 def _beneath(tensor: torch.Tensor) -> torch.Tensor:

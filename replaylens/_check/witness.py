@@ -85,6 +85,11 @@ class _Hooks:
         """Within, every module tells of its calls; the model itself need not, for its output is the program's."""
 
         def begins(module: nn.Module, args: Any) -> None:  # functions, which a copy of the module shares
+            hooks: Any = module._forward_hooks
+            for key in [key for key, hook in hooks.items() if hook is ends]:
+                hooks.move_to_end(
+                    key
+                )  # behind those that the forward itself has put there: what they give is handed on
             self.begins(module)
 
         def ends(module: nn.Module, args: Any, output: Any) -> None:

@@ -11,8 +11,11 @@ from __future__ import annotations
 import enum
 import sys
 import types
+from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -124,7 +127,8 @@ class Again:
 def freeze(value: Any, leaf: Leaf) -> Any:
     """A call's arguments as a frozen tree: every tensor becomes `leaf(tensor)`, the rest stays as it is.
 
-    Only what torch functions accept is opened: lists, tuples, dicts and slices.
+    Only what torch functions accept is opened: lists, tuples, dicts and slices. Arrays are copied: whose they are may
+    write there later.
     """
     kind = type(value)
     if isinstance(value, torch.Tensor):
@@ -143,7 +147,14 @@ def freeze(value: Any, leaf: Leaf) -> Any:
         return Branch(kind, tuple([freeze(item, leaf) for item in value]))
     if isinstance(value, list):  # of a user's own class: torch reads it as any other
         return Branch(list, tuple([freeze(item, leaf) for item in value]))
-    return value
+    return copy(value) if is_array(kind) else value  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=4096)
+def is_array(kind: type) -> bool:
+    """Are its objects numbers that others may write: numpy's arrays, Python's own, and their like?"""
+    numpys = (f"{base.__module__}.{base.__qualname__}" == "numpy.ndarray" for base in kind.__mro__)
+    return issubclass(kind, (bytearray, array)) or any(numpys)
 
 
 def freeze_deep(value: Any, leaf: Leaf) -> Any:
