@@ -344,3 +344,19 @@ def test_what_a_custom_function_reads_nowhere_is_said():
     (case,) = report["nonsense parents"].special
     assert report and (case.node, case.parent) == ("ignoresthefirst_1_4", "mul_1_2")
     assert case.fact == "taken by code that is not torch's, which does not read it"
+
+
+class Chooses(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda t: self.a(t).sin(), lambda t: self.b(t).cos(), (x,))
+
+
+@pytest.mark.parametrize("needs_gradients", [False, True])
+def test_a_model_with_branches_of_torchs_is_checked_whether_its_input_needs_gradients_or_not(needs_gradients):
+    for sign in (1, -1):
+        x = torch.full((3, 4), 0.5 * sign).requires_grad_(needs_gradients)
+        assert rl.check(Chooses(), x)
