@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from collections import namedtuple
 
 import pytest
 import torch
@@ -360,3 +361,23 @@ def test_a_model_with_branches_of_torchs_is_checked_whether_its_input_needs_grad
     for sign in (1, -1):
         x = torch.full((3, 4), 0.5 * sign).requires_grad_(needs_gradients)
         assert rl.check(Chooses(), x)
+
+
+class MakesClasses(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.l, self.kind = nn.Linear(3, 3), kind
+
+    def forward(self, x):
+        if self.kind == "named":
+            return namedtuple("Out", "y z")(self.l(x), x)
+
+        class Out(dict):
+            pass
+
+        return Out(y=self.l(x))
+
+
+@pytest.mark.parametrize("kind", ["named", "dict"])
+def test_a_forward_may_make_the_class_of_its_output_itself(kind):
+    assert rl.check(MakesClasses(kind), torch.randn(2, 3))
