@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from collections import namedtuple
 
 import pytest
 import torch
@@ -344,3 +345,39 @@ def test_what_a_custom_function_reads_nowhere_is_said():
     (case,) = report["nonsense parents"].special
     assert report and (case.node, case.parent) == ("ignoresthefirst_1_4", "mul_1_2")
     assert case.fact == "taken by code that is not torch's, which does not read it"
+
+
+class Chooses(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda t: self.a(t).sin(), lambda t: self.b(t).cos(), (x,))
+
+
+@pytest.mark.parametrize("needs_gradients", [False, True])
+def test_a_model_with_branches_of_torchs_is_checked_whether_its_input_needs_gradients_or_not(needs_gradients):
+    for sign in (1, -1):
+        x = torch.full((3, 4), 0.5 * sign).requires_grad_(needs_gradients)
+        assert rl.check(Chooses(), x)
+
+
+class MakesClasses(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.l, self.kind = nn.Linear(3, 3), kind
+
+    def forward(self, x):
+        if self.kind == "named":
+            return namedtuple("Out", "y z")(self.l(x), x)
+
+        class Out(dict):
+            pass
+
+        return Out(y=self.l(x))
+
+
+@pytest.mark.parametrize("kind", ["named", "dict"])
+def test_a_forward_may_make_the_class_of_its_output_itself(kind):
+    assert rl.check(MakesClasses(kind), torch.randn(2, 3))

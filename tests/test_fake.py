@@ -13,6 +13,7 @@ import pytest
 import torch
 from oracle import assert_same
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from zoo import MODELS, silence
 
 import replaylens as rl
@@ -236,3 +237,11 @@ def test_seven_billion_parameters_take_seconds():
     prog = rl.capture(model, torch.zeros(1, 512, dtype=torch.long), fake=True, use_cache=False)
     assert time.perf_counter() - begin < 60  # 1.4 seconds on a quiet machine
     assert prog["lm_head"].shape == (1, 512, 32000)
+
+
+def test_a_capture_under_a_fake_mode_of_the_users_has_the_structure():
+    with FakeTensorMode():
+        model, x = nn.Sequential(nn.Linear(4, 4), nn.Dropout()), torch.randn(2, 4)
+        prog = rl.capture(model, x)
+    assert prog.output.shape == (2, 4)
+    assert [label.split("_")[0] for label in prog.layer_labels] == ["input", "linear", "dropout", "output"]

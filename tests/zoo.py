@@ -681,7 +681,7 @@ def data_replaced_by_another_shape(m, x):
     return y * 2
 
 
-@small(refusal="`set_` is not seen by a function mode")
+@small
 def storage_replaced(m, x):
     y = m.fc(x).detach()
     y.set_((x * 2).detach())

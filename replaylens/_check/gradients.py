@@ -8,18 +8,14 @@ same ones. Nothing collects gradients, and the model is afterwards as it was.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from typing import Any
 
 import torch
 from attrs import frozen
-from torch.overrides import TorchFunctionMode
 
 from .._capture.origins import Origins
 from .._capture.scopes import addresses
 from .._core.node import Ref
 from .._core.sameness import difference, same
-from .._core.torch_private import HigherOrderOperator
 from .._core.trees import thaw
 from .._replay.facts import Around, departures
 from .._replay.replay import execute
@@ -81,18 +77,6 @@ def _inputs(subject: Subject, flagged: bool) -> dict[str, torch.Tensor]:
     }
 
 
-class _OpenBranches(TorchFunctionMode):
-    """Within, `torch.cond` is the branch that it takes. Torch compiles it, so that gradients reach what its branches
-    hold besides their arguments; uncompiled, as a check runs the model, it loses them.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not (isinstance(func, HigherOrderOperator) and func.__name__ == "cond" and len(args) >= 3):
-            return func(*args, **(kwargs or {}))
-        with self:
-            return (args[1] if bool(args[0]) else args[2])(*(args[3] if len(args) > 3 else ()))
-
-
 def _asked(subject: Subject, inputs: dict[str, torch.Tensor]) -> Law | None:
     """The law on these inputs; None where the model refuses them, or goes another way."""
     graph = subject.record.graph
@@ -101,10 +85,9 @@ def _asked(subject: Subject, inputs: dict[str, torch.Tensor]) -> Law | None:
     twins = {n: value.detach().clone().requires_grad_(value.requires_grad) for n, value in inputs.items()}
     again = {graph.positions[name]: twin for name, twin in twins.items()}
     try:
-        branches = _OpenBranches() if subject.captured.recording.took_branch else nullcontext()
         subject.begin()
         leaves = _leaves(subject, inputs)  # before the forward, which may make others
-        output = subject.forward(open_layers(), branches, given=given)
+        output = subject.forward(open_layers(), given=given)
         pairs = side_by_side(output, graph.output)
         wanted = _backward([(str(ref), tensor) for tensor, ref in pairs], leaves)
         subject.begin()

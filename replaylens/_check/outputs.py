@@ -105,4 +105,9 @@ def _shape(tree: Any) -> Any:
     """What kind of container it is, and of what; None for a leaf."""
     if type(tree) is tuple:
         return tuple, len(tree)
-    return (tree.kind, len(tree.items), tree.keys) if isinstance(tree, Branch) else None
+    return (_named(tree.kind), len(tree.items), tree.keys) if isinstance(tree, Branch) else None
+
+
+def _named(kind: type) -> tuple[str, str]:
+    """What a class is called: a forward may make its own, another one each time."""
+    return kind.__module__, kind.__qualname__

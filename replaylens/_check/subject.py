@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 from attrs import evolve, frozen
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from .._capture.builder import Recording, SourceRecord
 from .._capture.capture import (
@@ -31,6 +32,7 @@ from .._capture.scopes import alone_with
 from .._capture.snapshot import Beginning, Belongings
 from .._capture.state import held
 from .._core.node import Ref
+from .._core.torch_private import HigherOrderOperator
 from .._core.turns import Turn
 from .._core.world import World
 from .._replay.replay import Record, Versions, version
@@ -63,7 +65,8 @@ class Subject:
         self.begin()
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
-            for context in (_same_world(), eager_compiler(), deeper_stack(), *around):
+            branches = _OpenBranches() if self.captured.recording.took_branch else nullcontext()
+            for context in (_same_world(), eager_compiler(), deeper_stack(), branches, *around):
                 stack.enter_context(context)
             return self.model(*args, **kwargs)
 
@@ -198,6 +201,18 @@ def open_layers() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+class _OpenBranches(TorchFunctionMode):
+    """Within, `torch.cond` is the branch that it takes. Torch compiles it, so that gradients reach what its branches
+    hold besides their arguments; uncompiled, as a check runs the model, it loses them or raises.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not (isinstance(func, HigherOrderOperator) and func.__name__ == "cond" and len(args) >= 3):
+            return func(*args, **(kwargs or {}))
+        with self:
+            return (args[1] if bool(args[0]) else args[2])(*(args[3] if len(args) > 3 else ()))
 
 
 @contextmanager
