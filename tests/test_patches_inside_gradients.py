@@ -200,3 +200,20 @@ def test_a_patch_before_modules_inside_a_gradient_is_the_models():
         wanted = model(x)
         handle.remove()
         assert_same(prog.replay(patch={"l1": rl.Scale(0.5)}).output, wanted)
+
+
+def test_a_live_run_patches_what_is_written_in_place_within_what_the_forward_differentiates():
+    class Differentiates(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.f = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
+
+        def forward(self, x):
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(self.f(x).pow(2).sum(), x, create_graph=True)[0]
+
+    torch.manual_seed(0)
+    model, x = Differentiates(), torch.randn(3, 4)
+    found = rl.run(model, x, patch={"f.1": rl.Scale(0.5)}).output
+    model.f[1].register_forward_hook(lambda module, args, out: out * 0.5)
+    assert_same(found.detach(), model(x).detach())

@@ -473,7 +473,8 @@ class LiveTracer(Tracer):
         """Is it better made where the module hands the value on? What was written in place has a gradient that needs
         what stands there now.
         """
-        return bool(done.written) and self.stage.grad and aim.name in self.stage.aims.hands.within
+        flows = self.stage.grad or any(tensor.requires_grad for tensor in done.written)
+        return bool(done.written) and flows and aim.name in self.stage.aims.hands.within
 
     def _calls_since(self) -> list[tuple[int, Aim | None]]:
         """The operations that were recorded since this was asked last, and what is meant for each."""
