@@ -19,14 +19,25 @@ from .._core.target import Target
 from .._core.torch_private import OpOverload
 from .._core.trees import Branch, freeze
 from ..errors import CaptureError
-from .builder import CallRecord, Handle, version_of
+from .builder import CallRecord, Handle, SourceRecord, version_of
 from .checkpoints import beneath_checkpoint
 from .flags import turn
 from .late import note_late_write
 from .randomness import as_drawn
 from .recorder import Recorder, geometry_of, number_parts, tensors_in
 from .rules import How, Rule
-from .storage import FORKED, Base, Copied, Entry, geometry_step, may_flow, meet, step_tree, storage_key
+from .storage import (
+    FORKED,
+    OUTSIDE,
+    Base,
+    Copied,
+    Entry,
+    geometry_step,
+    may_flow,
+    meet,
+    step_tree,
+    storage_key,
+)
 from .twins import twin_of
 
 WRITTEN_STANDING = (
@@ -383,7 +394,12 @@ def assign(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) ->
         found = recorder.memory.base_anywhere(tensor)
         if found is None:
             raise _raw(recorder, rule)
-        recorder.alias_without_call(tensor, found)
+        if _is_from_outside(recorder, found):
+            handle = recorder.source("constant", tensor, OUTSIDE)
+            late = recorder.in_aten and not tensor.is_inference()  # beneath autograd it is counted only later
+            recorder.recording.versions[handle] += late
+        else:
+            recorder.alias_without_call(tensor, found)
         return result
     base, steps = recorder.memory.entry(value).base, recorder.memory.entry(value).steps
     straight = tensor.requires_grad or may_flow(recorder.recording, old)  # the gradient goes where it went before
@@ -397,6 +413,16 @@ def assign(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) ->
     if straight:
         _keep_history(recorder)
     return result
+
+
+def _is_from_outside(recorder: Recorder, base: Base) -> bool:
+    """Is it memory that something outside of torch has filled, and that no tensor of the forward looks at, as that of
+    which `torch.load` makes tensors?
+    """
+    if base.version or base.root.numel():
+        return False
+    sources = [r for r in recorder.recording.records if isinstance(r, SourceRecord) and r.returns == base.first]
+    return any(record.kind == "constant" for record in sources)
 
 
 def _raw(recorder: Recorder, rule: Rule) -> CaptureError:

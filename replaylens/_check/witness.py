@@ -85,11 +85,9 @@ class _Hooks:
         """Within, every module tells of its calls; the model itself need not, for its output is the program's."""
 
         def begins(module: nn.Module, args: Any) -> None:  # functions, which a copy of the module shares
-            hooks: Any = module._forward_hooks
-            for key in [key for key, hook in hooks.items() if hook is ends]:
-                hooks.move_to_end(
-                    key
-                )  # behind those that the forward itself has put there: what they give is handed on
+            if id(module) in last:  # behind those that the forward itself has put there: what they give is handed on
+                last.pop(id(module)).remove()
+                put_last(module)
             self.begins(module)
 
         def ends(module: nn.Module, args: Any, output: Any) -> None:
@@ -98,11 +96,17 @@ class _Hooks:
             else:
                 self.ends(module, output)
 
+        last: dict[int, Any] = {}  # the hooks at the end of each module's call, by its id
+
+        def put_last(module: nn.Module) -> None:
+            last[id(module)] = module.register_forward_hook(ends, always_call=True)
+
         with ExitStack() as stack:
+            stack.callback(lambda: [hook.remove() for hook in last.values()])
             for module in modules:
                 if self.names.get(id(module)) and not isinstance(module, torch.jit.ScriptModule):
                     stack.callback(module.register_forward_pre_hook(begins, prepend=True).remove)
-                    stack.callback(module.register_forward_hook(ends, always_call=True).remove)
+                    put_last(module)
                     self.hooked.add(self.names[id(module)])
             yield
 
