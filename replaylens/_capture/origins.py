@@ -75,6 +75,7 @@ def dated() -> Iterator[Date]:
     Where something lies there already (another capture runs, or the user froze the collector) what is listed is noted.
     """
     token = object()
+    _refer_to_their_classes()  # asked before the forward: it computes with gradients
     if not _running:
         collect_new()
     try:
