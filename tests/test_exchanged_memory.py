@@ -3,6 +3,7 @@
 The witness is the plain model on the new input.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -215,3 +216,61 @@ def test_set_to_memory_that_no_tensor_of_the_forward_has_is_refused() -> None:
 
     with pytest.raises(rl.CaptureError, match="raw memory"):
         rl.capture(forward, torch.randn(3, 4))
+
+
+def _exchanges(self, x):
+    self.a.data = self.a + 1
+    return self.first(x) + self.a
+
+
+def _exchanges_and_writes(self, x):
+    y = self.first(x)
+    self.a.data = y.sum(0).detach()
+    self.a.add_(1)
+    return y
+
+
+def _exchanges_a_weight(self, x):
+    self.first.weight.data = self.first.weight.data * 0.5
+    return self.first(x)
+
+
+def _exchanges_without_reading(self, x):
+    self.a.data = x.sum(0)
+    return self.first(x)
+
+
+def _turns_its_buffer(self, x):
+    self.a.unsqueeze_(0)
+    return self.first(x) + self.a
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [_exchanges, _exchanges_and_writes, _exchanges_a_weight, _exchanges_without_reading, _turns_its_buffer],
+)
+def test_a_live_run_tells_of_tensors_that_were_given_other_memory(forward):
+    x, other = torch.randn(2, 4), torch.randn(3, 4)
+    model = Model(forward, "buffer")
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    plain = copy.deepcopy(model)
+    wanted = plain(other)
+    now = plain.state_dict()
+    changed = {k for k in now if now[k].shape != before[k].shape or not torch.equal(now[k], before[k])}
+    prog = rl.capture(copy.deepcopy(model), x)
+    for run in (prog.replay(other), rl.run(model, other)):
+        assert torch.equal(run.output, wanted)
+        assert set(run.state_changes) == changed
+        assert all(torch.equal(run.state_changes[key], now[key]) for key in changed)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_a_live_run_in_which_nobody_sees_that_memory_is_set_is_refused():
+    def forward(self, x):
+        self.a.set_(self.a + 1)
+        return self.first(x) + self.a
+
+    model = Model(forward, "buffer")
+    prog = rl.capture(model, torch.randn(2, 4))
+    with pytest.raises((rl.UnannouncedWrite, rl.StaleValue)):
+        prog.replay(torch.randn(3, 4))
