@@ -274,3 +274,33 @@ def test_a_live_run_in_which_nobody_sees_that_memory_is_set_is_refused():
     prog = rl.capture(model, torch.randn(2, 4))
     with pytest.raises((rl.UnannouncedWrite, rl.StaleValue)):
         prog.replay(torch.randn(3, 4))
+
+
+def _exchanges_after_it_is_used(self, x):
+    y = self.first(x)
+    self.first.weight.data = self.first.weight.data * 0.5
+    return y.sin()
+
+
+def _exchanges_between_two_uses(self, x):
+    y = self.first(x)
+    self.first.weight.data, self.first.bias.data = self.first.weight.data * 0.5, self.first.bias.data + 1
+    return self.first(y)
+
+
+@pytest.mark.parametrize("forward", [_exchanges_after_it_is_used, _exchanges_between_two_uses, _exchanges_a_weight])
+def test_gradients_through_a_module_are_the_models_where_the_forward_exchanges_memory_by_data(forward):
+    model = Model(forward, "buffer")
+    module = rl.capture(copy.deepcopy(model), torch.randn(2, 4)).module()
+    module.load_state_dict(model.state_dict(), strict=False)
+    for _ in range(3):
+        found = []
+        x = torch.randn(2, 4)
+        for one in (model, module):
+            given = x.clone().requires_grad_()
+            one.zero_grad()
+            out = one(given)
+            out.sum().backward()
+            weights = [one.first.weight, one.first.bias]
+            found.append([out, given.grad, *[w.grad for w in weights], *[w.detach().clone() for w in weights]])
+        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
