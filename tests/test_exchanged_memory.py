@@ -304,3 +304,34 @@ def test_gradients_through_a_module_are_the_models_where_the_forward_exchanges_m
             weights = [one.first.weight, one.first.bias]
             found.append([out, given.grad, *[w.grad for w in weights], *[w.detach().clone() for w in weights]])
         assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def _keeps_its_weight(self, x):
+    self.kept = self.first.weight
+    return self.first(x)
+
+
+def _keeps_its_layer(self, x):
+    self.second = self.first
+    return self.first(x)
+
+
+def _leaves_a_larger_buffer(self, x):
+    self.a.resize_(9)
+    return self.first(x)
+
+
+def _leaves_undefined_memory(self, x):
+    self.a = torch.empty(9)
+    return self.first(x)
+
+
+@pytest.mark.parametrize(
+    "forward", [_keeps_its_weight, _keeps_its_layer, _leaves_a_larger_buffer, _leaves_undefined_memory]
+)
+def test_what_a_forward_keeps_under_other_names_or_leaves_undefined_is_no_fault_to_a_check(forward):
+    model, x = Model(forward, "buffer"), torch.randn(2, 4)
+    report = rl.check(copy.deepcopy(model), x, progress=False)
+    assert report, str(report)
+    (weight,) = [n for n in rl.capture(model, x).graph.state_nodes if n.address == "first.weight"]
+    assert weight.aliases == ()
