@@ -107,3 +107,9 @@ def test_a_model_whose_array_changes_and_comes_to_the_same_is_a_module():
 
     model, x = built(Fills, "tensor")
     assert_same(rl.capture(model, x).module()(x + 1), model(x + 1))
+
+
+def test_an_input_beside_an_array_can_be_patched():
+    x = torch.randn(3)
+    prog = rl.capture(lambda x, array: x * float(array[0]), x, np.arange(1.0, 4.0))
+    assert torch.equal(prog.replay(patch={"input_1": lambda t: t + 1}).output, x + 1)

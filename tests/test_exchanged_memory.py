@@ -3,6 +3,7 @@
 The witness is the plain model on the new input.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -215,3 +216,122 @@ def test_set_to_memory_that_no_tensor_of_the_forward_has_is_refused() -> None:
 
     with pytest.raises(rl.CaptureError, match="raw memory"):
         rl.capture(forward, torch.randn(3, 4))
+
+
+def _exchanges(self, x):
+    self.a.data = self.a + 1
+    return self.first(x) + self.a
+
+
+def _exchanges_and_writes(self, x):
+    y = self.first(x)
+    self.a.data = y.sum(0).detach()
+    self.a.add_(1)
+    return y
+
+
+def _exchanges_a_weight(self, x):
+    self.first.weight.data = self.first.weight.data * 0.5
+    return self.first(x)
+
+
+def _exchanges_without_reading(self, x):
+    self.a.data = x.sum(0)
+    return self.first(x)
+
+
+def _turns_its_buffer(self, x):
+    self.a.unsqueeze_(0)
+    return self.first(x) + self.a
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [_exchanges, _exchanges_and_writes, _exchanges_a_weight, _exchanges_without_reading, _turns_its_buffer],
+)
+def test_a_live_run_tells_of_tensors_that_were_given_other_memory(forward):
+    x, other = torch.randn(2, 4), torch.randn(3, 4)
+    model = Model(forward, "buffer")
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    plain = copy.deepcopy(model)
+    wanted = plain(other)
+    now = plain.state_dict()
+    changed = {k for k in now if now[k].shape != before[k].shape or not torch.equal(now[k], before[k])}
+    prog = rl.capture(copy.deepcopy(model), x)
+    for run in (prog.replay(other), rl.run(model, other)):
+        assert torch.equal(run.output, wanted)
+        assert set(run.state_changes) == changed
+        assert all(torch.equal(run.state_changes[key], now[key]) for key in changed)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_a_live_run_in_which_nobody_sees_that_memory_is_set_is_refused():
+    def forward(self, x):
+        self.a.set_(self.a + 1)
+        return self.first(x) + self.a
+
+    model = Model(forward, "buffer")
+    prog = rl.capture(model, torch.randn(2, 4))
+    with pytest.raises((rl.UnannouncedWrite, rl.StaleValue)):
+        prog.replay(torch.randn(3, 4))
+
+
+def _exchanges_after_it_is_used(self, x):
+    y = self.first(x)
+    self.first.weight.data = self.first.weight.data * 0.5
+    return y.sin()
+
+
+def _exchanges_between_two_uses(self, x):
+    y = self.first(x)
+    self.first.weight.data, self.first.bias.data = self.first.weight.data * 0.5, self.first.bias.data + 1
+    return self.first(y)
+
+
+@pytest.mark.parametrize("forward", [_exchanges_after_it_is_used, _exchanges_between_two_uses, _exchanges_a_weight])
+def test_gradients_through_a_module_are_the_models_where_the_forward_exchanges_memory_by_data(forward):
+    model = Model(forward, "buffer")
+    module = rl.capture(copy.deepcopy(model), torch.randn(2, 4)).module()
+    module.load_state_dict(model.state_dict(), strict=False)
+    for _ in range(3):
+        found = []
+        x = torch.randn(2, 4)
+        for one in (model, module):
+            given = x.clone().requires_grad_()
+            one.zero_grad()
+            out = one(given)
+            out.sum().backward()
+            weights = [one.first.weight, one.first.bias]
+            found.append([out, given.grad, *[w.grad for w in weights], *[w.detach().clone() for w in weights]])
+        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def _keeps_its_weight(self, x):
+    self.kept = self.first.weight
+    return self.first(x)
+
+
+def _keeps_its_layer(self, x):
+    self.second = self.first
+    return self.first(x)
+
+
+def _leaves_a_larger_buffer(self, x):
+    self.a.resize_(9)
+    return self.first(x)
+
+
+def _leaves_undefined_memory(self, x):
+    self.a = torch.empty(9)
+    return self.first(x)
+
+
+@pytest.mark.parametrize(
+    "forward", [_keeps_its_weight, _keeps_its_layer, _leaves_a_larger_buffer, _leaves_undefined_memory]
+)
+def test_what_a_forward_keeps_under_other_names_or_leaves_undefined_is_no_fault_to_a_check(forward):
+    model, x = Model(forward, "buffer"), torch.randn(2, 4)
+    report = rl.check(copy.deepcopy(model), x, progress=False)
+    assert report, str(report)
+    (weight,) = [n for n in rl.capture(model, x).graph.state_nodes if n.address == "first.weight"]
+    assert weight.aliases == ()

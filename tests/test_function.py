@@ -330,3 +330,15 @@ def test_a_refreshed_program_follows_the_buffers_of_the_model():
     with torch.no_grad():
         net.running_mean.fill_(3)
     assert_same(prog.refresh().output, net(x()).detach())
+
+
+def test_a_function_of_inputs_over_one_memory_that_is_written_is_refused():
+    def model(x, y):
+        x.add_(1)
+        return x * 1, y * 1
+
+    given = torch.arange(6.0)
+    function = rl.capture(model, given[:3], given[:3].view(3)).function()
+    for inputs in ((given[:3], given[1:4]), (given[:3], given[:3].view(3))):
+        with pytest.raises(rl.InputMismatch, match="shared its memory"):
+            function(*inputs)

@@ -490,3 +490,62 @@ def test_an_array_that_the_model_keeps_over_a_buffer_is_no_matter_where_nothing_
     buffer = torch.ones(3)
     model = Holds(lambda m, x: x * float(m.array[0]) + m.b, b=buffer, array=buffer.numpy()[::-1])
     assert torch.equal(rl.capture(model, torch.ones(3)).replay(torch.zeros(3)).output, torch.ones(3))
+
+
+def _item(x, y):
+    y.numpy()[0] = 5
+    return x + y
+
+
+def _past_a_read(x, y):
+    before = x * 2
+    y.detach().numpy()[0] = 5
+    return before + x
+
+
+def _memoryview(x, y):
+    memoryview(y.numpy())[0] = 5.0
+    return x * 2
+
+
+def _storage(x, y):
+    before = x * 2
+    y.untyped_storage().fill_(0)
+    return before + x + y
+
+
+_SHARING = {
+    "a view": lambda: (given := torch.arange(3.0), given.view(3)),
+    "two aliases": lambda: ((given := torch.arange(3.0)).detach(), given.detach()),
+    "a part of each": lambda: ((given := torch.arange(4.0))[:3], given[1:]),
+}
+
+
+@pytest.mark.parametrize("sharing", _SHARING)
+@pytest.mark.parametrize("write", [_item, _past_a_read, _memoryview, _storage])
+def test_inputs_over_one_memory_that_numpy_writes_are_refused(write, sharing):
+    with pytest.raises(rl.CaptureError, match="looks at it as well"):
+        rl.capture(write, *_SHARING[sharing]())
+
+
+def test_inputs_side_by_side_or_given_twice_may_be_written_by_numpy():
+    for write in (_item, _past_a_read, _memoryview, _storage):
+        for given in (lambda: ((both := torch.arange(6.0))[:3], both[3:]), lambda: [torch.arange(3.0)] * 2):
+            wanted = write(*given())
+            assert torch.equal(rl.capture(write, *given()).replay().output, wanted)
+
+
+def test_buffers_over_one_memory_that_numpy_writes_are_refused():
+    class Shares(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("a", torch.arange(3.0))
+            self.register_buffer("b", self.a.view(3))
+
+        def forward(self, x):
+            y = self.a * x
+            self.b.numpy()[0] = 5
+            return y + self.a
+
+    with pytest.raises(rl.CaptureError, match="a buffer"):
+        rl.capture(Shares(), torch.ones(3))

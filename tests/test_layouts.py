@@ -280,3 +280,39 @@ def test_a_module_whose_state_was_laid_out_otherwise_since_refuses_where_that_ma
     model.held = model.held.t().contiguous().t()
     with pytest.raises(rl.DivergedReplay, match="laid out"):
         module(x)
+
+
+RESIZES: dict[str, Callable[[Tensor], Tensor]] = {
+    "smaller": lambda x: x.clone().resize_(2, 2) * 1,
+    "of the same size": lambda x: (x * 1).resize_((8, 2)) + 0,
+    "of the same shape": lambda x: (x * 1).resize_(4, 4) + 0,
+    "as another": lambda x: (x * 1).resize_as_(torch.ones(3)) * 1,
+    "as another, of ATen's": lambda x: torch.ops.aten.resize(x * 1, [2, 2]) * 1,
+    "in another format": lambda x: (x * 1).resize_(1, 2, 2, 2, memory_format=torch.channels_last) * 1,
+    "after a write": lambda x: torch.empty_like(x).copy_(x).resize_(3) * 1,
+}
+
+
+@pytest.mark.parametrize("name", RESIZES)
+def test_a_tensor_that_is_resized_has_its_numbers_as_they_lie_in_memory(name: str) -> None:
+    model, x = RESIZES[name], noisy(4, 4)
+    prog, wanted = rl.capture(model, x), model(x.t())
+    assert_same(prog.replay(x.t()).output, wanted)
+    assert_same(prog.replay(patch={"input_1": Tensor.t}).output, wanted)
+    assert_same(prog.replay_many({0: {"input_1": Tensor.t}}, progress=False)[0], wanted)
+    for found in (lambda: prog.with_patch({"input_1": Tensor.t}).output, lambda: prog.function()(x.t())):
+        with suppress(rl.DivergedReplay):
+            assert_same(found(), wanted)
+    turned = rl.capture(model, x.t())
+    assert_same(turned.replay().output, wanted)
+    assert_same(turned.replay(x.clone()).output, model(x))
+    assert turned.check(progress=False)
+
+
+def test_a_format_that_is_given_where_the_shape_stays_is_asked_for() -> None:
+    def model(x: Tensor) -> Tensor:
+        return (x * 1).resize_(1, 4, 2, 2, memory_format=torch.contiguous_format) * 1
+
+    x = noisy(1, 4, 2, 2)
+    other = x.to(memory_format=torch.channels_last)
+    assert_same(rl.capture(model, x).replay(other).output, model(other))

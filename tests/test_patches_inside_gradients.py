@@ -217,3 +217,54 @@ def test_a_live_run_patches_what_is_written_in_place_within_what_the_forward_dif
     found = rl.run(model, x, patch={"f.1": rl.Scale(0.5)}).output
     model.f[1].register_forward_hook(lambda module, args, out: out * 0.5)
     assert_same(found.detach(), model(x).detach())
+
+
+class HandsOnItsGradient(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        self.first, self.mid, self.last, self.way = nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1), way
+
+    def forward(self, x):
+        h = self.first(x)
+        y = self.last(self.mid(h)).pow(2).sum()
+        if self.way == "backward":
+            h.retain_grad()
+            y.backward(inputs=[h])
+            return h.grad if h.grad is not None else x
+        if self.way == "several":
+            return torch.autograd.grad(y, [h, self.last.weight])
+        allowed = self.way == "allowed"
+        (gradient,) = torch.autograd.grad(y, h, create_graph=self.way == "again", allow_unused=allowed)
+        return h if gradient is None else gradient
+
+
+@pytest.mark.parametrize("way", ["once", "again", "several", "allowed", "backward"])
+def test_a_patch_that_cuts_off_a_gradient_which_the_model_hands_on_does_to_it_what_a_hook_does(way):
+    model, x = HandsOnItsGradient(way), torch.randn(2, 3)
+    prog = rl.capture(model, x)
+    assert prog.check(progress=False)
+    patch = {"mid": torch.zeros_like}
+    handle = model.mid.register_forward_hook(lambda module, args, output: torch.zeros_like(output))
+    try:
+        wanted = model(x)
+    except RuntimeError:
+        wanted = None
+    handle.remove()
+    for found in (
+        lambda: prog.replay(patch=patch),
+        lambda: prog.replay(patch=patch, grad=True),
+        lambda: prog.replay(patch=patch, from_="mid"),
+        lambda: rl.run(model, x, patch=patch),
+    ):
+        if wanted is None:
+            with pytest.raises(RuntimeError, match="not have been used"):
+                found()
+        else:
+            assert torch.equal(found().output, wanted)
+    with pytest.raises((rl.DivergedReplay, RuntimeError)):
+        prog.replay(patch=patch, on_divergence="ignore")
+    with pytest.raises(rl.DivergedReplay):
+        prog.with_patch(patch)
+    if wanted is None:
+        with pytest.raises(RuntimeError, match="not have been used"):
+            prog.replay_many({0: patch}, progress=False)

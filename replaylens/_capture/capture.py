@@ -24,6 +24,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from .._core.graph import Graph
 from .._core.node import Input, Node, Ref, State
 from .._core.notes import add_note
+from .._core.pure import same_content
 from .._core.sameness import attached
 from .._core.sharing import extent
 from .._core.text import where as text_of
@@ -63,7 +64,7 @@ from .state import (
     take_changes,
     take_lent,
 )
-from .storage import Entry, storage_key
+from .storage import Entry, meet, storage_key
 from .threads import followed
 from .tracer import Tracer
 
@@ -220,6 +221,7 @@ def _take_ends(forward: Forward, tracer: Tracer, output: Any) -> None:
         recording.altered = altered(tracer, forward.beginning.snapshot)
     recording.computed_again = computed_again(tracer)
     _take_touched(tracer)
+    _require_one_memory(tracer)
     _require_one_storage(tracer, forward.beginning.snapshot)
     recording.left = tracer.draws.left()
     beginning = forward.beginning
@@ -490,6 +492,33 @@ def _bounds_of(array: Any) -> tuple[int, int]:
     ) + array.itemsize
 
 
+def _require_one_memory(tracer: Tracer) -> None:
+    """Refuse what was written from outside of torch, by numpy or through an address, where inputs or tensors of the
+    model's look at the same memory by no call that was seen: their values were recorded as they were found, then or
+    later. A write by torch makes them views of one memory before it happens.
+    """
+    memory = tracer.memory
+    rewritten = {id(base) for base, _ in memory.rewritten}
+    bases = {id(one.base): one.base for one in memory.live.values() if isinstance(one, Entry)}
+    for key, base in bases.items():
+        if base.exposed is None or (key not in rewritten and same_content(base.root, base.exposed)):
+            continue
+        for record in tracer.recording.records:
+            if not isinstance(record, SourceRecord) or storage_key(record.tensor) != storage_key(base.root):
+                continue
+            known = memory.live.get(id(record.tensor))
+            if (not isinstance(known, Entry) or known.base is not base) and meet(record.tensor, base.root):
+                raise CaptureError(
+                    f"memory of a tensor {tuple(base.root.shape)} was written by numpy, or by others that torch does "
+                    f"not see, and {_article(record.kind)} {tuple(record.tensor.shape)} looks at it as well. Which of "
+                    "them has which value cannot be known.\nGive copies, or write by torch."
+                )
+
+
+def _article(kind: str) -> str:
+    return f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
+
+
 def _require_one_storage(tracer: Tracer, snapshot: Snapshot) -> None:
     """Refuse memory that numpy, dlpack or the like made another storage of, when it is written: of inputs, and of all
     that the model holds, read or not.
@@ -512,9 +541,8 @@ def _require_one_storage(tracer: Tracer, snapshot: Snapshot) -> None:
             (one, kind), (two, kind_of_two) = there[number], there[other]
             if (number in written or other in written) and storage_key(one) != storage_key(two):
                 tensor, what = (two, kind_of_two) if kind_of_two == "input" else (one, kind)
-                article = "an" if what[0] in "aeiou" else "a"
                 raise CaptureError(
-                    f"{article} {what} {tuple(tensor.shape)} lies in the memory of another tensor of the forward's, "
+                    f"{_article(what)} {tuple(tensor.shape)} lies in the memory of another tensor of the forward's, "
                     "through numpy, dlpack or the like, and one of them is written: which value is in it when cannot "
                     "be known.\nGive copies, or views that torch made."
                 )

@@ -117,6 +117,10 @@ class LiveTracer(Tracer):
         """What is asked for its shape or its like: what stands for a parameter has its own."""
         return self.stand_ins.among(tuple(args))
 
+    def standing_for(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that got other memory or another shape did so in what stands for it."""
+        return self.stand_ins.of(tensor)
+
     def _fresh(self, rule: Rule, func: Any, args: Any, depth: int = 2) -> Any:
         args = self.stand_ins.met(args)
         with nothing_computed_again():

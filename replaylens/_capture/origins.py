@@ -350,7 +350,7 @@ class Origins:
     def addresses(self) -> Addresses:
         modules = addresses(self.table)
         others = other_addresses(self.table, modules)
-        holders = self._holders(modules, others)
+        holders = self._holders(modules, self._at_start(others))
         every = frozenset([address for _, found in holders for address in found])
         every -= {f"{modules[id(module)]}.{key}".lstrip(".") for module, key in self.born()}
         twice = tuple([(other, modules[number]) for number, found in others.items() for other in found])
@@ -369,12 +369,20 @@ class Origins:
             stack.extend(reversed(below.get(number, [])))
         return tuple(found)
 
+    def _at_start(self, others: dict[int, list[str]]) -> dict[int, list[str]]:
+        """Of further addresses of modules, those that there were when the capture began."""
+        if not others or next(self.rearranged(), None) is None:
+            return others
+        first = self.tree_at_start()
+        return {number: [address for address in found if address in first] for number, found in others.items()}
+
     def _holders(self, modules: dict[int, str], others: dict[int, list[str]]) -> list[tuple[Any, list[str]]]:
-        """Every parameter and buffer, with all of its addresses."""
+        """Every parameter and buffer that there was when the capture began, with all of its addresses."""
         found: dict[int, tuple[Any, list[str]]] = {}
         for module in self.modules:
             prefixes = (modules[id(module)], *others.get(id(module), ()))
-            for tensors in (module._parameters, self.begun_by_module.get(id(module), module._buffers)):
+            parameters = self.parameters_begun.get(id(module), {})
+            for tensors in (parameters, self.begun_by_module.get(id(module), module._buffers)):
                 for key, value in tensors.items():
                     if value is not None:
                         names = [f"{prefix}.{key}" if prefix else key for prefix in prefixes]
@@ -388,6 +396,8 @@ class Origins:
             value = getattr(module, key, None) if isinstance(module, nn.Module) and "." not in key else None
             if isinstance(module, nn.Module) and (key in module._buffers or id(module) in self.begun_by_module):
                 value = self.at_start(module, key) if self.at_start(module, key) is not None else value
+            if (first := self.parameters_begun.get(id(module), {}).get(key)) is not None:
+                value = first
             return tuple(holders.get(id(value), ())) if value is not None else ()
 
         return aliases

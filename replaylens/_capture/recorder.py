@@ -472,6 +472,10 @@ class Recorder(TorchFunctionMode):
             raise NeedsDeepLook
         raise UnknownOrigin(self._unknown_text(tensor))
 
+    def standing_for(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What stands for a tensor of the model's: it does so itself, but in a live run."""
+        return tensor
+
     def written_unseen(self, tensor: torch.Tensor) -> None:
         """A tensor was written by a call that the function layer did not see, such as `z.real = y` or `set_`."""
         if not self.deep:

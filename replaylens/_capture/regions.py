@@ -216,8 +216,9 @@ def _stretch(
     tree = Branch(dict, tuple(states.values()), tuple(states))
     there = (tuple(ends), tuple(starts)) if keep_graph else ()
     args = [graph, tuple(roots), tuple(others), pulled, tree, keep_graph, there]
+    named = {"reached": tuple([gradient is not None for gradient in expected])}
     context, site = tracer.context(), tracer.site()
-    record = CallRecord(differentiate, "grad", args, None, None, context, tracer.scope, site, through=tuple(between))
+    record = CallRecord(differentiate, "grad", args, named, None, context, tracer.scope, site, through=tuple(between))
     return record, expected
 
 

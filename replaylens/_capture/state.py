@@ -69,6 +69,8 @@ def require_seen(recorder: Recorder, counters: Counters) -> None:
 
 def _is_seen(recorder: Recorder, tensor: torch.Tensor, counter: int) -> bool:
     memory, recording = recorder.memory, recorder.recording
+    if recorder.standing_for(tensor) is not tensor:
+        return False  # what is seen is done to what stands for it
     known = memory.live.get(id(tensor))
     if (first := memory.begun.get(id(tensor))) is not None:
         silent = isinstance(tensor, nn.Parameter) and type(known) is Handle and recording.values[known] is tensor
@@ -208,7 +210,7 @@ def _compare(
 def _last(recorder: Recorder, now: torch.Tensor, is_same: bool) -> Handle | None:
     """The value that a tensor of the model holds at the end; None for one that stands where it stood, unwritten."""
     memory = recorder.memory
-    if (known := memory.read(now)) is not None:
+    if (known := memory.read(recorder.standing_for(now))) is not None:
         return known
     if not is_same:
         return recorder.read(now)
@@ -227,7 +229,9 @@ def keep_by_value(recorder: Recorder) -> None:
         if record is None:
             continue
         known = memory.live.get(id(record.tensor))
-        if isinstance(known, Entry) and known.base.version:
+        if id(record.tensor) in memory.moved:  # its alias counts the writes of what the object looks at now
+            _keep(recorder, record.returns)
+        elif isinstance(known, Entry) and known.base.version:
             memory.preserve(known.base)
         elif recording.values[record.returns] is record.tensor:
             if isinstance(known, Entry) and not known.steps:

@@ -436,6 +436,13 @@ class Memory:
         if base.exposed is None:
             base.exposed = base.root.detach().clone()
 
+    def expose_beside(self, tensor: torch.Tensor) -> None:
+        """The same of all that was given or held in the storage of a tensor, which leaves torch whole."""
+        sources = [record.tensor for record in self.recording.records if isinstance(record, SourceRecord)]
+        for source in sources:
+            if source is not tensor and id(source) in self.live and storage_key(source) == storage_key(tensor):
+                self.expose(source)
+
     def require_announced(self, base: Base) -> None:
         """Refuse what was written by somebody who knew no more than an address, or had hold of the memory before:
         nothing says what it was made of.

@@ -310,6 +310,8 @@ class Tracer(Recorder):
             if is_told:
                 self.guard(torch.Tensor.numpy if rule.kind == "numpy" else func, reads, {}, None, False)
             self.memory.expose(tensor, is_told)
+            if "storage" in rule.kind:
+                self.memory.expose_beside(tensor)
             self.exposed = True
             return result
         return func(*args, **kwargs)

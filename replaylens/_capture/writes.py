@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .._core.pure import Derived, Hole, Nth, clear, fill, fill_new, fills_memory, mutate, resized, standing
+from .._core.sharing import fills_its_memory
 from .._core.target import Target
 from .._core.torch_private import OpOverload
 from .._core.trees import Branch, freeze
@@ -433,6 +434,8 @@ def resize(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) ->
     tensor = args[0]
     recorder.read(tensor)
     before, room = geometry_of(tensor), tensor.untyped_storage().nbytes()
+    if kwargs.get("memory_format") is not None:  # then it lies anew also where its shape stays, if it lay otherwise
+        recorder.ask("layout", torch.Tensor.stride, (tensor,), {}, tensor.stride())
     recorder.memory.part_from(tensor)
     recorder.memory.preserve(recorder.memory.entry(tensor).base)
     result = func(*args, **kwargs)
@@ -448,9 +451,17 @@ def resize(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) ->
             f"`{rule.kind}` makes a tensor look again at memory that it had let go.{recorder.where()}\n"
             "Which numbers are there cannot be said. Keep the larger tensor, and look at a part of it."
         )
-    (fill if is_filled else clear)(tensor.view(-1)[recorder.recording.values[source].numel() :])
+    was = recorder.recording.values[source]
+    if not fills_its_memory(was) and tensor.numel():
+        raise CaptureError(
+            f"`{rule.kind}` makes a tensor look at memory between its own numbers.{recorder.where()}\n"
+            "Which numbers are there cannot be said. Resize a contiguous copy."
+        )
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    (fill if is_filled else clear)(flat[was.numel() :])
     handle = recorder.recording.keep(tensor)
     recorder.memory.know(tensor, handle)
-    reads = [source, tuple(tensor.shape), *([True] if is_filled else [])]
+    reads: list[Any] = [source, tuple(tensor.shape), is_filled, tensor.stride()]
+    reads = reads[: 4 if not tensor.is_contiguous() else 3 if is_filled else 2]
     recorder.append(resized, rule, reads, {}, handle, recorder.site(), None, False)
     return result

@@ -6,6 +6,7 @@ is another one than the program says, that goes by other names, or in which the 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -14,7 +15,8 @@ import torch
 from .._capture.origins import Origins
 from .._capture.scopes import addresses, other_addresses
 from .._core.graph import Graph
-from .._core.node import Ref, State
+from .._core.node import Call, Ref, State, meanings_of
+from .._core.pure import blank, resized
 from .._core.sameness import difference, same
 from .outputs import unlike
 from .report import Finding
@@ -62,13 +64,25 @@ def wrong_ending(subject: Subject, origins: Origins) -> Iterator[Finding]:
     for address, ref in _ends(record.graph).items():
         if address not in held:
             continue
-        now, wanted = held[address], record.value(ref)
+        now, wanted = _defined(record.graph, ref, held[address], record.value(ref))
         if not _agree(now, wanted):
             fact = f"a plain forward leaves something else in `{address}` than was recorded"
             yield Finding(NAME, ref.node, fact, difference=difference(now, wanted))
         elif address not in written and now.requires_grad != wanted.requires_grad:
             words = "needs a gradient" if now.requires_grad else "needs no gradient"
             yield Finding(NAME, ref.node, f"`{address}` {words}, and is recorded otherwise")
+
+
+def _defined(graph: Graph, ref: Ref, now: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of two tensors, what is defined of them: memory that was only asked for holds anything in a plain forward."""
+    node = graph[ref.node]
+    if not isinstance(node, Call) or node.target.function not in (blank, resized) or now.shape != wanted.shape:
+        return now, wanted
+    sources = node.refs if node.target.function is resized else ()
+    count = sum(math.prod(meanings_of(graph[source.node])[source].shape) for source in sources)
+    if count >= now.numel() or now.layout is not torch.strided:
+        return now, wanted
+    return now.detach().reshape(-1)[:count], wanted.detach().reshape(-1)[:count]
 
 
 def _ends(graph: Graph) -> dict[str, Ref]:

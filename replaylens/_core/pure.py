@@ -8,6 +8,7 @@ It gives what the call gave and the new values. Gradients pass as they do throug
 from __future__ import annotations
 
 import enum
+import math
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -249,12 +250,27 @@ def as_strided_from(tensor: torch.Tensor, shape: Any, strides: Any, shift: int) 
     return tensor.as_strided(shape, strides, tensor.storage_offset() + shift)
 
 
-def resized(tensor: torch.Tensor, shape: tuple[int, ...], is_filled: bool = False) -> torch.Tensor:
-    """The tensor with another number of elements: the first ones stay, new ones are undefined, if torch fills none."""
-    made = fill(tensor.new_zeros(shape)) if is_filled else tensor.new_zeros(shape)
+_BY_GEOMETRY = frozenset("resize resize_ resize_as resize_as_ resized _reshape_alias _reinterpret_tensor".split())
+
+
+def looks_at_memory(target: Target) -> bool:
+    """Does it look at memory by numbers of its own, and not at what it is given in the order of its elements?"""
+    return "as_strided" in target.name or target.short in _BY_GEOMETRY
+
+
+def resized(
+    tensor: torch.Tensor, shape: tuple[int, ...], is_filled: bool = False, strides: tuple[int, ...] | None = None
+) -> torch.Tensor:
+    """The tensor with another number of elements: the first ones in memory stay, new ones are undefined, if torch fills
+    none.
+    """
+    made = tensor.new_zeros((math.prod(shape),))
+    if is_filled:
+        fill(made)
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     count = min(made.numel(), tensor.numel())
-    made.view(-1)[:count] = tensor.detach().reshape(-1)[:count]
-    return made
+    made[:count] = tensor.detach().permute(order).reshape(-1)[:count]
+    return made.view(shape) if strides is None else made.as_strided(shape, strides)
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:

@@ -104,6 +104,14 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
+def fills_its_memory(tensor: torch.Tensor) -> bool:
+    """Do its numbers lie one beside the other, in whatever order, with no gap?"""
+    if tensor.layout is not torch.strided:
+        return False
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return not tensor.numel() or (span == tensor.numel() and not overlaps_itself(tensor))
+
+
 def _cross(one: tuple[int, int], other: tuple[int, int]) -> bool:
     return one[0] < other[1] and other[0] < one[1]
 

@@ -14,7 +14,7 @@ from attrs import define, field, frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Input, Ref
-from .._core.pure import mutate, same_content
+from .._core.pure import looks_at_memory, mutate, same_content
 from .._core.reference import Unpickled
 from .._core.target import Target
 from .._core.trees import freeze_deep, leaves, thaw
@@ -178,7 +178,7 @@ def shares_nothing(graph: Graph) -> str:
     for call in graph.calls:
         inner = leaves(call.args) if call.target.function is mutate else ()
         for function in (call.target, *[leaf for leaf in inner if type(leaf) is Target]):
-            if function.short.startswith("as_strided"):
+            if looks_at_memory(function):
                 return f"{call.name} looks at memory by its geometry"
             if function.short in ("map_", "map2_", "apply_"):
                 return f"{call.name} calls Python for every number"

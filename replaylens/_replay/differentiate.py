@@ -33,6 +33,7 @@ def differentiate(
     there: tuple[Tensors, Tensors] | tuple[()] = (),
     patches: Patches = MappingProxyType({}),
     is_alive: bool = False,
+    reached: tuple[bool, ...] = (),
 ) -> tuple[Any, ...]:
     """The gradients of the graph's first output group with respect to its second.
 
@@ -43,7 +44,34 @@ def differentiate(
     says that all of the stretch has run just now, with gradients. Then these are differentiated, as the model does:
     what else reads the stretch adds its gradient to theirs before it goes further back. Run again the stretch gets its
     own gradients apart, which add up to the same but for the last bits.
+
+    `reached` says which of the gradients there were when recorded: where that is otherwise now, a model raises, or is
+    given None for a tensor, which it may ask for.
     """
+    found = _gradients(graph, starts, others, cotangents, states, keep_graph, there, patches, is_alive)
+    if peek_interpreter_stack() is not None:
+        return found  # transforms give zeros for None
+    for number, (was, now) in enumerate(zip(reached, found, strict=False)):
+        if was is not (now is not None):
+            raise RuntimeError(
+                f"The differentiated Tensor at index {number} appears to not have been used in the graph."
+                if was
+                else f"The differentiated Tensor at index {number} is used in the graph, and was not when recorded."
+            )
+    return found
+
+
+def _gradients(
+    graph: Graph,
+    starts: Tensors,
+    others: Tensors,
+    cotangents: tuple[Any, ...],
+    states: dict[str, torch.Tensor],
+    keep_graph: bool,
+    there: tuple[Tensors, Tensors] | tuple[()],
+    patches: Patches,
+    is_alive: bool,
+) -> tuple[Any, ...]:
     if is_alive and there and not patches and _is_one_history(*there):
         return torch.autograd.grad(*there, list(cotangents), create_graph=True, allow_unused=True)
     if peek_interpreter_stack() is not None:

@@ -206,7 +206,8 @@ def _attribute_departures(graph: Graph, ref: Ref, new: torch.Tensor) -> Iterator
     """Where an input is patched with a tensor on which Python code has hung something else."""
     if isinstance(graph[ref.node], Input) and type(new) in (torch.Tensor, torch.nn.Parameter):
         paths = named_paths(graph.inputs) if graph.literals else ()
-        was = {leaf: dict(graph.literals).get(path) for path, leaf in paths}.get(ref)
+        own = next((path for path, leaf in paths if type(leaf) is Ref and leaf == ref), None)
+        was = dict(graph.literals).get(own) if own is not None else None
         if was != (now := attached(new)):
             yield Departure(f"the Python attributes of {ref}", was, now)
 

@@ -164,6 +164,8 @@ def require_arguments(graph: Graph, names: Sequence[str], tensors: Sequence[torc
         )
         if mismatch is not None:
             raise InputMismatch(mismatch.text)
+    if graph.shares_inputs and found:
+        raise InputMismatch(SHARED)
     for mismatch in _other_sharing(graph, found, held):
         raise InputMismatch(mismatch.text)
 

@@ -19,7 +19,7 @@ import torch
 
 from .._core.graph import Graph
 from .._core.node import ITSELF, Call, Generator, Guard, Ref, meanings_of, refs_of
-from .._core.pure import kind_of, message_of, mutate
+from .._core.pure import kind_of, looks_at_memory, message_of, mutate
 from .._core.sharing import overlaps_itself
 from .._core.target import Target
 from .._core.torch_private import OpOverload
@@ -210,7 +210,7 @@ class Layouts:
         """Does a call that goes by memory go by memory that lies otherwise? A write's views are made of its bases; what
         a patch gives in the place of such a view is a tensor of its own.
         """
-        if node.target.function is not mutate or "as_strided" in node.args[0].name:
+        if node.target.function is not mutate or looks_at_memory(node.args[0]):
             return True
         return any(self._lies_otherwise(leaf) for leaf in leaves(node.args[1]))
 
@@ -306,12 +306,12 @@ def _is_taken_apart(node: Call, is_deep: bool) -> bool:
 
 def _goes_by_memory(node: Call) -> bool:
     """Does it look at memory by numbers of its own?"""
-    if "as_strided" in node.target.name:
+    if looks_at_memory(node.target):
         return True
     if node.target.function is not mutate:
         return False
     trees = (node.args, tuple(value for _, value in node.kwargs))
-    return any(type(leaf) is Target and "as_strided" in leaf.name for leaf in leaves(trees))
+    return any(type(leaf) is Target and looks_at_memory(leaf) for leaf in leaves(trees))
 
 
 def _can_run(node: Call) -> bool:

@@ -16,7 +16,7 @@ from torch import nn
 
 from .._core.graph import Graph
 from .._core.node import Call, Node, Ref, State, TensorMeaning
-from .._core.pure import as_leaf
+from .._core.pure import as_leaf, standing, writable_copy
 from .._core.trees import thaw
 from ..errors import NotDifferentiable, ReplaylensError, StaleValue
 from .facts import require_as_asked
@@ -59,6 +59,7 @@ class ProgramModule(Holder):
     _codes: dict[bool, tuple[Code, tuple[str, ...]]]
     _held: dict[str, tuple[Standing, ...]]  # by the name of a node
     _ends: dict[str, Standing]  # by address
+    _exchanged: set[str]  # the addresses of tensors that the forward gives other memory
     _asks_state: bool  # does anything hang on how what the model holds is laid out or flagged?
 
     def __init__(self, record: Record) -> None:
@@ -84,6 +85,7 @@ class ProgramModule(Holder):
         hidden = self.__dict__  # no submodules, parameters or state of the module's own
         hidden["_record"], hidden["_codes"] = record, {}
         hidden["_asks_state"] = bool(record.graph.asked) or goes_by_layout(record.graph)
+        hidden["_exchanged"] = {address for address, ref in record.graph.changes if _is_exchanged(record.graph, ref)}
         hidden["_held"] = held = {node.name: _places(self, record, node) for node in record.graph.state_nodes}
         known = {place.address for places in held.values() for place in places}
         ends = [*[address for address, _ in record.graph.changes], *record.graph.removed]
@@ -166,7 +168,7 @@ class ProgramModule(Holder):
         with torch.no_grad():
             for address, value in changes.items():
                 if address not in replaced:
-                    self._ends[address].write(value)
+                    self._ends[address].write(value, address in self._exchanged)
         for address in replaced.intersection(changes):
             self._ends[address].put(changes[address])
         for address in self._record.graph.removed:
@@ -237,9 +239,12 @@ class Standing:
             self.model.put(tensor)
             self.shared = tensor
 
-    def write(self, value: torch.Tensor) -> None:
-        """Write a value in place."""
+    def write(self, value: torch.Tensor, is_exchanged: bool) -> None:
+        """Write a value in place; or as `.data =` does, which leaves what the backward has saved as it is."""
         tensor = self.now()
+        if tensor is not None and is_exchanged:
+            tensor.data = writable_copy(value.detach())
+            return
         if tensor is None or tensor.shape != value.shape:
             self.put(value)
         else:
@@ -341,6 +346,12 @@ def _require_left_alone(graph: Graph) -> None:
             "none: training by it would be another.\nTake them by torch.autograd.grad, or name the tensors that "
             "are to have them (`inputs=[...]`); without gradients (torch.no_grad()) the module can be called."
         )
+
+
+def _is_exchanged(graph: Graph, ref: Ref) -> bool:
+    """Is it what `tensor.data = value` gave a tensor, and not what was written to its memory?"""
+    node = graph[ref.node]
+    return isinstance(node, Call) and node.target.function in (standing, torch.Tensor.detach)
 
 
 def _departed(departure: Departure) -> None:
