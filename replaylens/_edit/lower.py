@@ -177,6 +177,13 @@ def _kind(tensor: torch.Tensor) -> str:
     return str(TensorMeaning.of(tensor))
 
 
+def may_vary(node: Node) -> bool:
+    """Is it an edit's function, which may count, draw, or read something else each time that it is called?"""
+    if not isinstance(node, Call) or not node.edited:
+        return False
+    return any(callable(leaf) for leaf in (*leaves(node.args), *leaves(tuple([value for _, value in node.kwargs]))))
+
+
 # -- calls -------------------------------------------------------------------------------------------------------------
 
 
