@@ -100,7 +100,8 @@ def _stand_in(graph: Graph, node: Node, nodes: tuple[Node, ...], refs: Mapping[R
     """The old node under another name, and what stands for it."""
     changes: dict[str, Any] = {}
     if isinstance(node, Input):
-        changes["inputs"] = remake(graph.inputs, lambda leaf: Ref(nodes[0].name) if leaf == Ref(node.name) else leaf)
+        whole, old = Ref(node.name), Ref(nodes[0].name)
+        changes["inputs"] = remake(graph.inputs, lambda leaf: old if type(leaf) is Ref and leaf == whole else leaf)
     if node.name in graph.orphans:
         changes["orphans"] = graph.orphans | {new.name for new in nodes}
     return replace(graph, {node.name: nodes}, refs, **changes)
