@@ -15,7 +15,7 @@ from attrs import evolve, field, frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Const, Input, Node, Ref, TensorMeaning, meanings_of, refs_of, value_of
-from .._core.pure import alias, gathered, laid_out
+from .._core.pure import alias, gathered, laid_out, outside_inference
 from .._core.target import Target
 from .._core.trees import freeze, freeze_deep, leaves, remake, thaw
 from ..errors import ShapeMismatch
@@ -201,7 +201,7 @@ def _patch_call(
             continue
         constant = fresh(f"constant_{len(tensors) + 1}_of_{name}", taken)
         taken.add(constant)
-        tensors[constant] = arg
+        tensors[constant] = arg = outside_inference(arg) if graph.is_ordinary else arg
         constants.append(Const(constant, "patch", TensorMeaning.of(arg)))
         given.append(Ref(constant))
     call = evolve(
