@@ -218,6 +218,13 @@ def test_text_of_a_tensor_that_says_whether_it_needs_gradients_asks_for_it(name)
         prog.with_patch(cut)
 
 
+def test_text_that_says_what_gave_a_tensor_asks_for_it_though_the_numbers_are_the_same():
+    model, x = Asks(lambda m, x: m.l(x) * (2 if "Addmm" in repr(m.l(x)) else 3)), torch.randn(3, 4)
+    prog, same = rl.capture(model, x), {"l": lambda value: value * 1}
+    assert torch.equal(prog.replay(patch=same, grad=True).output, hooked(model, same, x))
+    assert torch.equal(prog.replay(patch=same).output, hooked(model, same, x))
+
+
 @pytest.mark.parametrize("name", TEXTS)
 def test_text_of_an_input_that_says_whether_it_needs_gradients_asks_for_it(name):
     text = TEXTS[name]

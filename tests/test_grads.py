@@ -604,3 +604,23 @@ def test_a_gradient_is_that_of_a_patch_there(name):
             (wanted,) = torch.autograd.grad(metric, patch, allow_unused=True) if metric.requires_grad else (None,)
             mine = grads[label]
             assert close(mine, wanted) if wanted is not None else not mine.count_nonzero(), label
+
+
+def test_a_value_far_behind_the_cut_says_where_it_was_cut():
+    fc = nn.Linear(3, 3)
+
+    def model(x):
+        held = fc(x).detach()
+        return fc(x) * ((held * 2) + 3).exp()
+
+    prog = rl.capture(model, torch.randn(2, 3))
+    without = prog.grads(of=torch.sum).without
+    assert [label for label, why in without.items() if why.startswith("detached in detach_1_2 (")] == [
+        "linear_1_1:1",
+        "detach_1_2",
+        "mul_1_3",
+        "add_1_4",
+        "exp_1_5",
+    ]
+    no_source = rl.capture(lambda x: fc(x) * (torch.zeros(2, 3) + 1).exp(), torch.randn(2, 3))
+    assert no_source.grads(of=torch.sum).without["exp_1_4"].startswith("neither an input nor a parameter")

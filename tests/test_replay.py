@@ -695,6 +695,10 @@ IN_INFERENCE_MODE = {
         prog.replay(patch={"relu_1": rl.Add(x * 2) >> rl.Scale(2.0)}).output,
         model[2]((model[:2](x) + x * 2) * 2.0),
     ),
+    "Project": lambda prog, model, x: (
+        prog.replay(patch={"relu_1": rl.Project(x[0] * 2)}).output,
+        model[2](rl.Project(x[0] * 2)(model[:2](x))),
+    ),
     "state": lambda prog, model, x: (
         prog.replay(state={"2.weight": model[2].weight * 2}).output,
         torch.nn.functional.linear(model[:2](x), model[2].weight * 2, model[2].bias),
