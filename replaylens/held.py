@@ -31,7 +31,7 @@ from ._lens.layers import Atlas, Layer, Place
 from ._lens.lens import Lens
 from ._lens.words import Words, as_list
 from ._replay.gradients import Asked, Grads, ask
-from ._replay.inputs import Given, new_inputs, new_state
+from ._replay.inputs import Given, made_ordinary, new_inputs, new_state
 from ._replay.keeping import with_values
 from ._replay.patching import at_place, changes_of
 from ._replay.replay import Record, detached
@@ -210,7 +210,10 @@ class Held(Described, Reference):
         return [self.graph.positions[one.place.node] for name in as_list(names) for one in self._site(name).each]
 
     def _inputs(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> Given:
-        return new_inputs(self.graph, inputs, named, self._record.live) if inputs or named else Given()
+        if not inputs and not named:
+            return Given()
+        args, kwargs = made_ordinary(self.graph, (inputs, named))
+        return new_inputs(self.graph, args, kwargs, self._record.live)
 
     def _request(
         self,

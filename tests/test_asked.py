@@ -6,6 +6,7 @@ says that it has left the recorded path.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -175,6 +176,70 @@ def test_the_text_of_what_is_handed_on_says_what_gave_it():
     assert torch.equal(prog.output, model(x)) and torch.equal(rl.run(model, x).output, model(x))
     twice = {"l": lambda value: value * 2}
     assert torch.equal(prog.replay(patch=twice).output, hooked(model, twice, x))
+
+
+def printed(value: torch.Tensor) -> str:
+    text = io.StringIO()
+    print(value, file=text)
+    return text.getvalue()
+
+
+TEXTS: dict[str, Callable[[torch.Tensor], str]] = {
+    "repr": repr,
+    "str": str,
+    "format": format,
+    "an f-string": lambda h: f"{h}",
+    "percent": lambda h: "%s" % h,  # noqa: UP031
+    "print": printed,
+    "in a list": lambda h: str([h]),
+    "of a part": lambda h: str(h[0]),
+    "of a number": lambda h: str(h.sum()),
+    "as torch writes it": torch._tensor_str._str,  # type: ignore[attr-defined]
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_text_of_a_tensor_that_says_whether_it_needs_gradients_asks_for_it(name):
+    text = TEXTS[name]
+    model, x = Asks(lambda m, x: m.l(x) * (2 if "grad" in text(m.l(x)) else 3)), torch.randn(3, 4)
+    with torch.no_grad():
+        prog = rl.capture(model, x)
+        assert torch.equal(prog.replay(on_divergence="raise").output, model(x))
+    refused = (rl.DivergedReplay, rl.StaleValue, rl.NotDifferentiable)
+    for ask in (lambda: prog.replay(grad=True), lambda: prog.module()(x), lambda: prog.grads(of=lambda out: out.sum())):
+        with pytest.raises(refused):
+            ask()
+
+    prog, cut = rl.capture(model, x), {"l": torch.detach}
+    assert not prog.replay().departures and not prog.replay(grad=True).departures
+    assert torch.equal(prog.replay(patch=cut).output, hooked(model, cut, x))
+    assert torch.equal(prog.replay(patch=cut, grad=True).output, hooked(model, cut, x))
+    with pytest.raises(rl.DivergedReplay):
+        prog.with_patch(cut)
+
+
+def test_text_that_says_what_gave_a_tensor_asks_for_it_though_the_numbers_are_the_same():
+    model, x = Asks(lambda m, x: m.l(x) * (2 if "Addmm" in repr(m.l(x)) else 3)), torch.randn(3, 4)
+    prog, same = rl.capture(model, x), {"l": lambda value: value * 1}
+    assert torch.equal(prog.replay(patch=same, grad=True).output, hooked(model, same, x))
+    assert torch.equal(prog.replay(patch=same).output, hooked(model, same, x))
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_text_of_an_input_that_says_whether_it_needs_gradients_asks_for_it(name):
+    text = TEXTS[name]
+    model, x = Asks(lambda m, x: x * (2 if "grad" in text(x) else 3)), torch.randn(3, 4)
+    prog, other = rl.capture(model, x), x.clone().requires_grad_()
+    assert torch.equal(prog.replay(other).output, model(other))
+    assert torch.equal(prog.replay(other, grad=True).output, model(other))
+
+
+def test_a_number_that_is_written_as_a_number_says_nothing_of_its_tensor():
+    model, x = Asks(lambda m, x: m.l(x) * len(f"{m.l(x).sum():.1f} {m.l(x).sum()}")), torch.randn(3, 4)
+    with torch.no_grad():
+        prog = rl.capture(model, x)
+    assert not prog.replay(grad=True).departures
+    assert torch.equal(prog.replay(grad=True).output, model(x))
 
 
 QUESTIONS: dict[str, Callable[[Any, torch.Tensor], Any]] = {

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
@@ -295,3 +298,69 @@ def test_gradients_through_an_edge():
     fresh = x.clone().requires_grad_()
     model(fresh, lambda h: 3 * h).square().sum().backward()
     torch.testing.assert_close(found["input_1"], fresh.grad)
+
+
+def _counting():
+    calls = []
+    return lambda value: value + (calls.append(None) or len(calls))
+
+
+def _of_its_own_generator():
+    generator = torch.Generator().manual_seed(3)
+    return lambda value: value + torch.rand(value.shape, generator=generator)
+
+
+IMPURE = {
+    "counts": _counting,
+    "draws by random": lambda: lambda value: value + random.random(),
+    "draws by numpy": lambda: lambda value: value + float(np.random.rand()),
+    "draws by its own generator": _of_its_own_generator,
+}
+PLACES = {
+    "at a value": lambda prog, f: prog.with_patch({"relu_1": f}),
+    "at a part": lambda prog, f: prog.with_patch({"relu_1": rl.Apply(f, "b [d]", d=1)}),
+    "in a chain": lambda prog, f: prog.with_patch({"relu_1": rl.Scale(2.0) >> rl.Apply(f) >> rl.Clamp(max=9.0)}),
+    "on an edge": lambda prog, f: prog.with_patch({rl.Edge("relu_1", "linear_2"): f}),
+    "at an input": lambda prog, f: prog.with_patch({"input_1": f}),
+    "at a parameter": lambda prog, f: prog.with_patch({"0.weight": f}),
+    "twice": lambda prog, f: prog.with_patch({"relu_1": f}).with_patch({"linear_1": f}),
+    "keeping little": lambda prog, f: prog.saving([]).with_patch({"relu_1": f}),
+    "keeping little of it": lambda prog, f: prog.with_patch({"relu_1": f}).saving([]),
+}
+REPLAYS = {
+    "whole": lambda edited, x: edited.replay(),
+    "on another input": lambda edited, x: edited.replay(x * 2),
+    "patched before": lambda edited, x: edited.replay(patch={"linear_1": lambda value: value * 2}),
+    "from a layer": lambda edited, x: edited.replay(from_="linear_1"),
+    "with gradients": lambda edited, x: edited.replay(grad=True),
+    "keeping some": lambda edited, x: edited.replay(x * 2, keep=["linear_1"]),
+}
+
+
+@pytest.mark.parametrize("how", REPLAYS)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", IMPURE)
+def test_a_run_of_an_edit_has_what_led_to_its_output_whatever_its_function_gives_next_time(name, place, how):
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3), nn.Tanh()), torch.randn(2, 3)
+    edited = PLACES[place](rl.capture(model, x), IMPURE[name]())
+    run = REPLAYS[how](edited, x)
+    late = run["linear_2"]
+    assert torch.equal(late.tanh(), run.output)
+    if place != "on an edge":
+        assert torch.equal(model[2](run["relu_1"]), late)
+    run["linear_1"]
+    assert torch.equal(run["linear_2"], late) and torch.equal(edited.recover("linear_2").tanh(), edited.output)
+
+
+def test_what_a_function_of_an_edit_gave_and_somebody_wrote_to_since_is_stale():
+    model, x, given = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Tanh()), torch.randn(2, 3), torch.zeros(2, 3)
+    run = rl.capture(model, x).with_patch({"relu_1": lambda value: given}).replay()
+    given.fill_(9)
+    with pytest.raises(rl.StaleValue, match="relu_1"):
+        run["relu_1"]
+
+
+def test_a_check_says_that_the_function_of_an_edit_gives_something_else_each_time():
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Tanh()), torch.randn(2, 3)
+    report = rl.capture(model, x).with_patch({"relu_1": _counting()}).check(progress=False)
+    assert not report and "the function of the edit there gives something else each time" in str(report)

@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils._pytree import tree_leaves, tree_map
 
 import replaylens as rl
+from replaylens._replay import rounding
 
 VALUES = {torch.float32: 2e-6, torch.float64: 1e-14, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 GRADIENTS = {torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 2**-5, torch.float16: 2**-8}
@@ -910,3 +911,20 @@ def test_numbers_that_left_torch_may_differ_as_rounding_lets_them():
     wide = prog.expand("scaleddotproductattention")
     assert_close(wide.output, prog.output, dict.fromkeys(VALUES, 1e-5))
     assert wide.replay().output is not None
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "close"),
+    [
+        ([1.0, 2.0], [1.0, 2.0 + 1e-6], True),
+        ((1.0, (2.0, 3)), (1.0, (2.0 + 1e-6, 3)), True),
+        ([1.0, 2.0], [1.0, 2.5], False),
+        ([1.0, 2.0], (1.0, 2.0), False),
+        ([1.0], [1.0, 2.0], False),
+        ([1, 2], [1, 3], False),
+        (2.0, 2.0 + 1e-6, True),
+        (2, 2.0, False),
+    ],
+)
+def test_numbers_of_one_kind_that_differ_by_rounding_are_close_wherever_they_lie(one, other, close):
+    assert rounding._is_close(one, other) is close

@@ -549,3 +549,30 @@ def test_buffers_over_one_memory_that_numpy_writes_are_refused():
 
     with pytest.raises(rl.CaptureError, match="a buffer"):
         rl.capture(Shares(), torch.ones(3))
+
+
+class _WithoutAHash:
+    __hash__ = None
+
+    def __eq__(self, other):
+        raise RuntimeError("cannot be compared")
+
+
+BESIDE = {
+    "an array": np.ones(3),
+    "a set": {1, 2},
+    "a bytearray": bytearray(b"ab"),
+    "arrays in a dict": {"a": np.ones(2), "b": {1}},
+    "an object without a hash": _WithoutAHash(),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_an_input_is_patched_whatever_stands_beside_it(name):
+    x, beside = torch.randn(2, 3), BESIDE[name]
+    prog, double = rl.capture(lambda t, k: t.relu() + 1, x, beside), {"input_1": lambda t: t * 2}
+    wanted = (x * 2).relu() + 1
+    assert torch.equal(prog.replay(patch=double, on_divergence="raise").output, wanted)
+    assert torch.equal(prog.replay(patch={"input_1": torch.nn.Parameter(x * 2)}).output, wanted)
+    edited = prog.with_patch(double)
+    assert torch.equal(edited.output, wanted) and torch.equal(edited.replay(x, beside).output, wanted)

@@ -8,7 +8,7 @@ from oracle import CannotAsk, assert_same, differentiable, plain_bits, reseed, t
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from zoo import MODELS, silence
+from zoo import CAPTURE_REFUSED, GRADIENTS_REFUSED, MODELS, is_refused_so, silence
 
 import replaylens as rl
 
@@ -497,21 +497,19 @@ def close(one, other):
     return torch.allclose(one.flatten(), other.flatten().to(one.dtype), rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
-def program_and_grads(build):
+def program_and_grads(name):
     reseed()
-    case = build()
+    case = MODELS[name]()
     try:
         prog = rl.capture(case.model, *case.args, **case.kwargs)
         return prog, prog.grads(of=scalar)
-    except (rl.CaptureError, rl.NotDifferentiable, rl.BadMetric) as error:
-        floats = [t for t in tensors(prog.output) if t.is_floating_point()] if isinstance(error, rl.BadMetric) else []
-        if case.refusal or not floats or build is MODELS["flexible_attention"]:
+    except rl.BadMetric as error:
+        if any(t.is_floating_point() for t in tensors(prog.output)):
+            raise
+        pytest.skip(str(error))
+    except Exception as error:
+        if is_refused_so(name, error, CAPTURE_REFUSED, GRADIENTS_REFUSED):
             pytest.skip(str(error))
-        raise
-    except (RuntimeError, NotImplementedError) as error:
-        known = ("not implemented", "no autograd formula", "don't support automatic differentiation")
-        if any(text in str(error) for text in known):
-            pytest.skip("torch has no derivative of it")
         raise
 
 
@@ -559,7 +557,7 @@ def test_gradients_are_what_hooks_on_the_plain_model_get(name):
             seen = plainly_hooked(MODELS[name])
         except CannotAsk as reason:
             pytest.skip(str(reason))
-        prog, grads = program_and_grads(MODELS[name])
+        prog, grads = program_and_grads(name)
         if name in OTHER_TENSORS:
             return
         for layer in prog.layers:
@@ -587,18 +585,42 @@ def test_gradients_are_what_hooks_on_the_plain_model_get(name):
                 )
 
 
+TELLS_WHAT_GAVE_IT = {"printing_in_the_forward"}  # in its text: a leaf there is another one
+
+
 @pytest.mark.parametrize("name", list(MODELS)[::2])
 def test_a_gradient_is_that_of_a_patch_there(name):
     with silence():
-        prog, grads = program_and_grads(MODELS[name])
+        prog, grads = program_and_grads(name)
         labels = [label for label, gradient in grads.items() if isinstance(gradient, torch.Tensor)]
         for label in labels[:: max(1, len(labels) // 4)]:
             node, value = prog[label].node, prog[label].value
             if getattr(node, "is_differentiated", False) or value.is_meta:
                 continue
             patch = (value.clone() if value.layout is torch.strided else value.detach()).requires_grad_()
-            run = prog.replay(patch={label: patch}, grad=True, on_divergence="raise")
+            choice = "ignore" if name in TELLS_WHAT_GAVE_IT else "raise"
+            run = prog.replay(patch={label: patch}, grad=True, on_divergence=choice)
             metric = scalar(run.output)
             (wanted,) = torch.autograd.grad(metric, patch, allow_unused=True) if metric.requires_grad else (None,)
             mine = grads[label]
             assert close(mine, wanted) if wanted is not None else not mine.count_nonzero(), label
+
+
+def test_a_value_far_behind_the_cut_says_where_it_was_cut():
+    fc = nn.Linear(3, 3)
+
+    def model(x):
+        held = fc(x).detach()
+        return fc(x) * ((held * 2) + 3).exp()
+
+    prog = rl.capture(model, torch.randn(2, 3))
+    without = prog.grads(of=torch.sum).without
+    assert [label for label, why in without.items() if why.startswith("detached in detach_1_2 (")] == [
+        "linear_1_1:1",
+        "detach_1_2",
+        "mul_1_3",
+        "add_1_4",
+        "exp_1_5",
+    ]
+    no_source = rl.capture(lambda x: fc(x) * (torch.zeros(2, 3) + 1).exp(), torch.randn(2, 3))
+    assert no_source.grads(of=torch.sum).without["exp_1_4"].startswith("neither an input nor a parameter")

@@ -676,3 +676,64 @@ def test_an_input_that_is_the_models_own_tensor_is_not_given_other_memory(of):
     model = Holder(assigns)
     with pytest.raises(rl.CaptureError, match="an input that is the model's own tensor"):
         rl.capture(model, model.own)
+
+
+IN_INFERENCE_MODE = {
+    "an input": lambda prog, model, x: (prog.replay(x * 2).output, model(x * 2)),
+    "a call": lambda prog, model, x: (prog(x * 2).output, model(x * 2)),
+    "an input with other strides": lambda prog, model, x: (
+        prog.replay((x * 2).t().contiguous().t()).output,
+        model((x * 2).t().contiguous().t()),
+    ),
+    "an input of another shape": lambda prog, model, x: (
+        prog.replay(torch.cat([x, x])).output,
+        model(torch.cat([x, x])),
+    ),
+    "with gradients": lambda prog, model, x: (prog.replay(x * 2, grad=True).output, model(x * 2)),
+    "a tensor": lambda prog, model, x: (prog.replay(patch={"relu_1": x * 2}).output, model[2](x * 2)),
+    "Add": lambda prog, model, x: (
+        prog.replay(patch={"relu_1": rl.Add(x * 2) >> rl.Scale(2.0)}).output,
+        model[2]((model[:2](x) + x * 2) * 2.0),
+    ),
+    "Project": lambda prog, model, x: (
+        prog.replay(patch={"relu_1": rl.Project(x[0] * 2)}).output,
+        model[2](rl.Project(x[0] * 2)(model[:2](x))),
+    ),
+    "state": lambda prog, model, x: (
+        prog.replay(state={"2.weight": model[2].weight * 2}).output,
+        torch.nn.functional.linear(model[:2](x), model[2].weight * 2, model[2].bias),
+    ),
+    "an edit": lambda prog, model, x: (prog.with_patch({"relu_1": x * 2}).replay(x).output, model[2](x * 2)),
+    "many": lambda prog, model, x: (prog.replay_many({0: {"relu_1": x * 2}}).values[0], model[2](x * 2)),
+    "a slice": lambda prog, model, x: (prog.slice(from_="relu_1").replay(x * 2).output, model[2](x * 2)),
+}
+
+
+@pytest.mark.parametrize("without", [False, True])
+@pytest.mark.parametrize("name", IN_INFERENCE_MODE)
+def test_a_program_replays_within_inference_mode_on_what_is_made_there(name, without):
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)), torch.randn(2, 3)
+    with torch.set_grad_enabled(not without):
+        prog = rl.capture(model, x)
+    with torch.inference_mode():
+        got, wanted = IN_INFERENCE_MODE[name](prog, model, x)
+        assert torch.allclose(got, wanted, rtol=1e-6)
+
+
+def test_an_edit_that_is_made_within_inference_mode_can_be_replayed_outside_of_it():
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)), torch.randn(2, 3)
+    prog = rl.capture(model, x)
+    with torch.inference_mode():
+        edited, run = prog.with_patch({"relu_1": rl.Scale(2.0) >> rl.Add(x * 2)}), prog.replay(x * 2)
+    assert torch.equal(edited.replay(x * 3).output, model[2](model[:2](x * 3) * 2.0 + x * 2))
+    assert torch.equal(run["relu_1"], model[:2](x * 2)), "asked for later"
+
+
+def test_an_inference_tensor_that_is_given_outside_of_inference_mode_is_none_to_the_model_either():
+    model, x = nn.Sequential(nn.Linear(3, 3)), torch.randn(2, 3)
+    with torch.inference_mode():
+        other = x * 2
+    with pytest.raises(RuntimeError, match="cannot be saved for backward"):
+        model(other)
+    with pytest.raises(RuntimeError, match="cannot be saved for backward"):
+        rl.capture(model, x).replay(other)

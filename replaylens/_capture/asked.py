@@ -25,7 +25,8 @@ MODES: dict[str, Callable[[], bool]] = {
     "is_inference_mode_enabled": torch.is_inference_mode_enabled,
 }
 
-_CUTTING = frozenset(("_grad_preprocess",))
+# functions of torch's that let the model see flags: they cut off a history, or write a tensor as text
+_SHOWING_FLAGS = frozenset(("_grad_preprocess", "_str_intern"))
 # functions of torch's that hand the flags of what they are given to a kernel, which computes the gradients at once
 HANDS_ON_FLAGS = frozenset(("linear_cross_entropy",))
 # products that torch opens in one way or another by the flag of what they are given
@@ -69,9 +70,9 @@ def guard_of(asked: Asked, ref: Any, to_ref: Any, scope: Any, source: Source | N
     )
 
 
-def cuts_by_flags(code: CodeType) -> bool:
-    """Is it one of torch's functions that cut a tensor off its history, or do not, by its flag?"""
-    return code.co_name in _CUTTING
+def shows_flags(code: CodeType) -> bool:
+    """Is it one of torch's functions whose result shows the flags of what they are given?"""
+    return code.co_name in _SHOWING_FLAGS
 
 
 def mode_guards(codes: Iterable[CodeType], model: Any, kinds: Iterable[type], ambient: Any) -> Iterator[Guard]:

@@ -44,9 +44,9 @@ from .asked import (
     FOLDS_BY_FLAGS,
     HANDS_ON_FLAGS,
     asks_for_none,
-    cuts_by_flags,
     keeps_exceptions,
     next_functions,
+    shows_flags,
 )
 from .builder import (
     PLAIN,
@@ -291,11 +291,13 @@ class Tracer(Recorder):
         return result
 
     def _in_words(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The text of a tensor, which says what gave it."""
+        """The text of a tensor, which says whether it needs gradients and what gave it: so this is asked with it."""
         text, tensor = func(*args, **kwargs), args[0]
-        if type(text) is not str or not isinstance(tensor, torch.Tensor) or not tensor.requires_grad:
+        if type(text) is not str or not isinstance(tensor, torch.Tensor) or _is_number(func, tensor):
             return text
         given, made = self.answer("grad_fn", _GRAD_FN, tensor), tensor.grad_fn
+        self.ask("flags", _requires_grad, (tensor,), {}, self.answer("requires_grad", _requires_grad, tensor))
+        self.ask("flags", _GRAD_FN, (tensor,), {}, in_short(given))
         if made is None or given is made:
             return text
         now = "requires_grad=True" if given is None else f"grad_fn=<{type(given).__name__}>"
@@ -404,7 +406,7 @@ class Tracer(Recorder):
         is_told = code.co_name in HANDS_ON_FLAGS
         if is_told and not (_grad_enabled() or self.recording.ambient[0]):
             self.recording.one_way.append(f"`{code.co_name}`: it was told that no gradient will be asked for.")
-        if is_told or cuts_by_flags(code) or not is_torch_code(code):
+        if is_told or shows_flags(code) or not is_torch_code(code):
             if rule.kind == "grad_fn" and not _STEP_HOOKS.isdisjoint(code.co_names):
                 self.recording.one_way.append(HOOK_ON_STEP)
             known = in_short(answer)
@@ -821,6 +823,11 @@ class _Looking:
     def kept(self, container: Any) -> Any:
         freeze_deep(container, self.names.note)
         return container
+
+
+def _is_number(func: Any, tensor: torch.Tensor) -> bool:
+    """Is a tensor written as the number that it holds, without a word of what it is itself?"""
+    return func is torch.Tensor.__format__ and tensor.dim() == 0 and type(tensor) is torch.Tensor
 
 
 def _was_seen(error: BaseException, doors: tuple[CodeType, ...]) -> bool:

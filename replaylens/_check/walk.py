@@ -16,6 +16,7 @@ from attrs import define, evolve, field
 from .._core.graph import Graph
 from .._core.node import Call, Ref, State, identifier, refs_of
 from .._core.sameness import difference, same
+from .._edit.lower import may_vary
 from .._replay.interpreter import recorded_world
 from .._replay.parting import parted
 from .._replay.replay import Record
@@ -158,6 +159,8 @@ def _ask_alone(walk: Walk, node: Call, alone: Alone, given: dict[Ref, Any], valu
         return
     far = [d for ref in wrong if (d := difference(value[ref], saved[ref])) is not None]
     fact = f"gives another value than the saved one{_other_kind(value[wrong[0]], saved[wrong[0]])}"
+    if may_vary(node) and not all(same(one, value[ref]) for ref, one in alone(given).items() if ref in wrong):
+        fact += ": the function of the edit there gives something else each time that it is called"
     walk.alone.append(found_at(walk.graph, ALONE, node, fact, difference=max(far, default=None)))
 
 

@@ -94,6 +94,11 @@ class Graph:
         return tuple([tuple(users) for users in found])
 
     @cached_property
+    def is_ordinary(self) -> bool:
+        """Was it recorded outside of inference mode, and is no tensor asked whether it was made there?"""
+        return not self.ambient.inference and all(guard.target.short != "is_inference" for guard in self.asked)
+
+    @cached_property
     def drawn(self) -> dict[str, int]:
         """The position of each draw, by the key of its generator's state."""
         return {node.draws: p for p, node in enumerate(self.nodes) if isinstance(node, Call) and node.draws is not None}

@@ -502,6 +502,18 @@ def fresh_leaf(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_()
 
 
+def outside_inference(tensor: torch.Tensor) -> torch.Tensor:
+    """What was made within inference mode and is given there, for a replay that runs outside of it: a copy that
+    autograd may save. Else the tensor itself.
+    """
+    if not tensor.is_inference() or not torch.is_inference_mode_enabled():
+        return tensor
+    if type(tensor) is not torch.Tensor or vars(tensor) or peek_interpreter_stack() is not None:
+        return tensor
+    with torch.inference_mode(False), torch.no_grad():
+        return copy_in_place(tensor).requires_grad_(tensor.requires_grad)
+
+
 def placed(value: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
     """The value at a place of its own in autograd's graph: the gradient there is that of what reads this node alone.
 

@@ -15,7 +15,7 @@ from attrs import evolve, field, frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Const, Input, Node, Ref, TensorMeaning, meanings_of, refs_of, value_of
-from .._core.pure import alias, gathered, laid_out
+from .._core.pure import alias, gathered, laid_out, outside_inference
 from .._core.target import Target
 from .._core.trees import freeze, freeze_deep, leaves, remake, thaw
 from ..errors import ShapeMismatch
@@ -100,7 +100,8 @@ def _stand_in(graph: Graph, node: Node, nodes: tuple[Node, ...], refs: Mapping[R
     """The old node under another name, and what stands for it."""
     changes: dict[str, Any] = {}
     if isinstance(node, Input):
-        changes["inputs"] = remake(graph.inputs, lambda leaf: Ref(nodes[0].name) if leaf == Ref(node.name) else leaf)
+        whole, old = Ref(node.name), Ref(nodes[0].name)
+        changes["inputs"] = remake(graph.inputs, lambda leaf: old if type(leaf) is Ref and leaf == whole else leaf)
     if node.name in graph.orphans:
         changes["orphans"] = graph.orphans | {new.name for new in nodes}
     return replace(graph, {node.name: nodes}, refs, **changes)
@@ -177,6 +178,13 @@ def _kind(tensor: torch.Tensor) -> str:
     return str(TensorMeaning.of(tensor))
 
 
+def may_vary(node: Node) -> bool:
+    """Is it an edit's function, which may count, draw, or read something else each time that it is called?"""
+    if not isinstance(node, Call) or not node.edited:
+        return False
+    return any(callable(leaf) for leaf in (*leaves(node.args), *leaves(tuple([value for _, value in node.kwargs]))))
+
+
 # -- calls -------------------------------------------------------------------------------------------------------------
 
 
@@ -193,7 +201,7 @@ def _patch_call(
             continue
         constant = fresh(f"constant_{len(tensors) + 1}_of_{name}", taken)
         taken.add(constant)
-        tensors[constant] = arg
+        tensors[constant] = arg = outside_inference(arg) if graph.is_ordinary else arg
         constants.append(Const(constant, "patch", TensorMeaning.of(arg)))
         given.append(Ref(constant))
     call = evolve(

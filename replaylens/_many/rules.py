@@ -342,9 +342,9 @@ def attention(facts: Facts) -> Iterator[Alignment]:
 
 def einsum(facts: Facts) -> Iterator[Alignment]:
     equation = facts.args[0].replace(" ", "")
-    left, _, right = equation.partition("->")
+    left, _, right = equation.partition("->")  # what is not written on the right has no axis there
     words = left.split(",")
-    if "." in equation or not _ or len(words) != len(facts.operands) or any(len(set(w)) < len(w) for w in words):
+    if len(words) != len(facts.operands) or any(len(set(w)) < len(w) for w in words):  # an ellipsis repeats its dot
         return
     for axis, letter in enumerate(right):
         places = [word.index(letter) if letter in word else None for word in words]

@@ -205,9 +205,8 @@ OF_THE_OBJECT = frozenset(
 def _attribute_departures(graph: Graph, ref: Ref, new: torch.Tensor) -> Iterator[Departure]:
     """Where an input is patched with a tensor on which Python code has hung something else."""
     if isinstance(graph[ref.node], Input) and type(new) in (torch.Tensor, torch.nn.Parameter):
-        paths = named_paths(graph.inputs) if graph.literals else ()
-        own = next((path for path, leaf in paths if type(leaf) is Ref and leaf == ref), None)
-        was = dict(graph.literals).get(own) if own is not None else None
+        paths, held = named_paths(graph.inputs) if graph.literals else (), dict(graph.literals)
+        was = next((held.get(path) for path, leaf in paths if type(leaf) is Ref and leaf == ref), None)
         if was != (now := attached(new)):
             yield Departure(f"the Python attributes of {ref}", was, now)
 

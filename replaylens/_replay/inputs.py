@@ -17,11 +17,11 @@ from attrs import evolve, field, frozen
 
 from .._core.graph import Graph
 from .._core.node import Input, Ref, State, TensorMeaning, meanings_of
-from .._core.pure import same_content
+from .._core.pure import outside_inference, same_content
 from .._core.sameness import attached
 from .._core.sharing import Overlaps
 from .._core.torch_private import is_wrapped
-from .._core.trees import Branch, fingerprint, freeze_deep, named, named_paths
+from .._core.trees import Branch, fingerprint, freeze_deep, named, named_paths, thaw_shared
 from ..errors import InputMismatch
 from .guards import Departure
 
@@ -84,12 +84,36 @@ def new_inputs(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any], held
     return Given(positions, tuple(mismatches), (tuple(args), dict(kwargs)))
 
 
+def made_ordinary(graph: Graph, value: Any) -> Any:
+    """What is given within inference mode, with copies that autograd may save in the place of tensors that it may not:
+    a replay runs in the modes of the capture. Tensors that share memory, and what a model asks for, stay as they are.
+    """
+    if not torch.is_inference_mode_enabled() or not graph.is_ordinary:
+        return value
+    found: dict[int, torch.Tensor] = {}
+
+    def leaf(tensor: torch.Tensor) -> torch.Tensor:
+        found[id(tensor)] = tensor
+        return tensor
+
+    tree = freeze_deep(value, leaf)
+    one = {number: outside_inference(tensor) for number, tensor in found.items()}
+    if all(one[number] is tensor for number, tensor in found.items()) or _share_memory(list(found.values())):
+        return value
+    return thaw_shared(tree, lambda leaf: one.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf)
+
+
+def _share_memory(tensors: Sequence[torch.Tensor]) -> bool:
+    dense = [tensor for tensor in tensors if tensor.layout is torch.strided and not is_wrapped(tensor)]
+    return len({tensor.untyped_storage()._cdata for tensor in dense}) < len(dense)
+
+
 def new_state(graph: Graph, state: dict[str, torch.Tensor], nearest: Callable[[str], str]) -> Given:
     """Other parameters and buffers. Any of a tied tensor's addresses will do."""
     found: dict[int, torch.Tensor] = {}
     given: dict[str, tuple[str, torch.Tensor]] = {}
     mismatches = []
-    for address, tensor in state.items():
+    for address, tensor in made_ordinary(graph, state).items():
         if address in graph.unread:  # of a whole state_dict: nothing depends on it
             continue
         node = state_called(graph, address, nearest)

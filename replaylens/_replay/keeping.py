@@ -2,7 +2,8 @@
 
 In: a Record, and the nodes whose values are to be kept. Out: a Record that has these values and no others. What has to
 be there in any case stays: inputs, state and constants, which nothing computes; what the program returns and writes;
-contents that the model read in Python, by which it is known that a replay leaves the path.
+contents that the model read in Python, by which it is known that a replay leaves the path; what an edit's functions
+made, which may make something else when they are called again.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from .._core.node import Call, Ref, refs_of
 from .._core.pure import as_leaf, history_of, looks_at_memory
 from .._core.target import Target
 from .._core.trees import bare, leaves
+from .._edit.lower import may_vary
 from .recover import recovered
 from .replay import Record, Versions, version
 
@@ -78,7 +80,8 @@ def _always(graph: Graph) -> list[Ref]:
     """What nothing computes, or what has to be there to be compared with."""
     read = [ref for guard in graph.guards if guard.compares_content for ref in guard.refs]
     sources = [Ref(node.name) for node in graph.nodes if not isinstance(node, Call)]
-    return [*sources, *graph.wanted_refs, *read]
+    varying = [ref for node in graph.calls if may_vary(node) for ref in refs_of(node)]
+    return [*sources, *graph.wanted_refs, *read, *varying]
 
 
 def _parts_of_more(graph: Graph, values: dict[Ref, torch.Tensor]) -> Iterator[Ref]:

@@ -1,8 +1,9 @@
 """What a replay did not keep, when somebody asks for it later: the value that led to the run's output, or StaleValue.
 
 In: an executed request. Out: values by place. A first question runs what that value needs, a second one all the rest;
-everything on the way is remembered. What patches made is not asked of them again: they may draw, count, or read a
-tensor that is another one by now. Of what was given, it is noticed if somebody wrote to it since.
+everything on the way is remembered. What patches and functions of an edit made is not asked of them again: they may
+draw, count, or read a tensor that is another one by now. Of what was given, it is noticed if somebody wrote to it
+since.
 """
 
 from __future__ import annotations
@@ -108,8 +109,9 @@ class Late:
         self.given = ran.given
         changes = ran.request.changed.items()
         self.held = {(p, n): mark_of(c.holds) for p, of in changes for n, c in enumerate(of) if c.holds}
-        self.kept = ran.wanted | ran.request.keep
-        self.marks = _marks(ran.env) if ran.request.keep else self._marks_of_wanted(ran.wanted)
+        self.once = ran.once
+        self.kept = ran.wanted | ran.request.keep | ran.once
+        self.marks = _marks(ran.env) if ran.request.keep else self._marks_of_wanted(ran.wanted | ran.once)
         self.begun = states_begun(ran.code, ran.env)  # of draws that began elsewhere than recorded, by key
         self.asked = 0
         self.values: dict[Ref, tuple[Any, Any]] = {}  # what was computed since
@@ -159,9 +161,10 @@ class Late:
 
     @cached_property
     def _reached(self) -> frozenset[int]:
-        """What the change can reach, also where the output did not need it."""
+        """What the change can reach, also where the output did not need it; and what functions of an edit can."""
         graph, request = self.record.graph, self.request
-        names = [graph.nodes[position].name for position in (*request.changed, *request.given, *request.start)]
+        changed = (*request.changed, *request.given, *request.start, *self.once)
+        names = [graph.nodes[position].name for position in changed]
         return frozenset([graph.positions[name] for name in graph.descendants(names)]) if names else frozenset()
 
     def _run(self, position: int) -> None:

@@ -25,6 +25,7 @@ from .._edit.patch import Apply, Chain, From, Patch, Set, keeps_layout, patch_of
 from .._edit.select import CURE, Site, is_named
 from ..errors import BadPart, BadPatch, ReplaylensError, ShapeMismatch
 from .facts import patched
+from .inputs import made_ordinary
 from .request import At, Change
 
 Changes = dict[int, tuple[Change, ...]]
@@ -153,7 +154,8 @@ def change_at(graph: Graph, at: At, name: str, what: Any) -> Change:
         return _told(tree, value, hooked(value))
 
     try:
-        free, follows, holds = _new_value(node.name, tree, meanings, name, what)
+        ordinary = partial(made_ordinary, graph)
+        free, follows, holds = _new_value(node.name, tree, meanings, name, what, ordinary)
     except (BadPart, BadPatch) as error:
         raise _with_place(error, graph, node.name, what) from error
     return Change(change, follows, tree, hooked, free, what, holds)
@@ -164,21 +166,39 @@ def _with_place(error: Exception, graph: Graph, name: str, what: Any) -> Excepti
     return type(error)(f"the patch at `{name}`: {error}\n{listing(graph, name, note)}")
 
 
-def _new_value(node: str, tree: Any, meanings: dict[Ref, TensorMeaning], name: str, what: Any) -> Any:
+def _new_value(
+    node: str,
+    tree: Any,
+    meanings: dict[Ref, TensorMeaning],
+    name: str,
+    what: Any,
+    ordinary: Callable[[Any], Any],
+) -> Any:
     """(new value from old, does it follow the old one, the tensors that it takes part of it from)"""
     if _are_values(what):
-        return (lambda value: what), False, ()
+        given = ordinary(what)
+        return (lambda value: given), False, ()
     patch = patch_of(what)
     if isinstance(patch, Apply) and patch.part is None:
         return partial(of_own_copies, patch.fn), True, ()
     if type(tree) is not Ref:
-        return _for_each(node, tree, meanings, name, patch)
+        return _for_each(node, tree, meanings, name, patch, ordinary)
     for part in patch.parts:
         part.shape(meanings[tree].shape)  # also where nothing needs the value: a part that does not fit is an error
     bound = bind(patch, name)
     if bound.part is None and isinstance(bound, (Set, From)) and isinstance(new := bound.terms()[1][0], torch.Tensor):
-        return (lambda value: new), False, (new,)
-    return bound, bound.follows, _tensors_of(bound)
+        laid = ordinary(new)
+        return (lambda value: laid), False, (laid,)
+    return _with_ordinary(bound, ordinary), bound.follows, _tensors_of(bound)
+
+
+def _with_ordinary(bound: Patch, ordinary: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A patch, with its tensors as a replay takes them."""
+    function, args, kwargs = bound.terms()
+    given = [ordinary(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
+    if all(one is other for one, other in zip(args, given, strict=True)):
+        return bound
+    return lambda value: function(value, *given, **kwargs)
 
 
 def _tensors_of(bound: Patch) -> tuple[torch.Tensor, ...]:
@@ -192,7 +212,14 @@ def _are_values(what: Any) -> bool:
     return not isinstance(what, (Patch, Reference, torch.Tensor)) and not callable(what)
 
 
-def _for_each(node: str, tree: Any, meanings: dict[Ref, TensorMeaning], name: str, patch: Patch) -> Any:
+def _for_each(
+    node: str,
+    tree: Any,
+    meanings: dict[Ref, TensorMeaning],
+    name: str,
+    patch: Patch,
+    ordinary: Callable[[Any], Any],
+) -> Any:
     """The patch at each of the floating tensors that a node gives."""
     refs = _refs(tree)
     if isinstance(patch, Set) and isinstance(patch.value, torch.Tensor):
@@ -210,10 +237,12 @@ def _for_each(node: str, tree: Any, meanings: dict[Ref, TensorMeaning], name: st
             f"{node} gives {len(refs)} tensors, none of a floating type. Give a tuple of tensors, or a function."
         )
 
+    made = [None if one is None else _with_ordinary(one, ordinary) for one in bound]
+
     def each(value: Any) -> Any:
         flat: list[torch.Tensor] = []
         freeze_deep(value, flat.append)
-        return tuple([old if one is None else one(old) for one, old in zip(bound, flat, strict=True)])
+        return tuple([old if one is None else one(old) for one, old in zip(made, flat, strict=True)])
 
     holds = tuple([tensor for one in bound if one is not None for tensor in _tensors_of(one)])
     return each, any(one is None or one.follows for one in bound), holds

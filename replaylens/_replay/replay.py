@@ -24,6 +24,7 @@ from .._core.torch_private import is_wrapped, peek_interpreter_stack
 from .._core.trees import leaves, thaw
 from .._core.turns import settled
 from .._core.world import drawing_alone
+from .._edit.lower import may_vary
 from ..errors import InputMismatch, NotDifferentiable, ReplaylensError, StaleValue
 from .facts import Around, Instead, departures as departures_of, heeded, noticing, require_as_asked
 from .function import as_function
@@ -158,6 +159,7 @@ class Executed:
     wanted: frozenset[int]
     code: Code
     env: list[Any]
+    once: frozenset[int]  # functions of an edit that ran: they may give something else when they are called again
     departures: list[Departure]
     patched: Remembered  # what the patches made
     given: dict[int, Any]  # how the given tensors looked when it began
@@ -187,7 +189,7 @@ def execute(record: Record, request: Request, told: Callable[[Code], Code] | Non
     record = _with_starts(record, request)
     left = graph.left if _leaves_generator(request) else None
     mode = Mode(request.grad, request.fresh, left, on_departure=departed)
-    code, needed = _compiled(record, request, wanted, mode)
+    code, needed, once = _compiled(record, request, wanted, mode)
     require_differentiable(record, request)
     for departure in led_astray(graph, request.changed):
         departed(departure)
@@ -221,7 +223,7 @@ def execute(record: Record, request: Request, told: Callable[[Code], Code] | Non
     except LeftPath:
         remembered.undraw()
         raise
-    return Executed(request, wanted, code, env, departures, remembered, looks)
+    return Executed(request, wanted, code, env, once, departures, remembered, looks)
 
 
 def _on_the_recorded_path(graph: Graph, given: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -379,7 +381,7 @@ def _places(graph: Graph, request: Request) -> dict[int, tuple[Ref, ...]]:
     return places
 
 
-def _compiled(record: Record, request: Request, wanted: frozenset[int], mode: Mode) -> tuple[Code, _Supply]:
+def _compiled(record: Record, request: Request, wanted: frozenset[int], mode: Mode) -> _Entry:
     """The compiled plan for this kind of request. Patches and `departed` are looked up when it runs, so that it
     is cached.
     """
@@ -403,14 +405,14 @@ def _compiled(record: Record, request: Request, wanted: frozenset[int], mode: Mo
         known = _known(record, request)
         drawn = graph.drawn.values() if request.fresh else ()
         fresh = [position for position in drawn if _is_drawn_anew(graph, request, position)]
-        places = _places(graph, request)
+        places, varying = _places(graph, request), [p for p, node in enumerate(graph.nodes) if may_vary(node)]
         made = plan(
             graph,
             wanted,
             known,
             (*changed, *fresh),
             rerun_all=request.whole,
-            keep=request.keep.union(places),
+            keep=request.keep.union(places, varying),
             until=request.to,
             again=places,
             turns=graph.turns if request.fresh and not request.start else {},
@@ -428,7 +430,7 @@ def _compiled(record: Record, request: Request, wanted: frozenset[int], mode: Mo
         needed = _Supply(refs, [code.slots[ref] for ref in refs], request)
         if len(record.plans) >= 64:
             record.plans.pop(next(iter(record.plans)))
-        entry = record.plans[key] = (code, needed)
+        entry = record.plans[key] = (code, needed, frozenset(varying).intersection(made.run))
     return entry
 
 
@@ -441,6 +443,9 @@ def _require_reached(graph: Graph, request: Request, made: Plan) -> None:
             f"the patch at {unreached[0]} would do nothing: {graph.nodes[request.to].name}, which is asked for, "
             "does not need it."
         )
+
+
+_Entry = tuple[Code, "_Supply", frozenset[int]]
 
 
 class _Supply:
