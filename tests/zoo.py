@@ -3000,7 +3000,6 @@ CAPTURE_REFUSED = {
     "linearised": ("CaptureError: a dispatch mode of the model's own is on",),
     "tensor_subclass_that_dispatches": ("UnknownOrigin: nothing in this thread was seen to make it",),
     "dispatch_mode_of_the_users": ("CaptureError: a dispatch mode of the model's own is on",),
-    "saved_and_loaded": ("CaptureError: in a way that was not seen",),
     "threads": ("UnknownOrigin: nothing in this thread was seen to make it",),
     "nested_tensor": (
         "UnknownOrigin: nothing in this thread was seen to make it",

@@ -69,9 +69,10 @@ def require_seen(recorder: Recorder, counters: Counters) -> None:
 
 def _is_seen(recorder: Recorder, tensor: torch.Tensor, counter: int) -> bool:
     memory, recording = recorder.memory, recorder.recording
-    if recorder.standing_for(tensor) is not tensor:
-        return False  # what is seen is done to what stands for it
     known = memory.live.get(id(tensor))
+    by_script = recorder.has_scripts and isinstance(known, Entry) and known.base.version > 0
+    if recorder.standing_for(tensor) is not tensor and not by_script:
+        return False  # what is seen is done to what stands for it, but by TorchScript, which holds its own
     if (first := memory.begun.get(id(tensor))) is not None:
         silent = isinstance(tensor, nn.Parameter) and type(known) is Handle and recording.values[known] is tensor
         return first == counter and not silent  # others are asked for all values at the end
