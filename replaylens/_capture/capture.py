@@ -201,7 +201,7 @@ def _look(forward: Forward, recording: Recording, origins: Origins, deep: bool) 
                 require_seen(tracer, counters)
                 _take_ends(forward, tracer, output)
                 output = output_by_value(tracer, output)
-    for tree in (recording.inputs, recording.output, *[tree for _, tree, *_ in recording.scope_outputs]):
+    for tree in (recording.inputs, recording.output, *[handed[1] for handed in recording.scope_outputs]):
         if type(tree) is not Handle:
             require_room(tree)
     tracer.watch = None  # they hold each other, and with them every value
@@ -498,6 +498,8 @@ def _require_one_memory(tracer: Tracer) -> None:
     later. A write by torch makes them views of one memory before it happens.
     """
     memory = tracer.memory
+    if not memory.bases:
+        return
     rewritten = {id(base) for base, _ in memory.rewritten}
     bases = {id(one.base): one.base for one in memory.live.values() if isinstance(one, Entry)}
     for key, base in bases.items():

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from attrs import frozen
 
+from .._core.settings import are_usual, products_are_usual
 from .._core.torch_private import HigherOrderOperator, OpOverload, OpOverloadPacket
 from .._replay.layouts import KINDS
 
@@ -46,6 +47,7 @@ class Rule:
     is_identity: bool = False  # may give its argument back: its value gets a name of its own
     is_undefined: bool = False  # gives memory with undefined content
     special: str = ""
+    is_usual: Callable[[], bool] | None = None  # are the switches that it goes by as torch has them?
 
 
 METADATA = frozenset(
@@ -126,6 +128,13 @@ FRESH = frozenset(
     adaptive_avg_pool1d adaptive_avg_pool3d max_pool1d max_pool3d mish selu celu softplus erf reciprocal""".split()
 )
 
+# of these, such as have one kernel alone for a dtype and a layout
+_PLAIN = frozenset(
+    """relu tanh sigmoid add sub mul div exp log sqrt rsqrt neg abs sin cos mean sum eq ne lt gt le ge where cumsum cat
+    stack zeros_like ones_like tril triu masked_fill argmax embedding reciprocal leaky_relu elu hardtanh hardswish
+    erf""".split()
+)
+
 # functions that write more of their arguments than the first; their schema says which
 WRITE_SEVERAL = frozenset(
     """_fused_adagrad_ _fused_adam_ _fused_adamw_ _fused_sgd_ _amp_foreach_non_finite_check_and_unscale_
@@ -178,7 +187,8 @@ def _named_rule(function: Callable[..., Any], name: str) -> Rule:
     if name in RESHAPES:
         return Rule(How.LEAF, kind, writes=writes, reshapes=True)
     if name in FRESH and not draws:
-        return Rule(How.FRESH, kind)
+        by_switches = are_usual if "attention" in name else None if name in _PLAIN else products_are_usual
+        return Rule(How.FRESH, kind, is_usual=by_switches)
     return Rule(
         How.LEAF,
         kind,

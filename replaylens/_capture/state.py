@@ -260,7 +260,8 @@ def keep_by_value(recorder: Recorder) -> None:
 def keep_arrays(recorder: Recorder) -> None:
     """Copies of what lies in arrays of numpy's and their like: whose they are writes there without a word to torch."""
     recording, memory = recorder.recording, recorder.memory
-    outside = [r.tensor for r in recording.records if type(r) is SourceRecord and r.where == OUTSIDE]
+    records = recording.records if memory.bases else ()  # what is exposed has one
+    outside = [r.tensor for r in records if type(r) is SourceRecord and r.where == OUTSIDE]
     for tensor in outside:
         known = memory.live.get(id(tensor))
         if isinstance(known, Entry):

@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 
 from .._core.node import ITSELF
 from .._core.pure import alias, copied, kind_of, message_of, read_in_another_thread, what_is_raised
-from .._core.settings import settings
+from .._core.settings import SMALLEST
 from .._core.torch_private import (
     OpOverload,
     TransformType,
@@ -80,6 +80,7 @@ _peek = peek_interpreter_stack
 _grad_enabled = torch.is_grad_enabled
 _inference = torch.is_inference_mode_enabled
 _autocast = is_any_autocast_on
+_dtype = torch.get_default_dtype
 _dispatch_modes = count_dispatch_modes
 _saved_hooks = top_saving_hooks
 _aten_detach = torch.ops.aten.detach.default
@@ -225,7 +226,8 @@ class Tracer(Recorder):
         out = func(*args)
         took = _now() - start
         is_plain = not (_inference() or _autocast() or _saved_hooks(False)) and _dispatch_modes() == self.outer_modes
-        is_plain = is_plain and not settings(self.recording.default_dtype)
+        is_plain = is_plain and SMALLEST * 0.5 != 0.0 and _dtype() is self.recording.default_dtype
+        is_plain = is_plain and (rule.is_usual is None or rule.is_usual())
         context = self.plain_contexts[_grad_enabled()] if is_plain else self.context()
         recording = self.recording
         if type(out) is _Tensor:

@@ -17,8 +17,14 @@ import torch
 from .torch_private import (
     allows_cudnn,
     allows_mkldnn,
+    checks_sparse,
+    cudnn_attention_is_on,
+    flash_attention_is_on,
+    lean_attention_is_on,
     let_cudnn,
     let_mkldnn,
+    matmul_precision,
+    plain_attention_is_on,
     sdp_order,
     set_sdp_order,
 )
@@ -37,7 +43,7 @@ class _Switch(NamedTuple):
 
 def _precision() -> str:
     try:
-        return torch.get_float32_matmul_precision()
+        return str(matmul_precision())
     except RuntimeError:  # the model says it by `fp32_precision`: torch wants one of the two ways
         return ""
 
@@ -54,18 +60,16 @@ def _flushes() -> bool:
 _cuda = torch.backends.cuda
 _invariants: Any = torch.sparse.check_sparse_tensor_invariants
 _SWITCHES = {
-    "flash attention": _Switch(_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
-    "memory efficient attention": _Switch(_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
-    "plain attention": _Switch(_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
-    "cudnn attention": _Switch(_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
+    "flash attention": _Switch(flash_attention_is_on, _cuda.enable_flash_sdp),
+    "memory efficient attention": _Switch(lean_attention_is_on, _cuda.enable_mem_efficient_sdp),
+    "plain attention": _Switch(plain_attention_is_on, _cuda.enable_math_sdp),
+    "cudnn attention": _Switch(cudnn_attention_is_on, _cuda.enable_cudnn_sdp),
     "order of attentions": _Switch(sdp_order, set_sdp_order),
     "mkldnn": _Switch(allows_mkldnn, let_mkldnn),
     "cudnn": _Switch(allows_cudnn, let_cudnn),
     "matmul precision": _Switch(_precision, _set_precision),
     "flush denormal": _Switch(_flushes, torch.set_flush_denormal),
-    "sparse invariants": _Switch(
-        _invariants.is_enabled, lambda on: (_invariants.enable if on else _invariants.disable)()
-    ),
+    "sparse invariants": _Switch(checks_sparse, lambda on: (_invariants.enable if on else _invariants.disable)()),
 }
 if hasattr(_cuda, "fp16_bf16_reduction_math_sdp_allowed"):
     _SWITCHES["reduced attention"] = _Switch(
@@ -92,6 +96,23 @@ def settings(default_dtype: torch.dtype | None = None) -> Settings:
     pairs = zip(_SWITCHES, now, _usual, strict=True)
     other = tuple([(name, _kept(value)) for name, value, usual in pairs if value != usual])
     return other if default_dtype is None or dtype is default_dtype else (*other, (_DTYPE, dtype))
+
+
+SMALLEST = _SMALLEST  # half of it is zero where such numbers are flushed, which each call minds
+_MKLDNN, _CUDNN, _PRECISION = (_USUAL[name] for name in ("mkldnn", "cudnn", "matmul precision"))
+
+
+def are_usual() -> bool:
+    """Is all as it was at the beginning? For calls that mind everything, as attention does."""
+    return not settings()
+
+
+def products_are_usual() -> bool:
+    """The same of what products, convolutions and the like go by."""
+    try:
+        return allows_mkldnn() is _MKLDNN and allows_cudnn() is _CUDNN and matmul_precision() == _PRECISION
+    except RuntimeError:
+        return _PRECISION == ""
 
 
 def _kept(value: Any) -> Any:

@@ -117,6 +117,12 @@ allows_mkldnn = _name(
 let_mkldnn = _name("torch._C._set_mkldnn_enabled", "the same, in a replay", "left", lambda wanted: None)
 allows_cudnn = _name("torch._C._get_cudnn_enabled", "the same", "taken for yes", lambda: True)
 let_cudnn = _name("torch._C._set_cudnn_enabled", "the same", "left", lambda wanted: None)
+flash_attention_is_on = _name("torch._C._get_flash_sdp_enabled", "the same, without a frame of Python's")
+lean_attention_is_on = _name("torch._C._get_mem_efficient_sdp_enabled", "the same")
+plain_attention_is_on = _name("torch._C._get_math_sdp_enabled", "the same")
+cudnn_attention_is_on = _name("torch._C._get_cudnn_sdp_enabled", "the same")
+matmul_precision = _name("torch._C._get_float32_matmul_precision", "the same")
+checks_sparse = _name("torch._C._check_sparse_tensor_invariants", "the same")
 sdp_order = _name("torch._C._get_sdp_priority_order", "the same", "torch has one order", list)
 set_sdp_order = _name("torch._C._set_sdp_priority_order", "the same", "torch has one order", lambda wanted: None)
 
