@@ -34,7 +34,7 @@ from .._capture.state import held
 from .._core.node import Ref
 from .._core.torch_private import HigherOrderOperator
 from .._core.turns import Turn
-from .._core.world import World
+from .._core.world import World, surely
 from .._replay.replay import Record, Versions, version
 from .outputs import apart, copied
 
@@ -115,7 +115,7 @@ def _under_check(turn: Turn, model: Any, args: Any, kwargs: Any, work: Callable[
         finally:
             _leave(subject, belongings, begun, world)
     finally:  # again: an interrupt may have come before, or in it
-        _leave(subject, belongings, begun, world)
+        surely(lambda: _leave(subject, belongings, begun, world))
 
 
 def _leave(
