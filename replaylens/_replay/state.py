@@ -29,7 +29,7 @@ from .._core.torch_private import TensorGuards
 from .._core.trees import own, own_attributes
 
 PLAIN = frozenset((torch.Tensor, nn.Parameter))
-SAMPLES = 24
+SAMPLES = 16
 WHOLE = 32  # so many words of memory are compared whole
 
 
