@@ -120,7 +120,9 @@ def is_older(tensor: torch.Tensor, date: Date) -> bool:
 def thread_marks() -> tuple[Any, ...]:
     """What changes when a thread is started, or when a pool's workers may have worked."""
     pools = sys.modules.get("concurrent.futures.thread")
-    workers = sum(thread.is_alive() for thread in list(getattr(pools, "_threads_queues", ())))
+    known = getattr(pools, "_threads_queues", None)
+    threads = [ref() for ref in known.keyrefs()] if known is not None else []  # at once: others come meanwhile
+    workers = sum(thread is not None and thread.is_alive() for thread in threads)
     counter = getattr(threading, "_counter", None)  # of the names that threads are given
     return repr(getattr(counter, "__self__", counter)), threading.active_count(), workers or None
 
