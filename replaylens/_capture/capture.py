@@ -206,6 +206,7 @@ def _look(forward: Forward, recording: Recording, origins: Origins, deep: bool) 
             require_room(tree)
     tracer.watch = None  # they hold each other, and with them every value
     recording.addresses = origins.addresses
+    origins.forget()
     return Captured(recording, output, forward.beginning)
 
 
@@ -421,7 +422,7 @@ def _take_inputs(tracer: Tracer, args: Any, kwargs: Any) -> tuple[Any, Any, Any]
     of its own and what it was given are two things.
     """
     counter: list[Any] = []
-    own = tracer.origins.own_among
+    own = tracer.origins.was_own
     swapped: dict[int, torch.Tensor] = {}
 
     def leaf(tensor: torch.Tensor) -> Handle:

@@ -11,10 +11,11 @@ import gc
 import operator
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache, partial
-from itertools import compress
+from itertools import chain, compress
 from types import FunctionType, MethodType
 from typing import Any, cast
 
@@ -127,6 +128,10 @@ def thread_marks() -> tuple[Any, ...]:
     return repr(getattr(counter, "__self__", counter)), threading.active_count(), workers or None
 
 
+_WORKED_OUT = ("started_at", "parameters_begun", "parameters_by_id", "begun_by_id", "begun_by_module", "known_modules")
+_parameters, _values = operator.attrgetter("_parameters"), operator.methodcaller("values")
+
+
 class Origins:
     """The model's tensors, by identity. The whole model is only walked when the running module does not have the
     tensor.
@@ -142,15 +147,22 @@ class Origins:
             shift = len(self.table)
             name = "" if len(self.extra) == 1 else f"model{number + 1}"
             self.table.extend((m, p + shift if p >= 0 else -1, n or name) for m, p, n in inner)
+        self.modules = [module for module, _, _ in self.table]  # every module of the model, each once
         self.held = Held(self.modules)  # when the forward begins
         self.parameters_at_start = [value for _, _, held in self.held.parameters for value in held.values()]
         self.begun = self.held.buffers
         self.attributes_begun: list[tuple[nn.Module, dict[str, Any]]] = []  # those of the user's classes
 
-    @property
-    def modules(self) -> list[nn.Module]:
-        """Every module of the model, each once."""
-        return [module for module, _, _ in self.table]
+    @cached_property
+    def started_at(self) -> dict[int, tuple[nn.Module, str] | None]:
+        """Where each parameter stood when the forward began, by id; None for one that stood at several places."""
+        held = [(value, (module, key)) for module, _, held in self.held.parameters for key, value in held.items()]
+        places = [(id(value), place) for value, place in held if value is not None]
+        found: dict[int, Any] = dict(places)
+        if len(found) < len(places):
+            counts = Counter([number for number, _ in places])
+            found.update((number, None) for number, count in counts.items() if count > 1)
+        return found
 
     def state(self, tensor: torch.Tensor, running: nn.Module | None) -> tuple[str, tuple[Any, str]] | None:
         """What kind of state the tensor is, and (module, key), if it is a parameter or a buffer."""
@@ -224,10 +236,7 @@ class Origins:
 
     def same_parameters(self) -> bool:
         """Has every module the parameters that it had when the capture began?"""
-        now: list[Any] = []
-        for module, _, _ in self.table:
-            if parameters := module._parameters:
-                now.extend(parameters.values())
+        now = [*chain.from_iterable(map(_values, map(_parameters, self.modules)))]
         return len(now) == len(self.parameters_at_start) and all(map(operator.is_, now, self.parameters_at_start))
 
     def parameters_elsewhere(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
@@ -289,13 +298,18 @@ class Origins:
         if len(begun) != sum([bool(module._modules) for module, _, _ in self.table]):
             yield from (module for module, _, _ in self.table if module._modules and id(module) not in begun)
 
-    @cached_property
-    def start_ids(self) -> frozenset[int]:
-        return frozenset(map(id, self.parameters_at_start))
-
     def was_there(self, tensor: torch.Tensor) -> bool:
         """Was this object a parameter when the capture began? Buffers are looked up by what was written."""
-        return not isinstance(tensor, nn.Parameter) or id(tensor) in self.start_ids or bool(self.extra)
+        return not isinstance(tensor, nn.Parameter) or id(tensor) in self.started_at or bool(self.extra)
+
+    def forget(self) -> None:
+        """Let go of what can be worked out again from what the modules held when the forward began."""
+        for name in _WORKED_OUT:
+            vars(self).pop(name, None)
+
+    def was_own(self, tensor: torch.Tensor) -> bool:
+        """Was this object a parameter or buffer when the capture began, or another tensor that a module held?"""
+        return id(tensor) in self.started_at or id(tensor) in self.begun_by_id or self._hangs_on_a_module(tensor)
 
     def own_among(self, tensor: torch.Tensor) -> bool:
         """Is this object itself a parameter or buffer of the model, or another tensor that a module of it holds?"""

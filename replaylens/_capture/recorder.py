@@ -101,7 +101,17 @@ class Recorder(TorchFunctionMode):
     """What the parts of a capture share: the recording, the memory, and where the model is."""
 
     # Python looks up attributes of an object fast while its dict has at most thirty: these few are not in it.
-    __slots__ = ("depth", "elsewhere", "forward", "forwards", "has_scripts", "in_trees", "plain_contexts", "took")
+    __slots__ = (
+        "depth",
+        "elsewhere",
+        "forward",
+        "forwards",
+        "has_scripts",
+        "in_trees",
+        "plain_contexts",
+        "started_at",
+        "took",
+    )
     leaves_changes = True  # what the forward writes stays written
 
     def __init__(self, recording: Recording, origins: Origins, date: Date, deep: bool, unknown: str) -> None:
@@ -109,7 +119,7 @@ class Recorder(TorchFunctionMode):
         self.recording = recording
         self.memory = Memory(recording)
         self.origins = origins
-        self.start_ids = origins.start_ids
+        self.started_at = origins.started_at
         self.wrapped = origins.wrapped
         self.date = date
         self.unknown = unknown
@@ -402,20 +412,19 @@ class Recorder(TorchFunctionMode):
         return self.parameter(tensor) if type(tensor) is _Parameter else self._origin(tensor)
 
     def parameter(self, tensor: torch.Tensor) -> Handle:
-        """A parameter that is read for the first time: most belong to the module that is running."""
-        number, recording, memory = id(tensor), self.recording, self.memory
-        if self.scope >= 0 and number in self.start_ids and not memory.written:
-            module = recording.scopes[self.scope][0]
-            for key, value in self.origins.parameters_begun.get(id(module), module._parameters).items():
-                if value is tensor:
-                    values = recording.values
-                    handle = memory.live[number] = Handle(len(values))
-                    values.append(tensor)
-                    memory.begun[number] = count = version_of(tensor)
-                    recording.versions.append(count)
-                    recording.records.append(_tuple(SourceRecord, ("parameter", handle, (module, key), None, tensor)))
-                    return handle
-        return self._origin(tensor)
+        """A parameter that is read for the first time: most stand at one place."""
+        number, memory = id(tensor), self.memory
+        where = self.started_at.get(number)
+        if where is None or self.scope < 0 or memory.written:
+            return self._origin(tensor)
+        recording = self.recording
+        values, versions = recording.values, recording.versions
+        handle = memory.live[number] = Handle(len(values))
+        values.append(tensor)
+        memory.begun[number] = count = version_of(tensor)
+        versions.append(count)
+        recording.records.append(_tuple(SourceRecord, ("parameter", handle, where, None, tensor)))
+        return handle
 
     def read_all(self, args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
         read = self.read

@@ -143,7 +143,7 @@ def backward_call(tracer: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
     tracer.recording.records.append(record._replace(returns=returns))
     for tensor, old, new in zip(inputs, before, returns, strict=True):
         if new is not None:
-            if isinstance(tensor, torch.nn.Parameter) and id(tensor) in tracer.start_ids:
+            if isinstance(tensor, torch.nn.Parameter) and id(tensor) in tracer.origins.started_at:
                 tracer.recording.collected = True
             _accumulate(tracer, tensor, old, new)
     return result

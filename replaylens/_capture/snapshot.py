@@ -112,11 +112,14 @@ class Snapshot:
         for _, _, buffers in held.buffers:
             self.memories.extend(filter(None, map(_memory_of, buffers.values())))
         self.hooked = list(modules)
-        self.hooks = _hooks_among(self.hooked)
+        self.hooks = {}
         for module in self.hooked:
             attributes = vars(module)
-            if not whole and _is_of_torch(type(module)) and not _has_more(module):  # type: ignore[arg-type]
-                self.plain.append((module, attributes["training"], len(attributes)))
+            if _has_hooks(attributes.get):
+                self.hooks.update(_hooks_in(module))
+            count = len(attributes)
+            if not whole and (_usual.get(type(module)) == count or _is_plain_module(module)):
+                self.plain.append((module, attributes["training"], count))
             else:
                 self.attributes.append((module, {k: v for k, v in attributes.items() if k not in self.apart}))
         for _, attributes in self.attributes:
@@ -225,16 +228,18 @@ def _may_fill(kind: type) -> bool:
     return not _is_of_torch(kind) or issubclass(kind, _FILLED)
 
 
-def _has_more(module: nn.Module) -> bool:
-    """Has a module of torch's own attributes that others of its class have not?"""
+def _is_plain_module(module: nn.Module) -> bool:
+    """Is it of torch's own, with no more attributes than others of its class have?"""
+    if not _is_of_torch(type(module)):  # type: ignore[arg-type]
+        return False
     count = len(vars(module))
     usual = _usual.get(type(module))
     if usual is None or count < usual:
         _usual[type(module)] = count
-    return usual is not None and count > usual
+    return usual is None or count <= usual
 
 
-_usual: dict[type, int] = {}  # by class: the fewest attributes that a module was seen to have
+_usual: dict[type, int] = {}  # by class of torch's own: the fewest attributes that a module was seen to have
 
 
 _FILLED = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -295,10 +300,19 @@ def _memory_of(tensor: torch.Tensor | None) -> _Memory | None:
 def _hooks_among(modules: list[nn.Module]) -> dict[int, dict[Any, Any]]:
     found: dict[int, dict[Any, Any]] = {}
     for module in modules:
-        get = vars(module).get
-        if get("_forward_hooks") or get("_forward_pre_hooks") or get("_backward_hooks") or get("_backward_pre_hooks"):
-            found.update((id(hooks), dict(hooks)) for hooks in _hooks_of(module) if hooks)
+        if _has_hooks(vars(module).get):
+            found.update(_hooks_in(module))
     return found
+
+
+def _has_hooks(get: Callable[[str], Any]) -> bool:
+    return bool(
+        get("_forward_hooks") or get("_forward_pre_hooks") or get("_backward_hooks") or get("_backward_pre_hooks")
+    )
+
+
+def _hooks_in(module: nn.Module) -> dict[int, dict[Any, Any]]:
+    return {id(hooks): dict(hooks) for hooks in _hooks_of(module) if hooks}
 
 
 def _hooks_of(module: nn.Module) -> list[dict[Any, Any]]:
