@@ -6,67 +6,59 @@ prog.replay(from_="relu_3", patch=torch.zeros_like)  # only what the change can 
 print(prog.code)                                     # the program, as Python
 """
 
-import gc
-
-_collects = gc.isenabled()
-gc.disable()  # it would look at all of torch's objects in the middle of this, which takes as long as the rest
-try:
-    from ._check.report import CheckReport as CheckReport
-    from ._edit.edges import Edge as Edge
-    from ._edit.locate import Part as Part
-    from ._edit.patch import (
-        Add as Add,
-        Apply as Apply,
-        Clamp as Clamp,
-        From as From,
-        Mean as Mean,
-        Noise as Noise,
-        Patch as Patch,
-        Project as Project,
-        Resample as Resample,
-        Rotate as Rotate,
-        Scale as Scale,
-        Set as Set,
-        Zero as Zero,
-    )
-    from ._edit.select import Selection as Selection, where as where
-    from ._many.chunks import Plan as Plan
-    from ._many.many import Replays as Replays
-    from ._replay.gradients import Grads as Grads
-    from ._study.attribution import Attribution as Attribution, attribution as attribution
-    from ._study.paths import path_patch as path_patch
-    from ._study.sweep import Sweep as Sweep, sweep as sweep
-    from ._view.diff import Diff as Diff
-    from ._view.theme import DARK as DARK, PAPER as PAPER, Theme as Theme
-    from .errors import (
-        BadEdit as BadEdit,
-        BadMetric as BadMetric,
-        BadPart as BadPart,
-        BadPatch as BadPatch,
-        CannotDraw as CannotDraw,
-        CaptureError as CaptureError,
-        DivergedReplay as DivergedReplay,
-        InputMismatch as InputMismatch,
-        NoGradient as NoGradient,
-        NoSuchLayer as NoSuchLayer,
-        NotDifferentiable as NotDifferentiable,
-        NotPickled as NotPickled,
-        NotSaved as NotSaved,
-        NoValues as NoValues,
-        ReplaylensError as ReplaylensError,
-        ShapeMismatch as ShapeMismatch,
-        StaleValue as StaleValue,
-        UnannouncedWrite as UnannouncedWrite,
-        UnknownOrigin as UnknownOrigin,
-        UnlawfulGraph as UnlawfulGraph,
-        UnresolvedTarget as UnresolvedTarget,
-        UnsupportedModel as UnsupportedModel,
-        WrongCount as WrongCount,
-    )
-    from .program import Program as Program, capture as capture, check as check, run as run
-finally:
-    if _collects:
-        gc.enable()
-    del _collects, gc
+from . import _loading as _loading
+from ._check.report import CheckReport as CheckReport
+from ._edit.edges import Edge as Edge
+from ._edit.locate import Part as Part
+from ._edit.patch import (
+    Add as Add,
+    Apply as Apply,
+    Clamp as Clamp,
+    From as From,
+    Mean as Mean,
+    Noise as Noise,
+    Patch as Patch,
+    Project as Project,
+    Resample as Resample,
+    Rotate as Rotate,
+    Scale as Scale,
+    Set as Set,
+    Zero as Zero,
+)
+from ._edit.select import Selection as Selection, where as where
+from ._many.chunks import Plan as Plan
+from ._many.many import Replays as Replays
+from ._replay.gradients import Grads as Grads
+from ._study.attribution import Attribution as Attribution, attribution as attribution
+from ._study.paths import path_patch as path_patch
+from ._study.sweep import Sweep as Sweep, sweep as sweep
+from ._view.diff import Diff as Diff
+from ._view.theme import DARK as DARK, PAPER as PAPER, Theme as Theme
+from .errors import (
+    BadEdit as BadEdit,
+    BadMetric as BadMetric,
+    BadPart as BadPart,
+    BadPatch as BadPatch,
+    CannotDraw as CannotDraw,
+    CaptureError as CaptureError,
+    DivergedReplay as DivergedReplay,
+    InputMismatch as InputMismatch,
+    NoGradient as NoGradient,
+    NoSuchLayer as NoSuchLayer,
+    NotDifferentiable as NotDifferentiable,
+    NotPickled as NotPickled,
+    NotSaved as NotSaved,
+    NoValues as NoValues,
+    ReplaylensError as ReplaylensError,
+    ShapeMismatch as ShapeMismatch,
+    StaleValue as StaleValue,
+    UnannouncedWrite as UnannouncedWrite,
+    UnknownOrigin as UnknownOrigin,
+    UnlawfulGraph as UnlawfulGraph,
+    UnresolvedTarget as UnresolvedTarget,
+    UnsupportedModel as UnsupportedModel,
+    WrongCount as WrongCount,
+)
+from .program import Program as Program, capture as capture, check as check, run as run
 
 __version__ = "0.1.0"
