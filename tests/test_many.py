@@ -254,3 +254,94 @@ def test_the_rows_of_an_einsum_are_those_of_its_letters():
         ((1, None), (1,)),
         ((None, 1), (2,)),
     ]
+
+
+# -- facts that no content decides ---------------------------------------------------------------------------------------
+
+
+class AsksForMemory(nn.Module):
+    """Asks how memory lies, as attention of library models does by `contiguous` and `is_contiguous`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.first(x)
+        h = (h if h.is_contiguous() else h * 2).transpose(0, 1).contiguous()
+        return self.last(h if h.storage_offset() == 0 and h.stride()[-1] == 1 else h + 1)
+
+
+class AsksForFlags(nn.Module):
+    """Goes another way where no gradients are needed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.last(h) if h.requires_grad else self.last(h) * 2
+
+
+def encoder():
+    return nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True).eval()
+
+
+ASKING = {
+    "memory": (AsksForMemory, torch.Size([4, 4])),
+    "flags": (AsksForFlags, torch.Size([4, 4])),
+    "encoder": (encoder, torch.Size([1, 4, 4])),
+}
+FAITHFUL = {
+    "a scale": lambda other, site: rl.Scale(2.0),
+    "a sum": lambda other, site: rl.Add(torch.ones(other[site].value.shape[-1])),
+    "a part": lambda other, site: rl.Zero("... [d]", d=1),
+    "a part of another": lambda other, site: rl.From(other, "... [d]", d=(0, 2)),
+}
+WHOLE = {
+    "another": lambda other, site: rl.From(other),
+    "nothing": lambda other, site: rl.Zero(),
+    "a tensor": lambda other, site: torch.ones_like(other[site].value).detach(),
+    "a function": lambda other, site: torch.relu,
+    "a transposed tensor": lambda other, site: torch.ones_like(other[site].value).detach().mT.contiguous().mT,
+    "a function that transposes": lambda other, site: lambda value: (value * 3).mT.contiguous().mT,
+    "a part of a larger one": lambda other, site: lambda value: torch.stack([value, value * 2])[1],
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", ASKING)
+def test_variants_of_a_model_that_asks_for_what_no_content_decides_are_as_in_replays_of_their_own(name, grad):
+    build, shape = ASKING[name]
+    torch.manual_seed(0)
+    model = build()
+    with torch.set_grad_enabled(grad):
+        prog, other = (rl.capture(model, torch.randn(shape)) for _ in range(2))
+    sites = [call.name for call in prog.graph.calls if call.kind == "linear"]
+    variants = {
+        (what, site): {site: make(other, site)} for what, make in {**FAITHFUL, **WHOLE}.items() for site in sites
+    }
+    assert prog.graph.asked
+    swept = prog.replay_many(variants)
+    for key, patch in variants.items():
+        alone = prog.replay(patch=patch)
+        assert torch.allclose(swept[key], alone.output, rtol=1e-5, atol=1e-6), key
+        assert (
+            [str(swept.departures[key])] == [str(d) for d in alone.departures[:1]]
+            if alone.departures
+            else (key not in swept.departures)
+        )
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", ASKING)
+def test_variants_that_alter_no_answer_run_together(name, grad):
+    build, shape = ASKING[name]
+    model = build()
+    with torch.set_grad_enabled(grad):
+        prog, other = (rl.capture(model, torch.randn(shape)) for _ in range(2))
+    sites = [call.name for call in prog.graph.calls if call.kind == "linear"]
+    several = FAITHFUL if name != "memory" else {**FAITHFUL, "another": WHOLE["another"], "nothing": WHOLE["nothing"]}
+    variants = {(what, site): {site: make(other, site)} for what, make in several.items() for site in sites}
+    assert prog.replay_many(variants, dry=True).plan.variants == len(variants)

@@ -15,11 +15,13 @@ import torch
 from attrs import evolve, frozen
 
 from .._core.node import Context, Guard, Input, Ref
+from .._core.pure import in_layout
 from .._core.trees import leaves, thaw
 from .._core.world import World, surely
 from .._replay.facts import Around, Instead, is_like_an_input, layout_departures
 from .._replay.guards import Departure, departure
 from .._replay.interpreter import modes, recorded_world
+from .._replay.layouts import geometry
 from .._replay.request import Change
 from .delta import Delta, Pairs, chosen, folded, joined, kept, lane_value, packed, stacked, without
 from .demand import Rows, taking
@@ -282,6 +284,10 @@ class _Chunk:
         if type(change.tree) is Ref:
             slot = self.machine.slot[change.tree]
             value = self._value(slot, lane)
+            if (
+                self.machine.graph.asked
+            ):  # the model may ask how it lies: a function of the user's is given it as it lay
+                return [(slot, change.make(in_layout(value, self.machine.meanings[slot].strides)))]
             new = change.free(value)
             if not isinstance(new, Tensor) or new.shape != value.shape or new.dtype != value.dtype:
                 new = change.make(value)  # raises, and says what is wrong
@@ -297,7 +303,9 @@ class _Chunk:
         own, known = is_like_an_input(new) or has_attributes, self.machine.values[slot]
         if (new.is_conj(), new.is_neg()) != (known.is_conj(), known.is_neg()):  # stacked, variants have no such marks
             return Departure("the mark of a conjugate or negative of a patched value", "one", "another")
-        if new.stride() == known.stride() and not own:
+        if not own and (
+            geometry(new) == geometry(known) if self.machine.graph.asked else new.stride() == known.stride()
+        ):
             return None
         ref = next(ref for ref, number in self.machine.slot.items() if number == slot)
         graph, values = self.machine.graph, self.machine.record.values

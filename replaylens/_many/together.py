@@ -18,10 +18,12 @@ from .._core.pure import looks_at_memory, mutate, same_content
 from .._core.reference import Unpickled
 from .._core.target import Target
 from .._core.trees import freeze_deep, leaves, thaw
+from .._edit.patch import keeps_layout
 from .._replay.facts import heeded
 from .._replay.guards import diverged
 from .._replay.parting import parted
 from .._replay.replay import Record, led_astray, version
+from .._replay.request import Change
 from .._replay.run import Run
 from ..errors import CaptureError, DivergedReplay, ReplaylensError
 from .chunks import Plan
@@ -57,10 +59,8 @@ class Together:
         if why:
             self.notes.append(f"everything: {why}")
             self.loners = frozenset(range(len(self.keys)))
-        if self.record.graph.asked:  # of layouts and flags, which variants that run together have not
-            self.loners |= {n for n, each in enumerate(self.changes) if each}
-        elif graph.catches:
-            self.loners |= {n for n, each in enumerate(self.changes) if _is_only_heeded(graph, each)}
+        if graph.asked or graph.catches:
+            self.loners |= _heeding(graph, self.changes)
         if delicate := [call for call in graph.calls if call.through or call.target.function is mutate]:
             apart = [n for n, each in enumerate(self.changes) if not can_share(graph, delicate, each)]
             self.loners = self.loners.union(apart)
@@ -113,8 +113,6 @@ class Together:
             self.notes.append(f"everything: together it raised {type(error).__name__}: {error}")
             return self._done(self._all_alone(tick), baseline)
         for number in sorted({*self.loners, *self.many.departures}):
-            if number in self.many.departures and on_divergence == "raise":
-                raise diverged(self.many.departures[number], f"in the variant {self.keys[number]!r}, ")
             _put(values, number, self._alone(number), self.keys[number])
         return self._done(values, baseline)
 
@@ -126,10 +124,16 @@ class Together:
         return stacked_results(results)
 
     def _alone(self, number: int) -> Any:
-        """What a variant comes to by itself, and whether it leaves the recorded path."""
-        run = self.alone(number)
+        """What a variant comes to by itself. Whether it leaves the recorded path is said by its own replay."""
+        suspected = self.many.departures.pop(number, None)
+        try:
+            run = self.alone(number)
+        except DivergedReplay as error:
+            if suspected is None:
+                raise
+            raise diverged(suspected, f"in the variant {self.keys[number]!r}, ") from error
         if run.departures:
-            self.many.departures.setdefault(number, run.departures[0])
+            self.many.departures[number] = run.departures[0]
         return self._measured(run.output)
 
     def _at_once(self, tick: Callable[[int], None]) -> Any:
@@ -167,10 +171,28 @@ def _shifts_draws(graph: Graph, changes: Changes) -> bool:
     return any(graph.nodes[before].name in below for before in graph.shifts.values())
 
 
-def _is_only_heeded(graph: Graph, changes: Changes) -> bool:
-    """Does nothing but a fact, which runs that go together do not ask for, hang on some of the changes?"""
+def _heeding(graph: Graph, changes: Sequence[Changes]) -> frozenset[int]:
+    """The variants that are asked for what runs that go together cannot tell: where nothing but a fact hangs on a
+    change, and where the model asks for flags that a patch may alter. How memory lies is asked where variants join.
+    """
+    places = {position for each in changes for position in each}
     needed = graph.marked_ancestors([ref.node for ref in graph.wanted_refs])
-    return any(not needed[position] for position in heeded(graph, changes))
+    only = {position for position in heeded(graph, places) if not needed[position]}
+    flags = [guard for guard in graph.asked if guard.kind == "flags" and guard.refs]
+    catches = bool(graph.catches and graph.asked)
+    above = graph.marked_ancestors([ref.node for guard in flags for ref in guard.refs])
+    flagged = {position for position in places if above[position] or (catches and graph.reached[position])}
+    return frozenset(
+        number
+        for number, each in enumerate(changes)
+        if not only.isdisjoint(each)
+        or any(not all(map(_keeps_flags, each[position])) for position in flagged.intersection(each))
+    )
+
+
+def _keeps_flags(change: Change) -> bool:
+    """Does the new value need gradients exactly where the old one does?"""
+    return change.follows and keeps_layout(change.what) and not any(tensor.requires_grad for tensor in change.holds)
 
 
 def shares_nothing(graph: Graph) -> str:

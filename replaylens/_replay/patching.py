@@ -103,17 +103,12 @@ def _is_read_inside_alone(graph: Graph, place: Any) -> bool:
     if place.scope is None or place.names:
         return False
     mine = set(_refs(place.part or value_of(graph[place.node])))
-    users = [graph.nodes[p] for p in graph.users[graph.positions[place.node]]]
-    readers = [user for user in users if mine.intersection(_read_by(user))]
+    users = graph.users[graph.positions[place.node]]
+    readers = [graph.nodes[user] for user in users if not mine.isdisjoint(graph.refs[user])]
     ends = {*graph.output_refs, *[ref for _, ref in graph.changes]}
     if not readers or mine & ends or any(mine.intersection(guard.refs) for guard in graph.guards):
         return False
     return all(isinstance(r, Call) and r.scope is not None and place.scope in r.scope.stack for r in readers)
-
-
-def _read_by(node: Any) -> tuple[Ref, ...]:
-    """The values that a node reads."""
-    return tuple(node.refs) if isinstance(node, Call) else ()
 
 
 def _takes_one(patch: Patch) -> bool:

@@ -71,6 +71,7 @@ class Record:
         factory=dict
     )  # by address: tensors of the model in the memory of an input, that input, and what was there
     _watched: tuple[dict[str, StatePlace], dict[int, StatePlace]] | None = field(default=None, init=False)
+    _standing: Standing | None = field(default=None, init=False)
 
     def value(self, ref: Ref) -> torch.Tensor:
         """A recorded value, if nobody overwrote it since; computed again, if it was not kept."""
@@ -106,6 +107,13 @@ class Record:
             self._watched = self._watch()
         return self._watched
 
+    @property
+    def standing(self) -> Standing:
+        """Is all of that as it was recorded?"""
+        if self._standing is None:
+            self._standing = Standing(self.watched[0].values())
+        return self._standing
+
     def _watch(self) -> tuple[dict[str, StatePlace], dict[int, StatePlace]]:
         """The state whose recorded values are the model's own tensors. What the forward writes is kept by value."""
         written = {*[address for address, _ in self.graph.changes], *self.graph.removed}
@@ -128,7 +136,7 @@ class Record:
     def require_steady(self) -> None:
         """Did nobody overwrite a recorded value?"""
         moved = any(self.versions[ref] != version(tensor) for ref, tensor in self.values.items())
-        if moved or not Standing(self.watched[0].values()):
+        if moved or not self.standing:
             for ref in self.values:
                 self.value(ref)  # raises for the one that was overwritten
 
