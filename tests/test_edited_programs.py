@@ -206,7 +206,8 @@ def test_with_patch_is_a_replay_with_the_patch(name):
             torch.manual_seed(1)
             program = rl.capture(case.model, *case.args, **case.kwargs)
         except Exception as error:
-            assert is_refused_so(name, error)
+            if not is_refused_so(name, error):
+                raise
             return
         before = program.graph
         for layer in program.layers[:: max(1, len(program.layers) // 4)]:
