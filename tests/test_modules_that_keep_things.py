@@ -269,3 +269,62 @@ def test_an_edited_program_cannot_ask_the_model():
     model, x, _ = made(GROWING["a_number_that_scales"])
     with pytest.raises(rl.ReplaylensError, match="only the model can tell"):
         rl.capture(model, x).bypass("mul_1").module()
+
+
+def by_the_default_generator(m, x):
+    torch.manual_seed(m.count)
+    return m.b(x) * torch.rand(4)
+
+
+def by_a_generator_of_its_own(m, x):
+    return m.b(x) * torch.rand(4, generator=torch.Generator().manual_seed(m.count))
+
+
+def in_a_fork(m, x):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(m.count)
+        return nn.functional.dropout(m.b(x))
+
+
+def in_place(m, x):
+    torch.manual_seed(m.count)
+    return m.b(x) * torch.zeros(4).uniform_()
+
+
+def by_a_state_that_is_set(m, x):
+    torch.set_rng_state(torch.Generator().manual_seed(m.count).get_state())
+    return m.b(x) * torch.rand(4)
+
+
+def for_those_who_come_later(m, x):
+    torch.manual_seed(m.count)
+    return m.b(x)
+
+
+SEEDED = [
+    *(by_the_default_generator, by_a_generator_of_its_own, in_a_fork, in_place, by_a_state_that_is_set),
+    for_those_who_come_later,
+]
+
+
+@pytest.mark.parametrize("draws", SEEDED, ids=lambda draws: draws.__name__)
+def test_a_number_that_the_forward_counts_up_is_no_seed_of_a_module(draws):
+    def run(m, x):
+        m.count += 1
+        return draws(m, x)
+
+    model, x, _ = made(run)
+    with pytest.raises(rl.ReplaylensError, match="changes `count`, which it reads, and its next one"):
+        rl.capture(model, x).module()
+
+
+def test_a_seed_that_stays_the_same_is_one_of_a_module():
+    def run(m, x):
+        m.count += 1
+        torch.manual_seed(7 + 0 * m.count)
+        return m.b(x) * torch.rand(4)
+
+    (model, x, _), (twin, _, _) = made(run), made(run)
+    module = rl.capture(model, x).module()
+    assert torch.equal(module(x), twin(x))
+    assert torch.equal(torch.rand(4), (twin(x), torch.rand(4))[1])

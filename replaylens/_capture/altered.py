@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .._core.node import TensorMeaning
 from .._core.trees import ATOMS
 from .._replay.state import PLAIN
 from .origins import path_to
@@ -28,7 +29,8 @@ _MISSING = object()
 
 def altered(recorder: Recorder, snapshot: Snapshot) -> list[tuple[Any, str]]:
     """Where Python objects stand on modules that are others now, or hold others, and are read: (module, key)."""
-    found = {(id(module), key): (module, key) for module, key in _changed(snapshot)}
+    unlike = [where for where in recorder.recording.unlike if where[0] is not None]
+    found = {(id(module), key): (module, key) for module, key in (*_changed(snapshot), *unlike)}
     if not found:
         return []
     codes = list(code_of(recorder.recording.model, recorder.origins.modules))
@@ -77,9 +79,11 @@ def _holds_the_same(container: Any, content: Any) -> bool:
 
 
 def _is_item(old: Any, new: Any) -> bool:
-    """A tensor in the place of a tensor is known by its place; one in the place of anything else is not."""
+    """A tensor in the place of one of its kind is known by its place; one in the place of anything else is not."""
+    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+        return old is new or TensorMeaning.of(old) == TensorMeaning.of(new)
     if isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor):
-        return isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)
+        return False
     return _is_same(old, new)
 
 

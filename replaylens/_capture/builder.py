@@ -175,6 +175,7 @@ class Recording:
         factory=list
     )  # (module, key) and its value at the end; (None, address) where modules were exchanged
     replaced: list[tuple[Any, str]] = field(factory=list)  # (module, key): of changes, where another tensor stands now
+    unlike: list[tuple[Any, str]] = field(factory=list)  # of these, where it tells the model what no record shows
     written_again: dict[int, None] = field(factory=dict)  # written in a checkpoint: memory by id, and its new values
     checkpointed: set[int] = field(factory=set)  # the numbers of records that were made in a checkpoint
     computed_again: list[tuple[Any, str]] = field(factory=list)  # (module, key): of changes, what was written there
@@ -236,7 +237,9 @@ class Addresses:
 
     modules: dict[int, str]  # id of a module -> dotted address
     listed: tuple[torch.nn.Module, ...] = ()  # the model's modules, each below the one that has it
-    aliases: Callable[[Any, str], tuple[str, ...]] = lambda module, key: ()  # further addresses of the same tensor
+    aliases: Callable[[Any, str, torch.Tensor | None], tuple[str, ...]] = field(
+        default=lambda module, key, tensor: ()
+    )  # further addresses of the same tensor: of what stood there, if none is given
     twice: tuple[tuple[str, str], ...] = ()  # further addresses of modules, each with the first
     state: frozenset[str] = frozenset()  # every address of a parameter or buffer
 
@@ -285,7 +288,8 @@ def freeze(recording: Recording) -> Frozen:
     made = with_dynamic_shapes(made)
     codes = _codes(recording)
     named = _named(recording, codes)
-    is_caught = any(map(catches, codes))
+    is_caught, by_identity = any(map(catches, codes)), any(map(asks_identity, codes))
+    asked = _asked(recording, codes, refs, to_ref, scopes)
     graph = Graph(
         nodes=tuple(made),
         output=remake(recording.output, to_ref),
@@ -297,14 +301,14 @@ def freeze(recording: Recording) -> Frozen:
         changes=tuple([(address_of(addresses, where), refs[last]) for where, last in recording.changes]),
         replaced=frozenset([address_of(addresses, where) for where in recording.replaced]),
         removed=tuple([address_of(addresses, where) for where in recording.removed]),
-        not_again=tuple(_not_again(recording, addresses)),
+        not_again=(*_not_again(recording, addresses), *_parted(recording, addresses, made)),
         collects=recording.collected,
-        altered=tuple([address_of(addresses, where) for where in recording.altered]),
+        altered=_altered(recording, addresses, made, asked, by_identity),
         orphans=frozenset(name for name, orphan in zip(names, orphans, strict=True) if orphan),
         computed_again=tuple([address_of(addresses, where) for where in recording.computed_again]),
-        asked=_asked(recording, codes, refs, to_ref, scopes),
+        asked=asked,
         written=frozenset(refs[handle] for handle in recording.written if handle in refs),
-        asks_identity=any(map(asks_identity, codes)),
+        asks_identity=by_identity,
         catches=is_caught,
         shares_inputs=recording.aliased,
         literals=recording.literals,
@@ -325,6 +329,19 @@ def freeze(recording: Recording) -> Frozen:
     return Frozen(require_lawful(graph), {ref: handle for handle, ref in refs.items()}, addresses)
 
 
+def _altered(
+    recording: Recording, addresses: Addresses, nodes: list[Node], asked: tuple[Guard, ...], by_identity: bool
+) -> tuple[str, ...]:
+    """Where the forward left something else that its next one may go by and no State node tells of: Python objects; of
+    tensors whether one is another, and how often they were written.
+    """
+    found = [*recording.altered, *(recording.replaced if by_identity else ())]
+    names = [address_of(addresses, where) for where in found]
+    counted = {ref.node for guard in asked if guard.target.short == "_version" for ref in guard.refs}
+    names += [node.address for node in nodes if node.name in counted and isinstance(node, State)]
+    return tuple(dict.fromkeys(names))
+
+
 def _not_again(recording: Recording, addresses: Addresses) -> Iterator[str]:
     """Why the model's next forward may take another path than this one."""
     for where in recording.born:
@@ -332,6 +349,17 @@ def _not_again(recording: Recording, addresses: Addresses) -> Iterator[str]:
     for module in recording.rearranged:
         address = addresses.modules[id(module)]
         yield f"its forward gave {f'`{address}`' if address else 'the model'} other submodules, or changed their places"
+
+
+def _parted(recording: Recording, addresses: Addresses, nodes: list[Node]) -> Iterator[str]:
+    """Places that held one tensor, and where the forward left several."""
+    put = {address_of(addresses, where) for where in (*recording.replaced, *recording.removed)}
+    last = {address_of(addresses, where): handle for where, handle in recording.changes}
+    for node in nodes if put else ():
+        names = (node.address, *node.aliases) if isinstance(node, State) else ()
+        if not put.isdisjoint(names) and len({last.get(name) if name in put else "" for name in names}) > 1:
+            places = " and ".join([f"`{name}`" for name in names])
+            yield f"its forward left several tensors at {places}, which held one when it began"
 
 
 def _unread(addresses: Addresses, nodes: list[Node]) -> frozenset[str]:
@@ -517,7 +545,9 @@ def _source_node(recording: Recording, addresses: Addresses, record: SourceRecor
         return Input(name, record.where, meaning, recording.input_types.get(record.returns))
     if record.kind == "constant":
         return Const(name, record.where, meaning, user_line(recording, record.site, -1))
-    address, aliases = address_of(addresses, record.where), addresses.aliases(*record.where)
+    read = record.tensor if record.kind == "attribute" else None  # by now the forward may have put another one there
+    module, key = record.where
+    address, aliases = address_of(addresses, record.where), addresses.aliases(module, key, read)
     return State(name, address, record.kind, meaning, tuple(a for a in aliases if a != address))
 
 

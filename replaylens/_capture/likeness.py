@@ -29,6 +29,8 @@ class Likeness:
         written = dict(one.changes), dict(two.changes)
         if written[0].keys() != written[1].keys():
             return "writes other things"
+        if not self._leaves_alike():
+            return "leaves torch's generator in another state"
         ends = [(ref, written[1][address]) for address, ref in written[0].items()]
         if _skeleton(one.output) != _skeleton(two.output):
             return "gives another structure"
@@ -50,7 +52,7 @@ class Likeness:
             return (
                 before.target == after.target
                 and before.context == after.context
-                and (before.draws is None) == (after.draws is None)
+                and self._draws_alike(before, after)
                 and _skeleton((before.args, tuple(before.kwargs))) == _skeleton((after.args, tuple(after.kwargs)))
                 and len(_reads(before)) == len(_reads(after))
             )
@@ -64,6 +66,22 @@ class Likeness:
                 return values[0] is values[1]
             return same_content(*values)
         return False
+
+    def _draws_alike(self, before: Call, after: Call) -> bool:
+        """Of what a seed fixed, the same numbers: the seed may be a number that the forward counts up."""
+        if before.draws is None or after.draws is None or before.is_seeded != after.is_seeded:
+            return before.draws is after.draws is None
+        return not before.is_seeded or self._is_one_state(before.draws, after.draws)
+
+    def _leaves_alike(self) -> bool:
+        """Is torch's generator left in the same state, where a seed decides that?"""
+        one, two = (
+            graph.left.fixed if graph.left is not None else None for graph in (self.first.graph, self.then.graph)
+        )
+        return one is two is None if one is None or two is None else self._is_one_state(one, two)
+
+    def _is_one_state(self, before: str, after: str) -> bool:
+        return same_content(self.first.draws[before], self.then.draws[after])
 
     def _is_cached(self, before: Ref, after: Ref) -> bool:
         """Does the later one find what the first has made of numbers alone?"""

@@ -408,7 +408,9 @@ class Origins:
     def _aliases(self, found: list[tuple[Any, list[str]]]) -> Any:
         holders = {id(value): names for value, names in found}
 
-        def aliases(module: Any, key: str) -> tuple[str, ...]:
+        def aliases(module: Any, key: str, tensor: torch.Tensor | None) -> tuple[str, ...]:
+            if tensor is not None:
+                return tuple(holders.get(id(tensor), ()))
             value = getattr(module, key, None) if isinstance(module, nn.Module) and "." not in key else None
             if isinstance(module, nn.Module) and (key in module._buffers or id(module) in self.begun_by_module):
                 value = self.at_start(module, key) if self.at_start(module, key) is not None else value

@@ -16,8 +16,11 @@ import torch
 from attrs import frozen
 from torch import nn
 
+from .._core.node import TensorMeaning
 from .._core.pure import history_of, take_step, writable_copy
+from .._core.sameness import attached
 from .._core.trees import freeze_deep, leaves, thaw
+from .._replay.layouts import geometry
 from .._replay.state import NO_LOOK, PLAIN, Look, PlaceNote, attribute_at, fused_steps, looks_at
 from .builder import Handle, Recording, SourceRecord, version_of, versions_of
 from .origins import Origins, Place
@@ -206,6 +209,24 @@ def _compare(
     recorder.recording.changes.append((where, last))
     if now is not first:
         recorder.recording.replaced.append(where)
+        if first is not None and _is_unlike(recorder, first, now, id(first) in firsts):
+            recorder.recording.unlike.append(where)
+
+
+def _is_unlike(recorder: Recorder, first: torch.Tensor, now: torch.Tensor, is_read: bool) -> bool:
+    """May Python code that looks at what stands there find something else, which no State node tells of? Of what the
+    forward has read, that is its class and what hangs on it; of what it has not, all that is no content.
+    """
+    if type(first) is not type(now) or attached(first) != attached(now):
+        return True
+    if is_read:
+        return False
+    return storage_key(first) in recorder.memory.bases or _looks(first) != _looks(now)
+
+
+def _looks(tensor: torch.Tensor) -> Any:
+    flags = tensor.requires_grad, tensor.is_leaf, tensor.is_inference()
+    return TensorMeaning.of(tensor), geometry(tensor) if tensor.layout is torch.strided else None, flags
 
 
 def _last(recorder: Recorder, now: torch.Tensor, is_same: bool) -> Handle | None:

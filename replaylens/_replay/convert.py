@@ -18,6 +18,7 @@ from .._core.node import Call, Node, Ref, State, TensorMeaning
 from .._core.pure import as_leaf
 from .._core.trees import leaves, remake, thaw
 from ..errors import DivergedReplay, StaleValue
+from .begun import Begun
 from .facts import Around, require_as_asked
 from .guards import Departure
 from .interpreter import Mode, compile_plan, interpret, recorded_world, states_begun
@@ -48,7 +49,20 @@ def present(record: Record, model: Any) -> Record:
             raise StaleValue(f"the {node.kind} `{node.address}` {place.change}.\n{CAPTURE_AGAIN}")
     for address in _appeared(record.graph, module) if module is not None else ():
         raise StaleValue(f"the model has `{address}` now, and had none when it was captured.\n{CAPTURE_AGAIN}")
+    names = [address for node in record.graph.state_nodes for address in (node.address, *node.aliases)]
+    stand = {address: _standing(address, places, module) for address in names}
+    for departure in Begun(record).departures(stand.get):
+        _departed(departure)
     return evolve(record, live=live, places=places, plans={})
+
+
+def _standing(address: str, places: Mapping[str, StatePlace], module: nn.Module | None) -> torch.Tensor | None:
+    """What stands at an address now: in the module that the model has there."""
+    place = places.get(address)
+    holder = _below(module, address.split(".")[:-1]) if place is not None and place.kind != "attribute" else None
+    if place is not None and holder is not None:
+        place = evolve(place, held=(holder._parameters, holder._buffers))
+    return place.now() if place is not None else None
 
 
 CAPTURE_AGAIN = "Capture the model again, as it is now."

@@ -16,9 +16,10 @@ from torch import nn
 
 from .._core.graph import Graph
 from .._core.node import Call, Node, Ref, State, TensorMeaning
-from .._core.pure import as_leaf, standing, writable_copy
+from .._core.pure import as_leaf, writable_copy
 from .._core.trees import thaw
 from ..errors import NotDifferentiable, ReplaylensError, StaleValue
+from .begun import Begun, exchanged
 from .facts import require_as_asked
 from .guards import Departure, diverged, raising
 from .inputs import new_inputs
@@ -59,7 +60,8 @@ class ProgramModule(Holder):
     _codes: dict[bool, tuple[Code, tuple[str, ...]]]
     _held: dict[str, tuple[Standing, ...]]  # by the name of a node
     _ends: dict[str, Standing]  # by address
-    _exchanged: set[str]  # the addresses of tensors that the forward gives other memory
+    _exchanged: frozenset[str]  # the addresses of tensors that the forward gives other memory
+    _begun: Begun
     _asks_state: bool  # does anything hang on how what the model holds is laid out or flagged?
 
     def __init__(self, record: Record) -> None:
@@ -85,7 +87,8 @@ class ProgramModule(Holder):
         hidden = self.__dict__  # no submodules, parameters or state of the module's own
         hidden["_record"], hidden["_codes"] = record, {}
         hidden["_asks_state"] = bool(record.graph.asked) or goes_by_layout(record.graph)
-        hidden["_exchanged"] = {address for address, ref in record.graph.changes if _is_exchanged(record.graph, ref)}
+        hidden["_exchanged"] = exchanged(record.graph)
+        hidden["_begun"] = Begun(record)
         hidden["_held"] = held = {node.name: _places(self, record, node) for node in record.graph.state_nodes}
         known = {place.address for places in held.values() for place in places}
         ends = [*[address for address, _ in record.graph.changes], *record.graph.removed]
@@ -123,6 +126,8 @@ class ProgramModule(Holder):
         """What the program gives for these inputs, of the recorded shapes."""
         record = self._record
         graph = record.graph
+        for departure in self._begun.departures(self._standing_at):
+            raise diverged(departure)
         held = {name: tensor for name, places in self._held.items() if (tensor := places[0].now()) is not None}
         new = new_inputs(graph, args, kwargs, held)
         given = {graph.nodes[p].name: tensor for p, tensor in new.fitting.items()}
@@ -150,15 +155,19 @@ class ProgramModule(Holder):
             return self._state(node)
         return as_leaf(self._record.value(Ref(node.name)))
 
+    def _standing_at(self, address: str) -> torch.Tensor | None:
+        return self._ends[address].now()
+
     def _state(self, node: State) -> torch.Tensor:
         """What stands at a place of the model, if the program can go on from it."""
         tensor = self._held[node.name][0].now()
         what, cure = f"the {node.kind} `{node.address}`", "Capture the model again, as it is now."
         if tensor is None:
             raise StaleValue(f"{what} was removed since the capture, and the program reads it.\n{cure}")
+        if node.name in self._begun.left:  # that is asked before
+            return tensor
         now, then = TensorMeaning.of(tensor), node.meaning
-        grows = node.address in self._record.graph.replaced
-        if (now.dtype, now.device) != (then.dtype, then.device) or (now.shape != then.shape and not grows):
+        if (now.shape, now.dtype, now.device) != (then.shape, then.dtype, then.device):
             raise StaleValue(f"{what} is {now} on {now.device} now, and was recorded as {then}.\n{cure}")
         return tensor
 
@@ -346,12 +355,6 @@ def _require_left_alone(graph: Graph) -> None:
             "none: training by it would be another.\nTake them by torch.autograd.grad, or name the tensors that "
             "are to have them (`inputs=[...]`); without gradients (torch.no_grad()) the module can be called."
         )
-
-
-def _is_exchanged(graph: Graph, ref: Ref) -> bool:
-    """Is it what `tensor.data = value` gave a tensor, and not what was written to its memory?"""
-    node = graph[ref.node]
-    return isinstance(node, Call) and node.target.function in (standing, torch.Tensor.detach)
 
 
 def _departed(departure: Departure) -> None:
