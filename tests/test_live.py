@@ -1284,3 +1284,122 @@ def test_a_patch_stays_with_its_line_where_the_model_takes_a_branch_before_it():
     patch = {"sin_1": changes["sin"], "relu_1": changes["relu"]}
     assert_same(rl.capture(forward, torch.ones(3)).replay(patch=patch).output, wanted)
     assert_same(rl.run(forward, torch.ones(3), patch=patch).output, wanted)
+
+
+class Holds(nn.Module):
+    """A model with tensors of its own, several of which look at one memory."""
+
+    def __init__(self, does, hands_on=nn.Identity):
+        super().__init__()
+        torch.manual_seed(1)
+        self.does, self.fc, self.o = does, nn.Linear(4, 4), hands_on()
+        self.register_buffer("h", torch.ones(4))
+        self.register_buffer("v", self.h[:])
+        self.register_buffer("part", self.h[:2])
+        self.t, self.held = self.h[:], [self.h[:]]
+
+    def forward(self, x):
+        return self.does(self, x)
+
+
+class HandsOn(nn.Module):
+    def forward(self, x):
+        return x
+
+
+def hands_a_buffer_on(m, x):
+    k = m.o(m.h)
+    m.h.add_(1)
+    return m.fc(x) * k
+
+
+def hands_a_view_on(m, x):
+    k = m.o(m.v)
+    m.h.add_(1)
+    return m.fc(x) * k
+
+
+def hands_on_what_was_written(m, x):
+    m.h.add_(1)
+    return m.fc(x) * m.o(m.v)
+
+
+def writes_what_was_handed_on(m, x):
+    k = m.o(m.h)
+    y = m.fc(x) * m.h
+    k.add_(1)
+    return y * m.h
+
+
+def hands_an_attribute_on(m, x):
+    k = m.o(m.t)
+    m.t.add_(1)
+    return m.fc(x) * k
+
+
+def reads_a_view_of_what_it_writes(m, x):
+    m.h.add_(1)
+    return m.fc(x) * m.v
+
+
+def reads_a_view_first(m, x):
+    k = m.v * 1
+    m.h.add_(1)
+    return m.fc(x) * k * m.v
+
+
+def writes_a_view(m, x):
+    y = m.fc(x) * m.h
+    m.v.add_(1)
+    return y * m.h
+
+
+def reads_an_attribute_over_it(m, x):
+    m.h.add_(1)
+    return m.fc(x) * m.t
+
+
+def writes_what_is_in_a_list(m, x):
+    m.held[0].add_(1)
+    return m.fc(x) * m.h
+
+
+def reads_a_part(m, x):
+    m.h.add_(1)
+    return m.fc(x)[..., :2] * m.part
+
+
+def writes_a_part(m, x):
+    m.h[1:].mul_(m.fc(x).detach().mean())
+    return m.fc(x) * m.v
+
+
+HOLDING = [
+    *(hands_a_buffer_on, hands_a_view_on, hands_on_what_was_written, writes_what_was_handed_on, hands_an_attribute_on),
+    *(reads_a_view_of_what_it_writes, reads_a_view_first, writes_a_view, reads_an_attribute_over_it),
+    *(writes_what_is_in_a_list, reads_a_part, writes_a_part),
+]
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["", "after another forward"])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("at", ["o", "fc"])
+@pytest.mark.parametrize("hands_on", [nn.Identity, HandsOn])
+@pytest.mark.parametrize("does", HOLDING, ids=lambda does: does.__name__)
+def test_a_model_that_is_run_again_begins_where_the_recorded_forward_began(does, hands_on, at, rows, again):
+    if at == "o" and "hand" not in does.__name__:
+        at = "fc"
+    model, plain = Holds(does, hands_on), Holds(does, hands_on)
+    prog, other = rl.capture(model, torch.ones(2, 4)), torch.arange(4.0 * rows).view(rows, 4)
+    if again:
+        model(other)
+    before = [value.clone() for value in model.state_dict().values()]
+    getattr(plain, at).register_forward_hook(lambda module, args, out: out * 0.5)
+    assert_same(prog.replay(other, patch={at: rl.Scale(0.5)}).output, plain(other).detach())
+    assert all(map(torch.equal, before, model.state_dict().values()))
+
+
+@pytest.mark.parametrize("hands_on", [nn.Identity, HandsOn])
+@pytest.mark.parametrize("does", HOLDING, ids=lambda does: does.__name__)
+def test_a_model_that_writes_what_it_hands_on_is_right_for_the_check(does, hands_on):
+    assert rl.check(Holds(does, hands_on), torch.ones(2, 4))

@@ -106,10 +106,7 @@ class LiveTracer(Tracer):
         self.copied: dict[int, tuple[torch.Tensor, Any, int]] = {}  # by a copy's id: what a patch gave, that copy
         self.unwritten: set[Handle] = set()  # values of patched parameters and buffers
         for tensor, waiting in stage.stand_ins(self):
-            self.stand_ins.waiting[id(tensor)] = waiting
-            self.stand_ins.kept.append(tensor)
-            for original in waiting.originals:
-                self.stand_ins.put(original, tensor)
+            self.stand_ins.wait(tensor, waiting)
 
     # -- the door ------------------------------------------------------------------------------------------------------
 
@@ -210,6 +207,7 @@ class LiveTracer(Tracer):
         return self._asked(Done(super()._script_detach(rule, func, args), args, is_hidden=True))
 
     def _identity(self, tensor: torch.Tensor) -> torch.Tensor:
+        (tensor,) = self.stand_ins.met((tensor,))
         out = super()._identity(tensor)
         self.hands_on = True
         try:
@@ -326,7 +324,7 @@ class LiveTracer(Tracer):
 
     def handing(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
         """What a module hands on, patched where it is."""
-        own = self.stand_ins.of(tensor)
+        (own,) = self.stand_ins.met((tensor,))
         made = super().handing(own, number)
         if made is own:
             return tensor

@@ -22,6 +22,7 @@ from .._core.sharing import begin_together
 from .._core.text import listing
 from .._core.trees import freeze_deep, leaves, thaw, thaw_shared
 from .._core.turns import Turn
+from .._replay.begun import exchanged
 from .._replay.guards import Departure, departures
 from .._replay.inputs import numbers_of
 from .._replay.interpreter import modes, recorded_world
@@ -47,6 +48,7 @@ from .likeness import Likeness
 from .live import LiveTracer, Stage
 from .origins import Date, Origins, reaches_scripts
 from .randomness import lent_generators
+from .recorder import geometry_of
 from .scopes import addresses, alone_with
 from .snapshot import Beginning, Belongings, Dice, Snapshot
 from .spots import Counterparts, is_handed_on
@@ -290,6 +292,7 @@ def _stand_ins(record: Record, request: Request, aims: Aims, tracer: LiveTracer)
     found: list[tuple[torch.Tensor, Waiting]] = []
     named = addresses(tracer.origins.table)
     modules = {named[id(module)]: module for module in tracer.origins.modules}
+    given = exchanged(record.graph)
     for node in record.graph.nodes:
         if isinstance(node, State) and node.name in record.live:
             objects, value = _objects(node, modules, record), _value(node, record, request)
@@ -300,16 +303,27 @@ def _stand_ins(record: Record, request: Request, aims: Aims, tracer: LiveTracer)
         else:
             continue
         kind, aim = node.kind if isinstance(node, State) else "constant", aims.sources.get(node.name)
+        beneath = _memories(node, objects, value, given) if isinstance(node, State) else ()
         if aim is not None:
             (new,), key = tracer.made(aim, (value,))
             patch = partial(_record_patch, tracer, aim, new, key)
-            found.append((new, Waiting(kind, where, tuple(objects), value, patch)))
+            found.append((new, Waiting(kind, where, tuple(objects), value, patch, beneath)))
         elif any(thing is not value for thing in objects):
             new = value.view_as(value) if any(value is other for other, _ in found) else value
-            found.append((new, Waiting(kind, where, tuple(objects), new)))
+            found.append((new, Waiting(kind, where, tuple(objects), new, None, beneath)))
     if request.inputs is not None:
         found.extend(_were_lent(record, modules, request))
     return found
+
+
+def _memories(node: State, objects: list[torch.Tensor], value: torch.Tensor, given: frozenset[str]) -> tuple[int, ...]:
+    """The storages of what the model holds at a node, where the value lies as that does. A parameter to which the
+    forward gave other memory lay elsewhere when it began.
+    """
+    if node.kind == "parameter" and not given.isdisjoint((node.address, *node.aliases)):
+        return ()
+    alike = [one for one in objects if geometry_of(one) == geometry_of(value)]
+    return tuple([key for one in alike if (key := storage_key(one)) is not None])
 
 
 def _lent(model: Any, record: Record) -> dict[int, list[torch.Tensor]]:

@@ -15,6 +15,7 @@ import torch
 from attrs import define, field, frozen
 
 from .._core.pure import take_step, writable_copy
+from .._core.sharing import span
 from .._core.torch_private import without_function_modes
 from .._core.trees import thaw
 from .builder import Handle, SourceRecord, version_of
@@ -31,6 +32,7 @@ class Waiting:
     originals: tuple[torch.Tensor, ...]
     value: torch.Tensor
     patch: Callable[[Handle], None] | None = None  # a patched one's: records the patch, given the Handle of the value
+    memories: tuple[int, ...] = ()  # storages in which the originals lay: what else lies there changes with them
 
 
 @define(eq=False)
@@ -41,10 +43,20 @@ class StandIns:
     by_id: dict[int, torch.Tensor] = field(factory=dict)
     waiting: dict[int, Waiting] = field(factory=dict)  # by the id of the stand-in
     kept: list[Any] = field(factory=list)  # originals: an id is used again once its tensor dies
+    beneath: dict[int, torch.Tensor] = field(factory=dict)  # by such a storage: the stand-in, until it is read
     own: dict[int, bool] = field(factory=dict)  # by storage: is it the user's?
     seen: int = 0
     parted: dict[int, tuple[Base, torch.Tensor]] = field(factory=dict)  # storages of which there is a copy now
     copies: set[int] = field(factory=set)  # stand-ins over such a copy, by id
+
+    def wait(self, tensor: torch.Tensor, waiting: Waiting) -> None:
+        """A stand-in that is to be read, if the forward comes to it."""
+        self.waiting[id(tensor)] = waiting
+        self.kept.append(tensor)
+        for original in waiting.originals:
+            self.put(original, tensor)
+        for key in waiting.memories:
+            self.beneath.setdefault(key, tensor)
 
     def put(self, original: torch.Tensor, new: torch.Tensor) -> None:
         """From now on this stands for the object."""
@@ -81,11 +93,24 @@ class StandIns:
         """A call's arguments as `among` gives them; tensors that are met now and lie in memory that was copied have
         stand-ins from now on.
         """
-        if self.parted:
+        if self.parted or self.beneath:
             for tensor in tensors_in((value,), {}):
-                if id(tensor) not in self.recorder.memory.live and storage_key(tensor) in self.parted:
-                    self._late(tensor)
+                if id(tensor) not in self.recorder.memory.live:
+                    self._meet(tensor)
         return self.among(value)
+
+    def _meet(self, tensor: torch.Tensor) -> None:
+        """Its value is what stands in its memory by now, where another tensor there has a stand-in."""
+        key, stand_in = storage_key(tensor) or 0, self.of(tensor)
+        if (waiting := self.waiting.get(id(stand_in))) is not None:
+            if waiting.patch is None and key in self.parted and self.parted[key][0].version:
+                del self.waiting[id(stand_in)]
+                self._late(tensor)
+            return
+        if key in self.beneath:
+            self.recorder.read(self.beneath[key])
+        if key in self.parted:
+            self._late(tensor)
 
     def among(self, value: Any) -> Any:
         """A call's arguments with the stand-ins in them; the very same objects where there are none."""
@@ -118,7 +143,20 @@ class StandIns:
             waiting.patch(handle)
         for original in waiting.originals:
             self.share(original, tensor)
+        for key in waiting.memories:
+            self.beneath.pop(key, None)
+            self._join(key, tensor)
         return recorder.memory.read(tensor)
+
+    def _join(self, key: int, tensor: torch.Tensor) -> None:
+        """What is in this memory is what this stand-in and others look at: views of the one that looks at most."""
+        base = self.recorder.memory.entry(tensor).base
+        known, root = self.parted.setdefault(key, (base, tensor))
+        if known is not base and not known.version and span(root) < span(tensor):
+            self.parted[key] = base, tensor
+            self.recorder.memory.join(known, base)
+        elif known is not base:
+            self.recorder.memory.join(base, known)
 
     def share(self, original: torch.Tensor, tensor: torch.Tensor) -> None:
         """Both objects have one value, now and after every write."""

@@ -191,7 +191,7 @@ class Memory:
                 self.strayed = source.tensor
                 return
             if isinstance(known, Entry):
-                self._join(known.base, base)
+                self.join(known.base, base)
             else:
                 self.look(source.tensor, base, (geometry_step(source.tensor, base),), known)
         self.bases[key] = base
@@ -206,7 +206,7 @@ class Memory:
         """Does a sparse tensor lie in this memory besides others?"""
         return bool(self.lent) and any(storage_key(one) in self.lent for one in (tensor, *sparse_parts(tensor)))
 
-    def _join(self, other: Base, base: Base) -> None:
+    def join(self, other: Base, base: Base) -> None:
         """Two tensors over one memory were looked at apart from each other. From now on all are views of one."""
         step = geometry_step(other.root, base)
         for known in self.live.values():
