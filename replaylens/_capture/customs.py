@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import lru_cache
 from types import BuiltinMethodType
 from typing import Any
 
@@ -20,10 +21,12 @@ from .._core.torch_private import peek_interpreter_stack, without_function_modes
 from .._core.trees import leaves
 from .._core.world import drawing_alone
 from ..errors import UnannouncedWrite
+from .asked import words
 from .builder import Handle, Recording, SourceRecord
 from .recorder import Recorder, tensors_in
 from .regions import reads_of
 from .rules import How, Rule
+from .settled import reached
 from .storage import Base, Copied, Entry, Memory
 from .writes import append_write, write_record
 
@@ -55,6 +58,8 @@ def apply_call(tracer: Recorder, kind: type, call: Callable[..., Any], args: Any
     if kind.__name__ == "BackwardHookFunction":
         tracer.recording.one_way.append("a module's backward hook")
         return call(*args, **kwargs)
+    if _is_told(kind):
+        _ask_flags(tracer, args, kwargs)
     with drawing_alone():  # it is one call, which may draw
         body = _Body(tracer, kind, args, kwargs)
         return body.ended(call(*args, **kwargs))
@@ -64,16 +69,30 @@ def _checkpointed(tracer: Recorder, body: Callable[..., Any], given: tuple[Any, 
     """The body of a reentrant checkpoint is the model's own, and recorded openly. It has gradients only where one of
     the tensors that it is given needs them.
     """
-    tensors = [value for value in given if isinstance(value, torch.Tensor)]
-    flags = [tensor.requires_grad for tensor in tensors]
-    for tensor, flag in zip(tensors, flags, strict=True):
-        tracer.ask("flags", torch.Tensor.requires_grad.__get__, (tensor,), {}, flag)  # type: ignore[attr-defined]
+    is_needed = any(tensor.requires_grad for tensor in _ask_flags(tracer, given, {}))
     first = len(tracer.recording.records)
     try:
-        with nullcontext() if any(flags) else torch.no_grad():
+        with nullcontext() if is_needed else torch.no_grad():
             return body(*given)
     finally:
         tracer.recording.checkpointed.update(range(first, len(tracer.recording.records)))
+
+
+def _ask_flags(tracer: Recorder, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """What is given to a function that asks whether gradients are needed: of each tensor that is a fact."""
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    for tensor in tensors:
+        asks: Any = torch.Tensor.requires_grad
+        tracer.ask("flags", asks.__get__, (tensor,), {}, tensor.requires_grad)
+    return tensors
+
+
+@lru_cache(maxsize=4096)
+def _is_told(kind: Any) -> bool:
+    """Does the forward of a custom function read `ctx.needs_input_grad`?"""
+    bodies = [vars(one).get(name) for one in kind.__mro__ for name in ("forward", "setup_context")]
+    codes = [function.__code__ for function in reached([body for body in bodies if body is not None])]
+    return any("needs_input_grad" in words(code) for code in codes)
 
 
 @define(eq=False)

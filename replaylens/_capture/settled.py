@@ -32,7 +32,7 @@ def code_of(model: Any, modules: Collection[Any]) -> Iterator[CodeType]:
     """All code of a model that a forward may run: the user's, not torch's."""
     holders = [vars(thing) for module in modules for thing in (module, *type(module).__mro__)]
     functions = [model, *[thing for held in holders for name, thing in held.items() if name != "__init__"]]
-    return (code for function in _reached(functions) for code in _codes(function.__code__))
+    return (code for function in reached(functions) for code in _codes(function.__code__))
 
 
 @lru_cache(maxsize=4096)
@@ -60,7 +60,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(const)
 
 
-def _reached(functions: Iterable[Any]) -> list[FunctionType]:
+def reached(functions: Iterable[Any]) -> list[FunctionType]:
     """These functions and, of the user's, those that they name."""
     found: dict[int, FunctionType] = {}
     stack = list(functions)

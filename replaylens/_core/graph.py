@@ -16,6 +16,7 @@ from .chance import takes_as_many_as_it_needs
 from .lazy import cached_property
 from .node import NO_MODES, Call, Const, Context, Guard, Input, Left, Node, Ref, Scope, State, refs_of
 from .sharing import NO_OVERLAPS, Overlaps
+from .target import Target
 from .trees import leaves
 
 
@@ -139,6 +140,15 @@ class Graph:
         return tuple([call for call in self.calls if call.through])
 
     @cached_property
+    def told(self) -> tuple[Call, ...]:
+        """The custom functions that may ask whether gradients are needed of what they are given, and go by that."""
+        flags = {ref for guard in self.asked if guard.kind == "flags" for ref in guard.refs}
+        calls = (
+            [node for node in self.nodes if isinstance(node, Call) and flags.intersection(node.refs)] if flags else []
+        )
+        return tuple([call for call in calls if _is_custom(call)])
+
+    @cached_property
     def shifts(self) -> dict[int, int]:
         """Those turns where the call before may take more or fewer numbers than it did, or was itself shifted."""
         found: dict[int, int] = {}
@@ -230,3 +240,10 @@ class Graph:
     def __repr__(self) -> str:
         calls, inputs, state = len(self.calls), len(self.input_nodes), len(self.state_nodes)
         return f"<Graph of {self.model_name or 'a model'}: {calls} calls, {inputs} inputs, {state} state tensors>"
+
+
+def _is_custom(call: Call) -> bool:
+    """Is it a custom `autograd.Function`, by itself or as a write?"""
+    targets = [call.target, *[leaf for leaf in leaves(call.args) if type(leaf) is Target]]
+    owners = [getattr(target.function, "__self__", None) for target in targets]
+    return any(isinstance(owner, type) and issubclass(owner, torch.autograd.Function) for owner in owners)

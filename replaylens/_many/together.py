@@ -65,6 +65,11 @@ class Together:
             apart = [n for n, each in enumerate(self.changes) if not can_share(graph, delicate, each)]
             self.loners = self.loners.union(apart)
             self.notes.extend(f"{name}: {_DELICATE}" for name in _layers(graph, [self.changes[n] for n in apart]))
+        if graph.told:
+            above = graph.marked_ancestors([call.name for call in graph.told])
+            told = [n for n, each in enumerate(self.changes) if any(above[position] for position in each)]
+            self.loners = self.loners.union(told)
+            self.notes.extend(f"{name}: {_TOLD}" for name in _layers(graph, [self.changes[n] for n in told]))
         self.loners |= {n for n, each in enumerate(self.changes) if any(led_astray(graph, each))}
         if graph.shifts:
             shifting = [n for n, each in enumerate(self.changes) if _shifts_draws(graph, each)]
@@ -221,6 +226,7 @@ def can_share(graph: Graph, delicate: Sequence[Call], changes: Changes) -> bool:
 
 
 _SHIFTING = "patched there, a draw takes another count of random numbers, and later ones move"
+_TOLD = "behind it a custom function asks whether gradients are needed, which those that go together have none of"
 _DELICATE = "patched there, a gradient that the model takes itself is another, or a view is parted from its memory"
 
 

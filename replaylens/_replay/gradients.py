@@ -23,6 +23,7 @@ from .._core.reference import Unpickled
 from .._core.trees import leaves, thaw
 from ..errors import BadMetric, NoGradient, NotDifferentiable, ReplaylensError
 from .cuts import Cuts, hidden
+from .guards import changed, diverged
 from .replay import Executed, Record, execute, version
 from .request import At, Request
 
@@ -142,8 +143,11 @@ def gradients(
     """One replay, one backward pass. `of` may read any part of the output."""
     graph = record.graph
     with _differentiating():
+        begins = asked.refs | _told(record)
+        keep = request.keep.union([graph.positions[ref.node] for call in graph.told for ref in call.refs])
         with _refusing(graph):
-            ran = _executed(record, evolve(request, at=asked.refs, whole=False), asked)
+            ran = _executed(record, evolve(request, at=begins, keep=keep, whole=False), asked)
+        _require_told_as_recorded(ran, graph)
         outputs = _outputs(ran, graph)
         metric = _metric(of, graph, outputs)
         places = ran.code.places
@@ -163,6 +167,25 @@ def gradients(
         replaced=frozenset([graph.nodes[position].name for position in constant]),
     )
     return Grads(metric.detach(), asked, find, values, at_ends, cuts)
+
+
+def _told(record: Record) -> frozenset[Ref]:
+    """Where gradients begin in the model itself, if a custom function asks whether they are needed."""
+    nodes = record.graph.nodes if record.graph.told else ()
+    begun = [Ref(n.name) for n in nodes if not isinstance(n, Call) and record.values[Ref(n.name)].requires_grad]
+    return frozenset([ref for ref in begun if _begins(record, record.graph[ref.node])])
+
+
+def _require_told_as_recorded(ran: Executed, graph: Graph) -> None:
+    """Was each custom function that asks for it told what it was told when it was recorded?"""
+    given = {ref for call in graph.told for ref in call.refs}
+    for guard in graph.asked:
+        if guard.target.short != "requires_grad" or guard.refs[0] not in given:
+            continue
+        value = ran[guard.refs[0]]  # none of what was not run again
+        departure = changed(guard, value.requires_grad) if value is not None else None
+        if departure is not None:
+            raise diverged(departure)
 
 
 @contextmanager

@@ -610,6 +610,11 @@ def function_of(record: Record, inputs: list[int], outputs: list[int] | None, gr
     """The pure function from some nodes' values to the output, or to some nodes' values."""
     graph = record.graph
     require_differentiable(record, Request(grad=True))
+    for call in graph.told if grad and not graph.ambient.grad else ():
+        raise NotDifferentiable(
+            f"{call.name} asks whether gradients are needed, and the program was captured without: as a function of "
+            "torch.func it would be told otherwise. Capture it with gradients on."
+        )
     wanted = outputs if outputs is not None else [graph.positions[ref.node] for ref in graph.output_refs]
 
     def departed(departure: Departure) -> None:
