@@ -199,6 +199,7 @@ class Recording:
     turned: dict[int, tuple[Handle, bool, torch.Tensor]] = field(
         factory=dict
     )  # leaves by id: their value and flag before the forward turned it. See flags.py
+    left_turned: list[tuple[torch.Tensor, bool]] = field(factory=list)  # of these, what the model's backward goes by
     hooks: list[tuple[Handle, Any, bool]] = field(
         factory=list
     )  # on gradients: value, torch's handle, late? See hooks.py

@@ -41,6 +41,7 @@ from .altered import altered
 from .builder import Handle, Recording, SourceRecord, address_of, freeze, is_torch_code, last_name, line_of, versions_of
 from .checkpoints import computed_again, leave_checkpoints
 from .customs import by_its_class
+from .flags import note_flags
 from .handing import hand_on
 from .hidden import behind
 from .hooks import note_hooks
@@ -217,6 +218,8 @@ def _take_ends(forward: Forward, tracer: Tracer, output: Any) -> None:
     _require_open(tracer, recording.output)
     note_hooks(tracer)
     note_writes_from_outside(tracer)
+    if recording.turned:
+        note_flags(tracer)
     take_changes(tracer, forward.beginning.snapshot)
     if tracer.leaves_changes:
         recording.altered = altered(tracer, forward.beginning.snapshot)

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from .._core.pure import needing, standing
-from .builder import Handle, SourceRecord
+from .builder import CallRecord, Handle, SourceRecord
 from .recorder import Recorder
+from .regions import reads_of
 from .rules import How, Rule
 
 
@@ -68,3 +69,30 @@ def _hold(recorder: Recorder, tensor: torch.Tensor, handle: Handle) -> None:
     if not entry.steps:
         entry.base.handle = handle
     entry.base.held.append(handle)
+
+
+def note_flags(recorder: Recorder) -> None:
+    """Which leaves of the model are left with another flag than they had, when calls have read them as taking
+    gradients: torch asks for the flag in the backward pass, and what the forward set may be put back by then.
+    """
+    recording = recorder.recording
+    own = {
+        record.returns for record in recording.records if isinstance(record, SourceRecord) and record.kind != "input"
+    }
+    for first, flag, tensor in recording.turned.values():
+        if first in own and tensor.requires_grad != flag and _is_read_with_gradients(recorder, first, flag):
+            recording.left_turned.append((tensor, not flag))
+
+
+def _is_read_with_gradients(recorder: Recorder, first: Handle, flag: bool) -> bool:
+    """Has a call read the leaf at a time when it took gradients?"""
+    recording = recorder.recording
+    values = {first} if flag else set()
+    for record in recording.records:
+        if not isinstance(record, CallRecord):
+            continue
+        if record.kind == "requiresgrad" and first in recorder.memory.same_content(record.args[-1]):
+            values.update({record.returns} if record.function is not torch.Tensor.detach else ())
+        elif record.context[0] and not values.isdisjoint(reads_of(record)):
+            return True
+    return False

@@ -37,10 +37,10 @@ def note_late_write(
     """
     recording = recorder.recording
     held = set(held) or {*base.held, base.handle}
-    memory = storage_key(base.root)
+    memory = recorder.storages_of(base)
 
     def is_it(tensor: torch.Tensor) -> bool:
-        return storage_key(tensor) == memory if exchanged is None else tensor is exchanged
+        return storage_key(tensor) in memory if exchanged is None else tensor is exchanged
 
     asked = _Asked(recorder, held, is_it, exchanged is not None)
     if asked.is_made_by_what_saved_it(base.root) or any(map(asked.is_saved_by, asked.records)):

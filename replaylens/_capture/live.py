@@ -47,7 +47,7 @@ from .rules import How, Rule
 from .scopes import addresses, listening
 from .spots import Counted, Spot, handing_spot
 from .standins import StandIns, Waiting
-from .storage import Entry, storage_key
+from .storage import Base, Entry, storage_key
 from .threads import Elsewhere, following
 from .tracer import Tracer
 
@@ -117,6 +117,11 @@ class LiveTracer(Tracer):
     def standing_for(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor that got other memory or another shape did so in what stands for it."""
         return self.stand_ins.of(tensor)
+
+    def storages_of(self, base: Base) -> set[int | None]:
+        """What is written is a copy: the calls before have saved what that stands for."""
+        parted = {key for key, (other, _) in self.stand_ins.parted.items() if other is base}
+        return super().storages_of(base) | parted
 
     def _fresh(self, rule: Rule, func: Any, args: Any, depth: int = 2) -> Any:
         args = self.stand_ins.met(args)

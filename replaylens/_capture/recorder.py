@@ -481,6 +481,10 @@ class Recorder(TorchFunctionMode):
             raise NeedsDeepLook
         raise UnknownOrigin(self._unknown_text(tensor))
 
+    def storages_of(self, base: Base) -> set[int | None]:
+        """Where the calls before found what is in this memory."""
+        return {storage_key(base.root)}
+
     def standing_for(self, tensor: torch.Tensor) -> torch.Tensor:
         """What stands for a tensor of the model's: it does so itself, but in a live run."""
         return tensor

@@ -16,7 +16,7 @@ from attrs import evolve, frozen
 from torch import nn
 
 from .._core.graph import Graph
-from .._core.node import Call, Const, Input, Node, Ref, State, value_of
+from .._core.node import Call, Const, Input, Node, Ref, State, TensorMeaning, value_of
 from .._core.pure import as_leaf
 from .._core.sharing import begin_together
 from .._core.text import listing
@@ -30,7 +30,7 @@ from .._replay.replay import Record, detached, supply
 from .._replay.request import At, Request
 from .._replay.run import Run
 from .._replay.state import attribute_at
-from ..errors import DivergedReplay, StaleValue
+from ..errors import DivergedReplay, NotDifferentiable, StaleValue
 from .aims import Aim, Aims, aim_at, aims_of
 from .builder import Handle, Recording
 from .capture import (
@@ -44,6 +44,7 @@ from .capture import (
     require_no_iterators,
     require_supported,
 )
+from .late import LATE_WRITE
 from .likeness import Likeness
 from .live import LiveTracer, Stage
 from .origins import Date, Origins, reaches_scripts
@@ -55,6 +56,7 @@ from .spots import Counterparts, is_handed_on
 from .standins import Waiting
 from .state import held
 from .storage import storage_key
+from .writes import WRITTEN_STANDING
 
 T = TypeVar("T")
 
@@ -146,6 +148,8 @@ def _lived(turn: Turn, beginning: Beginning, record: Record, request: Request, g
     if request.fresh:  # the generators began elsewhere than when the program was recorded
         captured.recording.drawn_elsewhere = graph.drawn_elsewhere
     found = record_of(captured)
+    if request.grad:
+        _require_the_same_backward(captured.recording, record.graph, found.graph)
     if not request.given and request.inputs is None and not request.fresh:
         _require_as_recorded(record, found)
     unreached = aims.missed(tracer.reached)
@@ -157,6 +161,20 @@ def _lived(turn: Turn, beginning: Beginning, record: Record, request: Request, g
     pairs = zip(captured.recording.records, found.graph.nodes, strict=True)
     values = captured.recording.values
     return Lived(found, unreached, {Ref(n.name): values[r.returns] for r, n in pairs if isinstance(n, State)})
+
+
+def _require_the_same_backward(recording: Recording, *graphs: Graph) -> None:
+    """Does the caller's backward pass find what that of the model would? What the forward wrote is put back by now."""
+    late = [word for graph in graphs for word in graph.one_way if word in (LATE_WRITE, WRITTEN_STANDING)]
+    if late:
+        raise NotDifferentiable(f"gradients through {late[0]}")
+    for tensor, flag in recording.left_turned:
+        if tensor.requires_grad != flag:
+            raise NotDifferentiable(
+                f"the forward turns `requires_grad` of a tensor of the model, {TensorMeaning.of(tensor)}, and leaves "
+                "it so: the model's own backward goes by that, and what a run changes is put back before. Turn it "
+                "before the forward."
+            )
 
 
 def _require_in_place(record: Record, request: Request) -> None:
