@@ -10,8 +10,10 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from oracle import assert_same
@@ -864,3 +866,104 @@ def test_a_patch_that_carries_another_mark_is_what_a_hook_gives_or_refused(name:
     ):
         with suppress(rl.DivergedReplay):
             same_numbers(call(), wanted)
+
+
+# ---- which key, which object, in which order -------------------------------------------------------------------------
+
+
+class Held:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class Count(IntEnum):
+    ONE = 1
+
+
+def twice(value: Any) -> tuple[Any, Any]:
+    return value, value
+
+
+def by_its_key(given: Any) -> Tensor:
+    """What depends on what the one key of a mapping is."""
+    key = next(iter(given))
+    return next(iter(given.values())) * {"True": 2, "1": 3, "1.0": 5, "-0.0": 7, "0.0": 11}[str(key)]
+
+
+def by_what_they_are(one: Any, other: Any) -> Tensor:
+    return sum(tensors_in(one)) * (2 if one is other else 3)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    return [value.tensor] if isinstance(value, Held) else [*value.values()] if isinstance(value, dict) else [*value]
+
+
+def by_its_place(x: Tensor, one: Any, other: Any) -> Tensor:
+    return x * (2 if one is other else 3)
+
+
+def by_the_first(x: Tensor, given: Any) -> Tensor:
+    return x * (next(iter(given)) + 1)
+
+
+def by_the_first_within(x: Tensor, given: Any) -> Tensor:
+    return x * (next(iter(given[0])) + 1)
+
+
+def written_through_another(one: list[Any], other: list[Any]) -> Tensor:
+    one.append(1)
+    return one[0] * len(other)
+
+
+T, NUMBERS, OTHERS = v(1, 2), np.ones(2), np.ones(2)
+OTHER_OBJECTS: dict[str, tuple[Callable[..., Any], Make, Make]] = {
+    "True for 1": (by_its_key, lambda: ({1: T},), lambda: ({True: T},)),
+    "1.0 for 1": (by_its_key, lambda: ({1: T},), lambda: ({1.0: T},)),
+    "an enum for True": (by_its_key, lambda: ({True: T},), lambda: ({Count.ONE: T},)),
+    "-0.0 for 0.0": (by_its_key, lambda: ({0.0: T},), lambda: ({-0.0: T},)),
+    "a key of an OrderedDict": (by_its_key, lambda: (OrderedDict({1: T}),), lambda: (OrderedDict({True: T}),)),
+    "a key of a defaultdict": (
+        by_its_key,
+        lambda: (defaultdict(list, {1: T}),),
+        lambda: (defaultdict(list, {True: T}),),
+    ),
+    "one list for two": (by_what_they_are, lambda: ([T], [T]), lambda: twice([v(3, 4)])),
+    "two lists for one": (by_what_they_are, lambda: twice([T]), lambda: ([v(3, 4)], [v(3, 4)])),
+    "one dict for two": (by_what_they_are, lambda: ({"a": T}, {"a": T}), lambda: twice({"a": T})),
+    "two objects for one": (by_what_they_are, lambda: twice(Held(T)), lambda: (Held(T), Held(T))),
+    "two lists for one that is written": (written_through_another, lambda: twice([T]), lambda: ([T], [T])),
+    "two arrays for one": (by_its_place, lambda: (T, NUMBERS, NUMBERS), lambda: (T, NUMBERS, OTHERS)),
+    "one list of numbers for two": (by_its_place, lambda: (T, [1], [1]), lambda: (T, *twice([1]))),
+    "a set in another order": (by_the_first, lambda: (T, {8, 0}), lambda: (T, {0, 8})),
+    "a frozen set in another order": (by_the_first, lambda: (T, frozenset((8, 0))), lambda: (T, frozenset((0, 8)))),
+    "a set in a list": (by_the_first_within, lambda: (T, [{8, 0}]), lambda: (T, [{0, 8}])),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_OBJECTS)
+def test_a_key_an_object_or_an_order_that_is_another_is_a_fact(name: str) -> None:
+    assert_goes_as_the_model(*OTHER_OBJECTS[name])
+
+
+@pytest.mark.parametrize("name", OTHER_OBJECTS)
+def test_the_same_keys_objects_and_orders_are_no_departure(name: str) -> None:
+    model, recorded, new = OTHER_OBJECTS[name]
+    for make in (recorded, new):
+        prog = rl.capture(model, *make())
+        assert not prog.replay(*make(), on_divergence="raise").departures
+        assert_same(prog.module()(*make()), model(*make()))
+        assert rl.check(model, *make())
+
+
+def test_values_that_nobody_can_write_may_be_one_or_several() -> None:
+    prog = rl.capture(by_its_place, T, (1, 2), (1, 2))
+    assert not prog.replay(T, *twice((1, 2))).departures
+    assert not rl.capture(by_its_place, T, None, None).replay(v(3, 4), None, None).departures
+
+
+def test_an_edited_program_knows_which_inputs_were_one_object() -> None:
+    prog = rl.capture(lambda one, other: torch.relu(one[0]) * (2 if one is other else 3), *twice([T]))
+    for edited in (prog.with_patch({"input_1_0": rl.Scale(2.0)}), prog.insert_after("relu_1", torch.neg)):
+        assert not edited.replay(*twice([T]), on_divergence="raise").departures
+        with pytest.raises(rl.InputMismatch, match="are one object"):
+            edited.replay([T], [T])

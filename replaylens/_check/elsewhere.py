@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .._core.node import Ref
-from .._core.trees import thaw
+from .._core.trees import thaw_shared
 from .._replay.replay import Record, execute
 from .._replay.request import Request
 from ..errors import DivergedReplay
@@ -33,7 +33,7 @@ def other_inputs(subject: Subject) -> Law:
     others = {name: other for name, value in values.items() if name in alone and (other := _other(value)) is not None}
     if not others:
         return Law(NAME, skipped="no input holds numbers that could be others")
-    given = thaw(record.graph.inputs, lambda leaf: (values | others)[leaf.node] if type(leaf) is Ref else leaf)
+    given = thaw_shared(record.graph.inputs, lambda leaf: (values | others)[leaf.node] if type(leaf) is Ref else leaf)
     others = {name: value.detach().clone().requires_grad_(value.requires_grad) for name, value in others.items()}
     try:
         output = subject.forward(open_layers(), given=given)

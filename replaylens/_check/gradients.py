@@ -16,7 +16,7 @@ from .._capture.origins import Origins
 from .._capture.scopes import addresses
 from .._core.node import Ref
 from .._core.sameness import difference, same
-from .._core.trees import thaw
+from .._core.trees import thaw_shared
 from .._replay.facts import Around, departures
 from .._replay.replay import execute
 from .._replay.request import Request
@@ -81,7 +81,7 @@ def _asked(subject: Subject, inputs: dict[str, torch.Tensor]) -> Law | None:
     """The law on these inputs; None where the model refuses them, or goes another way."""
     graph = subject.record.graph
     values = {node.name: subject.record.values[Ref(node.name)] for node in graph.input_nodes}
-    given = thaw(graph.inputs, lambda leaf: (values | inputs)[leaf.node] if type(leaf) is Ref else leaf)
+    given = thaw_shared(graph.inputs, lambda leaf: (values | inputs)[leaf.node] if type(leaf) is Ref else leaf)
     twins = {n: value.detach().clone().requires_grad_(value.requires_grad) for n, value in inputs.items()}
     again = {graph.positions[name]: twin for name, twin in twins.items()}
     try:

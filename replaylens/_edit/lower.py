@@ -17,7 +17,7 @@ from .._core.graph import Graph
 from .._core.node import Call, Const, Input, Node, Ref, TensorMeaning, meanings_of, refs_of, value_of
 from .._core.pure import alias, gathered, laid_out, outside_inference
 from .._core.target import Target
-from .._core.trees import freeze, freeze_deep, leaves, remake, thaw
+from .._core.trees import freeze, freeze_deep, leaves, remake, remake_shared, thaw
 from ..errors import ShapeMismatch
 from .acts import of_own_copies
 from .edges import is_tap
@@ -101,7 +101,9 @@ def _stand_in(graph: Graph, node: Node, nodes: tuple[Node, ...], refs: Mapping[R
     changes: dict[str, Any] = {}
     if isinstance(node, Input):
         whole, old = Ref(node.name), Ref(nodes[0].name)
-        changes["inputs"] = remake(graph.inputs, lambda leaf: old if type(leaf) is Ref and leaf == whole else leaf)
+        changes["inputs"] = remake_shared(
+            graph.inputs, lambda leaf: old if type(leaf) is Ref and leaf == whole else leaf
+        )
     if node.name in graph.orphans:
         changes["orphans"] = graph.orphans | {new.name for new in nodes}
     return replace(graph, {node.name: nodes}, refs, **changes)

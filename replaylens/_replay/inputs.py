@@ -8,8 +8,9 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from .._core.pure import outside_inference, same_content
 from .._core.sameness import attached
 from .._core.sharing import Overlaps
 from .._core.torch_private import is_wrapped
-from .._core.trees import Branch, fingerprint, freeze_deep, named, named_paths, thaw_shared
+from .._core.trees import ATOMS, Again, Branch, fingerprint, freeze_deep, named, named_paths, thaw_shared
 from ..errors import InputMismatch
 from .guards import Departure
 
@@ -33,6 +34,7 @@ SHARED = (
 )
 Tensors = Mapping[str, torch.Tensor]
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+_FIXED = (frozenset, Enum, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 NONE: Tensors = MappingProxyType({})
 
 
@@ -78,6 +80,7 @@ def new_inputs(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any], held
     else:
         mismatches.extend(_other_leaves(graph, tree, tensors, found))
         mismatches.extend(_other_order(graph, graph.inputs, tree))
+        mismatches.extend(_other_objects(graph.inputs, tree))
     if not mismatches:
         mismatches.extend(_other_sharing(graph, found, held))
     positions = {graph.positions[name]: tensor for name, tensor in found.items()}
@@ -294,6 +297,8 @@ def _same_literal(one: Any, other: Any, print_of_one: str | None) -> bool:
     try:
         if type(one) is type(other) and isinstance(one, (float, complex)):
             return repr(one) == repr(other)  # -0.0 is not 0.0, and NaN is NaN
+        if isinstance(one, Set) and type(one) is type(other):
+            return _are_same_keys(list(one), list(other))  # a forward may walk over it, in its order
         return bool(type(one) is type(other) and one == other)
     except Exception:  # a user's class whose comparison fails is another value
         return False
@@ -341,13 +346,63 @@ def _other_order(graph: Graph, one: Any, other: Any, at: tuple[Any, ...] = ()) -
     if not all(isinstance(tree, Branch) or type(tree) is tuple for tree in (one, other)):
         return
     was, now = [[key for key, _ in named(tree)] for tree in (one, other)]
-    if was != now and set(was) == set(now) and (at != (1,) or graph.takes_any_keyword):
-        what = f"the order of the keys at {_words(at)}"
+    if not _are_same_keys(was, now) and set(was) == set(now) and (at != (1,) or graph.takes_any_keyword):
+        what = f"the {'keys' if was == now else 'order of the keys'} at {_words(at)}"
         text = f"{what} is {_listed(now)}; the program was recorded with {_listed(was)}.\n{ONE_STRUCTURE}"
         yield _other(what, _listed(was), _listed(now), text, can_follow=True)
     new = dict(named(other))
     for key, item in named(one):
         yield from _other_order(graph, item, new.get(key), (*at, key))
+
+
+def _are_same_keys(was: Sequence[Any], now: Sequence[Any]) -> bool:
+    """In the same order, and not only equal: 1, 1.0 and True are three."""
+    return [*map(_marked, was)] == [*map(_marked, now)]
+
+
+def _marked(key: Any) -> Any:
+    if type(key) is str:
+        return key
+    return type(key), tuple(map(_marked, key)) if type(key) is tuple else repr(key) if isinstance(key, float) else key
+
+
+def _other_objects(one: Any, other: Any) -> Iterator[Mismatch]:
+    """Lists, dicts and objects that are one, where there were several, or the other way round: a forward may write
+    them, and ask for it.
+    """
+    was, now = _shared(one), _shared(other)
+    for path, first in sorted((was ^ now), key=str):
+        what = f"whether the inputs at {_words(first)} and {_words(path)} are one object"
+        is_one = (path, first) in now
+        text = f"{what} is {is_one} now, and was {not is_one} when the program was recorded.\n{ONE_STRUCTURE}"
+        yield _other(what, str(not is_one), str(is_one), text, can_follow=True)
+
+
+_Path = tuple[Any, ...]
+
+
+def _shared(tree: Any) -> set[tuple[_Path, _Path]]:
+    """The ways to what stands in several places, each with the first way to it."""
+    found: dict[int, _Path] = {}
+    shared: set[tuple[_Path, _Path]] = set()
+
+    def walk(value: Any, at: _Path) -> None:
+        if type(value) is not tuple and _has_identity(value) and (first := found.setdefault(id(value), at)) != at:
+            shared.add((at, first))
+            return
+        if type(value) is tuple or isinstance(value, Branch):
+            for key, item in named(value):
+                walk(item, (*at, key))
+
+    walk(tree, ())
+    return shared
+
+
+def _has_identity(value: Any) -> bool:
+    """May it be written, so that it counts which one it is?"""
+    if isinstance(value, Branch):
+        return not issubclass(value.kind, (tuple, frozenset, slice))
+    return type(value) not in ATOMS and not isinstance(value, (*_FIXED, type, Ref, _Given, Again))
 
 
 def _listed(keys: list[Any]) -> str:
