@@ -372,3 +372,14 @@ class MakesClasses(nn.Module):
 @pytest.mark.parametrize("kind", ["named", "dict"])
 def test_a_forward_may_make_the_class_of_its_output_itself(kind):
     assert rl.check(MakesClasses(kind), torch.randn(2, 3))
+
+
+@pytest.mark.parametrize("scramble", [False, True])
+def test_numbers_that_a_kernel_takes_for_places_in_memory_are_left_as_they_are(scramble):
+    """With nonsense in their place it would write beyond its memory."""
+
+    def model(x):
+        engine = torch.quasirandom.SobolEngine(4, scramble=scramble)
+        return x * engine.draw(2) + engine.fast_forward(3).draw(2)
+
+    assert rl.capture(model, torch.ones(2, 4)).check()
