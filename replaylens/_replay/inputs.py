@@ -130,7 +130,7 @@ def new_state(graph: Graph, state: dict[str, torch.Tensor], nearest: Callable[[s
             what, how = f"the state at {address!r}", "" if kinds[0][2] is kinds[1][2] else f", {kinds[0][2]}"
             text = f"{what} is {meaning}{how}; the program was recorded with {node.meaning}."
             mismatches.append(evolve(_other(what, node.meaning, meaning, text), of_state=True))
-    for node in graph.state_nodes:
+    for node in graph.state_nodes if graph.replaced else ():
         _require_all_names(graph, node, state)
     return Given(found, tuple(mismatches))
 
@@ -150,8 +150,7 @@ def _require_all_names(graph: Graph, node: State, state: Mapping[str, torch.Tens
 
 def state_called(graph: Graph, address: str, nearest: Callable[[str], str]) -> State:
     """The State node with this address, or with this name."""
-    by_address = {address: node for node in graph.state_nodes for address in (node.address, *node.aliases, node.name)}
-    node = by_address.get(address)
+    node = graph.state_by_name.get(address)
     if node is None:
         raise InputMismatch(f"no parameter or buffer that the forward read is called {address!r}.{nearest(address)}")
     return node

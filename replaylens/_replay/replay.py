@@ -460,27 +460,37 @@ class _Supply:
     """Which recorded values a plan begins with. Those that are the same in every replay are prepared once."""
 
     def __init__(self, refs: list[Ref], slots: list[int], request: Request) -> None:
-        self.refs, self.slots = refs, slots
+        self.all = list(zip(refs, slots, strict=True))
+        self.refs: list[Ref] = []  # those that are the same
+        self.given: list[tuple[Ref, int]] = []
         self.kept: tuple[list[torch.Tensor], list[int], Standing, list[Any]] | None = None
-        self.is_steady = not request.given and (not request.grad or bool(request.at))
+        self.is_steady = not request.grad or bool(request.at)
 
     def begin(self, record: Record, request: Request, code: Code) -> list[Any]:
-        """The env to begin with."""
+        """The env to begin with. Plans are kept apart by which nodes are given."""
+        positions = record.graph.positions
         if not self.is_steady:
-            return self._filled(record, request, code)
+            return self._filled(record, request, code, self.all)
         if self.kept is None:
+            own = [(ref, slot) for ref, slot in self.all if positions[ref.node] not in request.given]
+            self.given = [(ref, slot) for ref, slot in self.all if positions[ref.node] in request.given]
+            self.refs = [ref for ref, _ in own]
             tensors, versions = [record.values[ref] for ref in self.refs], [record.versions[ref] for ref in self.refs]
-            self.kept = tensors, versions, Standing(_places_of(record, self.refs)), self._filled(record, request, code)
+            standing = Standing(_places_of(record, self.refs))
+            self.kept = tensors, versions, standing, self._filled(record, request, code, own)
         tensors, versions, standing, env = self.kept
         moved = -1 not in versions and [tensor._version for tensor in tensors] != versions
         if moved or not standing:
             for ref in self.refs:
                 record.value(ref)  # raises for the one that was overwritten
-        return env.copy()
+        env = env.copy()
+        for ref, slot in self.given:
+            env[slot] = supply(record, request, ref)
+        return env
 
-    def _filled(self, record: Record, request: Request, code: Code) -> list[Any]:
+    def _filled(self, record: Record, request: Request, code: Code, pairs: list[tuple[Ref, int]]) -> list[Any]:
         env = list(code.template)
-        for ref, slot in zip(self.refs, self.slots, strict=True):
+        for ref, slot in pairs:
             env[slot] = supply(record, request, ref)
         return env
 
