@@ -13,7 +13,12 @@ import torch
 PACKAGES = "_capture", "_check", "_edit", "_lens", "_many", "_replay", "_study", "_view"
 OTHERS = {  # words of other kinds: of modules, of callers' options, of bytecode, of what is shown
     "_capture.altered._FEEDS": "methods of containers",
+    "_capture.asked._ALWAYS_JUMPS": "bytecode",
     "_capture.asked._ASKING": "names of Python's own",
+    "_capture.asked._GOES_ON": "bytecode",
+    "_capture.asked._MATCHES": "bytecode",
+    "_capture.asked._NOTHING": "bytecode",
+    "_capture.asked._RAISES": "bytecode",
     "_capture.asked._SHOWING_FLAGS": "code of torch's own Python",
     "_capture.branches._ADDS": "bytecode",
     "_capture.hidden._PYTHONS_OWN": "modules of Python's own",
