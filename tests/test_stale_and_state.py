@@ -969,7 +969,37 @@ def is_first(m, x):
     return x * 2 if was else x
 
 
+def stores_where_a_part_says(m, x):
+    y = x.clone()
+    y[m.place.real] = 0
+    m.place += 1
+    return y
+
+
+class Matched(Stateful):
+    __match_args__ = ("calls",)
+
+
+def asks_by_a_pattern(m, x):
+    match m:
+        case Stateful(calls=0):
+            x = x * 2
+    m.calls += 1
+    return x
+
+
+def asks_by_a_place_in_a_pattern(m, x):
+    match m:
+        case Matched(0):
+            x = x * 2
+    m.calls += 1
+    return x
+
+
 GO_ON = {
+    "stores_where_a_part_says": lambda: Stateful(stores_where_a_part_says, place=0),
+    "asks_by_a_pattern": lambda: Stateful(asks_by_a_pattern, calls=0),
+    "asks_by_a_place_in_a_pattern": lambda: Matched(asks_by_a_place_in_a_pattern, calls=0),
     "has_a_place": lambda: Stateful(has_a_place, place=1),
     "keeps_a_list": lambda: Stateful(keeps_a_list, kept=[]),
     "keeps_an_object": lambda: Stateful(lambda m, x: m.kept.update(x), kept=Cache()),
