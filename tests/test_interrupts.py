@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import replaylens as rl
-from replaylens._capture import capture as capture_module, origins, scopes
+from replaylens._capture import capture as capture_module, collecting, origins, scopes
 from replaylens._core import turns, world
 from replaylens._replay import stream
 
@@ -143,7 +143,7 @@ def surroundings() -> dict[str, Any]:
         "exchange": torch._C._swap_tensor_impl is scopes.swap_of_tensors,
         "way to modes": nn.functional.handle_torch_function is torch.overrides.handle_torch_function,
         "listeners": dict(scopes._listeners),
-        "collector": (gc.get_freeze_count(), gc.get_threshold(), dict(origins._running)),
+        "collector": (collecting.is_frozen(), gc.get_threshold(), dict(origins._running)),
         "compiler": (list(capture_module._stances), dict(capture_module._eager)),
         "locks": (free, scopes._lock._is_owned(), origins._lock._is_owned(), capture_module._compiler_lock._is_owned()),
         "functions seen": (torch._C._is_torch_function_enabled(), torch._C._is_torch_function_all_disabled()),
@@ -281,7 +281,7 @@ def works() -> bool:
     seeds()
     ran = rl.run(Net(), x())
     clean = nn.Module.__call__ is scopes._module_call and not scopes._listeners and not stream.outside
-    return clean and torch.equal(ran.output, wanted) and gc.get_freeze_count() == 0
+    return clean and torch.equal(ran.output, wanted) and not collecting.is_frozen()
 
 
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
