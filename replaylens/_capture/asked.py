@@ -129,13 +129,15 @@ def _named_by(ran: list[CodeType], known: dict[CodeType, FunctionType]) -> Itera
 
 
 def _line(code: CodeType, name: str) -> int:
-    """The line on which a name is first used."""
+    """The line on which a name is first used, in a code or in what lies in it."""
     line = code.co_firstlineno
     for instruction in dis.get_instructions(code):
-        line = getattr(getattr(instruction, "positions", None), "lineno", None) or line
+        place = getattr(instruction, "positions", None)
+        line = (place.lineno if place else instruction.starts_line) or line
         if instruction.argval == name:
             return int(line)
-    return code.co_firstlineno
+    inner = (one for one in code.co_consts if isinstance(one, CodeType) and name in words(one))
+    return next((_line(one, name) for one in inner), code.co_firstlineno)
 
 
 @lru_cache(maxsize=4096)
