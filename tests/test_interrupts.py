@@ -7,6 +7,7 @@ of each, which is all but for the longest tasks.
 
 from __future__ import annotations
 
+import dis
 import gc
 import os
 import random
@@ -16,8 +17,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
@@ -96,6 +98,18 @@ TASKS: dict[str, Callable[[Net, rl.Program], Any]] = {
 FORWARDS = ("capture", "fresh")  # these move generators, or leave what a forward leaves
 
 
+@cache
+def comprehensions(code: CodeType) -> frozenset[int]:
+    """The instructions of comprehensions that Python, from 3.12 on, writes into the function around them: what a trace
+    function raises there passes by every `finally`, which an interrupt does not.
+    """
+    found, is_within = set(), False
+    for one in dis.get_instructions(code):
+        is_within = (is_within or one.opname == "LOAD_FAST_AND_CLEAR") and one.opname != "END_FOR"
+        found.update({one.offset} if is_within else ())
+    return frozenset(found)
+
+
 class Interrupt:
     """Raises at the n-th line of replaylens that runs, of some functions only if they are named."""
 
@@ -117,7 +131,7 @@ class Interrupt:
         return self._line
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if event in ("line", "opcode"):
+        if event in ("line", "opcode") and frame.f_lasti not in comprehensions(frame.f_code):
             self.count += 1
             if self.count == self.at:
                 self.place = f"{frame.f_code.co_filename[len(HOME) :]}:{frame.f_lineno} {frame.f_code.co_name}"
