@@ -458,6 +458,14 @@ def test_tuples_that_another_thread_is_building_are_let_alone(often_switching):
         assert built.result()
 
 
+def test_what_python_itself_sets_aside_keeps_no_capture_from_it():
+    gc.collect()
+    with origins.dated() as date:
+        assert not date.tensors
+        assert collecting.is_frozen()
+    assert not collecting.is_frozen()
+
+
 def test_a_tensor_older_than_the_capture_is_a_constant_also_where_the_user_froze_the_collector():
     gc.freeze()
     frozen = gc.get_freeze_count()
@@ -522,7 +530,7 @@ def test_a_capture_leaves_the_collector_as_the_user_has_it():
             if not enabled:
                 gc.disable()
             rl.capture(reads_a_table, x())
-            assert (gc.get_threshold(), gc.isenabled(), gc.get_freeze_count()) == (threshold, enabled, 0)
+            assert (gc.get_threshold(), gc.isenabled(), collecting.is_frozen()) == (threshold, enabled, False)
         finally:
             gc.set_threshold(*thresholds)
             gc.enable()

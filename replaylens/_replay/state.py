@@ -87,8 +87,18 @@ def same_layouts(tensors: list[torch.Tensor]) -> Callable[..., bool]:
     """
     if TensorGuards is not None:
         return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    then = [*map(layout_of, tensors)]
-    return lambda *tensors: [*map(layout_of, tensors)] == then
+    then = [*map(_lying, tensors)]
+
+    def lie(*tensors: torch.Tensor) -> bool:
+        with suppress(RuntimeError, NotImplementedError):  # sparse and wrapped ones
+            return [*map(_lying, tensors)] == then
+        return False
+
+    return lie
+
+
+def _lying(tensor: torch.Tensor) -> Any:
+    return type(tensor), tensor.untyped_storage().device, layout_of(tensor)
 
 
 @frozen(eq=False)
@@ -171,8 +181,9 @@ class _Together:
         self.samples = _sampler(self.addresses, self.live)
 
     def are_there(self, tensors: list[torch.Tensor]) -> bool:
-        """Do these tensors lie there, as those did?"""
-        return (*map(_address, tensors),) == self.addresses and self.lie(*tensors)
+        """Do these tensors lie there, as those did? How they lie is asked first: not every tensor has an address."""
+        many = len(tensors) == len(self.addresses)
+        return many and self.lie(*tensors) and (*map(_address, tensors),) == self.addresses
 
     def looks(self, samples: list[bytes]) -> Iterator[Look]:
         """The look at each of them, of samples that were taken of all."""
@@ -213,9 +224,12 @@ _MODELS = 64
 
 
 def look_at(tensor: torch.Tensor) -> Look:
-    """Where a tensor lies, and samples of what stands there. Cheap: a capture does it for each that the model holds."""
+    """Where a tensor lies, and samples of what stands there. Cheap: a capture does it for each that the model holds.
+
+    What is known may be of a tensor that went, whose id this one has: it may have no address.
+    """
     known = _known.get(id(tensor))
-    if known is None or known[0] != tensor.data_ptr() or not known[1](tensor):
+    if known is None or not known[1](tensor) or known[0] != tensor.data_ptr():
         return _first_look(tensor)
     return known[0], known[2], known[3].tobytes(), 0, known[3]
 
