@@ -35,7 +35,7 @@ from ._replay.inputs import Given, made_ordinary, new_inputs, new_state
 from ._replay.keeping import with_values
 from ._replay.patching import at_place, changes_of
 from ._replay.replay import Record, detached
-from ._replay.request import At, Hand, Request
+from ._replay.request import At, Beyond, Hand, Request
 from ._view.plots import plot_value
 from .errors import (
     NoGradient,
@@ -246,7 +246,7 @@ class Held(Described, Reference):
             start=tuple([at_place(self.graph, one.place).position for one in start.each]) if start else (),
             on_divergence=on_divergence,
             whole=not asks,
-            **self._beyond(patch),
+            beyond=partial(self._beyond, dict(patch) if isinstance(patch, Mapping) else patch),
             **more,
         )
 
@@ -283,7 +283,7 @@ class Held(Described, Reference):
         place = self._atlas.find(name)
         return place.label, At(self.graph.positions[place.node], place.output, place.part)
 
-    def _beyond(self, patch: Any) -> dict[str, Any]:
+    def _beyond(self, patch: Any) -> Beyond:
         """Which patches hold beyond what was recorded, where the model itself is run: those for all passes of a layer,
         and those for a type of operation. What takes from another program at each site does not: it has none there.
         """
@@ -292,12 +292,12 @@ class Held(Described, Reference):
         found = {key: self._sites(key) for key in keys if isinstance(key, str) and not _has_pass(key)}
         nodes = {key: [self.graph[one.place.node] for s in of_key for one in s.each] for key, of_key in found.items()}
         kinds = [key for key, of in nodes.items() if all(isinstance(n, Call) and n.kind == key != n.name for n in of)]
-        return {
-            "every": frozenset(self.graph.positions[node.name] for of_key in nodes.values() for node in of_key),
-            "kinds": frozenset(kind for kind in kinds if kind not in self._atlas.module_calls),
-            "globs": tuple([key for key in found if is_glob(key) and self._is_of_modules(found[key])]),
-            "hands": tuple([hand for key, _ in pairs for hand in self._hands(key, key in found)]),
-        }
+        return Beyond(
+            every=frozenset(self.graph.positions[node.name] for of_key in nodes.values() for node in of_key),
+            kinds=frozenset(kind for kind in kinds if kind not in self._atlas.module_calls),
+            globs=tuple([key for key in found if is_glob(key) and self._is_of_modules(found[key])]),
+            hands=tuple([hand for key, _ in pairs for hand in self._hands(key, key in found)]),
+        )
 
     def _is_of_modules(self, found: tuple[Site, ...]) -> bool:
         return any(site.place.scope is not None and site.name not in self._atlas.by_label for site in found)

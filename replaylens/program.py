@@ -136,7 +136,7 @@ def _run_as_compiled(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
 def _run(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], patch: Any, grad: bool) -> Run:
     prog = Program(_captured=rehearsed(model, args, kwargs))
     changed, ends = changes_of(prog.graph, patch, None, prog._sites)
-    request = Request(changed=changed, ends=ends, grad=grad, on_divergence="raise", **prog._beyond(patch))
+    request = Request(changed=changed, ends=ends, grad=grad, on_divergence="raise", beyond=lambda: prog._beyond(patch))
     try:
         return prog._of(request, prog._rerun(request, None, (args, kwargs)))
     except DivergedReplay as refusal:  # a patch that no live run can make is made in a replay, if that keeps the path

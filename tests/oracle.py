@@ -31,6 +31,7 @@ from torch.nn import Parameter
 from zoo import Case, silence
 
 import replaylens as rl
+from replaylens._capture import collecting
 
 Build = Callable[[], Case]
 Law = Callable[[Build], str]
@@ -150,7 +151,7 @@ def surroundings() -> dict[str, Any]:
             if name.startswith("_global_") and isinstance(hooks, dict)
         ],
         "saved tensor hooks": torch._C._autograd._saved_tensors_hooks_is_enabled(),
-        "frozen objects": gc.get_freeze_count(),
+        "frozen objects": collecting.is_frozen(),
         "collector": (gc.isenabled(), gc.get_threshold()),
         "compiler stance": str(dynamo._stance.stance) if dynamo else "default",
     }

@@ -7,6 +7,7 @@ says that it has left the recorded path.
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -272,6 +273,14 @@ def test_whether_there_is_a_history_is_no_question_of_which_one():
     assert not prog.replay(patch={"l:1": lambda value: value * 2}, on_divergence="raise").diverged
 
 
+def test_nor_is_it_where_the_branch_is_a_long_one():
+    body = "\n".join(f"        n = [m, {number}]" for number in range(200))
+    space: dict[str, Any] = {}
+    exec(f"def work(m, x):\n    y = m.l(x)\n    if y.grad_fn is None:\n{body}\n    return y", space)
+    prog = rl.capture(Asks(space["work"]), torch.ones(3, 4))
+    assert not prog.replay(patch={"l": lambda value: value * 2}, on_divergence="raise").diverged
+
+
 def test_a_patched_input_that_nothing_reads_is_asked_for_its_layout():
     prog = rl.capture(lambda x: torch.ones(3, 4) * x.stride(0), torch.ones(3, 4))
     assert prog.replay(patch={"input_1": other_way}).output[0, 0] == 1
@@ -427,17 +436,88 @@ def test_an_input_with_the_same_attributes_is_as_recorded():
     assert not prog.replay(with_attributes(X * 2, mask=torch.ones(4))).diverged
 
 
-def test_what_the_model_may_catch_ends_the_recorded_path_also_where_departures_are_ignored():
-    def work(x: torch.Tensor) -> torch.Tensor:
-        try:
-            return nn.functional.nll_loss(torch.zeros(2, 3), x.long())
-        except IndexError:
-            return x.sum()
+def loss(x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.nll_loss(torch.zeros(2, 3), x.long())
 
-    prog = rl.capture(work, torch.ones(2))
+
+CATCHING = {
+    "by name": """
+    try: return loss(x)
+    except IndexError: return x.sum()""",
+    "whatever it is": """
+    try: return loss(x)
+    except: return x.sum()""",
+    "by a return": """
+    found = x.sum()
+    try: found = loss(x)
+    finally: return found * 1""",
+    "by a return at times": """
+    found = x.sum()
+    try: found = loss(x)
+    finally:
+        with torch.no_grad():
+            if found is not None: return found""",
+    "by going on": """
+    for _ in range(2):
+        found = x.sum()
+        try: found = loss(x)
+        finally: continue
+    return found""",
+    "by a break": """
+    found = x.sum()
+    while True:
+        try: found = loss(x)
+        finally: break
+    return found""",
+}
+if sys.version_info >= (3, 11):
+    CATCHING["by a group"] = """
+    found = x.sum()
+    try: found = loss(x)
+    except* IndexError: pass
+    return found"""
+
+
+@pytest.mark.filterwarnings("ignore:.*in a 'finally' block:SyntaxWarning")
+@pytest.mark.parametrize("how", CATCHING)
+def test_what_the_model_may_catch_ends_the_recorded_path_also_where_departures_are_ignored(how):
+    space: dict[str, Any] = {"loss": loss, "torch": torch}
+    exec(f"def work(x):{CATCHING[how]}", space)
+    prog = rl.capture(space["work"], torch.ones(2))
+    assert prog.graph.catches
     with pytest.raises(rl.DivergedReplay, match="path ends here"):
         prog.replay(torch.full((2,), 7.0), on_divergence="ignore")
     assert prog.replay(torch.full((2,), 7.0)).output == 14
+
+
+def puts_away(x: torch.Tensor) -> torch.Tensor:
+    try:
+        return loss(x)
+    finally:
+        x.sum()
+
+
+def says_more(x: torch.Tensor) -> torch.Tensor:
+    try:
+        return loss(x)
+    except:
+        x.sum()
+        raise
+
+
+def within_a_mode(x: torch.Tensor) -> torch.Tensor:
+    for _ in range(2):
+        with torch.no_grad(), torch.enable_grad():
+            return loss(x)
+    return x
+
+
+@pytest.mark.parametrize("work", [puts_away, says_more, within_a_mode])
+def test_a_model_that_only_does_something_on_the_way_out_catches_nothing(work):
+    prog = rl.capture(work, torch.ones(2))
+    assert not prog.graph.catches
+    with pytest.raises(IndexError):
+        prog.replay(torch.full((2,), 7.0))
 
 
 def test_an_edit_that_makes_a_caught_view_impossible_is_no_raw_error():

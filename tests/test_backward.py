@@ -200,3 +200,81 @@ def test_it_is_what_grads_gives_however_little_was_saved(name):
         found = prog.saving("none").backward(from_layer=end.node)
         assert_same(dict(found.gradients), dict(wanted.gradients))
         assert found.gradients.without == wanted.gradients.without
+
+
+class Retaining(nn.Module):
+    """Reads gradients that computed values keep."""
+
+    def __init__(self, does):
+        super().__init__()
+        torch.manual_seed(1)
+        self.a, self.b, self.does = nn.Linear(4, 4), nn.Linear(4, 4), does
+
+    def forward(self, x):
+        return self.does(self, x)
+
+
+def one_that_is_kept(m, x):
+    h = m.a(x)
+    h.retain_grad()
+    h.pow(2).sum().backward(retain_graph=True)
+    made = h.grad * 2
+    m.zero_grad()
+    return made + m.a(x)
+
+
+def two_that_are_kept(m, x):
+    h = m.a(x)
+    h.retain_grad()
+    g = m.b(torch.tanh(h))
+    g.retain_grad()
+    g.pow(2).sum().backward()
+    return h.grad + g.grad + x
+
+
+def one_that_is_added_to(m, x):
+    h = m.a(x)
+    h.retain_grad()
+    h.pow(2).sum().backward(retain_graph=True)
+    h.pow(3).sum().backward()
+    return h.grad
+
+
+def one_that_no_gradient_reaches(m, x):
+    h, k = m.a(x), m.b(x)
+    h.retain_grad()
+    k.retain_grad()
+    k.pow(2).sum().backward()
+    return k.grad * (2 if h.grad is None else 3)
+
+
+def one_of_a_part(m, x):
+    h = m.a(x)
+    row = h[0]
+    row.retain_grad()
+    (row * h.sum()).sum().backward()
+    return x * row.grad
+
+
+RETAINING = (
+    one_that_is_kept,
+    two_that_are_kept,
+    one_that_is_added_to,
+    one_that_no_gradient_reaches,
+    one_of_a_part,
+)
+
+
+@pytest.mark.parametrize("does", RETAINING, ids=lambda does: does.__name__)
+def test_gradients_that_computed_values_keep_are_the_models(does):
+    x, y = (torch.randn(2, 4, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    prog = rl.capture(Retaining(does), x)
+    assert torch.equal(prog.output.detach(), Retaining(does)(x).detach())
+    assert torch.equal(prog.replay(y).output.detach(), Retaining(does)(y).detach())
+    hooked = Retaining(does)
+    hooked.a.register_forward_hook(lambda module, args, output: output * 2)
+    wanted = hooked(x).detach()
+    assert torch.equal(prog.replay(patch={"a": rl.Scale(2.0)}).output.detach(), wanted)
+    assert torch.equal(rl.run(Retaining(does), x, patch={"a": rl.Scale(2.0)}).output.detach(), wanted)
+    assert prog.check()
+    assert rl.check(Retaining(does), x)

@@ -372,3 +372,20 @@ class MakesClasses(nn.Module):
 @pytest.mark.parametrize("kind", ["named", "dict"])
 def test_a_forward_may_make_the_class_of_its_output_itself(kind):
     assert rl.check(MakesClasses(kind), torch.randn(2, 3))
+
+
+@pytest.mark.parametrize("scramble", [False, True])
+def test_numbers_that_a_kernel_takes_for_places_in_memory_are_left_as_they_are(scramble):
+    """With nonsense in their place it would write beyond its memory."""
+
+    def model(x):
+        engine = torch.quasirandom.SobolEngine(4, scramble=scramble)
+        return x * engine.draw(2) + engine.fast_forward(3).draw(2)
+
+    assert rl.capture(model, torch.ones(2, 4)).check()
+
+
+def test_attributes_that_hang_on_an_input_are_not_taken_from_a_model_that_is_checked():
+    x = torch.ones(2, 4)
+    x.scale = torch.ones(1) * 2
+    assert rl.check(lambda x: torch.relu(x) * getattr(x, "scale", 3.0), x)

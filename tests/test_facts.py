@@ -321,7 +321,21 @@ def hands_it_to_another(x):
     return x.sum() * len(str(found)) + (0 if "5" in str(found) else 1)
 
 
-@pytest.mark.parametrize("model", [names_what_it_catches, asks_python_for_it, hands_it_to_another])
+def written(handler, body):
+    """A model that catches by this line, and does so much before it goes by what it has caught."""
+    space = {}
+    lines = "\n".join(f"        n = [x, {number}]" for number in range(body))
+    begin = "def work(x):\n    try:\n        y = x[x.long()].sum()\n"
+    exec(f"{begin}    {handler}:\n{lines}\n        y = x.sum() * len(str(error))\n    return y", space)
+    return space["work"]
+
+
+KEEPING = [names_what_it_catches, asks_python_for_it, hands_it_to_another, written("except IndexError as error", 200)]
+if sys.version_info >= (3, 11):
+    KEEPING += [written("except* IndexError as error", 1), written("except* IndexError as error", 200)]
+
+
+@pytest.mark.parametrize("model", KEEPING)
 def test_the_text_of_an_exception_is_a_fact_where_the_model_can_read_it(model):
     x = torch.tensor([5.0, 0.0, 0.0])
     prog = rl.capture(model, x)

@@ -624,3 +624,28 @@ def test_a_value_far_behind_the_cut_says_where_it_was_cut():
     ]
     no_source = rl.capture(lambda x: fc(x) * (torch.zeros(2, 3) + 1).exp(), torch.randn(2, 3))
     assert no_source.grads(of=torch.sum).without["exp_1_4"].startswith("neither an input nor a parameter")
+
+
+HOOKS = {
+    "scales": [lambda g: g * 2],
+    "two of them": [lambda g: g + 1, lambda g: g * 3],
+    "looks on": [lambda g: None],
+    "clamps": [lambda g: g.clamp(-0.1, 0.1)],
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_the_users_hooks_on_parameters_are_heeded_as_the_models_backward_heeds_them(name):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(3, 4)
+    for hook in HOOKS[name]:
+        model[0].weight.register_hook(hook)
+    prog = rl.capture(model, x)
+    wanted = torch.autograd.grad(model(x).sum(), model[0].weight)[0]
+    assert torch.equal(prog.grads(of=torch.sum, at=["0.weight"])["0.weight"], wanted)
+    given = nn.Parameter(model[0].weight.detach() * 2)  # has none
+    found = prog.grads(of=torch.sum, at=["0.weight"], state={"0.weight": given})["0.weight"]
+    with torch.no_grad():
+        model[0].weight._backward_hooks.clear()
+        model[0].weight.copy_(given)
+    assert torch.equal(found, torch.autograd.grad(model(x).sum(), model[0].weight)[0])

@@ -640,6 +640,16 @@ def asks_for_inference(x: Tensor) -> Tensor:
     return x * (2 if torch.is_inference_mode_enabled() else 3)
 
 
+def asks_in_a_lambda(x: Tensor) -> Tensor:
+    return (lambda: x * (2 if torch.is_grad_enabled() else 3))()
+
+
+@pytest.mark.parametrize("model", [asks_the_mode, asks_in_a_lambda])
+def test_a_question_for_the_mode_stands_on_the_line_that_asks(model: Any) -> None:
+    (line,) = {guard.source.line for guard in rl.capture(model, plain()).guards}
+    assert line == model.__code__.co_firstlineno + 1
+
+
 class AsksTheMode(nn.Module):
     def __init__(self) -> None:
         super().__init__()

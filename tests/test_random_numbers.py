@@ -1060,6 +1060,14 @@ def _by_numpy(x):
     return x * float(np.random.default_rng().random())
 
 
+def _by_no_seed(x):
+    return x * float(np.random.default_rng(None).random())
+
+
+def _by_a_seed_of_none(x):
+    return x * float(np.random.default_rng(seed=None).random())
+
+
 def _by_a_helper(x):
     return x * _unseeded_number()
 
@@ -1082,7 +1090,10 @@ def _by_a_new_seed(x):
     return x * torch.rand(4, generator=generator)
 
 
-@pytest.mark.parametrize("model", [_by_numpy, _by_a_helper, _by_python, _by_the_system, _by_a_new_seed])
+UNSEEDED = [_by_numpy, _by_no_seed, _by_a_seed_of_none, _by_a_helper, _by_python, _by_the_system, _by_a_new_seed]
+
+
+@pytest.mark.parametrize("model", UNSEEDED)
 def test_a_generator_that_the_forward_makes_without_a_seed_draws_anew_in_fresh_replays(model):
     prog = rl.capture(model, torch.ones(4))
     assert torch.equal(prog.replay().output, prog.output)

@@ -10,9 +10,11 @@ import pytest
 import torch
 from oracle import assert_same
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 import replaylens as rl
+from replaylens._replay import state
 
 
 def x(seed=0):
@@ -969,7 +971,37 @@ def is_first(m, x):
     return x * 2 if was else x
 
 
+def stores_where_a_part_says(m, x):
+    y = x.clone()
+    y[m.place.real] = 0
+    m.place += 1
+    return y
+
+
+class Matched(Stateful):
+    __match_args__ = ("calls",)
+
+
+def asks_by_a_pattern(m, x):
+    match m:
+        case Stateful(calls=0):
+            x = x * 2
+    m.calls += 1
+    return x
+
+
+def asks_by_a_place_in_a_pattern(m, x):
+    match m:
+        case Matched(0):
+            x = x * 2
+    m.calls += 1
+    return x
+
+
 GO_ON = {
+    "stores_where_a_part_says": lambda: Stateful(stores_where_a_part_says, place=0),
+    "asks_by_a_pattern": lambda: Stateful(asks_by_a_pattern, calls=0),
+    "asks_by_a_place_in_a_pattern": lambda: Matched(asks_by_a_place_in_a_pattern, calls=0),
     "has_a_place": lambda: Stateful(has_a_place, place=1),
     "keeps_a_list": lambda: Stateful(keeps_a_list, kept=[]),
     "keeps_an_object": lambda: Stateful(lambda m, x: m.kept.update(x), kept=Cache()),
@@ -1032,3 +1064,36 @@ def test_a_step_of_an_optimizer_in_a_live_run_makes_no_program_stale(fused):
     model(x())
     with pytest.raises(rl.StaleValue):
         prog.replay(x(1))
+
+
+def fake():
+    with FakeTensorMode():
+        return torch.ones(3)
+
+
+def wrapped():
+    found = []
+    torch.vmap(lambda row: found.append(row * 1) or row)(torch.ones(2, 3))
+    return found[0]
+
+
+OF_NO_ADDRESS = {
+    "sparse": lambda: torch.ones(3).to_sparse(),
+    "mkldnn": lambda: torch.ones(3).to_mkldnn(),
+    "fake": fake,
+    "wrapped": wrapped,
+}
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+@pytest.mark.parametrize("make", OF_NO_ADDRESS.values(), ids=OF_NO_ADDRESS)
+def test_a_tensor_without_an_address_may_have_the_id_of_one_that_was_looked_at(make, guarded, monkeypatch):
+    if not guarded:
+        monkeypatch.setattr(state, "TensorGuards", None)
+    went, came = torch.ones(3), make()
+    state.look_at(went)
+    state.looks_at([went, torch.ones(3)])
+    for table in (state._known, state._together):
+        monkeypatch.setitem(table, id(came), table[id(went)])
+    assert [look[2] for look in state.looks_at([came, came])()] == [None, None]
+    assert state.look_at(came)[2] is None

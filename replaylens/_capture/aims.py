@@ -198,8 +198,9 @@ def aims_of(record: Record, request: Request) -> Aims:
     """Where each change of a request is to be made while the model runs."""
     graph, where = record.graph, spots(record.graph)
     called = frozenset(scope.address for scope, _ in graph.module_outputs)
-    aims = Aims(recorded=frozenset(where.values()), globs=request.globs, called=called)
-    handed = {graph.positions[hand.ref.node] for hand in request.hands}
+    beyond = request.beyond()
+    aims = Aims(recorded=frozenset(where.values()), globs=beyond.globs, called=called)
+    handed = {graph.positions[hand.ref.node] for hand in beyond.hands}
     for position, changes in sorted(request.changed.items()):
         node = graph.nodes[position]
         aim = _aim(node, changes, request.grad)
@@ -209,15 +210,15 @@ def aims_of(record: Record, request: Request) -> Aims:
             aims.unseen.append(node.name)
         else:
             aims.spots[spot] = aim
-            if position in request.every and position in handed:
+            if position in beyond.every and position in handed:
                 aims.beneath.setdefault(spot.any_call, aim)
-            elif position in request.every:
+            elif position in beyond.every:
                 aims.any_call.setdefault(spot.any_call, aim)
                 if own := parameters_of(record, node):
                     aims.layers.setdefault((node.kind, own), aim)
-            if node.kind in request.kinds:
+            if node.kind in beyond.kinds:
                 aims.kinds.setdefault(node.kind, aim)
-    for hand in request.hands:
+    for hand in beyond.hands:
         spot = where.get(graph.positions[hand.ref.node])
         _note(aims, aims.sources.get(hand.ref.node) if spot is None else aims.spots.get(spot), hand)
         node = graph[hand.ref.node]
@@ -226,7 +227,7 @@ def aims_of(record: Record, request: Request) -> Aims:
             if (hand.address, hand.call) in calls:
                 call = 0 if hand.is_every else hand.call
                 aims.hands.within.setdefault(node.name, set()).add((hand.address, call))
-    every = {p: aims.spots[where[p]] for p in request.every - handed if p in where and where[p] in aims.spots}
+    every = {p: aims.spots[where[p]] for p in beyond.every - handed if p in where and where[p] in aims.spots}
     return evolve(aims, rounds=rounds_of(graph, where, every))
 
 

@@ -20,7 +20,7 @@ from .._core.trees import ATOMS
 from .._replay.state import PLAIN
 from .origins import path_to
 from .recorder import Recorder
-from .settled import code_of
+from .settled import code_of, matches_classes
 from .snapshot import Snapshot
 
 _FEEDS = frozenset("append appendleft extend add update clear insert".split())
@@ -95,7 +95,7 @@ def _is_only_fed(key: str, codes: Collection[CodeType]) -> bool:
 
 @lru_cache(maxsize=4096)
 def _use(code: CodeType, key: str) -> str:
-    if "__dict__" in code.co_names or "vars" in code.co_names:
+    if "__dict__" in code.co_names or "vars" in code.co_names or matches_classes(code, key):
         return "reads"
     if key not in code.co_names:
         return "reads" if key in code.co_consts else ""
@@ -112,5 +112,6 @@ def _is_fed(steps: list[dis.Instruction], number: int) -> bool:
         return False
     if before[0].opname in ("COPY", "DUP_TOP"):
         return True
-    is_call = after[0].opname in ("LOAD_ATTR", "LOAD_METHOD") and after[0].argval in _FEEDS
-    return is_call or (after[1].opname == "STORE_SUBSCR" and after[0].opname.startswith("LOAD_"))
+    if after[0].opname in ("LOAD_ATTR", "LOAD_METHOD"):
+        return after[0].argval in _FEEDS
+    return after[1].opname == "STORE_SUBSCR" and after[0].opname.startswith("LOAD_")

@@ -8,6 +8,7 @@ reads of the gradient mode to anybody: that the code which ran names them is tak
 from __future__ import annotations
 
 import dis
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache, partial
@@ -128,13 +129,15 @@ def _named_by(ran: list[CodeType], known: dict[CodeType, FunctionType]) -> Itera
 
 
 def _line(code: CodeType, name: str) -> int:
-    """The line on which a name is first used."""
+    """The line on which a name is first used, in a code or in what lies in it."""
     line = code.co_firstlineno
     for instruction in dis.get_instructions(code):
-        line = getattr(getattr(instruction, "positions", None), "lineno", None) or line
+        place = getattr(instruction, "positions", None)
+        line = (place.lineno if place else instruction.starts_line) or line
         if instruction.argval == name:
             return int(line)
-    return code.co_firstlineno
+    inner = (one for one in code.co_consts if isinstance(one, CodeType) and name in words(one))
+    return next((_line(one, name) for one in inner), code.co_firstlineno)
 
 
 @lru_cache(maxsize=4096)
@@ -153,7 +156,7 @@ def asks_identity(code: CodeType) -> bool:
 @lru_cache(maxsize=4096)
 def asks_for_none(code: CodeType, instruction: int) -> bool:
     """Is what an instruction reads only asked for whether it is None?"""
-    after = [one for one in dis.get_instructions(code) if one.offset > instruction and one.opname != "NOT_TAKEN"][:2]
+    after = [one for one in _instructions(code) if one.offset > instruction][:2]
     if not after or after[0].opname != "LOAD_CONST":
         return bool(after) and after[0].opname.endswith(("IF_NONE", "IF_NOT_NONE"))
     return after[0].argval is None and len(after) > 1 and after[1].opname == "IS_OP"
@@ -164,14 +167,41 @@ def catches(code: CodeType) -> bool:
     """Does this code go on after an exception, anywhere?"""
     if "suppress" in code.co_names:
         return True
-    last = ""
-    for instruction in dis.get_instructions(code) if _HANDLES.intersection(code.co_code[::2]) else ():
-        if instruction.opname in ("CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH"):
+    if _HANDLES.isdisjoint(code.co_code[::2]):
+        return False
+    steps = _instructions(code)
+    return any(one.opname in _MATCHES for one in steps) or any(_goes_on(steps, one) for one in _handlers(steps))
+
+
+def _handlers(steps: list[dis.Instruction]) -> Iterator[int]:
+    """The numbers of the instructions at which handlers begin, but for what a `with` does after an exception."""
+    yield from (_number(steps, one.argval) for one in steps if one.opname == "SETUP_FINALLY")
+    for number, one in enumerate(steps):
+        if one.opname == "PUSH_EXC_INFO" and steps[number + 1].opname != "WITH_EXCEPT_START":
+            yield number
+
+
+def _goes_on(steps: list[dis.Instruction], handler: int) -> bool:
+    """Can it end otherwise than by raising, as `except:` does, or `return`, `break` and `continue` in a `finally:`?"""
+    stack, seen = [handler], set()
+    while stack:
+        number = stack.pop()
+        one = steps[number]
+        if one.opname in _GOES_ON:
             return True
-        if last == "PUSH_EXC_INFO" and instruction.opname == "POP_TOP":  # `except:`
-            return True
-        last = instruction.opname
+        if number in seen or one.opname in _RAISES:
+            continue
+        seen.add(number)
+        if one.opcode in _JUMPS:
+            stack.append(_number(steps, one.argval))
+        if one.opname not in _ALWAYS_JUMPS:
+            stack.append(number + 1)
     return False
+
+
+def _number(steps: list[dis.Instruction], offset: int) -> int:
+    """The number of the instruction at an offset, or of the one that begins there."""
+    return bisect_left([one.offset for one in steps], offset)
 
 
 @lru_cache(maxsize=4096)
@@ -179,20 +209,26 @@ def keeps_exceptions(code: CodeType) -> bool:
     """Can this code read what an exception says that it catches: by `except E as error`, or by asking Python for it?"""
     if not _ASKING.isdisjoint(code.co_names):
         return True
-    after = len(_BINDING)
-    for instruction in dis.get_instructions(code) if _HANDLES.intersection(code.co_code[::2]) else ():
-        if instruction.opname in ("CHECK_EXC_MATCH", "CHECK_EG_MATCH", "JUMP_IF_NOT_EXC_MATCH"):
-            after = 0
-        elif after < len(_BINDING) and instruction.opname.startswith("STORE_"):
-            return True
-        else:
-            after += instruction.opname != "NOT_TAKEN"
-    return False
+    if _HANDLES.isdisjoint(code.co_code[::2]):
+        return False
+    steps = _instructions(code)
+    matches = [number for number, one in enumerate(steps) if one.opname in _MATCHES]
+    after = [one for number in matches for one in steps[number + 1 : number + 1 + _BINDING]]
+    return any(one.opname.startswith("STORE_") for one in after)
 
 
+def _instructions(code: CodeType) -> list[dis.Instruction]:
+    """Those that do something: what makes the argument of one longer stands before it where a code is long."""
+    return [one for one in dis.get_instructions(code) if one.opname not in _NOTHING]
+
+
+_NOTHING = frozenset(("CACHE", "EXTENDED_ARG", "NOT_TAKEN"))
 _ASKING = frozenset(("exc_info", "format_exc", "exception"))
-_BINDING = range(2)  # so many instructions stand between the match and the name that is bound
+_MATCHES = frozenset(("CHECK_EXC_MATCH", "CHECK_EG_MATCH", "JUMP_IF_NOT_EXC_MATCH"))
+_BINDING = 3  # within so many instructions after the match the name is bound, if there is one
+_RAISES = frozenset(("RERAISE", "RAISE_VARARGS"))
+_GOES_ON = frozenset(("POP_EXCEPT", "RETURN_VALUE", "RETURN_CONST"))
+_ALWAYS_JUMPS = frozenset(("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_ABSOLUTE"))
+_JUMPS = {code for code in (*dis.hasjrel, *dis.hasjabs) if not dis.opname[code].startswith("SETUP_")}
 _IS = dis.opmap["IS_OP"]
-_HANDLES = {
-    dis.opmap[name] for name in ("PUSH_EXC_INFO", "CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH") if name in dis.opmap
-}
+_HANDLES = {dis.opmap[name] for name in ("PUSH_EXC_INFO", "SETUP_FINALLY") if name in dis.opmap}

@@ -9,10 +9,12 @@ everything where there is a quarter more of it than when it last did.
 from __future__ import annotations
 
 import gc
+import sys
 
 _PATIENT = 20_000  # a record of a call is garbage to nobody: the collector need not look at each few hundred
 _SKIPS = 7
 _ENOUGH = 70_000  # new objects until all are counted
+_UNDYING = 2_000 if sys.version_info[:2] == (3, 12) else 0
 
 _froze = False
 _thresholds: tuple[int, int, int] | None = None  # as the user has them
@@ -23,10 +25,17 @@ _known = 0  # how many there were when the collector last looked at all, or when
 _is_due = False  # are there so many more that it should?
 
 
+def is_frozen() -> bool:
+    """Has anybody set objects aside? Python 3.12 does so itself with those that never die, some hundreds; before they
+    ran any code of a user's, programs have thousands.
+    """
+    return gc.get_freeze_count() > _UNDYING
+
+
 def collect_new() -> None:
     """What nobody refers to goes, of what was made since the last capture; of everything, where that is due."""
     global _has_found, _is_due, _known
-    if not gc.isenabled() or gc.get_freeze_count():
+    if not gc.isenabled() or is_frozen():
         return
     if _is_due:
         _is_due, _known = False, 0

@@ -26,7 +26,7 @@ from .._core.lazy import cached_property
 from .._core.trees import own, own_attributes
 from .._core.world import alone, freed, in_children
 from .builder import Addresses
-from .collecting import collect_new, set_aside, set_back
+from .collecting import collect_new, is_frozen, set_aside, set_back
 from .scopes import addresses, module_table, other_addresses
 from .snapshot import Held
 from .storage import storage_key
@@ -89,7 +89,7 @@ def dated() -> Iterator[Date]:
 
 
 def _began(token: object) -> Date:
-    mine = not _running and gc.get_freeze_count() == 0
+    mine = not _running and not is_frozen()
     _running[token] = threading.get_ident()
     if mine:
         set_aside()

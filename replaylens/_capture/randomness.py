@@ -194,9 +194,12 @@ def _unseeded(code: CodeType) -> Iterator[str]:
     for instruction in dis.get_instructions(code):
         if last and instruction.opname.startswith("CALL") and instruction.arg == int(given):
             yield f"{last}()"
+        names_it = given and (instruction.opname == "KW_NAMES" or type(instruction.argval) is tuple)
+        if names_it or instruction.opname in ("PRECALL", "PUSH_NULL", "NOT_TAKEN", "CACHE", "EXTENDED_ARG"):
+            continue
         if instruction.opname == "LOAD_CONST" and instruction.argval is None and last and not given:
             given = True
-        elif instruction.opname not in ("PRECALL", "PUSH_NULL", "NOT_TAKEN", "CACHE"):
+        else:
             last, given = (instruction.argval if instruction.argval in _UNSEEDED else ""), False
 
 

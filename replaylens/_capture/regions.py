@@ -125,7 +125,7 @@ def backward_call(tracer: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
     outputs = _as_tuple(given.get("tensors", given.get("self")))
     cotangents = given.get("gradient", given.get("grad_tensors"))
     cotangents = _as_tuple(cotangents) if cotangents is not None else (None,) * len(outputs)
-    inputs = _as_tuple(given["inputs"]) if given.get("inputs") is not None else _leaves_above(tracer, outputs)
+    inputs = _as_tuple(given["inputs"]) if given.get("inputs") is not None else _collectors(tracer, outputs)
     if not inputs or tracer.functorch:
         return watched(tracer, func, args, kwargs)
     stretch = _stretch(tracer, outputs, inputs, cotangents, bool(given.get("create_graph", False)))
@@ -168,8 +168,8 @@ def _accumulate(tracer: Recorder, tensor: torch.Tensor, old: torch.Tensor | None
         memory.know(grad, handle)
 
 
-def _leaves_above(tracer: Recorder, outputs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-    """The leaf tensors that collect gradients when these are differentiated: autograd's own graph knows."""
+def _collectors(tracer: Recorder, outputs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    """The tensors that collect gradients when these are differentiated: autograd's own graph knows the leaves."""
     found: dict[int, torch.Tensor] = {}
     stack, seen = [output.grad_fn for output in outputs], set()
     while stack:
@@ -180,7 +180,13 @@ def _leaves_above(tracer: Recorder, outputs: tuple[Any, ...]) -> tuple[torch.Ten
         if hasattr(function, "variable"):
             found[id(function.variable)] = function.variable
         stack.extend(below for below, _ in function.next_functions)
-    return tuple([tensor for tensor in found.values() if tracer.memory.read(tensor) is not None])
+    collecting = [*found.values(), *[value for value in tracer.recording.values if _retains(value)]]
+    return tuple([tensor for tensor in collecting if tracer.memory.read(tensor) is not None])
+
+
+def _retains(value: Any) -> bool:
+    """Is it a computed value that keeps its gradient, as `retain_grad` asks for?"""
+    return isinstance(value, torch.Tensor) and not value.is_leaf and value.retains_grad
 
 
 def _stretch(

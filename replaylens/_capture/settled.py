@@ -37,7 +37,7 @@ def code_of(model: Any, modules: Collection[Any]) -> Iterator[CodeType]:
 
 @lru_cache(maxsize=4096)
 def _first_use(code: CodeType, key: str) -> str:
-    if _OF_ALL.intersection(code.co_names):
+    if _OF_ALL.intersection(code.co_names) or matches_classes(code, key):
         return "load"
     if key not in code.co_names and key not in code.co_consts:
         return ""
@@ -50,6 +50,16 @@ def _first_use(code: CodeType, key: str) -> str:
             return "load" if _BY_NAME.intersection(code.co_names) else "store"
         return "load"
     return ""
+
+
+@lru_cache(maxsize=4096)
+def matches_classes(code: CodeType, key: str) -> bool:
+    """Does a `case Class(key=...)` ask for this attribute, or one by position, of which the class alone knows?"""
+    if dis.opmap["MATCH_CLASS"] not in code.co_code[::2]:
+        return False
+    steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "EXTENDED_ARG")]
+    patterns = [number for number, step in enumerate(steps) if step.opname == "MATCH_CLASS"]
+    return any(steps[number].arg or key in steps[number - 1].argval for number in patterns)
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

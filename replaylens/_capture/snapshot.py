@@ -7,6 +7,7 @@ Beginning, which is both and the model; Belongings, which are all that hangs on 
 
 from __future__ import annotations
 
+import operator
 import random
 import sys
 from array import array
@@ -195,10 +196,11 @@ class Snapshot:
         turn_back(self.flags)
         for module, attributes in self.attributes:
             now = vars(module)
-            for key in [key for key in now if key not in attributes and key not in self.apart]:
+            for key in now.keys() - attributes.keys() - self.apart:
                 del now[key]
             now.update(attributes)
-        for hooks in [hooks for module in self.hooked for hooks in _hooks_of(module)]:
+        hooked = [module for module in self.hooked if self.hooks or any(map(vars(module).get, _HOOKS))]
+        for hooks in [hooks for module in hooked for hooks in _hooks_of(module)]:
             content = self.hooks.get(id(hooks), {})
             if not _same(hooks, content):
                 hooks.clear()
@@ -369,11 +371,11 @@ def _same(container: Any, content: Any) -> bool:
     """Does it hold the very same objects?"""
     if len(container) != len(content):
         return False
-    if isinstance(container, dict):
-        return all(a is b and container[a] is content[b] for a, b in zip(list(container), list(content), strict=False))
     if isinstance(container, set):
         return container == content
-    return all(a is b for a, b in zip(container, content, strict=False))
+    if not all(map(operator.is_, container, content)):
+        return False
+    return not isinstance(container, dict) or all(map(operator.is_, container.values(), content.values()))
 
 
 class Dice:

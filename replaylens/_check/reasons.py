@@ -54,7 +54,8 @@ def trusts(node: Call, value: torch.Tensor) -> bool:
     name, short = function.name, function.short
     is_custom = name.startswith("torch.ops.") and not name.startswith(("torch.ops.aten.", "torch.ops.prims."))
     is_own = not name.startswith("torch.") and "replaylens" not in name
-    return is_custom or is_own or short in _TRUSTING or "sparse" in short or "nested" in short or "jagged" in short
+    families = ("sparse", "nested", "jagged", "sobol")
+    return is_custom or is_own or short in _TRUSTING or any(family in short for family in families)
 
 
 def known_reason(node: Call, parent: Ref, value: Mapping[Ref, Any], given: Mapping[Ref, torch.Tensor]) -> str:

@@ -83,14 +83,16 @@ class Subject:
 
     @property
     def lone_inputs(self) -> frozenset[str]:
-        """The inputs that share their memory with nothing else that the model reads: they alone can be exchanged."""
+        """The inputs that share their memory with nothing else that the model reads, and on which Python code has hung
+        nothing: they alone can be exchanged.
+        """
         sources = [source for source in self.captured.recording.records if isinstance(source, SourceRecord)]
         held_by_model = {id(tensor): tensor for module in Origins(self.model).modules for tensor in _tensors_of(module)}
         objects = held_by_model | {id(source.tensor): source.tensor for source in sources}
         memory = Counter(_memory_of(tensor) for tensor in objects.values())
         nodes = zip(self.captured.recording.records, self.record.graph.nodes, strict=True)
         inputs = [(s.tensor, node.name) for s, node in nodes if isinstance(s, SourceRecord) and s.kind == "input"]
-        return frozenset([name for tensor, name in inputs if memory[_memory_of(tensor)] == 1])
+        return frozenset([name for tensor, name in inputs if memory[_memory_of(tensor)] == 1 and not vars(tensor)])
 
 
 def under_check(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], work: Callable[[Subject], T]) -> T:

@@ -211,6 +211,12 @@ class Graph:
         return tuple([node for node in self.nodes if isinstance(node, State)])
 
     @cached_property
+    def state_by_name(self) -> dict[str, State]:
+        """By address, by further address, and by the name of the node."""
+        named = [(name, node) for node in self.state_nodes for name in (node.address, *node.aliases, node.name)]
+        return dict(named)
+
+    @cached_property
     def const_nodes(self) -> tuple[Const, ...]:
         return tuple([node for node in self.nodes if isinstance(node, Const)])
 

@@ -108,7 +108,7 @@ _ARTICLES = ("True or False", "an int", "a number", "a number")
 
 def broadcasts(shape: Shape, to: Shape) -> bool:
     """Does a tensor of this shape fill one of the other, as in an assignment?"""
-    return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(to), strict=False))
+    return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(shape[::-1], to[::-1], strict=False))
 
 
 def access(part: str, here: Positions, whole: Shape, device: torch.device) -> Access:

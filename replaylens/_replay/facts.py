@@ -404,7 +404,8 @@ def writes_out(call: Call) -> bool:
 def answer(guard: Guard, tensor: torch.Tensor) -> Any:
     """What a question about a flag has for an answer on this tensor."""
     try:
-        found: Any = guard.target.function(tensor)
+        is_bare = guard.target.short == "grad" and not (tensor.is_leaf or tensor.retains_grad)  # torch warns of asking
+        found: Any = None if is_bare else guard.target.function(tensor)
     except RuntimeError:  # an inference tensor has none of this
         return UNKNOWN
     return guard.result if guard.result == SOME and found is not None else in_short(found)

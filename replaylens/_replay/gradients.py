@@ -155,7 +155,7 @@ def gradients(
         wanted = [*[ran[ref] for ref in places], *[outputs[ref] for ref in ends]]
         with _refusing(graph):
             found: Sequence[Any] = torch.autograd.grad(metric, wanted, allow_unused=True)
-    values = dict(zip(places, found, strict=False))
+    values = {ref: _hooked(record, ran.request, ref, one) for ref, one in zip(places, found, strict=False)}
     at_ends = dict(zip(ends, found[len(places) :], strict=True))
     constant = [p for p, changes in ran.request.changed.items() if not any(change.follows for change in changes)]
     cuts = Cuts(
@@ -186,6 +186,19 @@ def _require_told_as_recorded(ran: Executed, graph: Graph) -> None:
         departure = changed(guard, value.requires_grad) if value is not None else None
         if departure is not None:
             raise diverged(departure)
+
+
+def _hooked(record: Record, request: Request, ref: Ref, gradient: Any) -> Any:
+    """What the user's own hooks on a parameter make of its gradient (`weight.register_hook`), as in the model's
+    backward.
+    """
+    position, live = record.graph.positions[ref.node], record.live.get(ref.node)
+    if live is None or gradient is None or position in request.given or position in request.changed:
+        return gradient
+    for hook in list((live._backward_hooks or {}).values()):
+        made = hook(gradient)
+        gradient = gradient if made is None else made
+    return gradient
 
 
 @contextmanager

@@ -34,7 +34,7 @@ SHARED = (
 )
 Tensors = Mapping[str, torch.Tensor]
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-_FIXED = (frozenset, Enum, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
+_FIXED = (frozenset, Enum, FunctionType, BuiltinFunctionType, MethodType, ModuleType, type)
 NONE: Tensors = MappingProxyType({})
 
 
@@ -133,7 +133,7 @@ def new_state(graph: Graph, state: dict[str, torch.Tensor], nearest: Callable[[s
             what, how = f"the state at {address!r}", "" if kinds[0][2] is kinds[1][2] else f", {kinds[0][2]}"
             text = f"{what} is {meaning}{how}; the program was recorded with {node.meaning}."
             mismatches.append(evolve(_other(what, node.meaning, meaning, text), of_state=True))
-    for node in graph.state_nodes:
+    for node in graph.state_nodes if graph.replaced else ():
         _require_all_names(graph, node, state)
     return Given(found, tuple(mismatches))
 
@@ -153,8 +153,7 @@ def _require_all_names(graph: Graph, node: State, state: Mapping[str, torch.Tens
 
 def state_called(graph: Graph, address: str, nearest: Callable[[str], str]) -> State:
     """The State node with this address, or with this name."""
-    by_address = {address: node for node in graph.state_nodes for address in (node.address, *node.aliases, node.name)}
-    node = by_address.get(address)
+    node = graph.state_by_name.get(address)
     if node is None:
         raise InputMismatch(f"no parameter or buffer that the forward read is called {address!r}.{nearest(address)}")
     return node
@@ -357,7 +356,7 @@ def _other_order(graph: Graph, one: Any, other: Any, at: tuple[Any, ...] = ()) -
 
 def _are_same_keys(was: Sequence[Any], now: Sequence[Any]) -> bool:
     """In the same order, and not only equal: 1, 1.0 and True are three."""
-    return [*map(_marked, was)] == [*map(_marked, now)]
+    return was == now and (not was or [*map(_marked, was)] == [*map(_marked, now)])
 
 
 def _marked(key: Any) -> Any:
@@ -370,6 +369,9 @@ def _other_objects(one: Any, other: Any) -> Iterator[Mismatch]:
     """Lists, dicts and objects that are one, where there were several, or the other way round: a forward may write
     them, and ask for it.
     """
+    args, kwargs = other
+    if all(type(item) in _LEAVES for item in (*args, *kwargs.items)):
+        return  # no container: there was none either
     was, now = _shared(one), _shared(other)
     for path, first in sorted((was ^ now), key=str):
         what = f"whether the inputs at {_words(first)} and {_words(path)} are one object"
@@ -385,24 +387,29 @@ def _shared(tree: Any) -> set[tuple[_Path, _Path]]:
     """The ways to what stands in several places, each with the first way to it."""
     found: dict[int, _Path] = {}
     shared: set[tuple[_Path, _Path]] = set()
-
-    def walk(value: Any, at: _Path) -> None:
-        if type(value) is not tuple and _has_identity(value) and (first := found.setdefault(id(value), at)) != at:
+    stack: list[tuple[Any, _Path]] = [(tree, ())]
+    while stack:
+        value, at = stack.pop()
+        if (
+            (kind := type(value)) is not tuple
+            and _has_identity(value)
+            and (first := found.setdefault(id(value), at)) != at
+        ):
             shared.add((at, first))
-            return
-        if type(value) is tuple or isinstance(value, Branch):
-            for key, item in named(value):
-                walk(item, (*at, key))
-
-    walk(tree, ())
+        elif kind is tuple or kind is Branch:
+            inside = [(item, (*at, key)) for key, item in named(value) if type(item) not in _LEAVES]
+            stack.extend(reversed(inside))
     return shared
+
+
+_LEAVES = ATOMS | {Ref, _Given, Again}
 
 
 def _has_identity(value: Any) -> bool:
     """May it be written, so that it counts which one it is?"""
     if isinstance(value, Branch):
         return not issubclass(value.kind, (tuple, frozenset, slice))
-    return type(value) not in ATOMS and not isinstance(value, (*_FIXED, type, Ref, _Given, Again))
+    return not isinstance(value, _FIXED)
 
 
 def _listed(keys: list[Any]) -> str:

@@ -460,27 +460,51 @@ class _Supply:
     """Which recorded values a plan begins with. Those that are the same in every replay are prepared once."""
 
     def __init__(self, refs: list[Ref], slots: list[int], request: Request) -> None:
-        self.refs, self.slots = refs, slots
+        self.all = list(zip(refs, slots, strict=True))
+        self.same: list[Ref] = []
+        self.others: list[tuple[Ref, int]] = []  # given ones, and what is a leaf of its own in each replay
+        self.is_live = request.grad and not request.at  # the model's own parameters collect the gradients
         self.kept: tuple[list[torch.Tensor], list[int], Standing, list[Any]] | None = None
-        self.is_steady = not request.given and (not request.grad or bool(request.at))
 
     def begin(self, record: Record, request: Request, code: Code) -> list[Any]:
-        """The env to begin with."""
-        if not self.is_steady:
-            return self._filled(record, request, code)
+        """The env to begin with. Plans are kept apart by which nodes are given."""
         if self.kept is None:
-            tensors, versions = [record.values[ref] for ref in self.refs], [record.versions[ref] for ref in self.refs]
-            self.kept = tensors, versions, Standing(_places_of(record, self.refs)), self._filled(record, request, code)
-        tensors, versions, standing, env = self.kept
+            return self._prepared(record, request, code)
+        tensors, versions, standing, kept = self.kept
         moved = -1 not in versions and [tensor._version for tensor in tensors] != versions
         if moved or not standing:
-            for ref in self.refs:
+            if self.is_live:
+                return self._filled(record, request, code)
+            for ref in self.same:
                 record.value(ref)  # raises for the one that was overwritten
-        return env.copy()
+        env = kept.copy()
+        for ref, slot in self.others:
+            env[slot] = supply(record, request, ref)
+        return env
+
+    def _prepared(self, record: Record, request: Request, code: Code) -> list[Any]:
+        """The first env, of which the next ones keep what is the same."""
+        env, positions = self._filled(record, request, code), record.graph.positions
+        given = {ref for ref, _ in self.all if positions[ref.node] in request.given}
+        same = {ref: slot for ref, slot in self.all if ref not in given and self._is_same(record, ref, env[slot])}
+        self.others = [(ref, slot) for ref, slot in self.all if ref not in same]
+        self.same = list(same)
+        tensors, versions = [record.values[ref] for ref in same], [record.versions[ref] for ref in same]
+        kept = env.copy()
+        for _, slot in self.others:
+            kept[slot] = None
+        self.kept = tensors, versions, Standing(_places_of(record, same)), kept
+        return env
+
+    def _is_same(self, record: Record, ref: Ref, value: torch.Tensor) -> bool:
+        """Does each replay begin with this very object? For gradients only with the model's own, where they stand."""
+        if not self.is_live:
+            return True
+        return value is record.live.get(ref.node) and record.place_of(ref) is not None
 
     def _filled(self, record: Record, request: Request, code: Code) -> list[Any]:
         env = list(code.template)
-        for ref, slot in zip(self.refs, self.slots, strict=True):
+        for ref, slot in self.all:
             env[slot] = supply(record, request, ref)
         return env
 

@@ -70,6 +70,16 @@ class Hand:
     is_every: bool  # in calls beyond the recorded too
 
 
+@frozen
+class Beyond:
+    """Which patches hold beyond what was recorded, where the model itself is run."""
+
+    every: frozenset[int] = frozenset()  # of the changed ones, those that are changed in passes beyond the recorded too
+    kinds: frozenset[str] = frozenset()  # of operations that are changed wherever they come up
+    globs: tuple[str, ...] = ()  # that mean modules: also such as were not recorded to run
+    hands: tuple[Hand, ...] = ()  # of the changed ones, those that are what modules hand on
+
+
 @frozen(eq=False)
 class Request:
     """What a replay is asked for, in positions and tensors."""
@@ -87,7 +97,4 @@ class Request:
     on_divergence: str = "raise"
     whole: bool = False
     at: frozenset[Ref] = frozenset()  # where gradients are to be taken: nothing else begins a history
-    every: frozenset[int] = frozenset()  # of the changed ones, those that are changed in passes beyond the recorded too
-    kinds: frozenset[str] = frozenset()  # of operations that are changed wherever they come up
-    globs: tuple[str, ...] = ()  # that mean modules: also such as were not recorded to run
-    hands: tuple[Hand, ...] = ()  # of the changed ones, those that are what modules hand on
+    beyond: Callable[[], Beyond] = Beyond  # what its patches mean beyond what was recorded, should the model be run

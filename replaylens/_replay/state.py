@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import operator
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from ctypes import c_int, c_ssize_t, c_void_p, py_object, pythonapi
@@ -31,6 +30,7 @@ from .._core.trees import own, own_attributes
 PLAIN = frozenset((torch.Tensor, nn.Parameter))
 SAMPLES = 16
 WHOLE = 32  # so many words of memory are compared whole
+_MOST = 200_000  # tensors of which something is remembered by id: no weak reference, or torch could not swap them
 
 
 class _Steps:
@@ -40,7 +40,8 @@ class _Steps:
 
     def __init__(self) -> None:
         self.count = 0
-        self.last: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}  # by id
+        self.last: dict[int, int] = {}  # by id, also of a tensor that is gone: one in its place was looked at later
+        self.others = 0  # the last step of those that were let go of
         register_optimizer_step_post_hook(self.note)
 
     def note(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -50,16 +51,18 @@ class _Steps:
         self.count += bool(fused)
         for tensor in chain.from_iterable(fused):
             if tensor.grad is not None:
-                self.last[id(tensor)] = self.count, weakref.ref(tensor, partial(self.last.pop, id(tensor)))
+                self.last[id(tensor)] = self.count
+        if len(self.last) > _MOST:
+            self.last, self.others = {}, self.count
 
     def put_back(self, tensor: torch.Tensor, count: int) -> None:
         """What the last steps wrote is put back: the last one that counts was this one."""
         if id(tensor) in self.last:
-            self.last[id(tensor)] = count, self.last[id(tensor)][1]
+            self.last[id(tensor)] = count
 
     def last_of(self, tensor: torch.Tensor) -> int:
         """Which step was the last that wrote a tensor; 0 of one that none has written."""
-        return self.last[id(tensor)][0] if id(tensor) in self.last else 0
+        return self.last.get(id(tensor), self.others)
 
 
 FUSED = _Steps()
@@ -84,8 +87,18 @@ def same_layouts(tensors: list[torch.Tensor]) -> Callable[..., bool]:
     """
     if TensorGuards is not None:
         return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    then = [*map(layout_of, tensors)]
-    return lambda *tensors: [*map(layout_of, tensors)] == then
+    then = [*map(_lying, tensors)]
+
+    def lie(*tensors: torch.Tensor) -> bool:
+        with suppress(RuntimeError, NotImplementedError):  # sparse and wrapped ones
+            return [*map(_lying, tensors)] == then
+        return False
+
+    return lie
+
+
+def _lying(tensor: torch.Tensor) -> Any:
+    return type(tensor), tensor.untyped_storage().device, layout_of(tensor)
 
 
 @frozen(eq=False)
@@ -149,28 +162,28 @@ def looks_at(tensors: list[torch.Tensor]) -> Callable[[], Iterable[Look]]:
     lay at the last look, all at once in C.
     """
     known = _together.get(id(tensors[0])) if tensors else None
-    if known is not None and known.is_of(tensors):
+    if known is not None and known.are_there(tensors):
         return partial(known.looks, known.samples())
     looks = [look_at(tensor) for tensor in tensors]
     if tensors and all(live is not None for *_, live in looks):
-        number = id(tensors[0])
-        _together[number] = _Together(tensors, looks, weakref.ref(tensors[0], partial(_together.pop, number)))
+        if len(_together) >= _MODELS:
+            del _together[next(iter(_together))]
+        _together[id(tensors[0])] = _Together(tensors, looks)
     return looks.copy
 
 
 class _Together:
-    """Tensors that were looked at, and how they lay: none of them is held."""
+    """Where tensors lay that were looked at, and how. Whichever tensors lie there now, a look at them is the same."""
 
-    def __init__(self, tensors: list[torch.Tensor], looks: list[Any], first: weakref.ref[torch.Tensor]) -> None:
+    def __init__(self, tensors: list[torch.Tensor], looks: list[Any]) -> None:
         self.addresses, self.layouts, _, _, self.live = zip(*looks, strict=True)
-        self.tensors = [first, *map(weakref.ref, tensors[1:])]
         self.lie = same_layouts(tensors)
         self.samples = _sampler(self.addresses, self.live)
 
-    def is_of(self, tensors: list[torch.Tensor]) -> bool:
-        """Are they these, and do they lie as they did?"""
-        same = len(tensors) == len(self.tensors) and all(map(operator.is_, map(_referred, self.tensors), tensors))
-        return same and (*map(_address, tensors),) == self.addresses and self.lie(*tensors)
+    def are_there(self, tensors: list[torch.Tensor]) -> bool:
+        """Do these tensors lie there, as those did? How they lie is asked first: not every tensor has an address."""
+        many = len(tensors) == len(self.addresses)
+        return many and self.lie(*tensors) and (*map(_address, tensors),) == self.addresses
 
     def looks(self, samples: list[bytes]) -> Iterator[Look]:
         """The look at each of them, of samples that were taken of all."""
@@ -180,9 +193,6 @@ class _Together:
             begin = ends[live.itemsize]
             ends[live.itemsize] = begin + live.nbytes
             yield address, layout, kinds[live.itemsize], begin, live
-
-
-_referred: Any = weakref.ref.__call__
 
 
 def _sampler(addresses: Iterable[int], windows: Iterable[memoryview]) -> Callable[[], list[bytes]]:
@@ -210,14 +220,18 @@ def _gather(numpy: Any, wide: int, pairs: list[tuple[int, memoryview]]) -> Calla
 
 
 _together: dict[int, _Together] = {}  # by the id of the first
+_MODELS = 64
 
 
 def look_at(tensor: torch.Tensor) -> Look:
-    """Where a tensor lies, and samples of what stands there. Cheap: a capture does it for each that the model holds."""
+    """Where a tensor lies, and samples of what stands there. Cheap: a capture does it for each that the model holds.
+
+    What is known may be of a tensor that went, whose id this one has: it may have no address.
+    """
     known = _known.get(id(tensor))
-    if known is None or known[0]() is not tensor or known[1] != tensor.data_ptr() or not known[2](tensor):
+    if known is None or not known[1](tensor) or known[0] != tensor.data_ptr():
         return _first_look(tensor)
-    return known[1], known[3], known[4].tobytes(), 0, known[4]
+    return known[0], known[2], known[3].tobytes(), 0, known[3]
 
 
 def _first_look(tensor: torch.Tensor) -> Look:
@@ -231,14 +245,14 @@ def _first_look(tensor: torch.Tensor) -> Look:
         return address, layout, None, 0, None
     is_dense = tensor.is_contiguous() or (tensor.dim() > 1 and tensor.mT.is_contiguous())
     live = _window(address, tensor.nbytes if is_dense else tensor.element_size())
-    number = id(tensor)
-    forget = weakref.ref(tensor, partial(_known.pop, number))  # in C: an interrupt would be lost there
-    _known[number] = forget, address, same_layouts([tensor]), layout, live
+    if len(_known) > _MOST:
+        _known.clear()
+    _known[id(tensor)] = address, same_layouts([tensor]), layout, live
     return address, layout, live.tobytes(), 0, live
 
 
-# By id: where a tensor was found at the last look, how it lay there, and what shows samples of what stands there.
-_known: dict[int, tuple[weakref.ref[torch.Tensor], int, Callable[..., bool], Layout, memoryview]] = {}
+# By the id of a tensor, which another may have by now: an address, how a tensor lies there, what shows samples of it.
+_known: dict[int, tuple[int, Callable[..., bool], Layout, memoryview]] = {}
 
 
 def _window(address: int, size: int) -> memoryview:
