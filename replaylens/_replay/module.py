@@ -7,6 +7,7 @@ inputs for which the model would have gone another way are an error.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -28,7 +29,11 @@ from .layouts import goes_by_layout
 from .plan import plan
 from .replay import Record, require_differentiable
 from .request import Request
-from .state import StatePlace
+from .state import PLAIN, StatePlace, same_layouts
+
+
+def _never(*tensors: torch.Tensor) -> bool:
+    return False
 
 
 class Holder(nn.Module):
@@ -62,6 +67,8 @@ class ProgramModule(Holder):
     _ends: dict[str, Standing]  # by address
     _exchanged: frozenset[str]  # the addresses of tensors that the forward gives other memory
     _begun: Begun
+    _sources: tuple[str, ...]  # what is no call
+    _fitting: tuple[list[torch.Tensor], Callable[..., bool]]  # what stood in the model at the last call, and how it lay
     _asks_state: bool  # does anything hang on how what the model holds is laid out or flagged?
 
     def __init__(self, record: Record) -> None:
@@ -86,6 +93,8 @@ class ProgramModule(Holder):
             )
         hidden = self.__dict__  # no submodules, parameters or state of the module's own
         hidden["_record"], hidden["_codes"] = record, {}
+        hidden["_sources"] = tuple([node.name for node in record.graph.nodes if not isinstance(node, Call)])
+        hidden["_fitting"] = [], _never
         hidden["_asks_state"] = bool(record.graph.asked) or goes_by_layout(record.graph)
         hidden["_exchanged"] = exchanged(record.graph)
         hidden["_begun"] = Begun(record)
@@ -129,11 +138,14 @@ class ProgramModule(Holder):
         for departure in self._begun.departures(self._standing_at):
             raise diverged(departure)
         held = {name: tensor for name, places in self._held.items() if (tensor := places[0].now()) is not None}
+        self._require_fitting(held)
         new = new_inputs(graph, args, kwargs, held)
         given = {graph.nodes[p].name: tensor for p, tensor in new.fitting.items()}
-        known = {**held, **given} if self._asks_state else given
-        require_as_asked(graph, record.values, {Ref(name): tensor for name, tensor in known.items()})
-        sources = {node.name: self._source(node, given) for node in graph.nodes if not isinstance(node, Call)}
+        known = {**held, **given}
+        asked = known if self._asks_state else given
+        require_as_asked(graph, record.values, {Ref(name): tensor for name, tensor in asked.items()})
+        fixed = record.value
+        sources = {name: known[name] if name in known else as_leaf(fixed(Ref(name))) for name in self._sources}
         grad = torch.is_grad_enabled()
         if grad and any(tensor.requires_grad for tensor in sources.values()):
             require_differentiable(record, Request(grad=True))
@@ -148,28 +160,20 @@ class ProgramModule(Holder):
         self._write({address: env[code.slots[ref]] for address, ref in graph.changes})
         return thaw(graph.output, lambda leaf: env[code.slots[leaf]] if type(leaf) is Ref else leaf)
 
-    def _source(self, node: Node, given: dict[str, torch.Tensor]) -> torch.Tensor:
-        if node.name in given:
-            return given[node.name]
-        if isinstance(node, State):
-            return self._state(node)
-        return as_leaf(self._record.value(Ref(node.name)))
-
     def _standing_at(self, address: str) -> torch.Tensor | None:
         return self._ends[address].now()
 
-    def _state(self, node: State) -> torch.Tensor:
-        """What stands at a place of the model, if the program can go on from it."""
-        tensor = self._held[node.name][0].now()
-        what, cure = f"the {node.kind} `{node.address}`", "Capture the model again, as it is now."
-        if tensor is None:
-            raise StaleValue(f"{what} was removed since the capture, and the program reads it.\n{cure}")
-        if node.name in self._begun.left:  # that is asked before
-            return tensor
-        now, then = TensorMeaning.of(tensor), node.meaning
-        if (now.shape, now.dtype, now.device) != (then.shape, then.dtype, then.device):
-            raise StaleValue(f"{what} is {now} on {now.device} now, and was recorded as {then}.\n{cure}")
-        return tensor
+    def _require_fitting(self, held: dict[str, torch.Tensor]) -> None:
+        """Can the program go on from what stands in the model? Not asked again where that lies as at the last call."""
+        tensors = list(held.values())
+        before, lie = self._fitting
+        if len(tensors) == len(self._held) and all(map(operator.is_, tensors, before)) and lie(*tensors):
+            return
+        for node in self._record.graph.state_nodes:
+            if node.name not in held or node.name not in self._begun.left:  # these are asked before
+                _require_alike(node, held.get(node.name))
+        is_plain = all(type(tensor) in PLAIN and tensor.layout is torch.strided for tensor in tensors)
+        self.__dict__["_fitting"] = tensors, same_layouts(tensors) if tensors and is_plain else _never
 
     def _write(self, changes: dict[str, torch.Tensor]) -> None:
         """What the model leaves in its parameters and buffers: written in place, assigned or removed, as it does."""
@@ -220,6 +224,16 @@ class ProgramModule(Holder):
             "a module made from a program holds the model's functions, and cannot be pickled or saved as it is.\n"
             "Save its state_dict(), and load that into a module made again: prog.module(...).load_state_dict(...)."
         )
+
+
+def _require_alike(node: State, tensor: torch.Tensor | None) -> None:
+    """What stands at a place of the model is of the kind that was recorded."""
+    what, cure = f"the {node.kind} `{node.address}`", "Capture the model again, as it is now."
+    if tensor is None:
+        raise StaleValue(f"{what} was removed since the capture, and the program reads it.\n{cure}")
+    now, then = TensorMeaning.of(tensor), node.meaning
+    if (now.shape, now.dtype, now.device) != (then.shape, then.dtype, then.device):
+        raise StaleValue(f"{what} is {now} on {now.device} now, and was recorded as {then}.\n{cure}")
 
 
 @define(eq=False)
