@@ -13,7 +13,7 @@ import torch
 from attrs import define, field, frozen
 
 from .._core.graph import Graph
-from .._core.node import Call, Input, Ref
+from .._core.node import Call, Input, Ref, meanings_of
 from .._core.pure import looks_at_memory, mutate, same_content
 from .._core.reference import Unpickled
 from .._core.target import Target
@@ -55,7 +55,7 @@ class Together:
         graph = self.record.graph
         why = self.record.plans.get("alone")
         if why is None:
-            why = self.record.plans["alone"] = shares_nothing(graph)
+            why = self.record.plans["alone"] = shares_nothing(graph) or _of_a_class(self.record)
         if why:
             self.notes.append(f"everything: {why}")
             self.loners = frozenset(range(len(self.keys)))
@@ -65,6 +65,11 @@ class Together:
             apart = [n for n, each in enumerate(self.changes) if not can_share(graph, delicate, each)]
             self.loners = self.loners.union(apart)
             self.notes.extend(f"{name}: {_DELICATE}" for name in _layers(graph, [self.changes[n] for n in apart]))
+        if quantized := _quantized(graph):
+            scaled = [n for n, each in enumerate(self.changes) if _reaches(graph, each, quantized)]
+            self.loners = self.loners.union(scaled)
+            layers = _layers(graph, [self.changes[n] for n in scaled])
+            self.notes.extend(f"{name}: {_QUANTIZED}" for name in layers)
         self.loners |= {n for n, each in enumerate(self.changes) if any(led_astray(graph, each))}
         if graph.shifts:
             shifting = [n for n, each in enumerate(self.changes) if _shifts_draws(graph, each)]
@@ -83,7 +88,7 @@ class Together:
         assert self.metric is not None
         try:
             made = self.capture(self.metric, apart(self.output))
-            why = why_impure(made.graph)
+            why = why_impure(made.graph) or shares_nothing(made.graph) or _of_a_class(made) or _quantizes(made.graph)
         except CaptureError as error:
             why = str(error).partition("\n")[0]
         if why:
@@ -165,6 +170,36 @@ def _same(before: Record, now: Record) -> bool:
     )
 
 
+def _quantized(graph: Graph) -> list[str]:
+    """The nodes that give integers which mean numbers on a scale: several scales make no one tensor."""
+    return [n.name for n in graph.nodes if any(one.dtype in _ON_A_SCALE for one in meanings_of(n).values())]
+
+
+def _quantizes(graph: Graph) -> str:
+    found = _quantized(graph)
+    return f"{found[0]} is quantised, on a scale of its own for each variant" if found else ""
+
+
+def _reaches(graph: Graph, changes: Changes, names: Sequence[str]) -> bool:
+    """Is one of these nodes changed, or does it read what is?"""
+    changed = [graph.nodes[position].name for position in changes]
+    return not graph.descendants(changed).union(changed).isdisjoint(names)
+
+
+def _of_a_class(record: Record) -> str:
+    """Why values of a class of the user's stay apart: what that does in torch's functions, no stack of them does."""
+    for ref, value in record.values.items():
+        if type(value) is not torch.Tensor and _has_functions(type(value)):
+            return f"{ref} is a {type(value).__name__}, which changes what torch's functions do"
+    return ""
+
+
+def _has_functions(kind: Any) -> bool:
+    """Does a class of tensors say itself what torch's functions do with it?"""
+    doors = getattr(kind.__torch_function__, "__func__", kind.__torch_function__), kind.__torch_dispatch__
+    return any(door not in _PLAIN_DOORS for door in doors)
+
+
 def _shifts_draws(graph: Graph, changes: Changes) -> bool:
     """May a variant make a call take more or fewer random numbers, so that later ones draw others?"""
     below = graph.descendants([graph.nodes[position].name for position in changes])
@@ -220,6 +255,13 @@ def can_share(graph: Graph, delicate: Sequence[Call], changes: Changes) -> bool:
     return not (any(names.intersection(call.through) for call in delicate) or parted(graph, values))
 
 
+_PLAIN_DOORS: tuple[Any, ...] = (
+    torch.Tensor.__torch_function__.__func__,  # type: ignore[attr-defined]
+    torch.nn.Parameter.__torch_function__,
+    torch.Tensor.__torch_dispatch__,
+)
+_ON_A_SCALE = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4))
+_QUANTIZED = "patched there, quantised values lie on another scale"
 _SHIFTING = "patched there, a draw takes another count of random numbers, and later ones move"
 _DELICATE = "patched there, a gradient that the model takes itself is another, or a view is parted from its memory"
 
