@@ -59,8 +59,7 @@ class Together:
         if why:
             self.notes.append(f"everything: {why}")
             self.loners = frozenset(range(len(self.keys)))
-        if graph.asked or graph.catches:
-            self.loners |= _heeding(graph, self.changes)
+        self.loners |= _heeding(graph, self.changes)
         if delicate := [call for call in graph.calls if call.through or call.target.function is mutate]:
             apart = [n for n, each in enumerate(self.changes) if not can_share(graph, delicate, each)]
             self.loners = self.loners.union(apart)

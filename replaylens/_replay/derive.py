@@ -161,7 +161,7 @@ class _Work:
         before |= {Ref(n.name): before[tree] for n in old.calls if type(tree := value_of(n)) is Ref and tree in before}
         before |= self.wanted
         now = as_it_came_out(graph, values)
-        decided = self._decided_otherwise(now, before, values)
+        decided, ends = self._decided_otherwise(now, before, values), frozenset(graph.output_refs)
         for node in now.calls:
             for ref, meaning in meanings_of(node).items():
                 wanted = before.get(ref)
@@ -170,12 +170,14 @@ class _Work:
                     or wanted is None
                     or node.is_dynamic
                     or node.name in decided
-                    or not graph.users[graph.positions[node.name]]
+                    or not (graph.users[graph.positions[node.name]] or (node.edited and ref not in ends))
                 ):
                     continue
-                if (wanted.shape, wanted.dtype) != (meaning.shape, meaning.dtype):
+                elsewhere = bool(node.edited) and wanted.device != meaning.device
+                if elsewhere or (wanted.shape, wanted.dtype) != (meaning.shape, meaning.dtype):
+                    now_is = f"{meaning} on {meaning.device}" if elsewhere else f"{meaning}"
                     raise ShapeMismatch(
-                        f"after the edit `{ref}` is {meaning}; what reads it was recorded with {wanted}.\n"
+                        f"after the edit `{ref}` is {now_is}; what reads it was recorded with {wanted}.\n"
                         f"{listing(now, node.name, node.edited)}\n"
                         f"Give a value of shape {wanted.shape} and dtype {wanted.dtype}, or capture the changed model."
                     ) from cause

@@ -116,7 +116,7 @@ def with_state(record: Record, address: str, value: Any, nearest: Callable[[str]
         node = state_called(record.graph, address, nearest)
         with torch.no_grad():
             value = value(record.value(Ref(node.name)).detach().clone())
-    found = new_state(record.graph, {address: value}, nearest).fitting
+    found = new_state(record.graph, {address: value}, nearest, record.account).fitting
     if not found:  # no operation reads it
         return derive(record, record.graph, on_divergence=on_divergence)
     ((position, tensor),) = found.items()

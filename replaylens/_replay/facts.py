@@ -54,13 +54,20 @@ class Around:
 
 def heeded(graph: Graph, changed: Iterable[int], until: int | None = None) -> list[int]:
     """Of changed nodes those that a fact can hang on which no content decides, whether the output needs them or not:
-    what the model asks for behind them, and what it can catch.
+    what the model asks for behind them, what it can catch, and of those that the output does not need, their shape and
+    dtype, which Python may have read.
     """
     asked = [g for g in graph.asked if g.refs and (until is None or g.position <= until)]
-    if not asked and not graph.catches:
-        return []
     above = graph.marked_ancestors([ref.node for guard in asked for ref in guard.refs])
-    return [position for position in changed if above[position] or (graph.catches and graph.reached[position])]
+    read = [ref.node for ref in (*graph.wanted_refs, *(ref for guard in graph.guards for ref in guard.refs))]
+    needed = graph.marked_ancestors(read) if until is None and graph.wanted_refs else None
+    return [
+        position
+        for position in changed
+        if above[position]
+        or (graph.catches and graph.reached[position])
+        or (needed is not None and not needed[position])
+    ]
 
 
 def departures(graph: Graph, recorded: Tensors, given: Tensors, around: Around) -> Iterator[Departure]:
