@@ -15,7 +15,7 @@ from attrs import evolve, field, frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Guard, Input, Ref, State, TensorMeaning, meanings_of, refs_of, value_of
-from .._core.pure import as_leaf
+from .._core.pure import alias, as_leaf
 from .._core.text import listing
 from .._core.trees import thaw
 from .._edit.compare import origins, same_values
@@ -23,10 +23,11 @@ from .._edit.lower import may_vary
 from .._edit.rewrite import NOTHING
 from ..errors import ShapeMismatch
 from .convert import as_it_came_out
-from .facts import asked_again, layouts_altered
-from .guards import Departure, answered, diverged, misdirected, place, raising, same_result
+from .facts import answer, asked_again, layouts_altered
+from .guards import Departure, answered, changed, diverged, misdirected, place, raising, same_result
 from .interpreter import Code, Mode, compile_plan, interpret, recorded_world, states_begun
 from .keeping import keeping
+from .layouts import asks_for_view
 from .parting import parted
 from .plan import Plan, plan
 from .replay import Record, Versions, storage_of, version
@@ -227,6 +228,19 @@ class _Work:
         for guard in self.graph.asked:
             if guard.refs and (ref := guard.refs[0]) in values and ref not in self.same:
                 yield from asked_again(guard, values[ref])
+                node = self.graph[ref.node]
+                if (
+                    asks_for_view(guard)
+                    and isinstance(node, Call)
+                    and node.edited
+                    and node.target.function is not alias
+                ):
+                    yield from filter(None, (changed(guard, answer(guard, values[ref])),))
+
+    def _is_made_by_an_edit(self, ref: Ref) -> bool:
+        """Does an edit's own call give it? An alias stands for what it was made of."""
+        node = self.graph[ref.node]
+        return isinstance(node, Call) and bool(node.edited) and node.target.function is not alias
 
     def laid_out_otherwise(self, values: Values) -> Iterator[Departure]:
         """What hangs on how values lie in memory that the edit has altered."""
