@@ -32,7 +32,7 @@ from .guards import Departure, LeftPath, diverged, misdirected, raising
 from .inputs import require_arguments
 from .interpreter import Code, Mode, Patches, compile_plan, interpret, recorded_world
 from .late import Late, Remembered, mark_of
-from .parting import parted
+from .parting import parted, writes_views
 from .plan import Plan, plan
 from .recover import recovered
 from .request import At, Change, Request
@@ -212,9 +212,12 @@ def execute(record: Record, request: Request, told: Callable[[Code], Code] | Non
 
     changed = frozenset([ref for position in request.changed for ref in refs_of(graph.nodes[position])])
     instead = Instead(graph, record.values, around, changed.union(given), dict(given), dict(given))
+    views = record.plans.get("views")
+    if views is None and request.changed:
+        views = record.plans["views"] = writes_views(graph)
 
     def patched(ref: Ref, old: Any, new: torch.Tensor) -> torch.Tensor:
-        if _is_handed_back(old, new) and parted(graph, (ref,)):
+        if views and _is_handed_back(old, new) and parted(graph, (ref,)):
             departed(Departure(f"the memory of {ref}, which the model writes through it,", "shared", "shared again"))
         found = [*map(departed, instead.departures(ref, old, new))]
         return instead.lay(ref) if found else new
