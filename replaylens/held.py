@@ -227,7 +227,9 @@ class Held(Described, Reference):
     ) -> Request:
         """What a user asks for, in positions and tensors."""
         given = self._inputs(inputs, named_inputs)
-        other = new_state(self.graph, dict(state), self._atlas.nearest) if state else Given()
+        other = Given()
+        if state:
+            other = new_state(self.graph, dict(state), self._atlas.nearest, self._record.account)
         start = self._site(from_) if from_ is not None else None
         if start and (inputs or named_inputs):
             raise ReplaylensError(

@@ -15,8 +15,10 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from oracle import assert_same, assert_same_gradients, gradients
 from random_programs import Program, programs, twin
+from torch.utils._pytree import tree_map
 
 import replaylens as rl
+from replaylens._replay.parting import writes_views
 
 EXAMPLES = os.environ.get("REPLAYLENS_EXAMPLES")
 many = settings(
@@ -63,7 +65,11 @@ def test_a_replay_from_the_middle_gives_what_the_whole_gives(program):
     prog = captured(program, program, program.inputs())
     for layer in prog.layers[:: max(1, len(prog.layers) // 5)]:
         assert_same(prog.replay(from_=layer.label).output, prog.output, f"from {layer.label}")
-        assert_same(prog.replay(patch={layer.label: layer.value}).output, prog.output, f"{layer.label} set to itself")
+        itself = prog.replay(patch={layer.label: layer.value}).output
+        wanted = prog.output  # but where the model writes through views, to which a tensor of its own is none
+        if writes_views(prog.graph):
+            wanted = prog.replay(patch={layer.label: tree_map(twin, layer.value)}).output
+        assert_same(itself, wanted, f"{layer.label} set to itself")
 
 
 @many

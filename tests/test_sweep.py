@@ -248,6 +248,112 @@ def test_a_metric_that_indexes_by_tensors_of_its_own_runs_for_all_at_once(name):
             assert torch.allclose(got, one)
 
 
+class Tapped(nn.Module):
+    """`function(value, x)` of a value that is patched at `tap`."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.tap, self.function = nn.Tanh(), function
+
+    def forward(self, x):
+        return self.function(self.tap(x), x)
+
+
+def quantized(scale, x):
+    return torch.quantize_per_tensor(x, scale, torch.tensor(0), torch.qint8).dequantize()
+
+
+ONE, ROWS, DOWN = torch.tensor([0]), torch.tensor([[0], [1]]), torch.ones(12, 4) * 0.1
+ONE_NUMBER = {
+    "index_fill": lambda h, x: x.index_fill(0, ONE, h.sum()),
+    "index_fill_of_both": lambda h, x: h.index_fill(0, ONE, h.sum()),
+    "index_fill_with_integers": lambda h, x: x.long().index_fill(0, ONE, (h.sum() * 9).long()),
+    "index_fill_with_bools": lambda h, x: (x > 0).index_fill(0, ONE, h.sum() > 0) * 1.0,
+    "index_fill_in_place": lambda h, x: (x * 1).index_fill_(0, ONE, h.mean()),
+    "masked_fill": lambda h, x: x.masked_fill(x > 0, h.sum()),
+    "masked_fill_with_integers": lambda h, x: x.long().masked_fill(x > 0, (h.sum() * 9).long()),
+    "fill": lambda h, x: torch.fill(x, h.sum()),
+    "fill_in_place": lambda h, x: (x * 1).fill_(h.sum()),
+    "clamp": lambda h, x: x.clamp(h.min(), h.max()),
+    "alpha": lambda h, x: torch.add(x, x, alpha=h.mean()),
+    "the_value_of_addcmul": lambda h, x: torch.addcmul(x, x, x, value=h.mean()),
+    "the_alpha_of_index_add": lambda h, x: torch.index_add(x, 0, ONE, x[:1], alpha=h.mean()),
+    "index_put": lambda h, x: torch.index_put(x, (ONE,), h.sum()),
+    "lerp": lambda h, x: torch.lerp(x, x * 2, h.mean()),
+    "a_power": lambda h, x: x.abs() ** h.abs().mean(),
+    "linspace": lambda h, x: torch.linspace(h.min(), h.max(), 5),
+    "quantile": lambda h, x: torch.quantile(x, h.sigmoid()[0, 0]),
+    "narrow": lambda h, x: x.narrow(1, (h.sum() > 0).long(), 2),
+    "foreach": lambda h, x: torch._foreach_mul([x, x * 2], h.mean())[1],
+    "offsets": lambda h, x: nn.functional.embedding_bag(
+        (x > 0).long().flatten(), x, offsets=torch.stack([ONE[0], (h.sum() > 0).long() + 2])
+    ),
+    "a_fake_scale": lambda h, x: torch.fake_quantize_per_tensor_affine(
+        x, h.abs().max() / 127 + 0.01, ONE.int(), -128, 127
+    ),
+    "a_scale_found_by_torch": lambda h, x: torch.quantize_per_tensor_dynamic(h, torch.qint8, False).dequantize(),
+    "a_scale_that_is_read": lambda h, x: torch._choose_qparams_per_tensor(h)[0] * x,
+    "a_scale_that_is_a_tensor": lambda h, x: quantized(h.abs().max() / 127 + 0.01, x),
+    "scales_of_channels": lambda h, x: torch.quantize_per_channel(
+        x, h.abs().amax(1) / 127 + 0.01, torch.zeros(2).long(), 0, torch.qint8
+    ).dequantize(),
+    "a_scale_that_is_fixed": lambda h, x: torch.quantize_per_tensor(h, 0.05, 0, torch.qint8).dequantize(),
+}
+X = torch.tensor([[1.0, -2.0, 3.0, 0.5], [-0.3, 0.7, 2.0, -1.0]])
+
+
+@pytest.mark.filterwarnings("ignore:.*quanti")
+@pytest.mark.parametrize("has_metric", [False, True])
+@pytest.mark.parametrize("name", ONE_NUMBER)
+def test_a_tensor_that_is_read_as_one_number_is_another_one_in_each_variant(name, has_metric):
+    model = Tapped(ONE_NUMBER[name])
+    metric = (lambda y: y.double().abs().sum()) if has_metric else None
+    variants = {k: {"tap": rl.Scale(k)} for k in (0.5, -1.0, 3.0)}
+    found = rl.sweep(rl.capture(model, X), variants=variants, metric=metric)
+    for k in variants:
+        with model.tap.register_forward_hook(lambda module, args, output, k=k: output * k):
+            wanted = model(X)
+        torch.testing.assert_close(found[k], wanted if metric is None else metric(wanted))
+
+
+class Adding(torch.Tensor):
+    """A tensor of which a product is one more."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **(kwargs or {}))
+        return out + 1 if func is torch.Tensor.mul else out
+
+
+class Named(torch.Tensor):
+    pass
+
+
+def test_what_a_class_of_tensors_makes_of_torchs_functions_is_made_in_sweeps():
+    model = Tapped(lambda h, x: h.as_subclass(Adding).mul(2))
+    found = rl.sweep(rl.capture(model, X), variants={1: {"tap": rl.Scale(0.5)}}, metric=torch.sum)
+    torch.testing.assert_close(found[1], (X.tanh() + 1).sum())
+    assert "Adding" in str(found.one_by_one)
+
+
+def test_a_class_of_tensors_that_makes_nothing_else_of_them_goes_together():
+    model = Tapped(lambda h, x: h.as_subclass(Named).mul(2))
+    found = rl.sweep(rl.capture(model, X), variants={1: {"tap": rl.Scale(0.5)}}, metric=torch.sum)
+    torch.testing.assert_close(found[1], X.tanh().sum().as_subclass(Named))
+    assert found.one_by_one == ()
+
+
+def test_a_metric_that_quantises_or_makes_a_class_of_tensors_is_asked_of_each_variant():
+    prog = rl.capture(Tapped(lambda h, x: h * 2), X)
+    variants = {k: {"tap": rl.Scale(k)} for k in (0.5, -1.0, 3.0)}
+    metrics = [lambda y: y.as_subclass(Adding).mul(2), lambda y: y.index_fill(0, ONE, y.sum())]
+    for metric in metrics:
+        found = rl.sweep(prog, variants=variants, metric=metric)
+        for k in variants:
+            torch.testing.assert_close(found[k], metric(X.tanh() * k * 2), check_dtype=False)
+
+
 @pytest.mark.parametrize(
     ("metric", "why"),
     [

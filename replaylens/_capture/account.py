@@ -42,7 +42,8 @@ def account_of(recording: Recording, made: Frozen) -> Account:
         gradients=MappingProxyType({ref: lost[h] for ref, h in made.handles.items() if h in lost} if lost else {}),
         modules=tuple(modules),
         classes=tuple(modules.values()),
-        unread=_unread(recording, made.addresses),
+        unread=(unread := _unread(recording, made.addresses)),
+        unread_buffers=_buffers(made, unread),
         untrained=frozenset([name for name, tensor in held if not tensor.requires_grad]),
         called_from=linked(recording.called_from, None),
     )
@@ -69,3 +70,18 @@ def _unread(recording: Recording, addresses: Addresses) -> tuple[Parameter, ...]
             for value, names in found.values()
         ]
     )
+
+
+def _buffers(made: Frozen, parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
+    """The buffers that the forward did not read."""
+    unread = made.graph.unread.difference([name for one in parameters for name in (one.address, *one.aliases)])
+    if not unread:
+        return ()
+    found = []
+    for module in made.addresses.listed:
+        prefix = made.addresses.modules[id(module)]
+        for key, value in module._buffers.items():
+            address = f"{prefix}.{key}" if prefix else key
+            if value is not None and address in unread:
+                found.append(Parameter(address, tuple(value.shape), value.dtype, False))
+    return tuple(found)

@@ -18,10 +18,11 @@ from .._core.graph import Graph
 from .._core.node import Call, Input, Node, Ref, Source, State, TensorMeaning, value_of
 from .._core.pure import copy_in_place
 from .._core.target import Target
+from .._core.torch_private import is_wrapped
 from .._core.trees import leaves, thaw
 from .._edit.glob import matches
 from .._replay.facts import is_like_an_input, patched
-from .._replay.replay import Record
+from .._replay.replay import Record, storage_of
 from .._replay.request import Change, Hand, Request
 from ..errors import ShapeMismatch
 from .rounds import Rounds, rounds_of
@@ -73,6 +74,8 @@ class Aim:
                 f"the patch at `{self.name}` gives {what}; on the path that the model takes now, the value there is "
                 f"{TensorMeaning.of(old)}."
             )
+        if new is old or (not self.is_input and is_another_view(old, new)):
+            return new
         if self.is_input and is_like_an_input(new):
             if self.with_gradients and new.is_leaf:
                 return new
@@ -81,6 +84,12 @@ class Aim:
             return new
         copy = patched(self.refs[0], new, copy_in_place(new))
         return _with_attributes(copy, new) if self.is_input else copy
+
+
+def is_another_view(old: torch.Tensor, new: torch.Tensor) -> bool:
+    """Does a patch hand on the very memory that it was given, by another tensor: `value.detach()`, `value[:]`?"""
+    dense = old.layout is new.layout is torch.strided and not (is_wrapped(old) or is_wrapped(new))
+    return new is not old and dense and storage_of(old) == storage_of(new)
 
 
 def _with_attributes(copy: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

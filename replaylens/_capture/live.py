@@ -21,6 +21,7 @@ from attrs import evolve, field, frozen
 from torch import nn
 
 from .._core.notes import add_note
+from .._core.pure import alias
 from .._core.torch_private import (
     OpOverload,
     count_function_modes,
@@ -34,7 +35,7 @@ from .._core.trees import leaves, thaw_shared
 from .._replay.facts import OF_THE_OBJECT, noticing
 from .._replay.stream import as_the_user, outside
 from ..errors import DivergedReplay, NotDifferentiable
-from .aims import Aim, Aims
+from .aims import Aim, Aims, is_another_view
 from .builder import CallRecord, Handle, Recording, SourceRecord, parts_of, user_line, version_of
 from .checkpoints import in_checkpoint, nothing_computed_again
 from .customs import BOUND_BEFORE
@@ -566,6 +567,13 @@ class LiveTracer(Tracer):
         for value, holder, new in zip(values, holders, news, strict=True):
             if new is value:  # one of several values, and not patched
                 handles.append(self.know_again(holder))
+            elif is_another_view(value, new):
+                function = alias if new.requires_grad else torch.Tensor.detach
+                with self._looking_away():
+                    view = function(holder)
+                handles.append(self.results(view, function, (holder,), {}, [holder]))
+                self._note_copy(None, new, view)
+                instead[id(holder)] = view
             elif any(holder is tensor for tensor in done.written) and not self.memory.entry(holder).steps:
                 handles.append(self._overwritten(holder, new))
             else:

@@ -63,6 +63,7 @@ _Parameter = nn.Parameter
 _HOME = __file__.rsplit("/", 2)[0] + "/"
 
 
+_NUMBERS = (bool, int, float, complex, str)
 _ANSWERS = (bool, int, str, tuple, torch.layout)
 
 
@@ -234,8 +235,10 @@ class Recorder(TorchFunctionMode):
         """A call that read tensors and gave none: what it said, or that it raised nothing, is all that it is for."""
         if out is None:
             self.guard(func, reads, named, None, True, "exception")
-        elif type(out) in (bool, int, float, complex, str):
+        elif type(out) in _NUMBERS:
             self.guard(func, reads, named, out, True)
+        elif type(out) in (tuple, list) and out and all(type(one) in _NUMBERS for one in out):
+            self.guard(func, reads, named, None, False)  # several numbers: what they were read from is compared
 
     def guard(self, func: Any, reads: Any, named: Any, result: Any, plain: bool, kind: str = "content") -> None:
         position = len(self.recording.records)

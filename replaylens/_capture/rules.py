@@ -58,7 +58,7 @@ METADATA = frozenset(
     retains_grad name names result_type promote_types can_cast
     qscheme q_per_channel_axis _parse_to
     _has_compatible_shallow_copy_type _sym_int sym_int sym_float sym_max sym_min sym_not sym_sum sym_ite sym_sqrt
-    _assert _debug_has_internal_overlap is_grad_enabled is_inference_mode_enabled retain_grad is_same_size is_signed
+    _assert is_grad_enabled is_inference_mode_enabled retain_grad is_same_size is_signed
     register_post_accumulate_grad_hook is_distributed dense_dim sparse_dim
     __hash__ share_memory_ rename_ get_default_dtype is_storage is_tensor
     dim_order get_rng_state set_rng_state manual_seed initial_seed is_deterministic_algorithms_warn_only_enabled
@@ -68,7 +68,9 @@ METADATA = frozenset(
 # Of these, what changes the very object that it is called on.
 MARKING = frozenset("retain_grad register_post_accumulate_grad_hook share_memory_ rename_ __hash__".split())
 # What is asked of a tensor that another one of the same content may answer otherwise.
-LAYOUT = frozenset("stride storage_offset is_contiguous dim_order is_non_overlapping_and_dense".split())
+LAYOUT = frozenset(
+    "stride storage_offset is_contiguous dim_order is_non_overlapping_and_dense _debug_has_internal_overlap".split()
+)
 FLAGS = frozenset(
     """requires_grad is_leaf grad_fn grad retains_grad is_inference is_pinned is_shared _is_view _base _version
     output_nr _backward_hooks _post_accumulate_grad_hooks""".split()

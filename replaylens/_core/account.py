@@ -20,7 +20,7 @@ NONE: Mapping[Any, Any] = MappingProxyType({})
 
 @frozen
 class Parameter:
-    """A parameter of the model, read in the forward or not."""
+    """A parameter of the model, or a buffer, read in the forward or not."""
 
     address: str
     shape: tuple[int, ...]
@@ -54,6 +54,7 @@ class Account:
     modules: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()  # of the modules
     unread: tuple[Parameter, ...] = ()
+    unread_buffers: tuple[Parameter, ...] = ()
     untrained: frozenset[str] = frozenset()  # the nodes of state that was read, and that asks for no gradient
     called_from: Source | None = None  # the line that asked for the capture
 

@@ -130,11 +130,10 @@ def tuple_of(kind: type, items: list[Any]) -> Any:
 
 
 def _apart(view: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor:
-    """The view that is to be written, or a copy of the value that a patch has put in its place."""
-    if value is None:
-        return view
-    hidden = peek_interpreter_stack() is not None  # contents cannot be compared there
-    return view if not hidden and same_content(view, value) else writable_copy(value)
+    """The view that is to be written, or a copy of the value that a patch has put in its place, whatever numbers that
+    has.
+    """
+    return view if value is None else writable_copy(value)
 
 
 def untransformed() -> AbstractContextManager[Any]:

@@ -240,35 +240,61 @@ def apply(value: Tensor, fn: Callable[[Tensor], Tensor], part: Part | None = Non
 
 
 def of_own_copies(fn: Callable[[Any], Any], values: Any) -> Any:
-    """What a function makes of a value, or of several. It gets copies, and may write to them; where it hands its copy
-    on as it got it, that is the value itself.
+    """What a function makes of a value, or of several. It gets copies, and may write to them; where it hands a copy
+    on as it got it, or a view of the whole of it, that is the value itself.
 
     In the model a hook that writes by `.data` or numpy changes what the call before it may have saved for its backward.
     """
     if torch.compiler.is_compiling():
         return fn(own_copy(values) if isinstance(values, Tensor) else thaw(freeze_deep(values, own_copy), _same))
     given: list[tuple[Tensor, Tensor, int]] = []
+    pairs: list[tuple[Tensor, Tensor]] = []
 
     def copied(old: Tensor) -> Tensor:
         copy = own_copy(old)
+        pairs.append((copy, old))
         if history_of(old) is not None and torch.is_grad_enabled() and peek_interpreter_stack() is None:
             given.append((old, copy.detach(), copy._version))
         return copy
 
     copies = copied(values) if isinstance(values, Tensor) else thaw(freeze_deep(values, copied), _same)
-    made = fn(copies)
-    if made is copies and isinstance(values, Tensor) and _is_as_given(made, values):
+    made = _handed_back(fn(copies), pairs)
+    if made is values:
         return values
     if not any(_is_spoilt(*one) for one in given):
         return made
     return thaw(freeze_deep(made, lambda tensor: without_way_back(tensor, _UNSEEN)), _same)
 
 
+def _handed_back(made: Any, pairs: list[tuple[Tensor, Tensor]]) -> Any:
+    """What a function made of copies; where it left these as they were, the values themselves, or views of them."""
+
+    def leaf(new: Tensor) -> Tensor:
+        for copy, old in pairs:
+            if (new is copy or _is_a_view_of(new, copy)) and _is_as_given(new, old):
+                own = old if new.requires_grad == old.requires_grad else old.detach()
+                return own if new is copy or new._base is None else own.view_as(own)
+        return new
+
+    if isinstance(made, Tensor):
+        return leaf(made)
+    return thaw(freeze_deep(made, leaf), _same) if isinstance(made, (tuple, list)) else made
+
+
+def _is_a_view_of(new: Tensor, copy: Tensor) -> bool:
+    """Is it another tensor over the very same memory, such as `value.detach()`?"""
+    if type(new) is not Tensor or new.layout is not torch.strided or copy.layout is not torch.strided:
+        return False
+    if new.requires_grad and new.is_leaf:
+        return False
+    return peek_interpreter_stack() is None and new.data_ptr() == copy.data_ptr() and new.numel() == copy.numel() > 0
+
+
 def _is_as_given(copy: Tensor, value: Tensor) -> bool:
     """Did a function leave the copy as it was? It may write by `.data`, which no counter shows."""
     if peek_interpreter_stack() is not None or value.layout is not torch.strided or value.is_nested:
         return False
-    alike = copy.requires_grad == value.requires_grad and copy.stride() == value.stride()
+    alike = copy.requires_grad <= value.requires_grad and copy.stride() == value.stride()
     return alike and same(copy, value)
 
 

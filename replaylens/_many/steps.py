@@ -35,7 +35,7 @@ class Like:
     alignments: tuple[Alignment, ...]
     unread: frozenset[int]
     proved: dict[Alignment, bool] = field(factory=dict)
-    vmaps: list[bool] = field(factory=list)  # empty: not tried yet
+    vmaps: dict[Any, bool] = field(factory=dict)  # by which values vary; missing: not tried yet
     shared: dict[Any, Any] = field(factory=dict)  # what follows from which operands are the same value
 
     def aligned(self, where: tuple[int, ...]) -> tuple[Alignment, ...]:
@@ -117,36 +117,45 @@ class Step:
         return known
 
     def _prove(self, align: Alignment) -> bool:
-        """Run on some numbers, and on a few of their rows, out of order, one twice: are these the rows of the whole?"""
-        values = self._probes(align.operands)
-        counts = {value.shape[axis] for value, axis in zip(values, align.operands, strict=True) if axis is not None}
+        """Run on two sets of numbers, and on a few rows of both, out of order, one twice: are these the rows of the
+        wholes?
+        """
+        varies = [axis is not None for axis in align.operands]
+        one, other = self._probes(varies), self._probes(varies, 0.4)
+        counts = {value.shape[axis] for value, axis in zip(one, align.operands, strict=True) if axis is not None}
         if len(counts) != 1:
             return False
         count = counts.pop()
         rows = numbers((count - 1, 0, count - 1, count // 2), self.recorded[0].device)
         pairs = Pairs(count, None, numbers((0, 1, 2, 3), rows.device) * count + rows)
+        picked = rows + numbers((0, count, 0, count), rows.device)
+
+        def mixed(first: Tensor, second: Tensor, axis: int) -> Tensor:
+            return torch.cat((first, second), axis).index_select(axis, picked)
+
         some = [
-            value if axis is None else value.index_select(axis, rows)
-            for value, axis in zip(values, align.operands, strict=True)
+            mine if axis is None else mixed(mine, theirs, axis)
+            for mine, theirs, axis in zip(one, other, align.operands, strict=True)
         ]
         try:
-            whole = self.parts(self.call(values))
+            wholes = [self.parts(self.call(values)) for values in (one, other)]
             found = self.parts(self._resized(some, align, pairs) if align.resizes else self.call(some))
             return all(
-                _close(new, result.index_select(axis, rows))
-                for new, result, axis in zip(found, whole, align.outputs, strict=True)
+                _close(new, mixed(first, second, axis))
+                for new, first, second, axis in zip(found, *wholes, align.outputs, strict=True)
             )
         except Exception:  # whatever it is, the call does not take rows in this way
             return False
 
-    def _probes(self, varied: Sequence[int | None]) -> list[Tensor]:
-        """Numbers to try a call on, none alike, none large, where values vary. The recorded ones may all be zeros."""
+    def _probes(self, varies: Sequence[bool], scale: float = 1.0) -> list[Tensor]:
+        """Numbers to try a call on, none alike, none large, where values vary. The recorded ones may all be zeros.
+
+        Those of another scale have another sum, maximum and spread, too.
+        """
         generator = torch.Generator().manual_seed(len(self.recorded))
         return [
-            value
-            if axis is None or not value.is_floating_point() or value.numel() > MOST_PROBED
-            else (torch.rand(value.shape, generator=generator) + 0.1).to(value)
-            for value, axis in zip(self.recorded, varied, strict=True)
+            _random(value, generator, scale) if varied and _can_be_random(value) else value
+            for value, varied in zip(self.recorded, varies, strict=True)
         ]
 
     def by_rows(self, align: Alignment, deltas: Sequence[Delta | None]) -> list[Delta]:
@@ -199,20 +208,41 @@ class Step:
         return node.draws is None and not node.is_dynamic and not node.through and inner.strip("_") not in _WRONG
 
     def _vmaps(self, changed: Sequence[Tensor | None]) -> bool:
-        """Does the call work under vmap? Tried once: some numbers beside others, which must not mix."""
-        if not self.like.vmaps:
-            values = self._probes([None if data is None else 0 for data in changed])
-            copies = [
-                None if data is None else torch.stack((value.flip(tuple(range(value.dim()))), value))
-                for data, value in zip(changed, values, strict=True)
-            ]
-            try:
-                found, whole = self._vmapped(copies, 2), self.parts(self.call(values))
-                good = all(_close(new[1], result) for new, result in zip(found, whole, strict=True))
-            except Exception:  # no rule for it: the loop is always right
-                good = False
-            self.like.vmaps.append(good)
-        return self.like.vmaps[0]
+        """Does the call work under vmap? Tried once for the same varying values: two lanes that differ in each of them,
+        and must both come out as by themselves. A rule of torch's may read a tensor as one number for all lanes.
+        """
+        key = self.where, tuple([data is not None for data in changed])
+        known = self.like.vmaps.get(key)
+        if known is None:
+            if (lanes := self._two_lanes(changed)) is None:
+                return False  # nothing to tell them apart by: the next values may
+            known = self.like.vmaps[key] = self._proves_vmap(*lanes, key[1])
+        return known
+
+    def _proves_vmap(self, one: list[Tensor], other: list[Tensor], varies: Sequence[bool]) -> bool:
+        copies = [torch.stack(pair) if varied else None for *pair, varied in zip(one, other, varies, strict=True)]
+        try:
+            found = self._vmapped(copies, 2)
+            wholes = zip(*[self.parts(self.call(values)) for values in (one, other)], strict=True)
+            return all(
+                _close(new[0], first) and _close(new[1], second)
+                for new, (first, second) in zip(found, wholes, strict=True)
+            )
+        except Exception:  # no rule for it: the loop is always right
+            return False
+
+    def _two_lanes(self, changed: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]] | None:
+        """Two sets of values that differ wherever values vary; None where none are known that the call can take."""
+        varies = [data is not None for data in changed]
+        one, other = self._probes(varies), self._probes(varies, 0.4)
+        for number, (data, value) in enumerate(zip(changed, self.recorded, strict=True)):
+            if data is not None and not _can_be_random(value):
+                others = (*data, value.flip(tuple(range(value.dim()))), torch.zeros_like(value))
+                found = next((new for new in others if not torch.equal(new, value)), None)
+                if found is None:
+                    return None
+                other[number] = found
+        return one, other
 
     def _vmapped(self, changed: Sequence[Tensor | None], count: int) -> list[Tensor]:
         def once(values: Sequence[Tensor]) -> list[Tensor]:
@@ -242,6 +272,15 @@ class Step:
                 part = part[index]
             found.append(part)
         return found
+
+
+def _can_be_random(value: Tensor) -> bool:
+    return (value.is_floating_point() or value.is_complex()) and value.numel() <= MOST_PROBED
+
+
+def _random(value: Tensor, generator: torch.Generator, scale: float) -> Tensor:
+    made = (torch.rand(value.shape, generator=generator) + 0.1) * scale
+    return (torch.complex(made, made * made) if value.is_complex() else made).to(value)
 
 
 def laid_like(tensor: Tensor, recorded: Tensor) -> Tensor:

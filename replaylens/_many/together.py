@@ -13,7 +13,7 @@ import torch
 from attrs import define, field, frozen
 
 from .._core.graph import Graph
-from .._core.node import Call, Input, Ref
+from .._core.node import Call, Input, Ref, meanings_of
 from .._core.pure import looks_at_memory, mutate, same_content
 from .._core.reference import Unpickled
 from .._core.target import Target
@@ -55,21 +55,17 @@ class Together:
         graph = self.record.graph
         why = self.record.plans.get("alone")
         if why is None:
-            why = self.record.plans["alone"] = shares_nothing(graph)
+            why = self.record.plans["alone"] = shares_nothing(graph) or _of_a_class(self.record)
         if why:
             self.notes.append(f"everything: {why}")
             self.loners = frozenset(range(len(self.keys)))
-        if graph.asked or graph.catches:
-            self.loners |= _heeding(graph, self.changes)
+        self.loners |= _heeding(graph, self.changes)
         if delicate := [call for call in graph.calls if call.through or call.target.function is mutate]:
             apart = [n for n, each in enumerate(self.changes) if not can_share(graph, delicate, each)]
             self.loners = self.loners.union(apart)
             self.notes.extend(f"{name}: {_DELICATE}" for name in _layers(graph, [self.changes[n] for n in apart]))
-        if graph.told:
-            above = graph.marked_ancestors([call.name for call in graph.told])
-            told = [n for n, each in enumerate(self.changes) if any(above[position] for position in each)]
-            self.loners = self.loners.union(told)
-            self.notes.extend(f"{name}: {_TOLD}" for name in _layers(graph, [self.changes[n] for n in told]))
+        self._leave_to_themselves([call.name for call in graph.told], _TOLD)
+        self._leave_to_themselves(_quantized(graph), _QUANTIZED)
         self.loners |= {n for n, each in enumerate(self.changes) if any(led_astray(graph, each))}
         if graph.shifts:
             shifting = [n for n, each in enumerate(self.changes) if _shifts_draws(graph, each)]
@@ -83,12 +79,22 @@ class Together:
         grouped = [every[number] for number in together]
         self.many = Many(whole or self.record, grouped, len(self.keys), self.memory)
 
+    def _leave_to_themselves(self, names: Sequence[str], why: str) -> None:
+        """Variants that reach one of these nodes are replayed alone."""
+        if not names:
+            return
+        graph = self.record.graph
+        above = graph.marked_ancestors(names)
+        reaching = [number for number, each in enumerate(self.changes) if any(above[position] for position in each)]
+        self.loners = self.loners.union(reaching)
+        self.notes.extend(f"{name}: {why}" for name in _layers(graph, [self.changes[n] for n in reaching]))
+
     def _with_metric(self) -> Record | None:
         """The program with the metric, if that is nothing but tensor operations."""
         assert self.metric is not None
         try:
             made = self.capture(self.metric, apart(self.output))
-            why = why_impure(made.graph)
+            why = why_impure(made.graph) or shares_nothing(made.graph) or _of_a_class(made) or _quantizes(made.graph)
         except CaptureError as error:
             why = str(error).partition("\n")[0]
         if why:
@@ -170,6 +176,30 @@ def _same(before: Record, now: Record) -> bool:
     )
 
 
+def _quantized(graph: Graph) -> list[str]:
+    """The nodes that give integers which mean numbers on a scale: several scales make no one tensor."""
+    return [n.name for n in graph.nodes if any(one.dtype in _ON_A_SCALE for one in meanings_of(n).values())]
+
+
+def _quantizes(graph: Graph) -> str:
+    found = _quantized(graph)
+    return f"{found[0]} is quantised, on a scale of its own for each variant" if found else ""
+
+
+def _of_a_class(record: Record) -> str:
+    """Why values of a class of the user's stay apart: what that does in torch's functions, no stack of them does."""
+    for ref, value in record.values.items():
+        if type(value) is not torch.Tensor and _has_functions(type(value)):
+            return f"{ref} is a {type(value).__name__}, which changes what torch's functions do"
+    return ""
+
+
+def _has_functions(kind: Any) -> bool:
+    """Does a class of tensors say itself what torch's functions do with it?"""
+    doors = getattr(kind.__torch_function__, "__func__", kind.__torch_function__), kind.__torch_dispatch__
+    return any(door not in _PLAIN_DOORS for door in doors)
+
+
 def _shifts_draws(graph: Graph, changes: Changes) -> bool:
     """May a variant make a call take more or fewer random numbers, so that later ones draw others?"""
     below = graph.descendants([graph.nodes[position].name for position in changes])
@@ -225,6 +255,13 @@ def can_share(graph: Graph, delicate: Sequence[Call], changes: Changes) -> bool:
     return not (any(names.intersection(call.through) for call in delicate) or parted(graph, values))
 
 
+_PLAIN_DOORS: tuple[Any, ...] = (
+    torch.Tensor.__torch_function__.__func__,  # type: ignore[attr-defined]
+    torch.nn.Parameter.__torch_function__,
+    torch.Tensor.__torch_dispatch__,
+)
+_ON_A_SCALE = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4))
+_QUANTIZED = "patched there, quantised values lie on another scale"
 _SHIFTING = "patched there, a draw takes another count of random numbers, and later ones move"
 _TOLD = "behind it a custom function asks whether gradients are needed, which those that go together have none of"
 _DELICATE = "patched there, a gradient that the model takes itself is another, or a view is parted from its memory"

@@ -7,7 +7,7 @@ would not have taken. What the edit was is not known here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,19 +15,22 @@ from attrs import evolve, field, frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Guard, Input, Ref, State, TensorMeaning, meanings_of, refs_of, value_of
-from .._core.pure import as_leaf, same_content
+from .._core.pure import alias, as_leaf
 from .._core.text import listing
 from .._core.trees import thaw
 from .._edit.compare import origins, same_values
+from .._edit.lower import may_vary
 from .._edit.rewrite import NOTHING
 from ..errors import ShapeMismatch
 from .convert import as_it_came_out
-from .facts import asked_again, layouts_altered
-from .guards import Departure, answered, diverged, misdirected, place, raising, same_result
+from .facts import answer, asked_again, layouts_altered
+from .guards import Departure, answered, changed, diverged, misdirected, place, raising, same_result
 from .interpreter import Code, Mode, compile_plan, interpret, recorded_world, states_begun
 from .keeping import keeping
+from .layouts import asks_for_view
+from .parting import parted
 from .plan import Plan, plan
-from .replay import Record, Versions, version
+from .replay import Record, Versions, storage_of, version
 
 Values = dict[Ref, torch.Tensor]
 
@@ -69,7 +72,7 @@ def derive(
 
     known = work.known()
     values = {**known, **work.run(known, departed)}
-    for departure in (*work.led_away(values), *work.answered_otherwise(values), *work.laid_out_otherwise(values)):
+    for departure in work.departures(values):
         departed(departure)
     graph = as_it_came_out(graph, {ref: tensor for ref, tensor in values.items() if ref not in work.same})
     if departures:
@@ -159,7 +162,7 @@ class _Work:
         before |= {Ref(n.name): before[tree] for n in old.calls if type(tree := value_of(n)) is Ref and tree in before}
         before |= self.wanted
         now = as_it_came_out(graph, values)
-        decided = self._decided_otherwise(now, before, values)
+        decided, ends = self._decided_otherwise(now, before, values), frozenset(graph.output_refs)
         for node in now.calls:
             for ref, meaning in meanings_of(node).items():
                 wanted = before.get(ref)
@@ -168,12 +171,14 @@ class _Work:
                     or wanted is None
                     or node.is_dynamic
                     or node.name in decided
-                    or not graph.users[graph.positions[node.name]]
+                    or not (graph.users[graph.positions[node.name]] or (node.edited and ref not in ends))
                 ):
                     continue
-                if (wanted.shape, wanted.dtype) != (meaning.shape, meaning.dtype):
+                elsewhere = bool(node.edited) and wanted.device != meaning.device
+                if elsewhere or (wanted.shape, wanted.dtype) != (meaning.shape, meaning.dtype):
+                    now_is = f"{meaning} on {meaning.device}" if elsewhere else f"{meaning}"
                     raise ShapeMismatch(
-                        f"after the edit `{ref}` is {meaning}; what reads it was recorded with {wanted}.\n"
+                        f"after the edit `{ref}` is {now_is}; what reads it was recorded with {wanted}.\n"
                         f"{listing(now, node.name, node.edited)}\n"
                         f"Give a value of shape {wanted.shape} and dtype {wanted.dtype}, or capture the changed model."
                     ) from cause
@@ -189,6 +194,24 @@ class _Work:
         ]
         return now.descendants(other) if other else frozenset()
 
+    def departures(self, values: Values) -> Iterator[Departure]:
+        """Where the edit leads away from the recorded path, and no guard tells."""
+        yield from self.led_away(values)
+        yield from self.handed_back(values)
+        yield from self.answered_otherwise(values)
+        yield from self.laid_out_otherwise(values)
+
+    def handed_back(self, values: Values) -> Iterator[Departure]:
+        """Functions of the user's that hand on the very memory that they are given, where the model writes through it:
+        what a program writes is a copy, and which of the two shares it nobody could say.
+        """
+        functions = [call for call in self.graph.edited if may_vary(call)]
+        if not functions or not parted(self.graph, ()):
+            return
+        for call in functions:
+            if shares_memory(values, refs_of(call), call.refs):
+                yield handed_back(call)
+
     def led_away(self, values: Values) -> Iterator[Departure]:
         """Edits of calls whose memory the model writes later, or through which it takes gradients."""
         old, graph = self.record.graph, self.graph
@@ -198,15 +221,26 @@ class _Work:
             call = old[edited.name]
             if not isinstance(call, Call) or edited is call:
                 continue
-            found = tuple(misdirected(call, self._is_cut_off(edited.name)))
-            if found and not self._is_as_recorded(call, values):
-                yield from found
+            yield from misdirected(call, self._is_cut_off(edited.name))
 
     def answered_otherwise(self, values: Values) -> Iterator[Departure]:
         """What the model asks of the layouts and flags of values that the edit has altered."""
         for guard in self.graph.asked:
             if guard.refs and (ref := guard.refs[0]) in values and ref not in self.same:
                 yield from asked_again(guard, values[ref])
+                node = self.graph[ref.node]
+                if (
+                    asks_for_view(guard)
+                    and isinstance(node, Call)
+                    and node.edited
+                    and node.target.function is not alias
+                ):
+                    yield from filter(None, (changed(guard, answer(guard, values[ref])),))
+
+    def _is_made_by_an_edit(self, ref: Ref) -> bool:
+        """Does an edit's own call give it? An alias stands for what it was made of."""
+        node = self.graph[ref.node]
+        return isinstance(node, Call) and bool(node.edited) and node.target.function is not alias
 
     def laid_out_otherwise(self, values: Values) -> Iterator[Departure]:
         """What hangs on how values lie in memory that the edit has altered."""
@@ -234,13 +268,6 @@ class _Work:
                 return True
         return False
 
-    def _is_as_recorded(self, call: Call, values: Values) -> bool:
-        """Did the edited node come out as it was recorded? Then it leads nowhere else."""
-        now, then = value_of(self.graph[call.name]), value_of(call)
-        if type(now) is not Ref or type(then) is not Ref or now not in values:
-            return False
-        return same_content(values[now], self.record.value(then))
-
     def _recorded_guards(self) -> dict[int, Guard]:
         """What each guard was before the edit, by its number now; those that the edit brought agree with it anyway."""
         left, found = list(self.record.graph.guards), {}
@@ -261,6 +288,18 @@ class _Work:
         kept = sources.difference(self.added.values)
         known = {name: self.record.live.get(was.get(name, name)) for name in kept}
         return {name: tensor for name, tensor in known.items() if tensor is not None} | dict(self.added.live)
+
+
+def shares_memory(values: Mapping[Ref, torch.Tensor], some: Iterable[Ref], others: Iterable[Ref]) -> bool:
+    """Do values of some lie in the memory of others?"""
+    memory = {storage_of(values[ref]) for ref in others if ref in values} - {None}
+    return any(ref in values and storage_of(values[ref]) in memory for ref in some)
+
+
+def handed_back(call: Call) -> Departure:
+    """A function of the user's hands on the memory that it is given, and the model writes there."""
+    what = f"the memory of {call.name}, which the model writes,"
+    return Departure(what, "that of one tensor", "handed on by a function, which a program cannot follow", call.source)
 
 
 def _same_fact(one: Guard, other: Guard) -> bool:

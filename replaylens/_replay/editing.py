@@ -28,7 +28,7 @@ from .facts import Around, departures
 from .guards import diverged
 from .inputs import new_state, state_called
 from .keeping import with_values
-from .replay import Record, Versions, execute, idle_among
+from .replay import Record, Versions, execute
 from .request import At, Request
 
 Made = tuple[Record, Any]
@@ -44,8 +44,7 @@ def patch(record: Record, bound: Bound, request: Request) -> Made:
     require_choice(request.on_divergence)
     watched = Watched(record.draws)
     execute(record, request)
-    idle, on_divergence = idle_among(record, request.changed), request.on_divergence
-    bound = [(at, patches) for at, patches in bound if at.output is not None or at.position not in idle]
+    on_divergence = request.on_divergence
     graph, names = record.graph, set()
     tensors: dict[str, torch.Tensor] = {}
     for name, patches in _by_node(graph, bound).items():
@@ -117,7 +116,7 @@ def with_state(record: Record, address: str, value: Any, nearest: Callable[[str]
         node = state_called(record.graph, address, nearest)
         with torch.no_grad():
             value = value(record.value(Ref(node.name)).detach().clone())
-    found = new_state(record.graph, {address: value}, nearest).fitting
+    found = new_state(record.graph, {address: value}, nearest, record.account).fitting
     if not found:  # no operation reads it
         return derive(record, record.graph, on_divergence=on_divergence)
     ((position, tensor),) = found.items()

@@ -54,13 +54,20 @@ class Around:
 
 def heeded(graph: Graph, changed: Iterable[int], until: int | None = None) -> list[int]:
     """Of changed nodes those that a fact can hang on which no content decides, whether the output needs them or not:
-    what the model asks for behind them, and what it can catch.
+    what the model asks for behind them, what it can catch, and of those that the output does not need, their shape and
+    dtype, which Python may have read.
     """
     asked = [g for g in graph.asked if g.refs and (until is None or g.position <= until)]
-    if not asked and not graph.catches:
-        return []
     above = graph.marked_ancestors([ref.node for guard in asked for ref in guard.refs])
-    return [position for position in changed if above[position] or (graph.catches and graph.reached[position])]
+    read = [ref.node for ref in (*graph.wanted_refs, *(ref for guard in graph.guards for ref in guard.refs))]
+    needed = graph.marked_ancestors(read) if until is None and graph.wanted_refs else None
+    return [
+        position
+        for position in changed
+        if above[position]
+        or (graph.catches and graph.reached[position])
+        or (needed is not None and not needed[position])
+    ]
 
 
 def departures(graph: Graph, recorded: Tensors, given: Tensors, around: Around) -> Iterator[Departure]:
@@ -161,6 +168,7 @@ class Instead:
             if is_given or (isinstance(old, torch.Tensor) and _flags(old) != _flags(new)):
                 self.flagged[ref] = new
                 yield from flag_departures(graph, self.recorded, self.flagged, self.around, self.fixed)
+                yield from () if is_given else _histories_asked(graph, ref, new, OF_THE_OBJECT)
             else:
                 yield from _histories_asked(graph, ref, new)
         if is_given:
@@ -243,7 +251,7 @@ def layouts_altered(
     """Where an edit gives values that lie otherwise than those in their places did, whose `strides` these are."""
     other = {ref: new for ref, new in now.items() if ref in strides and _has_other_strides(new, strides[ref])}
     if not edited.isdisjoint(other):
-        yield from Layouts(graph, recorded, other, strides=strides).of_computed()
+        yield from Layouts(graph, recorded, other, strides=strides).of_computed(now)
 
 
 def _has_other_strides(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> bool:
@@ -426,10 +434,12 @@ def _handed_on(graph: Graph, ref: Ref) -> Ref:
     return ref
 
 
-def _histories_asked(graph: Graph, ref: Ref, new: torch.Tensor) -> Iterator[Departure]:
-    """What the model asks of the history of a patched value, or of one that it can walk back from."""
+def _histories_asked(graph: Graph, ref: Ref, new: torch.Tensor, words: Set[str] | None = None) -> Iterator[Departure]:
+    """What the model asks of the history of a patched value, or of one that it can walk back from. `words`: only these
+    questions.
+    """
     for guard in graph.asked:
-        if guard.kind != "flags":
+        if guard.kind != "flags" or (words is not None and guard.target.short not in words):
             continue
         if _handed_on(graph, guard.refs[0]) == ref or guard.refs[0] == ref:
             yield from filter(None, (changed(guard, answer(guard, new)),))

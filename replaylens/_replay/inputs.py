@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from attrs import evolve, field, frozen
 
+from .._core.account import NOTHING_KNOWN, Account
 from .._core.graph import Graph
 from .._core.node import Input, Ref, State, TensorMeaning, meanings_of
 from .._core.pure import outside_inference, same_content
@@ -111,13 +112,16 @@ def _share_memory(tensors: Sequence[torch.Tensor]) -> bool:
     return len({tensor.untyped_storage()._cdata for tensor in dense}) < len(dense)
 
 
-def new_state(graph: Graph, state: dict[str, torch.Tensor], nearest: Callable[[str], str]) -> Given:
+def new_state(
+    graph: Graph, state: dict[str, torch.Tensor], nearest: Callable[[str], str], account: Account = NOTHING_KNOWN
+) -> Given:
     """Other parameters and buffers. Any of a tied tensor's addresses will do."""
     found: dict[int, torch.Tensor] = {}
     given: dict[str, tuple[str, torch.Tensor]] = {}
     mismatches = []
     for address, tensor in made_ordinary(graph, state).items():
-        if address in graph.unread:  # of a whole state_dict: nothing depends on it
+        if address in graph.unread:  # of a whole state_dict: nothing depends on it but what Python reads
+            _require_alike(address, tensor, account)
             continue
         node = state_called(graph, address, nearest)
         _require_tensor(f"the state at {address!r}", node.meaning, tensor)
@@ -136,6 +140,18 @@ def new_state(graph: Graph, state: dict[str, torch.Tensor], nearest: Callable[[s
     for node in graph.state_nodes if graph.replaced else ():
         _require_all_names(graph, node, state)
     return Given(found, tuple(mismatches))
+
+
+def _require_alike(address: str, new: Any, account: Account) -> None:
+    """What no operation reads may still be asked for its shape and dtype, of which nothing is seen."""
+    for one in (*account.unread, *account.unread_buffers) if isinstance(new, torch.Tensor) else ():
+        if address in (one.address, *one.aliases) and (tuple(new.shape), new.dtype) != (one.shape, one.dtype):
+            was = TensorMeaning(one.shape, one.dtype, "", None)
+            raise InputMismatch(
+                f"the state at {address!r} is {TensorMeaning.of(new)}; the model had {was} there, which no "
+                "operation of the forward reads, and of which Python may have read the shape.\n"
+                "Leave it out, or give a tensor of that shape and dtype."
+            )
 
 
 def _require_all_names(graph: Graph, node: State, state: Mapping[str, torch.Tensor]) -> None:

@@ -84,6 +84,7 @@ class Layouts:
         self.blank: dict[Ref, torch.Tensor] = {}  # in the place of recorded values that were not kept
         self.unknown: set[Ref] = set()  # nobody can say how they lie now
         self.ever = set(self.other)
+        self.viewed = graph.marked_ancestors([guard.refs[0].node for guard in graph.asked if asks_for_view(guard)])
 
     def departures(self) -> list[Departure]:
         """Every other answer, in the order of the program."""
@@ -113,16 +114,18 @@ class Layouts:
         for guard in questions:
             yield from self._ask(guard)
 
-    def of_computed(self) -> Iterator[Departure]:
-        """The same without the questions, where all that lies otherwise is known: nothing is made again."""
+    def of_computed(self, now: Tensors) -> Iterator[Departure]:
+        """The same without the questions, where all values are known: nothing is made again."""
         for ref in self.other:
             yield from self._other_writes(ref)
+        for guard in filter(_shows_memory, self.graph.guards):
+            yield from self._ask_outside(guard, guard.refs[0])
         for call in self.graph.calls if self.other else ():
             if not call.edited and any(ref in self.other for ref in call.refs):
                 yield from self._by_memory(call)
                 for ref in refs_of(call):
-                    if ref in self.other:
-                        yield from self._other_views(call, ref, self.other[ref])
+                    if ref in now:
+                        yield from self._other_views(call, ref, now[ref])
 
     # -- questions -----------------------------------------------------------------------------------------------------
 
@@ -166,7 +169,7 @@ class Layouts:
         """`contiguous` of what was contiguous is no call of the program. What goes on from here is its copy now."""
         if answer is self.other[ref]:
             return
-        if not self.up_to_rounding or self.graph.asks_identity or self._is_written(ref):
+        if not self.up_to_rounding or self.graph.asks_identity or self._is_written(ref) or self._is_viewed(ref):
             yield Departure(fact(guard), ITSELF, "a copy", guard.source)
         self._settle(ref, answer)
 
@@ -227,10 +230,15 @@ class Layouts:
         before = self.recorded.get(ref)
         for source in node.refs:
             was_source = self.recorded.get(source)
-            if source not in self.other or before is None or was_source is None:
+            if source not in self.other:
+                continue
+            if before is None or was_source is None:
+                if self._is_viewed(ref):
+                    yield Departure(f"whether {node.name} gives a view of {source}", "known", UNKNOWN, node.source)
                 continue
             was, now = _shares(before, was_source), _shares(new, self.other[source])
-            if was != now and (self.graph.asks_identity or self._is_written(source) or self._is_written(ref)):
+            matters = self.graph.asks_identity or self._is_viewed(ref)
+            if was != now and (matters or self._is_written(source) or self._is_written(ref)):
                 words = {True: "a view of it", False: "a copy"}
                 yield Departure(f"what {node.name} gives of {source}", words[was], words[now], node.source)
 
@@ -276,6 +284,10 @@ class Layouts:
             self.other[ref] = tensor
             self.ever.add(ref)
 
+    def _is_viewed(self, ref: Ref) -> bool:
+        """Does the model ask whether it is a view, or whether what it makes of it is one?"""
+        return bool(self.viewed[self.graph.positions[ref.node]])
+
     def _is_written(self, ref: Ref) -> bool:
         """Does the model write the memory of a value, or of one that lies otherwise and that it may be a view of?"""
         written = self.graph.written
@@ -285,7 +297,13 @@ class Layouts:
 def goes_by_layout(graph: Graph) -> bool:
     """Without a question: may a model go another way where a value lies otherwise in memory?"""
     delicate = any(_goes_by_memory(call) or _is_taken_apart(call, graph.is_deep) for call in graph.calls)
-    return bool(graph.written) or graph.asks_identity or graph.catches or delicate
+    asked = any(map(asks_for_view, graph.asked))
+    return bool(graph.written) or graph.asks_identity or graph.catches or delicate or asked
+
+
+def asks_for_view(guard: Guard) -> bool:
+    """Does the model ask whether a value is a view, which its layout may decide: of `reshape`, of `contiguous`?"""
+    return bool(guard.refs) and guard.target.short in ("_base", "_is_view")
 
 
 def _shows_memory(guard: Guard) -> bool:

@@ -20,7 +20,7 @@ NONE: frozenset[Ref] = frozenset()
 def parted(graph: Graph, changed: Iterable[Ref]) -> dict[str, frozenset[Ref]]:
     """By the name of the call that writes: the views that a change has reached which has not reached their memory."""
     changed = graph.edited_refs.union(changed)
-    if not changed or not any(_writes_through_views(call) for call in graph.calls):
+    if not changed or not writes_views(graph):
         return {}
     found: dict[str, frozenset[Ref]] = {}
     influences: Influences = {}
@@ -35,6 +35,11 @@ def parted(graph: Graph, changed: Iterable[Ref]) -> dict[str, frozenset[Ref]]:
             if ref in changed:
                 influences[ref] = influences.get(ref, NONE) | {ref}
     return found
+
+
+def writes_views(graph: Graph) -> bool:
+    """Does the model write through views at all?"""
+    return any(_writes_through_views(call) for call in graph.calls)
 
 
 def _writes_through_views(call: Call) -> bool:

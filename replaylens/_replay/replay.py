@@ -21,7 +21,7 @@ from .._core.node import Call, Input, Ref, State, TensorMeaning, refs_of, value_
 from .._core.pure import as_leaf, fresh_leaf, in_layout, same_content, standing
 from .._core.sharing import begin_together
 from .._core.torch_private import is_wrapped, peek_interpreter_stack
-from .._core.trees import leaves, thaw
+from .._core.trees import thaw
 from .._core.turns import settled
 from .._core.world import drawing_alone
 from .._edit.lower import may_vary
@@ -32,6 +32,7 @@ from .guards import Departure, LeftPath, diverged, misdirected, raising
 from .inputs import require_arguments
 from .interpreter import Code, Mode, Patches, compile_plan, interpret, recorded_world
 from .late import Late, Remembered, mark_of
+from .parting import parted, writes_views
 from .plan import Plan, plan
 from .recover import recovered
 from .request import At, Change, Request
@@ -192,7 +193,6 @@ def execute(record: Record, request: Request, told: Callable[[Code], Code] | Non
             raise InputMismatch(mismatch.text)
         departed(mismatch.departure)
     graph = record.graph
-    request = _without_idle(record, request)
     wanted = _wanted(graph, request)
     record = _with_starts(record, request)
     left = graph.left if _leaves_generator(request) else None
@@ -212,8 +212,13 @@ def execute(record: Record, request: Request, told: Callable[[Code], Code] | Non
 
     changed = frozenset([ref for position in request.changed for ref in refs_of(graph.nodes[position])])
     instead = Instead(graph, record.values, around, changed.union(given), dict(given), dict(given))
+    views = record.plans.get("views")
+    if views is None and request.changed:
+        views = record.plans["views"] = writes_views(graph)
 
     def patched(ref: Ref, old: Any, new: torch.Tensor) -> torch.Tensor:
+        if views and _is_handed_back(old, new) and parted(graph, (ref,)):
+            departed(Departure(f"the memory of {ref}, which the model writes through it,", "shared", "shared again"))
         found = [*map(departed, instead.departures(ref, old, new))]
         return instead.lay(ref) if found else new
 
@@ -318,47 +323,17 @@ def led_astray(graph: Graph, changed: Mapping[int, tuple[Change, ...]]) -> Itera
             yield from misdirected(node, constant)
 
 
-def _without_idle(record: Record, request: Request) -> Request:
-    """Without constants that are what was recorded anyway, at places where another value would lead away."""
-    if not (idle := idle_among(record, request.changed)):
-        return request
-    changed = {position: changes for position, changes in request.changed.items() if position not in idle}
-    return evolve(request, changed=changed, start=(*request.start, *idle))
-
-
-def idle_among(record: Record, changed: Mapping[int, tuple[Change, ...]]) -> list[int]:
-    """Where constants are what was recorded anyway, and another value would lead away."""
-    graph, idle = record.graph, []
-    for position, changes in changed.items():
-        node, change = graph.nodes[position], changes[0]
-        delicate = isinstance(node, Call) and (
-            node.is_overwritten
-            or node.is_shared
-            or node.is_twice
-            or node.is_differentiated
-            or _rerun_by(graph, node.name)
-        )
-        if delicate and len(changes) == 1 and not change.follows and _is_recorded(record, change):
-            idle.append(position)
-    return idle
-
-
-def _is_recorded(record: Record, change: Change) -> bool:
-    """Does a constant patch give what was recorded anyway?"""
-    if peek_interpreter_stack() is not None:
-        return False  # contents cannot be compared there
-    refs = [leaf for leaf in leaves(change.tree) if type(leaf) is Ref]
-    value = change(thaw(change.tree, lambda leaf: record.value(leaf) if type(leaf) is Ref else leaf))
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    return len(values) == len(refs) and all(
-        isinstance(new, torch.Tensor) and same_content(record.value(ref), new)
-        for ref, new in zip(refs, values, strict=True)
-    )
-
-
 def _rerun_by(graph: Graph, name: str) -> list[str]:
     """The calls that take a gradient through a node by running it again."""
     return [call.name for call in graph.calls if name in call.through]
+
+
+def _is_handed_back(old: Any, new: torch.Tensor) -> bool:
+    """Does a patch hand on the very memory that it was given?"""
+    if new is old:
+        return True
+    dense = isinstance(old, torch.Tensor) and new.layout is old.layout is torch.strided
+    return dense and storage_of(new) == storage_of(old)
 
 
 def _same(value: Any) -> Any:

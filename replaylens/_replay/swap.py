@@ -23,9 +23,10 @@ from .._edit.arguments import Arguments, fitted, name_of
 from .._edit.rewrite import Splice, fresh, inward, names_within, replace, splice, unread_sources, without
 from .._edit.writes import with_plain
 from ..errors import BadEdit, ReplaylensError
-from .derive import Added, derive
+from .derive import Added, derive, handed_back, shares_memory
 from .guards import diverged, misdirected, node_of
 from .late import mark_of
+from .parting import parted
 from .replay import Record
 
 Recorder = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Record]
@@ -103,7 +104,13 @@ def insert(
         kept = {"module_outputs": graph.module_outputs, "changes": graph.changes}
         graph = replace(graph, {node.name: (node, place)}, {ref: Ref(name)}, **kept)
         sites.append(Site(name, Arguments((ref,)), f"inserted after {ref}", meaning))
-    return _recorded(record, graph, sites, function, recorder, on_divergence)
+    made, output = _recorded(record, graph, sites, function, recorder, on_divergence)
+    if on_divergence == "raise" and parted(made.graph, ()):
+        for site in sites:
+            call, (given,) = made.graph[site.name], site.given.args
+            if isinstance(call, Call) and shares_memory(made.values, (Ref(site.name),), (given,)):
+                raise diverged(handed_back(call))
+    return made, output
 
 
 def _recorded(
