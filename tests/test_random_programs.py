@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
-from oracle import assert_same, assert_same_gradients, gradients
+from oracle import as_it_lies, assert_same, assert_same_gradients, gradients
 from random_programs import Program, programs, twin
 from torch.utils._pytree import tree_map
 
@@ -65,11 +65,16 @@ def test_a_replay_from_the_middle_gives_what_the_whole_gives(program):
     prog = captured(program, program, program.inputs())
     for layer in prog.layers[:: max(1, len(prog.layers) // 5)]:
         assert_same(prog.replay(from_=layer.label).output, prog.output, f"from {layer.label}")
-        itself = prog.replay(patch={layer.label: layer.value}).output
-        wanted = prog.output  # but where the model writes through views, to which a tensor of its own is none
-        if writes_views(prog.graph):
-            wanted = prog.replay(patch={layer.label: tree_map(twin, layer.value)}).output
-        assert_same(itself, wanted, f"{layer.label} set to itself")
+        patch = {layer.label: tree_map(as_it_lies, layer.value)}
+        try:
+            itself = prog.replay(patch=patch)
+            wanted = prog.output  # but where the model writes to views: a tensor in the place of one is none
+            if itself.departures or writes_views(prog.graph):
+                wanted = rl.run(program, *program.inputs(), patch=patch).output
+        except (rl.DivergedReplay, RuntimeError):  # it looks beyond the memory of what is there instead
+            assert writes_views(prog.graph) or any(call.is_overwritten for call in prog.graph.calls)
+            continue
+        assert_same(itself.output, wanted, f"{layer.label} set to itself")
 
 
 @many
