@@ -697,16 +697,20 @@ def as_itself(prog: Any, layer: Any) -> Any:
     inside = {name for call in prog.graph.calls for name in call.through}
     if layer.node.name in inside:
         return {layer.label: torch.clone}
-    return {layer.label: tree_map(lambda leaf: as_it_lies(leaf.detach()), layer.value)}
+    return {layer.label: tree_map(as_it_lies, layer.value)}
 
 
-def as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in memory of its own, with the same strides."""
-    copy = tensor.clone()
-    dense = copy.layout is torch.strided and not copy.is_nested and not copy.is_quantized
-    if not dense or copy.stride() == tensor.stride() or 0 in tensor.stride():
+def as_it_lies(value: Any) -> Any:
+    """A copy of a tensor in memory of its own, with the same strides."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    copy = value.detach().clone()
+    if copy.layout is not torch.strided or copy.is_nested or copy.is_quantized or copy.stride() == value.stride():
         return copy
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    if 0 in value.stride():
+        once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in value.stride())
+        return as_it_lies(value[once]).expand(value.shape)
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(copy)
 
 
 def put_in_place(case: Case, prog: Any, patch: Any) -> Any:
