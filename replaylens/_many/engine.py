@@ -284,9 +284,7 @@ class _Chunk:
         if type(change.tree) is Ref:
             slot = self.machine.slot[change.tree]
             value = self._value(slot, lane)
-            if (
-                self.machine.graph.asked
-            ):  # the model may ask how it lies: a function of the user's is given it as it lay
+            if self.machine.graph.asked:  # how it lies, too: a function of the user's is given it as it lay
                 return [(slot, change.make(in_layout(value, self.machine.meanings[slot].strides)))]
             new = change.free(value)
             if not isinstance(new, Tensor) or new.shape != value.shape or new.dtype != value.dtype:
@@ -303,9 +301,8 @@ class _Chunk:
         own, known = is_like_an_input(new) or has_attributes, self.machine.values[slot]
         if (new.is_conj(), new.is_neg()) != (known.is_conj(), known.is_neg()):  # stacked, variants have no such marks
             return Departure("the mark of a conjugate or negative of a patched value", "one", "another")
-        if not own and (
-            geometry(new) == geometry(known) if self.machine.graph.asked else new.stride() == known.stride()
-        ):
+        lies = geometry if self.machine.graph.asked else Tensor.stride
+        if lies(new) == lies(known) and not own:
             return None
         ref = next(ref for ref, number in self.machine.slot.items() if number == slot)
         graph, values = self.machine.graph, self.machine.record.values
