@@ -709,7 +709,7 @@ def as_it_lies(value: Any) -> Any:
         return copy
     if 0 in value.stride():
         once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in value.stride())
-        return as_it_lies(value[once]).expand(value.shape)
+        return as_it_lies(value[once].clone()).expand(value.shape)
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(copy)
 
 
