@@ -33,6 +33,7 @@ from zoo import Case, silence
 
 import replaylens as rl
 from replaylens._capture import collecting
+from replaylens._core.node import Input
 from replaylens._replay.parting import writes_views
 
 Build = Callable[[], Case]
@@ -747,7 +748,8 @@ def replay_from_the_middle(build: Build) -> str:
         with places.one():  # it may refuse to take an inner gradient through a patched value
             patch = as_itself(prog, layer)
             run = put_in_place(case, prog, patch)
-            is_parted = bool(run.departures) or writes_views(prog.graph)
+            is_lent = prog.graph.shares_inputs and isinstance(layer.node, Input)  # a patch there is for both
+            is_parted = not is_lent and (bool(run.departures) or writes_views(prog.graph))
             wanted = lived_with_itself(build, patch) if is_parted else prog.output
             assert_same(run.output, wanted, f"output with {layer.label} set to itself", loose=loose)
             order = [prog.layer_labels.index(name) for name in run.executed if name in prog.layer_labels]

@@ -131,7 +131,7 @@ def _lived(turn: Turn, beginning: Beginning, record: Record, request: Request, g
     inputs = {numbers[name]: aim for name, aim in aims.sources.items() if name in numbers}
     made = partial(_stand_ins, record, request, aims)
     most = max(10_000, 100 * len(graph))
-    lent = _lent(beginning.model, record, request) if request.inputs is None and given is None else {}
+    lent = _lent(beginning.model, record) if request.inputs is None and given is None else {}
     apart = given is None and not request.fresh
     stage = Stage(aims, inputs, made, lent, grad=request.grad, fresh=request.fresh, draws_apart=apart, most=most)
     args, kwargs = given or thaw_shared(
@@ -329,7 +329,8 @@ def _stand_ins(record: Record, request: Request, aims: Aims, tracer: LiveTracer)
         elif any(thing is not value for thing in objects):
             new = value.view_as(value) if any(value is other for other, _ in found) else value
             found.append((new, Waiting(kind, where, tuple(objects), new, None, beneath)))
-    found.extend(_were_lent(record, modules, request))
+    if request.inputs is not None:
+        found.extend(_were_lent(record, modules, request))
     return found
 
 
@@ -343,18 +344,15 @@ def _memories(node: State, objects: list[torch.Tensor], value: torch.Tensor, giv
     return tuple([key for one in alike if (key := storage_key(one)) is not None])
 
 
-def _lent(model: Any, record: Record, request: Request) -> dict[int, list[torch.Tensor]]:
-    """By the number of a recorded input, the model's tensors in its memory, which the forward wrote. A patch in the
-    place of the input has memory of its own.
-    """
+def _lent(model: Any, record: Record) -> dict[int, list[torch.Tensor]]:
+    """By the number of a recorded input, the model's tensors in its memory, which the forward wrote."""
     origins = Origins(model)
     named = addresses(origins.table)
     modules = {named[id(module)]: module for module in origins.modules}
     found: dict[int, list[torch.Tensor]] = {}
     for address, (name, _) in record.lent.items():
         node = record.graph[name]
-        is_patched = record.graph.positions[name] in request.changed
-        if isinstance(node, Input) and not is_patched and (now := _standing(address, modules)) is not None:
+        if isinstance(node, Input) and (now := _standing(address, modules)) is not None:
             found.setdefault(node.path[0], []).append(now)
     return found
 
@@ -370,17 +368,15 @@ def _standing(address: str, modules: dict[str, nn.Module]) -> torch.Tensor | Non
 def _were_lent(
     record: Record, modules: dict[str, nn.Module], request: Request
 ) -> Iterator[tuple[torch.Tensor, Waiting]]:
-    """With other inputs, or patches in their place, what stands for tensors of the model that lay in the memory of a
-    recorded one: they hold what they held then, unless they are given again.
+    """With other inputs, what stands for tensors of the model that lay in the memory of a recorded one: they hold what
+    they held then, unless they are given again.
     """
     given: list[torch.Tensor] = []
     freeze_deep(request.inputs, given.append)
-    positions = record.graph.positions
     known = {storage_key(tensor) for tensor in given}
     read = {address for node in record.graph.state_nodes for address in (node.address, *node.aliases)}
-    for address, (name, first) in record.lent.items():
-        is_apart = request.inputs is not None or positions[name] in request.changed
-        now = _standing(address, modules) if is_apart and address not in read else None
+    for address, (_, first) in record.lent.items():
+        now = _standing(address, modules) if address not in read else None
         if now is not None and storage_key(now) not in known:
             yield first, Waiting("buffer", _where(address, modules), (now,), first)
 
