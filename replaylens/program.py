@@ -31,7 +31,7 @@ from ._core.pure import same_content, writable_copy
 from ._core.text import code
 from ._core.torch_private import DeviceContext, function_modes as _function_modes, pytree, without_function_modes
 from ._core.trees import freeze_deep, thaw
-from ._core.world import drawing_alone
+from ._core.world import drawing_alone, restoring
 from ._edit.arguments import name_of
 from ._edit.content import shown
 from ._edit.edges import Edge
@@ -425,7 +425,8 @@ class Program(Held):
                 variants, metric, memory=memory, on_divergence=on_divergence, progress=progress, dry=dry
             )
         on_divergence = self._when_diverged(on_divergence)
-        asked = Planned(self._together(variants, metric, memory, on_divergence), on_divergence)
+        together = restoring(lambda: self._together(variants, metric, memory, on_divergence))
+        asked = Planned(together, on_divergence)
         return asked if dry else asked.run(progress)
 
     def _together(self, variants: Mapping[Any, Any], metric: Any, memory: float | None, on_divergence: str) -> Together:

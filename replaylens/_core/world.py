@@ -142,6 +142,16 @@ def surely(leave: Callable[[], Any]) -> None:
         raise
 
 
+def restoring(work: Callable[[], T]) -> T:
+    """What some work gives. Torch's modes are left as they were, wherever an interrupt comes."""
+    world = World()
+    try:
+        return work()
+    except BaseException:
+        surely(world.put_back)
+        raise
+
+
 def in_children(begin_again: Callable[[], Any]) -> None:
     """Is called in each child after a fork: other threads, and what they held, are not there."""
     if hasattr(os, "register_at_fork"):

@@ -17,7 +17,6 @@ from attrs import evolve, frozen
 from .._core.node import Context, Guard, Input, Ref
 from .._core.pure import in_layout
 from .._core.trees import leaves, thaw
-from .._core.world import World, surely
 from .._replay.facts import Around, Instead, is_like_an_input, layout_departures
 from .._replay.guards import Departure, departure
 from .._replay.interpreter import modes, recorded_world
@@ -60,13 +59,8 @@ def run(machine: Machine, variants: Sequence[Variant], departed: Callable[[int, 
     """The ends' values of these variants, where they differ from the recorded ones. Variants that leave the recorded
     path are reported, and dropped.
     """
-    world = World()
-    try:
-        with torch.no_grad(), recorded_world(machine.draws, machine.graph):
-            return _Chunk(machine, variants, departed).run()
-    except BaseException:
-        surely(world.put_back)
-        raise
+    with torch.no_grad(), recorded_world(machine.draws, machine.graph):
+        return _Chunk(machine, variants, departed).run()
 
 
 _UNKNOWN: Any = object()

@@ -18,6 +18,7 @@ from .._core.pure import looks_at_memory, mutate, same_content
 from .._core.reference import Unpickled
 from .._core.target import Target
 from .._core.trees import freeze_deep, leaves, thaw
+from .._core.world import restoring
 from .._edit.patch import keeps_layout
 from .._replay.facts import heeded
 from .._replay.guards import diverged
@@ -308,4 +309,4 @@ class Planned(Unpickled):
     def run(self, progress: bool | None = None) -> Replays:
         """Carry them out. A bar shows how far it is where it takes long, and tqdm is there."""
         with bar(len(self.together.keys), progress) as tick:
-            return self.together.run(self.on_divergence, tick)
+            return restoring(lambda: self.together.run(self.on_divergence, tick))
