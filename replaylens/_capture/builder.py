@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from attrs import define, evolve, field, frozen
 
+from .._core.autograd import history_of
 from .._core.graph import Graph
 from .._core.laws import require_lawful
 from .._core.node import (
@@ -34,7 +35,6 @@ from .._core.node import (
     TensorMeaning,
     meanings_of,
 )
-from .._core.pure import history_of
 from .._core.sharing import NO_OVERLAPS, Overlaps
 from .._core.target import Target
 from .._core.torch_private import FakeTensor

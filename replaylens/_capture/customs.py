@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from attrs import define
 
-from .._core.pure import mutate, same_content
+from .._core.sameness import same_content
 from .._core.torch_private import peek_interpreter_stack, without_function_modes
 from .._core.trees import leaves
 from .._core.world import drawing_alone
+from .._core.write import mutate
 from ..errors import UnannouncedWrite
 from .asked import words
 from .builder import Handle, Recording, SourceRecord

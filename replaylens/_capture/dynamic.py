@@ -16,10 +16,10 @@ import torch
 from attrs import evolve
 
 from .._core.node import Call, Node, Ref, TensorMeaning, meanings_of
-from .._core.pure import mutate
 from .._core.target import Target
 from .._core.torch_private import OpOverload, OpOverloadPacket
 from .._core.trees import Branch, leaves
+from .._core.write import mutate
 
 Meaning = Callable[[Ref], TensorMeaning]
 

@@ -21,9 +21,10 @@ from attrs import define, evolve
 from .._core.graph import Graph
 from .._core.lazy import cached_property
 from .._core.node import Call, Node, Ref
-from .._core.pure import alias, mutate
+from .._core.runtime import alias
 from .._core.target import Target
 from .._core.trees import ATOMS, leaves, remake
+from .._core.write import mutate
 from .builder import Addresses, CallRecord, GuardRecord, Handle, Recording, bypassed, frozen_context, parts_of
 from .storage import storage_key
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from .._core.autograd import hooked
 from .._core.graph import Graph
 from .._core.node import Call, Input, Ref
-from .._core.pure import hooked
 from .._core.target import Target
 from .._core.torch_private import (
     FakeTensor,

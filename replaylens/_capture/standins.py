@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from attrs import define, field, frozen
 
-from .._core.pure import take_step, writable_copy
+from .._core.copies import writable_copy
 from .._core.sharing import span
 from .._core.torch_private import without_function_modes
 from .._core.trees import thaw
+from .._core.write import take_step
 from .builder import Handle, SourceRecord, version_of
 from .recorder import Recorder, geometry_of, tensors_in
 from .storage import Base, Entry, geometry_step, storage_key

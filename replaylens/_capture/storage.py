@@ -16,11 +16,14 @@ from typing import Any
 import torch
 from attrs import define, field
 
-from .._core.pure import Hole, Step, as_strided_from, history_of, new_parameter, same_content, standing, take_step
+from .._core.autograd import history_of, new_parameter, standing
+from .._core.runtime import as_strided_from
+from .._core.sameness import same_content
 from .._core.sharing import sparse_parts
 from .._core.target import Target
 from .._core.torch_private import unset_fake_temporarily, without_function_modes
 from .._core.trees import Branch, freeze, leaves, remake, thaw
+from .._core.write import Hole, Step, take_step
 from ..errors import CaptureError, UnannouncedWrite
 from .builder import CallRecord, GuardRecord, Handle, Recording, SourceRecord, version_of
 

@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 
-from .._core.pure import Derived, Hole, Nth, clear, fill, fill_new, fills_memory, mutate, resized, standing
+from .._core.autograd import standing
+from .._core.runtime import clear, fill, fill_new, fills_memory, resized
 from .._core.sharing import fills_its_memory
 from .._core.target import Target
 from .._core.torch_private import OpOverload
 from .._core.trees import Branch, freeze
+from .._core.write import Derived, Hole, Nth, mutate
 from ..errors import CaptureError
 from .builder import CallRecord, Handle, SourceRecord, version_of
 from .checkpoints import beneath_checkpoint

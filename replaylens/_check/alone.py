@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from attrs import frozen
 
+from .._core.autograd import as_leaf
 from .._core.node import Call, Ref, refs_of
-from .._core.pure import as_leaf
 from .._replay.interpreter import Mode, caller, modes, with_values_apart
 from .._replay.parting import NONE
 from .._replay.replay import Record

@@ -13,8 +13,8 @@ from typing import Any
 from attrs import evolve
 
 from .._core.node import Call, Ref
-from .._core.pure import Derived, Nth, mutate
 from .._core.trees import Branch, leaves, remake
+from .._core.write import Derived, Nth, mutate
 
 
 def otherwise(node: Call) -> Iterator[Call]:

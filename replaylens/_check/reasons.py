@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
+from .._core.autograd import standing
 from .._core.node import Call, Ref
-from .._core.pure import BLANKS, Step, fill_new, laid_out, mutate, standing
+from .._core.runtime import BLANKS, fill_new, laid_out
 from .._core.target import Target
 from .._core.torch_private import OpOverload, OpOverloadPacket
 from .._core.trees import Branch, leaves
+from .._core.write import Step, mutate
 from .._replay.differentiate import differentiate
 
 _SHAPE = "only its shape and type are read"

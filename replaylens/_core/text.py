@@ -12,9 +12,10 @@ import torch
 
 from .graph import Graph
 from .node import Call, Generator, Node, Ref, Source, TensorMeaning, identifier
-from .pure import BLANKS, Derived, Hole, Nth, differentiate_name, laid_out, mutate
+from .runtime import BLANKS, laid_out
 from .target import Target
 from .trees import Branch
+from .write import Derived, Hole, Nth, differentiate_name, mutate
 
 
 def code(graph: Graph) -> str:

@@ -13,8 +13,9 @@ from attrs import evolve, field, frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Ref, meanings_of
-from .._core.pure import alias, differentiate_name
+from .._core.runtime import alias
 from .._core.target import Target
+from .._core.write import differentiate_name
 from ..errors import BadEdit, ShapeMismatch
 from .rewrite import fresh, insert_after, replace, rewire
 

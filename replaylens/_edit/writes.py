@@ -14,9 +14,10 @@ from attrs import evolve
 
 from .._core.graph import Graph
 from .._core.node import Call, Node, Ref, State, meanings_of, value_of
-from .._core.pure import Derived, Hole, Nth, differentiate_name, fill_new, mutate
+from .._core.runtime import fill_new
 from .._core.target import Target
 from .._core.trees import Branch, remake
+from .._core.write import Derived, Hole, Nth, differentiate_name, mutate
 from ..errors import BadEdit
 from .rewrite import beside, fresh, replace
 

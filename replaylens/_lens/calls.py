@@ -12,9 +12,10 @@ from typing import Any
 from attrs import frozen
 
 from .._core.node import Call, Ref
-from .._core.pure import BLANKS, Derived, Nth, before_write, fill_new, laid_out, mutate
+from .._core.runtime import BLANKS, fill_new, laid_out
 from .._core.target import Target
 from .._core.trees import Branch, leaves, thaw
+from .._core.write import Derived, Nth, before_write, mutate
 
 Fill = Callable[[Any], Any]
 

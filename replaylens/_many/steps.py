@@ -15,9 +15,11 @@ from attrs import define, evolve, field, frozen
 
 from .._core.lazy import cached_property
 from .._core.node import Call, Ref, TensorMeaning
-from .._core.pure import mutate
+from .._core.runtime import alias
+from .._core.target import Target
 from .._core.torch_private import add_batch, remove_batch, vmap_begins, vmap_ends, warn_of_vmap_fallbacks
 from .._core.trees import Branch, leaves, remake
+from .._core.write import mutate
 from .._replay.guards import Departure
 from .._replay.interpreter import Mode, caller
 from .delta import Delta, Pairs, dense, numbers, rows_of, stacked, together
@@ -359,6 +361,7 @@ def batched(
 # ---- making steps --------------------------------------------------------------------------------------------------
 
 _likes: dict[Any, Like] = {}
+_ALIAS = Target.of(alias).name
 
 
 def step_of(
@@ -440,7 +443,7 @@ def is_torchs(name: str) -> bool:
     """Is this one of torch's own operations? Others may share their names, and mean another thing."""
     if name.startswith("torch.ops."):
         return name.startswith(("torch.ops.aten.", "torch.ops.prims."))
-    return name.startswith("torch.") or name == "replaylens._core.pure.alias"
+    return name.startswith("torch.") or name == _ALIAS
 
 
 def _facts(node: Call, shapes: Sequence[tuple[int, ...]]) -> Facts:

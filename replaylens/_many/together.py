@@ -14,11 +14,13 @@ from attrs import define, field, frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Input, Ref, meanings_of
-from .._core.pure import looks_at_memory, mutate, same_content
 from .._core.reference import Unpickled
+from .._core.runtime import looks_at_memory
+from .._core.sameness import same_content
 from .._core.target import Target
 from .._core.trees import freeze_deep, leaves, thaw
 from .._core.world import restoring
+from .._core.write import mutate
 from .._edit.patch import keeps_layout
 from .._replay.facts import heeded
 from .._replay.guards import diverged

@@ -14,8 +14,8 @@ from attrs import field, frozen
 from .._core.graph import Graph
 from .._core.lazy import cached_property
 from .._core.node import Call, Node, Ref, Source, TensorMeaning, meanings_of
-from .._core.pure import differentiate_name, mutate
 from .._core.trees import leaves
+from .._core.write import differentiate_name, mutate
 
 _DETACHING = frozenset(("detach", "detach_", "data", "copied"))
 _PLAIN = frozenset(("__bool__", "is_nonzero", "equal", "allclose", "__repr__", "__str__", "__format__"))

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from attrs import evolve, field, frozen
 
+from .._core.autograd import as_leaf
 from .._core.graph import Graph
 from .._core.node import Call, Guard, Input, Ref, State, TensorMeaning, meanings_of, refs_of, value_of
-from .._core.pure import alias, as_leaf
+from .._core.runtime import alias
 from .._core.text import listing
 from .._core.trees import thaw
 from .._edit.compare import origins, same_values

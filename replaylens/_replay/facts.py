@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from attrs import field, frozen
 
+from .._core.copies import in_layout
 from .._core.graph import Graph
 from .._core.node import Call, Guard, Input, Ref, State, TensorMeaning, meanings_of
-from .._core.pure import alias, copied, in_layout, mutate, same_content
-from .._core.sameness import attached
+from .._core.runtime import alias, copied
+from .._core.sameness import attached, same_content
 from .._core.torch_private import is_wrapped
 from .._core.trees import Branch, named_paths
+from .._core.write import mutate
 from .guards import Departure, changed, diverged, fact
 from .layouts import EXPOSURES, Layouts, asked_of, geometry, is_lazy
 

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from attrs import evolve, frozen
 
+from .._core.autograd import placed
 from .._core.graph import Graph
 from .._core.lazy import cached_property
 from .._core.node import Call, Input, Node, Ref, State, TensorMeaning, meanings_of, value_of
 from .._core.notes import notes_of
-from .._core.pure import mutate, placed
 from .._core.reference import Unpickled
 from .._core.trees import leaves, thaw
+from .._core.write import mutate
 from ..errors import BadMetric, NoGradient, NotDifferentiable, ReplaylensError
 from .cuts import Cuts, hidden
 from .guards import changed, diverged

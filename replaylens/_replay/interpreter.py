@@ -17,15 +17,16 @@ from typing import Any
 import torch
 from attrs import define, evolve, frozen
 
+from .._core.autograd import all_placed, placed
 from .._core.graph import Graph
 from .._core.node import NO_MODES, Call, Context, Generator, Guard, Left, Ref, Source, State
 from .._core.notes import add_note
-from .._core.pure import all_placed, mutate, placed
 from .._core.settings import settings, under
 from .._core.text import where as text_of
 from .._core.torch_private import default_device, is_any_autocast_on
 from .._core.trees import leaves, thaw
 from .._core.world import World, drawing_alone, surely
+from .._core.write import mutate
 from .guards import Departure, departure, raised_at
 from .parting import NONE, parted
 from .plan import Plan

@@ -14,9 +14,10 @@ from collections.abc import Iterable, Iterator
 import torch
 from attrs import evolve
 
+from .._core.autograd import as_leaf, history_of
 from .._core.graph import Graph
 from .._core.node import Call, Ref, refs_of
-from .._core.pure import as_leaf, history_of, looks_at_memory
+from .._core.runtime import looks_at_memory
 from .._core.target import Target
 from .._core.trees import bare, leaves
 from .._edit.lower import may_vary

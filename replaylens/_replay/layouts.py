@@ -19,12 +19,13 @@ import torch
 
 from .._core.graph import Graph
 from .._core.node import ITSELF, Call, Generator, Guard, Ref, meanings_of, refs_of
-from .._core.pure import kind_of, looks_at_memory, message_of, mutate
+from .._core.runtime import kind_of, looks_at_memory, message_of
 from .._core.sharing import overlaps_itself
 from .._core.target import Target
 from .._core.torch_private import OpOverload
 from .._core.trees import leaves, thaw
 from .._core.world import drawing_alone
+from .._core.write import mutate
 from ..errors import ReplaylensError
 from .guards import Departure, changed, fact
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 from .._core.graph import Graph
 from .._core.node import Call, Ref, refs_of
-from .._core.pure import mutate
 from .._core.trees import leaves
+from .._core.write import mutate
 
 Influences = dict[Ref, frozenset[Ref]]  # for a value the changed ones that it is made from; none where it is missing
 NONE: frozenset[Ref] = frozenset()

@@ -14,8 +14,9 @@ from attrs import frozen
 from .._core.graph import Graph
 from .._core.lazy import cached_property
 from .._core.node import Call, Input, Node, Ref, Scope, Source, State, TensorMeaning, meanings_of, value_of
-from .._core.pure import BLANKS, Derived, Nth, laid_out, mutate
+from .._core.runtime import BLANKS, laid_out
 from .._core.trees import Branch, leaves
+from .._core.write import Derived, Nth, mutate
 from .._lens.conditionals import Conditionals
 from .._lens.layers import Atlas, Place
 from .scene import NO_ROLES, Roles
