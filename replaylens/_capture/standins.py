@@ -214,8 +214,9 @@ class StandIns:
         for entry in [entry for entry in entries.values() if entry.base is base]:
             made = root
             for step in entry.steps:
-                with torch.set_grad_enabled(step.items[4]):
-                    made = take_step(made, thaw(step, self._value))
+                one = thaw(step, self._value)
+                with torch.set_grad_enabled(one.grad):
+                    made = take_step(made, one)
             self.put(entry.tensor, made)
             self.copies.add(id(made))
             memory.live[id(made)] = entry

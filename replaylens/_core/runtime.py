@@ -87,7 +87,7 @@ def _as_is(leaf: Any) -> Any:
     return leaf
 
 
-def fill_new(function: Target, dtypes: tuple[torch.dtype, ...], args: Any, kwargs: dict[str, Any]) -> Any:
+def fill_new(function: Target, dtypes: tuple[torch.dtype, ...], /, *args: Any, **kwargs: Any) -> Any:
     """`function(..., out=t)` where torch gives `t` new memory: the result in the dtypes of the given tensors."""
     if any(isinstance(value, torch.Tensor) and value.requires_grad for value in (*args, *kwargs.values())):
         made = function.function(*args, **kwargs)
@@ -99,7 +99,7 @@ def fill_new(function: Target, dtypes: tuple[torch.dtype, ...], args: Any, kwarg
     return function.function(*args, **kwargs, out=fresh if len(fresh) > 1 else fresh[0])
 
 
-def blank(function: Target, *args: Any, **kwargs: Any) -> torch.Tensor:
+def blank(function: Target, /, *args: Any, **kwargs: Any) -> torch.Tensor:
     """What `torch.empty` and its kin give, filled with zeros: undefined memory is no value that could be given
     again.
     """
@@ -107,7 +107,7 @@ def blank(function: Target, *args: Any, **kwargs: Any) -> torch.Tensor:
     return clear(made)
 
 
-def filled(function: Target, *args: Any, **kwargs: Any) -> torch.Tensor:
+def filled(function: Target, /, *args: Any, **kwargs: Any) -> torch.Tensor:
     """The same where torch itself fills such memory, under `torch.use_deterministic_algorithms(True)`."""
     return fill(function.function(*args, **kwargs))
 
@@ -125,9 +125,6 @@ def fill(made: Any) -> Any:
     most = torch.iinfo(made.dtype).max if is_whole else True if made.dtype is torch.bool else float("nan")
     with torch.no_grad():
         return made.fill_(most)
-
-
-BLANKS = (blank, filled)
 
 
 def clear(made: Any) -> Any:

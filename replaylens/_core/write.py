@@ -1,24 +1,29 @@
-"""A write in place as a pure call: `mutate`, and what stands for views among its arguments.
+"""A write in place as a pure call, and what the model itself called beneath such wrappers.
 
-`mutate` copies what is written, derives the views that the call was given from the copy, and lets the call write there.
-It gives what the call gave and the new values. Gradients pass as they do through the write itself, and it works under
-`torch.func.vmap` where the written value is shared by all variants and what is written into it is not.
+In: copies of nothing, Refs of everything. A `Write` is the node, `mutate` what it runs: that copies what is written,
+derives the views that the call was given from the copy, and lets the call write there. Out: what the call gave, and the
+new values. Gradients pass as they do through the write itself, and it works under `torch.func.vmap` where the written
+value is shared by all variants and what is written into it is not.
+
+No other module knows in which order the arguments of `mutate` stand.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, NamedTuple
 
 import torch
+from attrs import evolve, fields, frozen
 
 from ..errors import ReplaylensError
 from .copies import writable_copy
+from .node import Call, Ref, value_of
+from .runtime import blank, fill_new, filled, laid_out
 from .target import Target
 from .torch_private import is_batched, peek_interpreter_stack
-
-differentiate_name = "replaylens._replay.differentiate.differentiate"
+from .trees import Branch, leaves, thaw
 
 
 class Hole(enum.Enum):
@@ -52,12 +57,23 @@ class Nth(NamedTuple):
     number: int
 
 
+class WriteArguments(NamedTuple):
+    """What `mutate` is given, in its order. In a node trees of Refs, in a recording of Handles."""
+
+    function: Target  # what the model called
+    bases: Any  # the memory that it wrote, whole, as it was before
+    args: Any  # the model's own arguments: an `Nth` for each that is written or shares memory with what is ...
+    kwargs: Any  # ... and a `Derived` without steps for a base that is only read
+    targets: Any  # a `Derived` for each Nth: first those that are written, then those that are only read
+    values: Any  # what each target held as a value of its own, where it is a view; else None
+
+
 class Written(NamedTuple):
     """What `mutate` gives."""
 
-    result: Any
-    targets: tuple[torch.Tensor, ...]
-    bases: tuple[torch.Tensor, ...]
+    result: Any  # what the call gave that it was not given
+    targets: Any  # the new values of what it was told to write
+    bases: Any  # ... and of the memory that those lie in
 
 
 def mutate(
@@ -88,18 +104,6 @@ def mutate(
                     f"{function.short} wrote into a copy: a view of what is written is none on these values"
                 )
     return Written(result, written, copies)
-
-
-def before_write(
-    bases: tuple[torch.Tensor, ...],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    targets: tuple[Derived, ...],
-    values: tuple[torch.Tensor | None, ...],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a function that writes was called with, by what `mutate` is given for it."""
-    views = [_derive(bases, target) if v is None else v for target, v in zip(targets, values, strict=True)]
-    return _concrete(args, bases, tuple(views)), _concrete(kwargs, bases, tuple(views))
 
 
 def _concrete(value: Any, bases: tuple[torch.Tensor, ...], written: tuple[torch.Tensor, ...]) -> Any:
@@ -176,3 +180,142 @@ def _batched_among(value: Any) -> torch.Tensor | None:
         return value if is_batched(value) else None
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
     return next((found for item in items if (found := _batched_among(item)) is not None), None)
+
+
+# -- the node ----------------------------------------------------------------------------------------------------------
+
+
+@frozen
+class Write(Call):
+    """A call of `mutate`. All that reads, moves or runs calls takes it for a call of that pure function.
+
+    `x[0].add_(y)`, of an x that somebody reads later, is written down so:
+
+        Write(
+            name="add_1_2", target=mutate,
+            args=WriteArguments(
+                function=torch.Tensor.add_, bases=(x,), args=(Nth(0), y), kwargs={},
+                targets=(Derived(base=0, steps=(<[0]>,)),), values=(getitem_1_1,),
+            ),
+            returns=Written(result=None, targets=(add_1_2[1][0],), bases=(add_1_2[2][0],)),
+            result=add_1_2[1][0],
+        )
+
+    What is written is `x`, copied. `getitem_1_1`, the value that `x[0]` had for the program, is named beside the way to
+    it for one case alone: a patch has put another tensor there. Then the model, with a hook in the place of the patch,
+    would write to that tensor and leave x as it is, and so does the replay; elsewhere `keeping` drops the value. Who
+    reads `x` after this reads `add_1_2[2][0]`, and another view of it is derived from there.
+
+    Laws (laws.py): each number leads to a base or a target, each step has one hole, each target one value or None.
+    """
+
+    @property
+    def arguments(self) -> WriteArguments:
+        """Its arguments by name."""
+        return WriteArguments(*self.args)
+
+    @property
+    def gives(self) -> Written:
+        """What it gives by name, as trees of its own Refs."""
+        return Written(*self.returns)
+
+    @property
+    def writes_out(self) -> bool:
+        """Does it write the tensor that it is given as `out=`? Torch refuses that where gradients are needed."""
+        return "out" in (self.arguments.kwargs.keys or ())
+
+    @property
+    def is_handed_on(self) -> bool:
+        """Is its value, as the model saw it, the tensor that was written?"""
+        written = self.gives.targets
+        return all(leaf in written for leaf in leaves(value_of(self)) if type(leaf) is Ref)
+
+    @property
+    def only_read(self) -> tuple[Ref, ...]:
+        """The values of views of the written memory that it reads and does not write."""
+        further = self.arguments.values[len(self.gives.targets) :]
+        return tuple([value for value in further if type(value) is Ref])
+
+    def given(self, **changes: Any) -> Write:
+        """The write with other arguments, by name."""
+        return evolve(self, args=tuple(self.arguments._replace(**changes)))
+
+    def keeping(self, values: Set[Ref]) -> Write:
+        """The write with only these values of its targets. All other targets are derived from their memory."""
+        known = self.arguments.values
+        if not any(type(value) is Ref for value in known):
+            return self
+        return self.given(values=tuple([value if value in values else None for value in known]))
+
+    def view(self, tree: Any) -> Derived | None:
+        """The view of written memory that stands at a place among the model's arguments, None where none does."""
+        place = unpacked(tree)
+        return unpacked(self.arguments.targets[place.number]) if type(place) is Nth else place
+
+    def value(self, tree: Any) -> Ref | None:
+        """What the target at a place held as a value of its own."""
+        place = unpacked(tree)
+        return self.arguments.values[place.number] if type(place) is Nth else None
+
+
+def packed(place: Nth | Derived | Step) -> Branch:
+    """What stands for a view, as a part of a frozen tree."""
+    return Branch(type(place), tuple(place))
+
+
+def unpacked(tree: Any) -> Any:
+    """The `Nth`, `Derived` or `Step` that a part of a frozen tree is, with its fields by name; None if it is none."""
+    return tree.kind(*tree.items) if type(tree) is Branch and tree.kind in (Nth, Derived, Step) else None
+
+
+def plain_call(call: Call, **changes: Any) -> Call:
+    """The call as one of another function, and so no write any more."""
+    return Call(**{each.name: getattr(call, each.name) for each in fields(Call)} | changes)
+
+
+# -- the model's own call ----------------------------------------------------------------------------------------------
+
+
+class Original(NamedTuple):
+    """A call as the model made it. Among the arguments of a write stand `Nth` and `Derived`."""
+
+    target: Target
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+_WRAPPERS = {
+    laid_out: 1,
+    blank: 1,
+    filled: 1,
+    fill_new: 2,
+}  # how many arguments come before the model's; first its function
+
+
+def original_call(call: Call) -> Original:
+    """What the model called, beneath what was put around it to make it pure; elsewhere the call itself."""
+    if isinstance(call, Write):
+        given = call.arguments
+        return Original(given.function, given.args, dict(zip(given.kwargs.keys or (), given.kwargs.items, strict=True)))
+    own = _WRAPPERS.get(call.target.function, 0)
+    return Original(call.args[0] if own else call.target, call.args[own:], dict(call.kwargs))
+
+
+def holds_tensor(tree: Any) -> bool:
+    """Does a tensor stand in a tree of the model's own arguments, or what stands for one?"""
+    if type(tree) is Branch and tree.kind in (Nth, Derived):
+        return True
+    items = tree if type(tree) is tuple else tree.items if type(tree) is Branch else ()
+    return type(tree) is Ref or any(map(holds_tensor, items))
+
+
+def concrete(call: Call, tree: Any, fill: Callable[[Any], Any]) -> Any:
+    """A tree of the model's own arguments as they were: with values in the place of Refs and of views."""
+    value = thaw(tree, fill)
+    if not isinstance(call, Write) or not holds_tensor(tree):
+        return value
+    read = lambda leaf: fill(leaf) if type(leaf) is Ref else leaf  # noqa: E731
+    given = WriteArguments(*[thaw(one, read) for one in call.arguments])
+    pairs = zip(given.targets, given.values, strict=True)
+    views = [_derive(given.bases, target) if held is None else held for target, held in pairs]
+    return _concrete(value, given.bases, tuple(views))

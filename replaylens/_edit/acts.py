@@ -323,6 +323,11 @@ def own_copy(tensor: Tensor) -> Tensor:
     return writable_copy(tensor)
 
 
+def is_act(function: Callable[..., Any]) -> bool:
+    """Is it one of the functions that patches stand for?"""
+    return getattr(function, "__module__", None) == __name__
+
+
 def chain(value: Tensor, *tensors: Tensor, steps: tuple[Step, ...]) -> Tensor:
     """Several patches, one after the other."""
     for step in steps:

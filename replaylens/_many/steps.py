@@ -11,7 +11,7 @@ from math import prod
 from typing import Any
 
 import torch
-from attrs import define, evolve, field, frozen
+from attrs import define, field, frozen
 
 from .._core.lazy import cached_property
 from .._core.node import Call, Ref, TensorMeaning
@@ -19,7 +19,7 @@ from .._core.runtime import alias
 from .._core.target import Target
 from .._core.torch_private import add_batch, remove_batch, vmap_begins, vmap_ends, warn_of_vmap_fallbacks
 from .._core.trees import Branch, leaves, remake
-from .._core.write import mutate
+from .._core.write import Write, original_call
 from .._replay.guards import Departure
 from .._replay.interpreter import Mode, caller
 from .delta import Delta, Pairs, dense, numbers, rows_of, stacked, together
@@ -206,7 +206,7 @@ class Step:
     def _may_vmap(self) -> bool:
         """No draws, no shapes that contents decide, no gradient on the way, and no rule of torch's that is wrong."""
         node = self.node
-        inner = node.args[0].short if node.target.function is mutate else node.target.short
+        inner = original_call(node).target.short
         return node.draws is None and not node.is_dynamic and not node.through and inner.strip("_") not in _WRONG
 
     def _vmaps(self, changed: Sequence[Tensor | None]) -> bool:
@@ -372,8 +372,8 @@ def step_of(
     states: dict[str, Tensor],
 ) -> Step:
     """A node made ready. `values` and `meanings` are the recorded ones, by slot."""
-    if node.target.function is mutate:  # a patch that parts a view from its memory runs alone: see together.py
-        node = evolve(node, args=(*node.args[:-1], (None,) * len(node.args[-1])))
+    if isinstance(node, Write):  # a patch that parts a view from its memory runs alone: see together.py
+        node = node.keeping(frozenset())
     refs = node.refs
     every = [slot[ref] for ref in refs]
     reads = tuple(dict.fromkeys(every))

@@ -264,10 +264,8 @@ class _Work:
 
     def _is_cut_off(self, name: str) -> bool:
         """Does the model take a gradient through this node that has no way any more to where it starts?"""
-        for call in self.graph.calls:
-            if name in call.through and name not in self.graph.descendants([ref.node for ref in call.args[1]]):
-                return True
-        return False
+        given = [call.arguments for call in self.graph.again if name in call.through]
+        return any(name not in self.graph.descendants([ref.node for ref in one.starts]) for one in given)
 
     def _recorded_guards(self) -> dict[int, Guard]:
         """What each guard was before the edit, by its number now; those that the edit brought agree with it anyway."""

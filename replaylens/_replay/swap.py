@@ -21,7 +21,7 @@ from .._core.sameness import same_content
 from .._core.target import Target
 from .._core.trees import Branch, freeze_deep, thaw
 from .._core.world import drawing_alone
-from .._core.write import mutate
+from .._core.write import original_call
 from .._edit.arguments import Arguments, fitted, name_of
 from .._edit.rewrite import Splice, fresh, inward, names_within, replace, splice, unread_sources, without
 from .._edit.writes import with_plain
@@ -71,10 +71,7 @@ def swap(
 
 def is_call_of(node: Node, function: Callable[..., Any]) -> bool:
     """Is this the very call that a swap for the function would give?"""
-    if not isinstance(node, Call):
-        return False
-    target: Target = node.args[0] if node.target.function is mutate else node.target
-    return target.function is function
+    return isinstance(node, Call) and original_call(node).target.function is function
 
 
 def insert(
