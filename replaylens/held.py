@@ -17,8 +17,8 @@ from ._capture.capture import Captured, record_of
 from ._core.graph import Graph
 from ._core.lazy import cached_property
 from ._core.node import Call, Input, Ref
-from ._core.pure import untransformed
 from ._core.reference import Reference
+from ._core.torch_private import outside_of_transforms
 from ._core.trees import leaves, thaw
 from ._core.world import freed, in_children
 from ._edit.bind import refers
@@ -132,7 +132,7 @@ class Held(Described, Reference):
                 "the program was captured with fake=True: it has structure and shapes, and no values. "
                 "Capture the model without it."
             )
-        with _freezing, untransformed():  # the program outlives the transform that asks for it first
+        with _freezing, outside_of_transforms():  # the program outlives the transform that asks for it first
             if (known := vars(self).get("_record")) is None:
                 assert self._captured is not None
                 known = vars(self)["_record"] = record_of(self._captured)

@@ -24,10 +24,11 @@ from ._check.check import check as check_record
 from ._check.model import with_model
 from ._check.report import CheckReport
 from ._check.subject import Subject, under_check
+from ._core.copies import writable_copy
 from ._core.kept import Kept
 from ._core.node import Guard, Ref, value_of
 from ._core.notes import add_note
-from ._core.pure import same_content, writable_copy
+from ._core.sameness import same_content
 from ._core.text import code
 from ._core.torch_private import DeviceContext, function_modes as _function_modes, pytree, without_function_modes
 from ._core.trees import freeze_deep, thaw

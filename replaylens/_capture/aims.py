@@ -14,9 +14,9 @@ import torch
 from attrs import define, evolve, field, frozen
 from torch import nn
 
+from .._core.copies import copy_in_place
 from .._core.graph import Graph
 from .._core.node import Call, Input, Node, Ref, Source, State, TensorMeaning, value_of
-from .._core.pure import copy_in_place
 from .._core.target import Target
 from .._core.torch_private import is_wrapped
 from .._core.trees import leaves, thaw

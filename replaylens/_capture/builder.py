@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from attrs import define, evolve, field, frozen
 
-from .._core.graph import Graph
+from .._core.autograd import history_of
+from .._core.graph import Graph, InnerGradient
 from .._core.laws import require_lawful
 from .._core.node import (
     Call,
@@ -34,13 +35,14 @@ from .._core.node import (
     TensorMeaning,
     meanings_of,
 )
-from .._core.pure import history_of
 from .._core.sharing import NO_OVERLAPS, Overlaps
 from .._core.target import Target
 from .._core.torch_private import FakeTensor
 from .._core.trees import leaves, remake, remake_shared
+from .._core.write import Write, mutate
 from .._lens.drafts import Draft
 from .._lens.structure import labels
+from .._replay.differentiate import differentiate
 from .._replay.state import PlaceNote
 from .asked import Asked, asks_identity, catches, guard_of, mode_guards
 from .branches import keeps, taken
@@ -485,7 +487,7 @@ def _node(
     meaning = _shared(tuple([recording.meaning(handle) for _, handle in parts_of(record.returns)]))
     kwargs = record.kwargs or {}
     follows, is_seeded = recording.follows.get(record.draws, (None, False)) if record.draws else (None, False)
-    return Call(
+    return node_class(record)(
         name=name,
         kind=record.kind,
         target=Target.of(record.function),
@@ -507,6 +509,11 @@ def _node(
         scope=scopes[record.scope] if record.scope >= 0 else None,
         source=linked(record.site, lines[record.scope] if record.scope >= 0 else None) or line_of(record.site),
     )
+
+
+def node_class(record: CallRecord) -> type[Call]:
+    """What kind of call a record becomes."""
+    return Write if record.function is mutate else InnerGradient if record.function is differentiate else Call
 
 
 def bypassed(recording: Recording) -> set[Handle]:
@@ -587,7 +594,9 @@ _contexts: dict[tuple[Any, ...], Context] = {}
 
 def _guards(recording: Recording, made: list[Node], to_ref: Any, scopes: list[Any], catches: bool) -> tuple[Guard, ...]:
     """The guards, each where what it reads is there: inside a custom function it is read before that is noted."""
-    shapes = [_shape_guard(node, number) for number, node in enumerate(made) if type(node) is Call and node.is_dynamic]
+    shapes = [
+        _shape_guard(node, number) for number, node in enumerate(made) if isinstance(node, Call) and node.is_dynamic
+    ]
     places = {node.name: number for number, node in enumerate(made)}
     found = [_guard(guard, len(made), to_ref, scopes) for guard in recording.guards]
     after = [max([places[ref.node] + 1 for ref in guard.refs], default=0) for guard in found]

@@ -24,8 +24,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from .._core.graph import Graph
 from .._core.node import Input, Node, Ref, State
 from .._core.notes import add_note
-from .._core.pure import same_content
-from .._core.sameness import attached
+from .._core.sameness import attached, same_content
 from .._core.sharing import extent
 from .._core.text import where as text_of
 from .._core.torch_private import compiler_if_loaded, default_device, hooks_of_all_modules, without_function_modes

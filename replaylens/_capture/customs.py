@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from attrs import define
 
-from .._core.pure import mutate, same_content
+from .._core.sameness import same_content
 from .._core.torch_private import peek_interpreter_stack, without_function_modes
 from .._core.trees import leaves
 from .._core.world import drawing_alone
+from .._core.write import WriteArguments, mutate
 from ..errors import UnannouncedWrite
 from .asked import words
 from .builder import Handle, Recording, SourceRecord
@@ -28,7 +29,7 @@ from .regions import reads_of
 from .rules import How, Rule
 from .settled import reached
 from .storage import Base, Copied, Entry, Memory
-from .writes import append_write, write_record
+from .writes import Writing, append_write, write_record
 
 BOUND_BEFORE = (
     "{name}: its `apply` was taken from its class before the capture (`f = {name}.apply`), and this torch does not "
@@ -216,16 +217,14 @@ class _Body:
 
     def _write_down_write(self, whole: Any, rule: Rule, out: Any, dirty: list[torch.Tensor], key: Any) -> None:
         """A call that wrote what it marked dirty."""
-        tracer, memory = self.tracer, self.tracer.memory
-        entries = [memory.entry(tensor) for tensor in dirty]
-        bases = list({id(entry.base): entry.base for entry in entries}.values())
-        exposed = [base for base in bases if base.exposed is not None]
+        tracer = self.tracer
+        writing = Writing.of(tracer, whole, self.args, self.kwargs, dirty)
+        exposed = [base for base in writing.bases if base.exposed is not None]
         for base in exposed:  # what was written from outside is the call's own value now
             base.exposed = None
-        for base in bases:
-            memory.share(base)
-        record = write_record(tracer, whole, self.args, self.kwargs, dirty, entries, bases, True)
-        append_write(tracer, rule, whole, record, dirty, entries, bases, self.tensors, out, self.site, key)
+        for base in writing.bases:
+            tracer.memory.share(base)
+        append_write(tracer, rule, writing, write_record(tracer, writing, True), out, self.site, key)
         for base in exposed:
             base.exposed = base.root.detach().clone()
 
@@ -243,7 +242,7 @@ def _is_closed(recording: Recording, mark: tuple[int, int, int], own: set[int]) 
             if record.kind != "constant":
                 return False
             continue
-        bases = {int(h) for h in record.args[1]} if record.function is mutate else set()
+        bases = {int(h) for h in WriteArguments(*record.args).bases} if record.function is mutate else set()
         if any(int(h) < mark[2] and int(h) not in own and int(h) not in bases for h in reads_of(record)):
             return False
     return True

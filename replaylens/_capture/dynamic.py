@@ -16,10 +16,9 @@ import torch
 from attrs import evolve
 
 from .._core.node import Call, Node, Ref, TensorMeaning, meanings_of
-from .._core.pure import mutate
-from .._core.target import Target
 from .._core.torch_private import OpOverload, OpOverloadPacket
 from .._core.trees import Branch, leaves
+from .._core.write import Write, original_call
 
 Meaning = Callable[[Ref], TensorMeaning]
 
@@ -70,8 +69,7 @@ def _is_dynamic(call: Call, meaning: Meaning) -> bool:
             return True
     if _keeps_shapes(call):
         return False
-    inner = call.args[0] if call.args and type(call.args[0]) is Target else call.target  # of a pure call: what it calls
-    way = way_of(inner.function)
+    way = way_of(original_call(call).target.function)
     return way is not Way.NEVER and _decides(way, call, meaning)
 
 
@@ -83,11 +81,9 @@ def _is_known(function: Any) -> bool:
 
 def _keeps_shapes(call: Call) -> bool:
     """A write in place that gives nothing besides what it wrote: that has the shape that it had."""
-    if call.target.function is not mutate or type(call.returns) is not tuple:
+    if not isinstance(call, Write) or call.writes_out:
         return False
-    named = call.args[3]
-    has_out = isinstance(named, Branch) and "out" in (named.keys or ())
-    return not has_out and not any(type(leaf) is Ref for leaf in leaves(call.returns[0]))
+    return not any(type(leaf) is Ref for leaf in leaves(call.gives.result))
 
 
 def _decides(way: Way, call: Call, meaning: Meaning) -> bool:

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from .._core.node import Call, Guard, Node, meanings_of
-from .._core.target import Target
-from .._replay.facts import writes_out
+from .._core.write import Write, original_call
 
 # Names without a leading `linalg_` and a closing underscore.
 NAMES = frozenset(
@@ -58,11 +57,8 @@ def completions(nodes: list[Node], needed: Iterable[str], catches: bool) -> Iter
 def _can_raise(call: Call, names: frozenset[str]) -> bool:
     if call.target.short == "__getitem__" and len(call.refs) == 1:
         return False  # by whole numbers and slices
-    if names is not NAMES and writes_out(call):
+    if names is not NAMES and isinstance(call, Write) and call.writes_out:
         return True
-    inner = [leaf.short for leaf in call.args if type(leaf) is Target]
-    for short in inner or (call.target.short,):
-        name = short if short.startswith("__") else short.removeprefix("linalg_").rstrip("_")
-        if name in names or (name in _OF_WHOLE_NUMBERS and not any(m.is_differentiable for m in call.meaning)):
-            return True
-    return False
+    short = original_call(call).target.short
+    name = short if short.startswith("__") else short.removeprefix("linalg_").rstrip("_")
+    return name in names or (name in _OF_WHOLE_NUMBERS and not any(m.is_differentiable for m in call.meaning))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .._core.pure import needing, standing
+from .._core.autograd import needing, standing
 from .builder import CallRecord, Handle, SourceRecord
 from .recorder import Recorder
 from .regions import reads_of

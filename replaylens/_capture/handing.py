@@ -18,12 +18,13 @@ from typing import Any, TypeGuard
 
 from attrs import define, evolve
 
-from .._core.graph import Graph
+from .._core.graph import GradientArguments, Graph
 from .._core.lazy import cached_property
 from .._core.node import Call, Node, Ref
-from .._core.pure import alias, mutate
+from .._core.runtime import alias
 from .._core.target import Target
 from .._core.trees import ATOMS, leaves, remake
+from .._core.write import mutate
 from .builder import Addresses, CallRecord, GuardRecord, Handle, Recording, bypassed, frozen_context, parts_of
 from .storage import storage_key
 
@@ -336,7 +337,8 @@ def _with_aliases(
     """The record of a gradient, with the new aliases of what it runs again: those that stood there by then."""
     if not isinstance(record, CallRecord) or not record.through:
         return record
-    stretch, *others = record.args
+    given = GradientArguments(*record.args)
+    stretch = given.stretch
     made: dict[Handle, Ref] = {}
     for number, inner in zip(record.through, stretch.calls, strict=True):
         made.update({h: Ref(inner.name, path) for path, h in parts_of(recording.records[number].returns)})
@@ -370,7 +372,7 @@ def _with_aliases(
             nodes.append(Call(name, "identity", target, args, (), Ref(name), meaning=meaning, context=context))
     through = tuple(sorted([*[where[n] for n in record.through], *[at[number] for number in own]]))
     graph = evolve(stretch, nodes=tuple(nodes), output=remake(stretch.output, standing(position)))
-    return record._replace(args=[graph, *others], through=through)
+    return record._replace(args=[*given._replace(stretch=graph)], through=through)
 
 
 def _turn(one: tuple[int, int]) -> tuple[int, bool, int]:
@@ -409,12 +411,13 @@ def _without(record: Any, idle: set[int]) -> Any:
     """The record of a gradient without aliases that are no more, among what it runs again."""
     if not isinstance(record, CallRecord) or idle.isdisjoint(record.through):
         return record
-    stretch, *others = record.args
+    given = GradientArguments(*record.args)
+    stretch = given.stretch
     gone: dict[Ref, Ref] = {}
     for number, inner in zip(record.through, stretch.calls, strict=True):
         if number in idle:
             gone[Ref(inner.name)] = gone.get(inner.args[0], inner.args[0])
-    args = [_without_nodes(stretch, gone), *others]
+    args = [*given._replace(stretch=_without_nodes(stretch, gone))]
     return record._replace(args=args, through=tuple([n for n in record.through if n not in idle]))
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from .._core.pure import alias, hooked
+from .._core.autograd import hooked
+from .._core.runtime import alias
 from .._core.trees import leaves
 from .builder import CallRecord, Handle, Recording, SourceRecord
 from .recorder import Recorder

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from attrs import frozen
 
-from .._core.backward import saved_below
-from .._core.pure import history_of, same_content
+from .._core.autograd import history_of, saved_below
+from .._core.sameness import same_content
 from .._core.torch_private import without_function_modes
 from .._core.trees import freeze_deep, leaves, thaw
 from .builder import CallRecord, Gone, Handle, Recording

@@ -12,7 +12,7 @@ from typing import Any
 from .._core.graph import Graph
 from .._core.lazy import cached_property
 from .._core.node import Call, Const, Input, Node, Ref, State
-from .._core.pure import same_content
+from .._core.sameness import same_content
 from .._core.trees import fingerprint, leaves, remake
 from .._replay.replay import Record
 

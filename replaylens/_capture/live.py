@@ -21,7 +21,7 @@ from attrs import evolve, field, frozen
 from torch import nn
 
 from .._core.notes import add_note
-from .._core.pure import alias
+from .._core.runtime import alias
 from .._core.torch_private import (
     OpOverload,
     count_function_modes,

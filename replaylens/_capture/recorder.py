@@ -18,8 +18,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from .._core.autograd import new_parameter
 from .._core.node import ITSELF
-from .._core.pure import Hole, blank, clear, fill, filled, fills_memory, new_parameter
+from .._core.runtime import blank, clear, fill, filled, fills_memory
 from .._core.settings import Settings, settings
 from .._core.target import Target
 from .._core.torch_private import (
@@ -31,6 +32,7 @@ from .._core.torch_private import (
     top_saving_hooks,
 )
 from .._core.trees import freeze
+from .._core.write import Hole
 from ..errors import CaptureError, UnannouncedWrite, UnknownOrigin
 from .asked import Asked
 from .builder import (

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from .._core.graph import Graph
-from .._core.node import Call, Input, Ref
-from .._core.pure import hooked
+from .._core.autograd import hooked
+from .._core.graph import GradientArguments, Graph
+from .._core.node import Input, Ref
 from .._core.target import Target
 from .._core.torch_private import (
     FakeTensor,
@@ -27,7 +27,7 @@ from .._core.torch_private import (
 from .._core.trees import Branch, leaves, remake
 from .._replay.differentiate import differentiate
 from ..errors import CaptureError
-from .builder import CallRecord, Handle, Recording, SourceRecord, frozen_context, parts_of, version_of
+from .builder import CallRecord, Handle, Recording, SourceRecord, frozen_context, node_class, parts_of, version_of
 from .hooks import HOOK_TWICE, settle_hooks
 from .recorder import Recorder
 from .rules import How, Rule
@@ -221,7 +221,7 @@ def _stretch(
         expected = differentiate(graph, begins, rest, cotangents, drawn_states, False)
     tree = Branch(dict, tuple(states.values()), tuple(states))
     there = (tuple(ends), tuple(starts)) if keep_graph else ()
-    args = [graph, tuple(roots), tuple(others), pulled, tree, keep_graph, there]
+    args = [*GradientArguments(graph, tuple(roots), tuple(others), pulled, tree, keep_graph, there)]
     named = {"reached": tuple([gradient is not None for gradient in expected])}
     context, site = tracer.context(), tracer.site()
     record = CallRecord(differentiate, "grad", args, named, None, context, tracer.scope, site, through=tuple(between))
@@ -303,7 +303,7 @@ def _graph_of(
         assert isinstance(record, CallRecord)
         meaning = tuple([recording.meaning(h) for _, h in parts_of(record.returns)])
         nodes.append(
-            Call(
+            node_class(record)(
                 f"call_{number}",
                 record.kind,
                 Target.of(record.function),

@@ -15,9 +15,9 @@ import torch
 from attrs import evolve, frozen
 from torch import nn
 
+from .._core.autograd import as_leaf
 from .._core.graph import Graph
 from .._core.node import Call, Const, Input, Node, Ref, State, TensorMeaning, value_of
-from .._core.pure import as_leaf
 from .._core.sharing import begin_together
 from .._core.text import listing
 from .._core.trees import freeze_deep, leaves, thaw, thaw_shared

@@ -14,7 +14,7 @@ from attrs import field, frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Input, Node, Ref, Scope, Source, State
-from .._core.pure import alias
+from .._core.runtime import alias
 from .._core.trees import leaves
 from .._replay.request import At
 from .builder import CallRecord, Recording, SourceRecord, user_line

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from attrs import define, field, frozen
 
-from .._core.pure import take_step, writable_copy
+from .._core.copies import writable_copy
 from .._core.sharing import span
 from .._core.torch_private import without_function_modes
 from .._core.trees import thaw
+from .._core.write import take_step
 from .builder import Handle, SourceRecord, version_of
 from .recorder import Recorder, geometry_of, tensors_in
 from .storage import Base, Entry, geometry_step, storage_key
@@ -213,8 +214,9 @@ class StandIns:
         for entry in [entry for entry in entries.values() if entry.base is base]:
             made = root
             for step in entry.steps:
-                with torch.set_grad_enabled(step.items[4]):
-                    made = take_step(made, thaw(step, self._value))
+                one = thaw(step, self._value)
+                with torch.set_grad_enabled(one.grad):
+                    made = take_step(made, one)
             self.put(entry.tensor, made)
             self.copies.add(id(made))
             memory.live[id(made)] = entry

@@ -16,11 +16,14 @@ from typing import Any
 import torch
 from attrs import define, field
 
-from .._core.pure import Hole, Step, as_strided_from, history_of, new_parameter, same_content, standing, take_step
+from .._core.autograd import history_of, new_parameter, standing
+from .._core.runtime import as_strided_from
+from .._core.sameness import same_content
 from .._core.sharing import sparse_parts
 from .._core.target import Target
 from .._core.torch_private import unset_fake_temporarily, without_function_modes
 from .._core.trees import Branch, freeze, leaves, remake, thaw
+from .._core.write import Hole, Step, packed, take_step, unpacked
 from ..errors import CaptureError, UnannouncedWrite
 from .builder import CallRecord, GuardRecord, Handle, Recording, SourceRecord, version_of
 
@@ -85,7 +88,7 @@ class Entry:
     @property
     def is_detached(self) -> bool:
         """Do gradients end on the way from the base, or go elsewhere?"""
-        functions = [step.items[0].function for step in self.steps]
+        functions = [unpacked(step).function.function for step in self.steps]
         return any(function in (standing, new_parameter) or detaches(function) for function in functions)
 
 
@@ -580,7 +583,7 @@ def _span(tensor: torch.Tensor) -> int:
 def step_tree(
     function: Callable[..., Any], args: Any, kwargs: Branch | None, part: tuple[int, ...], grad: bool
 ) -> Branch:
-    return Branch(Step, (Target.of(function), args, kwargs or Branch(dict, (), ()), part, grad))
+    return packed(Step(Target.of(function), args, kwargs or Branch(dict, (), ()), part, grad))
 
 
 def meet(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from .._core.node import ITSELF
-from .._core.pure import alias, copied, kind_of, message_of, read_in_another_thread, what_is_raised
+from .._core.runtime import alias, copied, kind_of, message_of, read_in_another_thread, what_is_raised
 from .._core.settings import SMALLEST
 from .._core.torch_private import (
     OpOverload,

@@ -2,6 +2,17 @@
 
 In: such a call, with what it will write. Out: one pure call in the recording (a functional twin, or `mutate`), and the
 new values of all memory that it wrote. Views that are read later are derived again by the memory.
+
+The contract of the record of a `mutate`, whose arguments and results `WriteArguments` and `Written` name:
+
+* What it reads are the bases, the values from outside, and the values of views that it was given. A view that lies in
+  the written memory stands among the arguments as an `Nth`, so that it is derived from the copy that is written: were
+  it given by its value, `x[1:].add_(x[:-1])` would read what it has not written yet.
+* It gives a new value for each base, and for each target that is a view. The value of a base is given though often
+  nobody reads it (`y = x[0]; y.add_(1); return y`): what is read later of that memory, another view of it, or the
+  state of the model, is derived from there, and when the call is recorded nobody knows whether that will come.
+* A target that is a whole base has one value, not two: the base's.
+* A functional twin gives the new value of the one base alone, and no view stands in it.
 """
 
 from __future__ import annotations
@@ -10,15 +21,17 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter_ns as _now
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from .._core.pure import Derived, Hole, Nth, clear, fill, fill_new, fills_memory, mutate, resized, standing
+from .._core.autograd import standing
+from .._core.runtime import clear, fill, fill_new, fills_memory, resized
 from .._core.sharing import fills_its_memory
 from .._core.target import Target
 from .._core.torch_private import OpOverload
 from .._core.trees import Branch, freeze
+from .._core.write import Derived, Hole, Nth, WriteArguments, Written, mutate, packed, unpacked
 from ..errors import CaptureError
 from .builder import CallRecord, Handle, SourceRecord, version_of
 from .checkpoints import beneath_checkpoint
@@ -45,18 +58,51 @@ WRITTEN_STANDING = (
     "a write through a tensor that was given other memory by `.data =`: where its gradient goes cannot be said. Write "
     "before the assignment, or assign a copy."
 )
+Twin = tuple[Any, list[Any], dict[str, Any]]  # a function that writes nothing, and what it is given
 _grad_enabled = torch.is_grad_enabled
 _DETACH = step_tree(torch.Tensor.detach, (Hole.HERE,), None, (), True)
 
 
+class Writing(NamedTuple):
+    """A call that writes: what it was called with, and which memory it writes."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    tensors: list[torch.Tensor]  # all that it was given
+    targets: list[torch.Tensor]  # those of them that it writes, each object once
+    entries: list[Entry]  # where each target lies
+    bases: list[Base]  # the memory that they lie in, each once
+
+    @staticmethod
+    def of(recorder: Recorder, func: Any, args: Any, kwargs: Any, targets: list[torch.Tensor]) -> Writing:
+        targets = list({id(target): target for target in targets}.values())
+        entries = [recorder.memory.entry(target) for target in targets]
+        bases = list({id(entry.base): entry.base for entry in entries}.values())
+        return Writing(func, args, kwargs, tensors_in(args, kwargs), targets, entries, bases)
+
+
 def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, targets: list[torch.Tensor]) -> Any:
-    """A call that writes in place: its functional twin, or `mutate`; afterwards its bases have new values."""
-    targets = list({id(target): target for target in targets}.values())
+    """A call that writes in place: its functional twin, or `mutate`; afterwards its bases have new values.
+
+    The order of the steps, where each relies on those before it:
+
+    1. All arguments are read first. That gives a tensor that came from nowhere its source, and derives views that are
+       out of date; both are calls of their own, which must stand before this one.
+    2. What may share memory with a target is known by then: it is given an entry in the same base, else nobody would
+       know that this write changes it.
+    3. The bases are shared (`share`): from here on the memory has one value, which is what the record reads.
+    4. The record is made. It may derive views that only the call reads, which then lie in the written memory, too.
+    5. So the recorded values that lie in these bytes are copied after it (`preserve`, by `Copied`): just before the
+       call, since a value is kept by reference for as long as nothing overwrites it.
+    6. The call runs. Has it raised without writing, the values themselves are put back in the place of the copies.
+    7. The memory is told that it was written, then the targets are given their new values: those of its next version.
+    """
     tensors = tensors_in(args, kwargs)
     for tensor in tensors:
         recorder.read(tensor)
-    entries = [recorder.memory.entry(target) for target in targets]
-    bases = list({id(entry.base): entry.base for entry in entries}.values())
+    writing = Writing.of(recorder, func, args, kwargs, targets)
+    targets, entries, bases = writing.targets, writing.entries, writing.bases
     site = recorder.site()
     draw = recorder.draws.around(rule.may_draw, func, args, kwargs)
     for tensor in tensors:  # any argument may share memory with a target
@@ -79,7 +125,7 @@ def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, tar
     for base in {id(entry.base): entry.base for entry in entries if _is_by_data(entry)}.values():
         note_late_write(recorder, base)
     _note_forks(recorder, targets, tensors, bases)
-    record = write_record(recorder, func, args, kwargs, targets, entries, bases, draw.draws is not None)
+    record = write_record(recorder, writing, draw.draws is not None)
     geometry = [geometry_of(target) for target in targets]
     counters = [version_of(base.root) for base in bases]
     copied = [Copied.of(recorder.memory, base) for base in bases]
@@ -99,7 +145,7 @@ def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, tar
         raise
     if [geometry_of(target) for target in targets] != geometry:
         return _outgrown(recorder, rule, func, args, kwargs, targets, out, site)
-    append_write(recorder, rule, func, record, targets, entries, bases, tensors, out, site, draw.key)
+    append_write(recorder, rule, writing, record, out, site, draw.key)
     return out
 
 
@@ -121,7 +167,7 @@ def _note_forks(
 
 
 def _is_standing(step: Any) -> bool:
-    return step.items[0].function is standing
+    return unpacked(step).function.function is standing
 
 
 def _in_memory(steps: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -131,22 +177,20 @@ def _in_memory(steps: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _is_by_data(entry: Entry) -> bool:
     """Is it an alias of a tensor by `.data`, whose writes torch does not count?"""
-    return any(getattr(step.items[0].function, "__self__", None) is torch.Tensor.data for step in entry.steps)
+    return any(getattr(unpacked(step).function.function, "__self__", None) is torch.Tensor.data for step in entry.steps)
 
 
-def write_record(
-    recorder: Recorder, func: Any, args: Any, kwargs: Any, targets: Any, entries: Any, bases: Any, may_draw: bool
-) -> tuple[Any, list[Any], dict[str, Any]]:
-    """The pure call for a write, its arguments read before it happens."""
-    shared = [t for t in tensors_in(args, kwargs) if recorder.base_of(t) in bases and not any(t is x for x in targets)]
+def write_record(recorder: Recorder, writing: Writing, may_draw: bool) -> WriteArguments | Twin:
+    """What the pure call for a write reads, before it happens: what `mutate` is given, or a functional twin's call."""
+    func, args, kwargs, tensors, targets, entries, bases = writing
+    shared = [t for t in tensors if recorder.base_of(t) in bases and not any(t is x for x in targets)]
     if len(targets) == 1 and not entries[0].steps and not shared and not may_draw:
         target = targets[0]
         lost = _may_have_history(recorder, target) and not _grad_enabled()
-        others = [tensor for tensor in tensors_in(args, kwargs) if tensor is not target]
+        others = [tensor for tensor in tensors if tensor is not target]
         if not lost and (twin := twin_of(func, args, kwargs, target, others)) is not None:
             function, arguments, named = twin
-            reads, read_named = recorder.read_all(arguments, named)
-            return function, reads, read_named
+            return function, *recorder.read_all(arguments, named)
     numbers = {id(base): number for number, base in enumerate(bases)}
     sources = [t for t in shared if recorder.memory.entry(t).steps and not _reads_apart(func, args, t, targets)]
     viewed = [*targets, *{id(source): source for source in sources}.values()]
@@ -156,22 +200,22 @@ def write_record(
     def leaf(tensor: torch.Tensor) -> Any:
         for number, one in enumerate(viewed):
             if tensor is one:
-                return Branch(Nth, (number,))
+                return packed(Nth(number))
         base = recorder.base_of(tensor)
         if base is not None and id(base) in numbers and not recorder.memory.entry(tensor).steps:
-            return Branch(Derived, (numbers[id(base)], ()))
+            return packed(Derived(numbers[id(base)], ()))
         return recorder.read(tensor)
 
     tree = Branch(dict, tuple([freeze(value, leaf) for value in kwargs.values()]), tuple(kwargs))
-    written = tuple([Branch(Derived, (numbers[id(e.base)], _in_memory(e.steps))) for e in entries])
-    given: list[Any] = [
-        Target.of(func),
-        tuple([base.handle for base in bases]),
-        tuple([freeze(value, leaf) for value in args]),
-        tree,
-    ]
-    values = tuple([entry.handle if entry.steps and not _repeats(entry.tensor) else None for entry in entries])
-    return mutate, [*given, written, values], {}
+    written = tuple([packed(Derived(numbers[id(e.base)], _in_memory(e.steps))) for e in entries])
+    return WriteArguments(
+        function=Target.of(func),
+        bases=tuple([base.handle for base in bases]),
+        args=tuple([freeze(value, leaf) for value in args]),
+        kwargs=tree,
+        targets=written,
+        values=tuple([entry.handle if entry.steps and not _repeats(entry.tensor) else None for entry in entries]),
+    )
 
 
 def _may_have_history(recorder: Recorder, target: torch.Tensor) -> bool:
@@ -224,40 +268,37 @@ def _repeats(tensor: torch.Tensor) -> bool:
 def append_write(
     recorder: Recorder,
     rule: Rule,
-    func: Any,
-    record: Any,
-    targets: Any,
-    entries: Any,
-    bases: Any,
-    tensors: Any,
+    writing: Writing,
+    record: WriteArguments | Twin,
     out: Any,
     site: Any,
-    key: Any,
+    key: str | None,
 ) -> None:
-    """Write down a call that wrote, and what holds from then on."""
-    function, reads, named = record
-    for base in bases:
+    """Write down a call that wrote, and what holds from then on. `key`: of the generator's state before it drew."""
+    for base in writing.bases:
         recorder.memory.wrote(base, recorder.recording.keep(base.root), not recorder.in_aten)
-    whole = tuple([base.handle for base in bases])
+    whole = tuple([base.handle for base in writing.bases])
     if beneath_checkpoint():
-        recorder.recording.written_again.update({id(base.root): None for base in bases} | dict.fromkeys(whole))
-    views = _renewed(recorder, targets, entries)
-    if function is not mutate:
-        recorder.append(function, rule, reads, named, whole[0], site, key, False, func)
+        again = {id(base.root): None for base in writing.bases}
+        recorder.recording.written_again.update(again | dict.fromkeys(whole))
+    views = _renewed(recorder, writing.targets, writing.entries)
+    if not isinstance(record, WriteArguments):
+        function, reads, named = record
+        recorder.append(function, rule, reads, named, whole[0], site, key, False, writing.func)
         return
     fresh: dict[int, Handle] = {}
-    results = number_parts(out, partial(_fresh_result, recorder, tensors, fresh), ())
+    besides = number_parts(out, partial(_fresh_result, recorder, writing.tensors, fresh), ())
 
     def seen(tensor: torch.Tensor) -> Any:
         return fresh.get(id(tensor)) or recorder.read(tensor)
 
     result = freeze(out, seen) if tensors_in((out,), {}) else (views[0] if len(views) == 1 else views)
-    reads = _with_generator(reads, key)
-    returns, context = (results, views, whole), recorder.context()
+    reads, returns = list(_with_generator(record, key)), tuple(Written(besides, views, whole))
     kind, scope, inside, took = rule.kind, recorder.scope, recorder.differentiating, recorder.took
-    record = CallRecord(mutate, kind, reads, {}, returns, context, scope, site, key, False, result, (), inside, took)
+    context = recorder.context()
+    made = CallRecord(mutate, kind, reads, {}, returns, context, scope, site, key, False, result, (), inside, took)
     recorder.took = 0
-    recorder.recording.records.append(record)
+    recorder.recording.records.append(made)
 
 
 def _renewed(recorder: Recorder, targets: Any, entries: Any) -> tuple[Handle, ...]:
@@ -290,13 +331,13 @@ def _fresh_result(
     return handle
 
 
-def _with_generator(reads: list[Any], key: str | None) -> list[Any]:
+def _with_generator(record: WriteArguments, key: str | None) -> WriteArguments:
     """The arguments with a generator of the recorded state in the place of the user's."""
-    words = reads[3]
+    words = record.kwargs
     if key is None or "generator" not in (words.keys or ()):
-        return reads
+        return record
     items = [as_drawn(v, key) if k == "generator" else v for k, v in zip(words.keys, words.items, strict=True)]
-    return [*reads[:3], Branch(dict, tuple(items), words.keys), *reads[4:]]
+    return record._replace(kwargs=Branch(dict, tuple(items), words.keys))
 
 
 def _outgrown(
@@ -317,9 +358,8 @@ def _outgrown(
     for target in outs:
         _forget(recorder, target)
     returns = recorder.outputs(out)
-    tree = Branch(dict, tuple(read_named.values()), tuple(read_named))
     dtypes = tuple([target.dtype for target in outs])
-    recorder.append(fill_new, rule, [Target.of(func), dtypes, tuple(reads), tree], {}, returns, site, None, False)
+    recorder.append(fill_new, rule, [Target.of(func), dtypes, *reads], read_named, returns, site, None, False)
     return out
 
 
@@ -360,8 +400,8 @@ def reshape(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) -
     recorder.memory.look(tensor, base, (*steps, step), handle)
     base.counter = version_of(base.root)
     fill: Callable[[Any], Any] = lambda leaf: source if leaf is Hole.HERE else leaf  # noqa: E731
-    reads = [fill(value) for value in step.items[1]]
-    recorder.append(step.items[0].function, rule, reads, {}, handle, site, None, False, func)
+    reads = [fill(value) for value in unpacked(step).args]
+    recorder.append(unpacked(step).function.function, rule, reads, {}, handle, site, None, False, func)
     if tensor.requires_grad:
         _keep_history(recorder)
     return out

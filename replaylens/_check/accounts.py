@@ -13,8 +13,9 @@ from typing import Any
 from attrs import frozen
 
 from .._core.node import Call, Guard
-from .._core.pure import blank, fill_new, filled, mutate, resized
+from .._core.runtime import blank, fill_new, filled, resized
 from .._core.text import line
+from .._core.write import mutate
 from .aten import Kernel, Sort
 from .report import Finding
 from .watch import Seen

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from attrs import frozen
 
+from .._core.autograd import as_leaf
 from .._core.node import Call, Ref, refs_of
-from .._core.pure import as_leaf
-from .._replay.interpreter import Mode, caller, modes, with_values_apart
+from .._core.write import Write
+from .._replay.interpreter import Mode, caller, modes
 from .._replay.parting import NONE
 from .._replay.replay import Record
 
@@ -56,7 +57,7 @@ def ready(node: Call, draws: Mapping[str, torch.Tensor]) -> Alone:
 
 def as_replayed(node: Call, apart: Mapping[str, frozenset[Ref]]) -> Call:
     """The call as a replay without patches makes it: views that it writes through are read in their base."""
-    return with_values_apart(node, apart.get(node.name, NONE))
+    return node.keeping(apart.get(node.name, NONE)) if isinstance(node, Write) else node
 
 
 def _part(value: Any, path: tuple[int, ...]) -> Any:

@@ -16,7 +16,7 @@ from .._capture.origins import Origins
 from .._capture.scopes import addresses, other_addresses
 from .._core.graph import Graph
 from .._core.node import Call, Ref, State, meanings_of
-from .._core.pure import blank, resized
+from .._core.runtime import blank, resized
 from .._core.sameness import difference, same
 from .outputs import unlike
 from .report import Finding

@@ -13,8 +13,8 @@ from typing import Any
 from attrs import evolve
 
 from .._core.node import Call, Ref
-from .._core.pure import Derived, Nth, mutate
-from .._core.trees import Branch, leaves, remake
+from .._core.trees import leaves, remake
+from .._core.write import Nth, Write, packed
 
 
 def otherwise(node: Call) -> Iterator[Call]:
@@ -35,34 +35,34 @@ def reading_elsewhere(node: Call, parent: Ref, other: Ref) -> Iterator[Call]:
         change = partial(_instead, parent, other, place, turns)
         kwargs = tuple([(key, remake(value, change)) for key, value in node.kwargs])
         yield evolve(node, args=tuple([remake(arg, change) for arg in node.args]), kwargs=kwargs)
-    if node.target.function is mutate and parent in node.args[1]:
-        yield from _writing_elsewhere(node, node.args[1].index(parent), other)
-    if node.target.function is mutate and parent in node.args[-1]:
-        yield from _reading_apart(node, node.args[-1].index(parent), other)
+    if isinstance(node, Write):
+        given = node.arguments
+        if parent in given.bases:
+            yield from _writing_elsewhere(node, given.bases.index(parent), other)
+        if parent in given.values:
+            yield from _reading_apart(node, given.values.index(parent), other)
 
 
 def _instead(parent: Ref, other: Ref, place: int, turns: Iterator[int], leaf: Any) -> Any:
     return other if type(leaf) is Ref and leaf == parent and next(turns) == place else leaf
 
 
-def _writing_elsewhere(node: Call, base: int, other: Ref) -> Iterator[Call]:
+def _writing_elsewhere(node: Write, base: int, other: Ref) -> Iterator[Call]:
     """For `x -= x`: what is written is also read, as another view of the same memory."""
-    function, bases, args, kwargs, targets, values = node.args
+    bases, args = node.arguments.bases, node.arguments.args
     for place, arg in enumerate(args[1:], 1):
-        view = targets[arg.items[0]] if isinstance(arg, Branch) and arg.kind is Nth else arg
-        if isinstance(view, Branch) and view.kind is Derived and view.items[0] == base:
-            moved = evolve(view, items=(len(bases), *view.items[1:]))
-            changed = (*args[:place], moved, *args[place + 1 :])
-            yield evolve(node, args=(function, (*bases, other), changed, kwargs, targets, values))
+        if (view := node.view(arg)) is not None and view.base == base:
+            moved = packed(view._replace(base=len(bases)))
+            yield node.given(bases=(*bases, other), args=(*args[:place], moved, *args[place + 1 :]))
 
 
-def _reading_apart(node: Call, target: int, other: Ref) -> Iterator[Call]:
+def _reading_apart(node: Write, target: int, other: Ref) -> Iterator[Call]:
     """For `x -= x` on a view that is a tensor of its own by now: what is written is also read, as another such."""
-    function, bases, args, kwargs, targets, values = node.args
+    args, targets, values = node.arguments.args, node.arguments.targets, node.arguments.values
     for place, arg in enumerate(args[1:], 1):
-        if isinstance(arg, Branch) and arg.kind is Nth and arg.items[0] == target:
-            changed = (*args[:place], evolve(arg, items=(len(targets),)), *args[place + 1 :])
-            yield evolve(node, args=(function, bases, changed, kwargs, (*targets, targets[target]), (*values, other)))
+        if arg == packed(Nth(target)):
+            changed = (*args[:place], packed(Nth(len(targets))), *args[place + 1 :])
+            yield node.given(args=changed, targets=(*targets, targets[target]), values=(*values, other))
 
 
 def _others(leaf: Any) -> tuple[Any, ...]:

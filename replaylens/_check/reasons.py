@@ -7,18 +7,19 @@ matters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any
 
 import torch
 
+from .._core.autograd import standing
+from .._core.graph import InnerGradient
 from .._core.node import Call, Ref
-from .._core.pure import BLANKS, Step, fill_new, laid_out, mutate, standing
-from .._core.target import Target
 from .._core.torch_private import OpOverload, OpOverloadPacket
-from .._core.trees import Branch, leaves
-from .._replay.differentiate import differentiate
+from .._core.trees import leaves
+from .._core.write import Write, original_call, unpacked
+from .._edit.acts import is_act
 
 _SHAPE = "only its shape and type are read"
 _LIKE = frozenset(
@@ -50,7 +51,7 @@ def trusts(node: Call, value: torch.Tensor) -> bool:
     """Does a call read integers as places in memory, unchecked? Nonsense there could bring the process down."""
     if value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool:
         return False
-    function, _ = _called(node)
+    function = original_call(node).target
     name, short = function.name, function.short
     is_custom = name.startswith("torch.ops.") and not name.startswith(("torch.ops.aten.", "torch.ops.prims."))
     is_own = not name.startswith("torch.") and "replaylens" not in name
@@ -62,17 +63,17 @@ def known_reason(node: Call, parent: Ref, value: Mapping[Ref, Any], given: Mappi
     """Why this value need not matter to a call of this kind."""
     if not any(_has_numbers(made) for made in value.values()):
         return "the value has no elements"
-    function, args = _called(node)
+    function, args, _ = original_call(node)
     short = function.short
-    if node.edits is not None or node.target.name.startswith("replaylens._edit.acts."):
+    if node.edits is not None or is_act(function.function):
         return "a patch puts another value in its place"
     if short == "_new_zeros_with_same_feature_meta":
         return _SHAPE
-    if function.function is differentiate:
+    if isinstance(node, InnerGradient):
         return "a gradient that is the same wherever it is taken"
     if function.function is standing and _stands(args[:1], parent):
         return "only its place among the gradients is used"
-    if node.target.function is mutate:
+    if isinstance(node, Write):
         return _reason_of_a_write(node, short, parent)
     if (short in _LIKE and _stands(args[:1], parent)) or (short in _AS and _stands(args[1:], parent)):
         return _SHAPE
@@ -83,50 +84,28 @@ def known_reason(node: Call, parent: Ref, value: Mapping[Ref, Any], given: Mappi
     return ""
 
 
-def _called(node: Call) -> tuple[Target, tuple[Any, ...]]:
-    """The function that a call is about, under what purity puts around it, and its arguments."""
-    function = node.target.function
-    if function is mutate:
-        return node.args[0], node.args[2]
-    if function in (laid_out, *BLANKS):
-        return node.args[0], node.args[1:]
-    if function is fill_new:
-        return node.args[0], node.args[2]
-    return node.target, node.args
-
-
 def is_given_to_torch(node: Call, parent: Ref) -> bool:
     """Does the value stand among the arguments of one of torch's compiled operations, as the model itself called it?
 
     Such a call holds nothing that a capture could have put in the place of the value.
     """
-    function, args = _called(node)
-    words = node.args[3] if node.target.function in (mutate, fill_new) else tuple([value for _, value in node.kwargs])
+    function, args, kwargs = original_call(node)
     called = function.function
     is_compiled = isinstance(called, (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType))
     is_operator = isinstance(called, (OpOverload, OpOverloadPacket)) and function.name.startswith("torch.ops.aten.")
     is_torchs = function.is_stable and function.name.startswith("torch.") and not function.name.endswith(".apply")
-    return is_torchs and (is_compiled or is_operator) and _stands((args, words), parent)
+    return is_torchs and (is_compiled or is_operator) and _stands((args, tuple(kwargs.values())), parent)
 
 
-def _reason_of_a_write(node: Call, short: str, parent: Ref) -> str:
-    _, bases, args, kwargs, targets, values = node.args
-    if not _stands((bases, args, kwargs, values), parent) and _stands(targets, parent):
-        steps = [step for step in _steps(targets) if _stands(step, parent)]
-        return _SHAPE if all(step.items[0].short in _AS for step in steps) else ""
-    if not (_stands(bases, parent) or _stands(values, parent)):
-        return _SHAPE if short in _AS and _stands(args, parent) else ""
-    writes_out = "out" in (kwargs.keys or ())
-    return "all of it is overwritten" if writes_out or short in _OVERWRITERS else ""
-
-
-def _steps(tree: Any) -> Iterator[Branch]:
-    """The view calls that lead to what a call writes."""
-    if isinstance(tree, Branch) and tree.kind is Step:
-        yield tree
-    elif isinstance(tree, (tuple, Branch)):
-        for item in tree if isinstance(tree, tuple) else tree.items:
-            yield from _steps(item)
+def _reason_of_a_write(node: Write, short: str, parent: Ref) -> str:
+    given = node.arguments
+    memory = given.bases, given.values
+    if not _stands((memory, given.args, given.kwargs), parent) and _stands(given.targets, parent):
+        steps = [step for target in given.targets for step in unpacked(target).steps if _stands(step, parent)]
+        return _SHAPE if all(unpacked(step).function.short in _AS for step in steps) else ""
+    if not _stands(memory, parent):
+        return _SHAPE if short in _AS and _stands(given.args, parent) else ""
+    return "all of it is overwritten" if node.writes_out or short in _OVERWRITERS else ""
 
 
 def _stands(tree: Any, parent: Ref) -> bool:

@@ -21,8 +21,7 @@ from .._capture.origins import Origins
 from .._capture.scopes import addresses
 from .._core.graph import Graph
 from .._core.node import Ref, Scope
-from .._core.pure import untransformed
-from .._core.torch_private import without_any_modes, without_function_modes
+from .._core.torch_private import outside_of_transforms, without_any_modes, without_function_modes
 from .._core.trees import leaves
 from .._replay.replay import Record
 from .holdings import wrong_beginning, wrong_ending
@@ -142,7 +141,7 @@ class _Hooks:
         if not self.expected[call]:
             self.failures.append(Finding(NAME, _label(call), "a hook sees this module call, the program has none"))
             return
-        with torch.no_grad(), without_function_modes(), without_any_modes(), untransformed():
+        with torch.no_grad(), without_function_modes(), without_any_modes(), outside_of_transforms():
             self.compare(call, output)
 
     def compare(self, call: Call, output: Any) -> None:

@@ -7,7 +7,7 @@ are, and how people call the nodes, is not known here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from attrs import field, frozen
@@ -16,7 +16,6 @@ from .chance import takes_as_many_as_it_needs
 from .lazy import cached_property
 from .node import NO_MODES, Call, Const, Context, Guard, Input, Left, Node, Ref, Scope, State, refs_of
 from .sharing import NO_OVERLAPS, Overlaps
-from .target import Target
 from .trees import leaves
 
 
@@ -122,9 +121,9 @@ class Graph:
         """By draw: the values that hold the state which it began with, for calls that run it again themselves."""
         found: dict[int, list[Ref]] = {}
         for call in self.again:
-            stretch, given = call.args[0], call.args[4]
-            held = dict(zip(given.keys or (), given.items, strict=True))
-            for name, inner in zip(call.through, stretch.calls, strict=True):
+            given = call.arguments
+            held = dict(zip(given.states.keys or (), given.states.items, strict=True))
+            for name, inner in zip(call.through, given.stretch.calls, strict=True):
                 if inner.draws is not None and name in self.positions:
                     found.setdefault(self.positions[name], []).append(held[inner.draws])
         return {position: tuple(dict.fromkeys(refs)) for position, refs in found.items()}
@@ -135,9 +134,9 @@ class Graph:
         return {self.positions[ref.node]: position for position, refs in self.states.items() for ref in refs}
 
     @cached_property
-    def again(self) -> tuple[Call, ...]:
+    def again(self) -> tuple[InnerGradient, ...]:
         """The calls that run others again themselves."""
-        return tuple([call for call in self.calls if call.through])
+        return tuple([call for call in self.calls if isinstance(call, InnerGradient)])
 
     @cached_property
     def told(self) -> tuple[Call, ...]:
@@ -250,6 +249,35 @@ class Graph:
 
 def _is_custom(call: Call) -> bool:
     """Is it a custom `autograd.Function`, by itself or as a write?"""
-    targets = [call.target, *[leaf for leaf in leaves(call.args) if type(leaf) is Target]]
-    owners = [getattr(target.function, "__self__", None) for target in targets]
+    owners = [getattr(target.function, "__self__", None) for target in call.functions]
     return any(isinstance(owner, type) and issubclass(owner, torch.autograd.Function) for owner in owners)
+
+
+class GradientArguments(NamedTuple):
+    """What `differentiate` is given, in its order. In a node trees of Refs, in a recording of Handles."""
+
+    stretch: Graph  # from what is differentiated by to what is differentiated: (outputs, by what) is its output
+    starts: Any  # its first inputs, from which gradients can flow
+    others: Any  # its other inputs
+    cotangents: Any  # a Ref or None for each output
+    states: Any  # of the generator, by the keys of the draws in the stretch
+    keep_graph: bool  # it is differentiated again
+    there: Any  # then: the output of the stretch as the program itself computes it
+
+
+@frozen
+class InnerGradient(Call):
+    """A gradient that the model takes inside its forward: it runs the calls in `through` again, as its stretch.
+
+    Of `y = x.sin(); (g,) = torch.autograd.grad(y, x, v)` the last is
+
+        InnerGradient(name="grad_1_2", through=("sin_1_1",), args=GradientArguments(
+            stretch=<call_0 = sin(value_0); return (call_0,), (value_0,)>, starts=(x,), others=(), cotangents=(v,),
+            states={}, keep_graph=False, there=(),
+        ), returns=(grad_1_2[0],))
+    """
+
+    @property
+    def arguments(self) -> GradientArguments:
+        """Its arguments by name."""
+        return GradientArguments(*self.args)

@@ -7,13 +7,18 @@ every move.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from attrs import frozen
 
 from ..errors import UnlawfulGraph
-from .graph import Graph
+from .graph import GradientArguments, Graph, InnerGradient
 from .node import Call, Generator, Ref, meanings_of
-from .trees import leaves
+from .target import Target
+from .trees import Branch, leaves
+from .write import Derived, Hole, Nth, Write, WriteArguments, Written, mutate, unpacked
+
+MUTATE = Target.of(mutate)
 
 
 @frozen
@@ -36,6 +41,8 @@ def problems(graph: Graph) -> tuple[Problem, ...]:
         *_draws_are_named(graph),
         *_guards_are_in_place(graph),
         *_runs_again_what_was_before(graph),
+        *_writes_are_well_formed(graph),
+        *_gradients_are_well_formed(graph),
     )
     return tuple(sorted(found, key=lambda problem: graph.positions.get(problem.node, len(graph))))
 
@@ -103,3 +110,81 @@ def _runs_again_what_was_before(graph: Graph) -> Iterator[Problem]:
         for name in node.through if isinstance(node, Call) else ():
             if graph.positions.get(name, position) >= position:
                 yield Problem(node.name, "order", f"runs {name} again, which does not run before it")
+
+
+def _writes_are_well_formed(graph: Graph) -> Iterator[Problem]:
+    for call in graph.calls:
+        if isinstance(call, Write):
+            yield from (Problem(call.name, "write", fact) for fact in _faults_of_a_write(call))
+        elif call.target == MUTATE:
+            yield Problem(call.name, "write", "writes in place and is no Write")
+
+
+def _faults_of_a_write(write: Write) -> Iterator[str]:
+    if write.target != MUTATE:
+        yield f"is a Write and calls {write.target.short}"
+    if len(write.args) != len(WriteArguments._fields) or write.kwargs:
+        yield f"is given {len(write.args)} arguments, not {', '.join(WriteArguments._fields)}"
+        return
+    given = write.arguments
+    bases, targets, values = given.bases, given.targets, given.values
+    if not isinstance(given.function, Target):
+        yield f"calls {given.function!r}, which is no function by name"
+    if not (type(given.kwargs) is Branch and given.kwargs.kind is dict):
+        yield "has keyword arguments without names"
+    if type(bases) is not tuple or not bases or len(set(bases)) < len(bases) or any(type(b) is not Ref for b in bases):
+        yield "has bases that are not one value each"
+    views = [unpacked(target) for target in targets]
+    places = [place for tree in (*given.args, given.kwargs) for place in _places(tree)]
+    numbers = [view.base if type(view) is Derived else -1 for view in views]
+    numbers += [place.base for place in places if type(place) is Derived]
+    if not all(0 <= number < len(bases) for number in numbers):
+        yield "has a target that is a view of no base"
+    if not all(0 <= place.number < len(views) for place in places if type(place) is Nth):
+        yield "has an argument that is none of its targets"
+    steps = [step for view in (*views, *places) if type(view) is Derived for step in view.steps]
+    if any(sum(leaf is Hole.HERE for leaf in leaves(step)) != 1 for step in steps):
+        yield "has a view that is not one of one tensor"
+    if len(values) != len(targets) or not all(value is None or type(value) is Ref for value in values):
+        yield f"has {len(values)} values for {len(targets)} targets"
+    returns = write.returns if type(write.returns) is tuple else ()
+    if (
+        len(returns) != len(Written._fields)
+        or not (len(targets) >= len(returns[1]) > 0)
+        or len(returns[2]) != len(bases)
+    ):
+        yield "does not give what it wrote, and each base"
+
+
+def _places(tree: Any) -> Iterator[Any]:
+    """All that stands for views in an argument."""
+    if type(place := unpacked(tree)) in (Nth, Derived):
+        yield place
+    else:
+        for item in tree if type(tree) is tuple else getattr(tree, "items", ()) if type(tree) is Branch else ():
+            yield from _places(item)
+
+
+def _gradients_are_well_formed(graph: Graph) -> Iterator[Problem]:
+    for call in graph.calls:
+        if isinstance(call, InnerGradient):
+            yield from (Problem(call.name, "inner gradient", fact) for fact in _faults_of_a_gradient(call))
+        elif call.through:
+            yield Problem(call.name, "inner gradient", "runs others again and is no InnerGradient")
+
+
+def _faults_of_a_gradient(call: InnerGradient) -> Iterator[str]:
+    if len(call.args) != len(GradientArguments._fields) or not isinstance(call.args[0], Graph):
+        yield f"is given {len(call.args)} arguments, not {', '.join(GradientArguments._fields)}"
+        return
+    given, stretch = call.arguments, call.arguments.stretch
+    if len(stretch.input_nodes) != len(given.starts) + len(given.others):
+        yield "does not give its stretch each input"
+    if len(stretch.calls) != len(call.through):
+        yield f"runs {len(call.through)} nodes again, and has {len(stretch.calls)} in its stretch"
+    if type(stretch.output) is not tuple or len(stretch.output) != 2 or len(stretch.output[0]) != len(given.cotangents):
+        yield "does not have a cotangent for each output of its stretch"
+    if missing := {inner.draws for inner in stretch.calls if inner.draws} - set(given.states.keys or ()):
+        yield f"has no state for {', '.join(sorted(missing))}"
+    if bool(given.there) != given.keep_graph:
+        yield "has the values of its stretch exactly where it is not differentiated again"

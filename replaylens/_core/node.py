@@ -1,6 +1,7 @@
 """The four kinds of node, and the facts that a node carries. Frozen, comparable, hashable; no tensor inside.
 
-`Node` is closed: a new kind is a decision, and every match must learn it.
+`Node` is closed: a new kind is a decision, and every match must learn it. Two kinds of Call have names for what they
+are given: a `Write` (write.py) and an `InnerGradient` (graph.py).
 """
 
 from __future__ import annotations
@@ -238,6 +239,11 @@ class Call:
             return tuple([arg for arg in self.args if type(arg) is Ref])
         trees = (self.args, tuple(value for _, value in self.kwargs))
         return tuple([leaf for leaf in leaves(trees) if type(leaf) is Ref])
+
+    @property
+    def functions(self) -> tuple[Target, ...]:
+        """All that it runs: its target, and the functions among its arguments, which a write calls for its views."""
+        return self.target, *[leaf for leaf in leaves(self.args) if type(leaf) is Target]
 
 
 Node = Input | State | Const | Call

@@ -38,6 +38,18 @@ def same(one: Any, other: Any, zeros: bool = False) -> bool:
     )  # what differs mostly does so at once
 
 
+def same_content(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """The same in every number, NaN included; 0.0 is -0.0. For tensors under a capture, too."""
+    if one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:
+        return False
+    if one.is_meta:
+        return other.is_meta
+    one, other = one.detach(), other.detach()
+    if one.layout is not torch.strided or one.is_quantized:
+        one, other = (one.dequantize(), other.dequantize()) if one.is_quantized else (one.to_dense(), other.to_dense())
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
 def kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What must agree before numbers are looked at."""
     shape = tensor.dim() if tensor.is_nested else tuple(tensor.shape)

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from .graph import Graph
+from .graph import Graph, InnerGradient
 from .node import Call, Generator, Node, Ref, Source, TensorMeaning, identifier
-from .pure import BLANKS, Derived, Hole, Nth, differentiate_name, laid_out, mutate
 from .target import Target
 from .trees import Branch
+from .write import Derived, Hole, Write, original_call, unpacked
 
 
 def code(graph: Graph) -> str:
@@ -39,8 +39,7 @@ def code(graph: Graph) -> str:
 def _without_paths(text: str, graph: Graph) -> str:
     """A call that wrote in place gives what it wrote and the memory that it wrote to: two names, not two paths."""
     for call in graph.calls:
-        one_base = call.target.function is mutate and len(call.args[1]) == 1
-        if one_base and call.result in (None, Ref(call.name, (1, 0))):
+        if isinstance(call, Write) and len(call.arguments.bases) == 1 and call.result in (None, Ref(call.name, (1, 0))):
             name = identifier(call.name)
             text = text.replace(f"{name}[1][0]", name)
             if f"{name}[2][0]" in text:
@@ -61,22 +60,11 @@ def line(node: Node) -> str:
 
 
 def call_expression(node: Call) -> str:
-    if node.target.function is mutate:
-        function, bases, args, kwargs, targets = node.args[:5]
-        views = tuple([_view(target, bases) for target in targets])
-        named = tuple(zip(kwargs.keys or (), kwargs.items, strict=True))
-        return _call(function, args, named, (bases, views))
-    if node.target.function in (laid_out, *BLANKS):
-        return _call(node.args[0], node.args[1:], node.kwargs)
-    if node.target.name == differentiate_name:
+    if isinstance(node, InnerGradient):
         return f"gradient({', '.join(map(str, dict.fromkeys(node.refs)))})"
-    return _call(node.target, node.args, node.kwargs)
-
-
-def _call(
-    target: Target, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], written: tuple[Any, ...] = ()
-) -> str:
-    words = [expression(arg, written) for arg in args]
+    target, args, kwargs = original_call(node)
+    write = node if isinstance(node, Write) else None
+    words = [expression(arg, write) for arg in args]
     short = target.short
     if target.is_property and words:
         return f"{words[0]}.{short}"
@@ -84,19 +72,19 @@ def _call(
         return f"{words[0]}[{_index(args[1])}]"
     if short == "__setitem__" and len(args) == 3:
         return f"setitem({words[0]}, ({_index(args[1], True)},), {words[2]})"
-    words.extend(f"{key}={expression(value, written)}" for key, value in kwargs)
+    words.extend(f"{key}={expression(value, write)}" for key, value in kwargs.items())
     return f"{short.strip('_') if short.startswith('__') else short}({', '.join(words)})"
 
 
-def expression(tree: Any, written: tuple[Any, ...] = ()) -> str:
+def expression(tree: Any, write: Write | None = None) -> str:
     """A tree of Refs and literals as Python."""
     if isinstance(tree, Ref):
         return str(tree)
     if type(tree) is tuple:
-        inner = ", ".join(expression(item, written) for item in tree)
+        inner = ", ".join(expression(item, write) for item in tree)
         return f"({inner},)" if len(tree) == 1 else f"({inner})"
     if isinstance(tree, Branch):
-        return _branch(tree, written)
+        return _branch(tree, write)
     if isinstance(tree, Generator):
         return "generator"
     if tree is ...:
@@ -111,27 +99,25 @@ def expression(tree: Any, written: tuple[Any, ...] = ()) -> str:
     return text if len(text) <= 60 and not text.startswith("<") else f"{type(tree).__name__}(...)"
 
 
-def _branch(tree: Branch, written: tuple[Any, ...]) -> str:
-    words = [expression(item, written) for item in tree.items]
+def _branch(tree: Branch, write: Write | None) -> str:
+    words = [expression(item, write) for item in tree.items]
     if tree.kind is list:
         return f"[{', '.join(words)}]"
     if tree.kind is slice:
         return f"slice({', '.join(words)})"
     if tree.kind is dict:
         return "{" + ", ".join(f"{key!r}: {word}" for key, word in zip(tree.keys or (), words, strict=True)) + "}"
-    if tree.kind is Derived:
-        return _view(tree, written[0]) if written else "view"
-    if tree.kind is Nth:
-        return str(written[1][tree.items[0]]) if written else "target"
+    if write is not None and (view := write.view(tree)) is not None:
+        return _view(view, write.arguments.bases)
     keys = tree.keys or (None,) * len(words)
     return f"{tree.kind.__name__}({', '.join(f'{k}={w}' if k else w for k, w in zip(keys, words, strict=True))})"
 
 
-def _view(tree: Branch, bases: tuple[Any, ...]) -> str:
+def _view(view: Derived, bases: tuple[Any, ...]) -> str:
     """A view of what is written: `linear_1_1.t()[0]`."""
-    text = expression(bases[tree.items[0]])
-    for step in tree.items[1]:
-        function, args, kwargs, part, _ = step.items
+    text = expression(bases[view.base])
+    for step in view.steps:
+        function, args, kwargs, part, _ = unpacked(step)
         others = [expression(arg) for arg in args if arg is not Hole.HERE]
         if function.short == "__getitem__":
             text = f"{text}[{_index(args[1])}]"

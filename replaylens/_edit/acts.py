@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from attrs import frozen
 
-from .._core.backward import saved_below, without_way_back
-from .._core.pure import history_of, same_content, untransformed, writable_copy
-from .._core.sameness import same
+from .._core.autograd import history_of, saved_below, without_way_back
+from .._core.copies import writable_copy
+from .._core.sameness import same, same_content
 from .._core.target import Target
-from .._core.torch_private import is_any_autocast_on, peek_interpreter_stack
+from .._core.torch_private import is_any_autocast_on, outside_of_transforms, peek_interpreter_stack
 from .._core.trees import freeze_deep, thaw
 from ..errors import BadPatch, ShapeMismatch
 from .access import broadcasts, require_number
@@ -115,7 +115,7 @@ def resample(
 @lru_cache(maxsize=256)
 def _order(rows: int, seed: int) -> tuple[int, ...]:
     """An order drawn from a generator of its own; never the one that changes nothing."""
-    with untransformed():
+    with outside_of_transforms():
         generator = torch.Generator().manual_seed(seed)
         while True:
             order = tuple(torch.randperm(rows, generator=generator, device="cpu").tolist())
@@ -140,7 +140,7 @@ def noise(value: Tensor, std: Operand, seed: int = 0, part: Part | None = None) 
     _require_floating("Noise", value)
 
     def noisy(old: Tensor) -> Tensor:
-        with untransformed():  # not one draw for each variant of a vmap, which it forbids
+        with outside_of_transforms():  # not one draw for each variant of a vmap, which it forbids
             generator = torch.Generator().manual_seed(seed)
             drawn = torch.randn(tuple(old.shape), generator=generator, dtype=old.dtype, device="cpu").to(old.device)
         return old + drawn * _operand("Noise", std, old, part)
@@ -321,6 +321,11 @@ def own_copy(tensor: Tensor) -> Tensor:
     if torch.compiler.is_compiling() or (tensor.layout is torch.strided and 0 in tensor.stride()):
         return tensor.clone()
     return writable_copy(tensor)
+
+
+def is_act(function: Callable[..., Any]) -> bool:
+    """Is it one of the functions that patches stand for?"""
+    return getattr(function, "__module__", None) == __name__
 
 
 def chain(value: Tensor, *tensors: Tensor, steps: tuple[Step, ...]) -> Tensor:

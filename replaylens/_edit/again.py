@@ -11,7 +11,7 @@ from typing import Any
 
 from attrs import evolve
 
-from .._core.graph import Graph
+from .._core.graph import Graph, InnerGradient
 from .._core.node import Call, Input, Node, Ref, TensorMeaning
 from .._core.trees import leaves, remake
 from ..errors import ReplaylensError
@@ -21,21 +21,22 @@ def run_again(old: Graph, new: Graph, refs: Mapping[Ref, Ref]) -> Graph:
     """The new graph, its calls with a `through` brought up to date. `refs`: values that are other ones everywhere."""
     fixed = {
         call.name: _with_stretch(old, new, call, refs)
-        for call in new.calls
-        if call.through and call.name in old and _has_changed(old, new, call, refs)
+        for call in new.again
+        if call.name in old and _has_changed(old, new, call, refs)
     }
     if not fixed:
         return new
     return evolve(new, nodes=tuple([fixed.get(node.name, node) for node in new.nodes]))
 
 
-def _has_changed(old: Graph, new: Graph, call: Call, refs: Mapping[Ref, Ref]) -> bool:
+def _has_changed(old: Graph, new: Graph, call: InnerGradient, refs: Mapping[Ref, Ref]) -> bool:
     others = any(ref.node in call.through for ref in refs)
     return others or call is not old[call.name] or any(n not in new or new[n] is not old[n] for n in call.through)
 
 
-def _with_stretch(old: Graph, new: Graph, call: Call, refs: Mapping[Ref, Ref]) -> Call:
-    stretch, roots, _, pulled, states, keep_graph, _ = call.args
+def _with_stretch(old: Graph, new: Graph, call: InnerGradient, refs: Mapping[Ref, Ref]) -> Call:
+    given = call.arguments
+    stretch, roots, states = given.stretch, given.starts, given.states
     outer = _outward(call, refs)
     members = _members(old, new, call, {leaf.node for leaf in leaves(remake(stretch.output[0], outer))}, roots)
     names = {member.name for member in members}
@@ -48,15 +49,15 @@ def _with_stretch(old: Graph, new: Graph, call: Call, refs: Mapping[Ref, Ref]) -
     reads += [leaf for leaf in leaves(remake(stretch.output, outer)) if type(leaf) is Ref]
     further = tuple(dict.fromkeys(ref for ref in reads if ref.node not in names and ref not in roots))
     made = _stretch_of(new, stretch, (*roots, *further), members, outer)
-    there = remake(stretch.output, outer) if keep_graph else ()
-    args = (made, roots, further, pulled, states, keep_graph, there)
-    return evolve(call, args=args, through=tuple([m.name for m in members]))
+    there = remake(stretch.output, outer) if given.keep_graph else ()
+    args = given._replace(stretch=made, others=further, there=there)
+    return evolve(call, args=tuple(args), through=tuple([m.name for m in members]))
 
 
-def _outward(call: Call, refs: Mapping[Ref, Ref]) -> Any:
+def _outward(call: InnerGradient, refs: Mapping[Ref, Ref]) -> Any:
     """What a Ref inside the stretch stands for outside."""
-    stretch, roots, others = call.args[:3]
-    given = {node.name: ref for node, ref in zip(stretch.input_nodes, (*roots, *others), strict=True)}
+    stretch, reads = call.arguments.stretch, (*call.arguments.starts, *call.arguments.others)
+    given = {node.name: ref for node, ref in zip(stretch.input_nodes, reads, strict=True)}
     called = {inner.name: name for inner, name in zip(stretch.calls, call.through, strict=True)}
 
     def outer(leaf: Any) -> Any:
@@ -68,7 +69,7 @@ def _outward(call: Call, refs: Mapping[Ref, Ref]) -> Any:
     return outer
 
 
-def _members(old: Graph, new: Graph, call: Call, ends: Iterable[str], roots: Iterable[Ref]) -> list[Call]:
+def _members(old: Graph, new: Graph, call: InnerGradient, ends: Iterable[str], roots: Iterable[Ref]) -> list[Call]:
     """The calls of the stretch: those that were in it, and new ones on a way from its start to its ends."""
     stay = {name for name in call.through if name in new}
     below = new.descendants([*stay, *(ref.node for ref in roots)])

@@ -13,7 +13,7 @@ from attrs import evolve
 
 from .._core.graph import Graph
 from .._core.node import Call, Const, Ref, State, TensorMeaning, meanings_of, value_of
-from .._core.pure import alias
+from .._core.runtime import alias
 from .._core.target import Target
 from .._core.text import shape_of
 from ..errors import BadEdit

@@ -12,7 +12,7 @@ from attrs import evolve
 
 from .._core.graph import Graph
 from .._core.node import Call, Node, Ref, refs_of
-from .._core.pure import alias
+from .._core.runtime import alias
 from .rewrite import reading, renamed
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from attrs import evolve, field, frozen
 
-from .._core.graph import Graph
+from .._core.graph import Graph, InnerGradient
 from .._core.node import Call, Ref, meanings_of
-from .._core.pure import alias, differentiate_name
+from .._core.runtime import alias
 from .._core.target import Target
 from ..errors import BadEdit, ShapeMismatch
 from .rewrite import fresh, insert_after, replace, rewire
@@ -93,7 +93,7 @@ def require_readers(graph: Graph, sender: Sequence[Ref], readers: Sequence[str])
             listed = ", ".join(dict.fromkeys(str(ref) for ref in reads)) or "nothing"
             raise BadEdit(f"{who} does not read {sender[0].node}: it {what} {listed}.")
         node = graph[reader] if reader != OUTPUT else None
-        if isinstance(node, Call) and node.target.name == differentiate_name:
+        if isinstance(node, InnerGradient):
             raise BadEdit(
                 f"{reader} is a gradient that the model takes through {sender[0].node}: it reads no copy of it."
             )

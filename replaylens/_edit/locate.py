@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from attrs import field, frozen
 
-from .._core.pure import untransformed
+from .._core.torch_private import outside_of_transforms
 from ..errors import BadPart
 from .access import Access, Positions, Shape, access
 from .index import Index, Indices, Sizes, described, frozen_axes, index_text
@@ -181,7 +181,7 @@ def _located(part: Part, shape: Shape, device: torch.device) -> Access:
     found = _cache.get(key)
     if found is None:
         # Plain tensors, whatever mode or transform asks for them first: they outlive it.
-        with untransformed(), torch.inference_mode(False):
+        with outside_of_transforms(), torch.inference_mode(False):
             found = access(str(part), resolved(part, tuple(shape)), tuple(shape), device)
         if type(found.mask) is torch.Tensor:  # not while a compiler looks on with tensors of its own
             while len(_cache) >= 4096:

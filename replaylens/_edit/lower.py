@@ -15,7 +15,7 @@ from attrs import evolve, field, frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Const, Input, Node, Ref, TensorMeaning, meanings_of, refs_of, value_of
-from .._core.pure import alias, gathered, laid_out, outside_inference
+from .._core.runtime import alias, gathered, laid_out, outside_inference
 from .._core.target import Target
 from .._core.trees import freeze, freeze_deep, leaves, remake, remake_shared, thaw
 from ..errors import ShapeMismatch

@@ -16,7 +16,7 @@ from attrs import evolve, frozen
 from .._core.graph import Graph
 from .._core.laws import require_lawful
 from .._core.node import Call, Const, Generator, Guard, Input, Node, Ref, State, meanings_of, value_of
-from .._core.pure import alias, gathered
+from .._core.runtime import alias, gathered
 from .._core.target import Target
 from .._core.trees import Branch, leaves, paths, remake
 from .again import run_again

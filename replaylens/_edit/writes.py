@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from attrs import evolve
 
-from .._core.graph import Graph
+from .._core.graph import Graph, InnerGradient
 from .._core.node import Call, Node, Ref, State, meanings_of, value_of
-from .._core.pure import Derived, Hole, Nth, differentiate_name, fill_new, mutate
+from .._core.runtime import fill_new
 from .._core.target import Target
 from .._core.trees import Branch, remake
+from .._core.write import Derived, Hole, Nth, Step, Write, original_call, packed, plain_call, unpacked
 from ..errors import BadEdit
 from .rewrite import beside, fresh, replace
 
@@ -29,45 +30,43 @@ def with_plain(graph: Graph, name: str, still_writes: bool = True) -> tuple[Grap
     node = graph[name]
     if not isinstance(node, Call):
         raise BadEdit(f"{name} is no operation, but {_what(node)}. Give it another value: set_state, with_patch.")
-    if node.target.name == differentiate_name:
+    if isinstance(node, InnerGradient):
         raise BadEdit(f"{name} is a gradient that the model takes: nothing else can stand in its place.")
     if node.target.function is fill_new:
-        function, _, args, kwargs = node.args
-        named = tuple(zip(kwargs.keys or (), kwargs.items, strict=True))
-        return replace(graph, {name: (evolve(node, target=function, args=args, kwargs=named),)}), name
-    return _opened(graph, node, still_writes) if node.target.function is mutate else (graph, name)
+        function, args, _ = original_call(node)
+        return replace(graph, {name: (evolve(node, target=function, args=args),)}), name
+    return _opened(graph, node, still_writes) if isinstance(node, Write) else (graph, name)
 
 
 def _what(node: Node) -> str:
     return f"the {node.kind} {node.address}" if isinstance(node, State) else f"an {type(node).__name__.lower()}"
 
 
-def _opened(graph: Graph, call: Call, still_writes: bool) -> tuple[Graph, str]:
-    function, bases, args, kwargs, targets, values = call.args
+def _opened(graph: Graph, call: Write, still_writes: bool) -> tuple[Graph, str]:
+    function, args, kwargs = original_call(call)
     read = _Views(graph, call)
-    named = tuple([(k, read.plain(v)) for k, v in zip(kwargs.keys or (), kwargs.items, strict=True) if k != "out"])
-    plain = evolve(
+    plain = plain_call(
         call,
         target=function,
         args=tuple([read.plain(arg) for arg in args]),
-        kwargs=named,
+        kwargs=tuple([(key, read.plain(value)) for key, value in kwargs.items() if key != "out"]),
         returns=Ref(call.name),
         result=None,
         draws=None,
         is_overwritten=False,
         is_differentiated=False,
     )
-    whole, (_, written, memory) = value_of(call), call.returns
+    whole, written, memory = value_of(call), call.gives.targets, call.gives.bases
     if type(whole) is not Ref or (whole in written and len(written) > 1):
         raise BadEdit(f"{call.name} writes {len(written)} tensors: nothing else can stand in its place.")
     plain = evolve(plain, meaning=(meanings_of(call)[whole],))
     if whole in written and still_writes:
         value = fresh(beside(call.name, "value"), graph.positions)
-        copy = (Target.of(torch.Tensor.copy_), bases, (Branch(Nth, (0,)), Ref(value)), NO_KWARGS, targets, values)
-        write = evolve(call, kind="copy", args=copy, draws=None, edited=f"was {call.kind}")
+        copy = {"function": Target.of(torch.Tensor.copy_), "args": (packed(Nth(0)), Ref(value)), "kwargs": NO_KWARGS}
+        write = evolve(call.given(**copy), kind="copy", draws=None, edited=f"was {call.kind}")
         return replace(graph, {call.name: (*read.made, evolve(plain, name=value, returns=Ref(value)), write)}), value
-    before = {view: read.view(target) for view, target in zip(written, targets, strict=False)}
-    before |= dict(zip(memory, bases, strict=True))
+    before = {view: read.view(unpacked(target)) for view, target in zip(written, call.arguments.targets, strict=False)}
+    before |= dict(zip(memory, call.arguments.bases, strict=True))
     made = replace(graph, {call.name: (*read.made, plain)}, {**before, whole: Ref(call.name)})
     states = {Ref(node.name): node.address for node in graph.state_nodes}
     return evolve(made, changes=tuple([(to, ref) for to, ref in made.changes if states.get(ref) != to])), call.name
@@ -79,8 +78,7 @@ NO_KWARGS = Branch(dict, (), ())
 class _Views:
     """What a call that writes read, as values: views of the memory that it wrote are derived by calls of their own."""
 
-    def __init__(self, graph: Graph, call: Call) -> None:
-        _, self.bases, _, _, self.targets, self.values = call.args
+    def __init__(self, graph: Graph, call: Write) -> None:
         self.call, self.taken = call, set(graph.positions)
         self.made: list[Call] = []
 
@@ -90,22 +88,20 @@ class _Views:
             return tuple([self.plain(item) for item in tree])
         if not isinstance(tree, Branch):
             return tree
-        if tree.kind is Nth:
-            number = tree.items[0]
-            value = self.values[number]
-            return value if type(value) is Ref else self.view(self.targets[number])
-        return self.view(tree) if tree.kind is Derived else evolve(tree, items=self.plain(tree.items))
+        if (value := self.call.value(tree)) is not None:
+            return value
+        view = self.call.view(tree)
+        return evolve(tree, items=self.plain(tree.items)) if view is None else self.view(view)
 
-    def view(self, derived: Branch) -> Ref:
+    def view(self, derived: Derived) -> Ref:
         """A view of memory that the call wrote, as it was before."""
-        base, steps = derived.items
-        ref: Ref = self.bases[base]
-        for step in steps:
-            ref = self._step(step, ref)
+        ref: Ref = self.call.arguments.bases[derived.base]
+        for step in derived.steps:
+            ref = self._step(unpacked(step), ref)
         return ref
 
-    def _step(self, step: Branch, ref: Ref) -> Ref:
-        function, args, kwargs, part, grad = step.items
+    def _step(self, step: Step, ref: Ref) -> Ref:
+        function, args, kwargs, part, grad = step
         kind = function.short.replace("_", "").lower()
         name = fresh(f"{kind}_1_of_{self.call.name}", self.taken)
         self.taken.add(name)

@@ -9,7 +9,8 @@ import torch
 
 from .._core.node import Generator, Ref, Source
 from .._core.target import Target
-from .calls import Made, hands_on_what_it_wrote, made_by_model
+from .._core.trees import thaw
+from .._core.write import Original, Write, concrete, holds_tensor, original_call
 from .facts import Facts
 from .flops import FREE, Cost
 
@@ -34,11 +35,12 @@ class CallFacts(Facts):
         return made.target if (made := self._made) is not None else None
 
     @property
-    def _made(self) -> Made | None:
-        call = self._call
-        if call is None:
+    def _made(self) -> Original | None:
+        if (call := self._call) is None:
             return None
-        return made_by_model(call, None if call.edited else self._lens.account.originals.get(call.name))
+        made = original_call(call)
+        wrote = None if call.edited else self._lens.account.originals.get(call.name)
+        return made if wrote is None else made._replace(target=wrote)
 
     @property
     def is_inplace(self) -> bool:
@@ -46,27 +48,33 @@ class CallFacts(Facts):
         call = self._call
         if call is None or call.edited:
             return False
-        return call.name in self._lens.account.originals or hands_on_what_it_wrote(call)
+        return call.name in self._lens.account.originals or (isinstance(call, Write) and call.is_handed_on)
 
     @property
     def arguments(self) -> tuple[Any, ...]:
         """The positional arguments, tensors by their recorded values."""
-        return self._made.filled(self._leaf)[0] if self._made is not None else ()
+        return self._concrete(made.args) if (made := self._made) is not None else ()
 
     @property
     def keywords(self) -> dict[str, Any]:
         """The keyword arguments, tensors by their recorded values."""
-        return self._made.named(self._leaf) if self._made is not None else {}
+        made = self._made
+        return {key: self._concrete(tree) for key, tree in made.kwargs.items()} if made is not None else {}
 
     @property
     def plain_arguments(self) -> tuple[Any, ...]:
         """The positional arguments that hold no tensor."""
-        return self._made.plain(self._leaf)[0] if self._made is not None else ()
+        trees = made.args if (made := self._made) is not None else ()
+        return tuple([thaw(tree, self._leaf) for tree in trees if not holds_tensor(tree)])
 
     @property
     def plain_keywords(self) -> dict[str, Any]:
         """The keyword arguments that hold no tensor."""
-        return self._made.plain(self._leaf)[1] if self._made is not None else {}
+        named = made.kwargs if (made := self._made) is not None else {}
+        return {key: thaw(tree, self._leaf) for key, tree in named.items() if not holds_tensor(tree)}
+
+    def _concrete(self, tree: Any) -> Any:
+        return concrete(self._call, tree, self._leaf) if self._call is not None else None
 
     def _leaf(self, leaf: Any) -> Any:
         if type(leaf) is Ref:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from .._core.autograd import history_of
 from .._core.node import Ref, value_of
-from .._core.pure import history_of
 from .facts import Facts
 
 

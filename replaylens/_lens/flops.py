@@ -19,7 +19,7 @@ from torch.utils.flop_counter import conv_flop_count, flop_registry
 from .._core.graph import Graph
 from .._core.node import Call, Ref, TensorMeaning, meanings_of
 from .._core.trees import thaw
-from .calls import Made, made_by_model
+from .._core.write import Original, original_call
 
 
 class Dims(tuple[int, ...]):
@@ -41,7 +41,7 @@ FREE, UNKNOWN = Cost(0), Cost(None, None)
 
 def cost_of(call: Call, graph: Graph) -> Cost:
     """What one call costs."""
-    made, kind = made_by_model(call), call.kind
+    made, kind = original_call(call), call.kind
     packet = getattr(made.target.function, "_overloadpacket", None)
     if kind in _FREE:
         return FREE
@@ -69,7 +69,7 @@ def _meaning(graph: Graph, ref: Ref) -> TensorMeaning:
     return meanings_of(node)[ref] if isinstance(node, Call) else node.meaning
 
 
-def _shaped(made: Made, graph: Graph) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _shaped(made: Original, graph: Graph) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments, with the shapes of tensors in the place of tensors."""
 
     def fill(leaf: Any) -> Any:
@@ -168,7 +168,7 @@ _NAMES = "input self query tensor batch1 mat mat1 weight key other vec vec2 mat2
 # -- the rest -------------------------------------------------------------------------------------------------------
 
 
-def _pool(dims: int, made: Made, count: int) -> Cost:
+def _pool(dims: int, made: Original, count: int) -> Cost:
     """Each window is gone through once."""
     size = made.kwargs.get("kernel_size", made.args[1] if len(made.args) > 1 else None)
     sizes = list(getattr(size, "items", size if isinstance(size, tuple) else (size,)))
@@ -177,7 +177,7 @@ def _pool(dims: int, made: Made, count: int) -> Cost:
     return Cost(count * (prod(sizes) if len(sizes) > 1 else sizes[0] ** dims))
 
 
-def _drops(made: Made) -> bool:
+def _drops(made: Original) -> bool:
     """Does a dropout drop anything? It does not in evaluation."""
     train = made.kwargs.get("training", made.kwargs.get("train", made.args[2] if len(made.args) > 2 else True))
     return train is not False

@@ -12,7 +12,7 @@ from typing import Any
 from attrs import frozen
 
 from .._core.node import Call, Ref, value_of
-from .._core.pure import alias
+from .._core.runtime import alias
 from .._core.trees import Branch, leaves
 from .._edit.edges import OUTPUT
 from .._edit.select import Selection, Site

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from attrs import evolve, frozen
 
+from .._core.copies import in_layout
 from .._core.node import Context, Guard, Input, Ref
-from .._core.pure import in_layout
 from .._core.trees import leaves, thaw
 from .._replay.facts import Around, Instead, is_like_an_input, layout_departures
 from .._replay.guards import Departure, departure

@@ -11,13 +11,15 @@ from math import prod
 from typing import Any
 
 import torch
-from attrs import define, evolve, field, frozen
+from attrs import define, field, frozen
 
 from .._core.lazy import cached_property
 from .._core.node import Call, Ref, TensorMeaning
-from .._core.pure import mutate
+from .._core.runtime import alias
+from .._core.target import Target
 from .._core.torch_private import add_batch, remove_batch, vmap_begins, vmap_ends, warn_of_vmap_fallbacks
 from .._core.trees import Branch, leaves, remake
+from .._core.write import Write, original_call
 from .._replay.guards import Departure
 from .._replay.interpreter import Mode, caller
 from .delta import Delta, Pairs, dense, numbers, rows_of, stacked, together
@@ -204,7 +206,7 @@ class Step:
     def _may_vmap(self) -> bool:
         """No draws, no shapes that contents decide, no gradient on the way, and no rule of torch's that is wrong."""
         node = self.node
-        inner = node.args[0].short if node.target.function is mutate else node.target.short
+        inner = original_call(node).target.short
         return node.draws is None and not node.is_dynamic and not node.through and inner.strip("_") not in _WRONG
 
     def _vmaps(self, changed: Sequence[Tensor | None]) -> bool:
@@ -359,6 +361,7 @@ def batched(
 # ---- making steps --------------------------------------------------------------------------------------------------
 
 _likes: dict[Any, Like] = {}
+_ALIAS = Target.of(alias).name
 
 
 def step_of(
@@ -369,8 +372,8 @@ def step_of(
     states: dict[str, Tensor],
 ) -> Step:
     """A node made ready. `values` and `meanings` are the recorded ones, by slot."""
-    if node.target.function is mutate:  # a patch that parts a view from its memory runs alone: see together.py
-        node = evolve(node, args=(*node.args[:-1], (None,) * len(node.args[-1])))
+    if isinstance(node, Write):  # a patch that parts a view from its memory runs alone: see together.py
+        node = node.keeping(frozenset())
     refs = node.refs
     every = [slot[ref] for ref in refs]
     reads = tuple(dict.fromkeys(every))
@@ -440,7 +443,7 @@ def is_torchs(name: str) -> bool:
     """Is this one of torch's own operations? Others may share their names, and mean another thing."""
     if name.startswith("torch.ops."):
         return name.startswith(("torch.ops.aten.", "torch.ops.prims."))
-    return name.startswith("torch.") or name == "replaylens._core.pure.alias"
+    return name.startswith("torch.") or name == _ALIAS
 
 
 def _facts(node: Call, shapes: Sequence[tuple[int, ...]]) -> Facts:

@@ -14,11 +14,12 @@ from attrs import define, field, frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Input, Ref, meanings_of
-from .._core.pure import looks_at_memory, mutate, same_content
 from .._core.reference import Unpickled
-from .._core.target import Target
+from .._core.runtime import looks_at_memory
+from .._core.sameness import same_content
 from .._core.trees import freeze_deep, leaves, thaw
 from .._core.world import restoring
+from .._core.write import Write
 from .._edit.patch import keeps_layout
 from .._replay.facts import heeded
 from .._replay.guards import diverged
@@ -61,7 +62,7 @@ class Together:
             self.notes.append(f"everything: {why}")
             self.loners = frozenset(range(len(self.keys)))
         self.loners |= _heeding(graph, self.changes)
-        if delicate := [call for call in graph.calls if call.through or call.target.function is mutate]:
+        if delicate := [call for call in graph.calls if call.through or isinstance(call, Write)]:
             apart = [n for n, each in enumerate(self.changes) if not can_share(graph, delicate, each)]
             self.loners = self.loners.union(apart)
             self.notes.extend(f"{name}: {_DELICATE}" for name in _layers(graph, [self.changes[n] for n in apart]))
@@ -234,8 +235,7 @@ def _keeps_flags(change: Change) -> bool:
 def shares_nothing(graph: Graph) -> str:
     """Why nothing of this program can be run for several variants at once; empty where it can."""
     for call in graph.calls:
-        inner = leaves(call.args) if call.target.function is mutate else ()
-        for function in (call.target, *[leaf for leaf in inner if type(leaf) is Target]):
+        for function in call.functions:
             if looks_at_memory(function):
                 return f"{call.name} looks at memory by its geometry"
             if function.short in ("map_", "map2_", "apply_"):

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
+from .._core.autograd import standing
 from .._core.graph import Graph
 from .._core.node import Call, Ref, State, TensorMeaning
-from .._core.pure import standing
 from .._core.sharing import Overlaps, Pair
 from .guards import Departure
 from .replay import Record

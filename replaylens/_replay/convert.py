@@ -13,9 +13,9 @@ import torch
 from attrs import evolve
 from torch import nn
 
+from .._core.autograd import as_leaf
 from .._core.graph import Graph
 from .._core.node import Call, Node, Ref, State, TensorMeaning
-from .._core.pure import as_leaf
 from .._core.trees import leaves, remake, thaw
 from ..errors import DivergedReplay, StaleValue
 from .begun import Begun

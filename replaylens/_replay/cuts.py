@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from attrs import field, frozen
 
-from .._core.graph import Graph
+from .._core.graph import Graph, InnerGradient
 from .._core.lazy import cached_property
 from .._core.node import Call, Node, Ref, Source, TensorMeaning, meanings_of
-from .._core.pure import differentiate_name, mutate
 from .._core.trees import leaves
+from .._core.write import Write
 
 _DETACHING = frozenset(("detach", "detach_", "data", "copied"))
 _PLAIN = frozenset(("__bool__", "is_nonzero", "equal", "allclose", "__repr__", "__str__", "__format__"))
@@ -61,7 +61,7 @@ class Cuts:
             call = self.hidden.get(ref)
             if call is not None and call.name in self._ancestors:
                 return f"it is used once more inside {_line(call)}, where autograd cannot tell it from " + (
-                    "what it lies in the memory of" if call.target.function is mutate else "what it is made from"
+                    "what it lies in the memory of" if isinstance(call, Write) else "what it is made from"
                 )
         return None
 
@@ -91,9 +91,10 @@ class Cuts:
 
     def _goes_through(self, source: str, node: Node) -> bool:
         """Can a gradient go back from a node to one that it reads? What is merely written over is not read."""
-        if isinstance(node, Call) and node.target.function is mutate:
-            given = [leaf.node for leaf in leaves(node.args[1:4]) if type(leaf) is Ref]
-            return source in given and self._flows(node)
+        if isinstance(node, Write):
+            given = node.arguments
+            read = [leaf.node for leaf in leaves((given.bases, given.args, given.kwargs)) if type(leaf) is Ref]
+            return source in read and self._flows(node)
         return self._flows(node)
 
     def _why_not_in(self, name: str) -> str:
@@ -114,7 +115,7 @@ class Cuts:
     def _words(self, cut: str, name: str) -> str:
         node = self.graph[cut]
         assert isinstance(node, Call)
-        if node.target.function is mutate and cut != name:
+        if isinstance(node, Write) and cut != name:
             return f"{_line(node)} writes over it in place; the gradient is that of what it is a view of"
         if node.target.short in _DETACHING:
             return f"detached in {_line(node)}"
@@ -143,10 +144,10 @@ def hidden(graph: Graph) -> dict[Ref, Call]:
     """
     found: dict[Ref, Call] = {}
     for call in graph.calls:
-        if call.target.name == differentiate_name and call.args[5] is True:
+        if isinstance(call, InnerGradient) and call.arguments.keep_graph:
             found.update({ref: call for name in call.through for ref in meanings_of(graph[name])})
-        elif call.target.function is mutate:
-            found.update({ref: call for ref in call.args[-1][len(call.returns[1]) :] if type(ref) is Ref})
+        elif isinstance(call, Write):
+            found.update(dict.fromkeys(call.only_read, call))
     return found
 
 

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from attrs import evolve, field, frozen
 
+from .._core.autograd import as_leaf
 from .._core.graph import Graph
 from .._core.node import Call, Guard, Input, Ref, State, TensorMeaning, meanings_of, refs_of, value_of
-from .._core.pure import alias, as_leaf
+from .._core.runtime import alias
 from .._core.text import listing
 from .._core.trees import thaw
 from .._edit.compare import origins, same_values
@@ -263,10 +264,8 @@ class _Work:
 
     def _is_cut_off(self, name: str) -> bool:
         """Does the model take a gradient through this node that has no way any more to where it starts?"""
-        for call in self.graph.calls:
-            if name in call.through and name not in self.graph.descendants([ref.node for ref in call.args[1]]):
-                return True
-        return False
+        given = [call.arguments for call in self.graph.again if name in call.through]
+        return any(name not in self.graph.descendants([ref.node for ref in one.starts]) for one in given)
 
     def _recorded_guards(self) -> dict[int, Guard]:
         """What each guard was before the edit, by its number now; those that the edit brought agree with it anyway."""

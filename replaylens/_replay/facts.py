@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from attrs import field, frozen
 
+from .._core.copies import in_layout
 from .._core.graph import Graph
 from .._core.node import Call, Guard, Input, Ref, State, TensorMeaning, meanings_of
-from .._core.pure import alias, copied, in_layout, mutate, same_content
-from .._core.sameness import attached
+from .._core.runtime import alias, copied
+from .._core.sameness import attached, same_content
 from .._core.torch_private import is_wrapped
-from .._core.trees import Branch, named_paths
+from .._core.trees import named_paths
+from .._core.write import Write
 from .guards import Departure, changed, diverged, fact
 from .layouts import EXPOSURES, Layouts, asked_of, geometry, is_lazy
 
@@ -344,7 +346,7 @@ class _Flags:
             if call.target.short in _PARTING and not (self.graph.written & flagged).isdisjoint(call.refs):
                 what = f"whether the parts that {call.name} gives can be written"
                 yield Departure(what, "True", UNKNOWN, call.source, "exception")
-            if writes_out(call) and not flagged.isdisjoint(call.refs):
+            if isinstance(call, Write) and call.writes_out and not flagged.isdisjoint(call.refs):
                 what = f"whether {call.name}, which gives `out=`, is asked for gradients"
                 yield Departure(what, "False", "True", call.source)
 
@@ -401,12 +403,6 @@ class _Flags:
         if was and not before:
             return True  # a leaf that the model makes itself
         return now and node.target.short not in ("detach", "detach_")
-
-
-def writes_out(call: Call) -> bool:
-    """Does it write the tensor that it is given for its result? Torch refuses that where gradients are needed."""
-    kwargs = call.args[3] if call.target.function is mutate and len(call.args) > 3 else None
-    return isinstance(kwargs, Branch) and kwargs.keys is not None and "out" in kwargs.keys
 
 
 def answer(guard: Guard, tensor: torch.Tensor) -> Any:

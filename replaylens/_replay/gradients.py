@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from attrs import evolve, frozen
 
+from .._core.autograd import placed
 from .._core.graph import Graph
 from .._core.lazy import cached_property
 from .._core.node import Call, Input, Node, Ref, State, TensorMeaning, meanings_of, value_of
 from .._core.notes import notes_of
-from .._core.pure import mutate, placed
 from .._core.reference import Unpickled
 from .._core.trees import leaves, thaw
+from .._core.write import Write
 from ..errors import BadMetric, NoGradient, NotDifferentiable, ReplaylensError
 from .cuts import Cuts, hidden
 from .guards import changed, diverged
@@ -276,8 +277,8 @@ def ask(record: Record, labels: Mapping[str, At], named: Collection[str]) -> Ask
     for label, at in labels.items():
         node = graph.nodes[at.position]
         given = [ref for ref, meaning in meanings_of(node).items() if meaning.is_differentiable]
-        if isinstance(node, Call) and node.target.function is mutate:
-            refs.update(flows.intersection(leaves(node.args[1])))
+        if isinstance(node, Write):
+            refs.update(flows.intersection(node.arguments.bases))
         refs.update(given if label in named and at.output is None else flows.intersection(given))
     return Asked(labels, frozenset(refs), hidden(graph))
 

@@ -15,8 +15,8 @@ from attrs import evolve, frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Guard, Ref, Source, TensorMeaning
-from .._core.pure import kind_of, message_of, same_content, what_is_raised
-from .._core.sameness import same
+from .._core.runtime import kind_of, message_of, what_is_raised
+from .._core.sameness import same, same_content
 from .._core.text import expression
 from .._core.trees import thaw
 from ..errors import DivergedReplay, ReplaylensError

@@ -19,8 +19,8 @@ from attrs import evolve, field, frozen
 from .._core.account import NOTHING_KNOWN, Account
 from .._core.graph import Graph
 from .._core.node import Input, Ref, State, TensorMeaning, meanings_of
-from .._core.pure import outside_inference, same_content
-from .._core.sameness import attached
+from .._core.runtime import outside_inference
+from .._core.sameness import attached, same_content
 from .._core.sharing import Overlaps
 from .._core.torch_private import is_wrapped
 from .._core.trees import ATOMS, Again, Branch, fingerprint, freeze_deep, named, named_paths, thaw_shared

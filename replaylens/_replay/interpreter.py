@@ -17,15 +17,16 @@ from typing import Any
 import torch
 from attrs import define, evolve, frozen
 
+from .._core.autograd import all_placed, placed
 from .._core.graph import Graph
 from .._core.node import NO_MODES, Call, Context, Generator, Guard, Left, Ref, Source, State
 from .._core.notes import add_note
-from .._core.pure import all_placed, mutate, placed
 from .._core.settings import settings, under
 from .._core.text import where as text_of
 from .._core.torch_private import default_device, is_any_autocast_on
 from .._core.trees import leaves, thaw
 from .._core.world import World, drawing_alone, surely
+from .._core.write import Write
 from .guards import Departure, departure, raised_at
 from .parting import NONE, parted
 from .plan import Plan
@@ -181,7 +182,8 @@ def compile_plan(
             assert isinstance(node, Call)
             here = () if patch or place else dead
             turn = stream.turns.get(position)
-            step = _call_step(with_values_apart(node, apart.get(node.name, NONE)), layout, states, mode, here, turn)
+            written = node.keeping(apart.get(node.name, NONE)) if isinstance(node, Write) else node
+            step = _call_step(written, layout, states, mode, here, turn)
             if inside := _patches_inside(graph, node, patches):
                 step = evolve(step, call=partial(step.call, patches=inside))
             elif mode.grad and node.through and all(graph.positions.get(name) in run for name in node.through):
@@ -205,13 +207,6 @@ def compile_plan(
     template = tuple(layout.template)
     stretches = _stretches(made, nothing)
     return Code(template, stretches, layout.slots, executed, stream.sets, places, stream.begun(graph))
-
-
-def with_values_apart(node: Call, apart: frozenset[Ref]) -> Call:
-    """A write through views is given as values only those that a patch or an edit has parted from their memory."""
-    if node.target.function is not mutate or not any(type(value) is Ref for value in node.args[-1]):
-        return node
-    return evolve(node, args=(*node.args[:-1], tuple([v if v in apart else None for v in node.args[-1]])))
 
 
 def _patches_inside(graph: Graph, node: Call, patches: Patches) -> Patches:

@@ -19,12 +19,12 @@ import torch
 
 from .._core.graph import Graph
 from .._core.node import ITSELF, Call, Generator, Guard, Ref, meanings_of, refs_of
-from .._core.pure import kind_of, looks_at_memory, message_of, mutate
+from .._core.runtime import kind_of, looks_at_memory, message_of
 from .._core.sharing import overlaps_itself
-from .._core.target import Target
 from .._core.torch_private import OpOverload
 from .._core.trees import leaves, thaw
 from .._core.world import drawing_alone
+from .._core.write import Write
 from ..errors import ReplaylensError
 from .guards import Departure, changed, fact
 
@@ -213,13 +213,13 @@ class Layouts:
         """Does a call that goes by memory go by memory that lies otherwise? A write's views are made of its bases; what
         a patch gives in the place of such a view is a tensor of its own.
         """
-        if node.target.function is not mutate or looks_at_memory(node.args[0]):
+        if not isinstance(node, Write) or looks_at_memory(node.arguments.function):
             return True
-        return any(self._lies_otherwise(leaf) for leaf in leaves(node.args[1]))
+        return any(map(self._lies_otherwise, node.arguments.bases))
 
     def _written_over_itself(self, node: Call) -> Ref | None:
         """What a call writes, if some of its elements are one in memory now: torch refuses most of such writes."""
-        bases = leaves(node.args[1]) if node.target.function is mutate else ()
+        bases = node.arguments.bases if isinstance(node, Write) else ()
         return next((ref for ref in bases if ref in self.other and overlaps_itself(self.other[ref])), None)
 
     def _lies_otherwise(self, leaf: Any) -> bool:
@@ -324,12 +324,7 @@ def _is_taken_apart(node: Call, is_deep: bool) -> bool:
 
 def _goes_by_memory(node: Call) -> bool:
     """Does it look at memory by numbers of its own?"""
-    if looks_at_memory(node.target):
-        return True
-    if node.target.function is not mutate:
-        return False
-    trees = (node.args, tuple(value for _, value in node.kwargs))
-    return any(type(leaf) is Target and looks_at_memory(leaf) for leaf in leaves(trees))
+    return any(map(looks_at_memory, node.functions))
 
 
 def _can_run(node: Call) -> bool:
@@ -341,7 +336,7 @@ def _can_run(node: Call) -> bool:
         return False
     module = getattr(function, "__module__", None) or type(function).__module__
     home = module.partition(".")[0]
-    return home in ("torch", "builtins", "_operator") or function is mutate
+    return home in ("torch", "builtins", "_operator") or isinstance(node, Write)
 
 
 def _draws_by_hand(node: Call) -> bool:

@@ -15,9 +15,10 @@ import torch
 from attrs import define, evolve
 from torch import nn
 
+from .._core.autograd import as_leaf
+from .._core.copies import writable_copy
 from .._core.graph import Graph
 from .._core.node import Call, Node, Ref, State, TensorMeaning
-from .._core.pure import as_leaf, writable_copy
 from .._core.trees import thaw
 from ..errors import NotDifferentiable, ReplaylensError, StaleValue
 from .begun import Begun, exchanged

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 from .._core.graph import Graph
 from .._core.node import Call, Ref, refs_of
-from .._core.pure import mutate
 from .._core.trees import leaves
+from .._core.write import Write, unpacked
 
 Influences = dict[Ref, frozenset[Ref]]  # for a value the changed ones that it is made from; none where it is missing
 NONE: frozenset[Ref] = frozenset()
@@ -25,7 +25,7 @@ def parted(graph: Graph, changed: Iterable[Ref]) -> dict[str, frozenset[Ref]]:
     found: dict[str, frozenset[Ref]] = {}
     influences: Influences = {}
     for node in graph.nodes[min(graph.positions[ref.node] for ref in changed) :]:
-        if isinstance(node, Call) and node.target.function is mutate:
+        if isinstance(node, Write):
             views = _write(node, influences)
             if views:
                 found[node.name] = views
@@ -39,34 +39,31 @@ def parted(graph: Graph, changed: Iterable[Ref]) -> dict[str, frozenset[Ref]]:
 
 def writes_views(graph: Graph) -> bool:
     """Does the model write through views at all?"""
-    return any(_writes_through_views(call) for call in graph.calls)
-
-
-def _writes_through_views(call: Call) -> bool:
-    return call.target.function is mutate and any(type(value) is Ref for value in call.args[-1])
+    writes = [call for call in graph.calls if isinstance(call, Write)]
+    return any(type(value) is Ref for write in writes for value in write.arguments.values)
 
 
 def _union(influences: Influences, refs: Iterable[Ref]) -> frozenset[Ref]:
     return NONE.union(*[influences.get(ref, NONE) for ref in refs])
 
 
-def _write(call: Call, influences: Influences) -> frozenset[Ref]:
+def _write(call: Write, influences: Influences) -> frozenset[Ref]:
     """What a write through views leaves of changes, where; and the views that are parted from their memory."""
-    _, bases, args, kwargs, targets, values = call.args
-    _, written, memory = call.returns
-    above = [influences.get(base, NONE) for base in bases]
-    numbers = [target.items[0] for target in targets]
+    arguments, values = call.arguments, call.arguments.values
+    written, memory = call.gives.targets, call.gives.bases
+    above = [influences.get(base, NONE) for base in arguments.bases]
+    numbers = [unpacked(target).base for target in arguments.targets]
     own = [influences.get(v, NONE) if type(v) is Ref else above[n] for v, n in zip(values, numbers, strict=True)]
     apart = [bool(one - above[number]) for one, number in zip(own, numbers, strict=True)]
     own = [one if is_apart else above[n] for one, is_apart, n in zip(own, apart, numbers, strict=True)]
-    given = _union(influences, [leaf for leaf in leaves((args, kwargs)) if type(leaf) is Ref])
+    given = _union(influences, [leaf for leaf in leaves((arguments.args, arguments.kwargs)) if type(leaf) is Ref])
     given = given.union(*own[len(written) :])  # views that it only reads
     for number, ref in enumerate(memory):
         is_written = any(n == number and not a for n, a in zip(numbers[: len(written)], apart, strict=False))
         influences[ref] = above[number] | given if is_written else above[number]
     for ref, one in zip(written, own, strict=False):
         influences[ref] = influences.get(ref, NONE) | one | given if ref in memory else one | given
-    for leaf in leaves(call.returns[0]):
+    for leaf in leaves(call.gives.result):
         if type(leaf) is Ref and leaf not in written and leaf not in memory:
             influences[leaf] = given.union(*own)
     return frozenset([v for v, is_apart in zip(values, apart, strict=True) if is_apart and type(v) is Ref])

@@ -12,9 +12,9 @@ from typing import Any, cast
 
 import torch
 
+from .._core.copies import as_it_lay
 from .._core.graph import Graph
 from .._core.node import Call, Ref, TensorMeaning, meanings_of, value_of
-from .._core.pure import as_it_lay
 from .._core.reference import Reference
 from .._core.text import listing
 from .._core.torch_private import peek_interpreter_stack

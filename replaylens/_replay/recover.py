@@ -11,9 +11,9 @@ from typing import Protocol
 
 import torch
 
+from .._core.autograd import as_leaf
 from .._core.graph import Graph
 from .._core.node import Call, Ref, refs_of
-from .._core.pure import as_leaf
 from .interpreter import Mode, compile_plan, interpret, recorded_world
 from .plan import plan
 

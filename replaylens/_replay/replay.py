@@ -16,9 +16,11 @@ import torch
 from attrs import define, evolve, field, frozen
 
 from .._core.account import NOTHING_KNOWN, Account
+from .._core.autograd import as_leaf, fresh_leaf, standing
+from .._core.copies import in_layout
 from .._core.graph import Graph
 from .._core.node import Call, Input, Ref, State, TensorMeaning, refs_of, value_of
-from .._core.pure import as_leaf, fresh_leaf, in_layout, same_content, standing
+from .._core.sameness import same_content
 from .._core.sharing import begin_together
 from .._core.torch_private import is_wrapped, peek_interpreter_stack
 from .._core.trees import thaw

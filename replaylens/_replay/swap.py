@@ -13,12 +13,15 @@ from typing import Any
 import torch
 from attrs import define, evolve, field, frozen
 
+from .._core.copies import writable_copy
 from .._core.graph import Graph
 from .._core.node import Call, Const, Node, Ref, State, TensorMeaning, meanings_of, value_of
-from .._core.pure import alias, mutate, same_content, writable_copy
+from .._core.runtime import alias
+from .._core.sameness import same_content
 from .._core.target import Target
 from .._core.trees import Branch, freeze_deep, thaw
 from .._core.world import drawing_alone
+from .._core.write import original_call
 from .._edit.arguments import Arguments, fitted, name_of
 from .._edit.rewrite import Splice, fresh, inward, names_within, replace, splice, unread_sources, without
 from .._edit.writes import with_plain
@@ -68,10 +71,7 @@ def swap(
 
 def is_call_of(node: Node, function: Callable[..., Any]) -> bool:
     """Is this the very call that a swap for the function would give?"""
-    if not isinstance(node, Call):
-        return False
-    target: Target = node.args[0] if node.target.function is mutate else node.target
-    return target.function is function
+    return isinstance(node, Call) and original_call(node).target.function is function
 
 
 def insert(

@@ -13,7 +13,7 @@ from attrs import frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, State
-from .._core.pure import alias
+from .._core.runtime import alias
 from .._edit.edges import OUTPUT, Edge
 from .._edit.locate import Part
 from .._edit.patch import From, Patch

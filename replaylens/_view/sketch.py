@@ -14,8 +14,8 @@ from attrs import frozen
 from .._core.graph import Graph
 from .._core.lazy import cached_property
 from .._core.node import Call, Input, Node, Ref, Scope, Source, State, TensorMeaning, meanings_of, value_of
-from .._core.pure import BLANKS, Derived, Nth, laid_out, mutate
 from .._core.trees import Branch, leaves
+from .._core.write import Write, original_call
 from .._lens.conditionals import Conditionals
 from .._lens.layers import Atlas, Place
 from .scene import NO_ROLES, Roles
@@ -231,32 +231,25 @@ def common(stacks: list[tuple[Any, ...]]) -> tuple[Any, ...]:
 
 def _arguments(node: Call) -> list[tuple[Ref, str]]:
     """Each value that a call reads, with its place among the arguments as the user wrote the call."""
-    args, kwargs, bases, targets = node.args, node.kwargs, (), ()
-    if node.target.function is mutate:
-        bases, args, named, targets = node.args[1:5]
-        kwargs = tuple(zip(named.keys or (), named.items, strict=True))
-    elif node.target.function in (laid_out, *BLANKS):
-        args = node.args[1:]
+    _, args, kwargs = original_call(node)
     found = []
-    for word, tree in [*((f"arg {n}", arg) for n, arg in enumerate(args)), *kwargs]:
-        found += list(_places(tree, word, bases, targets))
+    for word, tree in [*((f"arg {n}", arg) for n, arg in enumerate(args)), *kwargs.items()]:
+        found += list(_places(tree, word, node))
     known = {ref for ref, _ in found}
     return found + [(ref, "") for ref in dict.fromkeys(node.refs) if ref not in known]
 
 
-def _places(tree: Any, word: str, bases: Any, targets: Any) -> Iterator[tuple[Ref, str]]:
+def _places(tree: Any, word: str, call: Call) -> Iterator[tuple[Ref, str]]:
     if type(tree) is Ref:
         yield tree, word
     elif type(tree) is tuple:
         for number, item in enumerate(tree):
-            yield from _places(item, f"{word}[{number}]", bases, targets)
-    elif isinstance(tree, Branch) and tree.kind is Nth:
-        yield from _places(targets[tree.items[0]], word, bases, targets)
-    elif isinstance(tree, Branch) and tree.kind is Derived:
-        yield from _places(bases[tree.items[0]], word, bases, targets)
+            yield from _places(item, f"{word}[{number}]", call)
+    elif isinstance(call, Write) and (view := call.view(tree)) is not None:
+        yield call.arguments.bases[view.base], word
     elif isinstance(tree, Branch):
         for key, item in zip(tree.keys or range(len(tree.items)), tree.items, strict=True):
-            yield from _places(item, f"{word}[{key}]", bases, targets)
+            yield from _places(item, f"{word}[{key}]", call)
 
 
 def _known(meaning: TensorMeaning | None) -> tuple[TensorMeaning, ...]:

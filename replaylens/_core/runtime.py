@@ -1,0 +1,166 @@
+"""The functions that programs call besides the model's own, and what guards ask of those.
+
+Each is pure and found by its name. A call of one that takes a `function` stands for the model's call of that function.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .copies import as_it_lay, copy_in_place, detached_copy
+from .target import Target
+from .torch_private import peek_interpreter_stack
+from .trees import freeze, thaw
+from .world import drawing_alone
+
+
+def as_strided_from(tensor: torch.Tensor, shape: Any, strides: Any, shift: int) -> torch.Tensor:
+    """A view of a tensor's memory by geometry, its place relative to the tensor's own."""
+    return tensor.as_strided(shape, strides, tensor.storage_offset() + shift)
+
+
+_BY_GEOMETRY = frozenset("resize resize_ resize_as resize_as_ resized _reshape_alias _reinterpret_tensor".split())
+
+
+def looks_at_memory(target: Target) -> bool:
+    """Does it look at memory by numbers of its own, and not at what it is given in the order of its elements?"""
+    return "as_strided" in target.name or target.short in _BY_GEOMETRY
+
+
+def resized(
+    tensor: torch.Tensor, shape: tuple[int, ...], is_filled: bool = False, strides: tuple[int, ...] | None = None
+) -> torch.Tensor:
+    """The tensor with another number of elements: the first ones in memory stay, new ones are undefined, if torch fills
+    none.
+    """
+    made = tensor.new_zeros((math.prod(shape),))
+    if is_filled:
+        fill(made)
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    count = min(made.numel(), tensor.numel())
+    made[:count] = tensor.detach().permute(order).reshape(-1)[:count]
+    return made.view(shape) if strides is None else made.as_strided(shape, strides)
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """What `copy.deepcopy` makes of a tensor."""
+    return tensor.detach().clone()
+
+
+def what_is_raised(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Exception | None:
+    """The exception that a call raises on these values, None if it raises none. It changes nothing: it gets copies of
+    what it might write, and the generator is put back.
+    """
+    leaf = lambda value: detached_copy(value) if isinstance(value, torch.Tensor) else value  # noqa: E731
+    trees = freeze(args, leaf), freeze(kwargs, leaf)
+    with drawing_alone():
+        state = torch.default_generator.get_state()
+        try:
+            with torch.no_grad():
+                function(*thaw(trees[0], _as_is), **thaw(trees[1], _as_is))
+        except Exception as error:
+            return error.with_traceback(None)
+        finally:
+            torch.default_generator.set_state(state)
+    return None
+
+
+def kind_of(error: Exception | None) -> str | None:
+    """The name of an exception's class."""
+    return None if error is None else type(error).__qualname__
+
+
+def message_of(error: Exception | None) -> str | None:
+    """What an exception says. Addresses in memory in it say nothing."""
+    return None if error is None else f"{kind_of(error)}: {_ADDRESS.sub('0x', str(error))}"
+
+
+_ADDRESS = re.compile("0x[0-9a-fA-F]+")
+
+
+def _as_is(leaf: Any) -> Any:
+    return leaf
+
+
+def fill_new(function: Target, dtypes: tuple[torch.dtype, ...], /, *args: Any, **kwargs: Any) -> Any:
+    """`function(..., out=t)` where torch gives `t` new memory: the result in the dtypes of the given tensors."""
+    if any(isinstance(value, torch.Tensor) and value.requires_grad for value in (*args, *kwargs.values())):
+        made = function.function(*args, **kwargs)
+        several = isinstance(made, (tuple, list))
+        cast = [one.to(dtype) for one, dtype in zip(made if several else (made,), dtypes, strict=True)]
+        return tuple(cast) if several else cast[0]
+    device = next((value.device for value in args if isinstance(value, torch.Tensor)), None)
+    fresh = tuple([torch.empty(0, dtype=dtype, device=device) for dtype in dtypes])
+    return function.function(*args, **kwargs, out=fresh if len(fresh) > 1 else fresh[0])
+
+
+def blank(function: Target, /, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """What `torch.empty` and its kin give, filled with zeros: undefined memory is no value that could be given
+    again.
+    """
+    made = function.function(*args, **kwargs)
+    return clear(made)
+
+
+def filled(function: Target, /, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The same where torch itself fills such memory, under `torch.use_deterministic_algorithms(True)`."""
+    return fill(function.function(*args, **kwargs))
+
+
+def fills_memory() -> bool:
+    """Does torch fill memory that it was not told to fill?"""
+    return torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+
+
+def fill(made: Any) -> Any:
+    """What torch fills it with: not-a-number, or the largest whole number."""
+    if not made.numel() or made.layout is not torch.strided or made.is_quantized:
+        return made
+    is_whole = not (made.is_floating_point() or made.is_complex() or made.dtype is torch.bool)
+    most = torch.iinfo(made.dtype).max if is_whole else True if made.dtype is torch.bool else float("nan")
+    with torch.no_grad():
+        return made.fill_(most)
+
+
+def clear(made: Any) -> Any:
+    """Zeros in a tensor that was just allocated."""
+    with torch.no_grad():
+        return made.zero_() if made.numel() and made.layout is torch.strided and not made.is_quantized else made
+
+
+def alias(tensor: torch.Tensor, number: int | None = None) -> torch.Tensor:
+    """The tensor itself: what a module that hands its input on computes; or the n-th that a module hands on, where the
+    module itself has read or kept it.
+    """
+    return tensor
+
+
+def read_in_another_thread(*values: Any) -> None:
+    """Stands for what a thread besides the forward's own did with values: it can have read all of them."""
+
+
+def gathered(*parts: Any) -> tuple[Any, ...]:
+    """Values of several nodes, as the parts of one."""
+    return parts
+
+
+def laid_out(function: Target, value: Any, *args: Any, **kwargs: Any) -> Any:
+    """What a patch makes of a value, in memory as that lies."""
+    return as_it_lay(value, function.function(value, *args, **kwargs))
+
+
+def outside_inference(tensor: torch.Tensor) -> torch.Tensor:
+    """What was made within inference mode and is given there, for a replay that runs outside of it: a copy that
+    autograd may save. Else the tensor itself.
+    """
+    if not tensor.is_inference() or not torch.is_inference_mode_enabled():
+        return tensor
+    if type(tensor) is not torch.Tensor or vars(tensor) or peek_interpreter_stack() is not None:
+        return tensor
+    with torch.inference_mode(False), torch.no_grad():
+        return copy_in_place(tensor).requires_grad_(tensor.requires_grad)
