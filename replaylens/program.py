@@ -337,7 +337,7 @@ class Program(Held):
         found = findings(self._atlas, run, sweep, values)
         look = Look(rolled=rolled, fold=fold, module=module)
         made = found.named(self._scene(look, values=found.numbers, run=run, against=against))
-        return save_page(path, made, self.graph, self.layers, found.details)
+        return save_page(path, made, self.layers, found.details)
 
     def _diff(self, run: Run) -> Diff:
         """How much each layer of a run of this program differs from what was recorded."""

@@ -55,7 +55,6 @@ OTHERS = {  # words of other kinds: of modules, of callers' options, of bytecode
     "_view.draw.THEMES": "themes",
     "_view.gather.OF_ALL": "roles",
     "_view.theme.THEMES": "themes",
-    "_view.vis.DIRECTIONS": "options",
 }
 OWN = frozenset(  # operations that the package itself puts into programs, by the kind that a person reads
     "identity copied standing hook newparameter".split()
