@@ -21,6 +21,7 @@ from .._core.graph import Graph
 from .._core.node import Call, Guard, Node
 from .._core.pure import blank, fill_new, filled, mutate, resized
 from .._core.text import line
+from .._core.tolerances import FUSED_LAYER
 from .._replay.interpreter import Code
 from .._replay.replay import Record, execute
 from .._replay.request import Request
@@ -31,7 +32,6 @@ from .report import Finding, LawResult
 
 # Kernels that stand for a whole layer. Torch leaves them under any function mode: a capture sees the layer open.
 FUSED = frozenset("_transformer_encoder_layer_fwd _native_multi_head_attention".split())
-MOST_FUSED = 1e-3  # how far an open layer's output may be from the fused one's
 
 
 def audit(subject: ModelUnderTest) -> LawResult:
@@ -134,7 +134,7 @@ def _fused(subject: ModelUnderTest, plain: list[AtenCall], output: Any) -> tuple
 
 
 def _is_far(apart: float | None) -> bool:
-    return apart is None or apart > MOST_FUSED
+    return apart is None or apart > FUSED_LAYER.absolute
 
 
 COUNTED = frozenset((OpClass.COMPUTE, OpClass.CAST, OpClass.FILL, OpClass.READ))

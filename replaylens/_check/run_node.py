@@ -16,6 +16,7 @@ from attrs import frozen
 from .._core.node import Call, Ref, refs_of
 from .._core.pure import as_leaf
 from .._core.sameness import plain, same
+from .._core.tolerances import REARRANGED
 from .._replay.interpreter import Mode, caller, modes, with_values_apart
 from .._replay.parting import NONE
 from .._replay.replay import Record
@@ -99,7 +100,6 @@ def drawing_otherwise(node: Call, draws: Mapping[str, torch.Tensor], seed: int) 
 
 
 _TIMES = 5
-_MOST = 1e-3  # how far repetitions may lie apart, as a share of the largest number in them
 
 
 def spread_of_repetitions(alone: NodeRunner, given: Given, saved: Mapping[Ref, torch.Tensor]) -> float | None:
@@ -119,4 +119,4 @@ def _spread(repeated: list[Any], saved: torch.Tensor) -> float | None:
     low, high, wanted = values.amin(0), values.amax(0), plain(saved).to(torch.float64)
     spread = float((high - low).max())
     is_among = bool(((wanted >= low - spread) & (wanted <= high + spread)).all())
-    return spread if is_among and spread <= _MOST * float(values.abs().max()) else None
+    return spread if is_among and spread <= REARRANGED.of_largest * float(values.abs().max()) else None
