@@ -17,7 +17,7 @@ from graphviz import Source
 
 from ._capture.snapshot import Dice
 from ._lens.layers import Layer
-from ._view.vis import require_known, visualize
+from ._torchlens.drawing import require_known, visualize
 from .program import Program, capture, check
 
 

@@ -20,10 +20,10 @@ from ._capture.fake import outlined
 from ._capture.rerun import as_run, has_scripts, lived, otherwise, rehearsed, undisturbed
 from ._capture.snapshot import Beginning
 from ._capture.spots import Counterparts
-from ._check.check import check as check_record
-from ._check.model import with_model
+from ._check.check import check as check_program, with_model
+from ._check.model_under_test import ModelUnderTest, under_check
+from ._check.program_under_test import ProgramUnderTest
 from ._check.report import CheckReport
-from ._check.subject import Subject, under_check
 from ._core.copies import writable_copy
 from ._core.kept import Kept
 from ._core.node import Guard, Ref, value_of
@@ -63,15 +63,7 @@ from ._view.findings import findings
 from ._view.gather import Look
 from ._view.page import save_page
 from ._view.scene import Scene
-from .errors import (
-    CannotDraw,
-    CaptureError,
-    DivergedReplay,
-    InputMismatch,
-    NoSuchLayer,
-    ReplaylensError,
-    StaleValue,
-)
+from .errors import CannotDraw, CaptureError, DivergedReplay, InputMismatch, NoSuchLayer, ReplaylensError, StaleValue
 from .held import Held
 
 
@@ -173,7 +165,7 @@ def check(
     True
     """
 
-    def work(subject: Subject) -> CheckReport:
+    def work(subject: ModelUnderTest) -> CheckReport:
         captured = subject.captured
         prog = Program(_record=subject.record, _output=captured.output, _beginning=captured.beginning)
         return with_model(subject, prog.check(sample, progress))
@@ -338,7 +330,7 @@ class Program(Held):
         found = findings(self._atlas, run, sweep, values)
         look = Look(rolled=rolled, fold=fold, module=module)
         made = found.named(self._scene(look, values=found.numbers, run=run, against=against))
-        return save_page(path, made, self.graph, self.layers, found.details)
+        return save_page(path, made, self.layers, found.details)
 
     def _diff(self, run: Run) -> Diff:
         """How much each layer of a run of this program differs from what was recorded."""
@@ -482,11 +474,12 @@ class Program(Held):
         """Prove that the program is right: `assert prog.check()`. `print(prog.check())` says what was asked and found.
 
         A whole replay gives the recorded output; each node alone gives its own saved value; nonsense in place of
-        anything that a node reads gives another one; draws come out the same; no saved value was overwritten; graph and
-        names are well formed. What could not be seen (a mask hides a value) is listed with its reason. Nothing is
+        anything that a node reads gives another one; draws come out the same; no saved value was overwritten; the graph
+        is well formed. What could not be seen (a mask hides a value) is listed with its reason. Nothing is
         changed. `sample` asks so many nodes, or such a share of them, of a very large program.
         """
-        return check_record(self._record, self.output, self._lens, self.history == ("captured",), sample, progress)
+        is_captured = self.history == ("captured",)
+        return check_program(ProgramUnderTest(self._record, self.output, is_captured, sample, progress))
 
     def backward(self, of: Any = None, *, from_layer: Any = None, save: Any = "all") -> Program:
         """The same program after a backward pass: its layers have a `grad`, which is what a hook on the tensor would

@@ -16,12 +16,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import replaylens as rl
-from replaylens._check.accounts import account_of
-from replaylens._check.aten import Sort
-from replaylens._check.auditing import audit, plain_calls, replayed_calls
-from replaylens._check.elsewhere import other_inputs
-from replaylens._check.subject import Subject, under_check
-from replaylens._check.witness import witness
+from replaylens._check.aten_audit import audit, comparison_of, plain_calls, replayed_calls
+from replaylens._check.aten_calls import OpClass
+from replaylens._check.hook_comparison import witness
+from replaylens._check.model_under_test import ModelUnderTest, under_check
+from replaylens._check.replay_comparison import other_inputs
 from replaylens._core.node import Call, Ref
 from replaylens._core.target import Target
 
@@ -300,13 +299,13 @@ def test_a_fused_encoder_whose_padding_reaches_other_numbers_is_no_fault_of_the_
 def test_whichever_node_a_program_drops_its_calls_are_missed() -> None:
     dropped = []
 
-    def drop(name: str, subject: Subject) -> None:
+    def drop(name: str, subject: ModelUnderTest) -> None:
         plain, replayed = plain_calls(subject)[0], replayed_calls(subject.record)
         for node in subject.record.graph.calls:
             rest = [seen for seen in replayed if seen.step is not node]
-            if any(seen.kernel.sort is Sort.COMPUTE and seen.step is node for seen in replayed):
+            if any(seen.signature.sort is OpClass.COMPUTE and seen.step is node for seen in replayed):
                 dropped.append(node)
-                assert account_of(plain, rest, subject.record.graph.guards).missing, f"{name}: {node.name}"
+                assert comparison_of(plain, rest, subject.record.graph.guards).missing, f"{name}: {node.name}"
 
     for name, build in zoo.MODELS.items():
         case = build()
@@ -332,7 +331,7 @@ def broken(law: Callable, change: Callable) -> tuple:
     """The failures of a law on a program of which `change` was made."""
     torch.manual_seed(0)
 
-    def ask(subject: Subject) -> tuple:
+    def ask(subject: ModelUnderTest) -> tuple:
         assert law(subject), "the law holds before the change"
         return law(evolve(subject, record=change(subject.record))).failures
 
@@ -501,7 +500,7 @@ def test_a_parameter_that_lost_its_gradient_is_seen_by_the_witness() -> None:
 def test_inputs_in_another_order_are_seen_by_the_witness() -> None:
     model, one, other = (lambda x, y: x - y * 2), torch.randn(3), torch.randn(3)
 
-    def ask(subject: Subject) -> tuple:
+    def ask(subject: ModelUnderTest) -> tuple:
         turned = with_graph(inputs=lambda inputs: (inputs[0][::-1], inputs[1]))(subject.record)
         assert witness(subject)
         return witness(evolve(subject, record=turned)).failures

@@ -1,19 +1,23 @@
 """prog.check(): what holds for honest programs, what the report says, what cannot be seen and why."""
 
 import copy
+import re
 import warnings
 from collections import namedtuple
+from pathlib import Path
 
 import pytest
 import torch
 from attrs import evolve
 from hypothesis import HealthCheck, given, settings
+from metadata_law import wrong_metadata
 from random_programs import programs
 from torch import nn
 from zoo import MODELS, is_refused_so
 
 import replaylens as rl
-from replaylens._check.report import CheckReport, Finding, Law
+from replaylens._check.check import LAWS, MODEL_LAWS
+from replaylens._check.report import CheckReport, Finding, LawResult
 from replaylens._core.node import Call, Ref, refs_of
 
 
@@ -33,8 +37,10 @@ def captured(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_of_the_zoo_holds(name):
-    report = captured(name).check()
+    prog = captured(name)
+    report = prog.check()
     assert report, report
+    assert wrong_metadata(prog) == []
 
 
 @settings(max_examples=25, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
@@ -47,6 +53,7 @@ def test_random_programs_hold(program):
         return
     report = prog.check()
     assert report, report
+    assert wrong_metadata(prog) == []
 
 
 def model():
@@ -77,8 +84,10 @@ EDITS = {
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edited_program_holds(edit):
-    report = EDITS[edit](program()).check()
+    edited = EDITS[edit](program())
+    report = edited.check()
     assert report, report
+    assert wrong_metadata(edited) == []
 
 
 def test_an_expanded_attention_holds():
@@ -143,9 +152,15 @@ def test_a_report_is_a_table():
             "    draws             1 draw                     come out the same",
             "    graph             9 nodes                    well formed",
             "    saved values      9 values                   none overwritten, all of the recorded kind",
-            "    metadata          6 layers, 4 module calls   labels, passes, modules, distances agree",
         ]
     )
+
+
+def test_the_documentation_lists_the_laws_as_they_are_asked():
+    page = (Path(__file__).parents[1] / "docs/checking.md").read_text()
+    tables = re.findall(r"\| law \| what is asked \|\n\|---\|---\|\n((?:\|.*\|\n)+)", page)
+    listed = [[tuple(row.strip("| ").split(" | ")) for row in table.splitlines()] for table in tables]
+    assert listed == [[(law.name, law.sentence) for law in laws] for laws in (LAWS, MODEL_LAWS)]
 
 
 def test_a_failure_shows_the_line_of_the_program_and_of_the_user():
@@ -168,14 +183,14 @@ def test_a_report_is_data():
     assert list(report.to_pandas()["kind"]) == ["special"]
     with pytest.raises(KeyError, match=r"no law is named 'speed'\. There are: whole replay"):
         report["speed"]
-    more = report.and_((Law("witness", failures=(Finding("witness", "", "saw another value"),)),))
+    more = report.and_((LawResult(name="witness", failures=(Finding("", "saw another value"),)),))
     assert report
     assert not more
     assert [finding.fact for finding in more.failures] == ["saw another value"]
 
 
 def test_a_law_that_was_not_asked_is_no_failure_and_is_printed():
-    report = CheckReport("Net", (Law("witness", skipped="no module can be hooked"),))
+    report = CheckReport("Net", (LawResult(name="witness", skipped="no module can be hooked"),))
     assert report
     assert str(report) == (
         "Check of Net: all that was asked holds; 1 not asked.\n    witness    not asked: no module can be hooked"

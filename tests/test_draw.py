@@ -18,11 +18,11 @@ from torch import nn
 from zoo import MODELS, is_refused_so
 
 import replaylens as rl
+from replaylens._torchlens.drawing import visualize
 from replaylens._view.change import compare
 from replaylens._view.cycles import backward
 from replaylens._view.gather import Look, scene
 from replaylens._view.theme import PAPER
-from replaylens._view.vis import visualize
 
 GOLDEN = Path(__file__).parent / "golden"
 needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="graphviz's dot is not installed")

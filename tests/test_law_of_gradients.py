@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import replaylens as rl
 from replaylens._capture import twins
-from replaylens._check import subject as subjects
+from replaylens._check import model_under_test
 from replaylens._core.node import Call
 
 
@@ -170,13 +170,13 @@ MUTATIONS = {
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_the_law_finds_a_mutation_of_the_program(mutation, monkeypatch):
-    record_of = subjects.record_of
+    record_of = model_under_test.record_of
 
     def mutated(captured: Any) -> Any:
         made = record_of(captured)
         return evolve(made, graph=evolve(made.graph, nodes=tuple(MUTATIONS[mutation](made.graph))), plans={})
 
-    monkeypatch.setattr(subjects, "record_of", mutated)
+    monkeypatch.setattr(model_under_test, "record_of", mutated)
     assert not law_of(with_a_stopped_gradient)
 
 

@@ -16,6 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import replaylens as rl
+from replaylens._lens.fields import FIELDS
+from replaylens._lens.layers import Layer
+from replaylens._torchlens.names import Alias, TorchLensNames
 
 HERE = Path(__file__)
 
@@ -93,9 +96,41 @@ def test_parameters_and_orphans_have_every_field_too():
         assert prog[name].ordinal is None and str(prog[name])
 
 
-@pytest.mark.parametrize("name", [*MODEL, *OPERATION])
-def test_the_documentation_has_every_name(name):
-    assert f"| `{name}` |" in (HERE.parents[1] / "docs/metadata.md").read_text()
+def said(owner, name):
+    return " ".join(inspect.getdoc(getattr(owner, name)).split())
+
+
+def rows_of_layers():
+    """What the documentation says of layers: names of TorchLens's first, then facts that have no other name."""
+    aliases = {name: found for name, found in vars(TorchLensNames).items() if isinstance(found, Alias)}
+    same = {name: found.fact for name, found in aliases.items() if found.__doc__ == f"`{found.fact}`."}
+    for name, found in aliases.items():
+        fact = f"`{found.fact}`" if found.fact[:1].isalpha() else ""
+        yield f"| `{name}` | {fact} | {said(Layer, same.get(name, name))} |"
+    for fact in [field.fact for field in FIELDS if field.fact not in {*aliases, *same.values()}]:
+        yield f"| {f'`{fact}` | ' if fact in OPERATION else f' | `{fact}`'} | {said(Layer, fact)} |"
+
+
+def rows_of_the_documentation(title):
+    page = (HERE.parents[1] / "docs/metadata.md").read_text().split(f"## {title}\n")[1].split("\n## ")[0]
+    return [row for row in page.splitlines() if row.startswith("|")][2:]
+
+
+def test_the_documentation_lists_every_fact_of_a_layer_in_its_own_words():
+    assert rows_of_the_documentation("Of a layer") == list(rows_of_layers())
+
+
+def test_the_documentation_lists_the_facts_of_a_program_in_their_own_words():
+    rows = rows_of_the_documentation("Of a program")
+    names = [row.split("`")[1] for row in rows]
+    assert set(MODEL) <= set(names)
+    assert rows == [f"| `{name}` |  | {said(rl.Program, name)} |" for name in names]
+
+
+def test_every_fact_of_a_layer_is_in_the_table_of_fields():
+    own = {name for base in Layer.__mro__ for name, found in vars(base).items() if type(found) is property}
+    assert {name for name in own if not name.startswith("_")} <= {field.fact for field in FIELDS}
+    assert all(isinstance(getattr(Layer, field.fact), property) for field in FIELDS)
 
 
 # ---- the model ------------------------------------------------------------------------------------------------------

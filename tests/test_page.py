@@ -199,7 +199,7 @@ def test_what_holds_no_numbers_has_no_statistics(tensor):
 
 def test_pictures_take_no_more_than_they_may(prog):
     for most in (0, 500, 2_000, 50_000):
-        made = cards(prog.graph, prog.layers, most)
+        made = cards(prog.layers, most)
         assert sum(len(card["pictures"]["data"]) for card in made.values() if "pictures" in card) <= most
 
 

@@ -246,14 +246,14 @@ def test_a_layer_prints_as_all_that_is_known_of_it():
 Layer {label}, operation {prog.layer_labels.index(label) + 1} of {len(prog)}:
     Value: float32[3, 4], 48 B
         {str(prog["linear_1"].value.detach()).replace(chr(10), chr(10) + " " * 8)}
+    Function: linear, backward AddmmBackward0
+    Code: {label} = linear({prog["linear_1"].parents[0]}, blocks.0.fc.weight, blocks.0.fc.bias)  # float32[3, 4]
+    Time: {duration(prog["linear_1"].seconds)}
+    Cost: 96 FLOPs (48 multiply-adds)
     Parameters: blocks.0.fc.weight [4, 4], blocks.0.fc.bias [4]; 20 numbers, 80 B
     Parents: {prog["batchnorm_1"].label}
     Children: {prog["relu_1"].label}
     Distance: 2 steps from an input, 6 to 10 steps to an output
-    Function: linear, backward AddmmBackward0
-    Code: {label} = linear({prog["linear_1"].parents[0]}, blocks.0.fc.weight, blocks.0.fc.bias)  # float32[3, 4]
-    Cost: 96 FLOPs (48 multiply-adds)
-    Time: {duration(prog["linear_1"].seconds)}
     Computed inside module: blocks.0.fc
     Output of modules: blocks.0.fc:1
     All that is computed in module: blocks.0.fc

@@ -16,6 +16,7 @@ from .._core.autograd import hooked
 from .._core.graph import GradientArguments, Graph
 from .._core.node import Input, Ref
 from .._core.target import Target
+from .._core.tolerances import REPEATED
 from .._core.torch_private import (
     FakeTensor,
     HigherOrderOperator,
@@ -332,9 +333,7 @@ def _require_equal(tracer: Recorder, results: Any, expected: Any) -> None:
     if any(isinstance(result, FakeTensor) for result in results):
         return  # without contents there is nothing to compare
     for one, other in zip(results, expected, strict=True):
-        if (one is None) != (other is None) or (
-            one is not None and not torch.allclose(one, other, rtol=1e-5, atol=1e-7, equal_nan=True)
-        ):
+        if (one is None) != (other is None) or (one is not None and not REPEATED.holds(one, other)):
             raise CaptureError(
                 f"a gradient taken inside the forward came out differently when it was taken again.{tracer.where()}\n"
                 "A hook, or state that the program does not see, takes part in it; so it cannot be replayed."

@@ -1,59 +1,86 @@
-"""check: every law that a program can be held to without its model.
+"""check: all laws of a program, and of a model and its program, as lists.
 
-In: the record of a program, what the model returned, what is known of its layers. Out: a CheckReport. Nothing of the
-program is changed, nor any generator; the laws are asked one after the other, the walk over the calls last.
+In: a program under check; a model under check. Out: a CheckReport. Nothing of the program is changed, nor any
+generator. A new law is an entry of one of the lists here, or of `NODE_LAWS` if it is asked of each call by itself.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
-from .._core.graph import Graph
-from .._core.node import Call
-from .._lens.lens import Lens
-from .._many.progress import bar
-from .._replay.replay import Record
-from .proven import Proven
-from .report import CheckReport, Law
-from .saved import saved_values, stale_values
-from .structure import graph_law, metadata_law
-from .walk import ALONE, DRAWS, NONSENSE, laws_of, walk
-from .whole import NAME as WHOLE, whole_replay
+from attrs import frozen
 
-_UNLAWFUL = "the graph is not well formed"
+from .aten_audit import audit
+from .hook_comparison import witness
+from .model_under_test import ModelUnderTest
+from .per_node import NODE_LAWS
+from .program_under_test import ProgramUnderTest
+from .replay_comparison import gradients, other_inputs
+from .report import CheckReport, LawResult
+from .whole_program import saved_values, well_formed, whole_replay
 
-
-def check(
-    record: Record, returned: Any, lens: Lens, as_captured: bool, sample: float | None, progress: bool | None
-) -> CheckReport:
-    """Ask every law. `as_captured`: no edit has put nodes between others, so that numbers run on."""
-    graph = record.graph
-    _require_sample(sample)
-    lawful = graph_law(graph, as_captured)
-    if lawful.failures:
-        skipped = [Law(name, skipped=_UNLAWFUL) for name in (WHOLE, ALONE, NONSENSE, DRAWS, "saved values", "metadata")]
-        return CheckReport(graph.model_name, (*skipped[:4], lawful, *skipped[4:]))
-    stale = stale_values(record)
-    chosen = _chosen(graph, sample)
-    left_out = f"a sample of {len(chosen):,} of {len(graph.calls):,} nodes" if len(chosen) < len(graph.calls) else ""
-    proven = Proven(record)
-    whole = whole_replay(record, returned, stale, proven)
-    with bar(len(chosen), progress, "node") as tick:
-        walked = laws_of(walk(proven, stale, chosen, tick), left_out, len(graph.calls))
-    others = (lawful, saved_values(record, stale), metadata_law(lens, as_captured))
-    return CheckReport(graph.model_name, (whole, *walked, *others))
+T = TypeVar("T", ProgramUnderTest, ModelUnderTest)
 
 
-def _chosen(graph: Graph, sample: float | None) -> frozenset[int]:
-    """The calls that are asked: all, or so many, spread evenly over the program; always the same."""
-    calls = [position for position, node in enumerate(graph.nodes) if isinstance(node, Call)]
-    if sample is None:
-        return frozenset(calls)
-    count = min(len(calls), sample if isinstance(sample, int) else max(1, round(sample * len(calls))))
-    return frozenset([calls[(2 * number + 1) * len(calls) // (2 * count)] for number in range(count)])
+@frozen
+class Law(Generic[T]):
+    """What holds of everything that is right: a name, the sentence that it holds, and how it is asked."""
+
+    name: str
+    sentence: str
+    ask: Callable[[T], LawResult]
+
+    def result(self, subject: T) -> LawResult:
+        """What comes of asking it."""
+        return self.ask(subject).of(self.name)
 
 
-def _require_sample(sample: float | None) -> None:
+GRAPH = Law(
+    "graph",
+    "every value is made before it is read, by one node; what the model returned, wrote and read in Python are values "
+    "of nodes",
+    well_formed,
+)
+LAWS: tuple[Law[ProgramUnderTest], ...] = (
+    Law(
+        "whole replay",
+        "a replay without changes gives what the model returned, in the same structure, and writes what the model "
+        "wrote",
+        whole_replay,
+    ),
+    *[Law(law.name, law.sentence, law.of) for law in NODE_LAWS],
+    GRAPH,
+    Law(
+        "saved values",
+        "none was overwritten since the capture, and all have the shape, type and device that the program says",
+        saved_values,
+    ),
+)
+MODEL_LAWS: tuple[Law[ModelUnderTest], ...] = (
+    Law("completeness", "the ATen calls of a plain forward are those of a whole replay", audit),
+    Law("witness", "forward hooks on every module see, bit for bit, the outputs that the program has", witness),
+    Law("other inputs", "the model and a replay agree on inputs of the same shapes with other numbers", other_inputs),
+    Law("gradients", "a backward pass gives what the model's own backward gives, bit for bit", gradients),
+)
+
+
+def check(program: ProgramUnderTest) -> CheckReport:
+    """Ask every law of a program; of a graph that is not well formed no other can be asked."""
+    require_sample(program.sample)
+    graph = GRAPH.result(program)
+    unasked = LawResult(skipped="the graph is not well formed")
+    results = [graph if law is GRAPH else law.result(program) if graph else unasked.of(law.name) for law in LAWS]
+    return CheckReport(program.graph.model_name, tuple(results))
+
+
+def with_model(model: ModelUnderTest, report: CheckReport) -> CheckReport:
+    """The report on its program with what plain forwards of the model say."""
+    return report.and_(tuple([law.result(model) for law in MODEL_LAWS]))
+
+
+def require_sample(sample: float | None) -> None:
+    """Is it a number of nodes, or a share of them?"""
     is_number = isinstance(sample, (int, float)) and not isinstance(sample, bool)
     fits = is_number and (0 < sample <= 1 if isinstance(sample, float) else sample > 0)  # type: ignore[operator]
     if sample is not None and not fits:

@@ -1,6 +1,6 @@
-"""CheckReport: what a check came to, law by law.
+"""CheckReport: the result of a check, law by law.
 
-In: laws, each with how much was asked and what was found. Out: something that is truthy when all holds, prints as a
+In: for each law how much was asked and what was found. Out: something that is truthy when all holds, prints as a
 short table, and is data. How the laws are asked is not known here.
 """
 
@@ -12,15 +12,15 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from .._core.node import Source
-from .._core.text import where
+from .._core.graph import Graph
+from .._core.node import Node, Source
+from .._core.text import line as line_of, where
 
 
 @frozen
 class Finding:
-    """One breach of a law; or, among `Law.special`, one case in which nothing could be seen, and why."""
+    """One breach of a law; or, among `LawResult.special`, one case in which nothing could be seen, and why."""
 
-    law: str
     node: str  # "" where it is of no node
     fact: str
     source: Source | None = None
@@ -28,6 +28,7 @@ class Finding:
     difference: float | None = None  # the largest absolute difference, where numbers differ
     line: str = ""  # the node as a line of the program
     is_stale: bool = False  # overwritten or replaced since it was recorded: no fault in the program
+    law: str = ""  # put in by the law that was asked
 
     def __str__(self) -> str:
         far = f" (by at most {self.difference:.3g})" if self.difference is not None else ""
@@ -35,11 +36,25 @@ class Finding:
         return "\n".join([row for row in (*rows, where(self.source) if self.source else "") if row])
 
 
-@frozen
-class Law:
-    """What one law came to. `asked` counts its questions in the words of `unit`."""
+def found_at(graph: Graph, name: str, fact: str, **more: Any) -> Finding:
+    """A finding at the node of this name, with its line of the program; at a mere name, if no node has it."""
+    return found(graph[name], fact, **more) if name in graph else Finding(name, fact, **more)
 
-    name: str
+
+def found(node: Node, fact: str, **more: Any) -> Finding:
+    """A finding at a node, with its line of the program and of the user's code."""
+    text = line_of(node)
+    short = text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+    return Finding(node.name, fact, getattr(node, "source", None), line=short, **more)
+
+
+_LONGEST = 160
+
+
+@frozen
+class LawResult:
+    """The outcome of asking one law. `asked` counts its questions in the words of `unit`."""
+
     asked: int = 0
     failures: tuple[Finding, ...] = ()
     special: tuple[Finding, ...] = ()
@@ -47,9 +62,15 @@ class Law:
     note: str = ""
     unit: str = ""
     holds: str = "holds"  # what is said where nothing failed
+    name: str = ""  # put in by the law that was asked
 
     def __bool__(self) -> bool:
         return not self.failures
+
+    def of(self, name: str) -> LawResult:
+        """The result as that of the law of this name."""
+        failures, special = (tuple([evolve(one, law=name) for one in some]) for some in (self.failures, self.special))
+        return evolve(self, name=name, failures=failures, special=special)
 
     @property
     def stale(self) -> tuple[Finding, ...]:
@@ -80,19 +101,19 @@ class Law:
 
 @frozen(repr=False)
 class CheckReport:
-    """What a check came to. Truthy when no law is broken and nothing is stale; a law that was not asked says why.
+    """The result of a check. Truthy when no law is broken and nothing is stale; a law that was not asked says why.
 
     `report["each node alone"]` is one law, `report.failures` every breach, `report.special` every case in which nothing
     could be seen, with its reason.
     """
 
     model_name: str
-    laws: tuple[Law, ...]
+    laws: tuple[LawResult, ...]
 
     def __bool__(self) -> bool:
         return all(self.laws)
 
-    def __getitem__(self, name: str) -> Law:
+    def __getitem__(self, name: str) -> LawResult:
         names = [law.name for law in self.laws]
         if name not in names:
             raise KeyError(f"no law is named {name!r}. There are: {', '.join(names)}.")
@@ -113,7 +134,7 @@ class CheckReport:
         """Every case in which nothing could be seen, each with its reason."""
         return tuple([finding for law in self.laws for finding in law.special])
 
-    def and_(self, laws: tuple[Law, ...]) -> CheckReport:
+    def and_(self, laws: tuple[LawResult, ...]) -> CheckReport:
         """The report with more laws."""
         return evolve(self, laws=(*self.laws, *laws))
 
@@ -171,7 +192,7 @@ def _what_is_stale(found: tuple[Finding, ...]) -> str:
     return f"{first}; so {'is' if more == 1 else 'are'} {more} more." if more else f"{first}."
 
 
-def _count(law: Law) -> str:
+def _count(law: LawResult) -> str:
     """How much was asked, in words: `1 output, 0 state changes`, `8 parents`."""
     word, comma, rest = law.unit.partition(",")
     word = word[:-1] if law.asked == 1 and word.endswith("s") else word

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .._core.reference import Reference
+from .._core.tolerances import unit_error
 from .._core.torch_private import peek_interpreter_stack
 from ..errors import BadPatch
 from .content import shown
@@ -78,7 +79,7 @@ def orthonormal(basis: Any) -> torch.Tensor:
     if not _is_hidden(basis):
         rows = _wide(basis)
         error = float((rows @ rows.mH - torch.eye(len(rows), device=rows.device)).abs().max()) if len(rows) else 0.0
-        if not error <= max(1e-4, 2 * torch.finfo(basis.dtype).eps):
+        if not error <= unit_error(basis.dtype):
             raise BadPatch(
                 f"the rows of Rotate's basis are not orthonormal: they are off by {error:.2g}.\n"
                 "torch.linalg.qr(basis.mT).Q.mT makes them so; torch.nn.utils.parametrizations.orthogonal keeps them"

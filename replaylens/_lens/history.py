@@ -13,6 +13,7 @@ from .._core.node import Call, Input, State
 from . import traits
 from .atlas import Place, bare
 from .conditionals import Conditional
+from .fields import COLUMNS, row
 from .layers import Layer
 from .lens import Lens
 from .tables import Table
@@ -306,26 +307,10 @@ class Described:
 
     def to_pandas(self) -> Any:
         """A DataFrame with a row for each operation."""
-        return Table(_COLUMNS, tuple([tuple(_row(layer)) for layer in self._all()])).to_pandas()
+        return Table(COLUMNS, tuple(map(row, self._all()))).to_pandas()
 
 
 def _above(address: str) -> Iterable[str]:
     """The modules that an address lies in: `layer1.0` and `layer1` for `layer1.0.weight`."""
     while address := address.rpartition(".")[0]:
         yield address
-
-
-_COLUMNS = tuple(
-    """layer_label layer_label_w_pass layer_type operation_num pass_num layer_passes_total tensor_shape tensor_dtype
-    tensor_fsize is_saved func_applied_name function_is_inplace gradfunc_name func_time_elapsed flops macs
-    num_param_tensors num_params_total parent_layers child_layers min_distance_from_input max_distance_from_input
-    min_distance_from_output max_distance_from_output is_input_layer is_output_layer is_buffer_layer
-    initialized_inside_model terminated_inside_model is_terminal_bool_layer in_cond_branch containing_module_origin
-    modules_exited is_bottom_level_submodule_output source""".split()
-)
-
-
-def _row(layer: Layer) -> Iterable[Any]:
-    for name in _COLUMNS:
-        value = getattr(layer, name)
-        yield str(value) if name == "source" and value is not None else value

@@ -1,7 +1,7 @@
 """Layer: the view of one node for a person.
 
-In: the Lens of a program and a Place in it. Out: everything that is known of the layer there, each fact in the part
-that its subject belongs to (facts_*.py). papers_names.py says the same in the words of TorchLens.
+In: the Lens of a program and a Place in it. Out: everything that is known of the layer there (facts.py), and what can
+be done with it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from attrs import evolve, field, frozen
 
 from .._core.reference import Reference
 from .atlas import Atlas as Atlas, Place as Place, short as short
-from .card import card
+from .facts import LayerFacts
+from .fields import card
 from .lens import Lens
-from .papers_names import LayerInPapersWords
 
 
 @frozen(repr=False)
-class Layer(LayerInPapersWords, Reference):
+class Layer(LayerFacts, Reference):
     """One layer of a program: its label, its value, where it lies and what is next to it."""
 
     _lens: Lens

@@ -1,7 +1,7 @@
 """What the layers of one program share: names, kin, module calls, costs. Worked out when first asked for.
 
-In: a Record. Out: a Lens. A fact about one layer is a property of `Layer` (facts_*.py), a fact about the whole program
-one of `Program` (whole.py); both read here what is computed once for all layers.
+In: a Record. Out: a Lens. A fact about one layer is a property of `Layer` (facts.py), a fact about the whole program
+one of `Program` (history.py); both read here what is computed once for all layers.
 """
 
 from __future__ import annotations

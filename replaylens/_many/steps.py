@@ -17,6 +17,7 @@ from .._core.lazy import cached_property
 from .._core.node import Call, Ref, TensorMeaning
 from .._core.runtime import alias
 from .._core.target import Target
+from .._core.tolerances import BATCHED, BATCHED_NARROW
 from .._core.torch_private import add_batch, remove_batch, vmap_begins, vmap_ends, warn_of_vmap_fallbacks
 from .._core.trees import Branch, leaves, remake
 from .._core.write import Write, original_call
@@ -325,11 +326,7 @@ def _close(one: Tensor, other: Tensor) -> bool:
         return False
     if not (one.is_floating_point() or one.is_complex()):
         return bool(torch.equal(one, other))
-    if torch.equal(one, other):
-        return True
-    tolerance = 1e-4 if one.dtype not in (torch.bfloat16, torch.float16) else 2e-2
-    scale = torch.nan_to_num(other.abs(), nan=0.0, posinf=0.0).max() if other.numel() else 0.0
-    return bool(torch.isclose(one, other, rtol=tolerance, atol=tolerance * float(scale), equal_nan=True).all())
+    return (BATCHED_NARROW if one.dtype in (torch.bfloat16, torch.float16) else BATCHED).holds(one, other)
 
 
 _IS_RAW = None not in (vmap_begins, vmap_ends, add_batch, remove_batch)

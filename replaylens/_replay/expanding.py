@@ -14,6 +14,7 @@ from attrs import evolve
 
 from .._core.graph import Graph
 from .._core.node import Call, Ref, meanings_of, refs_of
+from .._core.tolerances import REARRANGED, REARRANGED_NARROW
 from .._core.trees import thaw
 from .._edit.expand import as_called, expand as expanded
 from ..errors import ReplaylensError
@@ -84,7 +85,7 @@ def _require_same(call: Call, made: torch.Tensor, recorded: torch.Tensor) -> Non
         return
     away = float((made.detach() - recorded.detach())[both].abs().max())
     largest = float(recorded.detach()[both].abs().max())
-    if away > (0.05 if is_rough else 1e-3) * largest:
+    if away > (REARRANGED_NARROW if is_rough else REARRANGED).of_largest * largest:
         raise ReplaylensError(
             f"`{call.name}` cannot be expanded: open operations give values up to {away:.2g} away from what it gave "
             f"(at most {largest:.2g}).{' It draws random numbers in a way of its own.' if call.draws else ''}"

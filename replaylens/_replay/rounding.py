@@ -7,13 +7,13 @@ everything that decides a way (booleans, integers, strings, shapes) is the same.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from .._core.node import Guard
+from .._core.tolerances import REARRANGED, is_close_number
 from .guards import Departure, changed, changed_content, place, same_result
 from .replay import Record
 
@@ -40,10 +40,9 @@ def _is_close(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         if not one.is_floating_point() or one.shape != other.shape:
             return one.shape == other.shape and bool((one == other).all())
-        largest = float(one.detach().nan_to_num(0.0, 0.0, 0.0).abs().max()) if one.numel() else 0.0
-        return torch.allclose(one.detach(), other.detach(), rtol=1e-3, atol=1e-3 * largest, equal_nan=True)
+        return REARRANGED.holds(other.detach(), one.detach())
     if isinstance(one, float) and isinstance(other, float):
-        return same_result(one, other) or math.isclose(one, other, rel_tol=1e-3, abs_tol=1e-6)
+        return same_result(one, other) or is_close_number(one, other)
     if isinstance(one, (list, tuple)) and type(one) is type(other) and len(one) == len(other):
         return all(map(_is_close, one, other))
     return same_result(one, other)

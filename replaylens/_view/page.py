@@ -18,7 +18,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from .._core.graph import Graph
 from .._lens.layers import Layer
 from .cards import Card, cards, rounded
 from .ranks import Rows, Way, rows_of
@@ -48,10 +47,10 @@ def page(
     return before + "".join(parts[piece.split("}}", 1)[0]] + piece.split("}}", 1)[1] for piece in pieces)
 
 
-def save_page(path: str | PathLike[str], scene: Scene, graph: Graph, layers: Sequence[Layer], details: Any) -> Path:
+def save_page(path: str | PathLike[str], scene: Scene, layers: Sequence[Layer], details: Any) -> Path:
     """The page in a file, with cards for the layers that the picture has."""
     seen = [layer for layer in layers if layer.label in scene.by_layer]
-    made = page(scene, rows_of(scene), cards(graph, seen, PICTURE_BYTES), details)
+    made = page(scene, rows_of(scene), cards(seen, PICTURE_BYTES), details)
     found = Path(path)
     found.write_text(made, encoding="utf-8")
     return found

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from attrs import frozen
 
+from .._core.tolerances import SHARES
 from .._core.torch_private import pytree
 
 
@@ -105,7 +106,7 @@ def _is_pattern(numbers: torch.Tensor) -> bool:
     """Do all rows sum to one, with no number below zero?"""
     if numbers.dim() < 3 or bool((numbers < 0).any()):
         return False
-    return bool(((numbers.sum(-1) - 1).abs() < 1e-2).all())
+    return bool(((numbers.sum(-1) - 1).abs() < SHARES.absolute).all())
 
 
 def _smaller(stack: torch.Tensor, side: int | None) -> torch.Tensor:

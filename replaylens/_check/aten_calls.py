@@ -1,11 +1,16 @@
-"""Every ATen call of a stretch of Python, with the place that it came from.
+"""Every ATen call of a stretch of Python, reduced to what it computes, with the place that it came from.
 
-In: a stretch, as a context. Out: what was called, in order. It looks on, and changes nothing.
+In: a stretch, as a context. Out: what was called, in order: an OpSignature says what sort of work a call is, its name
+without the marks of writing, the shapes and dtypes of the tensors that it reads, so that a program's calls and the
+model's own can be counted against each other. It follows from operators' schemas and from the tables here, which are
+data. Nothing is changed.
 """
 
 from __future__ import annotations
 
+import enum
 import sys
+from collections.abc import Iterator
 from functools import cache, partial
 from inspect import unwrap
 from types import CodeType, FrameType
@@ -15,15 +20,128 @@ import torch
 from torch.autograd import forward_ad
 
 from .._capture.builder import Site, is_torch_code, line_of
-from .._core.node import Call, Guard, Node, Source
+from .._capture.rules import How, rule_of
+from .._core.node import Call, Guard, Node, Source, TensorMeaning
 from .._core.torch_private import HigherOrderOperator, OpOverload, TorchDispatchMode, has_kernel, top_saving_hooks
-from .aten import Kernel, kernel_of
 
 
-class Seen(NamedTuple):
+class OpClass(enum.Enum):
+    """What an ATen call is for. Only the first four are counted."""
+
+    COMPUTE = "computes"
+    CAST = "changes a dtype or a device"
+    FILL = "fills memory with one number"
+    READ = "hands content to Python"
+    MOVE = "looks at memory, copies it or allocates it"
+
+
+class OpSignature(NamedTuple):
+    """A call without what purity may change of it: `add_.Tensor` and `add.out` are `add` of the same operands."""
+
+    sort: OpClass
+    name: str
+    operands: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(self.operands)})"
+
+
+COPIES = frozenset("clone copy _to_copy lift lift_fresh_copy contiguous _reshape_copy".split())
+MEMORY = frozenset("empty empty_strided empty_permuted resize resize_as set".split())
+FILLS = frozenset("zero zeros ones full fill scalar_tensor".split())
+QUIET = frozenset(("profiler",))  # namespaces of operators that only look on
+UNSAFE = ("_unsafe_", "unsafe_")  # views that autograd may not see through
+
+
+def signature_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpSignature:
+    """What a call was. `out` is what it gave."""
+    if not isinstance(op, OpOverload):  # a higher-order operator
+        return OpSignature(OpClass.COMPUTE, op.name(), tuple(map(described, _tensors((args, kwargs)))))
+    sort, name = reduced(op)
+    if sort is OpClass.FILL:
+        return OpSignature(sort, "fill", tuple(map(described, _tensors(out))))
+    operands = tuple(map(described, _operands(op, args, kwargs)))
+    if sort is OpClass.MOVE and name in COPIES and (cast := _cast(name, args, out)):
+        return OpSignature(OpClass.CAST, "cast", cast)
+    return OpSignature(sort, name, operands)
+
+
+@cache
+def reduced(op: Any) -> tuple[OpClass, str]:
+    """What sort of work an operator does, and its name without the marks of writing."""
+    namespace, name = op._schema.name.split("::")
+    name = _unmarked(namespace, name) if op._schema.is_mutable else name
+    plain = name.removeprefix("new_").removesuffix("_like")
+    if plain in FILLS:
+        return OpClass.FILL, "fill"
+    if plain in MEMORY or name in COPIES or torch.Tag.inplace_view in op.tags or _is_view(namespace, op, name):
+        return OpClass.MOVE, name
+    if op._schema.is_mutable or any("Tensor" in str(value.type) for value in op._schema.returns):
+        return OpClass.COMPUTE, name
+    reads = namespace not in QUIET and (namespace != "aten" or rule_of(op).how is How.ESCAPE)
+    return (OpClass.READ if reads else OpClass.MOVE), name
+
+
+def _unmarked(namespace: str, name: str) -> str:
+    """`add` for `add_`, `__and__` for `__iand__`, where there is such an operator."""
+    twins = [name.removesuffix("_"), f"__{name.removeprefix('__i')}" if name.startswith("__i") else name]
+    return next((twin for twin in twins if twin != name and hasattr(getattr(torch.ops, namespace), twin)), name)
+
+
+def _is_view(namespace: str, op: Any, name: str) -> bool:
+    """Does it look at an argument's memory, or copy what a view of it would show, or write there?"""
+    if _gives_view(op):
+        return True
+    stems = [name.removesuffix("_copy"), name.removesuffix("_scatter"), *(name.removeprefix(mark) for mark in UNSAFE)]
+    return any(stem != name and _has_view(namespace, stem) for stem in stems)
+
+
+def _has_view(namespace: str, name: str) -> bool:
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    return packet is not None and any(_gives_view(getattr(packet, overload)) for overload in packet.overloads())
+
+
+def _gives_view(op: Any) -> bool:
+    return any(value.alias_info is not None and not value.alias_info.is_write for value in op._schema.returns)
+
+
+def _cast(name: str, args: tuple[Any, ...], out: Any) -> tuple[str, ...]:
+    """From what to what a copy takes numbers; nothing where they stay as they are."""
+    source = args[1] if name == "copy" and len(args) > 1 else args[0] if args else None
+    if not isinstance(source, torch.Tensor) or not isinstance(out, torch.Tensor):
+        return ()
+    same = source.dtype == out.dtype and source.device == out.device
+    return () if same or out.is_meta else (described(source), str(out.dtype).removeprefix("torch."), str(out.device))
+
+
+def _operands(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors that a call reads, in the order of its schema: all but those that `out=` names."""
+    for number, argument in enumerate(op._schema.arguments):
+        if argument.is_out:
+            continue
+        yield from _tensors(args[number] if number < len(args) else kwargs.get(argument.name))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+def described(tensor: torch.Tensor) -> str:
+    """A tensor's dtype and shape, in short."""
+    return str(TensorMeaning.of(tensor))
+
+
+class AtenCall(NamedTuple):
     """One ATen call: what it was, the line of Python, and the node or guard of a program that it ran for."""
 
-    kernel: Kernel
+    signature: OpSignature
     site: Site | None
     step: Node | Guard | None = None
     within: str = ""  # which part of torch's own it lies beneath: see WITHIN and AGAIN
@@ -54,7 +172,7 @@ class Watch(TorchDispatchMode):
 
     def __init__(self, until: CodeType | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: list[Seen] = []
+        self.seen: list[AtenCall] = []
         self.step: Node | Guard | None = None
         self.packing: set[CodeType] = set()  # what the user's hooks on saved tensors run: no operations of the forward
         self.until = until  # the code that called the model: lines above it are not the model's
@@ -76,7 +194,7 @@ class Watch(TorchDispatchMode):
             return out
         site, within, in_gradient, is_transformed = self._place()
         builds = None if is_transformed else builds
-        self.seen.append(Seen(kernel_of(func, args, kwargs, out), site, self.step, within, in_gradient, builds))
+        self.seen.append(AtenCall(signature_of(func, args, kwargs, out), site, self.step, within, in_gradient, builds))
         return out
 
     def _packs(self) -> bool:

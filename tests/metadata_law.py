@@ -1,94 +1,31 @@
-"""Is the graph well formed, and do names, passes, module calls and distances agree with one another?
+"""What layers are called and how far they are from inputs and outputs, worked out anew in the simplest way.
 
-In: a graph; what its layers share. Out: two laws. Everything is worked out anew here, in the simplest way, so that a
-fault in how it was worked out before is seen.
+In: a program. Out: what does not agree with that: labels, passes, module calls, lookups, parents and children,
+distances. The shortest ways are counted by going outwards one step at a time, the longest by taking each layer only when
+all that it comes from has been taken.
 """
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from .._core.graph import Graph
-from .._core.laws import problems, unasked
-from .._core.node import Call, Input, Node, Ref, Scope, State, refs_of
-from .._core.trees import leaves
-from .._lens.layers import Atlas, Place, short
-from .._lens.lens import Lens
-from .distances import distances
-from .findings import found_at, found_named
-from .report import Finding, Law
+from replaylens._check.report import Finding, found, found_at
+from replaylens._core.graph import Graph
+from replaylens._core.node import Call, Input, Node, Ref, Scope, State
+from replaylens._core.trees import leaves
+from replaylens._lens.atlas import Atlas, Place, short
+from replaylens._lens.kin import Span
+from replaylens._lens.lens import Lens
 
-GRAPH, METADATA = "graph", "metadata"
+Reads = Mapping[str, Iterable[str]]  # label -> labels
 
 
-def graph_law(graph: Graph, as_captured: bool) -> Law:
-    """What every graph obeys."""
-    found = [found_named(graph, GRAPH, problem.node, problem.fact) for problem in (*problems(graph), *unasked(graph))]
-    if not found:
-        found = [*_dangling(graph), *_meanings(graph), *_state(graph), *(_orphans(graph) if as_captured else ())]
-    return Law(GRAPH, len(graph), tuple(found), unit="nodes", holds="well formed")
-
-
-def _dangling(graph: Graph) -> Iterator[Finding]:
-    """Everything beside the nodes speaks of values that nodes give."""
-    given = {ref for node in graph.nodes for ref in (*refs_of(node), Ref(node.name))}
-    places: list[tuple[str, Any]] = [("the inputs", graph.inputs), ("the output", graph.output)]
-    places += [(f"the output of module {scope}", tree) for scope, tree in graph.module_outputs]
-    places += [(f"the new value of `{address}`", ref) for address, ref in graph.changes]
-    for what, tree in places:
-        for ref in _refs(tree):
-            if ref not in given:
-                yield Finding(GRAPH, ref.node, f"{what} is {ref}, which no node gives")
-    for name in sorted(graph.orphans - graph.positions.keys()):
-        yield Finding(GRAPH, name, "is set aside as an orphan, and is no node")
-    for ref in dict.fromkeys(_refs(graph.inputs)):
-        if ref in given and not isinstance(graph[ref.node], Input):
-            yield found_at(graph, GRAPH, graph[ref.node], "stands among the inputs, and is none")
-
-
-def _meanings(graph: Graph) -> Iterator[Finding]:
-    """Each tensor that a call gives has its shape and type, and what the model saw of it is among what it gives."""
-    for call in graph.calls:
-        count = len(_refs(call.returns))
-        if count != len(call.meaning):
-            yield found_at(graph, GRAPH, call, f"gives {count} tensors, and says of {len(call.meaning)} what they are")
-        for ref in (*_refs(call.returns), *_refs(call.result)):
-            if ref.node != call.name:
-                yield found_at(graph, GRAPH, call, f"gives {ref}, which is another node's")
-
-
-def _state(graph: Graph) -> Iterator[Finding]:
-    seen: Counter[str] = Counter(name for node in graph.state_nodes for name in (node.address, *node.aliases))
-    for address, count in seen.items():
-        if count > 1:
-            yield Finding(GRAPH, address, f"{count} nodes are the state at `{address}`")
-
-
-def _orphans(graph: Graph) -> Iterator[Finding]:
-    """Set aside is just what neither comes from an input nor reaches an output."""
-    below = graph.descendants([node.name for node in graph.input_nodes])
-    above = graph.ancestors([ref.node for ref in graph.wanted_refs])
-    for node in graph.nodes:
-        if node.name in graph.orphans and node.name in above:
-            yield found_at(graph, GRAPH, node, "is set aside as an orphan, and reaches an output")
-        if node.name in graph.orphans and node.name in below and isinstance(node, Call):
-            yield found_at(graph, GRAPH, node, "is set aside as an orphan, and comes from an input")
-        if isinstance(node, Call) and node.name not in graph.orphans | above | below:
-            yield found_at(graph, GRAPH, node, "comes from no input and reaches no output, and is not set aside")
-
-
-def metadata_law(lens: Lens, as_captured: bool) -> Law:
-    """Labels, passes, module calls, lookups and distances agree."""
+def wrong_metadata(prog: Any) -> list[Finding]:
+    """Where labels, passes, module calls, lookups and distances do not agree with one another."""
+    lens, as_captured = prog._lens, prog.history == ("captured",)
     atlas, graph = lens.atlas, lens.graph
     found = [*_modules(graph, as_captured), *_passes(graph, as_captured), *_neighbours(atlas), *_lookups(atlas)]
-    found += distances(lens, METADATA)
-    if as_captured:
-        found += _numbers(graph)
-    calls = len(graph.module_outputs)
-    unit = f"layers, {calls:,} module calls"
-    return Law(METADATA, len(atlas.order), tuple(found), unit=unit, holds="labels, passes, modules, distances agree")
+    return [*found, *_distances(lens), *(_numbers(graph) if as_captured else ())]
 
 
 def _numbers(graph: Graph) -> Iterator[Finding]:
@@ -103,15 +40,15 @@ def _numbers(graph: Graph) -> Iterator[Finding]:
         if label in bases:
             continue
         if number not in ("", "1"):
-            yield found_at(graph, METADATA, node, "is the first of its layer to run, and is not called its first pass")
+            yield found(node, "is the first of its layer to run, and is not called its first pass")
         bases.add(label)
         kind = "input" if isinstance(node, Input) else label.rsplit("_", 2)[0]
         if isinstance(node, Call) and node.kind != kind:
-            yield found_at(graph, METADATA, node, f"is called {label}, and its type is {node.kind}")
+            yield found(node, f"is called {label}, and its type is {node.kind}")
         total, of_kind[kind] = total + 1, of_kind[kind] + 1
         wanted = f"{kind}_{of_kind[kind]}_{total}"
         if label.rstrip("'") != wanted:
-            yield found_at(graph, METADATA, node, f"is called {label}, and its place is that of {wanted}")
+            yield found(node, f"is called {label}, and its place is that of {wanted}")
             return  # all that follow are off by the same
 
 
@@ -132,10 +69,10 @@ def _passes(graph: Graph, as_captured: bool) -> Iterator[Finding]:
         wanted = list(range(1, len(calls) + 1)) if as_captured else sorted(set(numbers))
         if numbers != wanted:
             wrong = next(call for call, one, other in zip(calls, numbers, [*wanted, 0], strict=False) if one != other)
-            yield found_at(graph, METADATA, wrong, f"the passes of {label} are numbered {numbers}")
+            yield found(wrong, f"the passes of {label} are numbered {numbers}")
         kinds = {(call.target, _parameters(graph, call)) for call in calls if not call.edited}
         if len(kinds) > 1:
-            yield found_at(graph, METADATA, calls[-1], f"is a pass of {label}, and not the same call as the others")
+            yield found(calls[-1], f"is a pass of {label}, and not the same call as the others")
 
 
 def _parameters(graph: Graph, call: Call) -> frozenset[str]:
@@ -155,7 +92,7 @@ def _modules(graph: Graph, as_captured: bool) -> Iterator[Finding]:
         stack = node.scope.stack
         if back := [scope for scope in stack if scope in left]:
             if as_captured and _has_address(back[0]):
-                yield found_at(graph, METADATA, node, f"lies in module call {back[0]}, which had ended before")
+                yield found(node, f"lies in module call {back[0]}, which had ended before")
             continue
         left.update(scope for scope in last if scope not in stack)
         entered.update(dict.fromkeys(stack))
@@ -164,7 +101,7 @@ def _modules(graph: Graph, as_captured: bool) -> Iterator[Finding]:
         wanted = calls.get(scope.address, 0) + 1
         if as_captured and scope.call > wanted and _has_address(scope):
             where = f"module call {scope} is recorded, and call {wanted} is not"
-            yield Finding(METADATA, str(scope), where, scope.source)
+            yield Finding(str(scope), where, scope.source)
         calls[scope.address] = max(scope.call, wanted)
     if as_captured:
         yield from _given_by_modules(graph)
@@ -179,14 +116,14 @@ def _given_by_modules(graph: Graph) -> Iterator[Finding]:
     seen: set[Scope] = set()
     for scope, tree in graph.module_outputs:
         if scope in seen and _has_address(scope):
-            yield Finding(METADATA, str(scope), "two outputs are recorded for one call of this module", scope.source)
+            yield Finding(str(scope), "two outputs are recorded for one call of this module", scope.source)
         seen.add(scope)
         for ref in _refs(tree):
             node = graph[ref.node]
             inside = isinstance(node, Call) and node.scope is not None and scope in node.scope.stack
             if isinstance(node, Call) and not inside and _begins_after(graph, scope, ref.node) is False:
                 fact = f"is the output of module call {scope}, and neither ran in it nor before it"
-                yield found_at(graph, METADATA, node, fact)
+                yield found(node, fact)
 
 
 def _begins_after(graph: Graph, scope: Scope, name: str) -> bool | None:
@@ -207,11 +144,11 @@ def _neighbours(atlas: Atlas) -> Iterator[Finding]:
     for label, names in parents.items():
         for name in names:
             if name in children and label not in children[name]:
-                yield found_named(graph, METADATA, name, f"{label} has it as a parent, and is no child of it")
+                yield found_at(graph, name, f"{label} has it as a parent, and is no child of it")
     for label, names in children.items():
         for name in names:
             if name in parents and label not in parents[name]:
-                yield found_named(graph, METADATA, name, f"{label} has it as a child, and is no parent of it")
+                yield found_at(graph, name, f"{label} has it as a child, and is no parent of it")
 
 
 def _lookups(atlas: Atlas) -> Iterator[Finding]:
@@ -222,7 +159,7 @@ def _lookups(atlas: Atlas) -> Iterator[Finding]:
         names += [short(place.label)] if shorts[short(place.label)] == 1 else []
         for name in names:
             if not _finds(atlas, name, place):
-                yield found_named(atlas.graph, METADATA, place.node, f"{name!r} does not lead to {place.label}")
+                yield found_at(atlas.graph, place.node, f"{name!r} does not lead to {place.label}")
 
 
 def _finds(atlas: Atlas, name: Any, place: Place) -> bool:
@@ -235,3 +172,68 @@ def _finds(atlas: Atlas, name: Any, place: Place) -> bool:
 
 def _refs(tree: Any) -> list[Ref]:
     return [leaf for leaf in leaves(tree) if type(leaf) is Ref]
+
+
+def _distances(lens: Lens) -> Iterator[Finding]:
+    """What is wrong with the distances that layers have."""
+    places, kin = lens.atlas.places, lens.kin
+    reads = _reads(lens)
+    inputs = [place.label for place in places if place.output is None and isinstance(lens.graph[place.node], Input)]
+    outputs = [place.label for place in places if place.output is not None]
+    ways: tuple[tuple[str, tuple[Span, ...], Mapping[str, Span]], ...] = (
+        ("from an input", kin.from_input, _steps(inputs, reads)),
+        ("to an output", kin.to_output, _steps(outputs, _reversed(reads))),
+    )
+    for where, said, counted in ways:
+        for place, span in zip(places, said, strict=True):
+            if span != (true := counted.get(place.label)):
+                fact = f"says that it has {_worded(span)} {where}; counted anew, it has {_worded(true)}"
+                yield found_at(lens.graph, place.label, fact)
+
+
+def _reads(lens: Lens) -> dict[str, set[str]]:
+    """By layer: the layers that it reads; an output reads the layer that it hands on."""
+    layers = {place.node for place in lens.atlas.places if place.output is None}
+    found: dict[str, set[str]] = {}
+    for place in lens.atlas.places:
+        node = lens.graph[place.node]
+        if place.output is not None:
+            found[place.label] = {place.node} & layers
+        else:
+            found[place.label] = {ref.node for ref in node.refs} & layers if isinstance(node, Call) else set()
+    return found
+
+
+def _reversed(reads: Reads) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {label: set() for label in reads}
+    for label, others in reads.items():
+        for other in others:
+            found[other].add(label)
+    return found
+
+
+def _steps(starts: list[str], reads: Reads) -> Mapping[str, Span]:
+    """By layer that a start leads to: the least steps, and the most."""
+    readers = _reversed(reads)
+    least = dict.fromkeys(starts, 0)
+    queue = list(starts)
+    for label in queue:
+        for reader in readers[label]:
+            if reader not in least:
+                least[reader] = least[label] + 1
+                queue.append(reader)
+    most, ready = dict.fromkeys(starts, 0), list(starts)
+    waits = {label: sum(other in least for other in reads[label]) for label in least}
+    for label in ready:
+        for reader in readers[label]:
+            most[reader] = max(most.get(reader, 0), most[label] + 1)
+            waits[reader] -= 1
+            if not waits[reader]:
+                ready.append(reader)
+    return {label: (least[label], most[label]) for label in least}
+
+
+def _worded(span: Span) -> str:
+    if span is None:
+        return "no way"
+    return f"ways of {span[0]} to {span[1]} steps"

@@ -1,7 +1,8 @@
 """One call of a program, run by itself.
 
-In: a record, a call, values for what it reads. Out: what it gives on them, in its own modes and with its own draw. A
-value that was not kept is computed on the way, and forgotten after its last use. Why anybody asks is not known here.
+In: a record, a call, values for what it reads. Out: what it gives on them, in its own modes and with its own draw; how
+far its values lie apart when it is repeated. A value that was not kept is computed on the way, and forgotten after its
+last use. Why anybody asks is not known here.
 """
 
 from __future__ import annotations
@@ -14,16 +15,19 @@ from attrs import frozen
 
 from .._core.autograd import as_leaf
 from .._core.node import Call, Ref, refs_of
+from .._core.sameness import plain, same
+from .._core.tolerances import REARRANGED
 from .._core.write import Write
 from .._replay.interpreter import Mode, caller, modes
 from .._replay.parting import NONE
 from .._replay.replay import Record
+from .program_under_test import part_at
 
 Given = Mapping[Ref, torch.Tensor]
 
 
 @frozen(eq=False)
-class Alone:
+class NodeRunner:
     """A call, made ready to be run on any values."""
 
     node: Call
@@ -38,10 +42,10 @@ class Alone:
         env = [*(given[ref] for ref in self.reads), *self.template]
         with modes(self.node.context):
             made = self.call(*self.read(env))
-        return {ref: _part(made, ref.path) for ref in self.gives}
+        return {ref: part_at(made, ref.path) for ref in self.gives}
 
 
-def ready(node: Call, draws: Mapping[str, torch.Tensor]) -> Alone:
+def ready(node: Call, draws: Mapping[str, torch.Tensor]) -> NodeRunner:
     """A call with its recorded draws, or with others."""
     reads = tuple(dict.fromkeys(node.refs))
     slots = {ref: number for number, ref in enumerate(reads)}
@@ -52,18 +56,12 @@ def ready(node: Call, draws: Mapping[str, torch.Tensor]) -> Alone:
         return len(reads) + len(template) - 1
 
     read, call = caller(node, slots, literal, dict(draws), Mode())
-    return Alone(node, reads, refs_of(node), read, call, template)
+    return NodeRunner(node, reads, refs_of(node), read, call, template)
 
 
 def as_replayed(node: Call, apart: Mapping[str, frozenset[Ref]]) -> Call:
     """The call as a replay without patches makes it: views that it writes through are read in their base."""
     return node.keeping(apart.get(node.name, NONE)) if isinstance(node, Write) else node
-
-
-def _part(value: Any, path: tuple[int, ...]) -> Any:
-    for step in path:
-        value = value[step]
-    return value
 
 
 class Values:
@@ -95,8 +93,31 @@ class Values:
             del self.made[ref]
 
 
-def drawing_otherwise(node: Call, draws: Mapping[str, torch.Tensor], seed: int) -> Alone:
+def drawing_otherwise(node: Call, draws: Mapping[str, torch.Tensor], seed: int) -> NodeRunner:
     """The call with another state of its generator."""
     assert node.draws is not None
     state = torch.Generator().manual_seed(seed).get_state()
     return ready(node, {**draws, node.draws: state})
+
+
+_TIMES = 5
+
+
+def spread_of_repetitions(alone: NodeRunner, given: Given, saved: Mapping[Ref, torch.Tensor]) -> float | None:
+    """The spread over repetitions, where every saved value lies within it."""
+    repeated = [alone(given) for _ in range(_TIMES)]
+    spreads = [_spread([made[ref] for made in repeated], value) for ref, value in saved.items()]
+    return None if any(spread is None for spread in spreads) else max(s for s in spreads if s is not None)
+
+
+def _spread(repeated: list[Any], saved: torch.Tensor) -> float | None:
+    first = repeated[0]
+    if not saved.is_floating_point() or saved.is_nested or first.shape != saved.shape or first.dtype != saved.dtype:
+        return None
+    if all(same(first, other) for other in repeated[1:]):
+        return None
+    values = torch.stack([plain(one).to(torch.float64) for one in repeated])
+    low, high, wanted = values.amin(0), values.amax(0), plain(saved).to(torch.float64)
+    spread = float((high - low).max())
+    is_among = bool(((wanted >= low - spread) & (wanted <= high + spread)).all())
+    return spread if is_among and spread <= REARRANGED.of_largest * float(values.abs().max()) else None

@@ -36,14 +36,14 @@ from .._core.torch_private import HigherOrderOperator
 from .._core.turns import Turn
 from .._core.world import World, surely
 from .._replay.replay import Record, Versions, version
-from .outputs import apart, copied
+from .output_comparison import apart, copied
 
 T = TypeVar("T")
 UNSTEADY = "the model gives another output each time: it reads what lies outside of it, a clock or a counter"
 
 
 @frozen(eq=False)
-class Subject:
+class ModelUnderTest:
     """A captured model. `record` outlives what further forwards do to the model's own tensors."""
 
     model: Any
@@ -76,7 +76,7 @@ class Subject:
         first = copied(self.forward(open_layers()))
         return apart(first, self.forward(open_layers()))
 
-    def again(self) -> Subject:
+    def again(self) -> ModelUnderTest:
         """The same model, captured once more: what its first forward left outside of it is there already."""
         self.begin()
         return _captured(self.model, self.args, self.kwargs, self.belongings)
@@ -95,7 +95,7 @@ class Subject:
         return frozenset([name for tensor, name in inputs if memory[_memory_of(tensor)] == 1 and not vars(tensor)])
 
 
-def under_check(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], work: Callable[[Subject], T]) -> T:
+def under_check(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], work: Callable[[ModelUnderTest], T]) -> T:
     """What some work gives with a model that is captured for it. Afterwards the model, its inputs and the generators
     are as they were; no other thread runs it meanwhile.
     """
@@ -104,7 +104,7 @@ def under_check(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], work:
     return alone_with(lambda: Origins(model).modules, lambda turn: _under_check(turn, model, args, kwargs, work))
 
 
-def _under_check(turn: Turn, model: Any, args: Any, kwargs: Any, work: Callable[[Subject], T]) -> T:
+def _under_check(turn: Turn, model: Any, args: Any, kwargs: Any, work: Callable[[ModelUnderTest], T]) -> T:
     belongings = Belongings(Origins(model).modules, (args, kwargs))
     subject, world = None, World()
     begun: list[tuple[Recording, Beginning]] = []
@@ -121,7 +121,7 @@ def _under_check(turn: Turn, model: Any, args: Any, kwargs: Any, work: Callable[
 
 
 def _leave(
-    subject: Subject | None, belongings: Belongings, begun: list[tuple[Recording, Beginning]], world: World
+    subject: ModelUnderTest | None, belongings: Belongings, begun: list[tuple[Recording, Beginning]], world: World
 ) -> None:
     world.put_back()
     if subject is not None:
@@ -140,7 +140,7 @@ def _captured(
     kwargs: dict[str, Any],
     belongings: Belongings,
     begun: Callable[[tuple[Recording, Beginning]], None] | None = None,
-) -> Subject:
+) -> ModelUnderTest:
     def undo(recording: Recording, beginning: Beginning) -> None:
         """What a forward did before it raised."""
         belongings.put_back()
@@ -148,7 +148,7 @@ def _captured(
 
     captured = record(model, args, kwargs, failed=undo, begun=begun)
     made = _sheltered(record_of(captured), captured.recording)
-    return Subject(model, args, kwargs, captured, made, belongings)
+    return ModelUnderTest(model, args, kwargs, captured, made, belongings)
 
 
 def _sheltered(made: Record, recording: Recording) -> Record:

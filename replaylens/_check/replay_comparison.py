@@ -1,13 +1,16 @@
-"""Does a backward pass through the program give what one through the model gives?
+"""Does the program say what the model says on inputs that it was not captured on, and when both are differentiated?
 
-In: a captured model. Out: a Law. One random number is made of the outputs of a plain forward, and of those of a replay,
-with the same coefficients. It must need gradients where the model's does, and give every parameter and every input the
-same ones. Nothing collects gradients, and the model is afterwards as it was.
+In: a captured model. Out: a LawResult. What the model took from its inputs behind torch's back (numpy where torch
+functions are switched off, raw pointers) stands in the program as a constant: a replay on other inputs then gives
+something else than the model. Where the model reads content in Python and goes another way, a replay says so, and
+nothing can be compared. For gradients one random number is made of the outputs of a plain forward, and of those of a
+replay, with the same coefficients. Nothing collects gradients, and the model is afterwards as it was.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from attrs import frozen
@@ -18,38 +21,37 @@ from .._core.node import Ref
 from .._core.sameness import difference, same
 from .._core.trees import thaw_shared
 from .._replay.facts import Around, departures
-from .._replay.replay import execute
+from .._replay.replay import Record, execute
 from .._replay.request import Request
 from ..errors import DivergedReplay, NotDifferentiable, StaleValue
-from .outputs import side_by_side
-from .report import Finding, Law
-from .subject import UNSTEADY, Subject, open_layers
+from .model_under_test import UNSTEADY, ModelUnderTest, open_layers
+from .output_comparison import side_by_side, unlike
+from .perturbations import wide
+from .report import Finding, LawResult
 
-NAME = "gradients"
 
-
-def gradients(subject: Subject) -> Law:
+def gradients(subject: ModelUnderTest) -> LawResult:
     """A plain forward and a replay, both differentiated."""
     if not subject.record.graph.ambient.grad or subject.record.graph.ambient.inference:
-        return Law(NAME, skipped="gradients are off; check the model with them on")
+        return LawResult(skipped="gradients are off; check the model with them on")
     values = [subject.record.values[Ref(node.name)] for node in subject.record.graph.input_nodes]
     if any(value.grad_fn is not None for value in values):
-        return Law(NAME, skipped="an input has a history of its own, which ends where a program begins")
+        return LawResult(skipped="an input has a history of its own, which ends where a program begins")
     flagged = _inputs(subject, True)
     away = _led_away(subject, flagged)
     law = None if away else _asked(subject, flagged)
     if law is None:
         law = _asked(subject, _inputs(subject, False))
         if away and (law is None or not (law.asked or law.skipped)):
-            return Law(NAME, skipped=away)
+            return LawResult(skipped=away)
     if law is None:
-        return Law(NAME, skipped="the model cannot be run and differentiated a second time")
+        return LawResult(skipped="the model cannot be run and differentiated a second time")
     if law:
         return law
-    return Law(NAME, law.asked, special=(Finding(NAME, "", UNSTEADY),)) if subject.is_unsteady else law
+    return LawResult(law.asked, special=(Finding("", UNSTEADY),)) if subject.is_unsteady else law
 
 
-def _led_away(subject: Subject, inputs: dict[str, torch.Tensor]) -> str:
+def _led_away(subject: ModelUnderTest, inputs: dict[str, torch.Tensor]) -> str:
     """Why the model would go another way on these inputs than it was captured; empty if it would not."""
     record = subject.record
     given: dict[Ref, torch.Tensor] = {Ref(name): value for name, value in inputs.items()}
@@ -65,7 +67,7 @@ class _Backward:
     needing: Mapping[str, bool]  # do the outputs need gradients?
 
 
-def _inputs(subject: Subject, flagged: bool) -> dict[str, torch.Tensor]:
+def _inputs(subject: ModelUnderTest, flagged: bool) -> dict[str, torch.Tensor]:
     """Copies of the inputs, which need gradients as the recorded ones do; or all that can."""
     record, alone = subject.record, subject.lone_inputs
     values = {node.name: record.values[Ref(node.name)] for node in record.graph.input_nodes if node.name in alone}
@@ -77,7 +79,7 @@ def _inputs(subject: Subject, flagged: bool) -> dict[str, torch.Tensor]:
     }
 
 
-def _asked(subject: Subject, inputs: dict[str, torch.Tensor]) -> Law | None:
+def _asked(subject: ModelUnderTest, inputs: dict[str, torch.Tensor]) -> LawResult | None:
     """The law on these inputs; None where the model refuses them, or goes another way."""
     graph = subject.record.graph
     values = {node.name: subject.record.values[Ref(node.name)] for node in graph.input_nodes}
@@ -98,16 +100,16 @@ def _asked(subject: Subject, inputs: dict[str, torch.Tensor]) -> Law | None:
     except DivergedReplay:
         return None
     except (NotDifferentiable, StaleValue) as error:
-        return Law(NAME, skipped=str(error).partition("\n")[0])
+        return LawResult(skipped=str(error).partition("\n")[0])
     leaves |= {name: twin for name, twin in twins.items() if name in leaves}
     try:
         found = _backward([(str(ref), ran[ref]) for _, ref in pairs], leaves)
     except Exception as error:
-        return Law(NAME, len(leaves), (Finding(NAME, "", f"a replay's backward raises {type(error).__name__}"),))
+        return LawResult(len(leaves), (Finding("", f"a replay's backward raises {type(error).__name__}"),))
     return _compared(wanted, found)
 
 
-def _leaves(subject: Subject, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _leaves(subject: ModelUnderTest, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The leaves that collect gradients: the inputs, the model's parameters, what else it holds."""
     named = addresses(Origins(subject.model).table)
     found = {name: value for name, value in inputs.items() if value.requires_grad}
@@ -138,20 +140,72 @@ def _backward(outputs: Sequence[tuple[str, torch.Tensor]], leaves: dict[str, tor
     return _Backward(dict(zip(leaves, made, strict=True)), {name: output.requires_grad for name, output in outputs})
 
 
-def _compared(wanted: _Backward, found: _Backward) -> Law:
+def _compared(wanted: _Backward, found: _Backward) -> LawResult:
     failures = []
     for name, needs in wanted.needing.items():
         if found.needing[name] != needs:
             words = ("needs", "does not") if needs else ("does not need", "does")
-            failures.append(Finding(NAME, name, f"the model's output {words[0]} gradients, a replay's {words[1]}"))
+            failures.append(Finding(name, f"the model's output {words[0]} gradients, a replay's {words[1]}"))
     for name, gradient in wanted.gradients.items():
         other = found.gradients[name]
         if gradient is None or other is None:
             if gradient is not other:
                 words = ("none", "one") if gradient is None else ("one", "none")
                 fact = f"the model gives {name} {words[0]} as its gradient, a replay {words[1]}"
-                failures.append(Finding(NAME, "", fact))
+                failures.append(Finding("", fact))
         elif not same(gradient, other):
             far = difference(gradient, other)
-            failures.append(Finding(NAME, "", f"the gradient of {name} is another than the model's", difference=far))
-    return Law(NAME, len(wanted.gradients), tuple(failures), unit="leaves", holds="the model's own, bit for bit")
+            failures.append(Finding("", f"the gradient of {name} is another than the model's", difference=far))
+    return LawResult(len(wanted.gradients), tuple(failures), unit="leaves", holds="the model's own, bit for bit")
+
+
+def other_inputs(subject: ModelUnderTest) -> LawResult:
+    """A plain forward and a replay, both on other inputs than the recorded ones."""
+    record = subject.record
+    values = {node.name: record.values[Ref(node.name)] for node in record.graph.input_nodes}
+    alone = subject.lone_inputs
+    others = {name: other for name, value in values.items() if name in alone and (other := _other(value)) is not None}
+    if not others:
+        return LawResult(skipped="no input holds numbers that could be others")
+    given = thaw_shared(record.graph.inputs, lambda leaf: (values | others)[leaf.node] if type(leaf) is Ref else leaf)
+    others = {name: value.detach().clone().requires_grad_(value.requires_grad) for name, value in others.items()}
+    try:
+        output = subject.forward(open_layers(), given=given)
+    except Exception as error:
+        return _unseen(len(others), f"the model refuses them ({type(error).__name__})")
+    law = _agrees(record, others, output)
+    return law if law or not subject.is_unsteady else _unseen(len(others), UNSTEADY)
+
+
+def _agrees(record: Record, others: dict[str, torch.Tensor], output: Any) -> LawResult:
+    graph = record.graph
+    given = {graph.positions[name]: value for name, value in others.items()}
+    try:
+        ran = execute(record, Request(given=given, on_divergence="raise"))
+    except DivergedReplay:
+        return _unseen(len(others), "the model takes another path on them, and a replay says so")
+    fact, apart = unlike(output, graph.output, lambda ref: ran[ref])
+    words = (
+        f"on other inputs the model's own output is {fact}: something that depends on the inputs was recorded as a "
+        "constant"
+    )
+    failures = (Finding("", words, difference=apart),) if fact else ()
+    return LawResult(len(others), failures, unit="inputs", holds="the model and a replay agree on others")
+
+
+def _unseen(count: int, reason: str) -> LawResult:
+    return LawResult(count, special=(Finding("", reason),), unit="inputs", holds="nothing seen")
+
+
+def _other(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Another value of the same dtype, shape and range; None where there is none that would surely be valid."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    if not plain or tensor.is_quantized or tensor.is_meta or tensor.is_nested or tensor.dtype is torch.bool:
+        return None
+    rolled = tensor.detach().flatten().roll(1).reshape(tensor.shape)
+    if tensor.is_floating_point() or tensor.is_complex():
+        rolled = rolled.to(wide(tensor.dtype)) * 0.75 + 0.1
+    elif torch.equal(rolled, tensor):
+        return None
+    made = torch.empty_like(tensor).copy_(rolled)
+    return made.requires_grad_(tensor.requires_grad)

@@ -1,0 +1,315 @@
+"""The laws of each call by itself: does it give its own value, does all that it reads matter, are its draws known?
+
+In: a program under check. Out: the result of each law of `NODE_LAWS`. One walk asks all of them. Values that were not
+kept are computed on the way and forgotten after their last use, so that it needs no second copy of the activations.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from attrs import define, evolve, field, frozen
+
+from .._core.graph import Graph
+from .._core.node import Call, Ref, State, identifier, refs_of
+from .._core.sameness import difference, same
+from .._edit.lower import may_vary
+from .._many.progress import bar
+from .._replay.interpreter import recorded_world
+from .._replay.parting import parted
+from .._replay.replay import Record
+from .call_variants import otherwise
+from .dependency_test import UNREAD, Trial, unseen
+from .perturbations import others_than
+from .program_under_test import ProgramUnderTest
+from .report import Finding, LawResult, found
+from .run_node import NodeRunner, Values, as_replayed, drawing_otherwise, ready, spread_of_repetitions
+
+
+@define
+class Tally:
+    """What one law has found so far in a walk."""
+
+    asked: int = 0
+    failures: list[Finding] = field(factory=list)
+    special: list[Finding] = field(factory=list)
+
+
+@frozen(eq=False)
+class Run:
+    """One call, run by itself on the saved values of what it reads."""
+
+    record: Record
+    node: Call
+    is_stale: bool = False  # a value that it reads or gives was overwritten: it was not run
+    error: Exception | None = None  # what it raised
+    draws_unrecorded: bool = False
+    trial: Trial | None = None  # the call, what it read, and what it gave; None where nothing can be tried further
+
+
+@frozen(eq=False)
+class NodeLaw:
+    """A law of each call by itself. `ask` adds what it finds at one call to the tally, from which `result` is made.
+
+    A new law is an entry of `NODE_LAWS`; nothing else knows which there are.
+    """
+
+    name: str
+    sentence: str
+    ask: Callable[[Run, Tally], None]
+    result: Callable[[Tally, ProgramUnderTest], LawResult]
+
+    def of(self, program: ProgramUnderTest) -> LawResult:
+        """The result of this law. Whichever law is the first to be asked walks for all of them."""
+        if not program.per_node:
+            program.per_node.update(_walk(program))
+        return program.per_node[self.name]
+
+
+def _walk(program: ProgramUnderTest) -> dict[str, LawResult]:
+    """Ask each chosen call, in order. What a whole replay proved of it is not run again."""
+    runner, chosen = _Runner(program), program.chosen
+    tallies = [(law, Tally()) for law in NODE_LAWS]
+    with (
+        bar(len(chosen), program.progress, "node") as tick,
+        warnings.catch_warnings(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):
+        warnings.simplefilter("ignore")  # nonsense makes calls complain
+        for position, node in enumerate(program.graph.nodes):
+            if isinstance(node, Call) and runner.is_needed(position, node):
+                with recorded_world(True, program.graph):
+                    run = runner.run(position, node)
+                    is_asked = position in chosen or run.is_stale or run.error is not None
+                    for law, tally in tallies if is_asked else ():
+                        law.ask(run, tally)
+            runner.values.forget(position)
+            if position in chosen:
+                tick(1)
+    return {law.name: law.result(tally, program) for law, tally in tallies}
+
+
+class _Runner:
+    """Runs the calls of a program one by one, in order."""
+
+    def __init__(self, program: ProgramUnderTest) -> None:
+        self.program, self.record, self.graph = program, program.record, program.graph
+        self.values = Values(self.record)
+        self.apart = parted(self.graph, ())  # views that an edit has parted from their memory, by the call that writes
+
+    def is_needed(self, position: int, node: Call) -> bool:
+        """Is the call asked, or must a value that was not kept be computed?"""
+        return position in self.program.chosen or any(ref not in self.record.values for ref in refs_of(node))
+
+    def run(self, position: int, node: Call) -> Run:
+        """A call on its parents' values. One that is verified is not run again."""
+        if any(ref in self.program.stale for ref in (*node.refs, *refs_of(node))):
+            return Run(self.record, node, is_stale=True)
+        before = torch.default_generator.get_state()
+        alone = ready(as_replayed(node, self.apart), self.record.draws)
+        given = {ref: self.values[ref] for ref in dict.fromkeys(node.refs)}
+        is_verified = position in self.program.verified
+        value = {ref: self.record.values[ref] for ref in alone.gives} if is_verified else self._value(alone, given)
+        if isinstance(value, Exception):
+            return Run(self.record, node, error=value)
+        self.values.keep(position, value)
+        if node.draws is None and not torch.equal(before, torch.default_generator.get_state()):
+            return Run(self.record, node, draws_unrecorded=True)
+        return Run(self.record, node, trial=Trial(alone, given, value, self.record.draws))
+
+    def _value(self, alone: NodeRunner, given: dict[Ref, Any]) -> dict[Ref, Any] | Exception:
+        """What a call gives on its parents' values. One that reads the memory around a view gets the view made anew,
+        where the saved one is a copy that lies by itself.
+        """
+        value, saved = _tried(alone, given), self.record.values
+        if not isinstance(value, Exception) and all(
+            same(value[ref], saved[ref]) for ref in alone.gives if ref in saved
+        ):
+            return value
+        remade = self._in_memory(given)
+        again = _tried(alone, remade) if remade is not None else value
+        if remade is None or isinstance(again, Exception):
+            return value
+        given.update(remade)
+        return again
+
+    def _in_memory(self, given: dict[Ref, Any], depth: int = 4) -> dict[Ref, Any] | None:
+        """The same values, as views of the memory that they are made from; None where no parent can be made so."""
+        remade = {ref: made for ref in given if (made := self._view(ref, depth)) is not None}
+        return {**given, **remade} if remade else None
+
+    def _view(self, ref: Ref, depth: int) -> Any:
+        node = self.graph[ref.node]
+        if not isinstance(node, Call) or not depth or any(other not in self.values for other in node.refs):
+            return None
+        given = {other: self.values[other] for other in node.refs}
+        given = self._in_memory(given, depth - 1) or given
+        made = _tried(ready(as_replayed(node, self.apart), self.record.draws), given)
+        if isinstance(made, Exception) or not isinstance(made[ref], torch.Tensor) or made[ref]._base is None:
+            return None
+        return made[ref] if same(made[ref], self.values[ref]) else None
+
+
+def _tried(alone: NodeRunner, given: Mapping[Ref, Any]) -> dict[Ref, Any] | Exception:
+    try:
+        return alone(given)
+    except Exception as error:
+        return error
+
+
+# ---- each node alone ----
+
+
+def _ask_alone(run: Run, tally: Tally) -> None:
+    """Does the call give its own saved value?"""
+    node, trial = run.node, run.trial
+    if run.is_stale:
+        tally.special.append(found(node, "a value that it reads or gives was overwritten since"))
+    elif run.error is not None:
+        tally.failures.append(found(node, f"raises {type(run.error).__name__} on the saved values of its parents"))
+    elif trial is not None:
+        saved = {ref: run.record.values[ref] for ref in trial.alone.gives if ref in run.record.values}
+        if not saved:
+            tally.special.append(found(node, "its value was not kept"))
+            return
+        tally.asked += 1
+        if wrong := {ref: value for ref, value in saved.items() if not same(trial.value[ref], value)}:
+            _is_another(node, trial, wrong, tally)
+
+
+def _is_another(node: Call, trial: Trial, saved: Mapping[Ref, torch.Tensor], tally: Tally) -> None:
+    """A call gives other values than these saved ones: perhaps it gives others each time."""
+    if (spread := spread_of_repetitions(trial.alone, trial.given, saved)) is not None:
+        fact = "its kernel is not deterministic: the saved value lies within what repetitions give"
+        tally.special.append(found(node, fact, difference=spread))
+        return
+    first, value = next(iter(saved)), trial.value
+    fact = f"gives another value than the saved one{_other_kind(value[first], saved[first])}"
+    if may_vary(node) and not all(
+        same(one, value[ref]) for ref, one in trial.alone(trial.given).items() if ref in saved
+    ):
+        fact += ": the function of the edit there gives something else each time that it is called"
+    far = [d for ref, one in saved.items() if (d := difference(value[ref], one)) is not None]
+    tally.failures.append(found(node, fact, difference=max(far, default=None)))
+
+
+def _other_kind(made: Any, saved: torch.Tensor) -> str:
+    if not isinstance(made, torch.Tensor):
+        return f": a {type(made).__name__}, no tensor"
+    facts = [
+        f"{word} {new}, not {old}"
+        for word, new, old in (
+            ("shape", tuple(made.shape), tuple(saved.shape)),
+            ("dtype", made.dtype, saved.dtype),
+            ("layout", made.layout, saved.layout),
+        )
+        if not made.is_nested and new != old
+    ]
+    return f": {', '.join(facts)}" if facts else ""
+
+
+def _alone_result(tally: Tally, program: ProgramUnderTest) -> LawResult:
+    spreads = [finding.difference for finding in tally.special if finding.difference is not None]
+    varied = f"{len(spreads)} differ between repetitions by at most {max(spreads):.2g}" if spreads else ""
+    note = "; ".join([word for word in (_left_out(program), varied) if word])
+    unit = f"of {len(program.graph.calls):,} nodes" if _left_out(program) else "nodes"
+    return _result(tally, note=note, unit=unit, holds="bit for bit")
+
+
+def _left_out(program: ProgramUnderTest) -> str:
+    chosen, calls = len(program.chosen), len(program.graph.calls)
+    return f"a sample of {chosen:,} of {calls:,} nodes" if chosen < calls else ""
+
+
+def _result(tally: Tally, **words: str) -> LawResult:
+    return LawResult(tally.asked, tuple(tally.failures), tuple(tally.special), **words)
+
+
+# ---- nonsense parents ----
+
+
+def _ask_parents(run: Run, tally: Tally) -> None:
+    """Does all that the call reads matter to what it gives?"""
+    if run.trial is None:
+        return
+    for parent in run.trial.given:
+        tally.asked += 1
+        is_read = parent in run.trial.alone.reads
+        trial = run.trial if is_read else evolve(run.trial, alone=ready(run.node, run.record.draws))
+        if (why := unseen(trial, parent)) is not None:
+            name = _name_of(run.record.graph, parent)
+            (tally.special if why.reason else tally.failures).append(found(run.node, why.reason or UNREAD, parent=name))
+
+
+def _name_of(graph: Graph, ref: Ref) -> str:
+    node = graph[ref.node]
+    return node.address if isinstance(node, State) else identifier(ref.node) + str(ref)[len(identifier(ref.node)) :]
+
+
+def _parents_result(tally: Tally, program: ProgramUnderTest) -> LawResult:
+    seen = tally.asked - len(tally.failures) - len(tally.special)
+    return _result(tally, note=_left_out(program), unit="parents", holds=f"{seen:,} change the value")
+
+
+# ---- draws ----
+
+
+def _ask_draws(run: Run, tally: Tally) -> None:
+    """Another state of the generator gives another value, or it is known why not; no draw is without a state."""
+    if run.draws_unrecorded:
+        tally.asked += 1
+        tally.failures.append(found(run.node, "draws random numbers, and no state of the generator is recorded"))
+    elif run.trial is not None and run.node.draws is not None:
+        tally.asked += 1
+        if not _draws_differ(run.trial, range(16)):
+            tally.special.append(found(run.node, _why_draws_are_unseen(run.trial)))
+
+
+def _draws_differ(trial: Trial, seeds: Iterable[int] = range(4)) -> bool:
+    made = (evolve(trial, alone=drawing_otherwise(trial.alone.node, trial.draws, seed)) for seed in seeds)
+    return any(one.changes({}) for one in made)
+
+
+def _why_draws_are_unseen(trial: Trial) -> str:
+    if all(isinstance(made, torch.Tensor) and not made.numel() for made in trial.value.values()):
+        return "the value has no elements"
+    for ref, value in trial.given.items():
+        for made in others_than(value):
+            if (moved := trial.moved({ref: made})) is not None and _draws_differ(moved):
+                return "hidden by what it reads"
+    for other in otherwise(trial.alone.node):
+        moved = evolve(trial, alone=ready(other, trial.draws)).moved({})
+        if moved is not None and _draws_differ(moved):
+            return "hidden by a number among its arguments"
+    return "what it draws does not show in its value"
+
+
+def _draws_result(tally: Tally, program: ProgramUnderTest) -> LawResult:
+    return _result(tally, unit="draws", holds="come out the same")
+
+
+NODE_LAWS: tuple[NodeLaw, ...] = (
+    NodeLaw(
+        "each node alone",
+        "every call, run by itself on the saved values of what it reads, gives its own saved value",
+        _ask_alone,
+        _alone_result,
+    ),
+    NodeLaw(
+        "nonsense parents",
+        "with nonsense in place of one thing that a call reads (parameters included), it gives another value",
+        _ask_parents,
+        _parents_result,
+    ),
+    NodeLaw(
+        "draws",
+        "with another state of the generator a call that draws gives another value; no call draws without a recorded "
+        "state",
+        _ask_draws,
+        _draws_result,
+    ),
+)
