@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from attrs import define, evolve, field, frozen
 
+from .._core.drafts import Draft
 from .._core.graph import Graph
+from .._core.label import labels
 from .._core.laws import require_lawful
 from .._core.node import (
     Call,
@@ -39,8 +41,6 @@ from .._core.sharing import NO_OVERLAPS, Overlaps
 from .._core.target import Target
 from .._core.torch_private import FakeTensor
 from .._core.trees import leaves, remake, remake_shared
-from .._lens.drafts import Draft
-from .._lens.structure import labels
 from .._replay.state import PlaceNote
 from .asked import Asked, asks_identity, catches, guard_of, mode_guards
 from .branches import keeps, taken
