@@ -27,7 +27,6 @@ from .._core.notes import add_note
 from .._core.pure import same_content
 from .._core.sameness import attached
 from .._core.sharing import extent
-from .._core.text import where as text_of
 from .._core.torch_private import compiler_if_loaded, default_device, hooks_of_all_modules, without_function_modes
 from .._core.trees import ATOMS, fingerprint, freeze_deep, keys_of, leaves, named_paths, require_room, thaw_shared
 from .._core.turns import calls, come, turns
@@ -594,7 +593,7 @@ def _say_where(error: Exception, tracer: Tracer) -> None:
         if not is_torch_code(frame.tb_frame.f_code):
             source = line_of((frame.tb_frame.f_code, frame.tb_lasti))
         frame = frame.tb_next
-    where = f"\n{text_of(source)}" if source is not None else ""
+    where = "\n" + source.indented if source is not None else ""
     last = f", the last of them {last_name(tracer.recording)}" if done else ""
     add_note(error, f"replaylens: the model raised this after {done} recorded calls{last}{inside}.{where}")
 

@@ -13,7 +13,6 @@ from typing import Any
 from attrs import evolve, frozen
 
 from .._core.node import Source
-from .._core.text import where
 
 
 @frozen
@@ -32,7 +31,7 @@ class Finding:
     def __str__(self) -> str:
         far = f" (by at most {self.difference:.3g})" if self.difference is not None else ""
         rows = [f"{self.node or 'the program'}: {self.fact}{far}", f"    {self.line}" if self.line else ""]
-        return "\n".join([row for row in (*rows, where(self.source) if self.source else "") if row])
+        return "\n".join([row for row in (*rows, self.source.indented if self.source else "") if row])
 
 
 @frozen

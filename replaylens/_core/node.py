@@ -118,6 +118,16 @@ class Source:
         """The line itself, without indentation; empty where the file cannot be read."""
         return linecache.getline(self.file, self.line).strip()
 
+    @property
+    def inline(self) -> str:
+        """Where it is and what it says, within a line: `model.py:41  return self.proj(x)`."""
+        return f"{self.file.rsplit('/', 1)[-1]}:{self.line}  {self.text}"
+
+    @property
+    def indented(self) -> str:
+        """The same as a line of its own."""
+        return f"    {self.file.rsplit('/', 1)[-1]}:{self.line}    {self.text}"
+
     def lines(self, around: int = 3) -> list[str]:
         """The lines around it, as they are in the file."""
         numbers = range(max(1, self.line - around), self.line + around + 1)

@@ -22,7 +22,6 @@ from .._core.node import NO_MODES, Call, Context, Generator, Guard, Left, Ref, S
 from .._core.notes import add_note
 from .._core.pure import all_placed, mutate, placed
 from .._core.settings import settings, under
-from .._core.text import where as text_of
 from .._core.torch_private import default_device, is_any_autocast_on
 from .._core.trees import leaves, thaw
 from .._core.world import World, drawing_alone, surely
@@ -51,7 +50,7 @@ class Step:
     @property
     def note(self) -> str:
         """What is added to an exception that the call raises."""
-        where = f"\n{text_of(self.source)}" if self.source is not None else ""
+        where = "\n" + self.source.indented if self.source is not None else ""
         return f"replaylens: raised by node {self.name} of the program{where}"
 
     def row(self, nothing: int) -> Any:

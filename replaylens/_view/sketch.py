@@ -13,7 +13,7 @@ from attrs import frozen
 
 from .._core.graph import Graph
 from .._core.lazy import cached_property
-from .._core.node import Call, Input, Node, Ref, Scope, Source, State, TensorMeaning, meanings_of, value_of
+from .._core.node import Call, Input, Node, Ref, Scope, State, TensorMeaning, meanings_of, value_of
 from .._core.pure import BLANKS, Derived, Nth, laid_out, mutate
 from .._core.trees import Branch, leaves
 from .._lens.conditionals import Conditionals
@@ -167,7 +167,7 @@ class _Pencil:
             note=f"{node.kind}, {node.edited}"
             if node.edited.startswith("was ")
             else node.edited or self.conditions.get(node.name, ""),
-            source=_line_of(node.source),
+            source=node.source.inline if node.source is not None else "",
         )
 
     def _given(self, node: Call) -> tuple[TensorMeaning, ...]:
@@ -261,7 +261,3 @@ def _places(tree: Any, word: str, bases: Any, targets: Any) -> Iterator[tuple[Re
 
 def _known(meaning: TensorMeaning | None) -> tuple[TensorMeaning, ...]:
     return () if meaning is None else (meaning,)
-
-
-def _line_of(source: Source | None) -> str:
-    return "" if source is None else f"{source.file.rsplit('/', 1)[-1]}:{source.line}  {source.text}"
