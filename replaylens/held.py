@@ -15,6 +15,7 @@ import torch
 
 from ._capture.capture import Captured, record_of
 from ._core.graph import Graph
+from ._core.label import Label
 from ._core.lazy import cached_property
 from ._core.node import Call, Input, Ref
 from ._core.pure import untransformed
@@ -291,7 +292,7 @@ class Held(Described, Reference):
         """
         pairs = patch.items() if isinstance(patch, Mapping) else ()
         keys = [key for key, what in pairs if not refers(what)]
-        found = {key: self._sites(key) for key in keys if isinstance(key, str) and not _has_pass(key)}
+        found = {key: self._sites(key) for key in keys if isinstance(key, str) and not Label.of(key).turn}
         nodes = {key: [self.graph[one.place.node] for s in of_key for one in s.each] for key, of_key in found.items()}
         kinds = [key for key, of in nodes.items() if all(isinstance(n, Call) and n.kind == key != n.name for n in of)]
         return Beyond(
@@ -326,8 +327,3 @@ class Held(Described, Reference):
         return frozenset(
             self.graph.positions[one.place.node] for name in as_list(keep) for one in self._site(name).each
         )
-
-
-def _has_pass(name: str) -> bool:
-    """Does a name say which pass it means, as `linear_1_1:2` does?"""
-    return name.rpartition(":")[2].isdigit()

@@ -18,7 +18,7 @@ from attrs import define, evolve, field, frozen
 
 from .._core.drafts import Draft
 from .._core.graph import Graph
-from .._core.label import labels
+from .._core.label import beside, labels
 from .._core.laws import require_lawful
 from .._core.node import (
     Call,
@@ -386,7 +386,7 @@ def _names(recording: Recording, drafts: list[Draft]) -> tuple[list[str], list[b
     names, orphans = dict(zip(own, found, strict=True)), dict(zip(own, lost, strict=True))
     for number, of in patched.items():
         names[number], orphans[number] = names[of], orphans[of]
-        names[of] = f"{names[of]}_before"
+        names[of] = beside(names[of], "before")
     return [names[n] for n in range(len(drafts))], [orphans[n] for n in range(len(drafts))]
 
 

@@ -13,11 +13,12 @@ from typing import Any
 from attrs import evolve, frozen
 
 from .._core.graph import Graph
+from .._core.label import beside, fresh
 from .._core.laws import require_lawful
 from .._core.node import Call, Const, Guard, Input, Node, Ref, meanings_of, refs_of
 from .._core.trees import Branch, leaves, remake
 from ..errors import BadEdit
-from .rewrite import beside, fresh, guard_reading, reading
+from .rewrite import guard_reading, reading
 
 
 @frozen

@@ -14,6 +14,7 @@ import torch
 from attrs import evolve, field, frozen
 
 from .._core.graph import Graph
+from .._core.label import beside, fresh
 from .._core.node import Call, Const, Input, Node, Ref, TensorMeaning, meanings_of, refs_of, value_of
 from .._core.pure import alias, gathered, laid_out, outside_inference
 from .._core.target import Target
@@ -22,7 +23,7 @@ from ..errors import ShapeMismatch
 from .acts import of_own_copies
 from .edges import is_tap
 from .patch import Apply, Chain, Patch
-from .rewrite import beside, fresh, renamed, replace
+from .rewrite import renamed, replace
 
 
 @frozen(eq=False)

@@ -14,6 +14,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from .._core.graph import Graph
+from .._core.label import Label, fresh
 from .._core.laws import require_lawful
 from .._core.node import Call, Const, Generator, Guard, Input, Node, Ref, State, meanings_of, value_of
 from .._core.pure import alias, gathered
@@ -26,21 +27,6 @@ NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
 # -- names and values of nodes -----------------------------------------------------------------------------------------
-
-
-def beside(name: str, word: str) -> str:
-    """A name next to another one: `relu_1_2_before`; `linear_1_1_before:2` for a second pass."""
-    base, colon, call = name.partition(":")
-    return f"{base}_{word}{colon}{call}"
-
-
-def fresh(wanted: str, taken: Iterable[str]) -> str:
-    """The name, or the first of `{name}_2`, `{name}_3` ... that nobody has."""
-    names = taken if isinstance(taken, (set, frozenset, dict)) else set(taken)
-    name, number = wanted, 2
-    while name in names:
-        name, number = beside(wanted, str(number)), number + 1
-    return name
 
 
 def renamed(node: Node, name: str) -> Node:
@@ -230,7 +216,7 @@ def names_within(graph: Graph, name: str, sub: Graph, how: Splice = Splice()) ->
         elif node.name in how.names:
             found[node.name] = how.names[node.name]
         else:
-            found[node.name] = fresh(f"{_short(node.name)}_of_{name}", taken)
+            found[node.name] = fresh(f"{Label.of(node.name).short}_of_{name}", taken)
         taken.add(found[node.name])
     return found
 
@@ -323,10 +309,3 @@ def _placed(
     position = max((number + 1 for number, node in enumerate(nodes) if node.name in before), default=0)
     kwargs = tuple([(key, remake(value, swap)) for key, value in guard.kwargs])
     return evolve(guard, args=tuple([remake(arg, swap) for arg in guard.args]), kwargs=kwargs, position=position)
-
-
-def _short(name: str) -> str:
-    """`matmul_1` for `matmul_1_3`, which counts the layers before it too."""
-    base, colon, call = name.partition(":")
-    parts = base.rsplit("_", 1)
-    return (parts[0] if len(parts) == 2 and parts[1].isdigit() and "_" in parts[0] else base) + colon + call

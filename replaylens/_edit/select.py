@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from attrs import evolve, field, frozen
 
 from .._core.graph import Graph
+from .._core.label import Label
 from .._core.node import State
 from ..errors import NoSuchLayer, WrongCount
 from .glob import is_glob, matches
@@ -189,7 +190,7 @@ def _state(names: Names, pattern: str) -> list[str]:
 
 def _is_in(names: Names, pattern: str, call: str) -> bool:
     """Does a glob match a call of a module, `features.6:1`, with or without its number, under any of its names?"""
-    address, _, number = call.rpartition(":")
+    address, number = Label.of(call)
     known = (address, *names.other_addresses.get(address, ()))
     return any(matches(one, pattern) or matches(f"{one}:{number}", pattern) for one in known)
 

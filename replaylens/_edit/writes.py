@@ -13,12 +13,13 @@ import torch
 from attrs import evolve
 
 from .._core.graph import Graph
+from .._core.label import beside, fresh
 from .._core.node import Call, Node, Ref, State, meanings_of, value_of
 from .._core.pure import Derived, Hole, Nth, differentiate_name, fill_new, mutate
 from .._core.target import Target
 from .._core.trees import Branch, remake
 from ..errors import BadEdit
-from .rewrite import beside, fresh, replace
+from .rewrite import replace
 
 
 def with_plain(graph: Graph, name: str, still_writes: bool = True) -> tuple[Graph, str]:

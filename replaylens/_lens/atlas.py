@@ -13,6 +13,7 @@ from typing import Any
 from attrs import evolve, field, frozen
 
 from .._core.graph import Graph
+from .._core.label import Label
 from .._core.lazy import cached_property
 from .._core.node import Input, Ref, Scope, State
 from .._core.trees import leaves, paths
@@ -48,7 +49,7 @@ class Atlas:
         """The layers in order: inputs, calls, buffers and constants where they were first read, then the outputs."""
         graph = self.graph
         found = [Place(node.name, node.name) for node in graph.nodes if self._is_layer(node.name)]
-        number = max((_total(place.label) for place in found), default=-1)
+        number = max((numbers[1] for place in found if (numbers := Label.of(place.label).numbers)), default=-1)
         refs = list(dict.fromkeys(graph.output_refs))
         ends = [Place(f"output_{n + 1}_{number + n + 1}", ref.node, ref) for n, ref in enumerate(refs)]
         return (*found, *ends)
@@ -69,10 +70,9 @@ class Atlas:
         """Every other spelling: short labels, explicit first passes, module addresses, addresses of state."""
         found: dict[str, list[Place]] = {}
         for place in self.places:
-            label, _, call = place.label.partition(":")
-            bare = {short(label), label} if call else {short(place.label), label}
-            names = bare | ({f"{label}:1", f"{short(label)}:1"} if not call else {f"{short(label)}:{call}"})
-            for name in names - {place.label}:
+            layer, turn = Label.of(place.label)
+            short = Label(layer).short
+            for name in {short, layer, f"{short}:{turn or 1}", f"{layer}:{turn or 1}"} - {place.label}:
                 found.setdefault(name, []).append(place)
         for node in self.graph.state_nodes:
             for name in (node.address, *node.aliases):
@@ -255,7 +255,7 @@ class Atlas:
         """The labels of the passes of each layer, by its label without the pass."""
         found: dict[str, list[str]] = {}
         for label in self.order:
-            found.setdefault(bare(label), []).append(label)
+            found.setdefault(Label.of(label).layer, []).append(label)
         return found
 
     def keys_of(self, place: Place) -> tuple[Any, ...]:
@@ -265,23 +265,6 @@ class Atlas:
         return (*ordinals, place.label, *sorted(self._names.get((place.node, place.output), [])))
 
 
-def short(label: str) -> str:
-    """`conv2d_3` for `conv2d_3_7`, `linear_1:2` for `linear_1_1:2`."""
-    name, colon, call = label.partition(":")
-    parts = name.rsplit("_", 1)
-    return (parts[0] if len(parts) == 2 and parts[1].isdigit() and "_" in parts[0] else name) + colon + call
-
-
 def _way(path: tuple[Any, ...]) -> str:
     """The way to one of several tensors: `[0]`, `[hidden][1]`."""
     return "".join([f"[{step}]" for step in path])
-
-
-def bare(label: str) -> str:
-    """A label without its pass: `linear_1_1` for `linear_1_1:2`."""
-    return label.partition(":")[0]
-
-
-def _total(label: str) -> int:
-    last = label.partition(":")[0].rsplit("_", 1)[-1]
-    return int(last) if last.isdigit() and "." not in label else -1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .._core.label import Label
 from .facts import Facts
 
 
@@ -48,4 +49,4 @@ class ModuleFacts(Facts):
 
 def addresses_of(calls: tuple[str, ...]) -> list[str]:
     """The modules that were called, without the number of the call."""
-    return list(dict.fromkeys([call.rpartition(":")[0] for call in calls]))
+    return list(dict.fromkeys([Label.of(call).layer for call in calls]))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from .._core.label import Label
 from .._core.node import Call, Input, State
-from .atlas import bare, short
 from .facts import Facts
 
 
@@ -22,7 +22,7 @@ class NameFacts(Facts):
     @property
     def short_label(self) -> str:
         """The label without the number among all layers: `conv2d_3`."""
-        return short(self.label)
+        return Label.of(self.label).short
 
     @property
     def layer_type(self) -> str:
@@ -35,28 +35,26 @@ class NameFacts(Facts):
     @property
     def type_number(self) -> int | None:
         """How many layers of its type there are up to it: 3 for `conv2d_3_7`."""
-        return self._number(-2)
+        return self._numbers[0]
 
     @property
     def total_number(self) -> int | None:
         """How many layers there are up to it: 7 for `conv2d_3_7`."""
-        return self._number(-1)
+        return self._numbers[1]
 
-    def _number(self, which: int) -> int | None:
-        words = bare(self.label).split("_")
-        is_label = self.ordinal is not None and len(words) > 2 and words[-1].isdigit() and words[-2].isdigit()
-        return int(words[which]) if is_label else None
+    @property
+    def _numbers(self) -> tuple[int | None, int | None]:
+        return (Label.of(self.label).numbers if self.ordinal is not None else None) or (None, None)
 
     @property
     def pass_number(self) -> int:
         """Which pass of its layer it is, from 1."""
-        last = self.label.partition(":")[2]
-        return int(last) if last.isdigit() else 1
+        return Label.of(self.label).number
 
     @property
     def passes(self) -> tuple[str, ...]:
         """The labels of all passes of its layer, its own among them."""
-        return tuple(self._lens.atlas.passes.get(bare(self.label), (self.label,)))
+        return tuple(self._lens.atlas.passes.get(Label.of(self.label).layer, (self.label,)))
 
     @property
     def lookup_keys(self) -> tuple[Any, ...]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from .._core.label import Label
 from .._core.node import Call, Input, State
 from . import traits
-from .atlas import Place, bare
+from .atlas import Place
 from .conditionals import Conditional
 from .layers import Layer
 from .lens import Lens
@@ -155,7 +156,7 @@ class Described:
     @property
     def total_param_layers(self) -> int:
         """How many layers read parameters, passes of one layer counted once."""
-        return len(set(map(bare, self.layers_computed_with_params)))
+        return len({Label.of(label).layer for label in self.layers_computed_with_params})
 
     @property
     def total_params(self) -> int:

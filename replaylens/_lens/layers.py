@@ -14,7 +14,7 @@ from typing import Any
 from attrs import evolve, field, frozen
 
 from .._core.reference import Reference
-from .atlas import Atlas as Atlas, Place as Place, short as short
+from .atlas import Atlas as Atlas, Place as Place
 from .card import card
 from .lens import Lens
 from .papers_names import LayerInPapersWords

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .atlas import bare
+from .._core.label import Label
 from .facts_call import CallFacts
 from .facts_kin import KinFacts
 from .facts_modules import ModuleFacts, addresses_of
@@ -30,12 +30,12 @@ class LayerInPapersWords(NameFacts, ValueFacts, CallFacts, ParameterFacts, KinFa
     @property
     def layer_label(self) -> str:
         """The label of the layer without its pass: `conv2d_3_7`."""
-        return bare(self.label)
+        return Label.of(self.label).layer
 
     @property
     def layer_label_w_pass(self) -> str:
         """The label with its pass: `conv2d_3_7:1`."""
-        return f"{bare(self.label)}:{self.pass_number}"
+        return f"{Label.of(self.label).layer}:{self.pass_number}"
 
     @property
     def operation_num(self) -> int | None:
@@ -357,4 +357,4 @@ class LayerInPapersWords(NameFacts, ValueFacts, CallFacts, ParameterFacts, KinFa
     def bottom_level_submodule_exited(self) -> str | None:
         """The address of the module that consists of it alone."""
         call = self._whole_call
-        return call.rpartition(":")[0] if call is not None else None
+        return Label.of(call).layer if call is not None else None
