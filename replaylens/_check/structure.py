@@ -13,9 +13,10 @@ from typing import Any
 from .._core.graph import Graph
 from .._core.label import Label
 from .._core.laws import problems, unasked
+from .._core.location import Location
 from .._core.node import Call, Input, Node, Ref, Scope, State, refs_of
 from .._core.trees import leaves
-from .._lens.layers import Atlas, Place
+from .._lens.layers import Atlas
 from .._lens.lens import Lens
 from .distances import distances
 from .findings import found_at, found_named
@@ -226,7 +227,7 @@ def _lookups(atlas: Atlas) -> Iterator[Finding]:
                 yield found_named(atlas.graph, METADATA, place.node, f"{name!r} does not lead to {place.label}")
 
 
-def _finds(atlas: Atlas, name: Any, place: Place) -> bool:
+def _finds(atlas: Atlas, name: Any, place: Location) -> bool:
     try:
         found = atlas.find(name)
     except LookupError:

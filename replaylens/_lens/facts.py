@@ -1,6 +1,6 @@
 """The base of the files facts_*.py: each is a part of `Layer`, the facts of one subject.
 
-A part reads two things: the Lens that all layers of a program share, and the Place of its own layer.
+A part reads two things: the Lens that all layers of a program share, and the Location of its own layer.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from .._core.node import Call, Node, Ref
-from .atlas import Place
+from .._core.location import Location
+from .._core.node import Call, Node
 from .lens import Lens
 
 
@@ -18,8 +18,8 @@ class Facts:
 
     __slots__ = ()
     _lens: Lens
-    _place: Place
-    _read: Callable[[Ref | None, str], Any]
+    _place: Location
+    _read: Callable[[Location], Any]
 
     @property
     def node(self) -> Node:

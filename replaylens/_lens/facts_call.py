@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .._core.location import Location
 from .._core.node import Generator, Ref, Source
 from .._core.target import Target
 from .calls import Made, hands_on_what_it_wrote, made_by_model
@@ -70,7 +71,7 @@ class CallFacts(Facts):
 
     def _leaf(self, leaf: Any) -> Any:
         if type(leaf) is Ref:
-            return self._read(leaf, leaf.node)
+            return self._read(Location(leaf.node, part=leaf))
         if isinstance(leaf, Target):
             return leaf.function
         return None if isinstance(leaf, Generator) else leaf

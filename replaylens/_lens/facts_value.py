@@ -19,7 +19,7 @@ class ValueFacts(Facts):
     @property
     def value(self) -> Any:
         """The tensor that it gave when the program was recorded (a tuple of tensors, where it gives several)."""
-        return self._read(self._place.output or self._place.part, self._place.node)
+        return self._read(self._place)
 
     @property
     def is_saved(self) -> bool:

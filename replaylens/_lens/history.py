@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from .._core.label import Label
+from .._core.location import Location
 from .._core.node import Call, Input, State
 from . import traits
-from .atlas import Place
 from .conditionals import Conditional
 from .layers import Layer
 from .lens import Lens
@@ -26,7 +26,7 @@ class Described:
     def _lens(self) -> Lens:
         raise NotImplementedError
 
-    def _layer(self, place: Place) -> Layer:
+    def _layer(self, place: Location) -> Layer:
         raise NotImplementedError
 
     # -- structure --------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ class Described:
         """The layers that read parameters."""
         return [label for label, addresses in self._reads.items() if addresses]
 
-    def _nodes(self) -> Iterable[tuple[Place, Any]]:
+    def _nodes(self) -> Iterable[tuple[Location, Any]]:
         return ((p, self._lens.graph[p.node]) for p in self._lens.atlas.places if p.output is None)
 
     def _all(self) -> Iterable[Layer]:

@@ -65,8 +65,7 @@ def _card(graph: Graph, layer: Layer, side: int, most: int) -> Card:
 def _meanings(layer: Layer) -> list[TensorMeaning]:
     """What is known of the tensors that a layer gives."""
     known = meanings_of(layer.node)
-    place = layer._place
-    one = place.output or place.part or getattr(layer.node, "result", None)
+    one = layer._place.tree(layer._atlas.graph)
     return [known[one]] if one in known else list(known.values())
 
 

@@ -13,11 +13,12 @@ from attrs import frozen
 
 from .._core.graph import Graph
 from .._core.lazy import cached_property
+from .._core.location import Location
 from .._core.node import Call, Input, Node, Ref, Scope, State, TensorMeaning, meanings_of, value_of
 from .._core.pure import BLANKS, Derived, Nth, laid_out, mutate
 from .._core.trees import Branch, leaves
 from .._lens.conditionals import Conditionals
-from .._lens.layers import Atlas, Place
+from .._lens.layers import Atlas
 from .scene import NO_ROLES, Roles
 
 COMMUTATIVE = frozenset("add mul eq ne maximum minimum logicaland logicalor logicalxor bitwiseand bitwiseor".split())
@@ -131,7 +132,7 @@ class _Pencil:
     def drawn(self) -> frozenset[str]:
         return frozenset([place.node for place in self.atlas.places if place.output is None])
 
-    def dot(self, place: Place) -> Dot:
+    def dot(self, place: Location) -> Dot:
         node = self.graph[place.node]
         if place.output is not None:
             meaning = meanings_of(node).get(place.output)
@@ -144,7 +145,7 @@ class _Pencil:
         note = node.address if isinstance(node, State) else ""
         return Dot(place.label, place.node, kind, scopes, (node.meaning,), roles=frozenset({kind}), note=note)
 
-    def _operation(self, place: Place, node: Call) -> Dot:
+    def _operation(self, place: Location, node: Call) -> Dot:
         parameters = self._parameters(node)
         roles = {
             "operation": True,
@@ -189,7 +190,7 @@ class _Pencil:
             scopes = tuple([scope for scope in scopes if f"{node.address}.".startswith(f"{scope.address}.")])
         return scopes
 
-    def lines(self, place: Place) -> Iterator[Line]:
+    def lines(self, place: Location) -> Iterator[Line]:
         """What a layer reads."""
         if place.output is not None:
             yield from self._from(place.output, place.label)
