@@ -19,10 +19,10 @@ from ._core.graph import Graph
 from ._core.label import Label
 from ._core.lazy import cached_property
 from ._core.location import Location
-from ._core.node import Call, Input, Ref
+from ._core.node import Call, Input, Ref, refs_in
 from ._core.pure import untransformed
 from ._core.reference import Reference
-from ._core.trees import leaves, thaw
+from ._core.trees import thaw
 from ._core.world import freed, in_children
 from ._edit.bind import refers
 from ._edit.edges import Edge
@@ -168,7 +168,7 @@ class Held(Described, Reference):
     def _read(self, place: Location, again: bool = False) -> Any:
         """The recorded value of a layer. `again`: also if it must be computed again."""
         record, tree = self._record, place.tree(self.graph)
-        missing = [leaf for leaf in leaves(tree) if type(leaf) is Ref and leaf not in record.values]
+        missing = [leaf for leaf in refs_in(tree) if leaf not in record.values]
         if missing and not again:
             name = place.node
             raise NotSaved(f"the value of {name} was not saved. `prog.recover({name!r})` computes it again.")
@@ -299,7 +299,7 @@ class Held(Described, Reference):
         for site in self._sites(key) if isinstance(key, str) else ():
             if (scope := site.scope) is None or site.name in self._atlas.by_label:
                 continue
-            refs = [leaf for leaf in leaves(trees[str(scope)]) if type(leaf) is Ref]
+            refs = refs_in(trees[str(scope)])
             count = len(set(refs))
             for one in site.each:
                 ref = one.part if type(one.part) is Ref else refs[0]

@@ -28,7 +28,7 @@ from .._core.pure import same_content
 from .._core.sameness import attached
 from .._core.sharing import extent
 from .._core.torch_private import compiler_if_loaded, default_device, hooks_of_all_modules, without_function_modes
-from .._core.trees import ATOMS, fingerprint, freeze_deep, keys_of, leaves, named_paths, require_room, thaw_shared
+from .._core.trees import ATOMS, fingerprint, freeze_deep, keys_of, leaves, named, require_room, thaw_shared, walk
 from .._core.turns import calls, come, turns
 from .._core.world import World, alone, drawing_alone, freed, in_children, surely
 from .._edit.wanted import EVERYTHING, Wish
@@ -447,8 +447,8 @@ def _take_inputs(tracer: Tracer, args: Any, kwargs: Any) -> tuple[Any, Any, Any]
         return handle
 
     tree = freeze_deep((tuple(args), dict(kwargs)), leaf)
-    plain = [(path, item) for path, item in named_paths(tree) if type(item) is not Handle and type(item) not in ATOMS]
-    given = [(path, tracer.recording.values[item]) for path, item in named_paths(tree) if type(item) is Handle]
+    plain = [(path, item) for path, item in walk(tree, named) if type(item) is not Handle and type(item) not in ATOMS]
+    given = [(path, tracer.recording.values[item]) for path, item in walk(tree, named) if type(item) is Handle]
     hung = [(path, text) for path, tensor in given if (text := attached(tensor)) is not None]
     tracer.recording.literals = (*[(path, fingerprint(item)) for path, item in plain], *hung)
     if swapped:

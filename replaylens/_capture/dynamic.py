@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from attrs import evolve
 
-from .._core.node import Call, Node, Ref, TensorMeaning, meanings_of
+from .._core.node import Call, Node, Ref, TensorMeaning, meanings_of, refs_in
 from .._core.pure import mutate
 from .._core.target import Target
 from .._core.torch_private import OpOverload, OpOverloadPacket
@@ -87,7 +87,7 @@ def _keeps_shapes(call: Call) -> bool:
         return False
     named = call.args[3]
     has_out = isinstance(named, Branch) and "out" in (named.keys or ())
-    return not has_out and not any(type(leaf) is Ref for leaf in leaves(call.returns[0]))
+    return not has_out and not refs_in(call.returns[0])
 
 
 def _decides(way: Way, call: Call, meaning: Meaning) -> bool:

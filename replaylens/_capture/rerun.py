@@ -17,11 +17,11 @@ from torch import nn
 
 from .._core.graph import Graph
 from .._core.location import Location
-from .._core.node import Call, Const, Input, Node, Ref, State, TensorMeaning
+from .._core.node import Call, Const, Input, Node, Ref, State, TensorMeaning, refs_in
 from .._core.pure import as_leaf
 from .._core.sharing import begin_together
 from .._core.text import listing
-from .._core.trees import freeze_deep, leaves, thaw, thaw_shared
+from .._core.trees import freeze_deep, thaw, thaw_shared
 from .._core.turns import Turn
 from .._replay.begun import exchanged
 from .._replay.guards import Departure, departures
@@ -469,7 +469,7 @@ def _until_patched(one: Graph, other: Graph) -> Iterator[tuple[Node, Node]]:
 
 
 def _values(one: Call, other: Call) -> Iterator[tuple[Ref, Ref]]:
-    refs = [leaf for leaf in leaves(one.returns) if type(leaf) is Ref]
+    refs = refs_in(one.returns)
     return ((ref, Ref(other.name, ref.path)) for ref in refs)
 
 

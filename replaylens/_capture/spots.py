@@ -14,9 +14,8 @@ from attrs import field, frozen
 
 from .._core.graph import Graph
 from .._core.location import Location
-from .._core.node import Call, Input, Node, Ref, Scope, Source, State
+from .._core.node import Call, Input, Node, Ref, Scope, Source, State, refs_in
 from .._core.pure import alias
-from .._core.trees import leaves
 from .builder import CallRecord, Recording, SourceRecord, user_line
 from .handing import is_handing
 
@@ -123,7 +122,7 @@ class Counterparts:
             return Location(name if patch is None else patch.name)
         part = Ref(name, at.part.path)
         if patch is not None and part in patch.args:
-            returns = [leaf for leaf in leaves(patch.returns) if type(leaf) is Ref]
+            returns = refs_in(patch.returns)
             return Location(patch.name, part=returns[patch.args.index(part)])
         return Location(name, part=part)
 

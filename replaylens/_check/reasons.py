@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from .._core.node import Call, Ref
+from .._core.node import Call, Ref, refs_in
 from .._core.pure import BLANKS, Step, fill_new, laid_out, mutate, standing
 from .._core.target import Target
 from .._core.torch_private import OpOverload, OpOverloadPacket
-from .._core.trees import Branch, leaves
+from .._core.trees import Branch
 from .._replay.differentiate import differentiate
 
 _SHAPE = "only its shape and type are read"
@@ -130,7 +130,7 @@ def _steps(tree: Any) -> Iterator[Branch]:
 
 
 def _stands(tree: Any, parent: Ref) -> bool:
-    return any(leaf == parent for leaf in leaves(tree) if type(leaf) is Ref)
+    return parent in refs_in(tree)
 
 
 def _has_numbers(made: Any) -> bool:

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from .._core.graph import Graph
-from .._core.node import Ref
+from .._core.node import Ref, refs_in
 from .._core.notes import notes_of
 from .._core.sameness import difference, kind_of, same
 from .._core.text import expression
-from .._core.trees import Branch, freeze_deep, leaves, remake
+from .._core.trees import Branch, freeze_deep, remake
 from .._replay.replay import Record, replay
 from .._replay.request import Request
 from .._replay.run import Run
@@ -85,7 +85,7 @@ def _opened(output: Any) -> tuple[Any, list[torch.Tensor]]:
         return Ref("value", (len(found),))
 
     tree = freeze_deep(output, leaf)
-    places = [one for one in leaves(tree) if type(one) is Ref]
+    places = refs_in(tree)
     numbers = count()
     counted = remake(tree, lambda one: Ref("value", (next(numbers),)) if type(one) is Ref else one)
     return counted, [found[one.path[0] - 1] for one in places]
@@ -102,7 +102,7 @@ def _shape_of(tree: Any) -> Any:
 
 
 def _short(tree: Any) -> str:
-    held = sum(type(leaf) is Ref for leaf in leaves(tree))
+    held = len(refs_in(tree))
     kind = tree.kind.__name__ if isinstance(tree, Branch) else type(tree).__name__
     return "a tensor" if type(tree) is Ref else f"a {kind} of {held} tensors" if held else expression(tree)
 

@@ -14,7 +14,7 @@ from attrs import field, frozen
 
 from .chance import takes_as_many_as_it_needs
 from .lazy import cached_property
-from .node import NO_MODES, Call, Const, Context, Guard, Input, Left, Node, Ref, Scope, State, refs_of
+from .node import NO_MODES, Call, Const, Context, Guard, Input, Left, Node, Ref, Scope, State, refs_in, refs_of
 from .sharing import NO_OVERLAPS, Overlaps
 from .target import Target
 from .trees import leaves
@@ -176,7 +176,7 @@ class Graph:
 
     @cached_property
     def output_refs(self) -> tuple[Ref, ...]:
-        return tuple([leaf for leaf in leaves(self.output) if type(leaf) is Ref])
+        return tuple(refs_in(self.output))
 
     @cached_property
     def wanted_refs(self) -> tuple[Ref, ...]:

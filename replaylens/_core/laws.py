@@ -12,7 +12,7 @@ from attrs import frozen
 
 from ..errors import UnlawfulGraph
 from .graph import Graph
-from .node import Call, Generator, Ref, meanings_of
+from .node import Call, Generator, Ref, meanings_of, refs_in
 from .trees import leaves
 
 
@@ -66,7 +66,7 @@ def _reads_what_is_there(graph: Graph) -> Iterator[Problem]:
                 if ref not in parts
             )
             if type(node.returns) is not Ref:
-                parts.update(leaf for leaf in leaves(node.returns) if type(leaf) is Ref)
+                parts.update(refs_in(node.returns))
         parts.add(Ref(node.name))
     ends = [ref for ref in graph.wanted_refs if ref not in parts]
     yield from (Problem("output", "order", f"gives {ref}, which no node gives") for ref in ends)

@@ -11,8 +11,8 @@ from typing import Any
 from attrs import Factory, evolve, field, frozen
 
 from .graph import Graph
-from .node import Arg, Ref, Scope, value_of
-from .trees import leaves, remake
+from .node import Arg, Ref, Scope, refs_in, value_of
+from .trees import remake
 
 
 @frozen
@@ -35,7 +35,7 @@ class Location:
     @property
     def refs(self) -> tuple[Ref, ...]:
         """The values of a tree of several, each once."""
-        return tuple(dict.fromkeys([leaf for leaf in leaves(self.part) if type(leaf) is Ref]))
+        return tuple(dict.fromkeys(refs_in(self.part)))
 
     @property
     def each(self) -> tuple[Location, ...]:

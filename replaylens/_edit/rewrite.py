@@ -16,10 +16,10 @@ from attrs import evolve, frozen
 from .._core.graph import Graph
 from .._core.label import Label, fresh
 from .._core.laws import require_lawful
-from .._core.node import Call, Const, Generator, Guard, Input, Node, Ref, State, meanings_of, value_of
+from .._core.node import Call, Const, Generator, Guard, Input, Node, Ref, State, meanings_of, refs_in, value_of
 from .._core.pure import alias, gathered
 from .._core.target import Target
-from .._core.trees import Branch, leaves, paths, remake
+from .._core.trees import Branch, keyed, leaves, remake, walk
 from .again import run_again
 
 Refs = Mapping[Ref, Ref]
@@ -129,7 +129,7 @@ def without(graph: Graph, names: Iterable[str]) -> Graph:
 
 
 def _named(tree: Any) -> set[str]:
-    return {leaf.node for leaf in leaves(tree) if type(leaf) is Ref}
+    return {leaf.node for leaf in refs_in(tree)}
 
 
 def unread_sources(old: Graph, new: Graph) -> frozenset[str]:
@@ -272,7 +272,7 @@ def _followed(inner: Call, node: Call, how: Splice) -> str | None:
 
 def _gather(node: Call, sub: Graph, swap: Callable[[Any], Any], edited: str) -> Call:
     """The node that gives the output of `sub` where none of its calls does."""
-    parts = [leaf for leaf in leaves(sub.output) if type(leaf) is Ref]
+    parts = refs_in(sub.output)
     known = {ref: meaning for inner in sub.nodes for ref, meaning in meanings_of(inner).items()}
     output, meaning = remake(sub.output, swap), tuple([known[ref] for ref in parts])
     call = Call(
@@ -286,7 +286,7 @@ def _gather(node: Call, sub: Graph, swap: Callable[[Any], Any], edited: str) -> 
     if (
         type(wanted) is not tuple
         or type(several) is not tuple
-        or [p for p, _ in paths(wanted)] != [p for p, _ in paths(several)]
+        or [p for p, _ in walk(wanted, keyed)] != [p for p, _ in walk(several, keyed)]
     ):
         raise ValueError(f"{node.name} gives {len(list(leaves(wanted)))} tensors, the graph in its place {len(parts)}.")
     return evolve(call, kind="gathered", target=Target.of(gathered), args=several, returns=wanted)
@@ -294,7 +294,7 @@ def _gather(node: Call, sub: Graph, swap: Callable[[Any], Any], edited: str) -> 
 
 def _last(node: Node, sub: Graph) -> str | None:
     """The call of a graph that gives its output as it is, in the shape of what a node gives."""
-    first = next((leaf for leaf in leaves(sub.output) if type(leaf) is Ref), None)
+    first = next(iter(refs_in(sub.output)), None)
     call = sub[first.node] if first is not None else None
     if not isinstance(call, Call) or value_of(call) != sub.output:
         return None

@@ -1,7 +1,7 @@
 """Which layers: the keys of a mapping of patches, and selections.
 
 In: the names that a program's layers have, and a key in a user's words: a name, a type of operation, a glob, a
-predicate, a selection. Out: sites, each the place of one layer and the name under which another program would be asked
+predicate, a selection. Out: Locations, each with the name under which another program would be asked
 for it; or an error that says what was found instead. Values and patches are not known here.
 """
 

@@ -16,8 +16,8 @@ from .._core.graph import Graph
 from .._core.label import Label
 from .._core.lazy import cached_property
 from .._core.location import Location
-from .._core.node import Input, Ref, Scope, State
-from .._core.trees import leaves, paths
+from .._core.node import Input, Ref, Scope, State, refs_in
+from .._core.trees import keyed, walk
 from .._edit.glob import matches
 from ..errors import NoSuchLayer
 
@@ -99,12 +99,12 @@ class Atlas:
 
     def _handed_on(self, scope: Scope, tree: Any) -> Location | None:
         """The place of what a call of a module gave."""
-        refs = list(dict.fromkeys([leaf for leaf in leaves(tree) if type(leaf) is Ref]))
+        refs = list(dict.fromkeys(refs_in(tree)))
         if not refs:
             return None
         place = evolve(self.by_label[refs[0].node], scope=scope)
         if len(refs) > 1:
-            ways = {leaf: way for way, leaf in reversed(list(paths(tree))) if type(leaf) is Ref}
+            ways = {leaf: way for way, leaf in reversed(list(walk(tree, keyed))) if type(leaf) is Ref}
             return evolve(place, part=tree, names=tuple([_way(ways[ref]) for ref in refs]))
         if type(tree) is Ref and tree.path and tree != getattr(self.graph[tree.node], "result", None):
             return evolve(place, part=tree)

@@ -11,7 +11,7 @@ from typing import Any
 
 from attrs import frozen
 
-from .._core.node import Call, Ref
+from .._core.node import Call, Ref, refs_in
 from .._core.pure import BLANKS, Derived, Nth, before_write, fill_new, laid_out, mutate
 from .._core.target import Target
 from .._core.trees import Branch, leaves, thaw
@@ -75,4 +75,4 @@ def _named(tree: Any) -> dict[str, Any]:
 def _has_tensor(tree: Any) -> bool:
     if type(tree) is Branch and tree.kind in (Nth, Derived):
         return True
-    return any(type(leaf) is Ref for leaf in leaves(tree)) or any(map(_has_tensor, getattr(tree, "items", ())))
+    return bool(refs_in(tree)) or any(map(_has_tensor, getattr(tree, "items", ())))

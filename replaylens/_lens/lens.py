@@ -12,8 +12,7 @@ from .._core.account import Account, Parameter
 from .._core.graph import Graph
 from .._core.lazy import cached_property
 from .._core.location import Location
-from .._core.node import Ref, State, TensorMeaning, meanings_of, value_of
-from .._core.trees import leaves
+from .._core.node import Ref, State, TensorMeaning, meanings_of, refs_in, value_of
 from .._replay.replay import Record
 from .atlas import Atlas
 from .conditionals import Conditionals
@@ -71,11 +70,11 @@ class Lens:
 
     def refs_of_node(self, name: str) -> tuple[Ref, ...]:
         """All values that a node gives, as the model saw them."""
-        return tuple(dict.fromkeys([leaf for leaf in leaves(value_of(self.graph[name])) if type(leaf) is Ref]))
+        return tuple(dict.fromkeys(refs_in(value_of(self.graph[name]))))
 
     def refs(self, place: Location) -> tuple[Ref, ...]:
         """The values that a layer gives, as the model saw them."""
-        return tuple(dict.fromkeys([leaf for leaf in leaves(place.tree(self.graph)) if type(leaf) is Ref]))
+        return tuple(dict.fromkeys(refs_in(place.tree(self.graph))))
 
     def meanings(self, place: Location) -> tuple[TensorMeaning, ...]:
         """Shape and dtype of each of them."""

@@ -12,9 +12,9 @@ from typing import Any
 from attrs import frozen
 
 from .._core.location import Location
-from .._core.node import Call, Ref
+from .._core.node import Call, Ref, refs_in
 from .._core.pure import alias
-from .._core.trees import Branch, leaves
+from .._core.trees import Branch
 from .._edit.edges import OUTPUT
 from .._edit.select import Selection
 from ..errors import BadEdit
@@ -63,7 +63,7 @@ class Words:
 
     def parts(self, name: Any) -> tuple[Ref, ...]:
         """The values of a layer, one or several."""
-        return tuple(leaf for leaf in leaves(self.atlas.find(name).tree(self.atlas.graph)) if type(leaf) is Ref)
+        return tuple(refs_in(self.atlas.find(name).tree(self.atlas.graph)))
 
     def readers(self, names: Any) -> list[str]:
         """The nodes that read something; the program's output is one of them."""

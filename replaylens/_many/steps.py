@@ -14,10 +14,10 @@ import torch
 from attrs import define, evolve, field, frozen
 
 from .._core.lazy import cached_property
-from .._core.node import Call, Ref, TensorMeaning
+from .._core.node import Call, Ref, TensorMeaning, refs_in
 from .._core.pure import mutate
 from .._core.torch_private import add_batch, remove_batch, vmap_begins, vmap_ends, warn_of_vmap_fallbacks
-from .._core.trees import Branch, leaves, remake
+from .._core.trees import Branch, remake
 from .._replay.guards import Departure
 from .._replay.interpreter import Mode, caller
 from .delta import Delta, Pairs, dense, numbers, rows_of, stacked, together
@@ -388,8 +388,7 @@ def step_of(
     def call(given: Sequence[Any]) -> Any:
         return function(*read([*given, *rest]))
 
-    given = (node.returns,) if type(node.returns) is Ref else leaves(node.returns)
-    outputs = tuple(dict.fromkeys([leaf for leaf in given if type(leaf) is Ref]))
+    outputs = tuple(dict.fromkeys(refs_in(node.returns)))
     gives = tuple([slot[ref] for ref in outputs])
     return Step(
         node,

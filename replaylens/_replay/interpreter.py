@@ -18,12 +18,12 @@ import torch
 from attrs import define, evolve, frozen
 
 from .._core.graph import Graph
-from .._core.node import NO_MODES, Call, Context, Generator, Guard, Left, Ref, Source, State
+from .._core.node import NO_MODES, Call, Context, Generator, Guard, Left, Ref, Source, State, refs_in
 from .._core.notes import add_note
 from .._core.pure import all_placed, mutate, placed
 from .._core.settings import settings, under
 from .._core.torch_private import default_device, is_any_autocast_on
-from .._core.trees import leaves, thaw
+from .._core.trees import leaves, part_at, thaw, walk
 from .._core.world import World, drawing_alone, surely
 from .guards import Departure, departure, raised_at
 from .parting import NONE, parted
@@ -137,15 +137,9 @@ def _interpret(code: Code, env: Env) -> Env:
 def _part_and_forget(env: Env, slot: int, more: Any) -> None:
     parts, dead = more
     for path, part in parts:
-        env[part] = _part(env[slot], path)
+        env[part] = part_at(env[slot], path)
     for other in dead:
         env[other] = None
-
-
-def _part(value: Any, path: tuple[int, ...]) -> Any:
-    for index in path:
-        value = value[index]
-    return value
 
 
 def compile_plan(
@@ -251,7 +245,7 @@ class _Layout:
             self.slots[Ref(node.name)] = position
             parts = []
             if isinstance(node, Call) and type(node.returns) is not Ref:
-                for ref in dict.fromkeys(leaf for leaf in leaves(node.returns) if type(leaf) is Ref):
+                for ref in dict.fromkeys(refs_in(node.returns)):
                     self.slots[ref] = len(self.template)
                     parts.append((ref.path, len(self.template)))
                     self.template.append(None)
@@ -390,7 +384,7 @@ def _patch_step(node: Any, layout: _Layout, tree: Any, patch: Callable[..., Any]
     def read(env: Env) -> Any:
         return (thaw(tree, lambda leaf: env[layout.slots[leaf]] if type(leaf) is Ref else leaf),)
 
-    parts = tuple([(path, layout.slots[ref]) for path, ref in _paths(tree)])
+    parts = tuple([(path, layout.slots[ref]) for path, ref in walk(tree) if type(ref) is Ref])
     return Step(node.name, read, patch, scratch, parts, ())
 
 
@@ -405,14 +399,6 @@ def _place_step(node: Any, layout: _Layout, refs: tuple[Ref, ...], patched: bool
         return Step(node.name, read, placed, slots[0], (), ())
     parts = tuple([((number,), slot) for number, slot in enumerate(slots)])
     return Step(node.name, read, partial(all_placed, len(slots)), layout.literal(None), parts, ())
-
-
-def _paths(tree: Any, at: tuple[int, ...] = ()) -> Any:
-    if type(tree) is Ref:
-        yield at, tree
-    elif type(tree) is tuple or hasattr(tree, "items"):
-        for number, item in enumerate(tree if type(tree) is tuple else tree.items):
-            yield from _paths(item, (*at, number))
 
 
 def _context(context: Context, ambient: Context, mode: Mode) -> Context:

@@ -14,9 +14,9 @@ from attrs import frozen
 from .._core.graph import Graph
 from .._core.lazy import cached_property
 from .._core.location import Location
-from .._core.node import Call, Input, Node, Ref, Scope, State, TensorMeaning, meanings_of, value_of
+from .._core.node import Call, Input, Node, Ref, Scope, State, TensorMeaning, meanings_of, refs_in, value_of
 from .._core.pure import BLANKS, Derived, Nth, laid_out, mutate
-from .._core.trees import Branch, leaves
+from .._core.trees import Branch
 from .._lens.conditionals import Conditionals
 from .._lens.layers import Atlas
 from .scene import NO_ROLES, Roles
@@ -174,7 +174,7 @@ class _Pencil:
     def _given(self, node: Call) -> tuple[TensorMeaning, ...]:
         """What is known of the tensors that the model saw of a call."""
         known = meanings_of(node)
-        refs = dict.fromkeys([leaf for leaf in leaves(value_of(node)) if type(leaf) is Ref])
+        refs = dict.fromkeys(refs_in(value_of(node)))
         return tuple([known[ref] for ref in refs if ref in known])
 
     def _parameters(self, node: Call) -> tuple[State, ...]:
