@@ -15,6 +15,7 @@ import torch
 from attrs import evolve
 
 from ._capture.capture import Captured, record_of
+from ._core.glob import is_glob
 from ._core.graph import Graph
 from ._core.label import Label
 from ._core.lazy import cached_property
@@ -26,7 +27,6 @@ from ._core.trees import thaw
 from ._core.world import freed, in_children
 from ._edit.bind import refers
 from ._edit.edges import Edge
-from ._edit.glob import is_glob
 from ._edit.select import Selection, Where, find, is_named, sites
 from ._edit.wanted import Wish
 from ._lens.history import Described

@@ -14,13 +14,13 @@ import torch
 from attrs import define, evolve, field, frozen
 from torch import nn
 
+from .._core.glob import matches
 from .._core.graph import Graph
 from .._core.node import Call, Input, Node, Ref, Source, State, TensorMeaning, refs_in, value_of
 from .._core.pure import copy_in_place
 from .._core.target import Target
 from .._core.torch_private import is_wrapped
 from .._core.trees import part_at, thaw, walk
-from .._edit.glob import matches
 from .._replay.facts import is_like_an_input, patched
 from .._replay.replay import Record, storage_of
 from .._replay.request import Change, Hand, Request

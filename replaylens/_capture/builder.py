@@ -38,10 +38,10 @@ from .._core.node import (
 )
 from .._core.pure import history_of
 from .._core.sharing import NO_OVERLAPS, Overlaps
+from .._core.state import PlaceNote
 from .._core.target import Target
 from .._core.torch_private import FakeTensor
 from .._core.trees import leaves_of, remake, remake_shared, walk
-from .._replay.state import PlaceNote
 from .asked import Asked, asks_identity, catches, guard_of, mode_guards
 from .branches import keeps, taken
 from .dynamic import with_dynamic_shapes

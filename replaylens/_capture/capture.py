@@ -27,13 +27,13 @@ from .._core.notes import add_note
 from .._core.pure import same_content
 from .._core.sameness import attached
 from .._core.sharing import extent
+from .._core.state import StatePlace
 from .._core.torch_private import compiler_if_loaded, default_device, hooks_of_all_modules, without_function_modes
 from .._core.trees import ATOMS, fingerprint, freeze_deep, keys_of, leaves, named, require_room, thaw_shared, walk
 from .._core.turns import calls, come, turns
 from .._core.world import World, alone, drawing_alone, freed, in_children, surely
 from .._edit.wanted import EVERYTHING, Wish
 from .._replay.replay import Record, Versions
-from .._replay.state import StatePlace
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite, UnsupportedModel
 from .account import account_of, timed
 from .altered import altered

@@ -20,6 +20,7 @@ from .._core.location import Location
 from .._core.node import Call, Const, Input, Node, Ref, State, TensorMeaning, refs_in
 from .._core.pure import as_leaf
 from .._core.sharing import begin_together
+from .._core.state import attribute_at
 from .._core.text import listing
 from .._core.trees import freeze_deep, thaw, thaw_shared
 from .._core.turns import Turn
@@ -30,7 +31,6 @@ from .._replay.interpreter import modes, recorded_world
 from .._replay.replay import Record, detached, supply
 from .._replay.request import Request
 from .._replay.run import Run
-from .._replay.state import attribute_at
 from ..errors import DivergedReplay, NotDifferentiable, StaleValue
 from .aims import Aim, Aims, aim_at, aims_of
 from .builder import Handle, Recording

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 
 from attrs import evolve, field, frozen
 
+from .._core.glob import is_glob, matches
 from .._core.graph import Graph
 from .._core.label import Label
 from .._core.location import Location
 from .._core.node import State
 from ..errors import NoSuchLayer, WrongCount
-from .glob import is_glob, matches
 
 CURE = (
     "Name the layers that have such axes, or find them: "

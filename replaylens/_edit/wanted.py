@@ -12,9 +12,9 @@ from typing import Any
 
 from attrs import frozen
 
+from .._core.glob import matches
 from .._core.lazy import cached_property
 from ..errors import NoSuchLayer
-from .glob import matches
 from .select import Names, Selection, Where, is_named, sites
 
 _WHOLE = ("all", "none")

@@ -12,13 +12,13 @@ from typing import Any
 
 from attrs import evolve, frozen
 
+from .._core.glob import matches
 from .._core.graph import Graph
 from .._core.label import Label
 from .._core.lazy import cached_property
 from .._core.location import Location
 from .._core.node import Input, Ref, Scope, State, refs_in
 from .._core.trees import keyed, walk
-from .._edit.glob import matches
 from ..errors import NoSuchLayer
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from .._core.graph import Graph
 from .._core.node import Call, Node, Ref, State, TensorMeaning, refs_in
 from .._core.pure import as_leaf
+from .._core.state import StatePlace, sight_of
 from .._core.trees import remake, thaw
 from ..errors import DivergedReplay, StaleValue
 from .begun import Begun
@@ -25,7 +26,6 @@ from .interpreter import Mode, compile_plan, interpret, recorded_world, states_b
 from .keeping import keeping
 from .plan import plan
 from .replay import Record, Versions, version
-from .state import StatePlace, sight_of
 
 
 def present(record: Record, model: Any) -> Record:

@@ -17,12 +17,12 @@ from attrs import evolve
 
 from .._core.lazy import cached_property
 from .._core.node import Call, Ref, refs_in, refs_of
+from .._core.state import sight_of
 from .._core.trees import thaw
 from .._core.world import drawing_alone
 from ..errors import ReplaylensError, StaleValue
 from .interpreter import Mode, compile_plan, interpret, recorded_world, states_begun
 from .plan import Plan, plan
-from .state import sight_of
 
 
 def mark_of(value: Any) -> Any:

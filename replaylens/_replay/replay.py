@@ -21,6 +21,7 @@ from .._core.location import Location
 from .._core.node import Call, Input, Ref, State, TensorMeaning, refs_of, value_of
 from .._core.pure import as_leaf, fresh_leaf, in_layout, same_content, standing
 from .._core.sharing import begin_together
+from .._core.state import Standing, StatePlace, sight_of
 from .._core.torch_private import is_wrapped, peek_interpreter_stack
 from .._core.trees import thaw
 from .._core.turns import settled
@@ -38,7 +39,6 @@ from .plan import Plan, plan
 from .recover import recovered
 from .request import Change, Request
 from .run import Run
-from .state import Standing, StatePlace, sight_of
 
 
 class Versions(dict[Ref, int]):
