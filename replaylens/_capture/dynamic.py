@@ -99,7 +99,7 @@ def _decides(way: Way, call: Call, meaning: Meaning) -> bool:
         return bool(call.refs)
     if way is Way.SIZES:
         return any(_is_number(leaf, meaning) for leaf in _in_places_of_numbers(call))
-    given = list(leaves((call.args, tuple([value for _, value in call.kwargs]))))
+    given = list(leaves(call.arguments))
     if way is Way.SEARCH:
         return len(call.args) + len(call.kwargs) == 1
     if way is Way.PARTED:

@@ -44,7 +44,7 @@ class Likeness:
             before, after = one[pair[0].node], two[pair[1].node]
             if pair[0].path != pair[1].path or not self._is_like(before, after):
                 return f"does another thing than {before.name}"
-            stack.extend(zip(_reads(before), _reads(after), strict=True))
+            stack.extend(zip(before.refs, after.refs, strict=True))
         return ""
 
     def _is_like(self, before: Node, after: Node) -> bool:
@@ -54,7 +54,7 @@ class Likeness:
                 and before.context == after.context
                 and self._draws_alike(before, after)
                 and _skeleton((before.args, tuple(before.kwargs))) == _skeleton((after.args, tuple(after.kwargs)))
-                and len(_reads(before)) == len(_reads(after))
+                and len(before.refs) == len(after.refs)
             )
         if isinstance(before, Input) and isinstance(after, Input):
             return before.path == after.path
@@ -97,16 +97,12 @@ class Likeness:
         found: set[str] = set()
         for node in self.first.graph.nodes:
             if isinstance(node, Call):
-                own = node.draws is None and all(ref.node in found for ref in _reads(node))
+                own = node.draws is None and all(ref.node in found for ref in node.refs)
             else:
                 own = isinstance(node, Const) and not node.origin.startswith("older")
             if own:
                 found.add(node.name)
         return frozenset(found)
-
-
-def _reads(node: Node) -> list[Ref]:
-    return refs_in((node.args, tuple([value for _, value in node.kwargs]))) if isinstance(node, Call) else []
 
 
 def _skeleton(tree: Any) -> Any:

@@ -17,7 +17,7 @@ from .lazy import cached_property
 from .node import NO_MODES, Call, Const, Context, Guard, Input, Left, Node, Ref, Scope, State, refs_in, refs_of
 from .sharing import NO_OVERLAPS, Overlaps
 from .target import Target
-from .trees import leaves
+from .trees import leaves_of
 
 
 @frozen
@@ -77,7 +77,7 @@ class Graph:
     @cached_property
     def refs(self) -> tuple[tuple[Ref, ...], ...]:
         """What each node reads."""
-        return tuple([node.refs if isinstance(node, Call) else () for node in self.nodes])
+        return tuple([node.refs for node in self.nodes])
 
     @cached_property
     def parents(self) -> tuple[tuple[int, ...], ...]:
@@ -250,6 +250,6 @@ class Graph:
 
 def _is_custom(call: Call) -> bool:
     """Is it a custom `autograd.Function`, by itself or as a write?"""
-    targets = [call.target, *[leaf for leaf in leaves(call.args) if type(leaf) is Target]]
+    targets = [call.target, *leaves_of(Target, call.args)]
     owners = [getattr(target.function, "__self__", None) for target in targets]
     return any(isinstance(owner, type) and issubclass(owner, torch.autograd.Function) for owner in owners)

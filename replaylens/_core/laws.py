@@ -13,7 +13,7 @@ from attrs import frozen
 from ..errors import UnlawfulGraph
 from .graph import Graph
 from .node import Call, Generator, Ref, meanings_of, refs_in
-from .trees import leaves
+from .trees import leaves_of
 
 
 @frozen
@@ -74,7 +74,7 @@ def _reads_what_is_there(graph: Graph) -> Iterator[Problem]:
 
 def _draws_are_named(graph: Graph) -> Iterator[Problem]:
     for call in graph.calls:
-        if call.draws is None and any(isinstance(leaf, Generator) for leaf in leaves(call.args)):
+        if call.draws is None and leaves_of(Generator, call.args):
             yield Problem(call.name, "draws", "has a generator but no recorded state")
 
 

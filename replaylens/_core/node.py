@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import linecache
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from attrs import field, frozen
@@ -190,6 +190,7 @@ class Input:
     path: tuple[Any, ...]
     meaning: TensorMeaning
     python_type: type | None = None  # its class, which the model can ask for; None where that says nothing
+    refs: ClassVar[tuple[Ref, ...]] = ()  # it reads nothing
 
 
 @frozen
@@ -203,6 +204,7 @@ class State:
     kind: str  # "parameter" | "buffer" | "attribute"
     meaning: TensorMeaning
     aliases: tuple[str, ...] = ()
+    refs: ClassVar[tuple[Ref, ...]] = ()
 
 
 @frozen
@@ -213,6 +215,7 @@ class Const:
     origin: str
     meaning: TensorMeaning
     source: Source | None = None
+    refs: ClassVar[tuple[Ref, ...]] = ()
 
 
 @frozen
@@ -251,8 +254,12 @@ class Call:
         """What it reads, in the order of its arguments."""
         if not self.kwargs and all(type(arg) is Ref or type(arg) in ATOMS for arg in self.args):
             return tuple([arg for arg in self.args if type(arg) is Ref])
-        trees = (self.args, tuple(value for _, value in self.kwargs))
-        return tuple(refs_in(trees))
+        return tuple(refs_in(self.arguments))
+
+    @property
+    def arguments(self) -> tuple[tuple[Arg, ...], tuple[Arg, ...]]:
+        """The trees of its arguments, the named ones without their names."""
+        return self.args, tuple([value for _, value in self.kwargs])
 
 
 Node = Input | State | Const | Call
@@ -313,8 +320,7 @@ class Guard:
 
     @property
     def refs(self) -> tuple[Ref, ...]:
-        trees = (self.args, tuple(value for _, value in self.kwargs))
-        return tuple(refs_in(trees))
+        return tuple(refs_in((self.args, tuple([value for _, value in self.kwargs]))))
 
 
 ITSELF = "the very tensor"  # the answer to a call that gives its argument back where it lies in memory as is asked

@@ -170,7 +170,7 @@ class _Cutting:
 
     def _require_reached(self) -> None:
         """Every beginning leads somewhere."""
-        read = {ref for name in self.nodes for ref in _reads(self.graph[name])} | set(refs_in(self.output))
+        read = {ref for name in self.nodes for ref in self.graph[name].refs} | set(refs_in(self.output))
         idle = [ref for ref in self.begins if ref not in read]
         if self.starts is not None and idle:
             ends = ", ".join(dict.fromkeys(str(ref) for ref in refs_in(self.output)))
@@ -226,7 +226,3 @@ class _Cutting:
 
 def _is_differentiated(node: Node) -> bool:
     return isinstance(node, Call) and node.is_differentiated
-
-
-def _reads(node: Node) -> tuple[Ref, ...]:
-    return node.refs if isinstance(node, Call) else ()

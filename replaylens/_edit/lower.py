@@ -181,7 +181,7 @@ def may_vary(node: Node) -> bool:
     """Is it an edit's function, which may count, draw, or read something else each time that it is called?"""
     if not isinstance(node, Call) or not node.edited:
         return False
-    return any(callable(leaf) for leaf in (*leaves(node.args), *leaves(tuple([value for _, value in node.kwargs]))))
+    return any(callable(leaf) for leaf in leaves(node.arguments))
 
 
 # -- calls -------------------------------------------------------------------------------------------------------------

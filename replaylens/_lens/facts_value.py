@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .._core.location import Location
 from .._core.node import Ref, value_of
 from .._core.pure import history_of
 from .facts import Facts
@@ -54,7 +55,7 @@ class ValueFacts(Facts):
         ref = self._place.output or self._place.part
         if ref is None or not self.is_one_of_several:
             return None
-        return self._lens.refs_of_node(self._place.node).index(ref)
+        return self._lens.refs(Location(self.node.name)).index(ref)
 
     @property
     def gradient_function(self) -> str | None:

@@ -12,7 +12,7 @@ from .._core.account import Account, Parameter
 from .._core.graph import Graph
 from .._core.lazy import cached_property
 from .._core.location import Location
-from .._core.node import Ref, State, TensorMeaning, meanings_of, refs_in, value_of
+from .._core.node import Ref, State, TensorMeaning, meanings_of, refs_in
 from .._replay.replay import Record
 from .atlas import Atlas
 from .conditionals import Conditionals
@@ -67,10 +67,6 @@ class Lens:
         tensor = self.record.values.get(Ref(node.name))
         trains = tensor.requires_grad if tensor is not None else node.name not in self.account.untrained
         return Parameter(node.address, node.meaning.shape, node.meaning.dtype, trains, node.aliases)
-
-    def refs_of_node(self, name: str) -> tuple[Ref, ...]:
-        """All values that a node gives, as the model saw them."""
-        return tuple(dict.fromkeys(refs_in(value_of(self.graph[name]))))
 
     def refs(self, place: Location) -> tuple[Ref, ...]:
         """The values that a layer gives, as the model saw them."""

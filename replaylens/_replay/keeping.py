@@ -18,7 +18,7 @@ from .._core.graph import Graph
 from .._core.node import Call, Ref, refs_of
 from .._core.pure import as_leaf, history_of, looks_at_memory
 from .._core.target import Target
-from .._core.trees import bare, leaves
+from .._core.trees import bare, leaves_of
 from .._edit.lower import may_vary
 from .recover import recovered
 from .replay import Record, Versions, version
@@ -107,5 +107,5 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 def _looks_at_memory(call: Call) -> bool:
     """Does a call look at memory by its geometry, past the edges of what it is given?"""
-    targets = [call.target, *[leaf for leaf in leaves(call.args) if type(leaf) is Target]]
+    targets = [call.target, *leaves_of(Target, call.args)]
     return any(looks_at_memory(target) or "set_" in target.short for target in targets)

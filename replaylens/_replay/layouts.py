@@ -23,7 +23,7 @@ from .._core.pure import kind_of, looks_at_memory, message_of, mutate
 from .._core.sharing import overlaps_itself
 from .._core.target import Target
 from .._core.torch_private import OpOverload
-from .._core.trees import leaves, part_at, thaw
+from .._core.trees import leaves, leaves_of, part_at, thaw
 from .._core.world import drawing_alone
 from ..errors import ReplaylensError
 from .guards import Departure, changed, fact
@@ -328,8 +328,7 @@ def _goes_by_memory(node: Call) -> bool:
         return True
     if node.target.function is not mutate:
         return False
-    trees = (node.args, tuple(value for _, value in node.kwargs))
-    return any(type(leaf) is Target and looks_at_memory(leaf) for leaf in leaves(trees))
+    return any(map(looks_at_memory, leaves_of(Target, node.arguments)))
 
 
 def _can_run(node: Call) -> bool:
@@ -337,16 +336,11 @@ def _can_run(node: Call) -> bool:
     function: Any = node.target.function
     while isinstance(function, partial):
         function = function.func
-    if _draws_by_hand(node):
+    if leaves_of(Generator, node.arguments):
         return False
     module = getattr(function, "__module__", None) or type(function).__module__
     home = module.partition(".")[0]
     return home in ("torch", "builtins", "_operator") or function is mutate
-
-
-def _draws_by_hand(node: Call) -> bool:
-    trees = (node.args, tuple(value for _, value in node.kwargs))
-    return any(type(leaf) is Generator for leaf in leaves(trees))
 
 
 def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
