@@ -1,4 +1,4 @@
-"""`python bench/check.py [models]`: what `prog.check()` costs, as a ratio to the plain forward, beside its budget."""
+"""`python bench/check.py [models]`: the cost of `prog.check()` as a ratio to the plain forward, next to its budget."""
 
 import sys
 
@@ -22,7 +22,7 @@ def main() -> None:
                 "check": measure.clock(lambda prog=prog: bool(prog.check(progress=False)) or fail(prog)),
             }
             times = measure.interleave(clocks, 20.0)
-        budget = f"of at most {BUDGETS[name]:g}" if name in BUDGETS else "without a budget"
+        budget = f"budget {BUDGETS[name]:g}" if name in BUDGETS else "no budget"
         print(f"{name}: check / plain forward = {measure.ratio(times, 'check', 'plain'):.2f}, {budget}")
 
 

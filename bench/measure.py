@@ -1,11 +1,11 @@
-"""How things are measured here: time, memory and import, each in the way that repeats best on a shared machine.
+"""Measure time, memory and import, each in the way that is most repeatable on a shared machine.
 
-Time is CPU time of this process on one thread: while another process has the core, the clock stands still. All contestants
-run once a round, in an order that is shuffled anew, and a ratio is the median of the ratios within each round: slow drift
-(temperature, caches, neighbours) touches both sides alike. What a call gives is dropped after the clock has stopped.
+Time is the CPU time of this process on one thread: the clock stops while another process has the core. All contestants run
+once per round, in a newly shuffled order, and a ratio is the median of the ratios within each round, so that slow drift
+(temperature, caches, neighbours) affects both sides alike. Results are dropped after the clock has stopped.
 
 Memory is counted, not sampled: every allocation and release by torch's CPU allocator, in order, as its profiler reports
-them. Resident sizes would tell more about malloc than about us. Python's own objects are counted by tracemalloc.
+them. Resident sizes would reveal more about malloc than about us. Python's own objects are counted by tracemalloc.
 """
 
 import gc
@@ -26,12 +26,12 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
 Call = Callable[[], object]
-Clock = Callable[[], float]  # does something, and gives the CPU seconds that it took
+Clock = Callable[[], float]  # does something, and returns the CPU seconds it took
 Times = dict[str, list[float]]
 
 
 def interleave(clocks: dict[str, Clock], seconds: float, least_rounds: int = 5) -> Times:
-    """What each clock says, round by round, for about so many seconds in all. One round before is for warming up."""
+    """The reading of each clock, round by round, for about this many seconds in total, after one warm-up round."""
     names, times = list(clocks), {name: [] for name in clocks}
     shuffle = random.Random(0).shuffle
     for name in names:
@@ -60,7 +60,7 @@ def clock(call: Call) -> Clock:
 
 
 def clock_keeping(model: nn.Module, args: tuple) -> Clock:
-    """A forward pass that keeps what every module without children gives: the least that a capture must do."""
+    """A forward pass that keeps the output of every leaf module: the least that a capture must do."""
 
     def timed() -> float:
         kept: list = []
@@ -74,7 +74,7 @@ def clock_keeping(model: nn.Module, args: tuple) -> Clock:
 
 
 def clock_after(model: nn.Module, args: tuple, site: tuple[str, int]) -> Clock:
-    """Of a forward pass, what comes after one call of a module: what a replay from there should cost."""
+    """The part of a forward pass after one call of a module: what a replay from there should cost."""
     path, number = site
 
     def timed() -> float:
@@ -90,7 +90,7 @@ def clock_after(model: nn.Module, args: tuple, site: tuple[str, int]) -> Clock:
 
 
 def peak_bytes(call: Call) -> int:
-    """The most that torch's CPU allocator had given out at once during the call, beyond what it had before."""
+    """The peak of torch's CPU allocator during the call, beyond what was allocated before."""
     with quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         result = call()
     live = peak = 0
@@ -103,7 +103,7 @@ def peak_bytes(call: Call) -> int:
 
 
 def activation_bytes(call: Call) -> int:
-    """The size of everything that the torch calls of a forward pass compute, each new storage and each write counted once."""
+    """The size of everything that the torch calls of a forward pass compute; each new storage and write counts once."""
     with Activations() as seen:
         call()
     return seen.bytes
@@ -137,8 +137,8 @@ class Activations(TorchFunctionMode):
 
 
 def python_bytes(call: Call) -> int:
-    """What the Python objects weigh that the call's result keeps alive; what C++ holds for them is not counted."""
-    call()  # fills the caches that are kept anyway
+    """The size of the Python objects kept alive by the call's result, without what C++ holds for them."""
+    call()  # fills caches that persist anyway
     gc.collect()
     tracemalloc.start()
     result = call()
@@ -150,8 +150,9 @@ def python_bytes(call: Call) -> int:
 
 
 def import_seconds(package: str, name: str, repeats: int = 7) -> float:
-    """CPU seconds of `from package import name` in a fresh process that has imported torch. The name is that of the
-    capture, because a package can put off its imports until it is used.
+    """CPU seconds of `from package import name` in a fresh process that has imported torch.
+
+    The name is that of the capture, because a package can defer its imports until first use.
     """
     load = f"from {package} import {name}"
     code = f"import torch, time; start = time.process_time(); {load}; print(time.process_time() - start)"
@@ -161,7 +162,7 @@ def import_seconds(package: str, name: str, repeats: int = 7) -> float:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """The profiler's own lines on the error stream, which come from C++, go nowhere."""
+    """Discard what the profiler writes to stderr from C++."""
     stream = os.dup(2)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)

@@ -1,6 +1,6 @@
-"""The five models of the benchmark: two CNNs written out, two that are nothing but overhead, one transformer.
+"""The five models of the benchmark: two CNNs, two that are nothing but overhead, one transformer.
 
-`build(name)` gives a model in eval mode and its arguments. `MIDDLE` names one module call about halfway through each, from
+`build(name)` returns a model in eval mode and its arguments. `MIDDLE` names one module call about halfway through each,
 where a replay starts.
 """
 
@@ -50,7 +50,7 @@ class AlexNet(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut. Its ReLU and its sum write in place, as torchvision's do."""
+    """Two 3x3 convolutions with a shortcut. Its ReLU and its sum write in place, like torchvision's."""
 
     def __init__(self, width_in: int, width: int, stride: int) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class ResNet18(nn.Module):
 
 
 class MLP(nn.Module):
-    """So little work per op that what is measured is overhead."""
+    """So little work per op that only overhead is measured."""
 
     def __init__(self, depth: int = 200, width: int = 64) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""`python bench/run.py [models] [--quick]`: what replaylens costs, as ratios to the plain model, beside its budgets.
+"""`python bench/run.py [models] [--quick]`: the cost of replaylens as ratios to the plain model, next to its budgets.
 
-The budgets are those of the design. TorchLens fills the last column where it is installed. How each figure comes about is
-said in measure.py.
+The budgets are those of the design. TorchLens fills the last column if it is installed. measure.py explains how each figure
+is obtained.
 """
 
 import argparse
@@ -22,8 +22,8 @@ import replaylens as rl
 from replaylens._replay.plan import plan
 
 CNNS = ("alexnet", "resnet18")
-PACKAGE = "package"  # the row that is of no model
-NOISE = 0.02  # what a figure differs by from one run to the next, when nothing has changed
+PACKAGE = "package"  # the row that belongs to no model
+NOISE = 0.02  # how much a figure varies between runs when nothing has changed
 
 
 class Measure(NamedTuple):
@@ -39,20 +39,20 @@ MEASURES = {
     "replay": Measure("full replay / plain forward", dict.fromkeys((*CNNS, "gpt2"), 1.0) | {"mlp200": 0.75}),
     "middle": Measure("replay from the middle / the ops after it", dict.fromkeys(models.NAMES, 1.1)),
     "grads": Measure("gradients at every node / plain forward", dict.fromkeys(("resnet18", "gpt2", "mlp200"), 2.7)),
-    "graph": Measure("capture and its graph (built when first asked for) / plain forward", {}),
-    "plan": Measure("planning a full replay, us a node", dict.fromkeys(models.NAMES, 1.0)),
-    "first": Measure("first full replay beyond a later one, us a node", {}),
+    "graph": Measure("capture and its graph (built on first access) / plain forward", {}),
+    "plan": Measure("planning a full replay, us per node", dict.fromkeys(models.NAMES, 1.0)),
+    "first": Measure("first full replay minus a later one, us per node", {}),
     "peak": Measure("peak bytes of capture / (plain forward + activations)", dict.fromkeys(models.NAMES, 1.05)),
-    "bytes": Measure("bytes kept an op besides activations", dict.fromkeys(models.NAMES, 2048)),
+    "bytes": Measure("bytes kept per op besides activations", dict.fromkeys(models.NAMES, 2048)),
     "bytes_used": Measure("the same, with all names and one compiled replay", {}),
-    "loop": Measure("the graph and labels of 20,000 operations in 5,000 rounds of a loop, seconds", {PACKAGE: 2.0}),
+    "loop": Measure("graph and labels of 20,000 operations in a loop of 5,000 iterations, seconds", {PACKAGE: 2.0}),
     "import": Measure("import beyond torch, seconds", {PACKAGE: 0.15}),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="model", help=f"of {', '.join(models.NAMES)}; all by default")
+    parser.add_argument("names", nargs="*", metavar="model", help=f"any of {', '.join(models.NAMES)}; default: all")
     parser.add_argument("--quick", action="store_true", help="fewer rounds, more noise")
     options = parser.parse_args()
     seconds = 3.0 if options.quick else 15.0
@@ -121,7 +121,7 @@ def ratios(model: torch.nn.Module, args: tuple, site: tuple[str, int], seconds: 
 
 
 def planning(prog: rl.Program) -> Iterator[tuple[str, float]]:
-    """A plan that runs every call; and all that a replay does only once: plan, compile, keep."""
+    """A plan that runs every call; and everything that a program does on its first replay only: plan, compile, cache."""
     graph = prog.graph
     wanted = [graph.positions[ref.node] for ref in graph.wanted_refs]
     known = bytearray(b"\1" * len(graph))
@@ -145,13 +145,13 @@ def peak_ratio(model: torch.nn.Module, args: tuple) -> float:
         return model(*args)
 
     forward()
-    rl.capture(model, *args)  # both sides once before, for what is set up once
+    rl.capture(model, *args)  # warm up both sides
     plain = measure.peak_bytes(forward) + measure.activation_bytes(forward)
     return measure.peak_bytes(lambda: rl.capture(model, *args)) / plain
 
 
 def bytes_an_op(model: torch.nn.Module, args: tuple, *, used: bool) -> float:
-    """Of a program with its graph; and of one that has worked out its names and a replay, because it keeps those too."""
+    """For a program with its graph; and for one that also holds its names and a compiled replay."""
 
     def program() -> rl.Program:
         prog = rl.capture(model, *args)
@@ -165,7 +165,7 @@ def bytes_an_op(model: torch.nn.Module, args: tuple, *, used: bool) -> float:
 
 
 def loop_seconds(rounds: int = 5000) -> float:
-    """From a capture that has run to its names, for a loop over one layer."""
+    """From a finished capture to its names, for a loop over one layer."""
     layer = torch.nn.Linear(4, 4)
 
     def model(x: torch.Tensor) -> torch.Tensor:
@@ -181,7 +181,7 @@ def loop_seconds(rounds: int = 5000) -> float:
 
 
 def torchlens_cells(name: str, seconds: float) -> dict[str, str]:
-    """By measure, from a process of its own."""
+    """TorchLens's cells by measure, from a separate process."""
     if not has_torchlens():
         return {}
     script = Path(__file__).with_name("torchlens_figures.py")

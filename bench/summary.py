@@ -1,6 +1,6 @@
-"""`python bench/summary.py`: what it costs to look at a transformer of 2,000 operations, as ratios to its plain forward.
+"""`python bench/summary.py`: the cost of inspecting a transformer of 2,000 operations, as ratios to its plain forward.
 
-Each round looks at a program that nobody has looked at before; its graph is there already, or is built too.
+Each round inspects a fresh program, whose graph is built beforehand or as part of the measurement.
 """
 
 import measure
@@ -9,7 +9,7 @@ from torch import nn
 
 import replaylens as rl
 
-BUDGET = 0.5  # print(prog), with all that it must work out
+BUDGET = 0.5  # print(prog), with everything it must derive
 
 
 def main() -> None:
@@ -32,13 +32,13 @@ def main() -> None:
         clocks = {
             "plain forward": measure.clock(lambda: model(x)),
             "print(prog)": fresh(str),
-            "print(prog), graph and all": fresh(str, build=False),
+            "print(prog), graph included": fresh(str, build=False),
             "print(prog[1000])": fresh(lambda prog: str(prog[1000])),
             "all layers' cards": fresh(lambda prog: [str(layer) for layer in prog]),
             "prog.to_pandas()": fresh(lambda prog: prog.to_pandas()),
         }
         times = measure.interleave(clocks, 10.0)
-    print(f"{count} operations; plain forwards:")
+    print(f"{count} operations; in plain forwards:")
     for name in list(clocks)[1:]:
         ratio = measure.ratio(times, name, "plain forward")
         budget = f"   budget {BUDGET}: {'yes' if ratio <= BUDGET else 'NO'}" if name == "print(prog)" else ""

@@ -1,8 +1,8 @@
-"""`python bench/sweeps.py [--quick]`: what sweeps and gradients cost, in plain forwards of the same model.
+"""`python bench/sweeps.py [--quick]`: the cost of sweeps and gradients, in plain forwards of the same model.
 
-One process, one thread, CPU time; plain forwards are run before, between and after, and the ratio is to their median.
-"hooks" is the same question asked by forward hooks on the whole model, one by one: its cost is known beforehand, one
-forward a variant. What a sweep gives is compared with hooks at some of its variants.
+One process, one thread, CPU time; plain forwards run before, between and after, and ratios are to their median. "hooks" is
+the same experiment with forward hooks on the whole model, one variant at a time: by definition, one forward per variant.
+Some results of each sweep are compared with those of hooks.
 """
 
 import argparse
@@ -27,7 +27,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    rows = [("", "variants", "hooks", "replaylens", "first time", "budget", "farthest from hooks")]
+    rows = [("", "variants", "hooks", "replaylens", "first time", "budget", "largest error")]
     jobs: list[Callable[[], tuple]] = [mlp, resnet, small_attention, small_convolutions]
     if not options.quick:
         jobs = [lambda: gpt2("sdpa", 80), lambda: gpt2("eager", 85), *jobs]
@@ -43,7 +43,7 @@ def main() -> None:
 def measured(
     name: str, plain: Callable, sweep: Callable, wanted: dict, budget: object, repeats: int = 3
 ) -> tuple[object, ...]:
-    """A row: what the sweep costs the first time and later, and how far it is from what hooks give."""
+    """A row: the cost of the first and of later sweeps, and the largest difference from hooks."""
     seconds = [clock(plain) for _ in range(9)]
     first, found = clocked(sweep)
     times = []
@@ -120,7 +120,7 @@ class DeepMLP(nn.Module):
 
 
 def mlp() -> tuple[object, ...]:
-    """Two units of another input's, at one layer each time."""
+    """Two units patched from another input, at one layer per variant."""
     torch.manual_seed(0)
     model, inputs = DeepMLP().eval(), [torch.randn(8, 32) for _ in range(2)]
     good, bad = (rl.capture(model, x) for x in inputs)
@@ -137,7 +137,7 @@ def mlp() -> tuple[object, ...]:
 
     wanted = {layer: hooked(layer) for layer in (0, 77, 199)}
     return measured(
-        "MLP-200: a patch a layer", lambda: model(inputs[1]), lambda: rl.sweep(bad, variants=variants), wanted, 10, 9
+        "MLP-200: patch per layer", lambda: model(inputs[1]), lambda: rl.sweep(bad, variants=variants), wanted, 10, 9
     )
 
 
@@ -167,7 +167,7 @@ def resnet() -> tuple[object, ...]:
 
 
 def small_convolutions() -> tuple[object, ...]:
-    """Must not lose against replaying one by one."""
+    """Must not be slower than replaying one by one."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3),
@@ -200,7 +200,7 @@ class SmallAttention(nn.Module):
 
 
 def small_attention() -> tuple[object, ...]:
-    """Must not lose against replaying one by one."""
+    """Must not be slower than replaying one by one."""
     torch.manual_seed(0)
     model, ids = SmallAttention().eval(), torch.randint(0, 50, (1, 12))
     prog = rl.capture(model, ids)
@@ -229,7 +229,7 @@ def small_attention() -> tuple[object, ...]:
 
 
 def looped(prog: rl.Program, variants: dict, metric: Callable | None) -> float:
-    """Seconds of the same variants, one replay each."""
+    """Seconds for the same variants, one replay each."""
 
     def loop() -> list:
         outputs = [prog.replay(patch=patch).output for patch in variants.values()]

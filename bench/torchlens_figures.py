@@ -1,7 +1,7 @@
-"""TorchLens on the same models: `python bench/torchlens_figures.py alexnet` prints a JSON of table cells.
+"""TorchLens on the same models: `python bench/torchlens_figures.py alexnet 15` prints its table cells as JSON.
 
-In a process of its own, because TorchLens wraps torch's functions and leaves them wrapped: the plain forward is timed
-before it is imported.
+It runs in a separate process, because TorchLens wraps torch's functions and leaves them wrapped: the plain forward is timed
+before TorchLens is imported.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Attribution patching: the effect of all patches at once, guessed from one backward pass; and how good the guess is.
+"""Attribution patching: estimate the effect of all patches from one backward pass, and compare with the true effects.
 
 python examples/attribution_patching.py
 """
@@ -20,7 +20,7 @@ guesses = {
     "integrated gradients": rl.attribution(clean, corrupt, words.metric, at=heads, part=part, method="integrated"),
 }
 
-print("Effect of patching a head at a position on the preference for the right letter:\n")
+print("Effect of patching one head at one position on the preference for the correct letter:\n")
 print(f"{'head':>30} {'true':>8}" + "".join(f"{name:>24}" for name in guesses))
 for (site, head, position), effect in true.top(6):
     guessed = "".join(f"{float(guess[site][head, position]):24.2f}" for guess in guesses.values())
@@ -31,6 +31,6 @@ print()
 for name, guess in guesses.items():
     found = torch.stack([guess[site] for site in heads]).flatten()
     agreement = torch.corrcoef(torch.stack([effects, found]))[0, 1]
-    print(f"{name}: correlation with true patching over {len(found)} places {agreement:.3f}")
+    print(f"{name}: correlation with true patching over {len(found)} sites: {agreement:.3f}")
 print(f"\nTrue patching: {true.plan()}.")
-print("Attribution patching: one replay and one backward pass, for any number of places.")
+print("Attribution patching: one replay and one backward pass, for any number of sites.")

@@ -1,7 +1,7 @@
-"""The pictures of docs/drawing.md, drawn into a folder: `python examples/draw.py docs/pictures`. It needs graphviz's `dot`.
+"""Draw the pictures of docs/drawing.md into a folder: `python examples/draw.py docs/pictures`. Needs graphviz's `dot`.
 
-The models of published figures, a lesion and what it changes, the difference of two programs, a number for
-each layer, and a transformer of 60 blocks as one block.
+The models of published figures, a lesion and its effect, a diff of two programs, a number for each layer, and a
+transformer of 60 blocks folded into one.
 """
 
 import sys
@@ -39,17 +39,17 @@ draw("network_organization", organization)
 draw("one_module", organization, module="submodule1.submodule2", direction="LR")
 draw("alexnet", rl.capture(AlexNet().eval(), torch.rand(1, 3, 224, 224)))
 
-# A lesion in a network that tells the direction of stripes: how much each layer changes.
+# A lesion in a network that classifies the direction of stripes: how much each layer changes.
 cnn, (images, _) = stripes(), pictures(32, seed=1)
 prog = rl.capture(cnn, images)
 run = prog.replay(patch={"relu_1": rl.Zero("b [c] h w", c=[0, 1, 2])})
 drawn("lesion", run.draw(folder / "lesion.svg", direction="LR"))
 
-# The same as a program of its own, with another nonlinearity, against what it was made of.
+# The same lesion as an edit, with another nonlinearity, as a diff against the original.
 edited = prog.lesion("relu_1", "b [c] h w", c=[0, 1, 2]).swap("relu_2", F.gelu)
 draw("difference", edited, against=prog, direction="LR")
 
-# A number for each layer: how large the values are in the mean.
+# A number for each layer: the mean magnitude of its value.
 draw("values", prog, values=lambda layer: layer.value.abs().mean(), labels="name", direction="LR")
 
 # A transformer of 60 blocks: two thousand operations.

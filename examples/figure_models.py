@@ -1,9 +1,9 @@
-"""The models of published figures of computational graphs, small but for AlexNet.
+"""Models from published figures of computational graphs, all small except AlexNet.
 
-`DemoNetwork`: a tensor that comes from no input, a buffer, a division, whose arguments have an order.
+`DemoNetwork`: a tensor that depends on no input, a buffer, and a division, whose arguments are ordered.
 `RecurrentNetwork`: three passes of one layer.
-`NetworkOrganizationDemo`: modules in modules, branches, and a condition.
-`AlexNet`: Krizhevsky's one-tower network, as it is usually written.
+`NetworkOrganizationDemo`: nested modules, branches, and a condition.
+`AlexNet`: Krizhevsky's one-tower network, as usually implemented.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Lesion every unit of a small convolutional network, one by one, and see what each direction of stripes needs.
+"""Lesion every channel of a small convolutional network, one by one, and see which ones each stripe direction needs.
 
 python examples/lesion_units.py
 """
@@ -14,15 +14,15 @@ prog = rl.capture(model, x)
 
 
 def correct(logits):
-    """The share of right answers, for each direction."""
+    """The accuracy for each direction."""
     right = (logits.argmax(1) == direction).float()
     return torch.stack([right[direction == number].mean() for number in range(4)])
 
 
-# All channels of both layers: 16 lesions, one call. `[c]` is the axis that is walked.
+# All channels of both layers: 16 lesions, one call. The sweep runs over the bracketed axis `[c]`.
 lesions = rl.sweep(prog, ["relu_1", "relu_2"], "b [c] h w", rl.Zero(), metric=correct)
 
-print("Right answers in %, whole network and without one channel:\n")
+print("Accuracy in %, for the whole network and without one channel:\n")
 print(f"{'':12}" + "".join(f"{name:>12}" for name in DIRECTIONS))
 print(f"{'whole':12}" + "".join(f"{100 * share:12.0f}" for share in lesions.baseline))
 for layer, channel in lesions:
@@ -34,16 +34,16 @@ channel, which = divmod(int(worst), 4)
 print(f"\nThe strongest single lesion of relu_2: without channel {channel}, {DIRECTIONS[which]} stripes are")
 print(f"recognised in {100 * lesions['relu_2', channel][which]:.0f}% of the pictures.")
 
-# Several at once, in the middle only, is another part of the same tensor.
+# Two channels at once, in the centre only: another part of the same tensor.
 part = rl.Part("b [c] [h] [w]", c=[channel, (channel + 1) % 8], h=slice(2, 6), w=slice(2, 6))
 run = prog.replay(patch={"relu_2": rl.Zero(part)})
-print(f"\n{rl.Zero(part)}\nleaves {100 * correct(run.output).mean():.0f}% right.")
+print(f"\n{rl.Zero(part)}\nleaves an accuracy of {100 * correct(run.output).mean():.0f}%.")
 
-# The same by a hook. F.relu has no module to hang one on; but -1 before it is 0 behind it.
+# The same by a hook. F.relu is no module that could be hooked, but -1 before it becomes 0 after it.
 hook = model.conv2.register_forward_hook(
     lambda module, inputs, output: output.index_fill(1, torch.tensor(channel), -1.0)
 )
 by_hook = correct(model(x))
 hook.remove()
 assert torch.equal(by_hook, lesions["relu_2", channel])
-print("\nThe lesion by a hook on the model gives the same answers.")
+print("\nThe same lesion, made by a hook on the model, gives the same accuracy.")

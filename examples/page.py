@@ -1,7 +1,7 @@
-"""The page of docs/page.md, of a small trained transformer: what changes where one letter of its input does.
+"""Write the page shown in docs/page.md: what changes in a small trained transformer when one letter of its input changes.
 
 python examples/page.py                          writes demo_page.html
-python examples/page.py docs/pictures/page.png   and a picture of it, by headless Chromium
+python examples/page.py docs/pictures/page.png   also takes a screenshot with headless Chromium
 """
 
 import shutil
@@ -16,7 +16,7 @@ import replaylens as rl
 page, picture = Path("demo_page.html"), sys.argv[1] if len(sys.argv) > 1 else None
 
 both = pair()
-prog = rl.capture(induction(), both.clean).expand("scaleddotproductattention")  # so that the patterns can be seen
+prog = rl.capture(induction(), both.clean).expand("scaleddotproductattention")  # to make the patterns visible
 run = prog.replay(both.corrupt)
 print(f"recorded: {words(both.clean)}\nreplayed: {words(both.corrupt)}\n")
 print(run.diff())
@@ -34,4 +34,4 @@ if picture is not None:
         check=True,
         capture_output=True,
     )
-    print(f"{picture}: its picture")
+    print(f"Screenshot: {picture}")

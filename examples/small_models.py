@@ -1,8 +1,8 @@
-"""Two small models for the examples, each trained here in a few seconds on one core, the same every time.
+"""Two small models for the examples, each trained here in a few seconds on one core, reproducibly.
 
-`stripes()`  a convolutional network that tells the direction of stripes in a picture.
-`induction()`  a two-layer attention-only transformer that goes on with a sequence that it has seen before: in
-    "... c a t ... c a" it says "t". It needs two heads for that, one in each layer, and patching finds them.
+`stripes()`  a convolutional network that classifies the direction of stripes in a picture.
+`induction()`  a two-layer attention-only transformer that continues a sequence it has seen before: after
+    "... c a t ... c a" it predicts "t". That takes two heads, one in each layer, and patching finds them.
 """
 
 import math
@@ -18,7 +18,7 @@ DIRECTIONS = ("horizontal", "falling", "vertical", "rising")
 
 
 def pictures(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pictures (count, 1, 16, 16) of noisy stripes, and which of the directions each has."""
+    """Pictures (count, 1, 16, 16) of noisy stripes, and the index of each one's direction."""
     generator = torch.Generator().manual_seed(seed)
     direction = torch.arange(count) % 4
     angle = direction * math.pi / 4
@@ -73,7 +73,7 @@ class Attention(nn.Module):
 
 
 class Induction(nn.Module):
-    """Attention only: what each head writes is added to the residual stream."""
+    """Attention only: the output of each head is added to the residual stream."""
 
     def __init__(self, letters: int = 26, length: int = 15, width: int = 32, heads: int = 2) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Induction(nn.Module):
 
 
 def sequences(count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sequences (count, 16) of 4 to 8 different letters, over and over, and where each is told by what was before."""
+    """Sequences (count, 16) that repeat 4 to 8 different letters, and where the next letter is determined by the past."""
     order = torch.rand(count, 26, generator=generator).argsort(1)
     period = torch.randint(4, 9, (count, 1), generator=generator)
     return order.gather(1, torch.arange(16) % period), torch.arange(1, 16) > period
@@ -114,26 +114,26 @@ def induction() -> Induction:
 
 @dataclass(frozen=True)
 class Pair:
-    """A sequence that tells its next letter, and the same with one letter changed, so that it does not."""
+    """A sequence that determines its next letter, and the same with one letter changed, so that it does not."""
 
     clean: torch.Tensor
     corrupt: torch.Tensor
     answer: int
 
     def metric(self, logits: torch.Tensor) -> torch.Tensor:
-        """How much the answer is preferred to the other letters at the last position."""
+        """The logit of the answer at the last position, relative to the mean."""
         last = logits[0, -1]
         return last[self.answer] - last.mean()
 
     @property
     def letters(self) -> list[str]:
-        """What stands at each position, with its number: "0 h"; where the two differ, "6 a/z"."""
+        """Each position with its letter: "0 h"; where the two differ, "6 a/z"."""
         pairs = enumerate(zip(words(self.clean), words(self.corrupt), strict=True))
         return [f"{n} {one}" if one == other else f"{n} {one}/{other}" for n, (one, other) in pairs]
 
 
 def pair() -> Pair:
-    """clean "houseplhousep" says l; in the corrupt one the first p is another letter, and nothing says l."""
+    """Clean "houseplhousep" determines l; in the corrupt one the first p is another letter, and nothing does."""
     clean, corrupt = (torch.tensor([[LETTERS.index(letter) for letter in word]]) for word in WORDS)
     return Pair(clean, corrupt, LETTERS.index("l"))
 

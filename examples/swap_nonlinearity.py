@@ -1,4 +1,4 @@
-"""Swap the nonlinearity: what of a trained network survives another activation function?
+"""Swap the nonlinearity: measure what a trained network keeps of its accuracy under another activation function.
 
 python examples/swap_nonlinearity.py
 """
@@ -18,7 +18,7 @@ def right(program):
     return 100 * float((program.output.argmax(1) == direction).float().mean())
 
 
-# The new function gets what relu was given, never relu's output.
+# The new function gets relu's input, not its output.
 programs = {
     "relu, as trained": prog,
     "gelu everywhere": prog.swap("relu", F.gelu),
@@ -32,17 +32,17 @@ for name, program in programs.items():
     print(f"{name:26} {right(program):5.0f}% right")
 
 gelu = programs["gelu everywhere"]
-print(f"\nWhat it is: {' -> '.join(gelu.history)}\n")
+print(f"\nHistory: {' -> '.join(gelu.history)}\n")
 print("\n".join(line for line in gelu.code.splitlines() if "relu" in line or "gelu" in line))
 
 # The same by hand.
 with torch.no_grad():
     features = F.gelu(model.conv2(F.avg_pool2d(F.gelu(model.conv1(x)), 2)))
     assert torch.equal(gelu.output, model.head(features.mean((2, 3))))
-assert torch.equal(prog.output, model(x)), "the program that we began with is as it was"
-print("\nThe forward with gelu written by hand gives the same, to the last bit.")
+assert torch.equal(prog.output, model(x)), "the original program is unchanged"
+print("\nThe same forward with gelu, written by hand, gives the same output bit for bit.")
 
-# A derived program trains: as a module it has the model's own parameters. Here, a copy of them.
+# A derived program can be trained: as a module it has the model's own parameters (here, those of a new copy).
 module = rl.capture(stripes().requires_grad_(), pictures(64, seed=0)[0]).swap("relu", F.softplus).module()
 optimizer = torch.optim.Adam(module.parameters(), 2e-2)
 for step in range(30):
@@ -52,4 +52,4 @@ for step in range(30):
     optimizer.step()
 pictures_, directions = pictures(64, seed=2000)
 share = 100 * float((module(pictures_).argmax(1) == directions).float().mean())
-print(f"\nWith softplus in the place of relu, after 30 steps of training: {share:.0f}% right")
+print(f"\nWith softplus instead of relu, after 30 steps of training: {share:.0f}% right")
