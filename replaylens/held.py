@@ -12,38 +12,35 @@ from threading import RLock
 from typing import Any, cast
 
 import torch
+from attrs import evolve
 
 from ._capture.capture import Captured, record_of
+from ._core.glob import is_glob
 from ._core.graph import Graph
+from ._core.label import Label
 from ._core.lazy import cached_property
-from ._core.node import Call, Input, Ref
+from ._core.location import Location
+from ._core.node import Call, Input, Ref, refs_in
 from ._core.reference import Reference
 from ._core.torch_private import outside_of_transforms
-from ._core.trees import leaves, thaw
+from ._core.trees import thaw
 from ._core.world import freed, in_children
 from ._edit.bind import refers
 from ._edit.edges import Edge
-from ._edit.glob import is_glob
-from ._edit.select import Selection, Site, Where, find, is_named, sites
+from ._edit.select import Selection, Where, find, is_named, sites
 from ._edit.wanted import Wish
 from ._lens.history import Described
-from ._lens.layers import Atlas, Layer, Place
+from ._lens.layers import Atlas, Layer
 from ._lens.lens import Lens
 from ._lens.words import Words, as_list
 from ._replay.gradients import Asked, Grads, ask
 from ._replay.inputs import Given, made_ordinary, new_inputs, new_state
 from ._replay.keeping import with_values
-from ._replay.patching import at_place, changes_of
+from ._replay.patching import changes_of
 from ._replay.replay import Record, detached
-from ._replay.request import At, Beyond, Hand, Request
+from ._replay.request import Beyond, Hand, Request
 from ._view.plots import plot_value
-from .errors import (
-    NoGradient,
-    NoSuchLayer,
-    NotSaved,
-    NoValues,
-    ReplaylensError,
-)
+from .errors import NoGradient, NoSuchLayer, NotSaved, NoValues, ReplaylensError
 
 _freezing = RLock()  # two threads may ask a program for its graph at once
 in_children(partial(freed, _freezing))
@@ -59,7 +56,7 @@ class Held(Described, Reference):
         self._given = record
         self._outline = outline  # of a forward that computed nothing
         self._grads = grads  # of the backward pass that it had
-        self._edges: dict[Edge, tuple[Site, ...]] = {}  # nodes of their own for what one node reads from another
+        self._edges: dict[Edge, tuple[Location, ...]] = {}  # nodes of their own for what one node reads from another
 
     @property
     def graph(self) -> Graph:
@@ -148,7 +145,7 @@ class Held(Described, Reference):
     def _atlas(self) -> Atlas:
         return Atlas(self.graph)
 
-    def _layer(self, place: Place) -> Layer:
+    def _layer(self, place: Location) -> Layer:
         return Layer(self._lens, place, self._read, self._gradient, plot_value)
 
     @cached_property
@@ -162,25 +159,21 @@ class Held(Described, Reference):
         """The labels of the layers that a wish means."""
         return wish.labels(self._atlas, self.__getitem__)
 
-    def _read(self, part: Ref | None, name: str, again: bool = False) -> Any:
-        """The recorded value of a node, or of a part of it. `again`: also if it must be computed again."""
-        record = self._record
-        node = self.graph[name]
-        tree = part if part is not None else (getattr(node, "result", None) or getattr(node, "returns", Ref(name)))
-        missing = [leaf for leaf in leaves(tree) if type(leaf) is Ref and leaf not in record.values]
+    def _read(self, place: Location, again: bool = False) -> Any:
+        """The recorded value of a layer. `again`: also if it must be computed again."""
+        record, tree = self._record, place.tree(self.graph)
+        missing = [leaf for leaf in refs_in(tree) if leaf not in record.values]
         if missing and not again:
+            name = place.node
             raise NotSaved(f"the value of {name} was not saved. `prog.recover({name!r})` computes it again.")
         record = with_values(record, missing)
         return thaw(tree, lambda leaf: detached(record.value(leaf)) if type(leaf) is Ref else leaf)
 
-    def _at(self, name: Any) -> At:
-        return at_place(self.graph, self._atlas.find(name))
+    def _site(self, name: Any) -> Location:
+        found = self._atlas.find(name)
+        return evolve(found, name=name) if isinstance(name, str) else found
 
-    def _site(self, name: Any) -> Site:
-        place = self._atlas.find(name)
-        return Site(place, name if isinstance(name, str) else place.label)
-
-    def _sites(self, key: Any) -> tuple[Site, ...]:
+    def _sites(self, key: Any) -> tuple[Location, ...]:
         if isinstance(key, Edge):
             return self._edges[key]
         if type(key) is not str:
@@ -191,7 +184,7 @@ class Held(Described, Reference):
         return known
 
     @cached_property
-    def _named_sites(self) -> dict[str, tuple[Site, ...]]:
+    def _named_sites(self) -> dict[str, tuple[Location, ...]]:
         """What names were found to mean: a sweep asks for the same ones again and again."""
         return {}
 
@@ -202,12 +195,9 @@ class Held(Described, Reference):
     def _value_for(self, name: str) -> Any:
         return self[name]._value_for(name)
 
-    def _position(self, name: Any) -> int:
-        return self._at(name).position
-
     def _positions(self, names: Any) -> list[int]:
         """Where layers lie; of a module that hands on several tensors, each of them."""
-        return [self.graph.positions[one.place.node] for name in as_list(names) for one in self._site(name).each]
+        return [self.graph.positions[one.node] for name in as_list(names) for one in self._atlas.find(name).each]
 
     def _inputs(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> Given:
         if not inputs and not named:
@@ -245,7 +235,7 @@ class Held(Described, Reference):
             given={**given.tensors, **other.tensors},
             mismatches=(*given.mismatches, *other.mismatches),
             inputs=given.whole,
-            start=tuple([at_place(self.graph, one.place).position for one in start.each]) if start else (),
+            start=tuple([self.graph.positions[one.node] for one in start.each]) if start else (),
             on_divergence=on_divergence,
             whole=not asks,
             beyond=partial(self._beyond, dict(patch) if isinstance(patch, Mapping) else patch),
@@ -254,19 +244,19 @@ class Held(Described, Reference):
 
     def _asked(self, at: Any, from_: Any) -> Asked:
         """The layers at which gradients are asked for."""
-        labels, named = self._everywhere.labels, ()
+        labels, named = self._everywhere.labels, frozenset[str]()
         if at is not None:
             one_key = isinstance(at, (str, int, Selection, Where, Layer))
             sites = {key: self._sites(key) for key in ([at] if one_key else at)}
             pairs = [(one, is_named(key, site)) for key, found in sites.items() for site in found for one in site.each]
-            named = tuple([one.place.label for one, is_one in pairs if is_one])
-            labels = {one.place.label: at_place(self.graph, one.place) for one, _ in pairs}
+            named = frozenset([one.label for one, is_one in pairs if is_one])
+            labels = {one.label: one for one, _ in pairs}
         elif from_ is None:
             return self._everywhere
         if from_ is not None:
-            begin = self.graph.nodes[self._position(from_)].name
+            begin = self._atlas.find(from_).node
             below = self.graph.descendants([begin])
-            beside = [label for label, one in labels.items() if self.graph.nodes[one.position].name not in below]
+            beside = [label for label, one in labels.items() if one.node not in below]
             if at is not None and beside:
                 raise ReplaylensError(f"{beside[0]} does not follow {begin}, which is where from_= begins.")
             labels = {label: one for label, one in labels.items() if label not in beside}
@@ -275,15 +265,8 @@ class Held(Described, Reference):
     @cached_property
     def _everywhere(self) -> Asked:
         """The inputs, and every layer that the forward computed."""
-        graph = self.graph
-        pairs = [(place.label, At(graph.positions[place.node], place.output)) for place in self._atlas.places]
-        computed = [pair for pair in pairs if isinstance(graph.nodes[pair[1].position], (Call, Input))]
-        return ask(self._record, dict(computed), ())
-
-    def _named(self, name: Any) -> tuple[str, At]:
-        """The label of a layer, and where it lies, by any of its names."""
-        place = self._atlas.find(name)
-        return place.label, At(self.graph.positions[place.node], place.output, place.part)
+        computed = [place for place in self._atlas.places if isinstance(self.graph[place.node], (Call, Input))]
+        return ask(self._record, {place.label: place for place in computed}, ())
 
     def _beyond(self, patch: Any) -> Beyond:
         """Which patches hold beyond what was recorded, where the model itself is run: those for all passes of a layer,
@@ -291,8 +274,8 @@ class Held(Described, Reference):
         """
         pairs = patch.items() if isinstance(patch, Mapping) else ()
         keys = [key for key, what in pairs if not refers(what)]
-        found = {key: self._sites(key) for key in keys if isinstance(key, str) and not _has_pass(key)}
-        nodes = {key: [self.graph[one.place.node] for s in of_key for one in s.each] for key, of_key in found.items()}
+        found = {key: self._sites(key) for key in keys if isinstance(key, str) and not Label.of(key).turn}
+        nodes = {key: [self.graph[one.node] for s in of_key for one in s.each] for key, of_key in found.items()}
         kinds = [key for key, of in nodes.items() if all(isinstance(n, Call) and n.kind == key != n.name for n in of)]
         return Beyond(
             every=frozenset(self.graph.positions[node.name] for of_key in nodes.values() for node in of_key),
@@ -301,19 +284,19 @@ class Held(Described, Reference):
             hands=tuple([hand for key, _ in pairs for hand in self._hands(key, key in found)]),
         )
 
-    def _is_of_modules(self, found: tuple[Site, ...]) -> bool:
-        return any(site.place.scope is not None and site.name not in self._atlas.by_label for site in found)
+    def _is_of_modules(self, found: tuple[Location, ...]) -> bool:
+        return any(site.scope is not None and site.name not in self._atlas.by_label for site in found)
 
     def _hands(self, key: Any, is_every: bool) -> Iterator[Hand]:
         """What a key means of what modules hand on, where it names modules."""
         trees = {str(scope): tree for scope, tree in self.graph.module_outputs}
         for site in self._sites(key) if isinstance(key, str) else ():
-            if (scope := site.place.scope) is None or site.name in self._atlas.by_label:
+            if (scope := site.scope) is None or site.name in self._atlas.by_label:
                 continue
-            refs = [leaf for leaf in leaves(trees[str(scope)]) if type(leaf) is Ref]
+            refs = refs_in(trees[str(scope)])
             count = len(set(refs))
             for one in site.each:
-                ref = one.place.part if type(one.place.part) is Ref else refs[0]
+                ref = one.part if type(one.part) is Ref else refs[0]
                 yield Hand(scope.address, scope.call, refs.index(ref), count, ref, is_every)
 
     def _keep(self, keep: Any) -> frozenset[int]:
@@ -322,12 +305,5 @@ class Held(Described, Reference):
         if keep is None or keep == "output":
             return frozenset()
         if callable(keep):
-            return frozenset(self._position(layer.label) for layer in self.layers if keep(layer))
-        return frozenset(
-            self.graph.positions[one.place.node] for name in as_list(keep) for one in self._site(name).each
-        )
-
-
-def _has_pass(name: str) -> bool:
-    """Does a name say which pass it means, as `linear_1_1:2` does?"""
-    return name.rpartition(":")[2].isdigit()
+            keep = [layer for layer in self.layers if keep(layer)]
+        return frozenset(self._positions(keep))

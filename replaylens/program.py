@@ -26,7 +26,8 @@ from ._check.program_under_test import ProgramUnderTest
 from ._check.report import CheckReport
 from ._core.copies import writable_copy
 from ._core.kept import Kept
-from ._core.node import Guard, Ref, value_of
+from ._core.location import Location
+from ._core.node import Guard, Ref
 from ._core.notes import add_note
 from ._core.sameness import same_content
 from ._core.text import code
@@ -38,7 +39,6 @@ from ._edit.content import shown
 from ._edit.edges import Edge
 from ._edit.expand import chosen
 from ._edit.patch import Patch, Zero
-from ._edit.select import Site
 from ._edit.wanted import Wish
 from ._lens.summary import as_html, summary
 from ._lens.words import as_list
@@ -53,7 +53,7 @@ from ._replay.keeping import completed, keeping
 from ._replay.module import ProgramModule
 from ._replay.patching import bound_patches, changes_of
 from ._replay.replay import OVERWRITTEN, Record, Versions, detached, function_of, replay, version
-from ._replay.request import At, Request
+from ._replay.request import Request
 from ._replay.run import Origin, Run
 from ._replay.swap import insert, swap
 from ._view.compose import Over, compose
@@ -143,7 +143,7 @@ def _with_quiet_patches(prog: Program, request: Request) -> Run:
     """A replay in the place of a live run: of patches that draw nothing which shifts what the model draws."""
     with drawing_alone():
         state = torch.default_generator.get_state()
-        made = replay(prog._record, request, prog._at)
+        made = replay(prog._record, request, prog._atlas.find)
         if prog.graph.drawn and not torch.equal(state, torch.default_generator.get_state()):
             torch.default_generator.set_state(state)
             raise DivergedReplay("a patch draws random numbers, and the model draws on from where it ends.")
@@ -263,8 +263,7 @@ class Program(Held):
         value, in one run. The program stays as it is: `saving` gives one that has them.
         """
         if len(names) == 1 and names[0] in self:
-            place = self._atlas.find(names[0])
-            return self._read(place.output or place.part, place.node, again=True)
+            return self._read(self._atlas.find(names[0]), again=True)
         return {
             layer.label: layer.value
             for layer in map(self._keeping(Wish.of(names)).__getitem__, self._meant(Wish.of(names)))
@@ -468,7 +467,7 @@ class Program(Held):
         asked = self._asked(at, from_)
         _require_choice("on_divergence", on_divergence, ("raise", "ignore"))
         request = self._request(inputs, named_inputs, from_, patch, state, on_divergence, grad=True)
-        return gradients(self._record, request, of, asked, self._named)
+        return gradients(self._record, request, of, asked, self._atlas.find)
 
     def check(self, sample: float | None = None, progress: bool | None = None) -> CheckReport:
         """Prove that the program is right: `assert prog.check()`. `print(prog.check())` says what was asked and found.
@@ -674,7 +673,7 @@ class Program(Held):
         record, output, names = editing.tap(self._record, parts, readers)
         home = Program(_record=record, _output=output, _history=self.history)
         name = self._site(edge.sender).name  # what the value is called in other programs
-        home._edges = {**self._edges, edge: tuple([Site(home._atlas.by_label[tap], name) for tap in names])}
+        home._edges = {**self._edges, edge: tuple([evolve(home._atlas.by_label[tap], name=name) for tap in names])}
         return home
 
     def _gradients_at(self, of: Callable[[Any], Any], from_layer: Any, wish: Wish) -> Grads:
@@ -685,15 +684,14 @@ class Program(Held):
         labels = dict(self._everywhere.labels) if wish.everything else {}
         one_by_one = rest.names_itself(self._atlas, self.__getitem__)
         for name in (*self._meant(evolve(rest, everything=False)), *named):
-            labels.setdefault(*self._named(name))
-        asked = ask(self._record, labels, {*one_by_one, *[self._named(name)[0] for name in named]})
+            place = self._atlas.find(name)
+            labels.setdefault(place.label, place)
+        asked = ask(self._record, labels, {*one_by_one, *[self._atlas.find(name).label for name in named]})
         record = self._record
         if from_layer is not None:
-            at = self._at(from_layer)
-            tree = at.output or at.part or value_of(self.graph.nodes[at.position])
-            record = seen_from(record, tree)
+            record = seen_from(record, self._atlas.find(from_layer).tree(self.graph))
             asked = evolve(asked, labels={name: one for name, one in asked.labels.items() if one.output is None})
-        return gradients(record, Request(grad=True), of, asked, self._named)
+        return gradients(record, Request(grad=True), of, asked, self._atlas.find)
 
     def _when_diverged(self, choice: str | None) -> str:
         """What is done when a change leads away from the recorded path."""
@@ -709,13 +707,13 @@ class Program(Held):
 
     def _replayed(self, request: Request) -> Run:
         try:
-            return self._of(request, replay(self._record, request, self._at))
+            return self._of(request, replay(self._record, request, self._atlas.find))
         except LeftPath as left:
             return self._of(request, self._rerun(request, left.departure))
 
     def _of(self, request: Request, made: Run) -> Run:
         """A run that knows where it comes from."""
-        return evolve(made, origin=Origin(self, request, self._at))
+        return evolve(made, origin=Origin(self, request, self._atlas.find))
 
     def _rerun(self, request: Request, first: Departure | None, given: Any = None) -> Run:
         """The model itself, run with the changes of a request. `first` is what a replay found to be different."""
@@ -737,11 +735,11 @@ class Program(Held):
         prog._returned = thaw(prog.graph.output, lambda leaf: made.record.values[leaf] if type(leaf) is Ref else leaf)
         places = Counterparts(self.graph, prog.graph)
 
-        def find(name: Any) -> At:
+        def find(name: Any) -> Location:
             """What a name means in this program, there; what this program does not know, by the other's own labels."""
             if isinstance(name, str) and (name in prog._atlas.module_places or name not in self):
-                return prog._at(name)
-            at = places.of(self._at(name))
+                return prog._atlas.find(name)
+            at = places.of(self._atlas.find(name))
             if at is None:
                 raise NoSuchLayer(f"{name!r} did not run on the path that the model took. `run.program` has that path.")
             return at

@@ -13,9 +13,13 @@ from replaylens._check.report import Finding, found, found_at
 from replaylens._core.graph import Graph
 from replaylens._core.node import Call, Input, Node, Ref, Scope, State
 from replaylens._core.trees import leaves
-from replaylens._lens.atlas import Atlas, Place, short
+from replaylens._lens.atlas import Atlas
 from replaylens._lens.kin import Span
 from replaylens._lens.lens import Lens
+
+from .._core.label import Label
+from .._core.location import Location
+from .._core.node import refs_in
 
 Reads = Mapping[str, Iterable[str]]  # label -> labels
 
@@ -36,10 +40,10 @@ def _numbers(graph: Graph) -> Iterator[Finding]:
     for node in graph.nodes:
         if not _is_numbered(graph, node):
             continue
-        label, _, number = node.name.partition(":")
+        label, turn = Label.of(node.name)
         if label in bases:
             continue
-        if number not in ("", "1"):
+        if turn not in ("", "1"):
             yield found(node, "is the first of its layer to run, and is not called its first pass")
         bases.add(label)
         kind = "input" if isinstance(node, Input) else label.rsplit("_", 2)[0]
@@ -61,18 +65,18 @@ def _passes(graph: Graph, as_captured: bool) -> Iterator[Finding]:
     """Passes of a layer are numbered 1, 2, 3 in order, and are one function on the same parameters."""
     passes: dict[str, list[Call]] = {}
     for call in graph.calls:
-        label, colon, number = call.name.partition(":")
-        if colon and number.rstrip("'").isdigit() and call.edits is None:
-            passes.setdefault(label, []).append(call)
-    for label, calls in passes.items():
-        numbers = [int(call.name.partition(":")[2].rstrip("'")) for call in calls]
+        label = Label.of(call.name)
+        if label.turn and call.edits is None:
+            passes.setdefault(label.layer, []).append(call)
+    for layer, calls in passes.items():
+        numbers = [Label.of(call.name).number for call in calls]
         wanted = list(range(1, len(calls) + 1)) if as_captured else sorted(set(numbers))
         if numbers != wanted:
             wrong = next(call for call, one, other in zip(calls, numbers, [*wanted, 0], strict=False) if one != other)
-            yield found(wrong, f"the passes of {label} are numbered {numbers}")
+            yield found(wrong, f"the passes of {layer} are numbered {numbers}")
         kinds = {(call.target, _parameters(graph, call)) for call in calls if not call.edited}
         if len(kinds) > 1:
-            yield found(calls[-1], f"is a pass of {label}, and not the same call as the others")
+            yield found(calls[-1], f"is a pass of {layer}, and not the same call as the others")
 
 
 def _parameters(graph: Graph, call: Call) -> frozenset[str]:
@@ -118,7 +122,7 @@ def _given_by_modules(graph: Graph) -> Iterator[Finding]:
         if scope in seen and _has_address(scope):
             yield Finding(str(scope), "two outputs are recorded for one call of this module", scope.source)
         seen.add(scope)
-        for ref in _refs(tree):
+        for ref in refs_in(tree):
             node = graph[ref.node]
             inside = isinstance(node, Call) and node.scope is not None and scope in node.scope.stack
             if isinstance(node, Call) and not inside and _begins_after(graph, scope, ref.node) is False:
@@ -153,16 +157,16 @@ def _neighbours(atlas: Atlas) -> Iterator[Finding]:
 
 def _lookups(atlas: Atlas) -> Iterator[Finding]:
     """Every layer is found by its label and by its ordinal, and by its short label where that is its own."""
-    shorts = Counter(short(label) for label in atlas.order)
+    shorts = Counter(Label.of(label).short for label in atlas.order)
     for number, place in enumerate(atlas.places):
         names: list[Any] = [place.label, number, number - len(atlas.places)]
-        names += [short(place.label)] if shorts[short(place.label)] == 1 else []
+        names += [short] if shorts[short := Label.of(place.label).short] == 1 else []
         for name in names:
             if not _finds(atlas, name, place):
                 yield found_at(atlas.graph, place.node, f"{name!r} does not lead to {place.label}")
 
 
-def _finds(atlas: Atlas, name: Any, place: Place) -> bool:
+def _finds(atlas: Atlas, name: Any, place: Location) -> bool:
     try:
         found = atlas.find(name)
     except LookupError:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import replaylens as rl
+from replaylens._core.label import Label
 
 ALEXNET = """
 input_1_0 conv2d_1_1 relu_1_2 maxpool2d_1_3 conv2d_2_4 relu_2_5 maxpool2d_2_6 conv2d_3_7 relu_3_8 conv2d_4_9 relu_4_10
@@ -157,6 +158,23 @@ def test_a_submodule_is_found_where_the_figure_has_it():
     assert set(layer.parents) == {"add_5_15", "tan_1_14"}  # the figure numbers breadth first, we in execution order
 
 
+LABELS = {  # name -> layer, which pass, short, numbers
+    "conv2d_3_7": ("conv2d_3_7", 1, "conv2d_3", (3, 7)),
+    "linear_1_1:2": ("linear_1_1", 2, "linear_1:2", (1, 1)),
+    "linear_1_1:2'": ("linear_1_1", 2, "linear_1:2'", (1, 1)),
+    "hidden_l0_1_3:5": ("hidden_l0_1_3", 5, "hidden_l0_1:5", (1, 3)),
+    "relu_1_2_before": ("relu_1_2_before", 1, "relu_1_2_before", None),
+    "fc.weight": ("fc.weight", 1, "fc.weight", None),
+    "features.6:2": ("features.6", 2, "features.6:2", None),
+}
+
+
+@pytest.mark.parametrize("name", LABELS)
+def test_a_label_is_read_in_parts_and_printed_as_it_was(name):
+    label = Label.of(name)
+    assert str(label) == name and (label.layer, label.number, label.short, label.numbers) == LABELS[name]
+
+
 @pytest.mark.parametrize("key", ["linear_1_1:2", "fc:2", 4, -7])
 def test_a_pass_of_a_recurrent_layer_has_a_colon(key):
     prog = rl.capture(RecurrentNetwork(), torch.rand(5, 5))
@@ -250,3 +268,9 @@ def test_a_torch_function_written_in_python_is_opened_into_its_builtins():
 def test_a_parameter_is_one_whatever_it_is_called():
     prog = rl.capture(nn.MultiheadAttention(4, 2).eval(), *[torch.ones(2, 1, 4)] * 3)
     assert prog["in_proj_weight"].layer_type == "parameter"
+
+
+def test_what_a_patched_pass_was_before_is_called_the_same_in_live_runs_and_in_edits():
+    model, x, patch = RecurrentNetwork(), torch.rand(5, 5), {"linear_1_1:2": rl.Zero()}
+    live, edited = rl.run(model, x, patch=patch).program, rl.capture(model, x).with_patch(patch)
+    assert "linear_1_1_before:2" in live and "linear_1_1_before:2" in edited

@@ -10,7 +10,7 @@ import pkgutil
 import pytest
 import torch
 
-PACKAGES = "_capture", "_check", "_edit", "_lens", "_many", "_replay", "_study", "_view"
+PACKAGES = "_capture", "_check", "_core", "_edit", "_lens", "_many", "_replay", "_study", "_view"
 OTHERS = {  # words of other kinds: of modules, of callers' options, of bytecode, of what is shown
     "_capture.altered._FEEDS": "methods of containers",
     "_capture.asked._ALWAYS_JUMPS": "bytecode",
@@ -44,6 +44,10 @@ OTHERS = {  # words of other kinds: of modules, of callers' options, of bytecode
     "_check.aten_calls.QUIET": "namespaces of operators",
     "_check.aten_calls.GRADIENTS": "Python functions of torch.autograd",
     "_check.aten_calls.WITHIN": "files",
+    "_core.settings._SWITCHES": "settings",
+    "_core.settings._USUAL": "settings",
+    "_core.torch_private.ATTRIBUTES": "attributes",
+    "_core.turns._WAITS": "modules of Python's own",
     "_edit.arguments._NEVER": "arguments",
     "_edit.signatures._SAME": "arguments",
     "_edit.expand.KINDS": "what a reader calls a kind",
@@ -57,7 +61,7 @@ OTHERS = {  # words of other kinds: of modules, of callers' options, of bytecode
     "_view.theme.THEMES": "themes",
 }
 OWN = frozenset(  # operations that the package itself puts into programs, by the kind that a person reads
-    "identity copied standing hook newparameter".split()
+    "identity copied standing hook newparameter resized".split()
 )
 OF_OLDER_TORCH = frozenset("has_names names rename rename_ refine_names align_to".split())  # named tensors
 OF_NEWER_TORCH = frozenset(() if hasattr(torch.nn.functional, "linear_cross_entropy") else ("linear_cross_entropy",))
@@ -110,9 +114,10 @@ NAMES = torchs_names()
 SQUASHED = {squashed(name) for name in NAMES}
 TABLES = tables()
 BY_KIND = (
+    "_core.chance.",
+    "_core.loops.",
     "_edit.cut.",
     "_lens.flops.",
-    "_lens.loops.",
     "_view.sketch.",
 )  # these are written as a person reads them: maxpool2d
 

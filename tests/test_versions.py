@@ -212,9 +212,17 @@ def test_a_truth_value_that_is_only_kept_has_no_way():
     assert [way for _, way in taken(model, number(1))] == [None] * 4
 
 
+PACKAGE = Path(rl.__file__).parent
+
+
+def test_what_captures_a_forward_knows_nothing_of_layers():
+    for file in (PACKAGE / "_capture").glob("*.py"):
+        imports = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
+        assert not [node.module for node in imports if "_lens" in (node.module or "").split(".")], file
+
+
 # -- private names of torch ---------------------------------------------------------------------------------------------
 
-PACKAGE = Path(rl.__file__).parent
 HOME = PACKAGE / "_core" / "torch_private.py"
 
 

@@ -7,7 +7,7 @@ stand in a program as a call like others. Nothing runs here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,12 +15,12 @@ from attrs import define, evolve, field, frozen
 from torch import nn
 
 from .._core.copies import copy_in_place
+from .._core.glob import matches
 from .._core.graph import Graph
-from .._core.node import Call, Input, Node, Ref, Source, State, TensorMeaning, value_of
+from .._core.node import Call, Input, Node, Ref, Source, State, TensorMeaning, refs_in, value_of
 from .._core.target import Target
 from .._core.torch_private import is_wrapped
-from .._core.trees import leaves, thaw
-from .._edit.glob import matches
+from .._core.trees import part_at, thaw, walk
 from .._replay.facts import is_like_an_input, patched
 from .._replay.replay import Record, storage_of
 from .._replay.request import Change, Hand, Request
@@ -49,7 +49,7 @@ class Aim:
 
     def at_hand(self, ref: Ref) -> Aim:
         """What is meant for one of the values alone, as a module hands it on."""
-        return evolve(self, refs=(ref,), changes=tuple([one for one in self.changes if ref in _refs(one.tree)]))
+        return evolve(self, refs=(ref,), changes=tuple([one for one in self.changes if ref in refs_in(one.tree)]))
 
     @property
     def target(self) -> Target:
@@ -57,12 +57,13 @@ class Aim:
         return Target(f"patch({self.name})", self, is_stable=False)
 
     def _changed(self, change: Change, given: dict[Ref, torch.Tensor]) -> dict[Ref, torch.Tensor]:
-        refs = _refs(change.tree)
+        refs = refs_in(change.tree)
         same = all(_meaning(given[ref]) == _facts(self.meanings[ref]) for ref in refs)
         make = change.hooked if same else change.free
         new = make(thaw(change.tree, lambda leaf: given[leaf] if type(leaf) is Ref else leaf))
+        ways = {leaf: way for way, leaf in walk(change.tree) if type(leaf) is Ref}
         try:
-            return {ref: self._fitting(given[ref], _at(new, path)) for path, ref in _places(change.tree)}
+            return {ref: self._fitting(given[ref], part_at(new, way)) for ref, way in ways.items()}
         except (TypeError, IndexError):
             raise ShapeMismatch(f"{self.name} gives {len(refs)} tensors; a patch for it must give as many.") from None
 
@@ -110,25 +111,6 @@ def _as_given(new: torch.Tensor) -> torch.Tensor:
     if new.grad is not None:
         copy.grad = new.grad
     return copy
-
-
-def _places(tree: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Ref]]:
-    """Every Ref of a tree, with the way to it."""
-    if type(tree) is Ref:
-        yield path, tree
-    else:
-        for number, item in enumerate(tree if type(tree) is tuple else getattr(tree, "items", ())):
-            yield from _places(item, (*path, number))
-
-
-def _refs(tree: Any) -> list[Ref]:
-    return [leaf for leaf in leaves(tree) if type(leaf) is Ref]
-
-
-def _at(value: Any, path: tuple[int, ...]) -> Any:
-    for index in path:
-        value = value[index]
-    return value
 
 
 def _meaning(tensor: torch.Tensor) -> Any:
@@ -252,7 +234,7 @@ def _note(aims: Aims, aim: Aim | None, hand: Hand) -> None:
 
 
 def _aim(node: Node, changes: tuple[Change, ...], grad: bool) -> Aim:
-    refs = tuple(dict.fromkeys(leaf for leaf in leaves(value_of(node)) if type(leaf) is Ref))
+    refs = tuple(dict.fromkeys(refs_in(value_of(node))))
     return Aim(node.name, refs, changes, _meanings(node), isinstance(node, Input), grad)
 
 
@@ -264,7 +246,7 @@ def aim_at(graph: Graph, ref: Ref, change: Change) -> Aim:
 def _meanings(node: Node) -> dict[Ref, TensorMeaning]:
     if not isinstance(node, Call):
         return {Ref(node.name): node.meaning}
-    given = [leaf for leaf in leaves(node.returns) if type(leaf) is Ref]
+    given = refs_in(node.returns)
     return dict(zip(given, node.meaning, strict=True))
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from .._core.node import TensorMeaning
+from .._core.state import PLAIN
 from .._core.trees import ATOMS
-from .._replay.state import PLAIN
 from .origins import path_to
 from .recorder import Recorder
 from .settled import code_of, matches_classes

@@ -17,7 +17,9 @@ import torch
 from attrs import define, evolve, field, frozen
 
 from .._core.autograd import history_of
+from .._core.drafts import Draft
 from .._core.graph import Graph, InnerGradient
+from .._core.label import beside, labels
 from .._core.laws import require_lawful
 from .._core.node import (
     Call,
@@ -36,14 +38,12 @@ from .._core.node import (
     meanings_of,
 )
 from .._core.sharing import NO_OVERLAPS, Overlaps
+from .._core.state import PlaceNote
 from .._core.target import Target
 from .._core.torch_private import FakeTensor
-from .._core.trees import leaves, remake, remake_shared
+from .._core.trees import leaves_of, remake, remake_shared, walk
 from .._core.write import Write, mutate
-from .._lens.drafts import Draft
-from .._lens.structure import labels
 from .._replay.differentiate import differentiate
-from .._replay.state import PlaceNote
 from .asked import Asked, asks_identity, catches, guard_of, mode_guards
 from .branches import keeps, taken
 from .dynamic import with_dynamic_shapes
@@ -56,6 +56,11 @@ class Handle(int):
     """The number of a recorded value."""
 
     __slots__ = ()
+
+
+def handles_in(tree: Any) -> list[Handle]:
+    """The Handles among the leaves of a tree, from left to right."""
+    return leaves_of(Handle, tree)
 
 
 @frozen
@@ -388,7 +393,7 @@ def _names(recording: Recording, drafts: list[Draft]) -> tuple[list[str], list[b
     names, orphans = dict(zip(own, found, strict=True)), dict(zip(own, lost, strict=True))
     for number, of in patched.items():
         names[number], orphans[number] = names[of], orphans[of]
-        names[of] = f"{names[of]}_before"
+        names[of] = beside(names[of], "before")
     return [names[n] for n in range(len(drafts))], [orphans[n] for n in range(len(drafts))]
 
 
@@ -418,16 +423,9 @@ def _reader(refs: dict[Handle, Ref]) -> Callable[[Any], Any]:
 
 def parts_of(returns: Any) -> Iterable[tuple[tuple[int, ...], Handle]]:
     """Every Handle in what a call gave, with the way to it."""
-    return (((), returns),) if type(returns) is Handle else _parts_of(returns)
-
-
-def _parts_of(returns: Any) -> Iterator[tuple[tuple[int, ...], Handle]]:
     if type(returns) is Handle:
-        yield (), returns
-    elif type(returns) is tuple or hasattr(returns, "items"):
-        for number, item in enumerate(returns if type(returns) is tuple else returns.items):
-            for path, handle in _parts_of(item):
-                yield (number, *path), handle
+        return (((), returns),)
+    return [(path, leaf) for path, leaf in walk(returns) if type(leaf) is Handle]
 
 
 def _drafts(recording: Recording, addresses: Addresses, scopes: list[Scope | None]) -> list[Draft]:
@@ -447,7 +445,7 @@ def _source_draft(addresses: Addresses, record: SourceRecord) -> Draft:
 
 
 def _call_draft(record: CallRecord, modules: tuple[str, ...]) -> Draft:
-    reads = tuple([leaf for leaf in leaves((*record.args, *(record.kwargs or {}).values())) if type(leaf) is Handle])
+    reads = tuple(handles_in((*record.args, *(record.kwargs or {}).values())))
     gives = (record.returns,) if type(record.returns) is Handle else tuple([h for _, h in parts_of(record.returns)])
     site = record.site and (id(record.site[0]), record.site[1])
     return Draft(record.kind, reads, gives, record.function, None, modules, site, partial(_literals, record))
@@ -466,7 +464,7 @@ def _literal(leaf: Any) -> Any:
 
 def _ends(recording: Recording) -> set[int]:
     """The Handles that a whole run is for."""
-    ends = {int(leaf) for leaf in leaves(recording.output) if type(leaf) is Handle}
+    ends = {int(leaf) for leaf in handles_in(recording.output)}
     return ends | {int(last) for _, last in recording.changes}
 
 

@@ -26,14 +26,13 @@ from .._core.node import Input, Node, Ref, State
 from .._core.notes import add_note
 from .._core.sameness import attached, same_content
 from .._core.sharing import extent
-from .._core.text import where as text_of
+from .._core.state import StatePlace
 from .._core.torch_private import compiler_if_loaded, default_device, hooks_of_all_modules, without_function_modes
-from .._core.trees import ATOMS, fingerprint, freeze_deep, keys_of, leaves, named_paths, require_room, thaw_shared
+from .._core.trees import ATOMS, fingerprint, freeze_deep, keys_of, leaves, named, require_room, thaw_shared, walk
 from .._core.turns import calls, come, turns
 from .._core.world import World, alone, drawing_alone, freed, in_children, surely
 from .._edit.wanted import EVERYTHING, Wish
 from .._replay.replay import Record, Versions
-from .._replay.state import StatePlace
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite, UnsupportedModel
 from .account import account_of, timed
 from .altered import altered
@@ -447,8 +446,8 @@ def _take_inputs(tracer: Tracer, args: Any, kwargs: Any) -> tuple[Any, Any, Any]
         return handle
 
     tree = freeze_deep((tuple(args), dict(kwargs)), leaf)
-    plain = [(path, item) for path, item in named_paths(tree) if type(item) is not Handle and type(item) not in ATOMS]
-    given = [(path, tracer.recording.values[item]) for path, item in named_paths(tree) if type(item) is Handle]
+    plain = [(path, item) for path, item in walk(tree, named) if type(item) is not Handle and type(item) not in ATOMS]
+    given = [(path, tracer.recording.values[item]) for path, item in walk(tree, named) if type(item) is Handle]
     hung = [(path, text) for path, tensor in given if (text := attached(tensor)) is not None]
     tracer.recording.literals = (*[(path, fingerprint(item)) for path, item in plain], *hung)
     if swapped:
@@ -593,7 +592,7 @@ def _say_where(error: Exception, tracer: Tracer) -> None:
         if not is_torch_code(frame.tb_frame.f_code):
             source = line_of((frame.tb_frame.f_code, frame.tb_lasti))
         frame = frame.tb_next
-    where = f"\n{text_of(source)}" if source is not None else ""
+    where = "\n" + source.indented if source is not None else ""
     last = f", the last of them {last_name(tracer.recording)}" if done else ""
     add_note(error, f"replaylens: the model raised this after {done} recorded calls{last}{inside}.{where}")
 

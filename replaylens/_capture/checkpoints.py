@@ -17,8 +17,7 @@ from typing import Any
 from torch.utils.checkpoint import checkpoint
 
 from .._core.torch_private import leave_saving_hooks_alone, top_saving_hooks
-from .._core.trees import leaves
-from .builder import Handle, Recording, SourceRecord, parts_of
+from .builder import Handle, Recording, SourceRecord, handles_in, parts_of
 from .recorder import Recorder
 from .settled import code_of
 
@@ -86,7 +85,7 @@ def _is_made_of(recording: Recording, made: dict[int, int], last: Handle, wheres
                 return True
         else:
             trees = (*record.args, *(record.kwargs or {}).values())
-            stack.extend(int(leaf) for leaf in leaves(trees) if type(leaf) is Handle)
+            stack.extend(int(leaf) for leaf in handles_in(trees))
     return False
 
 

@@ -18,12 +18,11 @@ from attrs import define
 
 from .._core.sameness import same_content
 from .._core.torch_private import peek_interpreter_stack, without_function_modes
-from .._core.trees import leaves
 from .._core.world import drawing_alone
 from .._core.write import WriteArguments, mutate
 from ..errors import UnannouncedWrite
 from .asked import words
-from .builder import Handle, Recording, SourceRecord
+from .builder import Handle, Recording, SourceRecord, handles_in
 from .recorder import Recorder, tensors_in
 from .regions import reads_of
 from .rules import How, Rule
@@ -154,7 +153,7 @@ class _Body:
     def ended(self, out: Any) -> Any:
         """What the body gave; its records are taken back if one call can stand for them."""
         tracer, recording, memory = self.tracer, self.tracer.recording, self.tracer.memory
-        own = {int(h) for h in leaves((*self.reads, *self.named.values())) if type(h) is Handle}
+        own = {int(h) for h in handles_in((*self.reads, *self.named.values()))}
         wrote = [first for first in memory.written[self.writes :] if first < self.mark[2]]
         with without_function_modes(), tracer.at_work():
             unseen = [stood for stood in self.stood if stood.is_rewritten_unseen]

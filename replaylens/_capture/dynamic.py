@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from attrs import evolve
 
-from .._core.node import Call, Node, Ref, TensorMeaning, meanings_of
+from .._core.node import Call, Node, Ref, TensorMeaning, meanings_of, refs_in
 from .._core.torch_private import OpOverload, OpOverloadPacket
 from .._core.trees import Branch, leaves
 from .._core.write import Write, original_call
@@ -83,7 +83,7 @@ def _keeps_shapes(call: Call) -> bool:
     """A write in place that gives nothing besides what it wrote: that has the shape that it had."""
     if not isinstance(call, Write) or call.writes_out:
         return False
-    return not any(type(leaf) is Ref for leaf in leaves(call.gives.result))
+    return not refs_in(call.gives.result)
 
 
 def _decides(way: Way, call: Call, meaning: Meaning) -> bool:
@@ -95,7 +95,7 @@ def _decides(way: Way, call: Call, meaning: Meaning) -> bool:
         return bool(call.refs)
     if way is Way.SIZES:
         return any(_is_number(leaf, meaning) for leaf in _in_places_of_numbers(call))
-    given = list(leaves((call.args, tuple([value for _, value in call.kwargs]))))
+    given = list(leaves(call.trees))
     if way is Way.SEARCH:
         return len(call.args) + len(call.kwargs) == 1
     if way is Way.PARTED:

@@ -25,7 +25,17 @@ from .._core.runtime import alias
 from .._core.target import Target
 from .._core.trees import ATOMS, leaves, remake
 from .._core.write import mutate
-from .builder import Addresses, CallRecord, GuardRecord, Handle, Recording, bypassed, frozen_context, parts_of
+from .builder import (
+    Addresses,
+    CallRecord,
+    GuardRecord,
+    Handle,
+    Recording,
+    bypassed,
+    frozen_context,
+    handles_in,
+    parts_of,
+)
 from .storage import storage_key
 
 
@@ -139,9 +149,9 @@ def _needed(recording: Recording, found: _Readers, given: list[Any], again: set[
     views = _Views(recording)
     for turn, scope, tree, end, shared in given:
         numbers: dict[Handle, int] = {}
-        for number, leaf in enumerate([one for one in leaves(tree) if type(one) is Handle]):
+        for number, leaf in enumerate(handles_in(tree)):
             numbers.setdefault(leaf, number)
-        every = [one for one in leaves(tree) if type(one) is Handle]
+        every = handles_in(tree)
         for leaf, number in numbers.items():
             positions = found.of[leaf]
             source, since = now.get(leaf, (leaf, found.made.get(leaf, 0)))
@@ -279,7 +289,7 @@ class _Renamed:
         if not isinstance(record, (CallRecord, GuardRecord)):
             return record
         args, kwargs = tuple(record.args), record.kwargs or {}
-        read = [leaf for leaf in leaves((args, tuple(kwargs.values()))) if type(leaf) is Handle]
+        read = handles_in((args, tuple(kwargs.values())))
         if all(self.at(handle, position) == handle for handle in read):
             return record
         named = {key: self.in_tree(value, position) for key, value in kwargs.items()}

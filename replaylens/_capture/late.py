@@ -16,8 +16,8 @@ from attrs import frozen
 from .._core.autograd import history_of, saved_below
 from .._core.sameness import same_content
 from .._core.torch_private import without_function_modes
-from .._core.trees import freeze_deep, leaves, thaw
-from .builder import CallRecord, Gone, Handle, Recording
+from .._core.trees import freeze_deep, thaw
+from .builder import CallRecord, Gone, Handle, Recording, handles_in
 from .recorder import Recorder
 from .regions import reads_of
 from .storage import Base, storage_key
@@ -141,7 +141,7 @@ class _Asked:
 
 
 def _given(record: CallRecord) -> list[Handle]:
-    return [leaf for leaf in leaves(record.returns) if type(leaf) is Handle]
+    return handles_in(record.returns)
 
 
 def _may_need_gradients_elsewhere(value: Any) -> bool:

@@ -11,9 +11,9 @@ from typing import Any
 
 from .._core.graph import Graph
 from .._core.lazy import cached_property
-from .._core.node import Call, Const, Input, Node, Ref, State
+from .._core.node import Call, Const, Input, Node, Ref, State, refs_in
 from .._core.sameness import same_content
-from .._core.trees import fingerprint, leaves, remake
+from .._core.trees import fingerprint, remake
 from .._replay.replay import Record
 
 
@@ -34,7 +34,7 @@ class Likeness:
         ends = [(ref, written[1][address]) for address, ref in written[0].items()]
         if _skeleton(one.output) != _skeleton(two.output):
             return "gives another structure"
-        stack = [*zip(_refs(one.output), _refs(two.output), strict=True), *ends]
+        stack = [*zip(refs_in(one.output), refs_in(two.output), strict=True), *ends]
         seen: set[tuple[Ref, Ref]] = set()
         while stack:
             pair = stack.pop()
@@ -44,7 +44,7 @@ class Likeness:
             before, after = one[pair[0].node], two[pair[1].node]
             if pair[0].path != pair[1].path or not self._is_like(before, after):
                 return f"does another thing than {before.name}"
-            stack.extend(zip(_reads(before), _reads(after), strict=True))
+            stack.extend(zip(before.refs, after.refs, strict=True))
         return ""
 
     def _is_like(self, before: Node, after: Node) -> bool:
@@ -54,7 +54,7 @@ class Likeness:
                 and before.context == after.context
                 and self._draws_alike(before, after)
                 and _skeleton((before.args, tuple(before.kwargs))) == _skeleton((after.args, tuple(after.kwargs)))
-                and len(_reads(before)) == len(_reads(after))
+                and len(before.refs) == len(after.refs)
             )
         if isinstance(before, Input) and isinstance(after, Input):
             return before.path == after.path
@@ -97,20 +97,12 @@ class Likeness:
         found: set[str] = set()
         for node in self.first.graph.nodes:
             if isinstance(node, Call):
-                own = node.draws is None and all(ref.node in found for ref in _reads(node))
+                own = node.draws is None and all(ref.node in found for ref in node.refs)
             else:
                 own = isinstance(node, Const) and not node.origin.startswith("older")
             if own:
                 found.add(node.name)
         return frozenset(found)
-
-
-def _reads(node: Node) -> list[Ref]:
-    return _refs((node.args, tuple([value for _, value in node.kwargs]))) if isinstance(node, Call) else []
-
-
-def _refs(tree: Any) -> list[Ref]:
-    return [leaf for leaf in leaves(tree) if type(leaf) is Ref]
 
 
 def _skeleton(tree: Any) -> Any:

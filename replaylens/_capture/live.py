@@ -31,12 +31,12 @@ from .._core.torch_private import (
     push_function_mode,
     without_function_modes,
 )
-from .._core.trees import leaves, thaw_shared
+from .._core.trees import thaw_shared
 from .._replay.facts import OF_THE_OBJECT, noticing
 from .._replay.stream import as_the_user, outside
 from ..errors import DivergedReplay, NotDifferentiable
 from .aims import Aim, Aims, is_another_view
-from .builder import CallRecord, Handle, Recording, SourceRecord, parts_of, user_line, version_of
+from .builder import CallRecord, Handle, Recording, SourceRecord, handles_in, parts_of, user_line, version_of
 from .checkpoints import in_checkpoint, nothing_computed_again
 from .customs import BOUND_BEFORE
 from .handing import is_handing
@@ -249,7 +249,7 @@ class LiveTracer(Tracer):
         made = super()._module_output(given, out, records, beyond)
         if address in hands.counts:
             with without_function_modes():  # what is looked at here, the model did not ask
-                self._require_handed(address, call, [leaf for leaf in leaves(made[1]) if type(leaf) is Handle])
+                self._require_handed(address, call, handles_in(made[1]))
         return made
 
     def _handed_beneath(self, out: Any, address: str, call: int) -> Any:
@@ -325,7 +325,7 @@ class LiveTracer(Tracer):
             return True  # what the model holds is the same wherever it is read
         later = [one for one in records[n + 1 :] if not is_handing(one)]
         guards = [tuple(guard.args) for guard in self.recording.guards if guard.position > n]
-        read = {h for one in later for h in reads_of(one)} | {h for h in leaves(tuple(guards)) if type(h) is Handle}
+        read = {h for one in later for h in reads_of(one)} | set(handles_in(tuple(guards)))
         return names.isdisjoint(read)
 
     def handing(self, tensor: torch.Tensor, number: int) -> torch.Tensor:

@@ -571,7 +571,7 @@ class Recorder(TorchFunctionMode):
         if site is None:
             return ""
         source = user_line(self.recording, site, self.scope)
-        return f"\n    {source.file.rsplit('/', 1)[-1]}:{source.line}    {source.text}" if source else ""
+        return "\n" + source.indented if source else ""
 
     def site(self) -> Site | None:
         if self.opened_site is not None:

@@ -25,10 +25,20 @@ from .._core.torch_private import (
     is_function_mode_seen,
     top_saving_hooks,
 )
-from .._core.trees import Branch, leaves, remake
+from .._core.trees import Branch, remake
 from .._replay.differentiate import differentiate
 from ..errors import CaptureError
-from .builder import CallRecord, Handle, Recording, SourceRecord, frozen_context, node_class, parts_of, version_of
+from .builder import (
+    CallRecord,
+    Handle,
+    Recording,
+    SourceRecord,
+    frozen_context,
+    handles_in,
+    node_class,
+    parts_of,
+    version_of,
+)
 from .hooks import HOOK_TWICE, settle_hooks
 from .recorder import Recorder
 from .rules import How, Rule
@@ -256,7 +266,7 @@ def reads_of(record: CallRecord | SourceRecord) -> list[Handle]:
     if isinstance(record, SourceRecord):
         return []
     trees = (*record.args, *(record.kwargs or {}).values())
-    return [leaf for leaf in leaves(trees) if type(leaf) is Handle]
+    return handles_in(trees)
 
 
 def _ancestors(recording: Recording, producers: dict[int, int], ends: list[Handle], stops: set[int]) -> set[int]:

@@ -17,20 +17,21 @@ from torch import nn
 
 from .._core.autograd import as_leaf
 from .._core.graph import Graph
-from .._core.node import Call, Const, Input, Node, Ref, State, TensorMeaning, value_of
+from .._core.location import Location
+from .._core.node import Call, Const, Input, Node, Ref, State, TensorMeaning, refs_in
 from .._core.sharing import begin_together
+from .._core.state import attribute_at
 from .._core.text import listing
 from .._core.tolerances import REPEATED_FORWARD
-from .._core.trees import freeze_deep, leaves, thaw, thaw_shared
+from .._core.trees import freeze_deep, thaw, thaw_shared
 from .._core.turns import Turn
 from .._replay.begun import exchanged
 from .._replay.guards import Departure, departures
 from .._replay.inputs import numbers_of
 from .._replay.interpreter import modes, recorded_world
 from .._replay.replay import Record, detached, supply
-from .._replay.request import At, Request
+from .._replay.request import Request
 from .._replay.run import Run
-from .._replay.state import attribute_at
 from ..errors import DivergedReplay, NotDifferentiable, StaleValue
 from .aims import Aim, Aims, aim_at, aims_of
 from .builder import Handle, Recording
@@ -198,7 +199,12 @@ def _with_what_was_replaced(record: Record) -> Record:
 
 
 def as_run(
-    made: Lived, recorded: Record, request: Request, first: Departure | None, find: Callable[[Any], At], program: Any
+    made: Lived,
+    recorded: Record,
+    request: Request,
+    first: Departure | None,
+    find: Callable[[Any], Location],
+    program: Any,
 ) -> Run:
     """A live run as the Run that a request asked for. `find` gives the place that a name means in its own program."""
     record, graph = made.record, made.record.graph
@@ -212,12 +218,12 @@ def as_run(
     ended = _ended(request, recorded.graph, graph, get) if has_output else {}
 
     def lookup(name: Any) -> Any:
-        at = name if isinstance(name, At) else find(name)
-        if (places := at.each(graph)) is not None:
-            return thaw(places, lambda leaf: lookup(leaf) if type(leaf) is At else leaf)
+        at = name if isinstance(name, Location) else find(name)
+        if (places := at.inner) is not None:
+            return thaw(places, lambda leaf: lookup(leaf) if type(leaf) is Location else leaf)
         if at.output is not None and at.output in ended:
             return ended[at.output]
-        return thaw(at.output or at.part or value_of(graph.nodes[at.position]), get)
+        return thaw(at.tree(graph), get)
 
     found = [mismatch.departure for mismatch in request.mismatches]
     found += departures(recorded.graph, graph, recorded.value, record.value)
@@ -244,7 +250,7 @@ def _ended(request: Request, recorded: Graph, graph: Graph, get: Callable[[Any],
     found: dict[Ref, Any] = {}
     places = Counterparts(recorded, graph) if request.ends else None
     for ref, change in request.ends.items():
-        at = places.of(At(recorded.positions[ref.node], output=ref)) if places else None
+        at = places.of(Location(ref.node, output=ref)) if places else None
         if at is None or (mine := at.output) is None:
             raise DivergedReplay(f"the patch at an output, {ref}, has no place: the model gives fewer outputs now.")
         found[mine] = aim_at(recorded, ref, change)(get(mine))
@@ -464,7 +470,7 @@ def _until_patched(one: Graph, other: Graph) -> Iterator[tuple[Node, Node]]:
 
 
 def _values(one: Call, other: Call) -> Iterator[tuple[Ref, Ref]]:
-    refs = [leaf for leaf in leaves(one.returns) if type(leaf) is Ref]
+    refs = refs_in(one.returns)
     return ((ref, Ref(other.name, ref.path)) for ref in refs)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from attrs import define, field, frozen
 
 from .._core.graph import Graph
+from .._core.label import Label
 from .._core.node import Call, Source
 from ..errors import DivergedReplay
 from .spots import Spot
@@ -58,13 +59,13 @@ class Rounds:
 
 def rounds_of(graph: Graph, where: Mapping[int, Spot], meant: Mapping[int, Aim]) -> Rounds:
     """The Rounds of the patches for all passes of a layer, by the position of each pass."""
-    looping = {p: aim for p, aim in meant.items() if p in where and ":" in graph.nodes[p].name}
+    looping = {p: aim for p, aim in meant.items() if p in where and Label.of(graph.nodes[p].name).turn}
     lines = {_line(graph, where, position) for position in looping}
-    aims = {_layer(graph, position): aim for position, aim in looping.items()}
+    aims = {Label.of(graph.nodes[position].name).layer: aim for position, aim in looping.items()}
     ran: dict[Line, dict[int, list[str]]] = {}
     for position, spot in where.items() if lines else ():
         if (line := _line(graph, where, position)) in lines:
-            ran.setdefault(line, {}).setdefault(spot.call, []).append(_layer(graph, position))
+            ran.setdefault(line, {}).setdefault(spot.call, []).append(Label.of(graph.nodes[position].name).layer)
     turns = {line: _turn(list(calls.values())) for line, calls in ran.items()}
     found = {line: None if turn is None else tuple([aims.get(layer) for layer in turn]) for line, turn in turns.items()}
     return Rounds(found, frozenset(line.kind for line in lines))
@@ -82,7 +83,3 @@ def _line(graph: Graph, where: Mapping[int, Spot], position: int) -> Line:
     node = graph.nodes[position]
     assert isinstance(node, Call)
     return Line(where[position].address, node.kind, node.source)
-
-
-def _layer(graph: Graph, position: int) -> str:
-    return graph.nodes[position].name.partition(":")[0]

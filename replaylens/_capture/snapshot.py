@@ -23,9 +23,9 @@ import torch
 from attrs import define, evolve
 from torch import nn
 
+from .._core.state import FUSED
 from .._core.trees import freeze_deep
 from .._core.world import users_state
-from .._replay.state import FUSED
 from .scopes import module_table
 
 _REGISTERED = frozenset(("_modules", "_parameters", "_buffers"))

@@ -22,7 +22,7 @@ from attrs import define, field
 from .._core.torch_private import storage_holders
 from .._core.trees import bare, leaves
 from .._edit.wanted import Wish
-from .builder import CallRecord, Gone, Handed, Handle, Recording, SourceRecord, parts_of, version_of
+from .builder import CallRecord, Gone, Handed, Handle, Recording, SourceRecord, handles_in, parts_of, version_of
 from .keeping import objects_held
 from .origins import Date, Origins
 from .recorder import Alias, NeedsDeepLook
@@ -119,7 +119,7 @@ class Guess:
         return self.wish.may_mean(*self._names(record)) if self.wish.keys else False
 
     def _names(self, record: CallRecord) -> tuple[tuple[str, ...], int]:
-        reads = [leaf for leaf in leaves(tuple(record.args)) if type(leaf) is Handle]
+        reads = handles_in(tuple(record.args))
         own = tuple(sorted(self.parameters.intersection(reads)))
         if not own:
             return self._next(record.kind)

@@ -13,10 +13,9 @@ from typing import Any, TypeGuard
 from attrs import field, frozen
 
 from .._core.graph import Graph
-from .._core.node import Call, Input, Node, Ref, Scope, Source, State
+from .._core.location import Location
+from .._core.node import Call, Input, Node, Ref, Scope, Source, State, refs_in
 from .._core.runtime import alias
-from .._core.trees import leaves
-from .._replay.request import At
 from .builder import CallRecord, Recording, SourceRecord, user_line
 from .handing import is_handing
 
@@ -110,29 +109,27 @@ class Counterparts:
                 self.names[_source(node)] = node.name
         self.patches = {call.edits: call for call in other.calls if call.edits is not None}
 
-    def of(self, at: At) -> At | None:
+    def of(self, at: Location) -> Location | None:
         """The same place, if the other run came to it."""
         if at.output is not None:
             return self._output(at.output)
-        node = self.one.nodes[at.position]
-        name = self.names.get(self.spots.get(at.position) if isinstance(node, Call) else _source(node))
+        node, position = self.one[at.node], self.one.positions[at.node]
+        name = self.names.get(self.spots.get(position) if isinstance(node, Call) else _source(node))
         if name is None:
             return None
-        patch, where = self.patches.get(name), self.other.positions
+        patch = self.patches.get(name)
         if at.part is None:
-            return At(where[name if patch is None else patch.name])
+            return Location(name if patch is None else patch.name)
         part = Ref(name, at.part.path)
         if patch is not None and part in patch.args:
-            returns = [leaf for leaf in leaves(patch.returns) if type(leaf) is Ref]
-            return At(where[patch.name], part=returns[patch.args.index(part)])
-        return At(where[name], part=part)
+            returns = refs_in(patch.returns)
+            return Location(patch.name, part=returns[patch.args.index(part)])
+        return Location(name, part=part)
 
-    def _output(self, ref: Ref) -> At | None:
+    def _output(self, ref: Ref) -> Location | None:
         mine, theirs = (list(dict.fromkeys(graph.output_refs)) for graph in (self.one, self.other))
         number = mine.index(ref)
-        if number >= len(theirs):
-            return None
-        return At(self.other.positions[theirs[number].node], output=theirs[number])
+        return Location(theirs[number].node, output=theirs[number]) if number < len(theirs) else None
 
 
 def _source(node: Node) -> Any:

@@ -20,10 +20,10 @@ from .._core.autograd import history_of
 from .._core.copies import writable_copy
 from .._core.node import TensorMeaning
 from .._core.sameness import attached
+from .._core.state import NO_LOOK, PLAIN, Look, PlaceNote, attribute_at, fused_steps, looks_at
 from .._core.trees import freeze_deep, leaves, thaw
 from .._core.write import take_step
 from .._replay.layouts import geometry
-from .._replay.state import NO_LOOK, PLAIN, Look, PlaceNote, attribute_at, fused_steps, looks_at
 from .builder import Handle, Recording, SourceRecord, version_of, versions_of
 from .origins import Origins, Place
 from .recorder import Recorder

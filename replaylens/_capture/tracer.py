@@ -37,7 +37,7 @@ from .._core.torch_private import (
     unwrapped,
     without_function_modes,
 )
-from .._core.trees import ATOMS, freeze, freeze_deep, leaves, thaw
+from .._core.trees import ATOMS, freeze, freeze_deep, thaw
 from .._replay.facts import SOME, WALK, in_short
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite
 from .asked import (
@@ -57,6 +57,7 @@ from .builder import (
     ScopeRecord,
     Site,
     SourceRecord,
+    handles_in,
     is_torch_code,
     parts_of,
     version_of,
@@ -608,7 +609,7 @@ class Tracer(Recorder):
 
     def _note_twice(self, tree: Any) -> None:
         """A module hands on one tensor twice: does anything write it later?"""
-        count = Counter([leaf for leaf in leaves(tree) if type(leaf) is Handle])
+        count = Counter(handles_in(tree))
         for handle in [handle for handle, times in count.items() if times > 1]:
             known = self.memory.live.get(id(self.recording.values[handle]))
             first = known.base.first if isinstance(known, Entry) else handle
@@ -752,7 +753,7 @@ class _Renaming:
 
     def __init__(self, tracer: Tracer, tree: Any, given: Any, records: int) -> None:
         self.tracer, self.given, self.records = tracer, given, records
-        self.known = [leaf for leaf in leaves(tree) if type(leaf) is Handle]
+        self.known = handles_in(tree)
         self.made: dict[int, torch.Tensor] = {}
         self.shared: list[Handle] = []  # in containers that somebody else holds as well
         self.copies: dict[int, Any] = {}  # of such containers, by id

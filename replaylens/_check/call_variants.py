@@ -20,7 +20,7 @@ from .._core.write import Nth, Write, packed
 def otherwise(node: Call) -> Iterator[Call]:
     """Calls that have another number, or the other flag, in one place."""
     words = tuple([key for key, _ in node.kwargs])
-    tree = (node.args, tuple([value for _, value in node.kwargs]))
+    tree = node.trees
     for place, leaf in enumerate(leaves(tree)):
         for other in _others(leaf):
             args, values = _with(tree, place, other)

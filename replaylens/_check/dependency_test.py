@@ -106,7 +106,7 @@ def _nonsense(trial: Trial, parent: Ref) -> Iterator[torch.Tensor]:
 def _hints(trial: Trial, parent: Ref) -> Iterator[Any]:
     """Numbers and tensors that may matter: those that the call reads, and some so large that they outweigh the rest."""
     node = trial.alone.node
-    numbers = [leaf for leaf in leaves((node.args, tuple(v for _, v in node.kwargs))) if type(leaf) in (int, float)]
+    numbers = [leaf for leaf in leaves(node.trees) if type(leaf) in (int, float)]
     is_float = trial.given[parent].is_floating_point() or trial.given[parent].is_complex()
     numbers = [number for number in (0, 1, *numbers, -1) if number >= 0 or is_float or _compares(node)]  # no index
     yield from dict.fromkeys(numbers)

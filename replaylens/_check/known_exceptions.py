@@ -15,9 +15,8 @@ import torch
 
 from .._core.autograd import standing
 from .._core.graph import InnerGradient
-from .._core.node import Call, Ref
+from .._core.node import Call, Ref, refs_in
 from .._core.torch_private import OpOverload, OpOverloadPacket
-from .._core.trees import leaves
 from .._core.write import Write, original_call, unpacked
 from .._edit.acts import is_act
 
@@ -109,7 +108,7 @@ def _reason_of_a_write(node: Write, short: str, parent: Ref) -> str:
 
 
 def _stands(tree: Any, parent: Ref) -> bool:
-    return any(leaf == parent for leaf in leaves(tree) if type(leaf) is Ref)
+    return parent in refs_in(tree)
 
 
 def _has_numbers(made: Any) -> bool:

@@ -16,6 +16,7 @@ from .._core.graph import Graph
 from .._core.lazy import cached_property
 from .._core.node import Call, Ref, refs_of
 from .._core.sameness import same
+from .._core.trees import part_at
 from .._replay.interpreter import Code
 from .._replay.replay import Record
 from .report import LawResult
@@ -79,10 +80,3 @@ class ProgramUnderTest:
         return self.verified.issuperset(calls) and all(
             same(part_at(made, ref.path), saved[ref]) for ref in refs_of(node)
         )
-
-
-def part_at(value: Any, path: tuple[int, ...]) -> Any:
-    """What lies at a path of indices in what a call gave."""
-    for step in path:
-        value = value[step]
-    return value

@@ -14,7 +14,7 @@ from attrs import evolve, frozen
 
 from .._core.graph import Graph
 from .._core.node import Node, Source
-from .._core.text import line as line_of, where
+from .._core.text import line as line_of
 
 
 @frozen
@@ -33,7 +33,7 @@ class Finding:
     def __str__(self) -> str:
         far = f" (by at most {self.difference:.3g})" if self.difference is not None else ""
         rows = [f"{self.node or 'the program'}: {self.fact}{far}", f"    {self.line}" if self.line else ""]
-        return "\n".join([row for row in (*rows, where(self.source) if self.source else "") if row])
+        return "\n".join([row for row in (*rows, self.source.indented if self.source else "") if row])
 
 
 def found_at(graph: Graph, name: str, fact: str, **more: Any) -> Finding:

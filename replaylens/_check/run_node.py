@@ -17,11 +17,11 @@ from .._core.autograd import as_leaf
 from .._core.node import Call, Ref, refs_of
 from .._core.sameness import plain, same
 from .._core.tolerances import REARRANGED
+from .._core.trees import part_at
 from .._core.write import Write
 from .._replay.interpreter import Mode, caller, modes
 from .._replay.parting import NONE
 from .._replay.replay import Record
-from .program_under_test import part_at
 
 Given = Mapping[Ref, torch.Tensor]
 

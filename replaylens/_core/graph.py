@@ -14,9 +14,8 @@ from attrs import field, frozen
 
 from .chance import takes_as_many_as_it_needs
 from .lazy import cached_property
-from .node import NO_MODES, Call, Const, Context, Guard, Input, Left, Node, Ref, Scope, State, refs_of
+from .node import NO_MODES, Call, Const, Context, Guard, Input, Left, Node, Ref, Scope, State, refs_in, refs_of
 from .sharing import NO_OVERLAPS, Overlaps
-from .trees import leaves
 
 
 @frozen
@@ -76,7 +75,7 @@ class Graph:
     @cached_property
     def refs(self) -> tuple[tuple[Ref, ...], ...]:
         """What each node reads."""
-        return tuple([node.refs if isinstance(node, Call) else () for node in self.nodes])
+        return tuple([node.refs for node in self.nodes])
 
     @cached_property
     def parents(self) -> tuple[tuple[int, ...], ...]:
@@ -175,7 +174,7 @@ class Graph:
 
     @cached_property
     def output_refs(self) -> tuple[Ref, ...]:
-        return tuple([leaf for leaf in leaves(self.output) if type(leaf) is Ref])
+        return tuple(refs_in(self.output))
 
     @cached_property
     def wanted_refs(self) -> tuple[Ref, ...]:

@@ -13,9 +13,9 @@ from attrs import frozen
 
 from ..errors import UnlawfulGraph
 from .graph import GradientArguments, Graph, InnerGradient
-from .node import Call, Generator, Ref, meanings_of
+from .node import Call, Generator, Ref, meanings_of, refs_in
 from .target import Target
-from .trees import Branch, leaves
+from .trees import Branch, leaves, leaves_of
 from .write import Derived, Hole, Nth, Write, WriteArguments, Written, mutate, unpacked
 
 MUTATE = Target.of(mutate)
@@ -73,7 +73,7 @@ def _reads_what_is_there(graph: Graph) -> Iterator[Problem]:
                 if ref not in parts
             )
             if type(node.returns) is not Ref:
-                parts.update(leaf for leaf in leaves(node.returns) if type(leaf) is Ref)
+                parts.update(refs_in(node.returns))
         parts.add(Ref(node.name))
     ends = [ref for ref in graph.wanted_refs if ref not in parts]
     yield from (Problem("output", "order", f"gives {ref}, which no node gives") for ref in ends)
@@ -81,7 +81,7 @@ def _reads_what_is_there(graph: Graph) -> Iterator[Problem]:
 
 def _draws_are_named(graph: Graph) -> Iterator[Problem]:
     for call in graph.calls:
-        if call.draws is None and any(isinstance(leaf, Generator) for leaf in leaves(call.args)):
+        if call.draws is None and leaves_of(Generator, call.args):
             yield Problem(call.name, "draws", "has a generator but no recorded state")
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import linecache
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from attrs import field, frozen
 
 from .settings import Settings
 from .target import Target
-from .trees import ATOMS, leaves
+from .trees import ATOMS, leaves_of
 
 Arg = Any  # a tree (see trees.py) whose leaves are Refs and literals
 
@@ -29,6 +29,11 @@ class Ref:
 
     def __str__(self) -> str:
         return identifier(self.node) + "".join(f"[{step}]" for step in self.path)
+
+
+def refs_in(tree: Arg) -> list[Ref]:
+    """The Refs among the leaves of a tree, from left to right."""
+    return leaves_of(Ref, tree)
 
 
 @frozen
@@ -119,6 +124,16 @@ class Source:
         """The line itself, without indentation; empty where the file cannot be read."""
         return linecache.getline(self.file, self.line).strip()
 
+    @property
+    def inline(self) -> str:
+        """Where it is and what it says, within a line: `model.py:41  return self.proj(x)`."""
+        return f"{self.file.rsplit('/', 1)[-1]}:{self.line}  {self.text}"
+
+    @property
+    def indented(self) -> str:
+        """The same as a line of its own."""
+        return f"    {self.file.rsplit('/', 1)[-1]}:{self.line}    {self.text}"
+
     def lines(self, around: int = 3) -> list[str]:
         """The lines around it, as they are in the file."""
         numbers = range(max(1, self.line - around), self.line + around + 1)
@@ -176,6 +191,7 @@ class Input:
     path: tuple[Any, ...]
     meaning: TensorMeaning
     python_type: type | None = None  # its class, which the model can ask for; None where that says nothing
+    refs: ClassVar[tuple[Ref, ...]] = ()  # it reads nothing
 
 
 @frozen
@@ -189,6 +205,7 @@ class State:
     kind: str  # "parameter" | "buffer" | "attribute"
     meaning: TensorMeaning
     aliases: tuple[str, ...] = ()
+    refs: ClassVar[tuple[Ref, ...]] = ()
 
 
 @frozen
@@ -199,6 +216,7 @@ class Const:
     origin: str
     meaning: TensorMeaning
     source: Source | None = None
+    refs: ClassVar[tuple[Ref, ...]] = ()
 
 
 @frozen
@@ -237,13 +255,17 @@ class Call:
         """What it reads, in the order of its arguments."""
         if not self.kwargs and all(type(arg) is Ref or type(arg) in ATOMS for arg in self.args):
             return tuple([arg for arg in self.args if type(arg) is Ref])
-        trees = (self.args, tuple(value for _, value in self.kwargs))
-        return tuple([leaf for leaf in leaves(trees) if type(leaf) is Ref])
+        return tuple(refs_in(self.trees))
+
+    @property
+    def trees(self) -> tuple[tuple[Arg, ...], tuple[Arg, ...]]:
+        """The trees of its arguments, the named ones without their names."""
+        return self.args, tuple([value for _, value in self.kwargs])
 
     @property
     def functions(self) -> tuple[Target, ...]:
         """All that it runs: its target, and the functions among its arguments, which a write calls for its views."""
-        return self.target, *[leaf for leaf in leaves(self.args) if type(leaf) is Target]
+        return self.target, *leaves_of(Target, self.args)
 
 
 Node = Input | State | Const | Call
@@ -260,14 +282,14 @@ def refs_of(node: Node) -> tuple[Ref, ...]:
     """Every value that a node gives, each once."""
     if not isinstance(node, Call):
         return (Ref(node.name),)
-    return tuple(dict.fromkeys([leaf for leaf in leaves(node.returns) if type(leaf) is Ref]))
+    return tuple(dict.fromkeys(refs_in(node.returns)))
 
 
 def meanings_of(node: Node) -> dict[Ref, TensorMeaning]:
     """What is known of each value that a node gives."""
     if not isinstance(node, Call):
         return {Ref(node.name): node.meaning}
-    return dict(zip([leaf for leaf in leaves(node.returns) if type(leaf) is Ref], node.meaning, strict=True))
+    return dict(zip(refs_in(node.returns), node.meaning, strict=True))
 
 
 @frozen
@@ -304,8 +326,7 @@ class Guard:
 
     @property
     def refs(self) -> tuple[Ref, ...]:
-        trees = (self.args, tuple(value for _, value in self.kwargs))
-        return tuple([leaf for leaf in leaves(trees) if type(leaf) is Ref])
+        return tuple(refs_in((self.args, tuple([value for _, value in self.kwargs]))))
 
 
 ITSELF = "the very tensor"  # the answer to a call that gives its argument back where it lies in memory as is asked

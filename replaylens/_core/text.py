@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .graph import Graph, InnerGradient
-from .node import Call, Generator, Node, Ref, Source, TensorMeaning, identifier
+from .node import Call, Generator, Node, Ref, TensorMeaning, identifier
 from .target import Target
 from .trees import Branch
 from .write import Derived, Hole, Write, original_call, unpacked
@@ -26,8 +26,7 @@ def code(graph: Graph) -> str:
         if not isinstance(node, Call):
             continue
         if node.source is not None and node.source != last:
-            where = f"{node.source.file.rsplit('/', 1)[-1]}:{node.source.line}"
-            lines.append(f"    # {where}  {node.source.text}")
+            lines.append(f"    # {node.source.inline}")
         last = node.source
         lines.append(f"    {line(node)}")
     for address, ref in graph.changes:
@@ -151,11 +150,7 @@ def listing(graph: Graph, name: str, note: str = "", around: int = 1) -> str:
         other = graph.nodes[p]
         mark, end = (">", f"   <- {note}" if note else "") if p == position else (" ", "")
         rows.append(f"  {mark} {line(other)}{end}")
-    return "\n".join([*([where(source)] if source else []), *rows])
-
-
-def where(source: Source) -> str:
-    return f"    {source.file.rsplit('/', 1)[-1]}:{source.line}    {source.text}"
+    return "\n".join([*([source.indented] if source else []), *rows])
 
 
 def shape_of(meaning: tuple[TensorMeaning, ...]) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from attrs import define, evolve, field, frozen
@@ -26,6 +26,7 @@ from ..errors import CaptureError
 from .torch_private import pytree
 
 Leaf = Callable[[Any], Any]
+T = TypeVar("T")
 
 ATOMS = frozenset(
     (int, float, bool, type(None), str, complex, bytes, type(...), torch.dtype, torch.device, torch.layout)
@@ -406,6 +407,20 @@ def leaves(tree: Any) -> Iterator[Any]:
     return iter(found)
 
 
+def leaves_of(kind: type[T], tree: Any) -> list[T]:
+    """The leaves of a frozen tree that are exactly of a class, from left to right."""
+    found: list[Any] = []
+    _gather((tree,), found)
+    return [leaf for leaf in found if type(leaf) is kind]
+
+
+def part_at(value: Any, path: Iterable[Any]) -> Any:
+    """What lies in nested containers at the end of a way of numbers and keys."""
+    for step in path:
+        value = value[step]
+    return value
+
+
 def _gather(items: Iterable[Any], found: list[Any]) -> None:
     for item in items:
         kind = type(item)
@@ -425,32 +440,32 @@ def keys_of(tree: Any) -> Iterator[Any]:
         yield from keys_of(item)
 
 
-def paths(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Every leaf of a frozen tree with the way to it, in a user's words: `(0, "mask")`."""
-    if type(tree) is tuple:
-        for number, item in enumerate(tree):
-            yield from paths(item, (*at, number))
-    elif type(tree) is Branch:
-        for key, item in zip(tree.keys or range(len(tree.items)), tree.items, strict=True):
-            yield from paths(item, (*at, key))
-    else:
-        yield at, tree
+Steps = Callable[[Any], Iterable[tuple[Any, Any]]]
 
 
-def named_paths(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Every leaf with the way to it; the items of any mapping by their keys."""
-    if not isinstance(tree, Branch) and type(tree) is not tuple:
+def numbered(tree: Any) -> Iterable[tuple[int, Any]]:
+    """What a container holds, by number."""
+    return enumerate(_items_of(tree))
+
+
+def keyed(tree: Any) -> Iterable[tuple[Any, Any]]:
+    """What a container holds, by its keys where it has them."""
+    return zip(tree.keys, tree.items, strict=True) if type(tree) is Branch and tree.keys else numbered(tree)
+
+
+def named(tree: Any) -> Iterable[tuple[Any, Any]]:
+    """The same, where also mappings that torch takes apart have keys."""
+    keys = _keys(tree) if type(tree) is Branch else None
+    return zip(keys, tree.items, strict=True) if keys else numbered(tree)
+
+
+def walk(tree: Any, steps: Steps = numbered, at: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Every leaf of a frozen tree with the way to it: `(0, 2)`, or `(0, "mask")` by `steps` that are keys."""
+    if type(tree) is not tuple and type(tree) is not Branch:
         yield at, tree
         return
-    for key, item in named(tree):
-        yield from named_paths(item, (*at, key))
-
-
-def named(tree: Any) -> list[tuple[Any, Any]]:
-    """What a container holds, by name or number."""
-    if type(tree) is tuple:
-        return list(enumerate(tree))
-    return list(zip(_keys(tree) or range(len(tree.items)), tree.items, strict=True))
+    for step, item in steps(tree):
+        yield from walk(item, steps, (*at, step))
 
 
 def _keys(tree: Branch) -> tuple[Any, ...] | None:

@@ -12,7 +12,7 @@ from typing import Any
 from attrs import evolve
 
 from .._core.graph import Graph, InnerGradient
-from .._core.node import Call, Input, Node, Ref, TensorMeaning
+from .._core.node import Call, Input, Node, Ref, TensorMeaning, refs_in
 from .._core.trees import leaves, remake
 from ..errors import ReplaylensError
 
@@ -46,7 +46,7 @@ def _with_stretch(old: Graph, new: Graph, call: InnerGradient, refs: Mapping[Ref
             "be taken again."
         )
     reads = [ref for member in members for ref in member.refs]
-    reads += [leaf for leaf in leaves(remake(stretch.output, outer)) if type(leaf) is Ref]
+    reads += refs_in(remake(stretch.output, outer))
     further = tuple(dict.fromkeys(ref for ref in reads if ref.node not in names and ref not in roots))
     made = _stretch_of(new, stretch, (*roots, *further), members, outer)
     there = remake(stretch.output, outer) if given.keep_graph else ()
@@ -109,5 +109,5 @@ def _meaning(graph: Graph, ref: Ref) -> TensorMeaning:
     node = graph[ref.node]
     if not isinstance(node, Call):
         return node.meaning
-    refs = [leaf for leaf in leaves(node.returns) if type(leaf) is Ref]
+    refs = refs_in(node.returns)
     return node.meaning[refs.index(ref)]

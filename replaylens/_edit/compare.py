@@ -21,7 +21,7 @@ def same_values(old: Graph, new: Graph, others: Container[str] = ()) -> dict[Ref
     known: dict[Ref, Ref] = {}
     was = origins(old, new)
     for node in new.nodes:
-        if node.name in others or not all(ref in known for ref in (*_reads(node), *_drawn_before(new, node))):
+        if node.name in others or not all(ref in known for ref in (*node.refs, *_drawn_before(new, node))):
             continue
         if node.name not in was:
             if isinstance(node, Call) and node.target.function is alias:
@@ -51,10 +51,6 @@ def origins(old: Graph, new: Graph) -> dict[str, str]:
     return found
 
 
-def _reads(node: Node) -> tuple[Ref, ...]:
-    return node.refs if isinstance(node, Call) else ()
-
-
 def _drawn_before(graph: Graph, node: Node) -> tuple[Ref, ...]:
     """What the draw gives that may shift this one."""
     before = graph.shifts.get(graph.positions[node.name]) if graph.shifts else None
@@ -63,7 +59,7 @@ def _drawn_before(graph: Graph, node: Node) -> tuple[Ref, ...]:
 
 def _gives_the_same(node: Node, before: Node, known: dict[Ref, Ref]) -> bool:
     if node is before:
-        return all(known[ref] == ref for ref in _reads(node))
+        return all(known[ref] == ref for ref in node.refs)
     again = reading(renamed(node, before.name), known)
     if isinstance(again, Call) and isinstance(before, Call):
         again = evolve(again, edited=before.edited, edits=before.edits)

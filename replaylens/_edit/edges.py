@@ -12,11 +12,12 @@ from typing import Any
 from attrs import evolve, field, frozen
 
 from .._core.graph import Graph, InnerGradient
+from .._core.label import fresh
 from .._core.node import Call, Ref, meanings_of
 from .._core.runtime import alias
 from .._core.target import Target
 from ..errors import BadEdit, ShapeMismatch
-from .rewrite import fresh, insert_after, replace, rewire
+from .rewrite import insert_after, replace, rewire
 
 OUTPUT = "output"
 

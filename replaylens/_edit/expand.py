@@ -19,10 +19,11 @@ import torch
 from attrs import evolve, frozen
 
 from .._core.graph import Graph
+from .._core.label import Label, primed
 from .._core.node import Call, Input, Node, Ref, TensorMeaning, meanings_of, value_of
 from .._core.target import Target
 from .._core.torch_private import HigherOrderOperator
-from .._core.trees import remake
+from .._core.trees import part_at, remake
 from ..errors import NoSuchLayer
 from .open_attention import (
     attention_math,
@@ -151,7 +152,7 @@ def as_called(call: Call) -> Callable[..., Any]:
     def opened(*args: Any, **kwargs: Any) -> Any:
         result, named = _in_autocast(call, form, args, kwargs)
         wanted = meanings_of(call).items()
-        return [_fitted(_part(result, ref.path), meaning) for ref, meaning in wanted], named
+        return [_fitted(part_at(result, ref.path), meaning) for ref, meaning in wanted], named
 
     return opened
 
@@ -169,12 +170,6 @@ def _in_autocast(call: Call, form: OpenForm, args: Any, kwargs: Any) -> Opened:
 
     with torch.autocast(device, enabled=False):
         return form(*map(lower, args), **{key: lower(value) for key, value in kwargs.items()})
-
-
-def _part(value: Any, path: tuple[int, ...]) -> Any:
-    for index in path:
-        value = value[index]
-    return value
 
 
 def _fitted(tensor: torch.Tensor, meaning: TensorMeaning) -> torch.Tensor:
@@ -199,9 +194,9 @@ class Naming:
         self.passes: Counter[str] = Counter()
         self.patches = {call.edits: call.name for call in graph.calls if call.edits is not None}
         for name in self.taken:
-            label, _, number = name.partition(":")
-            self.owners[_short(label)] = label
-            self.passes[label] = max(self.passes[label], int(number) if number.isdigit() else 0)
+            label = Label.of(name)
+            self.owners[Label(label.layer).short] = label.layer
+            self.passes[label.layer] = max(self.passes[label.layer], label.number if label.turn else 0)
 
     def inside(self, call: Call, graph: Graph) -> dict[str, str]:
         """A name for each node of a call's captured open form, whose output is (what the call gave, named values)."""
@@ -209,7 +204,7 @@ class Naming:
         found: dict[str, str] = {}
         if type(call.returns) is Ref:
             found[given.items[0].node] = call.name
-        base, _, number = self._own(call).partition(":")
+        base, number = Label.of(self._own(call))
         for word, value in zip(named.keys, named.items, strict=True):
             if type(value) is not Ref:
                 self._name_steps(found, graph, call, word, value.items)
@@ -224,7 +219,7 @@ class Naming:
 
     def _name_steps(self, found: dict[str, str], graph: Graph, call: Call, group: str, steps: tuple[Any, ...]) -> None:
         """Steps are passes of the same layers. What lies between the named values of a step belongs to it."""
-        base, _, own_pass = self._own(call).partition(":")
+        base, own_pass = Label.of(self._own(call))
         for step in steps:
             words = {ref.node: word for word, ref in zip(step.keys, step.items, strict=True)}
             inside = sorted(graph.positions[name] for name in words)
@@ -248,16 +243,9 @@ class Naming:
     def _label(self, word: str, base: str) -> str:
         """`pattern_1_12` for the pattern of `scaleddotproductattention_1_12`, if no other layer is called so."""
         label = f"{word}_{base.partition('_')[2]}"
-        is_free = label not in self.taken and self.owners.setdefault(_short(label), base) in (base, label)
+        is_free = label not in self.taken and self.owners.setdefault(Label.of(label).short, base) in (base, label)
         return label if is_free else f"{word}_of_{base}"
 
     def _new(self, label: str, number: str) -> str:
-        name = f"{label}:{number}" if number else label
-        while name in self.taken:
-            name += "'"
-        self.taken.add(name)
+        self.taken.add(name := primed(str(Label(label, number)), self.taken))
         return name
-
-
-def _short(label: str) -> str:
-    return label.rsplit("_", 1)[0]

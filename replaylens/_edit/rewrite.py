@@ -14,11 +14,12 @@ from typing import Any
 from attrs import evolve, frozen
 
 from .._core.graph import Graph
+from .._core.label import Label, fresh
 from .._core.laws import require_lawful
-from .._core.node import Call, Const, Generator, Guard, Input, Node, Ref, State, meanings_of, value_of
+from .._core.node import Call, Const, Generator, Guard, Input, Node, Ref, State, meanings_of, refs_in, value_of
 from .._core.runtime import alias, gathered
 from .._core.target import Target
-from .._core.trees import Branch, leaves, paths, remake
+from .._core.trees import Branch, keyed, leaves, remake, walk
 from .again import run_again
 
 Refs = Mapping[Ref, Ref]
@@ -26,21 +27,6 @@ NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
 # -- names and values of nodes -----------------------------------------------------------------------------------------
-
-
-def beside(name: str, word: str) -> str:
-    """A name next to another one: `relu_1_2_before`; `linear_1_1_before:2` for a second pass."""
-    base, colon, call = name.partition(":")
-    return f"{base}_{word}{colon}{call}"
-
-
-def fresh(wanted: str, taken: Iterable[str]) -> str:
-    """The name, or the first of `{name}_2`, `{name}_3` ... that nobody has."""
-    names = taken if isinstance(taken, (set, frozenset, dict)) else set(taken)
-    name, number = wanted, 2
-    while name in names:
-        name, number = beside(wanted, str(number)), number + 1
-    return name
 
 
 def renamed(node: Node, name: str) -> Node:
@@ -143,7 +129,7 @@ def without(graph: Graph, names: Iterable[str]) -> Graph:
 
 
 def _named(tree: Any) -> set[str]:
-    return {leaf.node for leaf in leaves(tree) if type(leaf) is Ref}
+    return {leaf.node for leaf in refs_in(tree)}
 
 
 def unread_sources(old: Graph, new: Graph) -> frozenset[str]:
@@ -230,7 +216,7 @@ def names_within(graph: Graph, name: str, sub: Graph, how: Splice = Splice()) ->
         elif node.name in how.names:
             found[node.name] = how.names[node.name]
         else:
-            found[node.name] = fresh(f"{_short(node.name)}_of_{name}", taken)
+            found[node.name] = fresh(f"{Label.of(node.name).short}_of_{name}", taken)
         taken.add(found[node.name])
     return found
 
@@ -286,7 +272,7 @@ def _followed(inner: Call, node: Call, how: Splice) -> str | None:
 
 def _gather(node: Call, sub: Graph, swap: Callable[[Any], Any], edited: str) -> Call:
     """The node that gives the output of `sub` where none of its calls does."""
-    parts = [leaf for leaf in leaves(sub.output) if type(leaf) is Ref]
+    parts = refs_in(sub.output)
     known = {ref: meaning for inner in sub.nodes for ref, meaning in meanings_of(inner).items()}
     output, meaning = remake(sub.output, swap), tuple([known[ref] for ref in parts])
     call = Call(
@@ -300,7 +286,7 @@ def _gather(node: Call, sub: Graph, swap: Callable[[Any], Any], edited: str) -> 
     if (
         type(wanted) is not tuple
         or type(several) is not tuple
-        or [p for p, _ in paths(wanted)] != [p for p, _ in paths(several)]
+        or [p for p, _ in walk(wanted, keyed)] != [p for p, _ in walk(several, keyed)]
     ):
         raise ValueError(f"{node.name} gives {len(list(leaves(wanted)))} tensors, the graph in its place {len(parts)}.")
     return evolve(call, kind="gathered", target=Target.of(gathered), args=several, returns=wanted)
@@ -308,7 +294,7 @@ def _gather(node: Call, sub: Graph, swap: Callable[[Any], Any], edited: str) -> 
 
 def _last(node: Node, sub: Graph) -> str | None:
     """The call of a graph that gives its output as it is, in the shape of what a node gives."""
-    first = next((leaf for leaf in leaves(sub.output) if type(leaf) is Ref), None)
+    first = next(iter(refs_in(sub.output)), None)
     call = sub[first.node] if first is not None else None
     if not isinstance(call, Call) or value_of(call) != sub.output:
         return None
@@ -323,10 +309,3 @@ def _placed(
     position = max((number + 1 for number, node in enumerate(nodes) if node.name in before), default=0)
     kwargs = tuple([(key, remake(value, swap)) for key, value in guard.kwargs])
     return evolve(guard, args=tuple([remake(arg, swap) for arg in guard.args]), kwargs=kwargs, position=position)
-
-
-def _short(name: str) -> str:
-    """`matmul_1` for `matmul_1_3`, which counts the layers before it too."""
-    base, colon, call = name.partition(":")
-    parts = base.rsplit("_", 1)
-    return (parts[0] if len(parts) == 2 and parts[1].isdigit() and "_" in parts[0] else base) + colon + call

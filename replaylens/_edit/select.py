@@ -1,7 +1,7 @@
 """Which layers: the keys of a mapping of patches, and selections.
 
 In: the names that a program's layers have, and a key in a user's words: a name, a type of operation, a glob, a
-predicate, a selection. Out: sites, each the place of one layer and the name under which another program would be asked
+predicate, a selection. Out: Locations, each with the name under which another program would be asked
 for it; or an error that says what was found instead. Values and patches are not known here.
 """
 
@@ -12,10 +12,12 @@ from typing import Any, Protocol
 
 from attrs import evolve, field, frozen
 
+from .._core.glob import is_glob, matches
 from .._core.graph import Graph
+from .._core.label import Label
+from .._core.location import Location
 from .._core.node import State
 from ..errors import NoSuchLayer, WrongCount
-from .glob import is_glob, matches
 
 CURE = (
     "Name the layers that have such axes, or find them: "
@@ -29,48 +31,21 @@ class Names(Protocol):
     @property
     def graph(self) -> Graph: ...
     @property
-    def places(self) -> tuple[Any, ...]: ...
+    def places(self) -> tuple[Location, ...]: ...
     @property
     def order(self) -> tuple[str, ...]: ...
     @property
-    def by_label(self) -> dict[str, Any]: ...
+    def by_label(self) -> dict[str, Location]: ...
     @property
-    def aliases(self) -> dict[str, list[Any]]: ...
+    def aliases(self) -> dict[str, list[Location]]: ...
     @property
-    def module_places(self) -> dict[str, Any]: ...
+    def module_places(self) -> dict[str, Location]: ...
     @property
     def module_calls(self) -> dict[str, int]: ...
     @property
     def other_addresses(self) -> dict[str, tuple[str, ...]]: ...
-    def find(self, name: Any) -> Any: ...
+    def find(self, name: Any) -> Location: ...
     def nearest(self, name: str) -> str: ...
-
-
-@frozen
-class Site:
-    """A place that a key means, and the name under which it is found in another program or run."""
-
-    place: Any
-    name: str
-    is_every_pass: bool = False  # named without its pass: further passes, of a run that has more, are meant too
-
-    @property
-    def each(self) -> tuple[Site, ...]:
-        """Of a module that hands on several tensors: a site for each. Else itself."""
-        place = self.place
-        if not place.names:
-            return (self,)
-        pairs = zip(place.names, place.refs, strict=True)
-        return tuple(
-            [
-                evolve(
-                    self,
-                    place=evolve(place, label=ref.node, node=ref.node, part=ref, names=()),
-                    name=f"{self.name}{way}",
-                )
-                for way, ref in pairs
-            ]
-        )
 
 
 @frozen
@@ -174,7 +149,7 @@ def _computed(names: Names, exact: str | None = None) -> list[str]:
     return [label for label, place in found if not _is_state(names, place) or names.graph[place.node].kind == exact]  # type: ignore[union-attr]
 
 
-def _is_state(names: Names, place: Any) -> bool:
+def _is_state(names: Names, place: Location) -> bool:
     return place.output is None and isinstance(names.graph[place.node], State)
 
 
@@ -189,7 +164,7 @@ def _state(names: Names, pattern: str) -> list[str]:
 
 def _is_in(names: Names, pattern: str, call: str) -> bool:
     """Does a glob match a call of a module, `features.6:1`, with or without its number, under any of its names?"""
-    address, _, number = call.rpartition(":")
+    address, number = Label.of(call)
     known = (address, *names.other_addresses.get(address, ()))
     return any(matches(one, pattern) or matches(f"{one}:{number}", pattern) for one in known)
 
@@ -199,7 +174,7 @@ def _inputs_of(names: Names, layer: Callable[[str], Any], pattern: str) -> set[s
     of.
     """
     found: set[str] = set()
-    meant = {site.place.label for site in _by_labels(names, pattern)}
+    meant = {site.label for site in _by_labels(names, pattern)}
     for label in names.order:
         reader = layer(label)
         calls = {call for call in reader.modules if _is_in(names, pattern, call)}
@@ -209,40 +184,39 @@ def _inputs_of(names: Names, layer: Callable[[str], Any], pattern: str) -> set[s
     return found
 
 
-def sites(names: Names, layer: Callable[[str], Any], key: Any) -> tuple[Site, ...]:
+def sites(names: Names, layer: Callable[[str], Any], key: Any) -> tuple[Location, ...]:
     """The sites that a key of a mapping means, in the program's order. A key that finds nothing is an error."""
     if isinstance(key, Selection):
-        found = [Site(names.find(label), label) for label in key.labels]
+        found = [names.find(label) for label in key.labels]
     elif isinstance(key, Where):
-        found = [Site(place, place.label) for place in names.places if key.predicate(layer(place.label))]
+        found = [place for place in names.places if key.predicate(layer(place.label))]
     elif isinstance(key, str):
         found = _named(names, layer, key)
     else:
-        place = names.find(key)
-        found = [Site(place, place.label)]
+        found = [names.find(key)]
     if not found:
         raise NoSuchLayer(f"{key!r} finds none of the {len(names.order)} layers. `prog.layers` lists them all.")
     return _each_once(names, found)
 
 
-def _named(names: Names, layer: Callable[[str], Any], key: str) -> list[Site]:
+def _named(names: Names, layer: Callable[[str], Any], key: str) -> list[Location]:
     """What a name means: exactly that layer, all passes of it, all of a type, all that a glob matches."""
     if key in names.by_label or key in names.module_places:
-        return [Site(names.find(key), key)]
+        return [evolve(names.find(key), name=key)]
     if places := names.aliases.get(key):
         several = len(places) > 1
-        return [Site(place, place.label if several else key, is_every_pass=several) for place in places]
+        return [evolve(p, name=p.label if several else key, is_every_pass=several) for p in places]
     if (calls := names.module_calls.get(key, 0)) > 1:
         addresses = [f"{key}:{number}" for number in range(1, calls + 1)]
-        return [Site(names.find(address), address, is_every_pass=True) for address in addresses]
+        return [evolve(names.find(address), name=address, is_every_pass=True) for address in addresses]
     computed = [place for place in names.places if not _is_state(names, place)]
-    if of_type := [Site(place, place.label) for place in computed if layer(place.label).layer_type == key]:
+    if of_type := [place for place in computed if layer(place.label).layer_type == key]:
         return of_type
     if is_glob(key) and (matched := _by_glob(names, key)):
         return matched
     if why := _why_none(names, key):
         raise NoSuchLayer(why)
-    return [Site(names.find(key), key)]  # raises, and offers the nearest names
+    return [evolve(names.find(key), name=key)]  # raises, and offers the nearest names
 
 
 def _why_none(names: Names, key: str) -> str:
@@ -259,12 +233,12 @@ def _why_none(names: Names, key: str) -> str:
     return f"{key!r} finds nothing: `*` stays within one level of an address. {wider!r} finds {_some(deeper)}."
 
 
-def is_named(key: Any, site: Site) -> bool:
+def is_named(key: Any, site: Location) -> bool:
     """Does a key name this very layer, or all its passes, and not a type, a glob or a selection of layers?"""
     return site.is_every_pass or not isinstance(key, (str, Selection, Where)) or site.name == key
 
 
-def _by_glob(names: Names, pattern: str) -> list[Site]:
+def _by_glob(names: Names, pattern: str) -> list[Location]:
     """What all modules hand on, and all layers, that a glob matches; no parameters and buffers."""
     every = {
         f"{address}:{number}"
@@ -274,7 +248,11 @@ def _by_glob(names: Names, pattern: str) -> list[Site]:
     }
     places = names.module_places.items()
     known = {address: place for address, place in places if address in every or matches(address, pattern)}
-    modules = [Site(place, name, name in every) for name, place in known.items() if not _is_second(name, known)]
+    modules = [
+        evolve(place, name=name, is_every_pass=name in every)
+        for name, place in known.items()
+        if not _is_second(name, known)
+    ]
     return [*modules, *_by_labels(names, pattern)]
 
 
@@ -283,7 +261,7 @@ def _is_second(address: str, known: dict[str, Any]) -> bool:
     return address.rpartition(":")[0] in known
 
 
-def _by_labels(names: Names, pattern: str) -> list[Site]:
+def _by_labels(names: Names, pattern: str) -> list[Location]:
     """The layers whose labels a glob matches, in any of their forms."""
     other: dict[str, list[str]] = {}
     for alias, places in names.aliases.items():
@@ -291,34 +269,31 @@ def _by_labels(names: Names, pattern: str) -> list[Site]:
             if alias not in names.module_places:
                 other.setdefault(place.label, []).append(alias)
     return [
-        Site(place, place.label)
+        place
         for place in names.places
         if not _is_state(names, place)
         and any(matches(name, pattern) for name in (place.label, *other.get(place.label, ())))
     ]
 
 
-def _each_once(names: Names, found: list[Site]) -> tuple[Site, ...]:
+def _each_once(names: Names, found: list[Location]) -> tuple[Location, ...]:
     """Without the second names of one value: a program's output is also a node, a part of a node lies in it."""
     if len(found) == 1:
         return tuple(found)
-    whole = {site.place.node for site in found if site.place.output is None and site.place.part is None}
-    several = [site for site in found if site.place.names]
-    found = [site for site in found if not site.place.names]
-    kept: dict[Any, Site] = {}
+    whole = {site.node for site in found if site.output is None and site.part is None}
+    several = [site for site in found if site.names]
+    found = [site for site in found if not site.names]
+    kept: dict[Any, Location] = {}
     for site in several:  # what a module hands on goes before the layers that it is
-        if not any({*site.place.refs} & {*other.place.refs} for other in kept.values()):
-            kept[site.place.refs] = site
-            nodes = {ref.node for ref in site.place.refs}
+        if not any({*site.refs} & {*other.refs} for other in kept.values()):
+            kept[site.refs] = site
+            nodes = {ref.node for ref in site.refs}
             whole |= nodes
-            found = [other for other in found if other.place.node not in nodes]
+            found = [other for other in found if other.node not in nodes]
     for site in found:
-        place = site.place
-        is_within = place.part is not None and place.node in whole
-        is_end = place.output is not None and any(
-            other.place.output is None and other.place.node == place.node for other in found
-        )
+        is_within = site.part is not None and site.node in whole
+        is_end = site.output is not None and any(other.output is None and other.node == site.node for other in found)
         if not is_within and not is_end:
-            kept.setdefault((place.node, place.output, place.part), site)
+            kept.setdefault((site.node, site.output, site.part), site)
     order = names.graph.positions
-    return tuple(sorted(kept.values(), key=lambda site: (site.place.output is not None, order[site.place.node])))
+    return tuple(sorted(kept.values(), key=lambda site: (site.output is not None, order[site.node])))

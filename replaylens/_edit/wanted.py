@@ -12,9 +12,9 @@ from typing import Any
 
 from attrs import frozen
 
+from .._core.glob import matches
 from .._core.lazy import cached_property
 from ..errors import NoSuchLayer
-from .glob import matches
 from .select import Names, Selection, Where, is_named, sites
 
 _WHOLE = ("all", "none")
@@ -63,7 +63,7 @@ class Wish:
             is_loose = callable(key) or isinstance(key, (Selection, Where))
             if not is_loose and (not isinstance(key, str) or _is_known(names, key)):
                 meant = [site for site in sites(names, layer, key) if is_named(key, site)]
-                found += [one.place.label for site in meant for one in site.each]
+                found += [one.label for site in meant for one in site.each]
         return tuple(found)
 
 
@@ -92,7 +92,7 @@ def _meant(names: Names, layer: Callable[[str], Any], key: Any) -> list[str]:
     if isinstance(key, (Selection, Where)) and not len(getattr(key, "labels", "x")):
         return []
     try:
-        return [one.place.label for site in sites(names, layer, key) for one in site.each]
+        return [one.label for site in sites(names, layer, key) for one in site.each]
     except NoSuchLayer:
         found = [label for label in names.order if _has_part(layer(label), key)] if isinstance(key, str) else []
         if not found or _LABEL.fullmatch(key):

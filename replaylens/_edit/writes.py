@@ -13,13 +13,14 @@ import torch
 from attrs import evolve
 
 from .._core.graph import Graph, InnerGradient
+from .._core.label import beside, fresh
 from .._core.node import Call, Node, Ref, State, meanings_of, value_of
 from .._core.runtime import fill_new
 from .._core.target import Target
 from .._core.trees import Branch, remake
 from .._core.write import Derived, Hole, Nth, Step, Write, original_call, packed, plain_call, unpacked
 from ..errors import BadEdit
-from .rewrite import beside, fresh, replace
+from .rewrite import replace
 
 
 def with_plain(graph: Graph, name: str, still_writes: bool = True) -> tuple[Graph, str]:

@@ -10,31 +10,16 @@ import re
 from difflib import get_close_matches
 from typing import Any
 
-from attrs import evolve, field, frozen
+from attrs import evolve, frozen
 
+from .._core.glob import matches
 from .._core.graph import Graph
+from .._core.label import Label
 from .._core.lazy import cached_property
-from .._core.node import Input, Ref, Scope, State
-from .._core.trees import leaves, paths
-from .._edit.glob import matches
+from .._core.location import Location
+from .._core.node import Input, Ref, Scope, State, refs_in
+from .._core.trees import keyed, walk
 from ..errors import NoSuchLayer
-
-
-@frozen
-class Place:
-    """Where a layer lies: a node of the graph, or the n-th output of the program."""
-
-    label: str
-    node: str
-    output: Ref | None = None
-    part: Any = None  # what a module's address means: one of several values of the node, or a tree of several nodes'
-    scope: Scope | None = field(default=None, eq=False)  # of what a module hands on: the module's call
-    names: tuple[str, ...] = ()  # of a tree of several values: the name of each, in order
-
-    @property
-    def refs(self) -> tuple[Ref, ...]:
-        """The values of a tree of several, each once."""
-        return tuple(dict.fromkeys([leaf for leaf in leaves(self.part) if type(leaf) is Ref]))
 
 
 @frozen(eq=False)
@@ -44,13 +29,13 @@ class Atlas:
     graph: Graph
 
     @cached_property
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[Location, ...]:
         """The layers in order: inputs, calls, buffers and constants where they were first read, then the outputs."""
         graph = self.graph
-        found = [Place(node.name, node.name) for node in graph.nodes if self._is_layer(node.name)]
-        number = max((_total(place.label) for place in found), default=-1)
+        found = [Location(node.name) for node in graph.nodes if self._is_layer(node.name)]
+        number = max((numbers[1] for place in found if (numbers := Label.of(place.label).numbers)), default=-1)
         refs = list(dict.fromkeys(graph.output_refs))
-        ends = [Place(f"output_{n + 1}_{number + n + 1}", ref.node, ref) for n, ref in enumerate(refs)]
+        ends = [Location(ref.node, ref, label=f"output_{n + 1}_{number + n + 1}") for n, ref in enumerate(refs)]
         return (*found, *ends)
 
     @cached_property
@@ -58,21 +43,20 @@ class Atlas:
         return tuple([place.label for place in self.places])
 
     @cached_property
-    def by_label(self) -> dict[str, Place]:
+    def by_label(self) -> dict[str, Location]:
         found = {place.label: place for place in self.places}
         for node in self.graph.nodes:
-            found.setdefault(node.name, Place(node.name, node.name))
+            found.setdefault(node.name, Location(node.name))
         return found
 
     @cached_property
-    def aliases(self) -> dict[str, list[Place]]:
+    def aliases(self) -> dict[str, list[Location]]:
         """Every other spelling: short labels, explicit first passes, module addresses, addresses of state."""
-        found: dict[str, list[Place]] = {}
+        found: dict[str, list[Location]] = {}
         for place in self.places:
-            label, _, call = place.label.partition(":")
-            bare = {short(label), label} if call else {short(place.label), label}
-            names = bare | ({f"{label}:1", f"{short(label)}:1"} if not call else {f"{short(label)}:{call}"})
-            for name in names - {place.label}:
+            layer, turn = Label.of(place.label)
+            short = Label(layer).short
+            for name in {short, layer, f"{short}:{turn or 1}", f"{layer}:{turn or 1}"} - {place.label}:
                 found.setdefault(name, []).append(place)
         for node in self.graph.state_nodes:
             for name in (node.address, *node.aliases):
@@ -83,12 +67,12 @@ class Atlas:
         return found
 
     @cached_property
-    def module_places(self) -> dict[str, Place]:
+    def module_places(self) -> dict[str, Location]:
         """`features.6`, and `features.6:2` for its second call: what the module handed on. Of several tensors each has
         a name besides: `attn[0]`, `encoder[hidden]`.
         """
-        found: dict[str, Place] = {}
-        calls: dict[str, list[Place]] = {}
+        found: dict[str, Location] = {}
+        calls: dict[str, list[Location]] = {}
         for scope, tree in self.graph.module_outputs:
             if place := self._handed_on(scope, tree):
                 found[str(scope)] = place
@@ -113,20 +97,20 @@ class Atlas:
             found[first] = (*found.get(first, ()), other)
         return found
 
-    def _handed_on(self, scope: Scope, tree: Any) -> Place | None:
+    def _handed_on(self, scope: Scope, tree: Any) -> Location | None:
         """The place of what a call of a module gave."""
-        refs = list(dict.fromkeys([leaf for leaf in leaves(tree) if type(leaf) is Ref]))
+        refs = list(dict.fromkeys(refs_in(tree)))
         if not refs:
             return None
         place = evolve(self.by_label[refs[0].node], scope=scope)
         if len(refs) > 1:
-            ways = {leaf: way for way, leaf in reversed(list(paths(tree))) if type(leaf) is Ref}
+            ways = {leaf: way for way, leaf in reversed(list(walk(tree, keyed))) if type(leaf) is Ref}
             return evolve(place, part=tree, names=tuple([_way(ways[ref]) for ref in refs]))
         if type(tree) is Ref and tree.path and tree != getattr(self.graph[tree.node], "result", None):
             return evolve(place, part=tree)
         return place
 
-    def _each_of(self, address: str, place: Place) -> dict[str, Place]:
+    def _each_of(self, address: str, place: Location) -> dict[str, Location]:
         """The names of each of several tensors that a module gave."""
         pairs = zip(place.names, place.refs, strict=True) if place.names else ()
         return {f"{address}{way}": evolve(self.by_label[ref.node], part=ref, scope=place.scope) for way, ref in pairs}
@@ -140,9 +124,9 @@ class Atlas:
                 found[scope.address] = found.get(scope.address, 0) + 1
         return self._under_each_address(found)
 
-    def find(self, name: Any) -> Place:
+    def find(self, name: Any) -> Location:
         """The layer that a name means; several passes of a layer need the pass."""
-        if isinstance(known := getattr(name, "_place", None), Place):
+        if isinstance(known := getattr(name, "_place", None), Location):
             return known if name._atlas is self else self.find(name.label)
         if type(name) is int:
             if not -len(self.order) <= name < len(self.order):
@@ -192,7 +176,7 @@ class Atlas:
             return f"{said}their addresses, and `prog.find(state=...)`, are keys of patches."
         return f"{said}as a key of patches, `patch={{{name!r}: ...}}`, it means them all."
 
-    def _type_of(self, place: Place) -> str:
+    def _type_of(self, place: Location) -> str:
         """Which type a layer is of, as keys of patches have it."""
         node = self.graph[place.node]
         return (
@@ -209,7 +193,7 @@ class Atlas:
                 close.append(match)
         return f" The nearest names are {', '.join(map(repr, close))}." if close else " `prog.layers` lists them all."
 
-    def parents(self, place: Place) -> tuple[str, ...]:
+    def parents(self, place: Location) -> tuple[str, ...]:
         if place.output is not None:
             return (place.node,)
         graph = self.graph
@@ -220,7 +204,7 @@ class Atlas:
         """Orphans, parameters and what stands for an edge are no layers."""
         return name not in self.graph.orphans and getattr(self.graph[name], "kind", "") not in ("parameter", "edge")
 
-    def children(self, place: Place) -> tuple[str, ...]:
+    def children(self, place: Location) -> tuple[str, ...]:
         if place.output is not None:
             return ()
         graph = self.graph
@@ -255,33 +239,16 @@ class Atlas:
         """The labels of the passes of each layer, by its label without the pass."""
         found: dict[str, list[str]] = {}
         for label in self.order:
-            found.setdefault(bare(label), []).append(label)
+            found.setdefault(Label.of(label).layer, []).append(label)
         return found
 
-    def keys_of(self, place: Place) -> tuple[Any, ...]:
+    def keys_of(self, place: Location) -> tuple[Any, ...]:
         """Every name under which a layer is found: its ordinal from the end, its ordinal, its label, all others."""
         number = self.ordinals.get(place.label)
         ordinals = [] if number is None else [number - len(self.order), number]
         return (*ordinals, place.label, *sorted(self._names.get((place.node, place.output), [])))
 
 
-def short(label: str) -> str:
-    """`conv2d_3` for `conv2d_3_7`, `linear_1:2` for `linear_1_1:2`."""
-    name, colon, call = label.partition(":")
-    parts = name.rsplit("_", 1)
-    return (parts[0] if len(parts) == 2 and parts[1].isdigit() and "_" in parts[0] else name) + colon + call
-
-
 def _way(path: tuple[Any, ...]) -> str:
     """The way to one of several tensors: `[0]`, `[hidden][1]`."""
     return "".join([f"[{step}]" for step in path])
-
-
-def bare(label: str) -> str:
-    """A label without its pass: `linear_1_1` for `linear_1_1:2`."""
-    return label.partition(":")[0]
-
-
-def _total(label: str) -> int:
-    last = label.partition(":")[0].rsplit("_", 1)[-1]
-    return int(last) if last.isdigit() and "." not in label else -1

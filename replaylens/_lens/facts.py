@@ -1,6 +1,6 @@
 """What is known of one layer: all facts of it, each a property.
 
-In: the Lens that all layers of a program share, and the Place of its own layer. Out: the base of `Layer`. fields.py
+In: the Lens that all layers of a program share, and the Location of its own layer. Out: the base of `Layer`. fields.py
 says where each fact is shown; TorchLens's names for them are in _torchlens/names.py.
 """
 
@@ -13,12 +13,13 @@ import torch
 
 from .._core.account import Parameter
 from .._core.autograd import history_of
+from .._core.label import Label
+from .._core.location import Location
 from .._core.node import Call, Generator, Input, Node, Ref, Source, State, value_of
 from .._core.target import Target
 from .._core.trees import thaw
 from .._core.write import Original, Write, concrete, holds_tensor, original_call
 from .._torchlens.names import TorchLensNames
-from .atlas import Place, bare, short
 from .flops import FREE, Cost
 from .kin import Span
 from .lens import Lens
@@ -29,8 +30,8 @@ class LayerFacts(TorchLensNames):
 
     __slots__ = ()
     _lens: Lens
-    _place: Place
-    _read: Callable[[Ref | None, str], Any]
+    _place: Location
+    _read: Callable[[Location], Any]
 
     @property
     def node(self) -> Node:
@@ -66,7 +67,7 @@ class LayerFacts(TorchLensNames):
     @property
     def short_label(self) -> str:
         """The label without the number among all layers: `conv2d_3`."""
-        return short(self.label)
+        return Label.of(self.label).short
 
     @property
     def layer_type(self) -> str:
@@ -79,28 +80,26 @@ class LayerFacts(TorchLensNames):
     @property
     def type_number(self) -> int | None:
         """How many layers of its type there are up to it: 3 for `conv2d_3_7`."""
-        return self._number(-2)
+        return self._numbers[0]
 
     @property
     def total_number(self) -> int | None:
         """How many layers there are up to it: 7 for `conv2d_3_7`."""
-        return self._number(-1)
+        return self._numbers[1]
 
-    def _number(self, which: int) -> int | None:
-        words = bare(self.label).split("_")
-        is_label = self.ordinal is not None and len(words) > 2 and words[-1].isdigit() and words[-2].isdigit()
-        return int(words[which]) if is_label else None
+    @property
+    def _numbers(self) -> tuple[int | None, int | None]:
+        return (Label.of(self.label).numbers if self.ordinal is not None else None) or (None, None)
 
     @property
     def pass_number(self) -> int:
         """Which pass of its layer it is, from 1."""
-        last = self.label.partition(":")[2]
-        return int(last) if last.isdigit() else 1
+        return Label.of(self.label).number
 
     @property
     def passes(self) -> tuple[str, ...]:
         """The labels of all passes of its layer, its own among them."""
-        return tuple(self._lens.atlas.passes.get(bare(self.label), (self.label,)))
+        return tuple(self._lens.atlas.passes.get(Label.of(self.label).layer, (self.label,)))
 
     @property
     def lookup_keys(self) -> tuple[Any, ...]:
@@ -112,7 +111,7 @@ class LayerFacts(TorchLensNames):
     @property
     def value(self) -> Any:
         """The tensor that it gave when the program was recorded (a tuple of tensors, where it gives several)."""
-        return self._read(self._place.output or self._place.part, self._place.node)
+        return self._read(self._place)
 
     @property
     def is_saved(self) -> bool:
@@ -147,7 +146,7 @@ class LayerFacts(TorchLensNames):
         ref = self._place.output or self._place.part
         if ref is None or not self.is_one_of_several:
             return None
-        return self._lens.refs_of_node(self._place.node).index(ref)
+        return self._lens.refs(Location(self.node.name)).index(ref)
 
     @property
     def gradient_function(self) -> str | None:
@@ -218,7 +217,7 @@ class LayerFacts(TorchLensNames):
 
     def _leaf(self, leaf: Any) -> Any:
         if type(leaf) is Ref:
-            return self._read(leaf, leaf.node)
+            return self._read(Location(leaf.node, part=leaf))
         if isinstance(leaf, Target):
             return leaf.function
         return None if isinstance(leaf, Generator) else leaf

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from attrs import frozen
 
+from .._core.label import Label
 from .._core.node import Call, Source, State, TensorMeaning
 from .._core.text import line
 from .._core.torch_private import without_function_modes
 from ..errors import NotSaved, StaleValue
-from .atlas import bare
 from .facts import LayerFacts
 from .kin import Span
 from .units import cost, duration, human
@@ -62,7 +62,7 @@ def _head(layer: LayerFacts) -> str:
     count = len(layer.passes)
     passes = f" (pass {layer.pass_number} of {count})" if count > 1 else ""
     total = len(layer._lens.atlas.order)
-    return f"Layer {bare(layer.label)}{passes}, operation {layer.ordinal + 1} of {total}:"
+    return f"Layer {Label.of(layer.label).layer}{passes}, operation {layer.ordinal + 1} of {total}:"
 
 
 def _value(layer: LayerFacts) -> str:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from .._core.label import Label
+from .._core.location import Location
 from .._core.node import Call, Input, State
 from . import traits
-from .atlas import Place, bare
 from .conditionals import Conditional
 from .fields import COLUMNS, row
 from .layers import Layer
@@ -26,7 +27,7 @@ class Described:
     def _lens(self) -> Lens:
         raise NotImplementedError
 
-    def _layer(self, place: Place) -> Layer:
+    def _layer(self, place: Location) -> Layer:
         raise NotImplementedError
 
     # -- structure --------------------------------------------------------------------------------------------------
@@ -108,7 +109,7 @@ class Described:
         """The layers that read parameters."""
         return [label for label, addresses in self._reads.items() if addresses]
 
-    def _nodes(self) -> Iterable[tuple[Place, Any]]:
+    def _nodes(self) -> Iterable[tuple[Location, Any]]:
         return ((p, self._lens.graph[p.node]) for p in self._lens.atlas.places if p.output is None)
 
     def _all(self) -> Iterable[Layer]:
@@ -156,7 +157,7 @@ class Described:
     @property
     def total_param_layers(self) -> int:
         """How many layers read parameters, passes of one layer counted once."""
-        return len(set(map(bare, self.layers_computed_with_params)))
+        return len({Label.of(label).layer for label in self.layers_computed_with_params})
 
     @property
     def total_params(self) -> int:

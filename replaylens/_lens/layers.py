@@ -1,7 +1,7 @@
 """Layer: the view of one node for a person.
 
-In: the Lens of a program and a Place in it. Out: everything that is known of the layer there (facts.py), and what can
-be done with it.
+In: the Lens of a program and a Location in it. Out: everything that is known of the layer there (facts.py), and
+what can be done with it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 
 from attrs import evolve, field, frozen
 
+from .._core.location import Location
 from .._core.reference import Reference
-from .atlas import Atlas as Atlas, Place as Place, short as short
+from .atlas import Atlas as Atlas
 from .facts import LayerFacts
 from .fields import card
 from .lens import Lens
@@ -25,7 +26,7 @@ class Layer(LayerFacts, Reference):
     """One layer of a program: its label, its value, where it lies and what is next to it."""
 
     _lens: Lens
-    _place: Place
+    _place: Location
     _read: Callable[..., Any] = field(repr=False)
     _grad: Callable[[str], Any] = field(repr=False)
     _plot: Callable[..., Any] = field(repr=False)
@@ -40,9 +41,7 @@ class Layer(LayerFacts, Reference):
         refs = self._lens.refs(self._place)
         if len(refs) == 1:
             return (self,)
-        return tuple(
-            [evolve(self, place=evolve(self._place, label=ref.node, node=ref.node, part=ref, names=())) for ref in refs]
-        )
+        return tuple([evolve(self, place=self._place.of(ref, ref.node)) for ref in refs])
 
     @property
     def grad(self) -> Any:
@@ -63,7 +62,7 @@ class Layer(LayerFacts, Reference):
         return made
 
     def _value_for(self, name: str) -> Any:
-        return self._read(self._place.output or self._place.part, self._place.node, again=True)
+        return self._read(self._place, again=True)
 
     def __repr__(self) -> str:
         shape = f" {tuple(self.shape)}" if self.shape is not None else ""

@@ -11,10 +11,10 @@ from attrs import frozen
 from .._core.account import Account, Parameter
 from .._core.graph import Graph
 from .._core.lazy import cached_property
-from .._core.node import Ref, State, TensorMeaning, meanings_of, value_of
-from .._core.trees import leaves
+from .._core.location import Location
+from .._core.node import Ref, State, TensorMeaning, meanings_of, refs_in
 from .._replay.replay import Record
-from .atlas import Atlas, Place
+from .atlas import Atlas
 from .conditionals import Conditionals
 from .flops import Cost, cost_of
 from .kin import Kin, kin_of
@@ -68,31 +68,23 @@ class Lens:
         trains = tensor.requires_grad if tensor is not None else node.name not in self.account.untrained
         return Parameter(node.address, node.meaning.shape, node.meaning.dtype, trains, node.aliases)
 
-    def refs_of_node(self, name: str) -> tuple[Ref, ...]:
-        """All values that a node gives, as the model saw them."""
-        return tuple(dict.fromkeys([leaf for leaf in leaves(value_of(self.graph[name])) if type(leaf) is Ref]))
-
-    def refs(self, place: Place) -> tuple[Ref, ...]:
+    def refs(self, place: Location) -> tuple[Ref, ...]:
         """The values that a layer gives, as the model saw them."""
-        if place.names:
-            return place.refs
-        if (one := place.output or place.part) is not None:
-            return (one,)
-        return self.refs_of_node(place.node)
+        return tuple(dict.fromkeys(refs_in(place.tree(self.graph))))
 
-    def meanings(self, place: Place) -> tuple[TensorMeaning, ...]:
+    def meanings(self, place: Location) -> tuple[TensorMeaning, ...]:
         """Shape and dtype of each of them."""
         return tuple([meanings_of(self.graph[ref.node])[ref] for ref in self.refs(place)])
 
-    def meaning(self, place: Place) -> TensorMeaning | None:
+    def meaning(self, place: Location) -> TensorMeaning | None:
         """Shape and dtype of its value, where that is a tensor; None for a container of tensors, even of one."""
-        tree = place.output or place.part or value_of(self.graph[place.node])
+        tree = place.tree(self.graph)
         return meanings_of(self.graph[place.node])[tree] if type(tree) is Ref else None
 
-    def nbytes(self, place: Place) -> int:
+    def nbytes(self, place: Location) -> int:
         """How many bytes its values take."""
         return sum([meaning.nbytes for meaning in self.meanings(place)])
 
-    def is_saved(self, place: Place) -> bool:
+    def is_saved(self, place: Location) -> bool:
         """Are its values kept?"""
         return all(ref in self.record.values for ref in self.refs(place))

@@ -11,8 +11,7 @@ from attrs import frozen
 
 from .._core.graph import Graph
 from .._core.lazy import cached_property
-from .._core.node import Call, Node, Ref, Scope
-from .._core.trees import leaves
+from .._core.node import Call, Node, Scope, refs_in
 
 
 @frozen(eq=False)
@@ -77,7 +76,7 @@ class ModuleCalls:
         """By node: the calls that return its value, the innermost first."""
         found: dict[str, list[str]] = {}
         for scope, tree in self.graph.module_outputs:
-            for name in dict.fromkeys([leaf.node for leaf in leaves(tree) if type(leaf) is Ref]):
+            for name in dict.fromkeys([leaf.node for leaf in refs_in(tree)]):
                 found.setdefault(name, []).append(str(scope))
         return {name: tuple(calls) for name, calls in found.items()}
 

@@ -11,6 +11,7 @@ from textwrap import wrap
 from typing import Any
 
 from .._core.graph import Graph
+from .._core.label import Label
 from .history import Described
 from .tables import Table
 from .units import cost, duration, human, times
@@ -130,8 +131,8 @@ def _layers(prog: Described, most: int) -> list[str]:
         if number is None:
             rows.append(f"        {'...':>{width}}")
             continue
-        label, _, which = labels[number].partition(":")
-        several = f"  (pass {which} of {len(passes[label])})" if which else ""
+        layer, turn = Label.of(labels[number])
+        several = f"  (pass {turn} of {len(passes[layer])})" if turn else ""
         rows.append(f"        {number:{width}d}: {labels[number]}{several}")
     return rows
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections import Counter
 
 from .._core.graph import Graph
+from .._core.label import Label
 from .._core.node import Call, Input
 
 
 def passes(graph: Graph) -> dict[str, int]:
     """How often each layer runs, by its label without the pass."""
-    names = [call.name.partition(":")[0] for call in graph.calls if call.name not in graph.orphans]
+    names = [Label.of(call.name).layer for call in graph.calls if call.name not in graph.orphans]
     return dict(Counter(names))
 
 

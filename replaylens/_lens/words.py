@@ -11,13 +11,14 @@ from typing import Any
 
 from attrs import frozen
 
-from .._core.node import Call, Ref, value_of
+from .._core.location import Location
+from .._core.node import Call, Ref, refs_in
 from .._core.runtime import alias
-from .._core.trees import Branch, leaves
+from .._core.trees import Branch
 from .._edit.edges import OUTPUT
-from .._edit.select import Selection, Site
+from .._edit.select import Selection
 from ..errors import BadEdit
-from .layers import Atlas, Layer, Place
+from .layers import Atlas, Layer
 
 
 @frozen(eq=False)
@@ -25,11 +26,11 @@ class Words:
     """The words for places in one program."""
 
     atlas: Atlas
-    sites: Callable[[Any], Iterable[Site]]
+    sites: Callable[[Any], Iterable[Location]]
 
     def nodes(self, key: Any) -> list[str]:
         """The nodes that a key means, each once."""
-        return list(dict.fromkeys(one.place.node for site in self.sites(key) for one in site.each))
+        return list(dict.fromkeys(one.node for site in self.sites(key) for one in site.each))
 
     def operations(self, key: Any) -> list[str]:
         """The nodes that a key means, where each is all that it names: not the last operation of a whole module."""
@@ -41,12 +42,12 @@ class Words:
                 some = ", ".join(inside[:4]) + (", ..." if len(inside) > 4 else "")
                 raise BadEdit(
                     f"{site.name!r} is a module of {len(inside)} operations ({some}), and this edit is of one. "
-                    f"Name the one that is meant, such as {site.place.label!r}, which gives the module's output."
+                    f"Name the one that is meant, such as {site.label!r}, which gives the module's output."
                 )
-            found.extend(inside if len(every) > 1 else [one.place.node for one in site.each])
+            found.extend(inside if len(every) > 1 else [one.node for one in site.each])
         return list(dict.fromkeys(found))
 
-    def _lies_in(self, call: Call, site: Site) -> bool:
+    def _lies_in(self, call: Call, site: Location) -> bool:
         """Is this one of the operations of the module that a site is named by?"""
         if site.name in self.atlas.by_label or site.name not in self.atlas.module_places or call.scope is None:
             return False
@@ -54,7 +55,7 @@ class Words:
 
     def refs(self, key: Any) -> list[Ref]:
         """The values that a key means."""
-        return [self._single(one.place) for site in self.sites(key) for one in site.each]
+        return [self._single(one) for site in self.sites(key) for one in site.each]
 
     def ref(self, name: Any) -> Ref:
         """The value of a layer that gives one tensor."""
@@ -62,7 +63,7 @@ class Words:
 
     def parts(self, name: Any) -> tuple[Ref, ...]:
         """The values of a layer, one or several."""
-        return tuple(leaf for leaf in leaves(self._tree(self.atlas.find(name))) if type(leaf) is Ref)
+        return tuple(refs_in(self.atlas.find(name).tree(self.atlas.graph)))
 
     def readers(self, names: Any) -> list[str]:
         """The nodes that read something; the program's output is one of them."""
@@ -71,7 +72,7 @@ class Words:
 
     def starts(self, names: Any) -> list[Any] | None:
         """The values at which a slice begins; None for those of the program."""
-        return None if names is None else [self._tree(self.atlas.find(name)) for name in as_list(names)]
+        return None if names is None else [self.atlas.find(name).tree(self.atlas.graph) for name in as_list(names)]
 
     def end(self, names: Any) -> Any:
         """The tree of values that a slice gives."""
@@ -81,13 +82,10 @@ class Words:
             return Branch(dict, tuple([self.end(name) for name in names.values()]), tuple(names))
         if isinstance(names, (list, tuple, Selection)):
             return tuple([self.end(name) for name in names])
-        return self._tree(self.atlas.find(names))
+        return self.atlas.find(names).tree(self.atlas.graph)
 
-    def _tree(self, place: Place) -> Any:
-        return place.output or place.part or value_of(self.atlas.graph[place.node])
-
-    def _single(self, place: Place) -> Ref:
-        tree = self._tree(place)
+    def _single(self, place: Location) -> Ref:
+        tree = place.tree(self.atlas.graph)
         if type(tree) is not Ref:
             raise BadEdit(f"{place.label} gives several tensors: name the one that is meant by its module.")
         return tree

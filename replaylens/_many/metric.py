@@ -13,16 +13,16 @@ from attrs import evolve
 
 from .._core.graph import Graph
 from .._core.laws import require_lawful
-from .._core.node import Call, Const, Generator, Guard, Input, Node, Ref, Source, TensorMeaning
-from .._core.trees import leaves, paths, remake
+from .._core.node import Call, Const, Generator, Guard, Input, Node, Ref, Source, TensorMeaning, refs_in
+from .._core.trees import keyed, leaves, remake, walk
 from .._replay.replay import Record, Versions, version
 
 
 def with_metric(record: Record, metric: Record) -> Record:
     """The record of a program that goes on to compute the metric."""
     graph, more = record.graph, metric.graph
-    outputs = dict(paths(graph.output))
-    known = {ref.node: outputs[path[2:]] for path, ref in paths(more.inputs) if type(ref) is Ref}
+    outputs = dict(walk(graph.output, keyed))
+    known = {ref.node: outputs[path[2:]] for path, ref in walk(more.inputs, keyed) if type(ref) is Ref}
     names = {node.name: f"metric.{node.name}" for node in more.nodes if node.name not in known}
 
     def moved(leaf: Any) -> Any:
@@ -69,7 +69,7 @@ def why_impure(graph: Graph) -> str:
             return f"{guard.refs[0].node} {what}{_at(guard.source)}"
     if graph.changes:
         return f"it writes to {graph.changes[0][0]}"
-    ends = [leaf for _, leaf in paths(graph.output)]
+    ends = list(leaves(graph.output))
     return "" if ends and all(type(leaf) is Ref for leaf in ends) else "it gives what is no tensor"
 
 
@@ -83,7 +83,7 @@ def _deciding(graph: Graph, guard: Guard) -> tuple[Ref, ...]:
         return guard.refs
     calls = [node for ref in guard.refs if isinstance(node := graph[ref.node], Call)]
     trees = [call.args[1:] if call.kind in ("getitem", "maskedselect") else (call.args, call.kwargs) for call in calls]
-    return tuple([leaf for leaf in leaves(tuple(trees)) if type(leaf) is Ref])
+    return tuple(refs_in(tuple(trees)))
 
 
 def with_fixed_masks(record: Record) -> Record:

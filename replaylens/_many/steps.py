@@ -14,12 +14,12 @@ import torch
 from attrs import define, field, frozen
 
 from .._core.lazy import cached_property
-from .._core.node import Call, Ref, TensorMeaning
+from .._core.node import Call, Ref, TensorMeaning, refs_in
 from .._core.runtime import alias
 from .._core.target import Target
 from .._core.tolerances import BATCHED, BATCHED_NARROW
 from .._core.torch_private import add_batch, remove_batch, vmap_begins, vmap_ends, warn_of_vmap_fallbacks
-from .._core.trees import Branch, leaves, remake
+from .._core.trees import Branch, remake
 from .._core.write import Write, original_call
 from .._replay.guards import Departure
 from .._replay.interpreter import Mode, caller
@@ -388,8 +388,7 @@ def step_of(
     def call(given: Sequence[Any]) -> Any:
         return function(*read([*given, *rest]))
 
-    given = (node.returns,) if type(node.returns) is Ref else leaves(node.returns)
-    outputs = tuple(dict.fromkeys([leaf for leaf in given if type(leaf) is Ref]))
+    outputs = tuple(dict.fromkeys(refs_in(node.returns)))
     gives = tuple([slot[ref] for ref in outputs])
     return Step(
         node,

@@ -13,6 +13,7 @@ import torch
 from attrs import define, field, frozen
 
 from .._core.graph import Graph
+from .._core.label import Label
 from .._core.node import Call, Input, Ref, meanings_of
 from .._core.reference import Unpickled
 from .._core.runtime import looks_at_memory
@@ -161,7 +162,7 @@ class Together:
             return output if self.metric is None else self.metric(apart(output))
 
     def _done(self, values: Any, baseline: Any) -> Replays:
-        names = dict.fromkeys(name.partition(":")[0] for name in self.many.machine.alone)
+        names = dict.fromkeys(Label.of(name).layer for name in self.many.machine.alone)
         alone = [f"{name}: no rule to run it for all at once" for name in names]
         departures = {self.keys[number]: departure for number, departure in self.many.departures.items()}
         return Replays(self.keys, values, baseline, departures, (*self.notes, *alone))
@@ -270,7 +271,7 @@ _DELICATE = "patched there, a gradient that the model takes itself is another, o
 
 def _layers(graph: Graph, changes: Sequence[Changes]) -> tuple[str, ...]:
     """What is changed, each layer once, whatever its passes."""
-    return tuple(dict.fromkeys(graph.nodes[p].name.partition(":")[0] for each in changes for p in each))
+    return tuple(dict.fromkeys(Label.of(graph.nodes[p].name).layer for each in changes for p in each))
 
 
 def apart(output: Any) -> Any:

@@ -13,8 +13,7 @@ from attrs import field, frozen
 
 from .._core.graph import Graph, InnerGradient
 from .._core.lazy import cached_property
-from .._core.node import Call, Node, Ref, Source, TensorMeaning, meanings_of
-from .._core.trees import leaves
+from .._core.node import Call, Node, Ref, TensorMeaning, meanings_of, refs_in
 from .._core.write import Write
 
 _DETACHING = frozenset(("detach", "detach_", "data", "copied"))
@@ -93,7 +92,7 @@ class Cuts:
         """Can a gradient go back from a node to one that it reads? What is merely written over is not read."""
         if isinstance(node, Write):
             given = node.arguments
-            read = [leaf.node for leaf in leaves((given.bases, given.args, given.kwargs)) if type(leaf) is Ref]
+            read = [leaf.node for leaf in refs_in((given.bases, given.args, given.kwargs))]
             return source in read and self._flows(node)
         return self._flows(node)
 
@@ -131,7 +130,7 @@ class Cuts:
         for guard in self.graph.guards:
             refs = [ref for ref in guard.refs if ref.node in below and guard.kind == "content"]
             if guard.target.short not in _PLAIN and any(self.meaning_of(ref).is_differentiable for ref in refs):
-                where = f", at {_place(guard.source)}" if guard.source else ""
+                where = f", at {guard.source.inline}" if guard.source else ""
                 return f"its content leaves torch by {guard.target.short.strip('_')}(){where}"
         return None
 
@@ -164,8 +163,4 @@ def _dtype(meaning: TensorMeaning) -> str:
 
 
 def _line(node: Call) -> str:
-    return f"{node.name} ({_place(node.source)})" if node.source else node.name
-
-
-def _place(source: Source) -> str:
-    return f"{source.file.rsplit('/', 1)[-1]}:{source.line}  {source.text}"
+    return f"{node.name} ({node.source.inline})" if node.source else node.name

@@ -13,9 +13,10 @@ import torch
 from attrs import evolve, field, frozen
 
 from .._core.graph import Graph
+from .._core.label import fresh
 from .._core.node import Call, Node
 from .._core.target import Target
-from .._edit.rewrite import fresh, replace
+from .._edit.rewrite import replace
 from .replay import Record
 
 Derived = tuple[Record, Any]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .._core.graph import Graph
+from .._core.location import Location
 from .._core.node import Call, Ref, meanings_of, value_of
 from .._core.trees import thaw
 from .._core.world import drawing_alone
@@ -29,10 +30,10 @@ from .guards import diverged
 from .inputs import new_state, state_called
 from .keeping import with_values
 from .replay import Record, Versions, execute
-from .request import At, Request
+from .request import Request
 
 Made = tuple[Record, Any]
-Bound = Sequence[tuple[At, Sequence[tuple[Any, Patch]]]]
+Bound = Sequence[tuple[Location, Sequence[tuple[Any, Patch]]]]
 
 
 @drawing_alone()
@@ -77,7 +78,7 @@ def _by_node(graph: Graph, bound: Bound) -> dict[str, list[tuple[Any, Patch]]]:
     found: dict[str, list[tuple[Any, Patch]]] = {}
     for at, patches in bound:
         if at.output is None:
-            found.setdefault(graph.nodes[at.position].name, []).extend(patches)
+            found.setdefault(at.node, []).extend(patches)
     return found
 
 

@@ -21,7 +21,7 @@ from .._core.node import Call, Guard, Input, Ref, State, TensorMeaning, meanings
 from .._core.runtime import alias, copied
 from .._core.sameness import attached, same_content
 from .._core.torch_private import is_wrapped
-from .._core.trees import named_paths
+from .._core.trees import named, walk
 from .._core.write import Write
 from .guards import Departure, changed, diverged, fact
 from .layouts import EXPOSURES, Layouts, asked_of, geometry, is_lazy
@@ -215,7 +215,7 @@ OF_THE_OBJECT = frozenset(
 def _attribute_departures(graph: Graph, ref: Ref, new: torch.Tensor) -> Iterator[Departure]:
     """Where an input is patched with a tensor on which Python code has hung something else."""
     if isinstance(graph[ref.node], Input) and type(new) in (torch.Tensor, torch.nn.Parameter):
-        paths, held = named_paths(graph.inputs) if graph.literals else (), dict(graph.literals)
+        paths, held = walk(graph.inputs, named) if graph.literals else (), dict(graph.literals)
         was = next((held.get(path) for path, leaf in paths if type(leaf) is Ref and leaf == ref), None)
         if was != (now := attached(new)):
             yield Departure(f"the Python attributes of {ref}", was, now)

@@ -17,16 +17,17 @@ from attrs import evolve, frozen
 from .._core.autograd import placed
 from .._core.graph import Graph
 from .._core.lazy import cached_property
-from .._core.node import Call, Input, Node, Ref, State, TensorMeaning, meanings_of, value_of
+from .._core.location import Location
+from .._core.node import Call, Input, Node, Ref, State, TensorMeaning, meanings_of, refs_in
 from .._core.notes import notes_of
 from .._core.reference import Unpickled
-from .._core.trees import leaves, thaw
+from .._core.trees import thaw
 from .._core.write import Write
 from ..errors import BadMetric, NoGradient, NotDifferentiable, ReplaylensError
 from .cuts import Cuts, hidden
 from .guards import changed, diverged
 from .replay import Executed, Record, execute, version
-from .request import At, Request
+from .request import Request
 
 Found = Mapping[Ref, torch.Tensor | None]
 
@@ -43,7 +44,7 @@ class Grads(Unpickled, Mapping[str, Any]):
 
     metric: torch.Tensor  # the number itself
     _asked: Asked
-    _find: Callable[[Any], tuple[str, At]]
+    _find: Callable[[Any], Location]
     _values: Found
     _ends: Found  # at the outputs of the program
     _cuts: Cuts
@@ -56,12 +57,12 @@ class Grads(Unpickled, Mapping[str, Any]):
     def __getitem__(self, name: Any) -> Any:
         if isinstance(name, str) and name in self._gradients:
             return self._gradients[name]
-        label, at = self._find(name)
-        if label not in self._asked.labels:
-            raise NoGradient(f"the gradient at {label} was not asked for. It was at {_some(list(self._asked.labels))}.")
+        at = self._find(name)
+        if at.label not in (asked := self._asked.labels):
+            raise NoGradient(f"the gradient at {at.label} was not asked for. It was at {_some(list(asked))}.")
         found, reason = self._at(at)
         if reason is not None:
-            raise NoGradient(f"no gradient reaches {label}: {reason}.")
+            raise NoGradient(f"no gradient reaches {at.label}: {reason}.")
         return found
 
     def __iter__(self) -> Iterator[str]:
@@ -72,10 +73,10 @@ class Grads(Unpickled, Mapping[str, Any]):
 
     def __contains__(self, name: Any) -> bool:
         try:
-            label, at = self._find(name)
+            at = self._find(name)
         except LookupError:
             return False
-        return label in self._asked.labels and self._at(at)[1] is None
+        return at.label in self._asked.labels and self._at(at)[1] is None
 
     def get(self, name: Any, default: Any = None) -> Any:
         """The gradient at a layer, or something else where there is none."""
@@ -106,11 +107,11 @@ class Grads(Unpickled, Mapping[str, Any]):
                 without[label] = reason
         return found, without
 
-    def _at(self, at: At) -> tuple[Any, str | None]:
+    def _at(self, at: Location) -> tuple[Any, str | None]:
         """The gradient at a layer, and why there is none."""
         cuts = self._cuts
-        tree, values = (at.output, self._ends) if at.output is not None else (_tree(cuts.graph, at), self._values)
-        refs = [tree] if type(tree) is Ref else [leaf for leaf in leaves(tree) if type(leaf) is Ref]
+        tree, values = at.tree(cuts.graph), self._values if at.output is None else self._ends
+        refs = refs_in(tree)
         if at.output is None and (reason := cuts.hides(refs)):
             return None, reason
         found: dict[Ref, Any] = {ref: values.get(ref) for ref in refs}
@@ -139,7 +140,7 @@ def gradients(
     request: Request,
     of: Callable[[Any], Any],
     asked: Asked,
-    find: Callable[[Any], tuple[str, At]],
+    find: Callable[[Any], Location],
 ) -> Grads:
     """One replay, one backward pass. `of` may read any part of the output."""
     graph = record.graph
@@ -235,7 +236,7 @@ def _executed(record: Record, request: Request, asked: Asked) -> Executed:
     except RuntimeError as error:
         if "is not differentiable with respect to argument" not in str(error):
             raise
-        nodes = [record.graph.nodes[at.position] for at in asked.labels.values()]
+        nodes = [record.graph[at.node] for at in asked.labels.values()]
         begins = [node.name for node in nodes if not _begins(record, node) and Ref(node.name) in asked.refs]
         why = str(error).partition(" This input")[0]
         why = f"no gradient can begin at all of {_some(begins)}: {why[:1].lower()}{why[1:]} Leave out what it reads so."
@@ -262,12 +263,12 @@ def total(value: Any) -> torch.Tensor:
 class Asked:
     """At which layers gradients are asked for, by label, and which values those are."""
 
-    labels: Mapping[str, At]
+    labels: Mapping[str, Location]
     refs: frozenset[Ref]
     hidden: Mapping[Ref, Call]
 
 
-def ask(record: Record, labels: Mapping[str, At], named: Collection[str]) -> Asked:
+def ask(record: Record, labels: Mapping[str, Location], named: Collection[str]) -> Asked:
     """Of the layers' values those that gradients flow through, and all of the layers that are named one by one.
 
     What a write in place gives lies in the memory that it was written to, and shares its history: that is asked too.
@@ -275,7 +276,7 @@ def ask(record: Record, labels: Mapping[str, At], named: Collection[str]) -> Ask
     graph, flows = record.graph, histories(record)
     refs: set[Ref] = set()
     for label, at in labels.items():
-        node = graph.nodes[at.position]
+        node = graph[at.node]
         given = [ref for ref, meaning in meanings_of(node).items() if meaning.is_differentiable]
         if isinstance(node, Write):
             refs.update(flows.intersection(node.arguments.bases))
@@ -357,11 +358,6 @@ def _metric(of: Callable[[Any], Any], graph: Graph, outputs: dict[Ref, torch.Ten
             "or does not read the output."
         )
     return metric
-
-
-def _tree(graph: Graph, at: At) -> Any:
-    """The values of a layer: those that the model saw of the node, or the part that a name means."""
-    return at.part or value_of(graph.nodes[at.position])
 
 
 def _some(labels: list[str]) -> str:

@@ -34,11 +34,7 @@ class Departure:
     cure: str = ""  # what can be done besides what is said of all departures
 
     def __str__(self) -> str:
-        where = (
-            f"\n    {self.source.file.rsplit('/', 1)[-1]}:{self.source.line}    {self.source.text}"
-            if self.source
-            else ""
-        )
+        where = "\n" + self.source.indented if self.source else ""
         return f"{self.what} was {_short(self.recorded)} when recorded, and is {_short(self.new)} now.{where}"
 
 
@@ -213,9 +209,7 @@ class Guards(tuple[Guard, ...]):
 
 
 def _line(guard: Guard) -> str:
-    where = (
-        f"    {guard.source.file.rsplit('/', 1)[-1]}:{guard.source.line}    {guard.source.text}" if guard.source else ""
-    )
+    where = guard.source.indented if guard.source else ""
     said = "" if guard.compares_content or guard.kind == "completion" else f" was {_short(guard.result)}"
     return f"{guard.kind:10s} {fact(guard)}{said}{where}"
 

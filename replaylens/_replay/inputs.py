@@ -23,7 +23,7 @@ from .._core.runtime import outside_inference
 from .._core.sameness import attached, same_content
 from .._core.sharing import Overlaps
 from .._core.torch_private import is_wrapped
-from .._core.trees import ATOMS, Again, Branch, fingerprint, freeze_deep, named, named_paths, thaw_shared
+from .._core.trees import ATOMS, Again, Branch, fingerprint, freeze_deep, named, thaw_shared, walk
 from ..errors import InputMismatch
 from .guards import Departure
 
@@ -185,8 +185,8 @@ def numbers_of(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
             seen.append(tensor)
         return _Given(known)
 
-    new = dict(named_paths(freeze_deep((tuple(args), dict(kwargs)), leaf)))
-    old = ((path, ref.node) for path, ref in named_paths(graph.inputs) if isinstance(ref, Ref))
+    new = dict(walk(freeze_deep((tuple(args), dict(kwargs)), leaf), named))
+    old = ((path, ref.node) for path, ref in walk(graph.inputs, named) if isinstance(ref, Ref))
     return {name: other.number for path, name in old if isinstance(other := new.get(path), _Given)}
 
 
@@ -194,7 +194,7 @@ def require_arguments(graph: Graph, names: Sequence[str], tensors: Sequence[torc
     """The arguments of a function are what the values in their places were."""
     found: dict[str, torch.Tensor] = {}
     prints = dict(graph.literals)
-    own = {ref.node: prints[p] for p, ref in named_paths(graph.inputs) if isinstance(ref, Ref) and p in prints}
+    own = {ref.node: prints[p] for p, ref in walk(graph.inputs, named) if isinstance(ref, Ref) and p in prints}
     for name, tensor in zip(names, tensors, strict=True):
         node, what = graph[name], f"the argument for {name}"
         meaning = next(iter(meanings_of(node).values()))
@@ -239,7 +239,7 @@ def _other_leaves(
     graph: Graph, tree: Any, tensors: list[torch.Tensor], found: dict[str, torch.Tensor]
 ) -> Iterator[Mismatch]:
     """Where tensors and plain values differ from the recorded ones. `found` gets the tensors that stand for inputs."""
-    recorded, new = dict(named_paths(graph.inputs)), dict(named_paths(tree))
+    recorded, new = dict(walk(graph.inputs, named)), dict(walk(tree, named))
     as_it_was = dict(graph.literals)
     for path in sorted({*recorded, *new}, key=str):
         one, other = recorded.get(path, _MISSING), new.get(path, _MISSING)

@@ -19,12 +19,11 @@ from attrs import define, evolve, frozen
 
 from .._core.autograd import all_placed, placed
 from .._core.graph import Graph
-from .._core.node import NO_MODES, Call, Context, Generator, Guard, Left, Ref, Source, State
+from .._core.node import NO_MODES, Call, Context, Generator, Guard, Left, Ref, Source, State, refs_in
 from .._core.notes import add_note
 from .._core.settings import settings, under
-from .._core.text import where as text_of
 from .._core.torch_private import default_device, is_any_autocast_on
-from .._core.trees import leaves, thaw
+from .._core.trees import leaves, part_at, thaw, walk
 from .._core.world import World, drawing_alone, surely
 from .._core.write import Write
 from .guards import Departure, departure, raised_at
@@ -52,7 +51,7 @@ class Step:
     @property
     def note(self) -> str:
         """What is added to an exception that the call raises."""
-        where = f"\n{text_of(self.source)}" if self.source is not None else ""
+        where = "\n" + self.source.indented if self.source is not None else ""
         return f"replaylens: raised by node {self.name} of the program{where}"
 
     def row(self, nothing: int) -> Any:
@@ -139,15 +138,9 @@ def _interpret(code: Code, env: Env) -> Env:
 def _part_and_forget(env: Env, slot: int, more: Any) -> None:
     parts, dead = more
     for path, part in parts:
-        env[part] = _part(env[slot], path)
+        env[part] = part_at(env[slot], path)
     for other in dead:
         env[other] = None
-
-
-def _part(value: Any, path: tuple[int, ...]) -> Any:
-    for index in path:
-        value = value[index]
-    return value
 
 
 def compile_plan(
@@ -247,7 +240,7 @@ class _Layout:
             self.slots[Ref(node.name)] = position
             parts = []
             if isinstance(node, Call) and type(node.returns) is not Ref:
-                for ref in dict.fromkeys(leaf for leaf in leaves(node.returns) if type(leaf) is Ref):
+                for ref in dict.fromkeys(refs_in(node.returns)):
                     self.slots[ref] = len(self.template)
                     parts.append((ref.path, len(self.template)))
                     self.template.append(None)
@@ -386,7 +379,7 @@ def _patch_step(node: Any, layout: _Layout, tree: Any, patch: Callable[..., Any]
     def read(env: Env) -> Any:
         return (thaw(tree, lambda leaf: env[layout.slots[leaf]] if type(leaf) is Ref else leaf),)
 
-    parts = tuple([(path, layout.slots[ref]) for path, ref in _paths(tree)])
+    parts = tuple([(path, layout.slots[ref]) for path, ref in walk(tree) if type(ref) is Ref])
     return Step(node.name, read, patch, scratch, parts, ())
 
 
@@ -401,14 +394,6 @@ def _place_step(node: Any, layout: _Layout, refs: tuple[Ref, ...], patched: bool
         return Step(node.name, read, placed, slots[0], (), ())
     parts = tuple([((number,), slot) for number, slot in enumerate(slots)])
     return Step(node.name, read, partial(all_placed, len(slots)), layout.literal(None), parts, ())
-
-
-def _paths(tree: Any, at: tuple[int, ...] = ()) -> Any:
-    if type(tree) is Ref:
-        yield at, tree
-    elif type(tree) is tuple or hasattr(tree, "items"):
-        for number, item in enumerate(tree if type(tree) is tuple else tree.items):
-            yield from _paths(item, (*at, number))
 
 
 def _context(context: Context, ambient: Context, mode: Mode) -> Context:

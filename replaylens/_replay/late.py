@@ -16,13 +16,13 @@ import torch
 from attrs import evolve
 
 from .._core.lazy import cached_property
-from .._core.node import Call, Ref, refs_of
-from .._core.trees import leaves, thaw
+from .._core.node import Call, Ref, refs_in, refs_of
+from .._core.state import sight_of
+from .._core.trees import thaw
 from .._core.world import drawing_alone
 from ..errors import ReplaylensError, StaleValue
 from .interpreter import Mode, compile_plan, interpret, recorded_world, states_begun
 from .plan import Plan, plan
-from .state import sight_of
 
 
 def mark_of(value: Any) -> Any:
@@ -122,7 +122,7 @@ class Late:
 
     def __call__(self, position: int, tree: Any) -> Any:
         """The values at a node, as a tree."""
-        refs = [leaf for leaf in leaves(tree) if type(leaf) is Ref]
+        refs = refs_in(tree)
         if not all(map(self._is_here, refs)):
             if self._is_as_recorded(position) and all(ref in self.record.values for ref in refs):
                 return thaw(tree, lambda leaf: self.finish(self.record.value(leaf)) if type(leaf) is Ref else leaf)

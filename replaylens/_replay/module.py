@@ -19,6 +19,7 @@ from .._core.autograd import as_leaf
 from .._core.copies import writable_copy
 from .._core.graph import Graph
 from .._core.node import Call, Node, Ref, State, TensorMeaning
+from .._core.state import PLAIN, StatePlace, same_layouts
 from .._core.trees import thaw
 from ..errors import NotDifferentiable, ReplaylensError, StaleValue
 from .begun import Begun, exchanged
@@ -30,7 +31,6 @@ from .layouts import goes_by_layout
 from .plan import plan
 from .replay import Record, require_differentiable
 from .request import Request
-from .state import PLAIN, StatePlace, same_layouts
 
 
 def _never(*tensors: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from .._core.graph import Graph
-from .._core.node import Call, Ref, refs_of
+from .._core.node import Call, Ref, refs_in, refs_of
 from .._core.trees import leaves
 from .._core.write import Write, unpacked
 
@@ -56,7 +56,7 @@ def _write(call: Write, influences: Influences) -> frozenset[Ref]:
     own = [influences.get(v, NONE) if type(v) is Ref else above[n] for v, n in zip(values, numbers, strict=True)]
     apart = [bool(one - above[number]) for one, number in zip(own, numbers, strict=True)]
     own = [one if is_apart else above[n] for one, is_apart, n in zip(own, apart, numbers, strict=True)]
-    given = _union(influences, [leaf for leaf in leaves((arguments.args, arguments.kwargs)) if type(leaf) is Ref])
+    given = _union(influences, refs_in((arguments.args, arguments.kwargs)))
     given = given.union(*own[len(written) :])  # views that it only reads
     for number, ref in enumerate(memory):
         is_written = any(n == number and not a for n, a in zip(numbers[: len(written)], apart, strict=False))

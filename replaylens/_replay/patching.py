@@ -14,25 +14,26 @@ import torch
 
 from .._core.copies import as_it_lay
 from .._core.graph import Graph
-from .._core.node import Call, Ref, TensorMeaning, meanings_of, value_of
+from .._core.location import Location
+from .._core.node import Call, Ref, TensorMeaning, meanings_of, refs_in
 from .._core.reference import Reference
 from .._core.text import listing
 from .._core.torch_private import peek_interpreter_stack
-from .._core.trees import freeze_deep, leaves
+from .._core.trees import freeze_deep
 from .._edit.acts import of_own_copies
 from .._edit.bind import bind
 from .._edit.patch import Apply, Chain, From, Patch, Set, keeps_layout, patch_of
-from .._edit.select import CURE, Site, is_named
+from .._edit.select import CURE, is_named
 from ..errors import BadPart, BadPatch, ReplaylensError, ShapeMismatch
 from .facts import patched
 from .inputs import made_ordinary
-from .request import At, Change
+from .request import Change
 
 Changes = dict[int, tuple[Change, ...]]
 
 
 def changes_of(
-    graph: Graph, patch: Any, start: Site | None, sites: Callable[[Any], tuple[Site, ...]]
+    graph: Graph, patch: Any, start: Location | None, sites: Callable[[Any], tuple[Location, ...]]
 ) -> tuple[Changes, dict[Ref, Change]]:
     """Patches at nodes, by position, and at outputs of the program. `sites` finds what a key means."""
     wanted = _wanted(graph, patch, start, sites)
@@ -40,28 +41,28 @@ def changes_of(
     ends: dict[Ref, Change] = {}
     keys: dict[tuple[bool, Ref], Any] = {}  # an output of the program is another value than the node that gives it
     for site, key, what in wanted:
-        at = at_place(graph, site.place)
         try:
-            made = change_at(graph, at, site.name, what)
+            made = change_at(graph, site, what)
         except BadPart as error:
             if is_named(key, site):
                 raise
             raise BadPart(f"{error}\n{key!r} means this layer too. {CURE}") from error
-        for value in {(at.output is not None, ref) for ref in _refs(made.tree)}:
+        for value in {(site.output is not None, ref) for ref in refs_in(made.tree)}:
             if value in keys:
                 both = f"under {keys[value]!r} and {key!r}"
-                raise ReplaylensError(f"two patches for {site.place.label}, {both}. Give one, or a list of both.")
+                raise ReplaylensError(f"two patches for {site.label}, {both}. Give one, or a list of both.")
             keys[value] = key
-        if at.output is not None:
-            ends[at.output] = made
+        if site.output is not None:
+            ends[site.output] = made
         else:
-            changed[at.position] = (*changed.get(at.position, ()), made)
+            position = graph.positions[site.node]
+            changed[position] = (*changed.get(position, ()), made)
     return changed, ends
 
 
 def _wanted(
-    graph: Graph, patch: Any, start: Site | None, sites: Callable[[Any], tuple[Site, ...]]
-) -> list[tuple[Site, Any, Any]]:
+    graph: Graph, patch: Any, start: Location | None, sites: Callable[[Any], tuple[Location, ...]]
+) -> list[tuple[Location, Any, Any]]:
     """What was given for each site, and under which key."""
     if patch is None:
         return []
@@ -73,17 +74,17 @@ def _wanted(
     return [(one, start.name, each) for one, each in _spread(graph, start, patch)]
 
 
-def _spread(graph: Graph, site: Site, what: Any) -> list[tuple[Site, Any]]:
+def _spread(graph: Graph, site: Location, what: Any) -> list[tuple[Location, Any]]:
     """What was given for a site, for each of the tensors that a module hands on there, and that something reads."""
-    each, read = site.each, [one for one in site.each if not _is_read_inside_alone(graph, one.place)]
+    each, read = site.each, [one for one in site.each if not _is_read_inside_alone(graph, one)]
     if not read:
         raise BadPatch(
             f"nothing outside of the module reads what {site.name!r} hands on: patched there, nothing would change. "
-            f"Inside it is {site.place.label!r}."
+            f"Inside it is {site.label!r}."
         )
     if len(each) == 1:
         return [(site, what)]
-    named = ", ".join(f"{one.name!r} ({one.place.part})" for one in each)
+    named = ", ".join(f"{one.name!r} ({one.part})" for one in each)
     if not isinstance(what, (Patch, Reference, torch.Tensor)) and (_are_values(what) or isinstance(what, tuple)):
         flat: list[torch.Tensor] = []
         freeze_deep(what, flat.append)
@@ -98,11 +99,11 @@ def _spread(graph: Graph, site: Site, what: Any) -> list[tuple[Site, Any]]:
     return [(one, what) for one in read]
 
 
-def _is_read_inside_alone(graph: Graph, place: Any) -> bool:
+def _is_read_inside_alone(graph: Graph, place: Location) -> bool:
     """Is it a module's, and does nothing read it but the module itself? A forward hook there changes nothing."""
     if place.scope is None or place.names:
         return False
-    mine = set(_refs(place.part or value_of(graph[place.node])))
+    mine = set(refs_in(place.tree(graph)))
     users = graph.users[graph.positions[place.node]]
     readers = [graph.nodes[user] for user in users if not mine.isdisjoint(graph.refs[user])]
     ends = {*graph.output_refs, *[ref for _, ref in graph.changes]}
@@ -117,22 +118,9 @@ def _takes_one(patch: Patch) -> bool:
     return any(isinstance(one, Set) and isinstance(one.value, torch.Tensor) for one in steps)
 
 
-def at_place(graph: Graph, place: Any) -> At:
-    """Where a layer lies, as a replay counts."""
-    return At(graph.positions[place.node], place.output, place.part)
-
-
-def _refs(tree: Any) -> list[Ref]:
-    return [leaf for leaf in leaves(tree) if type(leaf) is Ref]
-
-
-def change_at(graph: Graph, at: At, name: str, what: Any) -> Change:
-    """What was given for a site as a function from its value to its new value, with the result's meaning required.
-
-    `name` is what the site is called in references.
-    """
-    node = graph.nodes[at.position]
-    tree = at.output or at.part or value_of(node)
+def change_at(graph: Graph, site: Location, what: Any) -> Change:
+    """What was given for a site as a function from its value to its new value, with the result's meaning required."""
+    node, tree = graph[site.node], site.tree(graph)
     meanings = meanings_of(node)
 
     is_laid_out = keeps_layout(what)
@@ -150,7 +138,7 @@ def change_at(graph: Graph, at: At, name: str, what: Any) -> Change:
 
     try:
         ordinary = partial(made_ordinary, graph)
-        free, follows, holds = _new_value(node.name, tree, meanings, name, what, ordinary)
+        free, follows, holds = _new_value(node.name, tree, meanings, site.name, what, ordinary)
     except (BadPart, BadPatch) as error:
         raise _with_place(error, graph, node.name, what) from error
     return Change(change, follows, tree, hooked, free, what, holds)
@@ -216,7 +204,7 @@ def _for_each(
     ordinary: Callable[[Any], Any],
 ) -> Any:
     """The patch at each of the floating tensors that a node gives."""
-    refs = _refs(tree)
+    refs = refs_in(tree)
     if isinstance(patch, Set) and isinstance(patch.value, torch.Tensor):
         raise ShapeMismatch(f"{node} gives several tensors; a patch for it must give as many.")
     if patch.parts:
@@ -250,7 +238,7 @@ def _checked(graph: Graph, node: Any, tree: Any, meanings: dict[Ref, TensorMeani
         _require_dense(graph, node, old, new)
         return _fitting(graph, node, meanings[tree], new)
     if isinstance(new, (tuple, list)) and isinstance(old, (tuple, list)) and len(new) == len(old):
-        flat = [leaf for leaf in leaves(tree) if type(leaf) is Ref]
+        flat = refs_in(tree)
         if len(flat) == len(new):
             for before, value in zip(old, new, strict=True):
                 _require_dense(graph, node, before, value)
@@ -298,34 +286,30 @@ def _told(tree: Any, old: Any, new: Any) -> Any:
         return new
     if isinstance(new, torch.Tensor):
         return patched(tree, old, new)
-    if not isinstance(new, (tuple, list)) or len(flat := _refs(tree)) != len(new):
+    if not isinstance(new, (tuple, list)) or len(flat := refs_in(tree)) != len(new):
         return new
     olds = old if isinstance(old, (tuple, list)) and len(old) == len(new) else [None] * len(new)
     return tuple([patched(ref, before, value) for ref, before, value in zip(flat, olds, new, strict=True)])
 
 
 def bound_patches(
-    graph: Graph, patch: Any, sites: Callable[[Any], tuple[Site, ...]]
-) -> list[tuple[At, list[tuple[Any, Patch]]]]:
+    graph: Graph, patch: Any, sites: Callable[[Any], tuple[Location, ...]]
+) -> list[tuple[Location, list[tuple[Any, Patch]]]]:
     """A mapping of patches as the patches of one tensor each, bound: for each site the values and what is for them.
 
     What is wrong with them, `changes_of` and a replay with it say.
     """
-    found = []
-    for site, _, what in _wanted(graph, patch, None, sites):
-        at = at_place(graph, site.place)
-        tree = at.output or at.part or value_of(graph.nodes[at.position])
-        found.append((at, _bound(graph.nodes[at.position], tree, site.name, what)))
-    return found
+    wanted = _wanted(graph, patch, None, sites)
+    return [(site, _bound(graph[site.node], site.tree(graph), site.name, what)) for site, _, what in wanted]
 
 
 def _bound(node: Any, tree: Any, name: str, what: Any) -> list[tuple[Any, Patch]]:
     if _are_values(what):
         flat: list[torch.Tensor] = []
         freeze_deep(what, flat.append)
-        return [(ref, Set(tensor)) for ref, tensor in zip(_refs(tree), flat, strict=True)]
+        return [(ref, Set(tensor)) for ref, tensor in zip(refs_in(tree), flat, strict=True)]
     patch, meanings = patch_of(what), meanings_of(node)
     if type(tree) is Ref or (isinstance(patch, Apply) and patch.part is None):
         return [(tree, bind(patch, name))]
-    floating = [pair for pair in enumerate(_refs(tree)) if meanings[pair[1]].dtype.is_floating_point]
+    floating = [pair for pair in enumerate(refs_in(tree)) if meanings[pair[1]].dtype.is_floating_point]
     return [(ref, bind(patch, name, number)) for number, ref in floating]

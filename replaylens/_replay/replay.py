@@ -19,9 +19,11 @@ from .._core.account import NOTHING_KNOWN, Account
 from .._core.autograd import as_leaf, fresh_leaf, standing
 from .._core.copies import in_layout
 from .._core.graph import Graph
+from .._core.location import Location
 from .._core.node import Call, Input, Ref, State, TensorMeaning, refs_of, value_of
 from .._core.sameness import same_content
 from .._core.sharing import begin_together
+from .._core.state import Standing, StatePlace, sight_of
 from .._core.torch_private import is_wrapped, peek_interpreter_stack
 from .._core.trees import thaw
 from .._core.turns import settled
@@ -37,9 +39,8 @@ from .late import Late, Remembered, mark_of
 from .parting import parted, writes_views
 from .plan import Plan, plan
 from .recover import recovered
-from .request import At, Change, Request
+from .request import Change, Request
 from .run import Run
-from .state import Standing, StatePlace, sight_of
 
 
 class Versions(dict[Ref, int]):
@@ -279,7 +280,7 @@ def _with_starts(record: Record, request: Request) -> Record:
 
 
 def replay(
-    record: Record, request: Request, resolve: Callable[[Any], At], told: Callable[[Code], Code] | None = None
+    record: Record, request: Request, resolve: Callable[[Any], Location], told: Callable[[Code], Code] | None = None
 ) -> Run:
     """Run what the request needs. `resolve` finds what a user's name means, for the Run's own lookups."""
     ran = execute(record, request, told)
@@ -288,7 +289,7 @@ def replay(
     late = Late(ran, record, supply, _known, finish)
 
     def by_name(name: Any) -> Any:
-        at = name if isinstance(name, At) else resolve(name)
+        at = name if isinstance(name, Location) else resolve(name)
         return _read(graph, late, ended, at)
 
     def get(leaf: Any) -> Any:
@@ -305,13 +306,13 @@ def replay(
     return Run(code.executed, changes, tuple(ran.departures), output, has_output, by_name, late.everything)
 
 
-def _read(graph: Graph, late: Late, ended: Mapping[Ref, Any], at: At) -> Any:
+def _read(graph: Graph, late: Late, ended: Mapping[Ref, Any], at: Location) -> Any:
     """What a run has at a place."""
-    if (places := at.each(graph)) is not None:
-        return thaw(places, lambda leaf: _read(graph, late, ended, leaf) if type(leaf) is At else leaf)
+    if (places := at.inner) is not None:
+        return thaw(places, lambda leaf: _read(graph, late, ended, leaf) if type(leaf) is Location else leaf)
     if at.output is not None and at.output in ended:
         return ended[at.output]
-    return late(at.position, at.output or at.part or value_of(graph.nodes[at.position]))
+    return late(graph.positions[at.node], at.tree(graph))
 
 
 def led_astray(graph: Graph, changed: Mapping[int, tuple[Change, ...]]) -> Iterator[Departure]:

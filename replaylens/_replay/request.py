@@ -11,26 +11,9 @@ from typing import Any
 import torch
 from attrs import field, frozen
 
-from .._core.graph import Graph
 from .._core.node import Ref
-from .._core.trees import remake
 from .._edit.patch import Clamp, Mean, Scale, Zero
 from .inputs import Mismatch
-
-
-@frozen
-class At:
-    """A node by its position in the graph, or one output of the program that this node gives."""
-
-    position: int
-    output: Ref | None = None
-    part: Any = None  # one of several values that the node gives; or a tree of values, of several nodes
-
-    def each(self, graph: Graph) -> Any:
-        """Of a tree of values: the same tree of the places of each. Else None."""
-        if self.part is None or type(self.part) is Ref:
-            return None
-        return remake(self.part, lambda one: At(graph.positions[one.node], part=one) if type(one) is Ref else one)
 
 
 @frozen(eq=False)

@@ -18,7 +18,7 @@ from attrs import field, frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Generator, Left, Ref
-from .._core.trees import leaves
+from .._core.trees import leaves_of
 from .._core.world import freed, in_children, one_draws
 
 outside: list[torch.Tensor] = []  # the user's states of the global generator while replays set it; under `one_draws`
@@ -69,7 +69,7 @@ class Stream:
 
 def has_own_generator(node: Call) -> bool:
     """Does a call draw from a generator that it is given?"""
-    return any(isinstance(leaf, Generator) for leaf in leaves((node.args, tuple([value for _, value in node.kwargs]))))
+    return bool(leaves_of(Generator, node.trees))
 
 
 def streamed(

@@ -15,6 +15,7 @@ from attrs import define, evolve, field, frozen
 
 from .._core.copies import writable_copy
 from .._core.graph import Graph
+from .._core.label import fresh
 from .._core.node import Call, Const, Node, Ref, State, TensorMeaning, meanings_of, value_of
 from .._core.runtime import alias
 from .._core.sameness import same_content
@@ -23,7 +24,7 @@ from .._core.trees import Branch, freeze_deep, thaw
 from .._core.world import drawing_alone
 from .._core.write import original_call
 from .._edit.arguments import Arguments, fitted, name_of
-from .._edit.rewrite import Splice, fresh, inward, names_within, replace, splice, unread_sources, without
+from .._edit.rewrite import Splice, inward, names_within, replace, splice, unread_sources, without
 from .._edit.writes import with_plain
 from ..errors import BadEdit, ReplaylensError
 from .derive import Added, derive, handed_back, shares_memory

@@ -12,9 +12,10 @@ from attrs import evolve, frozen
 
 from .._core.account import Parameter
 from .._core.graph import Graph
+from .._core.location import Location
 from .._core.node import Ref, State
 from .._edit.content import shown
-from .._lens.layers import Atlas, Layer, Place
+from .._lens.layers import Atlas, Layer
 from .._replay.gradients import histories
 from .._replay.replay import Record
 from .._replay.run import Run
@@ -27,7 +28,7 @@ from .scene import Scene
 from .sketch import sketch
 from .values import tensors_in
 
-Layers = Callable[[Place], Any]  # the Layer of a place
+Layers = Callable[[Location], Any]  # the Layer of a place
 
 
 @frozen(kw_only=True, eq=False)

@@ -13,11 +13,12 @@ from attrs import frozen
 
 from .._core.graph import Graph
 from .._core.lazy import cached_property
-from .._core.node import Call, Input, Node, Ref, Scope, Source, State, TensorMeaning, meanings_of, value_of
-from .._core.trees import Branch, leaves
+from .._core.location import Location
+from .._core.node import Call, Input, Node, Ref, Scope, State, TensorMeaning, meanings_of, refs_in, value_of
+from .._core.trees import Branch
 from .._core.write import Write, original_call
 from .._lens.conditionals import Conditionals
-from .._lens.layers import Atlas, Place
+from .._lens.layers import Atlas
 from .scene import NO_ROLES, Roles
 
 COMMUTATIVE = frozenset("add mul eq ne maximum minimum logicaland logicalor logicalxor bitwiseand bitwiseor".split())
@@ -131,7 +132,7 @@ class _Pencil:
     def drawn(self) -> frozenset[str]:
         return frozenset([place.node for place in self.atlas.places if place.output is None])
 
-    def dot(self, place: Place) -> Dot:
+    def dot(self, place: Location) -> Dot:
         node = self.graph[place.node]
         if place.output is not None:
             meaning = meanings_of(node).get(place.output)
@@ -144,7 +145,7 @@ class _Pencil:
         note = node.address if isinstance(node, State) else ""
         return Dot(place.label, place.node, kind, scopes, (node.meaning,), roles=frozenset({kind}), note=note)
 
-    def _operation(self, place: Place, node: Call) -> Dot:
+    def _operation(self, place: Location, node: Call) -> Dot:
         parameters = self._parameters(node)
         roles = {
             "operation": True,
@@ -167,13 +168,13 @@ class _Pencil:
             note=f"{node.kind}, {node.edited}"
             if node.edited.startswith("was ")
             else node.edited or self.conditions.get(node.name, ""),
-            source=_line_of(node.source),
+            source=node.source.inline if node.source is not None else "",
         )
 
     def _given(self, node: Call) -> tuple[TensorMeaning, ...]:
         """What is known of the tensors that the model saw of a call."""
         known = meanings_of(node)
-        refs = dict.fromkeys([leaf for leaf in leaves(value_of(node)) if type(leaf) is Ref])
+        refs = dict.fromkeys(refs_in(value_of(node)))
         return tuple([known[ref] for ref in refs if ref in known])
 
     def _parameters(self, node: Call) -> tuple[State, ...]:
@@ -189,7 +190,7 @@ class _Pencil:
             scopes = tuple([scope for scope in scopes if f"{node.address}.".startswith(f"{scope.address}.")])
         return scopes
 
-    def lines(self, place: Place) -> Iterator[Line]:
+    def lines(self, place: Location) -> Iterator[Line]:
         """What a layer reads."""
         if place.output is not None:
             yield from self._from(place.output, place.label)
@@ -254,7 +255,3 @@ def _places(tree: Any, word: str, call: Call) -> Iterator[tuple[Ref, str]]:
 
 def _known(meaning: TensorMeaning | None) -> tuple[TensorMeaning, ...]:
     return () if meaning is None else (meaning,)
-
-
-def _line_of(source: Source | None) -> str:
-    return "" if source is None else f"{source.file.rsplit('/', 1)[-1]}:{source.line}  {source.text}"

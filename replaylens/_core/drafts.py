@@ -12,7 +12,7 @@ from typing import Any
 
 from attrs import field, frozen
 
-from .._core.lazy import cached_property
+from .lazy import cached_property
 
 
 @frozen

@@ -24,8 +24,8 @@ from attrs import frozen
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .._core.torch_private import TensorGuards
-from .._core.trees import own, own_attributes
+from .torch_private import TensorGuards
+from .trees import own, own_attributes
 
 PLAIN = frozenset((torch.Tensor, nn.Parameter))
 SAMPLES = 16
