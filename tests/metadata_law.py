@@ -11,15 +11,13 @@ from typing import Any
 
 from replaylens._check.report import Finding, found, found_at
 from replaylens._core.graph import Graph
-from replaylens._core.node import Call, Input, Node, Ref, Scope, State
+from replaylens._core.label import Label
+from replaylens._core.location import Location
+from replaylens._core.node import Call, Input, Node, Ref, Scope, State, refs_in
 from replaylens._core.trees import leaves
 from replaylens._lens.atlas import Atlas
 from replaylens._lens.kin import Span
 from replaylens._lens.lens import Lens
-
-from .._core.label import Label
-from .._core.location import Location
-from .._core.node import refs_in
 
 Reads = Mapping[str, Iterable[str]]  # label -> labels
 

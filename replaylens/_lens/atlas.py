@@ -117,7 +117,7 @@ class Atlas:
 
     @cached_property
     def module_calls(self) -> dict[str, int]:
-        """How often each module was called."""
+        """The number of calls of each module."""
         found: dict[str, int] = {}
         for scope, _ in self.graph.module_outputs:
             if scope is not None:

@@ -71,7 +71,7 @@ class LayerFacts(TorchLensNames):
 
     @property
     def layer_type(self) -> str:
-        """What kind of operation it is: `conv2d`, `relu`, `input`, `output`, `buffer`."""
+        """The kind of operation: `conv2d`, `relu`, `input`, `output`, `buffer`."""
         if self._place.output is not None:
             return "output"
         node = self.node
@@ -79,12 +79,12 @@ class LayerFacts(TorchLensNames):
 
     @property
     def type_number(self) -> int | None:
-        """How many layers of its type there are up to it: 3 for `conv2d_3_7`."""
+        """The number of layers of its type up to and including it: 3 for `conv2d_3_7`."""
         return self._numbers[0]
 
     @property
     def total_number(self) -> int | None:
-        """How many layers there are up to it: 7 for `conv2d_3_7`."""
+        """The number of layers up to and including it: 7 for `conv2d_3_7`."""
         return self._numbers[1]
 
     @property
@@ -93,7 +93,7 @@ class LayerFacts(TorchLensNames):
 
     @property
     def pass_number(self) -> int:
-        """Which pass of its layer it is, from 1."""
+        """The number of the pass within its layer, from 1."""
         return Label.of(self.label).number
 
     @property
@@ -110,39 +110,39 @@ class LayerFacts(TorchLensNames):
 
     @property
     def value(self) -> Any:
-        """The tensor that it gave when the program was recorded (a tuple of tensors, where it gives several)."""
+        """The tensor it produced in the recording (a tuple of tensors if there are several)."""
         return self._read(self._place)
 
     @property
     def is_saved(self) -> bool:
-        """Was its value kept?"""
+        """Whether its value was kept."""
         return self._lens.is_saved(self._place)
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """The shape of its value; None where it gives several tensors."""
+        """The shape of its value; None for several tensors."""
         meaning = self._lens.meaning(self._place)
         return meaning.shape if meaning is not None else None
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of its value; None where it gives several tensors."""
+        """The dtype of its value; None for several tensors."""
         meaning = self._lens.meaning(self._place)
         return meaning.dtype if meaning is not None else None
 
     @property
     def nbytes(self) -> int:
-        """How many bytes its value takes, without what Python adds."""
+        """The size of its value in bytes, without Python's overhead."""
         return self._lens.nbytes(self._place)
 
     @property
     def is_one_of_several(self) -> bool:
-        """Did its operation give several tensors, as `split` and `nn.LSTM` do?"""
+        """Whether its operation returned several tensors, as `split` and `nn.LSTM` do."""
         return type(value_of(self.node)) is not Ref
 
     @property
     def index(self) -> int | None:
-        """Which of several tensors it is; None for all of them together, and where there is but one."""
+        """Which of several tensors it is; None for all of them together, and for a single one."""
         ref = self._place.output or self._place.part
         if ref is None or not self.is_one_of_several:
             return None
@@ -150,7 +150,7 @@ class LayerFacts(TorchLensNames):
 
     @property
     def gradient_function(self) -> str | None:
-        """What autograd would do for it: `ConvolutionBackward0`; None where no gradient flows, or nothing was kept."""
+        """What autograd would do for it: `ConvolutionBackward0`; None if no gradient flows, or nothing was kept."""
         refs = self._lens.refs(self._place)
         if not refs or refs[0] in self._lens.account.gradients:
             return self._lens.account.gradients[refs[0]] if refs else None
@@ -161,7 +161,7 @@ class LayerFacts(TorchLensNames):
 
     @property
     def function(self) -> Callable[..., Any] | None:
-        """The function that the model called: of a write in place, the one that writes."""
+        """The function that the model called: for an in-place write, the one that writes."""
         return target.function if (target := self._target) is not None else None
 
     @property
@@ -183,7 +183,7 @@ class LayerFacts(TorchLensNames):
 
     @property
     def is_inplace(self) -> bool:
-        """Did the model's function write into a tensor that was there, and hand that on?"""
+        """Whether the model's function wrote into an existing tensor and returned it."""
         call = self._call
         if call is None or call.edited:
             return False
@@ -191,24 +191,24 @@ class LayerFacts(TorchLensNames):
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """The positional arguments, tensors by their recorded values."""
+        """The positional arguments, with tensors as their recorded values."""
         return self._concrete(made.args) if (made := self._made) is not None else ()
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """The keyword arguments, tensors by their recorded values."""
+        """The keyword arguments, with tensors as their recorded values."""
         made = self._made
         return {key: self._concrete(tree) for key, tree in made.kwargs.items()} if made is not None else {}
 
     @property
     def plain_arguments(self) -> tuple[Any, ...]:
-        """The positional arguments that hold no tensor."""
+        """The positional arguments that contain no tensor."""
         trees = made.args if (made := self._made) is not None else ()
         return tuple([thaw(tree, self._leaf) for tree in trees if not holds_tensor(tree)])
 
     @property
     def plain_keywords(self) -> dict[str, Any]:
-        """The keyword arguments that hold no tensor."""
+        """The keyword arguments that contain no tensor."""
         named = made.kwargs if (made := self._made) is not None else {}
         return {key: thaw(tree, self._leaf) for key, tree in named.items() if not holds_tensor(tree)}
 
@@ -229,20 +229,20 @@ class LayerFacts(TorchLensNames):
 
     @property
     def stack(self) -> tuple[Source, ...]:
-        """The user's lines that led to it, from its own outwards to the one that called `capture` and beyond."""
+        """The user's source lines that led to it, from its own up to the one that called `capture`, and beyond."""
         outside = self._lens.account.called_from
         around = outside.stack if outside is not None else ()
         return (*self.source.stack, *around) if self.source is not None else ()
 
     @property
     def seconds(self) -> float | None:
-        """How long its function ran; None where no clock was read, as in programs made by an edit."""
+        """The running time of its function; None if it was not timed, as in programs made by an edit."""
         taken, graph = self._lens.account.nanoseconds, self._lens.graph
         return taken[graph.positions[self._place.node]] / 1e9 or None if taken and self._call is not None else None
 
     @property
     def generator_state(self) -> torch.Tensor | None:
-        """The state of the random generator when it drew; None where nothing random was drawn."""
+        """The RNG state when it drew; None if it drew no random numbers."""
         call = self._call
         return self._lens.record.draws.get(call.draws) if call is not None and call.draws is not None else None
 
@@ -252,12 +252,12 @@ class LayerFacts(TorchLensNames):
 
     @property
     def flops(self) -> int | None:
-        """Floating-point operations, a multiplication with its addition as two; None where they are not known."""
+        """Floating-point operations, with a multiply-add as two; None if unknown."""
         return self._cost.flops
 
     @property
     def macs(self) -> int | None:
-        """Multiplications with an addition, of matrix products and convolutions; None where they are not known."""
+        """Multiply-adds of matrix products and convolutions; None if unknown."""
         return self._cost.macs
 
     # -- parameters --
@@ -296,7 +296,7 @@ class LayerFacts(TorchLensNames):
 
     @property
     def origins(self) -> tuple[str, ...]:
-        """The layers without parents that it comes from: inputs, buffers, what was made inside; or itself."""
+        """The layers without parents from which it derives: inputs, buffers, layers created inside; or itself."""
         return self._labels(self._lens.kin.roots_of(self.ordinal)) if self.ordinal is not None else ()
 
     @property
@@ -316,29 +316,29 @@ class LayerFacts(TorchLensNames):
 
     @property
     def is_born_inside(self) -> bool:
-        """Was it made inside the model, of no other layer, as by `torch.rand` or from parameters alone?"""
+        """Whether it was created inside the model, from no other layer, as by `torch.rand` or from parameters alone."""
         return self.ordinal is not None and self._lens.kin.is_born[self.ordinal]
 
     @property
     def ends_inside(self) -> bool:
-        """Does nothing read it, nor is it an output or what the model writes to a buffer?"""
+        """Whether nothing reads it, and it is neither an output nor written to a buffer."""
         if self.ordinal is None or self._place.output is not None or self.children:
             return False
         return not any(ref.node == self._place.node for _, ref in self._lens.graph.changes)
 
     @property
     def is_condition(self) -> bool:
-        """Did the model branch on it: a single value, which `if` read and nothing else?"""
+        """Whether the model branched on it: a single value, read by `if` and nothing else."""
         return self._place.label in self._lens.conditions.terminal_bools
 
     @property
     def starts_condition(self) -> bool:
-        """Does what a branch is decided by leave the way to the output here?"""
+        """Whether the computation that decides a branch forks off the path to the output here."""
         return self._place.label in self._lens.conditions.start_layers
 
     @property
     def is_in_condition(self) -> bool:
-        """Is it computed to decide over a branch, and for nothing else?"""
+        """Whether it is computed to decide a branch, and for nothing else."""
         return self._place.label in self._lens.conditions.in_branch
 
     @property
@@ -378,7 +378,7 @@ class LayerFacts(TorchLensNames):
 
     @property
     def is_whole_module(self) -> bool:
-        """Is it all that its innermost module call computed, and what that returned?"""
+        """Whether it is all that its innermost module call computed, and what that call returned."""
         return self._whole_call is not None
 
     @property

@@ -39,27 +39,27 @@ class Described:
 
     @property
     def random_seed_used(self) -> int | None:
-        """The seed that torch's default generator had been given when the forward began."""
+        """The seed of torch's default generator when the forward began."""
         return self._lens.account.seed
 
     @property
     def model_is_recurrent(self) -> bool:
-        """Does a layer run more than once?"""
+        """Whether any layer runs more than once."""
         return traits.is_recurrent(self._lens.graph)
 
     @property
     def model_max_recurrent_loops(self) -> int:
-        """The most passes that a layer has."""
+        """The largest number of passes of any layer."""
         return traits.max_recurrent_loops(self._lens.graph)
 
     @property
     def model_is_branching(self) -> bool:
-        """Has a layer more than one child? What is held (buffers, constants) may be read by many."""
+        """Whether a layer has more than one child. State (buffers, constants) may be read by many."""
         return traits.is_branching(self._lens.graph)
 
     @property
     def model_has_conditional_branching(self) -> bool:
-        """Did the model read a truth value of a tensor?"""
+        """Whether the model read a truth value of a tensor."""
         return bool(self._lens.conditions.records)
 
     @property
@@ -91,7 +91,7 @@ class Described:
 
     @property
     def internally_initialized_layers(self) -> list[str]:
-        """The layers that were made inside the model, of no other layer."""
+        """The layers created inside the model, from no other layer."""
         return self._marked(number for number, born in enumerate(self._lens.kin.is_born) if born)
 
     @property
@@ -122,17 +122,17 @@ class Described:
 
     @property
     def num_tensors_total(self) -> int:
-        """How many tensors the layers hold, inputs and outputs counted."""
+        """The number of tensors in the layers, inputs and outputs included."""
         return sum([len(self._lens.refs(place)) for place in self._lens.atlas.places])
 
     @property
     def tensor_fsize_total(self) -> int:
-        """How many bytes they take, each counted as if it had memory of its own."""
+        """Their size in bytes, each counted as if it had its own memory."""
         return sum(map(self._lens.nbytes, self._lens.atlas.places))
 
     @property
     def tensor_fsize_saved(self) -> int:
-        """How many bytes of them are kept."""
+        """The number of these bytes that are kept."""
         return sum([self._lens.nbytes(place) for place in self._lens.atlas.places if self._lens.is_saved(place)])
 
     @property
@@ -145,38 +145,38 @@ class Described:
 
     @property
     def num_tensors_saved(self) -> int:
-        """How many of the tensors are kept: those that `save=` named, and inputs, state, outputs."""
+        """The number of tensors that are kept: those that `save=` selected, and inputs, state, outputs."""
         saved = [place for place in self._lens.atlas.places if self._lens.is_saved(place)]
         return sum([len(self._lens.refs(place)) for place in saved])
 
     @property
     def total_param_tensors(self) -> int:
-        """How many parameters the model has, tied ones counted once."""
+        """The number of the model's parameters, tied ones counted once."""
         return len(self._parameters)
 
     @property
     def total_param_layers(self) -> int:
-        """How many layers read parameters, passes of one layer counted once."""
+        """The number of layers that read parameters, passes of one layer counted once."""
         return len({Label.of(label).layer for label in self.layers_computed_with_params})
 
     @property
     def total_params(self) -> int:
-        """How many numbers are in the model's parameters."""
+        """The number of elements in the model's parameters."""
         return sum([parameter.count for parameter in self._parameters])
 
     @property
     def total_params_trainable(self) -> int:
-        """How many of them are trained: those of parameters with `requires_grad`."""
+        """The number of trainable elements: those of parameters with `requires_grad`."""
         return sum([parameter.count for parameter in self._parameters if parameter.is_trainable])
 
     @property
     def total_params_fsize(self) -> int:
-        """How many bytes the parameters take."""
+        """The size of the parameters in bytes."""
         return sum([parameter.nbytes for parameter in self._parameters])
 
     @property
     def parameter_reads(self) -> int:
-        """How often an operation read a parameter."""
+        """The number of times an operation read a parameter."""
         return sum(map(len, self._reads.values()))
 
     @property
@@ -209,7 +209,7 @@ class Described:
 
     @property
     def module_num_passes(self) -> dict[str, int]:
-        """How often each module was called."""
+        """The number of calls of each module."""
         return dict(self._lens.module_calls.counts)
 
     @property
@@ -219,29 +219,29 @@ class Described:
 
     @property
     def top_level_module_passes(self) -> list[str]:
-        """The calls of modules that lie in no other module."""
+        """The module calls that are not inside another module."""
         return list(self._lens.module_calls.top)
 
     # -- time -------------------------------------------------------------------------------------------------------
 
     @property
     def pass_start_time(self) -> float:
-        """When the forward began, in seconds since 1970."""
+        """The time at which the forward began, in seconds since 1970."""
         return self._lens.account.began
 
     @property
     def pass_end_time(self) -> float:
-        """When it was over."""
+        """The time at which it ended."""
         return self._lens.account.began + self._lens.account.seconds
 
     @property
     def elapsed_time_total(self) -> float:
-        """How many seconds the forward took, with what recording it cost."""
+        """The duration of the forward in seconds, recording included."""
         return self._lens.account.seconds
 
     @property
     def elapsed_time_function_calls(self) -> float:
-        """How many of them the operations took."""
+        """The part of it spent in operations."""
         return sum(self._lens.account.nanoseconds) / 1e9
 
     @property
@@ -253,17 +253,17 @@ class Described:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of all calls whose cost is known; `uncounted` says which are not."""
+        """Floating-point operations of all calls with a known cost; `uncounted` lists the others."""
         return sum([cost.flops or 0 for cost in self._costs.values()])
 
     @property
     def macs(self) -> int:
-        """Multiplications with an addition in matrix products and convolutions."""
+        """Multiply-adds in matrix products and convolutions."""
         return sum([cost.macs or 0 for cost in self._costs.values()])
 
     @property
     def uncounted(self) -> list[str]:
-        """The types of operations whose cost is not known."""
+        """The types of operations with an unknown cost."""
         kinds = {node.kind for node in self._lens.graph.calls if self._costs[node.name].flops is None}
         return sorted(kinds)
 

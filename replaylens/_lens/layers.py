@@ -37,7 +37,7 @@ class Layer(LayerFacts, Reference):
 
     @property
     def parts(self) -> tuple[Layer, ...]:
-        """Of an operation that gave several tensors: a Layer for each. Else itself."""
+        """For an operation that returned several tensors, a Layer for each; otherwise the layer itself."""
         refs = self._lens.refs(self._place)
         if len(refs) == 1:
             return (self,)

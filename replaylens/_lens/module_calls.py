@@ -42,7 +42,7 @@ class ModuleCalls:
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """How often each module was called."""
+        """The number of calls of each module."""
         found = dict.fromkeys(self.types, 0)
         for scope in self.scopes.values():
             found[scope.address] += 1

@@ -80,12 +80,12 @@ class TorchLensNames:
     operation_num: int | None = alias(
         "ordinal",
         lambda number: number + 1 if number is not None else None,
-        "Which operation it is, from 1, inputs and outputs counted.",
+        "The number of the operation, from 1, inputs and outputs included.",
     )
     layer_type_num: int | None = alias("type_number")
     layer_total_num: int | None = alias("total_number")
     pass_num: int = alias("pass_number")
-    layer_passes_total: int = alias("passes", len, "How many passes its layer has.")
+    layer_passes_total: int = alias("passes", len, "The number of passes of its layer.")
     same_layer_operations: Labels = made(
         lambda layer: [label for label in layer.passes if label != layer.label],
         "The labels of the other passes of its layer.",
@@ -110,41 +110,39 @@ class TorchLensNames:
     gradfunc_name: str | None = alias("gradient_function")
     func_call_stack: list[dict[str, Any]] = alias("stack", frames)
 
-    computed_with_params: bool = alias("parameters", bool, "Did it read a parameter?")
-    num_param_tensors: int = alias("parameters", len, "How many parameters it read.")
+    computed_with_params: bool = alias("parameters", bool, "Whether it read a parameter.")
+    num_param_tensors: int = alias("parameters", len, "The number of parameters it read.")
     parent_param_shapes: list[tuple[int, ...]] = alias(
         "parameters", lambda read: [p.shape for p in read], "Their shapes."
     )
     num_params_total: int = alias(
-        "parameters", lambda read: sum([p.count for p in read]), "How many numbers are in them."
+        "parameters", lambda read: sum([p.count for p in read]), "The number of their elements."
     )
-    parent_params_fsize: int = alias(
-        "parameters", lambda read: sum([p.nbytes for p in read]), "How many bytes they take."
-    )
+    parent_params_fsize: int = alias("parameters", lambda read: sum([p.nbytes for p in read]), "Their size in bytes.")
 
     parent_layers: Labels = alias("parents", list)
     orig_ancestors: Labels = alias("origins", list)
     child_layers: Labels = alias("children", list)
     sibling_layers: Labels = alias("siblings", list)
     spouse_layers: Labels = alias("spouses", list)
-    is_input_layer: bool = alias("layer_type", lambda kind: kind == "input", "Is it an input of the model?")
-    has_input_ancestor: bool = alias("steps_from_input", is_known, "Does it come from an input, or is it one?")
-    min_distance_from_input: int | None = alias("steps_from_input", least, "The least of `steps_from_input`.")
-    max_distance_from_input: int | None = alias("steps_from_input", most, "The most of `steps_from_input`.")
-    is_output_layer: bool = alias("_place.output", is_known, "Is it an output of the model?")
-    is_output_ancestor: bool = alias("steps_to_output", is_known, "Does it lead to an output, or is it one?")
+    is_input_layer: bool = alias("layer_type", lambda kind: kind == "input", "Whether it is an input of the model.")
+    has_input_ancestor: bool = alias("steps_from_input", is_known, "Whether it derives from an input, or is one.")
+    min_distance_from_input: int | None = alias("steps_from_input", least, "The smallest of `steps_from_input`.")
+    max_distance_from_input: int | None = alias("steps_from_input", most, "The largest of `steps_from_input`.")
+    is_output_layer: bool = alias("_place.output", is_known, "Whether it is an output of the model.")
+    is_output_ancestor: bool = alias("steps_to_output", is_known, "Whether it leads to an output, or is one.")
     output_descendants: Labels = alias("ends", list)
-    min_distance_from_output: int | None = alias("steps_to_output", least, "The least of `steps_to_output`.")
-    max_distance_from_output: int | None = alias("steps_to_output", most, "The most of `steps_to_output`.")
-    is_buffer_layer: bool = alias("buffer", is_known, "Is it a buffer of the model?")
+    min_distance_from_output: int | None = alias("steps_to_output", least, "The smallest of `steps_to_output`.")
+    max_distance_from_output: int | None = alias("steps_to_output", most, "The largest of `steps_to_output`.")
+    is_buffer_layer: bool = alias("buffer", is_known, "Whether it is a buffer of the model.")
     buffer_address: str | None = alias("buffer")
     initialized_inside_model: bool = alias("is_born_inside")
     internally_initialized_parents: Labels = made(
-        lambda layer: layer._born_among(layer.parents), "The parents that were made inside the model."
+        lambda layer: layer._born_among(layer.parents), "The parents that were created inside the model."
     )
     internally_initialized_ancestors: Labels = made(
         lambda layer: layer._born_among(layer.origins),
-        "The layers made inside the model that it comes from; itself, if it is one.",
+        "The layers created inside the model from which it derives; itself, if it is one.",
     )
     internally_initialilized_ancestors: Labels = internally_initialized_ancestors  # as the paper's table spells it
     terminated_inside_model: bool = alias("ends_inside")
@@ -153,13 +151,13 @@ class TorchLensNames:
     in_cond_branch: bool = alias("is_in_condition")
 
     is_computed_inside_submodule: bool = alias(
-        "module", is_known, "Was it computed in a module other than the model itself?"
+        "module", is_known, "Whether it was computed in a module other than the model itself."
     )
     containing_module_origin: str | None = alias("module")
     containing_module_origin_nested: list[str] = alias("modules", addresses_of, "The addresses of `modules`.")
     modules_entered: list[str] = alias("input_of", addresses_of, "The addresses of `input_of`.")
     modules_exited: list[str] = alias("output_of", addresses_of, "The addresses of `output_of`.")
-    is_submodule_output: bool = alias("output_of", bool, "Is it the output of a module?")
+    is_submodule_output: bool = alias("output_of", bool, "Whether it is the output of a module.")
     is_bottom_level_submodule_output: bool = alias("is_whole_module")
     bottom_level_submodule_exited: str | None = alias(
         "_whole_call",
