@@ -29,6 +29,7 @@ from .._replay.request import Request
 from .aten_calls import AtenCall, OpClass, OpSignature, Watch
 from .model_under_test import ModelUnderTest, open_layers
 from .output_comparison import furthest
+from .program_under_test import with_calls
 from .report import Finding, LawResult
 
 # Kernels that stand for a whole layer. Torch leaves them under any function mode: a capture sees the layer open.
@@ -104,12 +105,10 @@ def _told(watch: Watch, graph: Graph, code: Code) -> Code:
     """The same code, of which each step tells the watch for which node or guard it runs."""
     guards = iter(sorted(graph.guards, key=lambda guard: guard.position))
 
-    def row(read: Any, call: Any, slot: int, *rest: Any) -> Any:
-        step = graph.nodes[slot] if slot < len(graph) else next(guards)
-        return read, partial(_at, watch, step, call), slot, *rest
+    def step(slot: int) -> Node | Guard:
+        return graph.nodes[slot] if slot < len(graph) else next(guards)
 
-    told = [evolve(stretch, rows=tuple([row(*one) for one in stretch.rows])) for stretch in code.stretches]
-    return evolve(code, stretches=tuple(told))
+    return with_calls(code, lambda slot, call: partial(_at, watch, step(slot), call))
 
 
 def _at(watch: Watch, step: Node | Guard, call: Any, *args: Any) -> Any:

@@ -19,7 +19,7 @@ from .._core.trees import leaves
 from .call_variants import otherwise, reading_elsewhere
 from .known_exceptions import is_given_to_torch, known_reason, trusts
 from .perturbations import hinted, others_than, specials
-from .run_node import Given, NodeRunner, ready
+from .run_node import Given, NodeRunner, drawing_otherwise, ready
 
 Draws = Mapping[str, torch.Tensor]
 UNREAD = "no nonsense in its place changes the value: nothing depends on it"
@@ -215,8 +215,7 @@ def _is_noticed_with_other_draws(trial: Trial, parent: Ref) -> bool:
     if node.draws is None:
         return False
     for seed in range(8):
-        state = torch.Generator().manual_seed(seed).get_state()
-        moved = evolve(trial, alone=ready(node, {**trial.draws, node.draws: state})).moved({})
+        moved = evolve(trial, alone=drawing_otherwise(node, trial.draws, seed)).moved({})
         if moved is not None and _changes_there(moved, parent):
             return True
     return False

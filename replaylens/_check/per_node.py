@@ -25,7 +25,7 @@ from .call_variants import otherwise
 from .dependency_test import UNREAD, Trial, unseen
 from .perturbations import others_than
 from .program_under_test import ProgramUnderTest
-from .report import Finding, LawResult, found
+from .report import Finding, LawResult, at_node
 from .run_node import NodeRunner, Values, as_replayed, drawing_otherwise, ready, spread_of_repetitions
 
 
@@ -39,7 +39,7 @@ class Tally:
 
 
 @frozen(eq=False)
-class Run:
+class NodeRun:
     """One call, run by itself on the saved values of what it reads."""
 
     record: Record
@@ -59,7 +59,7 @@ class NodeLaw:
 
     name: str
     sentence: str
-    ask: Callable[[Run, Tally], None]
+    ask: Callable[[NodeRun, Tally], None]
     result: Callable[[Tally, ProgramUnderTest], LawResult]
 
     def of(self, program: ProgramUnderTest) -> LawResult:
@@ -71,7 +71,7 @@ class NodeLaw:
 
 def _walk(program: ProgramUnderTest) -> dict[str, LawResult]:
     """Ask each chosen call, in order. What a whole replay proved of it is not run again."""
-    runner, chosen = _Runner(program), program.chosen
+    walk, chosen = _Walk(program), program.chosen
     tallies = [(law, Tally()) for law in NODE_LAWS]
     with (
         bar(len(chosen), program.progress, "node") as tick,
@@ -81,19 +81,19 @@ def _walk(program: ProgramUnderTest) -> dict[str, LawResult]:
     ):
         warnings.simplefilter("ignore")  # nonsense makes calls complain
         for position, node in enumerate(program.graph.nodes):
-            if isinstance(node, Call) and runner.is_needed(position, node):
+            if isinstance(node, Call) and walk.is_needed(position, node):
                 with recorded_world(True, program.graph):
-                    run = runner.run(position, node)
+                    run = walk.run(position, node)
                     is_asked = position in chosen or run.is_stale or run.error is not None
                     for law, tally in tallies if is_asked else ():
                         law.ask(run, tally)
-            runner.values.forget(position)
+            walk.values.forget(position)
             if position in chosen:
                 tick(1)
     return {law.name: law.result(tally, program) for law, tally in tallies}
 
 
-class _Runner:
+class _Walk:
     """Runs the calls of a program one by one, in order."""
 
     def __init__(self, program: ProgramUnderTest) -> None:
@@ -105,21 +105,21 @@ class _Runner:
         """Is the call asked, or must a value that was not kept be computed?"""
         return position in self.program.chosen or any(ref not in self.record.values for ref in refs_of(node))
 
-    def run(self, position: int, node: Call) -> Run:
+    def run(self, position: int, node: Call) -> NodeRun:
         """A call on its parents' values. One that is verified is not run again."""
         if any(ref in self.program.stale for ref in (*node.refs, *refs_of(node))):
-            return Run(self.record, node, is_stale=True)
+            return NodeRun(self.record, node, is_stale=True)
         before = torch.default_generator.get_state()
         alone = ready(as_replayed(node, self.apart), self.record.draws)
         given = {ref: self.values[ref] for ref in dict.fromkeys(node.refs)}
         is_verified = position in self.program.verified
         value = {ref: self.record.values[ref] for ref in alone.gives} if is_verified else self._value(alone, given)
         if isinstance(value, Exception):
-            return Run(self.record, node, error=value)
+            return NodeRun(self.record, node, error=value)
         self.values.keep(position, value)
         if node.draws is None and not torch.equal(before, torch.default_generator.get_state()):
-            return Run(self.record, node, draws_unrecorded=True)
-        return Run(self.record, node, trial=Trial(alone, given, value, self.record.draws))
+            return NodeRun(self.record, node, draws_unrecorded=True)
+        return NodeRun(self.record, node, trial=Trial(alone, given, value, self.record.draws))
 
     def _value(self, alone: NodeRunner, given: dict[Ref, Any]) -> dict[Ref, Any] | Exception:
         """What a call gives on its parents' values. One that reads the memory around a view gets the view made anew,
@@ -164,17 +164,17 @@ def _tried(alone: NodeRunner, given: Mapping[Ref, Any]) -> dict[Ref, Any] | Exce
 # ---- each node alone ----
 
 
-def _ask_alone(run: Run, tally: Tally) -> None:
+def _ask_alone(run: NodeRun, tally: Tally) -> None:
     """Does the call give its own saved value?"""
     node, trial = run.node, run.trial
     if run.is_stale:
-        tally.special.append(found(node, "a value that it reads or gives was overwritten since"))
+        tally.special.append(at_node(node, "a value that it reads or gives was overwritten since"))
     elif run.error is not None:
-        tally.failures.append(found(node, f"raises {type(run.error).__name__} on the saved values of its parents"))
+        tally.failures.append(at_node(node, f"raises {type(run.error).__name__} on the saved values of its parents"))
     elif trial is not None:
         saved = {ref: run.record.values[ref] for ref in trial.alone.gives if ref in run.record.values}
         if not saved:
-            tally.special.append(found(node, "its value was not kept"))
+            tally.special.append(at_node(node, "its value was not kept"))
             return
         tally.asked += 1
         if wrong := {ref: value for ref, value in saved.items() if not same(trial.value[ref], value)}:
@@ -185,7 +185,7 @@ def _is_another(node: Call, trial: Trial, saved: Mapping[Ref, torch.Tensor], tal
     """A call gives other values than these saved ones: perhaps it gives others each time."""
     if (spread := spread_of_repetitions(trial.alone, trial.given, saved)) is not None:
         fact = "its kernel is not deterministic: the saved value lies within what repetitions give"
-        tally.special.append(found(node, fact, difference=spread))
+        tally.special.append(at_node(node, fact, difference=spread))
         return
     first, value = next(iter(saved)), trial.value
     fact = f"gives another value than the saved one{_other_kind(value[first], saved[first])}"
@@ -194,7 +194,7 @@ def _is_another(node: Call, trial: Trial, saved: Mapping[Ref, torch.Tensor], tal
     ):
         fact += ": the function of the edit there gives something else each time that it is called"
     far = [d for ref, one in saved.items() if (d := difference(value[ref], one)) is not None]
-    tally.failures.append(found(node, fact, difference=max(far, default=None)))
+    tally.failures.append(at_node(node, fact, difference=max(far, default=None)))
 
 
 def _other_kind(made: Any, saved: torch.Tensor) -> str:
@@ -232,7 +232,7 @@ def _result(tally: Tally, **words: str) -> LawResult:
 # ---- nonsense parents ----
 
 
-def _ask_parents(run: Run, tally: Tally) -> None:
+def _ask_parents(run: NodeRun, tally: Tally) -> None:
     """Does all that the call reads matter to what it gives?"""
     if run.trial is None:
         return
@@ -242,7 +242,9 @@ def _ask_parents(run: Run, tally: Tally) -> None:
         trial = run.trial if is_read else evolve(run.trial, alone=ready(run.node, run.record.draws))
         if (why := unseen(trial, parent)) is not None:
             name = _name_of(run.record.graph, parent)
-            (tally.special if why.reason else tally.failures).append(found(run.node, why.reason or UNREAD, parent=name))
+            (tally.special if why.reason else tally.failures).append(
+                at_node(run.node, why.reason or UNREAD, parent=name)
+            )
 
 
 def _name_of(graph: Graph, ref: Ref) -> str:
@@ -258,15 +260,15 @@ def _parents_result(tally: Tally, program: ProgramUnderTest) -> LawResult:
 # ---- draws ----
 
 
-def _ask_draws(run: Run, tally: Tally) -> None:
+def _ask_draws(run: NodeRun, tally: Tally) -> None:
     """Another state of the generator gives another value, or it is known why not; no draw is without a state."""
     if run.draws_unrecorded:
         tally.asked += 1
-        tally.failures.append(found(run.node, "draws random numbers, and no state of the generator is recorded"))
+        tally.failures.append(at_node(run.node, "draws random numbers, and no state of the generator is recorded"))
     elif run.trial is not None and run.node.draws is not None:
         tally.asked += 1
         if not _draws_differ(run.trial, range(16)):
-            tally.special.append(found(run.node, _why_draws_are_unseen(run.trial)))
+            tally.special.append(at_node(run.node, _why_draws_are_unseen(run.trial)))
 
 
 def _draws_differ(trial: Trial, seeds: Iterable[int] = range(4)) -> bool:

@@ -36,12 +36,12 @@ class Finding:
         return "\n".join([row for row in (*rows, self.source.indented if self.source else "") if row])
 
 
-def found_at(graph: Graph, name: str, fact: str, **more: Any) -> Finding:
+def at_name(graph: Graph, name: str, fact: str, **more: Any) -> Finding:
     """A finding at the node of this name, with its line of the program; at a mere name, if no node has it."""
-    return found(graph[name], fact, **more) if name in graph else Finding(name, fact, **more)
+    return at_node(graph[name], fact, **more) if name in graph else Finding(name, fact, **more)
 
 
-def found(node: Node, fact: str, **more: Any) -> Finding:
+def at_node(node: Node, fact: str, **more: Any) -> Finding:
     """A finding at a node, with its line of the program and of the user's code."""
     text = line_of(node)
     short = text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

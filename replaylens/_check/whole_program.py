@@ -27,7 +27,7 @@ from .._replay.request import Request
 from .._replay.run import Run
 from ..errors import DivergedReplay
 from .program_under_test import ProgramUnderTest
-from .report import Finding, LawResult, found, found_at
+from .report import Finding, LawResult, at_name, at_node
 
 
 def whole_replay(program: ProgramUnderTest) -> LawResult:
@@ -42,7 +42,7 @@ def whole_replay(program: ProgramUnderTest) -> LawResult:
         return LawResult(asked, (Finding("", f"leaves the recorded path: {_first_line(error)}"),), unit=unit)
     except Exception as error:
         name = next((words[1] for words in map(_node_of, notes_of(error)) if words), "")
-        return LawResult(asked, (found_at(graph, name, f"raises {type(error).__name__}"),), unit=unit)
+        return LawResult(asked, (at_name(graph, name, f"raises {type(error).__name__}"),), unit=unit)
     failures = (*_outputs(record, program.returned, run), *_changes(record, run))
     return LawResult(asked, failures, unit=unit, holds="bit for bit")
 
@@ -75,7 +75,7 @@ def _changes(record: Record, run: Run) -> Iterator[Finding]:
 
 def _apart(graph: Graph, name: str, fact: str, one: torch.Tensor, other: torch.Tensor) -> Finding:
     kinds = f": {kind_of(one)[:3]}, not {kind_of(other)[:3]}" if kind_of(one) != kind_of(other) else ""
-    return found_at(graph, name, fact + kinds, difference=difference(one, other))
+    return at_name(graph, name, fact + kinds, difference=difference(one, other))
 
 
 def _opened(output: Any) -> tuple[Any, list[torch.Tensor]]:
@@ -137,7 +137,7 @@ def _overwritten(record: Record, stale: frozenset[Ref]) -> Iterator[Finding]:
             place = record.place_of(ref)
             own = isinstance(node, State) and place is not None and not place.is_as_it_was()
             fact = f"{what} {place.change if own and place is not None else 'was overwritten since the capture'}"
-            yield evolve(found_at(record.graph, ref.node, fact), is_stale=True)
+            yield evolve(at_name(record.graph, ref.node, fact), is_stale=True)
 
 
 def _of_another_kind(record: Record, stale: frozenset[Ref]) -> Iterator[Finding]:
@@ -149,13 +149,13 @@ def _of_another_kind(record: Record, stale: frozenset[Ref]) -> Iterator[Finding]
             shape = tuple(value.shape) if not value.is_nested else ()
             mine, wanted = (shape, value.dtype, str(value.device)), (meaning.shape, meaning.dtype, meaning.device)
             if mine != wanted:
-                yield found_at(record.graph, node.name, f"{ref} was saved as {mine}, and is said to be {wanted}")
+                yield at_name(record.graph, node.name, f"{ref} was saved as {mine}, and is said to be {wanted}")
 
 
 def well_formed(program: ProgramUnderTest) -> LawResult:
     """What every graph obeys."""
     graph = program.graph
-    failures = [found_at(graph, problem.node, problem.fact) for problem in (*problems(graph), *unasked(graph))]
+    failures = [at_name(graph, problem.node, problem.fact) for problem in (*problems(graph), *unasked(graph))]
     if not failures:
         orphans = _orphans(graph) if program.as_captured else ()
         failures = [*_dangling(graph), *_meanings(graph), *_state(graph), *orphans]
@@ -176,7 +176,7 @@ def _dangling(graph: Graph) -> Iterator[Finding]:
         yield Finding(name, "is set aside as an orphan, and is no node")
     for ref in dict.fromkeys(_refs(graph.inputs)):
         if ref in given and not isinstance(graph[ref.node], Input):
-            yield found_at(graph, ref.node, "stands among the inputs, and is none")
+            yield at_name(graph, ref.node, "stands among the inputs, and is none")
 
 
 def _meanings(graph: Graph) -> Iterator[Finding]:
@@ -184,10 +184,10 @@ def _meanings(graph: Graph) -> Iterator[Finding]:
     for call in graph.calls:
         count = len(_refs(call.returns))
         if count != len(call.meaning):
-            yield found(call, f"gives {count} tensors, and says of {len(call.meaning)} what they are")
+            yield at_node(call, f"gives {count} tensors, and says of {len(call.meaning)} what they are")
         for ref in (*_refs(call.returns), *_refs(call.result)):
             if ref.node != call.name:
-                yield found(call, f"gives {ref}, which is another node's")
+                yield at_node(call, f"gives {ref}, which is another node's")
 
 
 def _state(graph: Graph) -> Iterator[Finding]:
@@ -203,11 +203,11 @@ def _orphans(graph: Graph) -> Iterator[Finding]:
     above = graph.ancestors([ref.node for ref in graph.wanted_refs])
     for node in graph.nodes:
         if node.name in graph.orphans and node.name in above:
-            yield found(node, "is set aside as an orphan, and reaches an output")
+            yield at_node(node, "is set aside as an orphan, and reaches an output")
         if node.name in graph.orphans and node.name in below and isinstance(node, Call):
-            yield found(node, "is set aside as an orphan, and comes from an input")
+            yield at_node(node, "is set aside as an orphan, and comes from an input")
         if isinstance(node, Call) and node.name not in graph.orphans | above | below:
-            yield found(node, "comes from no input and reaches no output, and is not set aside")
+            yield at_node(node, "comes from no input and reaches no output, and is not set aside")
 
 
 def _refs(tree: Any) -> list[Ref]:
