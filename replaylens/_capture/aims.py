@@ -19,7 +19,7 @@ from .._core.graph import Graph
 from .._core.node import Call, Input, Node, Ref, Source, State, TensorMeaning, value_of
 from .._core.target import Target
 from .._core.torch_private import is_wrapped
-from .._core.trees import leaves, thaw
+from .._core.trees import leaves, part_at, thaw
 from .._edit.glob import matches
 from .._replay.facts import is_like_an_input, patched
 from .._replay.replay import Record, storage_of
@@ -62,7 +62,7 @@ class Aim:
         make = change.hooked if same else change.free
         new = make(thaw(change.tree, lambda leaf: given[leaf] if type(leaf) is Ref else leaf))
         try:
-            return {ref: self._fitting(given[ref], _at(new, path)) for path, ref in _places(change.tree)}
+            return {ref: self._fitting(given[ref], part_at(new, path)) for path, ref in _places(change.tree)}
         except (TypeError, IndexError):
             raise ShapeMismatch(f"{self.name} gives {len(refs)} tensors; a patch for it must give as many.") from None
 
@@ -123,12 +123,6 @@ def _places(tree: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, 
 
 def _refs(tree: Any) -> list[Ref]:
     return [leaf for leaf in leaves(tree) if type(leaf) is Ref]
-
-
-def _at(value: Any, path: tuple[int, ...]) -> Any:
-    for index in path:
-        value = value[index]
-    return value
 
 
 def _meaning(tensor: torch.Tensor) -> Any:

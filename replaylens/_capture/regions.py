@@ -15,7 +15,6 @@ import torch
 from .._core.autograd import hooked
 from .._core.graph import GradientArguments, Graph
 from .._core.node import Input, Ref
-from .._core.target import Target
 from .._core.torch_private import (
     FakeTensor,
     HigherOrderOperator,
@@ -24,10 +23,10 @@ from .._core.torch_private import (
     is_function_mode_seen,
     top_saving_hooks,
 )
-from .._core.trees import Branch, leaves, remake
+from .._core.trees import Branch, leaves
 from .._replay.differentiate import differentiate
 from ..errors import CaptureError
-from .builder import CallRecord, Handle, Recording, SourceRecord, frozen_context, node_class, parts_of, version_of
+from .builder import CallRecord, Handle, Recording, SourceRecord, call_of, frozen_context, parts_of, version_of
 from .hooks import HOOK_TWICE, settle_hooks
 from .recorder import Recorder
 from .rules import How, Rule
@@ -301,22 +300,8 @@ def _graph_of(
     for number in between:
         record = recording.records[number]
         assert isinstance(record, CallRecord)
-        meaning = tuple([recording.meaning(h) for _, h in parts_of(record.returns)])
-        nodes.append(
-            node_class(record)(
-                f"call_{number}",
-                record.kind,
-                Target.of(record.function),
-                tuple([remake(arg, to_ref) for arg in record.args]),
-                tuple([(key, remake(value, to_ref)) for key, value in (record.kwargs or {}).items()]),
-                remake(record.returns, to_ref),
-                meaning=meaning,
-                draws=record.draws,
-                follows=recording.follows.get(record.draws or "", (None, False))[0],
-                is_seeded=True,
-                context=frozen_context(record.context),
-            )
-        )
+        follows = recording.follows.get(record.draws or "", (None, False))[0]
+        nodes.append(call_of(recording, record, f"call_{number}", to_ref, follows=follows, is_seeded=True))
     output = (tuple([refs[end] for end in ends]), tuple([refs[start] for start in starts]))
     ambient = frozen_context(recording.ambient)
     return Graph(

@@ -18,15 +18,16 @@ from typing import Any
 import torch
 
 from .._core.graph import Graph
-from .._core.node import ITSELF, Call, Generator, Guard, Ref, meanings_of, refs_of
+from .._core.node import ITSELF, Call, Guard, Ref, meanings_of, refs_of
 from .._core.runtime import kind_of, looks_at_memory, message_of
 from .._core.sharing import overlaps_itself
 from .._core.torch_private import OpOverload
-from .._core.trees import leaves, thaw
+from .._core.trees import leaves, part_at, thaw
 from .._core.world import drawing_alone
 from .._core.write import Write
 from ..errors import ReplaylensError
 from .guards import Departure, changed, fact
+from .stream import has_own_generator
 
 Tensors = Mapping[Ref, torch.Tensor]
 # ATen calls, beneath transforms, that torch makes of the functions of the same name whatever the layout is
@@ -190,7 +191,7 @@ class Layouts:
                 yield Departure(f"whether {node.name} can be made of this memory", "True", "False", node.source)
             return
         for ref in gives:
-            new = _part(made, ref.path)
+            new = part_at(made, ref.path)
             if not isinstance(new, torch.Tensor) or tuple(new.shape) != self.meanings[ref].shape:
                 self.unknown.add(ref)
             elif new.layout is torch.strided and self.meanings[ref].strides is not None:
@@ -332,22 +333,11 @@ def _can_run(node: Call) -> bool:
     function: Any = node.target.function
     while isinstance(function, partial):
         function = function.func
-    if _draws_by_hand(node):
+    if has_own_generator(node):
         return False
     module = getattr(function, "__module__", None) or type(function).__module__
     home = module.partition(".")[0]
     return home in ("torch", "builtins", "_operator") or isinstance(node, Write)
-
-
-def _draws_by_hand(node: Call) -> bool:
-    trees = (node.args, tuple(value for _, value in node.kwargs))
-    return any(type(leaf) is Generator for leaf in leaves(trees))
-
-
-def _part(value: Any, path: tuple[int, ...]) -> Any:
-    for index in path:
-        value = value[index]
-    return value
 
 
 def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
