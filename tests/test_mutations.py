@@ -17,6 +17,7 @@ import replaylens as rl
 from replaylens._check.check import LAWS
 from replaylens._core.node import Call, Ref, Scope
 from replaylens._core.target import Target
+from replaylens._core.write import plain_call
 from replaylens._edit.rewrite import reading, renamed as renamed_node
 from replaylens._replay.replay import Versions
 
@@ -56,10 +57,11 @@ def with_graph(prog: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def with_node(prog: Any, name: str, **changes: Any) -> Any:
+    made = plain_call if "target" in changes else evolve
     return with_graph(
         prog,
         lambda graph: evolve(
-            graph, nodes=tuple([evolve(node, **changes) if node.name == name else node for node in graph.nodes])
+            graph, nodes=tuple([made(node, **changes) if node.name == name else node for node in graph.nodes])
         ),
     )
 

@@ -482,22 +482,15 @@ def _node(
 ) -> Node:
     if isinstance(record, SourceRecord):
         return _source_node(recording, addresses, record, name)
-    meaning = _shared(tuple([recording.meaning(handle) for _, handle in parts_of(record.returns)]))
-    kwargs = record.kwargs or {}
     follows, is_seeded = recording.follows.get(record.draws, (None, False)) if record.draws else (None, False)
-    return node_class(record)(
-        name=name,
-        kind=record.kind,
-        target=Target.of(record.function),
-        args=tuple([remake(arg, to_ref) for arg in record.args]),
-        kwargs=tuple([(key, remake(value, to_ref)) for key, value in kwargs.items()]),
-        returns=remake(record.returns, to_ref),
+    return call_of(
+        recording,
+        record,
+        name,
+        to_ref,
         result=remake(record.result, to_ref),
-        meaning=meaning,
-        draws=record.draws,
         follows=follows,
         is_seeded=is_seeded,
-        context=frozen_context(record.context),
         is_dynamic=record.is_dynamic,
         through=tuple([names[number] for number in record.through]),
         is_differentiated=record.is_differentiated or id(record) in twice,
@@ -509,9 +502,21 @@ def _node(
     )
 
 
-def node_class(record: CallRecord) -> type[Call]:
-    """What kind of call a record becomes."""
-    return Write if record.function is mutate else InnerGradient if record.function is differentiate else Call
+def call_of(recording: Recording, record: CallRecord, name: str, to_ref: Callable[[Any], Any], **more: Any) -> Call:
+    """The node that a record becomes, with what it says itself. `more`: other fields."""
+    kind = Write if record.function is mutate else InnerGradient if record.function is differentiate else Call
+    return kind(
+        name=name,
+        kind=record.kind,
+        target=Target.of(record.function),
+        args=tuple([remake(arg, to_ref) for arg in record.args]),
+        kwargs=tuple([(key, remake(value, to_ref)) for key, value in (record.kwargs or {}).items()]),
+        returns=remake(record.returns, to_ref),
+        meaning=_shared(tuple([recording.meaning(handle) for _, handle in parts_of(record.returns)])),
+        draws=record.draws,
+        context=frozen_context(record.context),
+        **more,
+    )
 
 
 def bypassed(recording: Recording) -> set[Handle]:

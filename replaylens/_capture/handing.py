@@ -20,7 +20,7 @@ from attrs import define, evolve
 
 from .._core.graph import GradientArguments, Graph
 from .._core.lazy import cached_property
-from .._core.node import Call, Node, Ref
+from .._core.node import Call, Node, Ref, remade
 from .._core.runtime import alias
 from .._core.target import Target
 from .._core.trees import ATOMS, leaves, remake
@@ -372,8 +372,7 @@ def _with_aliases(
     ):
         if number < 0:
             call, read = calls[turn], standing(turn)
-            kwargs = tuple([(key, remake(value, read)) for key, value in call.kwargs])
-            nodes.append(evolve(call, args=tuple([remake(arg, read) for arg in call.args]), kwargs=kwargs))
+            nodes.append(remade(call, read))
         else:
             one, name = own[number], f"handed_{number}"
             context = frozen_context(_context_of_alias(recording))
@@ -437,8 +436,7 @@ def _without_nodes(stretch: Graph, gone: dict[Ref, Ref]) -> Graph:
     nodes: list[Node] = []
     for node in stretch.nodes:
         if isinstance(node, Call):
-            args = tuple([remake(arg, read) for arg in node.args])
-            node = evolve(node, args=args, kwargs=tuple([(key, remake(value, read)) for key, value in node.kwargs]))
+            node = remade(node, read)
         if Ref(node.name) not in gone:
             nodes.append(node)
     return evolve(stretch, nodes=tuple(nodes), output=remake(stretch.output, read))

@@ -15,7 +15,6 @@ import torch
 from .._core.autograd import hooked
 from .._core.graph import GradientArguments, Graph
 from .._core.node import Input, Ref
-from .._core.target import Target
 from .._core.tolerances import REPEATED
 from .._core.torch_private import (
     FakeTensor,
@@ -25,7 +24,7 @@ from .._core.torch_private import (
     is_function_mode_seen,
     top_saving_hooks,
 )
-from .._core.trees import Branch, remake
+from .._core.trees import Branch
 from .._replay.differentiate import differentiate
 from ..errors import CaptureError
 from .builder import (
@@ -33,9 +32,9 @@ from .builder import (
     Handle,
     Recording,
     SourceRecord,
+    call_of,
     frozen_context,
     handles_in,
-    node_class,
     parts_of,
     version_of,
 )
@@ -312,22 +311,8 @@ def _graph_of(
     for number in between:
         record = recording.records[number]
         assert isinstance(record, CallRecord)
-        meaning = tuple([recording.meaning(h) for _, h in parts_of(record.returns)])
-        nodes.append(
-            node_class(record)(
-                f"call_{number}",
-                record.kind,
-                Target.of(record.function),
-                tuple([remake(arg, to_ref) for arg in record.args]),
-                tuple([(key, remake(value, to_ref)) for key, value in (record.kwargs or {}).items()]),
-                remake(record.returns, to_ref),
-                meaning=meaning,
-                draws=record.draws,
-                follows=recording.follows.get(record.draws or "", (None, False))[0],
-                is_seeded=True,
-                context=frozen_context(record.context),
-            )
-        )
+        follows = recording.follows.get(record.draws or "", (None, False))[0]
+        nodes.append(call_of(recording, record, f"call_{number}", to_ref, follows=follows, is_seeded=True))
     output = (tuple([refs[end] for end in ends]), tuple([refs[start] for start in starts]))
     ambient = frozen_context(recording.ambient)
     return Graph(

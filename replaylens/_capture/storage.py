@@ -313,7 +313,7 @@ class Memory:
         return handle
 
     def _emit_step(self, step: Any, source: Handle, made: torch.Tensor) -> Handle:
-        function, args, kwargs, part, grad = step.items
+        function, args, kwargs, part, grad = unpacked(step)
         fill: Callable[[Any], Any] = lambda leaf: source if leaf is Hole.HERE else leaf  # noqa: E731
         handle = self.recording.keep(made)
         returns: Any = handle

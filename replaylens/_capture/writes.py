@@ -124,7 +124,7 @@ def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, tar
         )
     for base in {id(entry.base): entry.base for entry in entries if _is_by_data(entry)}.values():
         note_late_write(recorder, base)
-    _note_forks(recorder, targets, tensors, bases)
+    _note_forks(recorder, writing)
     record = write_record(recorder, writing, draw.draws is not None)
     geometry = [geometry_of(target) for target in targets]
     counters = [version_of(base.root) for base in bases]
@@ -144,21 +144,20 @@ def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, tar
             one.put_back(recorder.recording)
         raise
     if [geometry_of(target) for target in targets] != geometry:
-        return _outgrown(recorder, rule, func, args, kwargs, targets, out, site)
+        return _outgrown(recorder, rule, writing, out, site)
     append_write(recorder, rule, writing, record, out, site, draw.key)
     return out
 
 
-def _note_forks(
-    recorder: Recorder, targets: list[torch.Tensor], tensors: list[torch.Tensor], bases: list[Base]
-) -> None:
+def _note_forks(recorder: Recorder, writing: Writing) -> None:
     """What is written through a detached alias has a history there, and another one, or none, elsewhere in memory."""
     recording = recorder.recording
+    tensors, bases = writing.tensors, writing.bases
     there = [recorder.memory.entry(tensor) for tensor in tensors if recorder.base_of(tensor) in bases]
     detached = [entry for entry in there if entry.is_detached]
     if any(entry.base.is_forked for entry in detached):  # it is derived from the memory again, to be written
         recording.one_way.append(FORKED)
-    written = [entry for entry in detached if any(entry.tensor is target for target in targets)]
+    written = [entry for entry in detached if any(entry.tensor is target for target in writing.targets)]
     if written and (_grad_enabled() or not recording.ambient[0]):
         others = [t for t in tensors if not any(t is entry.tensor for entry in detached)]
         if any(may_flow(recording, recorder.read(tensor)) for tensor in others):
@@ -340,26 +339,24 @@ def _with_generator(record: WriteArguments, key: str | None) -> WriteArguments:
     return record._replace(kwargs=Branch(dict, tuple(items), words.keys))
 
 
-def _outgrown(
-    recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, targets: Any, out: Any, site: Any
-) -> Any:
+def _outgrown(recorder: Recorder, rule: Rule, writing: Writing, out: Any, site: Any) -> Any:
     """`out=` of another size: torch gave it new memory, so it is an output like any other."""
-    given = kwargs.get("out")
+    given = writing.kwargs.get("out")
     outs = list(given) if isinstance(given, (tuple, list)) else [given]
-    if given is None or any(len(_entries_on(recorder, recorder.memory.entry(t).base)) > 1 for t in targets):
+    if given is None or any(len(_entries_on(recorder, recorder.memory.entry(t).base)) > 1 for t in writing.targets):
         raise CaptureError(f"`{rule.kind}` changed the size of memory that other tensors look at.{recorder.where()}")
     if rule.is_undefined:
         raise CaptureError(
             f"`{rule.kind}(out=...)` gives its target new memory, whose content is undefined.{recorder.where()}\n"
             f"Leave `out=` away: what `{rule.kind}` gives alone is the same in every replay."
         )
-    named = {key: value for key, value in kwargs.items() if key != "out"}
-    reads, read_named = recorder.read_all(args, named)
+    named = {key: value for key, value in writing.kwargs.items() if key != "out"}
+    reads, read_named = recorder.read_all(writing.args, named)
     for target in outs:
         _forget(recorder, target)
     returns = recorder.outputs(out)
     dtypes = tuple([target.dtype for target in outs])
-    recorder.append(fill_new, rule, [Target.of(func), dtypes, *reads], read_named, returns, site, None, False)
+    recorder.append(fill_new, rule, [Target.of(writing.func), dtypes, *reads], read_named, returns, site, None, False)
     return out
 
 

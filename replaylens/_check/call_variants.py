@@ -8,33 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import count as numbered
 from typing import Any
 
-from attrs import evolve
-
-from .._core.node import Call, Ref
-from .._core.trees import leaves, remake
+from .._core.node import Call, Ref, remade
+from .._core.trees import leaves
 from .._core.write import Nth, Write, packed
 
 
 def otherwise(node: Call) -> Iterator[Call]:
     """Calls that have another number, or the other flag, in one place."""
-    words = tuple([key for key, _ in node.kwargs])
-    tree = node.trees
-    for place, leaf in enumerate(leaves(tree)):
-        for other in _others(leaf):
-            args, values = _with(tree, place, other)
-            yield evolve(node, args=args, kwargs=tuple(zip(words, values, strict=True)))
+    for place, leaf in enumerate(leaves(node.trees)):
+        yield from (remade(node, partial(_at, numbered(), place, other)) for other in _others(leaf))
 
 
 def reading_elsewhere(node: Call, parent: Ref, other: Ref) -> Iterator[Call]:
     """Calls that read another value in one of several places where this one reads the parent."""
     count = node.refs.count(parent)
     for place in range(count if count > 1 else 0):
-        turns = iter(range(count))
-        change = partial(_instead, parent, other, place, turns)
-        kwargs = tuple([(key, remake(value, change)) for key, value in node.kwargs])
-        yield evolve(node, args=tuple([remake(arg, change) for arg in node.args]), kwargs=kwargs)
+        change = partial(_instead, parent, other, place, iter(range(count)))
+        yield remade(node, change)
     if isinstance(node, Write):
         given = node.arguments
         if parent in given.bases:
@@ -75,6 +68,5 @@ def _others(leaf: Any) -> tuple[Any, ...]:
     return ()
 
 
-def _with(tree: Any, place: int, other: Any) -> Any:
-    count = iter(range(10**9))
-    return remake(tree, lambda leaf: other if next(count) == place else leaf)
+def _at(numbers: Iterator[int], place: int, other: Any, leaf: Any) -> Any:
+    return other if next(numbers) == place else leaf

@@ -134,8 +134,8 @@ class Graph:
 
     @cached_property
     def again(self) -> tuple[InnerGradient, ...]:
-        """The calls that run others again themselves."""
-        return tuple([call for call in self.calls if isinstance(call, InnerGradient)])
+        """The calls that run others of this graph again themselves."""
+        return tuple([call for call in self.calls if isinstance(call, InnerGradient) and call.through])
 
     @cached_property
     def told(self) -> tuple[Call, ...]:
@@ -266,7 +266,8 @@ class GradientArguments(NamedTuple):
 
 @frozen
 class InnerGradient(Call):
-    """A gradient that the model takes inside its forward: it runs the calls in `through` again, as its stretch.
+    """A gradient that the model takes inside its forward: it runs the calls in `through` again, as its stretch. One
+    that stands in a stretch itself has none: its own stretch is all that it knows.
 
     Of `y = x.sin(); (g,) = torch.autograd.grad(y, x, v)` the last is
 

@@ -7,7 +7,6 @@ every move.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from attrs import frozen
 
@@ -16,7 +15,7 @@ from .graph import GradientArguments, Graph, InnerGradient
 from .node import Call, Generator, Ref, meanings_of, refs_in
 from .target import Target
 from .trees import Branch, leaves, leaves_of
-from .write import Derived, Hole, Nth, Write, WriteArguments, Written, mutate, unpacked
+from .write import Derived, Hole, Nth, Write, WriteArguments, Written, mutate, places, unpacked
 
 MUTATE = Target.of(mutate)
 
@@ -41,8 +40,7 @@ def problems(graph: Graph) -> tuple[Problem, ...]:
         *_draws_are_named(graph),
         *_guards_are_in_place(graph),
         *_runs_again_what_was_before(graph),
-        *_writes_are_well_formed(graph),
-        *_gradients_are_well_formed(graph),
+        *_kinds_of_call_are_well_formed(graph),
     )
     return tuple(sorted(found, key=lambda problem: graph.positions.get(problem.node, len(graph))))
 
@@ -112,12 +110,16 @@ def _runs_again_what_was_before(graph: Graph) -> Iterator[Problem]:
                 yield Problem(node.name, "order", f"runs {name} again, which does not run before it")
 
 
-def _writes_are_well_formed(graph: Graph) -> Iterator[Problem]:
+def _kinds_of_call_are_well_formed(graph: Graph) -> Iterator[Problem]:
     for call in graph.calls:
         if isinstance(call, Write):
             yield from (Problem(call.name, "write", fact) for fact in _faults_of_a_write(call))
+        elif isinstance(call, InnerGradient):
+            yield from (Problem(call.name, "inner gradient", fact) for fact in _faults_of_a_gradient(call))
         elif call.target == MUTATE:
             yield Problem(call.name, "write", "writes in place and is no Write")
+        elif call.through:
+            yield Problem(call.name, "inner gradient", "runs others again and is no InnerGradient")
 
 
 def _faults_of_a_write(write: Write) -> Iterator[str]:
@@ -135,42 +137,22 @@ def _faults_of_a_write(write: Write) -> Iterator[str]:
     if type(bases) is not tuple or not bases or len(set(bases)) < len(bases) or any(type(b) is not Ref for b in bases):
         yield "has bases that are not one value each"
     views = [unpacked(target) for target in targets]
-    places = [place for tree in (*given.args, given.kwargs) for place in _places(tree)]
+    stand = [place for tree in (*given.args, given.kwargs) for place in places(tree)]
     numbers = [view.base if type(view) is Derived else -1 for view in views]
-    numbers += [place.base for place in places if type(place) is Derived]
+    numbers += [place.base for place in stand if type(place) is Derived]
     if not all(0 <= number < len(bases) for number in numbers):
         yield "has a target that is a view of no base"
-    if not all(0 <= place.number < len(views) for place in places if type(place) is Nth):
+    if not all(0 <= place.number < len(views) for place in stand if type(place) is Nth):
         yield "has an argument that is none of its targets"
-    steps = [step for view in (*views, *places) if type(view) is Derived for step in view.steps]
+    steps = [step for view in (*views, *stand) if type(view) is Derived for step in view.steps]
     if any(sum(leaf is Hole.HERE for leaf in leaves(step)) != 1 for step in steps):
         yield "has a view that is not one of one tensor"
     if len(values) != len(targets) or not all(value is None or type(value) is Ref for value in values):
         yield f"has {len(values)} values for {len(targets)} targets"
-    returns = write.returns if type(write.returns) is tuple else ()
-    if (
-        len(returns) != len(Written._fields)
-        or not (len(targets) >= len(returns[1]) > 0)
-        or len(returns[2]) != len(bases)
-    ):
+    gives = write.returns if type(write.returns) is tuple else ()
+    is_whole = len(gives) == len(Written._fields) and len(write.gives.bases) == len(bases)
+    if not is_whole or not 0 < len(write.gives.targets) <= len(targets):
         yield "does not give what it wrote, and each base"
-
-
-def _places(tree: Any) -> Iterator[Any]:
-    """All that stands for views in an argument."""
-    if type(place := unpacked(tree)) in (Nth, Derived):
-        yield place
-    else:
-        for item in tree if type(tree) is tuple else getattr(tree, "items", ()) if type(tree) is Branch else ():
-            yield from _places(item)
-
-
-def _gradients_are_well_formed(graph: Graph) -> Iterator[Problem]:
-    for call in graph.calls:
-        if isinstance(call, InnerGradient):
-            yield from (Problem(call.name, "inner gradient", fact) for fact in _faults_of_a_gradient(call))
-        elif call.through:
-            yield Problem(call.name, "inner gradient", "runs others again and is no InnerGradient")
 
 
 def _faults_of_a_gradient(call: InnerGradient) -> Iterator[str]:
@@ -180,7 +162,7 @@ def _faults_of_a_gradient(call: InnerGradient) -> Iterator[str]:
     given, stretch = call.arguments, call.arguments.stretch
     if len(stretch.input_nodes) != len(given.starts) + len(given.others):
         yield "does not give its stretch each input"
-    if len(stretch.calls) != len(call.through):
+    if call.through and len(stretch.calls) != len(call.through):
         yield f"runs {len(call.through)} nodes again, and has {len(stretch.calls)} in its stretch"
     if type(stretch.output) is not tuple or len(stretch.output) != 2 or len(stretch.output[0]) != len(given.cotangents):
         yield "does not have a cotangent for each output of its stretch"

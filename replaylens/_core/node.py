@@ -7,15 +7,16 @@ are given: a `Write` (write.py) and an `InnerGradient` (graph.py).
 from __future__ import annotations
 
 import linecache
+from collections.abc import Callable
 from math import prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from .settings import Settings
 from .target import Target
-from .trees import ATOMS, leaves_of
+from .trees import ATOMS, leaves_of, remake
 
 Arg = Any  # a tree (see trees.py) whose leaves are Refs and literals
 
@@ -327,6 +328,15 @@ class Guard:
     @property
     def refs(self) -> tuple[Ref, ...]:
         return tuple(refs_in((self.args, tuple([value for _, value in self.kwargs]))))
+
+
+Reads = TypeVar("Reads", bound=Call | Guard)
+
+
+def remade(node: Reads, leaf: Callable[[Any], Any], **changes: Any) -> Reads:
+    """A call or a guard with `leaf(x)` in the place of every leaf x of its arguments."""
+    args = tuple([remake(arg, leaf) for arg in node.args])
+    return evolve(node, args=args, kwargs=tuple([(key, remake(tree, leaf)) for key, tree in node.kwargs]), **changes)
 
 
 ITSELF = "the very tensor"  # the answer to a call that gives its argument back where it lies in memory as is asked

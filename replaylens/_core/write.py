@@ -11,7 +11,7 @@ No other module knows in which order the arguments of `mutate` stand.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -301,12 +301,18 @@ def original_call(call: Call) -> Original:
     return Original(call.args[0] if own else call.target, call.args[own:], dict(call.kwargs))
 
 
+def places(tree: Any) -> Iterator[Nth | Derived]:
+    """All that stands for tensors in the written memory, in a tree of the model's own arguments."""
+    if type(place := unpacked(tree)) in (Nth, Derived):
+        yield place
+    else:
+        for item in tree if type(tree) is tuple else tree.items if type(tree) is Branch else ():
+            yield from places(item)
+
+
 def holds_tensor(tree: Any) -> bool:
     """Does a tensor stand in a tree of the model's own arguments, or what stands for one?"""
-    if type(tree) is Branch and tree.kind in (Nth, Derived):
-        return True
-    items = tree if type(tree) is tuple else tree.items if type(tree) is Branch else ()
-    return type(tree) is Ref or any(map(holds_tensor, items))
+    return any(type(leaf) is Ref for leaf in leaves(tree)) or any(True for _ in places(tree))
 
 
 def concrete(call: Call, tree: Any, fill: Callable[[Any], Any]) -> Any:

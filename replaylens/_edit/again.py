@@ -12,7 +12,7 @@ from typing import Any
 from attrs import evolve
 
 from .._core.graph import Graph, InnerGradient
-from .._core.node import Call, Input, Node, Ref, TensorMeaning, refs_in
+from .._core.node import Call, Input, Node, Ref, TensorMeaning, refs_in, remade
 from .._core.trees import leaves, remake
 from ..errors import ReplaylensError
 
@@ -90,11 +90,10 @@ def _stretch_of(new: Graph, stretch: Graph, reads: tuple[Ref, ...], members: lis
     nodes: list[Node] = [Input(inside[ref].node, (n,), _meaning(new, ref)) for n, ref in enumerate(reads)]
     for member in members:
         nodes.append(
-            evolve(
+            remade(
                 member,
+                inner,
                 name=called[member.name],
-                args=tuple([remake(arg, inner) for arg in member.args]),
-                kwargs=tuple([(key, remake(value, inner)) for key, value in member.kwargs]),
                 returns=remake(member.returns, inner),
                 result=None,
                 scope=None,

@@ -16,7 +16,7 @@ from attrs import evolve, frozen
 from .._core.graph import Graph
 from .._core.label import Label, fresh
 from .._core.laws import require_lawful
-from .._core.node import Call, Const, Generator, Guard, Input, Node, Ref, State, meanings_of, refs_in, value_of
+from .._core.node import Call, Const, Generator, Guard, Input, Node, Ref, State, meanings_of, refs_in, remade, value_of
 from .._core.runtime import alias, gathered
 from .._core.target import Target
 from .._core.trees import Branch, keyed, leaves, remake, walk
@@ -41,9 +41,7 @@ def reading(node: Node, refs: Refs) -> Node:
     """The same node, reading other values; the node itself if it reads none of these."""
     if not isinstance(node, Call) or not any(ref in refs for ref in node.refs):
         return node
-    swap = _swap(refs)
-    kwargs = tuple([(key, remake(value, swap)) for key, value in node.kwargs])
-    return evolve(node, args=tuple([remake(arg, swap) for arg in node.args]), kwargs=kwargs)
+    return remade(node, _swap(refs))
 
 
 def _swap(refs: Refs) -> Any:
@@ -82,11 +80,7 @@ def _moved(guard: Guard, places: Sequence[int], refs: Refs) -> Guard:
 
 def guard_reading(guard: Guard, refs: Refs) -> Guard:
     """The same guard, on other values."""
-    if not any(ref in refs for ref in guard.refs):
-        return guard
-    swap = _swap(refs)
-    kwargs = tuple([(key, remake(value, swap)) for key, value in guard.kwargs])
-    return evolve(guard, args=tuple([remake(arg, swap) for arg in guard.args]), kwargs=kwargs)
+    return remade(guard, _swap(refs)) if any(ref in refs for ref in guard.refs) else guard
 
 
 def insert_after(graph: Graph, name: str, nodes: Sequence[Node], refs: Refs = NOTHING) -> Graph:
@@ -244,11 +238,10 @@ def _settled(inner: Node, node: Call, called: Mapping[str, str], swap: Callable[
     """A node of `sub` as it stands in the program."""
     if not isinstance(inner, Call):
         return renamed(inner, called[inner.name])
-    return evolve(
+    return remade(
         inner,
+        swap,
         name=called[inner.name],
-        args=tuple([remake(arg, swap) for arg in inner.args]),
-        kwargs=tuple([(key, remake(value, swap)) for key, value in inner.kwargs]),
         returns=remake(inner.returns, swap),
         result=remake(inner.result, swap),
         through=tuple([called[name] for name in inner.through]),
@@ -307,5 +300,4 @@ def _placed(
     """A guard of a spliced graph: behind the last of the new nodes that came before it."""
     before = {called[node.name] for node in sub.nodes[: guard.position] if node.name in called}
     position = max((number + 1 for number, node in enumerate(nodes) if node.name in before), default=0)
-    kwargs = tuple([(key, remake(value, swap)) for key, value in guard.kwargs])
-    return evolve(guard, args=tuple([remake(arg, swap) for arg in guard.args]), kwargs=kwargs, position=position)
+    return remade(guard, swap, position=position)

@@ -13,7 +13,7 @@ from attrs import evolve
 
 from .._core.graph import Graph
 from .._core.laws import require_lawful
-from .._core.node import Call, Const, Generator, Guard, Input, Node, Ref, Source, TensorMeaning, refs_in
+from .._core.node import Call, Const, Generator, Guard, Input, Node, Ref, Source, TensorMeaning, refs_in, remade
 from .._core.trees import keyed, leaves, remake, walk
 from .._replay.replay import Record, Versions, version
 
@@ -43,11 +43,10 @@ def with_metric(record: Record, metric: Record) -> Record:
 def _moved(node: Node, name: str, moved: Any) -> Node:
     if not isinstance(node, Call):
         return evolve(node, name=name)
-    return evolve(
+    return remade(
         node,
+        moved,
         name=name,
-        args=tuple([remake(arg, moved) for arg in node.args]),
-        kwargs=tuple([(key, remake(value, moved)) for key, value in node.kwargs]),
         returns=remake(node.returns, moved),
         result=remake(node.result, moved),
         draws=None if node.draws is None else f"metric.{node.draws}",

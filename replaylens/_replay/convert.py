@@ -15,9 +15,9 @@ from torch import nn
 
 from .._core.autograd import as_leaf
 from .._core.graph import Graph
-from .._core.node import Call, Node, Ref, State, TensorMeaning, refs_in
+from .._core.node import Call, Node, Ref, State, TensorMeaning, refs_in, remade
 from .._core.state import StatePlace, sight_of
-from .._core.trees import remake, thaw
+from .._core.trees import thaw
 from ..errors import DivergedReplay, StaleValue
 from .begun import Begun
 from .facts import Around, require_as_asked
@@ -210,10 +210,5 @@ def _on_device(graph: Graph, device: torch.device) -> Graph:
     def leaf(value: Any) -> Any:
         return device if isinstance(value, torch.device) else value
 
-    nodes = []
-    for node in graph.nodes:
-        if isinstance(node, Call):
-            kwargs = tuple([(key, remake(value, leaf)) for key, value in node.kwargs])
-            node = evolve(node, args=tuple([remake(arg, leaf) for arg in node.args]), kwargs=kwargs)
-        nodes.append(node)
+    nodes = [remade(node, leaf) if isinstance(node, Call) else node for node in graph.nodes]
     return evolve(graph, nodes=tuple(nodes))

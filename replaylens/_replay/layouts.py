@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from .._core.graph import Graph
-from .._core.node import ITSELF, Call, Generator, Guard, Ref, meanings_of, refs_in, refs_of
+from .._core.node import ITSELF, Call, Guard, Ref, meanings_of, refs_in, refs_of
 from .._core.runtime import kind_of, looks_at_memory, message_of
 from .._core.sharing import overlaps_itself
 from .._core.torch_private import OpOverload
-from .._core.trees import leaves_of, part_at, thaw
+from .._core.trees import part_at, thaw
 from .._core.world import drawing_alone
 from .._core.write import Write
 from ..errors import ReplaylensError
@@ -332,7 +332,7 @@ def _can_run(node: Call) -> bool:
     function: Any = node.target.function
     while isinstance(function, partial):
         function = function.func
-    if leaves_of(Generator, node.trees):
+    if has_own_generator(node):
         return False
     module = getattr(function, "__module__", None) or type(function).__module__
     home = module.partition(".")[0]
