@@ -38,7 +38,8 @@ from .._replay.state import StatePlace
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite, UnsupportedModel
 from .account import account_of, timed
 from .altered import altered
-from .builder import Handle, Recording, SourceRecord, address_of, freeze, is_torch_code, last_name, line_of, versions_of
+from .builder import Handle, Recording, SourceRecord, address_of, freeze, last_name, line_of, versions_of
+from .bytecode import is_torch_code
 from .checkpoints import computed_again, leave_checkpoints
 from .customs import by_its_class
 from .flags import note_flags

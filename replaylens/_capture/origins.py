@@ -30,6 +30,7 @@ from .collecting import collect_new, is_frozen, set_aside, set_back
 from .scopes import addresses, module_table, other_addresses
 from .snapshot import Held
 from .storage import storage_key
+from .user_code import closed_over
 
 _lock = threading.RLock()  # what an interrupt left may be left while another capture is entered
 _running: dict[object, int] = {}  # the captures that run, and their threads
@@ -480,10 +481,8 @@ def _modules_of(model: Any) -> Iterator[nn.Module]:
         elif isinstance(thing, MethodType):
             stack.extend((thing.__self__, thing.__func__))
         elif isinstance(thing, FunctionType):
-            stack.extend(cell.cell_contents for cell in thing.__closure__ or () if _is_set(cell))
-            stack.extend(
-                thing.__globals__[n] for n in thing.__code__.co_names if isinstance(thing.__globals__.get(n), nn.Module)
-            )
+            globals_named = (thing.__globals__.get(name) for name in thing.__code__.co_names)
+            stack.extend([*closed_over(thing), *[one for one in globals_named if isinstance(one, nn.Module)]])
         elif isinstance(thing, partial):
             stack.extend((thing.func, *thing.args, *thing.keywords.values()))
         elif isinstance(thing, (list, tuple)):

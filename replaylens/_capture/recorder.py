@@ -41,10 +41,10 @@ from .builder import (
     Recording,
     Site,
     SourceRecord,
-    is_torch_code,
     user_line,
     version_of,
 )
+from .bytecode import is_torch_code
 from .origins import Date, Origins, is_older, thread_marks
 from .randomness import Draws, as_drawn
 from .rules import PARTING, Rule, is_new_memory

@@ -43,8 +43,6 @@ from ..errors import CaptureError, ReplaylensError, UnannouncedWrite
 from .asked import (
     FOLDS_BY_FLAGS,
     HANDS_ON_FLAGS,
-    asks_for_none,
-    keeps_exceptions,
     next_functions,
     shows_flags,
 )
@@ -57,17 +55,16 @@ from .builder import (
     ScopeRecord,
     Site,
     SourceRecord,
-    is_torch_code,
     parts_of,
     version_of,
 )
+from .bytecode import asks_for_none, is_torch_code, keeps_exceptions, rebinds
 from .customs import BOUND_BEFORE, apply_call
 from .flags import turn
 from .hooks import HOOK_ON_STEP, hook
 from .keeping import ALONE, BARE, GIVEN, objects_held, references_of, renewed
 from .opening import opened
 from .origins import Date, Origins, is_older
-from .rebinding import rebinds
 from .recorder import NeedsDeepLook, Read, Recorder, outside, tensors_in
 from .regions import AtenWatch, backward_call, differentiate_call, watched
 from .rules import How, Rule, rule_of
