@@ -12,10 +12,10 @@ import torch
 
 PACKAGES = "_capture", "_check", "_edit", "_lens", "_many", "_replay", "_study", "_view"
 OTHERS = {  # words of other kinds: of modules, of callers' options, of bytecode, of what is shown
-    "_capture.asked._SHOWING_FLAGS": "code of torch's own Python",
+    "_capture.asked_facts._SHOWING_FLAGS": "code of torch's own Python",
     "_capture.branches": "bytecode",
     "_capture.bytecode": "bytecode, and names of Python's own",
-    "_capture.hidden._PYTHONS_OWN": "modules of Python's own",
+    "_capture.hidden_tensors._PYTHONS_OWN": "modules of Python's own",
     "_capture.randomness._ANEW": "generators of numpy's and Python's",
     "_capture.randomness._COPYING": "methods of generators",
     "_capture.randomness._READING": "methods of generators",

@@ -41,8 +41,8 @@ from .._core.torch_private import FakeTensor
 from .._core.trees import leaves, remake, remake_shared
 from .._lens.drafts import Draft
 from .._lens.structure import labels
-from .._replay.state import PlaceNote
-from .asked import Asked, guard_of, mode_guards
+from .._replay.model_state import PlaceNote
+from .asked_facts import Asked, guard_of, mode_guards
 from .branches import keeps, taken
 from .bytecode import asks_identity, catches, is_torch_code
 from .dynamic import with_dynamic_shapes
@@ -137,7 +137,7 @@ class Recording:
     versions: list[int] = field(factory=list)  # of each value's tensor when it was recorded; -1: it has none
     scopes: list[ScopeRecord] = field(factory=list)
     scope_outputs: list[Handed] = field(factory=list)
-    is_handed_on: bool = False  # what modules hand on has its names: see handing.py
+    is_handed_on: bool = False  # what modules hand on has its names: see output_aliases.py
     shared: set[Handle] = field(factory=set)  # of these names, those of what others see in the same container
     twice: dict[Handle, tuple[Handle, int]] = field(factory=dict)  # handed on twice: in which memory, after which write
     written_twice: set[Handle] = field(

@@ -33,27 +33,27 @@ from .._core.trees import ATOMS, fingerprint, freeze_deep, keys_of, leaves, name
 from .._core.turns import calls, come, turns
 from .._core.world import World, alone, drawing_alone, freed, in_children, surely
 from .._edit.wanted import EVERYTHING, Wish
+from .._replay.model_state import StatePlace
 from .._replay.replay import Record, Versions
-from .._replay.state import StatePlace
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite, UnsupportedModel
-from .account import account_of, timed
-from .altered import altered
+from .altered_objects import altered
 from .builder import Handle, Recording, SourceRecord, address_of, freeze, last_name, line_of, versions_of
 from .bytecode import is_torch_code
 from .checkpoints import computed_again, leave_checkpoints
 from .customs import by_its_class
 from .flags import note_flags
-from .handing import hand_on
-from .hidden import behind
+from .hidden_tensors import behind
 from .hooks import note_hooks
-from .late import note_writes_from_outside
+from .late_writes import note_writes_from_outside
+from .metadata import account_of, timed
 from .origins import Date, Origins, dated, is_older, reaches_scripts
+from .output_aliases import hand_on
 from .randomness import lent_generators
 from .recorder import NeedsDeepLook
 from .scopes import boundary, callers, listening, outermost
-from .snapshot import Beginning, Dice, Snapshot, turn_back
+from .snapshot import ForwardState, RngState, Snapshot, turn_back
 from .sparing import settle, sparing
-from .state import (
+from .state_changes import (
     counters_of,
     held,
     held_at_start,
@@ -77,7 +77,7 @@ class Captured:
 
     recording: Recording
     output: Any
-    beginning: Beginning
+    beginning: ForwardState
 
 
 @frozen(eq=False)
@@ -87,11 +87,11 @@ class Forward:
     model: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    beginning: Beginning
+    beginning: ForwardState
     tracer: Callable[[Recording, Origins, Date, bool, str], Tracer] = Tracer
     second: Callable[[Recording, Origins, Date, bool, str], Tracer] | None = None  # of a second look, if another
-    failed: Callable[[Recording, Beginning], None] | None = None  # is told of a look that raises, and how far it came
-    begun: Callable[[tuple[Recording, Beginning]], None] | None = None  # is told of each look when it begins
+    failed: Callable[[Recording, ForwardState], None] | None = None  # is told of a look that raises
+    begun: Callable[[tuple[Recording, ForwardState]], None] | None = None  # is told of each look when it begins
 
 
 def record(
@@ -100,8 +100,8 @@ def record(
     kwargs: dict[str, Any],
     unknown: str = "raise",
     wish: Wish = EVERYTHING,
-    failed: Callable[[Recording, Beginning], None] | None = None,
-    begun: Callable[[tuple[Recording, Beginning]], None] | None = None,
+    failed: Callable[[Recording, ForwardState], None] | None = None,
+    begun: Callable[[tuple[Recording, ForwardState]], None] | None = None,
 ) -> Captured:
     """Run the model under the tracer. Looks a second time, at every ATen call, if the first was blind to something, or
     had let go of a value that turned out to be needed: everything is kept then until the end.
@@ -111,7 +111,7 @@ def record(
     if turns:  # another thread may have changed the model meanwhile
         come(map(id, origins.modules))
         origins = Origins(model)
-    beginning = Beginning(model, Snapshot(origins.modules, (args, kwargs), held=origins.held), Dice(), unknown)
+    beginning = ForwardState(model, Snapshot(origins.modules, (args, kwargs), held=origins.held), RngState(), unknown)
     tracer = Tracer if wish.everything else sparing(wish)
     captured = looked(Forward(model, args, kwargs, beginning, tracer, Tracer, failed, begun), put_back, origins)
     settle(captured.recording)
@@ -135,7 +135,7 @@ def flags_of(recording: Recording) -> list[tuple[torch.Tensor, bool]]:
     return [(tensor, flag) for _, flag, tensor in recording.turned.values()]
 
 
-def looked(forward: Forward, put_back: Callable[[Recording, Beginning], None], origins: Origins) -> Captured:
+def looked(forward: Forward, put_back: Callable[[Recording, ForwardState], None], origins: Origins) -> Captured:
     """What a first look gave, or a second one. Torch's modes are left as they were, wherever an interrupt comes."""
     world = World()
     try:
@@ -145,7 +145,7 @@ def looked(forward: Forward, put_back: Callable[[Recording, Beginning], None], o
         raise
 
 
-def _looked(forward: Forward, put_back: Callable[[Recording, Beginning], None], origins: Origins) -> Captured:
+def _looked(forward: Forward, put_back: Callable[[Recording, ForwardState], None], origins: Origins) -> Captured:
     """What a first look gave, or a second one, before which all that the first one changed is put back."""
     compiler_at_start = compiler_if_loaded()
     first = Recording(_name_of(forward.model))
@@ -600,7 +600,7 @@ def _say_where(error: Exception, tracer: Tracer) -> None:
     add_note(error, f"replaylens: the model raised this after {done} recorded calls{last}{inside}.{where}")
 
 
-def put_back(recording: Recording, beginning: Beginning) -> None:
+def put_back(recording: Recording, beginning: ForwardState) -> None:
     """Undo what a first look changed, before the second."""
     put_generators_back(recording)
     beginning.put_back()

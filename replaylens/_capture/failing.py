@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from .._core.node import Call, Guard, Node, meanings_of
 from .._core.target import Target
-from .._replay.facts import writes_out
+from .._replay.flag_guards import writes_out
 
 # Names without a leading `linalg_` and a closing underscore.
 NAMES = frozenset(

@@ -32,7 +32,7 @@ from .._core.torch_private import (
 )
 from .._core.trees import freeze
 from ..errors import CaptureError, UnannouncedWrite, UnknownOrigin
-from .asked import Asked
+from .asked_facts import Asked
 from .builder import (
     PLAIN,
     CallRecord,

@@ -23,9 +23,9 @@ from .._core.torch_private import storage_holders
 from .._core.trees import bare, leaves
 from .._edit.wanted import Wish
 from .builder import CallRecord, Gone, Handed, Handle, Recording, SourceRecord, parts_of, version_of
-from .keeping import objects_held
 from .origins import Date, Origins
 from .recorder import Alias, NeedsDeepLook
+from .reference_counts import objects_held
 from .rules import Rule
 from .scopes import addresses
 from .storage import Base, Entry, Memory, storage_key

@@ -18,7 +18,7 @@ from .._core.pure import alias
 from .._core.trees import leaves
 from .._replay.request import At
 from .builder import CallRecord, Recording, SourceRecord, user_line
-from .handing import is_handing
+from .output_aliases import is_handing
 
 
 @frozen

@@ -38,9 +38,9 @@ from .._core.torch_private import (
     without_function_modes,
 )
 from .._core.trees import ATOMS, freeze, freeze_deep, leaves, thaw
-from .._replay.facts import SOME, WALK, in_short
+from .._replay.flag_guards import SOME, WALK, in_short
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite
-from .asked import (
+from .asked_facts import (
     FOLDS_BY_FLAGS,
     HANDS_ON_FLAGS,
     next_functions,
@@ -62,10 +62,10 @@ from .bytecode import asks_for_none, is_torch_code, keeps_exceptions, rebinds
 from .customs import BOUND_BEFORE, apply_call
 from .flags import turn
 from .hooks import HOOK_ON_STEP, hook
-from .keeping import ALONE, BARE, GIVEN, objects_held, references_of, renewed
 from .opening import opened
 from .origins import Date, Origins, is_older
 from .recorder import NeedsDeepLook, Read, Recorder, outside, tensors_in
+from .reference_counts import ALONE, BARE, GIVEN, objects_held, references_of, renewed
 from .regions import AtenWatch, backward_call, differentiate_call, watched
 from .rules import How, Rule, rule_of
 from .scopes import model_frames, user_frame

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .._core.account import Parameter
+from .._core.capture_metadata import Parameter
 from .._core.node import State
 from .facts import Facts
 

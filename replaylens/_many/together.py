@@ -20,7 +20,7 @@ from .._core.target import Target
 from .._core.trees import freeze_deep, leaves, thaw
 from .._core.world import restoring
 from .._edit.patch import keeps_layout
-from .._replay.facts import heeded
+from .._replay.flag_guards import heeded
 from .._replay.guards import diverged
 from .._replay.parting import parted
 from .._replay.replay import Record, led_astray, version

@@ -18,14 +18,14 @@ from .._core.node import Call, Node, Ref, State, TensorMeaning
 from .._core.pure import as_leaf
 from .._core.trees import leaves, remake, thaw
 from ..errors import DivergedReplay, StaleValue
-from .begun import Begun
-from .facts import Around, require_as_asked
+from .flag_guards import Around, require_as_asked
 from .guards import Departure
 from .interpreter import Mode, compile_plan, interpret, recorded_world, states_begun
 from .keeping import keeping
+from .model_state import StatePlace, sight_of
 from .plan import plan
 from .replay import Record, Versions, version
-from .state import StatePlace, sight_of
+from .state_guards import Begun
 
 
 def present(record: Record, model: Any) -> Record:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from attrs import define, evolve, field, frozen
 
-from .._core.account import NOTHING_KNOWN, Account
+from .._core.capture_metadata import NOTHING_KNOWN, Account
 from .._core.graph import Graph
 from .._core.node import Call, Input, Ref, State, TensorMeaning, refs_of, value_of
 from .._core.pure import as_leaf, fresh_leaf, in_layout, same_content, standing
@@ -26,18 +26,18 @@ from .._core.turns import settled
 from .._core.world import drawing_alone
 from .._edit.lower import may_vary
 from ..errors import InputMismatch, NotDifferentiable, ReplaylensError, StaleValue
-from .facts import Around, Instead, departures as departures_of, heeded, noticing, require_as_asked
+from .deferred import Late, Remembered, mark_of
+from .flag_guards import Around, Instead, departures as departures_of, heeded, noticing, require_as_asked
 from .function import as_function
 from .guards import Departure, LeftPath, diverged, misdirected, raising
 from .inputs import require_arguments
 from .interpreter import Code, Mode, Patches, compile_plan, interpret, recorded_world
-from .late import Late, Remembered, mark_of
+from .model_state import Standing, StatePlace, sight_of
 from .parting import parted, writes_views
 from .plan import Plan, plan
 from .recover import recovered
 from .request import At, Change, Request
 from .run import Run
-from .state import Standing, StatePlace, sight_of
 
 
 class Versions(dict[Ref, int]):

@@ -21,8 +21,8 @@ from .._core.trees import leaves, thaw
 from .._core.world import drawing_alone
 from ..errors import ReplaylensError, StaleValue
 from .interpreter import Mode, compile_plan, interpret, recorded_world, states_begun
+from .model_state import sight_of
 from .plan import Plan, plan
-from .state import sight_of
 
 
 def mark_of(value: Any) -> Any:

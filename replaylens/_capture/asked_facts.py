@@ -1,8 +1,8 @@
 """What a model asks of tensors besides their content: their memory layout, their flags, the modes around it.
 
 In: reads as the tracer meets them, and the code that ran. Out: Guards of the kinds "layout", "flags" and "mode". No
-content is behind these answers, so that nothing is run to ask them again: see `_replay/facts.py`. Torch does not show
-reads of the gradient mode to anybody: that the code which ran names them is taken for a read.
+content is behind these answers, so that nothing is run to ask them again: see `_replay/flag_guards.py`. Torch does not
+show reads of the gradient mode to anybody: that the code which ran names them is taken for a read.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch
 
 from .._core.node import TensorMeaning
 from .._core.trees import ATOMS
-from .._replay.state import PLAIN
+from .._replay.model_state import PLAIN
 from .origins import path_to
 from .recorder import Recorder
 from .snapshot import Snapshot
@@ -58,7 +58,7 @@ def _changed(snapshot: Snapshot) -> Iterator[tuple[Any, str]]:
 
 
 def _is_same(old: Any, new: Any) -> bool:
-    """Is it the same for those who read it? Tensors in the place of tensors, or of nothing, are state: see state.py."""
+    """Is it the same for those who read it? A tensor in the place of one, or of nothing, is state_changes.py's."""
     if old is new:
         return True
     if type(new) in PLAIN or type(old) in PLAIN:

@@ -20,8 +20,8 @@ from .._core.node import TensorMeaning
 from .._core.pure import history_of, take_step, writable_copy
 from .._core.sameness import attached
 from .._core.trees import freeze_deep, leaves, thaw
-from .._replay.layouts import geometry
-from .._replay.state import NO_LOOK, PLAIN, Look, PlaceNote, attribute_at, fused_steps, looks_at
+from .._replay.layout_guards import geometry
+from .._replay.model_state import NO_LOOK, PLAIN, Look, PlaceNote, attribute_at, fused_steps, looks_at
 from .builder import Handle, Recording, SourceRecord, version_of, versions_of
 from .origins import Origins, Place
 from .recorder import Recorder

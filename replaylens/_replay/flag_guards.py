@@ -2,7 +2,7 @@
 
 In: the record of a program, and the values that stand in the place of recorded ones, as they were given. Out: a
 Departure for each question of the model's that has another answer with them. Flags are followed through the graph,
-layouts by layouts.py. Where no source is laid out or flagged otherwise than it was recorded, there is nothing to ask.
+layouts by layout_guards.py. Where no source lies or is flagged otherwise than it was recorded, there is nothing to ask.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .._core.sameness import attached
 from .._core.torch_private import is_wrapped
 from .._core.trees import Branch, named_paths
 from .guards import Departure, changed, diverged, fact
-from .layouts import EXPOSURES, Layouts, asked_of, geometry, is_lazy
+from .layout_guards import EXPOSURES, Layouts, asked_of, geometry, is_lazy
 
 Tensors = Mapping[Ref, torch.Tensor]
 UNKNOWN = "not known"
