@@ -41,7 +41,7 @@ from .._core.torch_private import FakeTensor
 from .._core.trees import leaves, remake, remake_shared
 from .._lens.drafts import Draft
 from .._lens.structure import labels
-from .._replay.model_state import PlaceNote
+from .._replay.model_state import PlaceNote, version_of as version_of, versions_of as versions_of
 from .asked_facts import Asked, guard_of, mode_guards
 from .branches import keeps, taken
 from .bytecode import asks_identity, catches, is_torch_code
@@ -253,22 +253,6 @@ class Frozen:
     graph: Graph
     handles: dict[Ref, Handle]
     addresses: Addresses
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """The tensor's write counter; -1 for inference tensors, which have none."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        return -1
-
-
-def versions_of(tensors: list[torch.Tensor]) -> list[int]:
-    """The write counters of many tensors."""
-    try:
-        return [tensor._version for tensor in tensors]
-    except RuntimeError:
-        return [version_of(tensor) for tensor in tensors]
 
 
 def freeze(recording: Recording) -> Frozen:

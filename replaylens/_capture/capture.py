@@ -49,7 +49,7 @@ from .metadata import account_of, timed
 from .origins import Date, Origins, dated, is_older, reaches_scripts
 from .output_aliases import hand_on
 from .randomness import lent_generators
-from .recorder import NeedsDeepLook
+from .recorder import RetraceAtDispatch
 from .scopes import boundary, callers, listening, outermost
 from .snapshot import ForwardState, RngState, Snapshot, turn_back
 from .sparing import settle, sparing
@@ -113,7 +113,7 @@ def record(
         origins = Origins(model)
     beginning = ForwardState(model, Snapshot(origins.modules, (args, kwargs), held=origins.held), RngState(), unknown)
     tracer = Tracer if wish.everything else sparing(wish)
-    captured = looked(Forward(model, args, kwargs, beginning, tracer, Tracer, failed, begun), put_back, origins)
+    captured = trace_twice(Forward(model, args, kwargs, beginning, tracer, Tracer, failed, begun), put_back, origins)
     settle(captured.recording)
     beginning.generators = tuple(captured.recording.generators.values())
     beginning.lent = frozenset(map(id, lent_generators(model, args, kwargs)))
@@ -135,24 +135,24 @@ def flags_of(recording: Recording) -> list[tuple[torch.Tensor, bool]]:
     return [(tensor, flag) for _, flag, tensor in recording.turned.values()]
 
 
-def looked(forward: Forward, put_back: Callable[[Recording, ForwardState], None], origins: Origins) -> Captured:
+def trace_twice(forward: Forward, put_back: Callable[[Recording, ForwardState], None], origins: Origins) -> Captured:
     """What a first look gave, or a second one. Torch's modes are left as they were, wherever an interrupt comes."""
     world = World()
     try:
-        return _looked(forward, put_back, origins)
+        return _trace_twice(forward, put_back, origins)
     except BaseException:
         surely(world.put_back)
         raise
 
 
-def _looked(forward: Forward, put_back: Callable[[Recording, ForwardState], None], origins: Origins) -> Captured:
+def _trace_twice(forward: Forward, put_back: Callable[[Recording, ForwardState], None], origins: Origins) -> Captured:
     """What a first look gave, or a second one, before which all that the first one changed is put back."""
     compiler_at_start = compiler_if_loaded()
     first = Recording(_name_of(forward.model))
     deep = torch.is_inference_mode_enabled()  # its tensors have no write counters: every write must be seen
     try:
         return _look(forward, first, origins, deep)
-    except NeedsDeepLook:
+    except RetraceAtDispatch:
         deep = True
     except ReplaylensError:
         raise
@@ -166,7 +166,7 @@ def _looked(forward: Forward, put_back: Callable[[Recording, ForwardState], None
     try:
         again = evolve(forward, tracer=forward.second or forward.tracer)
         return _look(again, Recording(first.model_name), Origins(forward.model), deep)
-    except NeedsDeepLook:
+    except RetraceAtDispatch:
         if not deep:
             raise
         raise CaptureError(
@@ -267,7 +267,7 @@ def _require_open(tracer: Tracer, tree: Any) -> None:
 def _told_of_failure(forward: Forward, recording: Recording) -> Iterator[None]:
     try:
         yield
-    except NeedsDeepLook:
+    except RetraceAtDispatch:
         raise  # all is put back before the second look
     except BaseException:
         if forward.failed is not None:
@@ -291,7 +291,7 @@ def _ended(model: Any, args: Any, kwargs: Any) -> Any:
 def _call(model: Any, args: Any, kwargs: Any, tracer: Tracer) -> Any:
     try:
         output = _ended(by_its_class(model), args, kwargs)
-    except (NeedsDeepLook, ReplaylensError):
+    except (RetraceAtDispatch, ReplaylensError):
         raise
     except Exception as error:
         if tracer.refused is not None and tracer.refused is not error:
@@ -575,7 +575,7 @@ def _require_announced(tracer: Tracer) -> list[int]:
         return counters
     for tensor, _ in tracer.memory.unannounced():
         if not tracer.deep:
-            raise NeedsDeepLook
+            raise RetraceAtDispatch
         raise UnannouncedWrite(
             f"a tensor {tuple(tensor.shape)} was written during the forward by something that was not "
             "seen: another thread, an "

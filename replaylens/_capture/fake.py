@@ -29,12 +29,12 @@ from .._core.trees import freeze_deep, thaw
 from .._replay.replay import Record, Versions
 from ..errors import CaptureError, ReplaylensError
 from .builder import Recording, freeze
-from .capture import Forward, looked, require_supported
+from .capture import Forward, require_supported, trace_twice
 from .metadata import account_of
 from .origins import Date, Origins
 from .output_aliases import hand_on
 from .randomness import Draw, Draws, is_idle
-from .recorder import NeedsDeepLook
+from .recorder import RetraceAtDispatch
 from .rules import Rule
 from .snapshot import ForwardState, ModelState, RngState, Snapshot
 from .storage import Base, Memory
@@ -56,7 +56,7 @@ def outlined(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unknown:
         forward = Forward(model, args, kwargs, beginning, FakeTracer)
         try:
             with mode:
-                captured = looked(forward, lambda recording, beginning: beginning.put_back(), Origins(model))
+                captured = trace_twice(forward, lambda recording, beginning: beginning.put_back(), Origins(model))
                 hand_on(captured.recording)
                 made = freeze(captured.recording)
                 account = account_of(captured.recording, made).untimed()
@@ -110,7 +110,7 @@ class FakeTracer(Tracer):
         """The model reads contents: it can be told those of constants."""
         try:
             return read(*args)
-        except (ReplaylensError, NeedsDeepLook):
+        except (ReplaylensError, RetraceAtDispatch):
             raise
         except Exception as error:
             raise CaptureError(_refusal(error, self.where())) from error

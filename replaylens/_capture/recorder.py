@@ -67,7 +67,7 @@ _NUMBERS = (bool, int, float, complex, str)
 _ANSWERS = (bool, int, str, tuple, torch.layout)
 
 
-class NeedsDeepLook(BaseException):
+class RetraceAtDispatch(BaseException):
     """A tensor was born in the forward, and the function layer did not see how. Look again at every ATen call."""
 
 
@@ -481,7 +481,7 @@ class Recorder(TorchFunctionMode):
         if self.unknown == "constant":
             return self.source("constant", tensor, "of unknown origin, taken for a constant")
         if not self.deep:
-            raise NeedsDeepLook
+            raise RetraceAtDispatch
         raise UnknownOrigin(self._unknown_text(tensor))
 
     def storages_of(self, base: Base) -> set[int | None]:
@@ -495,7 +495,7 @@ class Recorder(TorchFunctionMode):
     def written_unseen(self, tensor: torch.Tensor) -> None:
         """A tensor was written by a call that the function layer did not see, such as `z.real = y` or `set_`."""
         if not self.deep:
-            raise NeedsDeepLook
+            raise RetraceAtDispatch
         raise UnannouncedWrite(
             f"a tensor {tuple(tensor.shape)} was written by something that was not seen: another thread, an "
             f"extension, or a call that hides what it writes.{self.where()}"

@@ -38,11 +38,11 @@ from .capture import (
     Forward,
     flags_of,
     iterators_in,
-    looked,
     put_generators_back,
     record_of,
     require_no_iterators,
     require_supported,
+    trace_twice,
 )
 from .late_writes import LATE_WRITE
 from .live import LiveTracer, Stage
@@ -293,7 +293,7 @@ def _run(
             begin()
             with torch.set_grad_enabled(torch.is_grad_enabled()):
                 origins = Origins(beginning.model)  # what the model holds is that of the beginning now
-                captured = looked(Forward(beginning.model, args, kwargs, beginning, tracer), begin_again, origins)
+                captured = trace_twice(Forward(beginning.model, args, kwargs, beginning, tracer), begin_again, origins)
             recording, unwritten = captured.recording, looks[-1].unwritten
             recording.changes = [(where, last) for where, last in recording.changes if last not in unwritten]
             return captured, looks[-1]

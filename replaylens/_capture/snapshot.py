@@ -445,12 +445,6 @@ class ForwardState:
         self.dice.put_back()
 
 
-def _put_back_but_global(generators: Iterable[tuple[torch.Generator, torch.Tensor]]) -> None:
-    for generator, state in generators:
-        if generator is not torch.default_generator:
-            generator.set_state(state)
-
-
 class ModelState:
     """All that hangs on a model now, to be put back when it has run once more: everything but what tensors hold."""
 
@@ -488,4 +482,6 @@ class ModelState:
 
     def put_own_generators_back(self) -> None:
         """Those that somebody made, as they were. The global ones stay."""
-        _put_back_but_global(self.generators)
+        for generator, state in self.generators:
+            if generator is not torch.default_generator:
+                generator.set_state(state)

@@ -64,7 +64,7 @@ from .flags import turn
 from .hooks import HOOK_ON_STEP, hook
 from .opening import opened
 from .origins import Date, Origins, is_older
-from .recorder import NeedsDeepLook, Read, Recorder, outside, tensors_in
+from .recorder import Read, Recorder, RetraceAtDispatch, outside, tensors_in
 from .reference_counts import ALONE, BARE, GIVEN, objects_held, references_of, renewed
 from .regions import AtenWatch, backward_call, differentiate_call, watched
 from .rules import How, Rule, rule_of
@@ -122,7 +122,7 @@ class Tracer(Recorder):
             if how is RELU and not kwargs["inplace"]:  # the commonest Python wrapper: its body is one of two builtins
                 return self._fresh(_RELU, torch.relu, args, 4)
             return self._open_or_call(rule, func, args, kwargs or {})
-        except (ReplaylensError, NeedsDeepLook) as refusal:
+        except (ReplaylensError, RetraceAtDispatch) as refusal:
             self.refused = self.refused or refusal  # the model may swallow it: capture raises it again
             raise
         except Exception as error:
@@ -337,7 +337,7 @@ class Tracer(Recorder):
                 if kind_of(again) != kind_of(error):
                     self._came_of_flags(tensors_in(args, kwargs))
                     return
-        except (ReplaylensError, NeedsDeepLook) as refusal:
+        except (ReplaylensError, RetraceAtDispatch) as refusal:
             self.refused = self.refused or refusal
             return
         kept = any(keeps_exceptions(frame.f_code) for frame in model_frames(_frame(2)))

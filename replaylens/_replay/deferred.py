@@ -21,7 +21,7 @@ from .._core.trees import leaves, thaw
 from .._core.world import drawing_alone
 from ..errors import ReplaylensError, StaleValue
 from .interpreter import Mode, compile_plan, interpret, recorded_world, states_begun
-from .model_state import sight_of
+from .model_state import sight_of, version_of
 from .plan import Plan, plan
 
 
@@ -29,21 +29,14 @@ def mark_of(value: Any) -> Any:
     """What tells whether a value was written to since."""
     if isinstance(value, (tuple, list)):
         return tuple(map(mark_of, value))
-    return _version(value) if isinstance(value, torch.Tensor) else None
+    return version_of(value) if isinstance(value, torch.Tensor) else None
 
 
 def _sight_of(value: Any) -> Any:
     """The same, and where the value lies and how."""
     if isinstance(value, (tuple, list)):
         return tuple(map(_sight_of, value))
-    return (_version(value), sight_of(value)) if isinstance(value, torch.Tensor) else None
-
-
-def _version(tensor: torch.Tensor) -> int:
-    try:
-        return tensor._version
-    except RuntimeError:
-        return -1
+    return (version_of(value), sight_of(value)) if isinstance(value, torch.Tensor) else None
 
 
 def _marks(env: list[Any]) -> list[Any]:
