@@ -15,12 +15,16 @@ from .bytecode import is_torch_code, nested, uses_of
 
 
 def users_function(thing: Any) -> FunctionType | None:
-    """The function of the user's that something is, or that a method or property is made of."""
+    """The function of the user's that something is, or that a method or property is made of, or a decorator of torch's
+    is around.
+    """
     if isinstance(thing, (MethodType, staticmethod, classmethod)):
         thing = thing.__func__
     elif isinstance(thing, property):
         thing = thing.fget
-    return thing if isinstance(thing, FunctionType) and not is_torch_code(thing.__code__) else None
+    while isinstance(thing, FunctionType) and is_torch_code(thing.__code__):
+        thing = vars(thing).get("__wrapped__")
+    return thing if isinstance(thing, FunctionType) else None
 
 
 def closed_over(function: FunctionType) -> list[Any]:
