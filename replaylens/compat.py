@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from graphviz import Source
 
-from ._capture.snapshot import Dice
+from ._capture.snapshot import RngState
 from ._lens.layers import Layer
 from ._torchlens.drawing import require_known, visualize
 from .program import Program, capture, check
@@ -126,7 +126,7 @@ def _seeded(seed: int | None) -> Iterator[None]:
     if seed is None:
         yield
         return
-    dice = Dice()
+    dice = RngState()
     try:
         random.seed(seed)
         torch.manual_seed(seed)

@@ -18,7 +18,7 @@ from graphviz import Source
 from ._capture.capture import Captured, record
 from ._capture.fake import outlined
 from ._capture.rerun import as_run, has_scripts, lived, otherwise, rehearsed, undisturbed
-from ._capture.snapshot import Beginning
+from ._capture.snapshot import ForwardState
 from ._capture.spots import Counterparts
 from ._check.check import check as check_program, with_model
 from ._check.model_under_test import ModelUnderTest, under_check
@@ -196,7 +196,7 @@ class Program(Held):
         _record: Record | None = None,
         _output: Any = None,
         _history: tuple[str, ...] = (),
-        _beginning: Beginning | None = None,
+        _beginning: ForwardState | None = None,
         _outline: Record | None = None,
         _grads: Grads | None = None,
     ) -> None:

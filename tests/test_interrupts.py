@@ -31,7 +31,7 @@ from torch import nn
 import replaylens as rl
 from replaylens._capture import capture as capture_module, collecting, origins, scopes
 from replaylens._core import turns, world
-from replaylens._replay import stream
+from replaylens._replay import rng_stream
 
 HOME = str(Path(rl.__file__).parent)
 LEAVES = (
@@ -169,7 +169,7 @@ def surroundings() -> dict[str, Any]:
         "gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
         "autocast": torch.is_autocast_enabled("cpu"),
         "dtype": torch.get_default_dtype(),
-        "outside": len(stream.outside),
+        "outside": len(rng_stream.outside),
         "layers": torch.backends.mha.get_fastpath_enabled(),
     }
 
@@ -294,7 +294,7 @@ def works() -> bool:
     wanted = Net()(x())
     seeds()
     ran = rl.run(Net(), x())
-    clean = nn.Module.__call__ is scopes._module_call and not scopes._listeners and not stream.outside
+    clean = nn.Module.__call__ is scopes._module_call and not scopes._listeners and not rng_stream.outside
     return clean and torch.equal(ran.output, wanted) and not collecting.is_frozen()
 
 

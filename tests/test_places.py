@@ -846,6 +846,20 @@ def test_modules_in_place_that_are_called_one_after_the_other_stay_plain_operati
     assert torch.equal(prog.replay(patch={"seq.1": tripled}).output, hooked(model, "seq.1", tripled, x))
 
 
+def test_an_empty_tuple_may_stand_behind_the_call_of_a_module_in_place(x):
+    class Joins(Rebinds):
+        def forward(self, x):
+            x = self.first(x)
+            return self.joined(self.act(x), ())
+
+        def joined(self, value, more):
+            return sum(more, value)
+
+    model = Joins().eval()
+    patch = {"act": tripled}
+    assert torch.equal(rl.capture(model, x).replay(patch=patch).output, rl.run(model, x, patch=patch).output)
+
+
 def test_a_name_that_others_hold_keeps_what_a_module_in_place_was_given(x):
     class Holds(nn.Module):
         def __init__(self, how):

@@ -972,6 +972,15 @@ class OfTheModel(nn.Module):
         return torch.initial_seed() % 5
 
 
+class OfTheModelUnderADecorator(nn.Module):
+    def forward(self, x):
+        return F.dropout(x) + self.number()
+
+    @torch.no_grad()
+    def number(self):
+        return torch.initial_seed() % 5
+
+
 STATE = torch.Generator().manual_seed(0).get_state()
 
 
@@ -998,6 +1007,7 @@ READING = [
     the_state_as_bytes,
     the_state_as_a_list,
     OfTheModel(),
+    OfTheModelUnderADecorator(),
     a_state_from_outside,
     seeded_by_the_default_generator,
 ]

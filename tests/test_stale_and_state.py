@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 import replaylens as rl
-from replaylens._core import state
+from replaylens._replay import model_state
 
 
 def x(seed=0):
@@ -729,7 +729,7 @@ SEEN_OTHERWISE = {
 @pytest.mark.parametrize("change", SEEN_OTHERWISE)
 def test_the_same_memory_seen_otherwise_is_stale(change, place, guards, monkeypatch):
     if guards == "one by one":
-        monkeypatch.setattr("replaylens._core.state.TensorGuards", None)
+        monkeypatch.setattr("replaylens._core.model_state.TensorGuards", None)
     for asked_before in (False, True):
         model, x = Held(), torch.randn(4, 4)
         prog = rl.capture(model, x)
@@ -1090,11 +1090,11 @@ OF_NO_ADDRESS = {
 @pytest.mark.parametrize("make", OF_NO_ADDRESS.values(), ids=OF_NO_ADDRESS)
 def test_a_tensor_without_an_address_may_have_the_id_of_one_that_was_looked_at(make, guarded, monkeypatch):
     if not guarded:
-        monkeypatch.setattr(state, "TensorGuards", None)
+        monkeypatch.setattr(model_state, "TensorGuards", None)
     went, came = torch.ones(3), make()
-    state.look_at(went)
-    state.looks_at([went, torch.ones(3)])
-    for table in (state._known, state._together):
+    model_state.look_at(went)
+    model_state.looks_at([went, torch.ones(3)])
+    for table in (model_state._known, model_state._together):
         monkeypatch.setitem(table, id(came), table[id(went)])
-    assert [look[2] for look in state.looks_at([came, came])()] == [None, None]
-    assert state.look_at(came)[2] is None
+    assert [look[2] for look in model_state.looks_at([came, came])()] == [None, None]
+    assert model_state.look_at(came)[2] is None

@@ -12,35 +12,23 @@ import torch
 
 PACKAGES = "_capture", "_check", "_core", "_edit", "_lens", "_many", "_replay", "_study", "_view"
 OTHERS = {  # words of other kinds: of modules, of callers' options, of bytecode, of what is shown
-    "_capture.altered._FEEDS": "methods of containers",
-    "_capture.asked._ALWAYS_JUMPS": "bytecode",
-    "_capture.asked._ASKING": "names of Python's own",
-    "_capture.asked._GOES_ON": "bytecode",
-    "_capture.asked._MATCHES": "bytecode",
-    "_capture.asked._NOTHING": "bytecode",
-    "_capture.asked._RAISES": "bytecode",
-    "_capture.asked._SHOWING_FLAGS": "code of torch's own Python",
-    "_capture.branches._ADDS": "bytecode",
-    "_capture.hidden._PYTHONS_OWN": "modules of Python's own",
+    "_capture.asked_facts._SHOWING_FLAGS": "code of torch's own Python",
+    "_capture.branches": "bytecode",
+    "_capture.bytecode": "bytecode, and names of Python's own",
+    "_capture.hidden_tensors._PYTHONS_OWN": "modules of Python's own",
     "_capture.randomness._ANEW": "generators of numpy's and Python's",
     "_capture.randomness._COPYING": "methods of generators",
     "_capture.randomness._READING": "methods of generators",
     "_capture.randomness._SETTING": "methods of generators",
     "_capture.randomness._TELLING": "methods of generators",
     "_capture.randomness._UNSEEDED": "generators of numpy's and Python's",
-    "_capture.rebinding._CALLS": "bytecode",
-    "_capture.rebinding._ENDS": "bytecode",
-    "_capture.rebinding._NOTHING": "bytecode",
-    "_capture.settled._BY_NAME": "functions of Python's own",
-    "_capture.settled._OF_ALL": "methods of modules",
-    "_capture.branches._NOTHING": "bytecode",
-    "_capture.branches._SHUFFLES": "bytecode",
     "_capture.origins._HIDDEN": "attributes of a module",
     "_capture.snapshot._REGISTERED": "attributes of a module",
     "_capture.snapshot._TORCHS": "attributes of a module",
     "_capture.tracer._BY_FLAGS": "kinds of rules",
     "_capture.tracer._BY_NO_CONTENT": "kinds of rules",
     "_capture.tracer._STEP_HOOKS": "methods of steps of a backward pass",
+    "_capture.user_code": "functions of Python's own, methods of modules",
     "_check.aten_calls.QUIET": "namespaces of operators",
     "_check.aten_calls.GRADIENTS": "Python functions of torch.autograd",
     "_check.aten_calls.WITHIN": "files",
@@ -77,7 +65,7 @@ def tables():
             for name, value in vars(module).items():
                 where = f"{info.name.removeprefix('replaylens.')}.{name}"
                 is_table = isinstance(value, frozenset | dict) and value and all(isinstance(w, str) for w in value)
-                if is_table and name.isupper() and where not in OTHERS:
+                if is_table and name.isupper() and OTHERS.keys().isdisjoint((where, where.rpartition(".")[0])):
                     found[where] = frozenset(value)
     return found
 

@@ -21,7 +21,7 @@ from .._core.node import Call, Input, Node, Ref, Source, State, TensorMeaning, r
 from .._core.target import Target
 from .._core.torch_private import is_wrapped
 from .._core.trees import part_at, thaw, walk
-from .._replay.facts import is_like_an_input, patched
+from .._replay.flag_guards import is_like_an_input, patched
 from .._replay.replay import Record, storage_of
 from .._replay.request import Change, Hand, Request
 from ..errors import ShapeMismatch

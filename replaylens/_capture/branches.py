@@ -10,64 +10,46 @@ user's, such as `continue`. Which of these a Python writes differs from version 
 
 from __future__ import annotations
 
-import dis
 import linecache
 from functools import lru_cache
-from itertools import chain, repeat
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any
 
-_NOTHING = frozenset(("CACHE", "EXTENDED_ARG", "NOT_TAKEN", "TO_BOOL"))
+from .bytecode import Step, read
+
 _SHUFFLES = frozenset(("SWAP", "ROT_TWO", "COPY", "DUP_TOP"))
 _ADDS = frozenset(("LIST_APPEND", "SET_ADD", "MAP_ADD"))
 _PATIENCE = 50  # instructions
 _BOOL_OF_COMPARISON = 16  # in the argument of COMPARE_OP, from Python 3.13 on
 
 
-class _Step(NamedTuple):
-    """One instruction, and where in the source it stands, as exactly as this Python knows."""
-
-    name: str
-    arg: int
-    to: int | None  # where it jumps to
-    offset: int
-    place: Any  # None where it stands for nothing in the source
-
-
 @lru_cache(maxsize=4096)
 def taken(code: CodeType, instruction: int, value: bool) -> int | None:
     """The instruction at which the code went on, where the one that read a truth value leads to a jump on it."""
-    steps, numbers = _steps(code)
-    at, stack = _number(numbers, instruction), [value]
+    found = read(code)
+    at, stack, steps = found.at(instruction), [value], found.steps
     test: set[Any] = {None}  # where the jumps so far stand
     if _leaves_it(steps[at]):
         at += 1
     for _ in range(_PATIENCE):
         one = steps[at]
         if len(test) > 1 and (back := _end_of_element(code, steps, at)) is not None:
-            at = numbers[back]
+            at = found.at(back)
             continue
         if not _is_of_the_test(one, stack, test) or (to := _walk(one, stack)) is None:
             return one.offset if len(test) > 1 else None
         if "IF_" in one.name:
             test.add(one.place)
-        at = at + 1 if to < 0 else numbers[to]
+        at = at + 1 if to < 0 else found.at(to)
     return None
 
 
-def _number(numbers: dict[int, int], instruction: int) -> int:
-    """The instruction that is running: while it calls Python, a frame may stand behind it, in its cache."""
-    while instruction not in numbers:
-        instruction -= 1
-    return numbers[instruction]
-
-
-def _leaves_it(one: _Step) -> bool:
+def _leaves_it(one: Step) -> bool:
     """Does the instruction that read it leave the truth value itself on the stack?"""
     return "CALL" in one.name or (one.name == "COMPARE_OP" and one.arg & _BOOL_OF_COMPARISON > 0)
 
 
-def _end_of_element(code: CodeType, steps: list[_Step], at: int) -> int | None:
+def _end_of_element(code: CodeType, steps: list[Step], at: int) -> int | None:
     """Where the jump back of a comprehension leads to, if this is one. Python 3.12 puts it where the element stands,
     which was not made.
     """
@@ -76,21 +58,21 @@ def _end_of_element(code: CodeType, steps: list[_Step], at: int) -> int | None:
     return one.to if is_back and (steps[at - 1].name in _ADDS or code.co_name == "<genexpr>") else None
 
 
-def _is_of_the_test(one: _Step, stack: list[Any], test: set[Any]) -> bool:
+def _is_of_the_test(one: Step, stack: list[Any], test: set[Any]) -> bool:
     """Is it about the value that was read, or put there by the compiler and not by a statement of the user's?"""
-    if one.name in _NOTHING or one.name in _SHUFFLES:
+    if one.name == "TO_BOOL" or one.name in _SHUFFLES:
         return True
     if "IF_" in one.name or one.name == "UNARY_NOT":
         return bool(stack) and stack[-1] is not None
     return one.place in test
 
 
-def _walk(one: _Step, stack: list[Any]) -> int | None:
+def _walk(one: Step, stack: list[Any]) -> int | None:
     """Do what an instruction does: the offset that it jumps to, -1 for the next; None where it is more than a test.
 
     On the stack stand truth values, and None for anything else.
     """
-    if one.name in _NOTHING or one.name == "NOP":
+    if one.name in ("TO_BOOL", "NOP"):
         return -1
     if one.to is None:
         return _shuffle(one, stack)
@@ -102,7 +84,7 @@ def _walk(one: _Step, stack: list[Any]) -> int | None:
     return one.to if jumps else -1
 
 
-def _shuffle(one: _Step, stack: list[Any]) -> int | None:
+def _shuffle(one: Step, stack: list[Any]) -> int | None:
     """What moves things on the stack, or turns a truth value round."""
     depth = one.arg if one.name in ("SWAP", "COPY") else 2 if one.name == "ROT_TWO" else 1
     stack[:] = [None] * (depth - len(stack)) + stack
@@ -119,38 +101,16 @@ def _shuffle(one: _Step, stack: list[Any]) -> int | None:
     return -1
 
 
-@lru_cache(maxsize=256)
-def _steps(code: CodeType) -> tuple[list[_Step], dict[int, int]]:
-    """The instructions of a code object, and their numbers by offset."""
-    jumps = {*dis.hasjrel, *dis.hasjabs}
-    steps = [
-        _Step(one.opname, one.arg or 0, one.argval if one.opcode in jumps else None, one.offset, place)
-        for one, place in zip(dis.get_instructions(code), _places(code), strict=False)
-    ]
-    return steps, {one.offset: number for number, one in enumerate(steps)}
-
-
-def _places(code: CodeType) -> Any:
-    """Of each instruction: line, last line, first and last column; before Python 3.11 the line alone."""
-    spots = [one.offset for one in dis.get_instructions(code)]
-    if hasattr(code, "co_positions"):
-        found = [place if place[0] else None for place in code.co_positions()]
-        return [found[offset // 2] for offset in spots]
-    lines = list(chain.from_iterable(repeat(line, (end - start) // 2) for start, end, line in code.co_lines()))
-    return [lines[offset // 2] for offset in spots]
-
-
 @lru_cache(maxsize=4096)
 def keeps(code: CodeType, instruction: int) -> bool:
     """Is it a call that reads the value for itself, as `any` does? `bool(x)` hands it on as it is."""
-    steps, numbers = _steps(code)
-    return "CALL" in steps[_number(numbers, instruction)].name and not _text(code, instruction).startswith("bool(")
+    step = read(code).steps[read(code).at(instruction)]
+    return "CALL" in step.name and not _text(code, step).startswith("bool(")
 
 
-def _text(code: CodeType, instruction: int) -> str:
-    """The line from where an instruction's expression begins; "" where this Python does not say."""
-    place = _steps(code)[0][_number(_steps(code)[1], instruction)].place
-    if type(place) is not tuple or place[2] is None:
+def _text(code: CodeType, step: Step) -> str:
+    """The line from where a step's expression begins; "" where this Python does not say."""
+    if type(step.place) is not tuple or step.place[2] is None:
         return ""
-    line, _, column, _ = place
+    line, _, column, _ = step.place
     return linecache.getline(code.co_filename, line).encode()[column:].decode(errors="replace")

@@ -21,6 +21,7 @@ from .._core.drafts import Draft
 from .._core.graph import Graph, InnerGradient
 from .._core.label import beside, labels
 from .._core.laws import require_lawful
+from .._core.model_state import PlaceNote, version_of as version_of, versions_of as versions_of
 from .._core.node import (
     Call,
     Const,
@@ -38,18 +39,18 @@ from .._core.node import (
     meanings_of,
 )
 from .._core.sharing import NO_OVERLAPS, Overlaps
-from .._core.state import PlaceNote
 from .._core.target import Target
 from .._core.torch_private import FakeTensor
 from .._core.trees import leaves_of, remake, remake_shared, walk
 from .._core.write import Write, mutate
 from .._replay.differentiate import differentiate
-from .asked import Asked, asks_identity, catches, guard_of, mode_guards
+from .asked_facts import Asked, guard_of, mode_guards
 from .branches import keeps, taken
+from .bytecode import asks_identity, catches, is_torch_code
 from .dynamic import with_dynamic_shapes
 from .failing import completions
-from .named import named_code
 from .randomness import Doubt, drawn_by_name, names_of_generators, read_by_name
+from .user_code import Methods, named_code
 
 
 class Handle(int):
@@ -143,7 +144,7 @@ class Recording:
     versions: list[int] = field(factory=list)  # of each value's tensor when it was recorded; -1: it has none
     scopes: list[ScopeRecord] = field(factory=list)
     scope_outputs: list[Handed] = field(factory=list)
-    is_handed_on: bool = False  # what modules hand on has its names: see handing.py
+    is_handed_on: bool = False  # what modules hand on has its names: see output_aliases.py
     shared: set[Handle] = field(factory=set)  # of these names, those of what others see in the same container
     twice: dict[Handle, tuple[Handle, int]] = field(factory=dict)  # handed on twice: in which memory, after which write
     written_twice: set[Handle] = field(
@@ -261,22 +262,6 @@ class Frozen:
     addresses: Addresses
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """The tensor's write counter; -1 for inference tensors, which have none."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        return -1
-
-
-def versions_of(tensors: list[torch.Tensor]) -> list[int]:
-    """The write counters of many tensors."""
-    try:
-        return [tensor._version for tensor in tensors]
-    except RuntimeError:
-        return [version_of(tensor) for tensor in tensors]
-
-
 def freeze(recording: Recording) -> Frozen:
     """The Graph that a recording stands for: nodes named, Handles turned into Refs, scopes and lines resolved."""
     addresses = recording.addresses() if recording.addresses else Addresses({})
@@ -295,9 +280,10 @@ def freeze(recording: Recording) -> Frozen:
         made[number] = _patch_node(made[number], names[before])
     made = with_dynamic_shapes(made)
     codes = _codes(recording)
-    named = _named(recording, codes)
+    methods = Methods(recording.model, {type(scope.module) for scope in recording.scopes})
+    named = names_of_generators(named_code(codes, methods))
     is_caught, by_identity = any(map(catches, codes)), any(map(asks_identity, codes))
-    asked = _asked(recording, codes, refs, to_ref, scopes)
+    asked = _asked(recording, codes, methods, refs, to_ref, scopes)
     graph = Graph(
         nodes=tuple(made),
         output=remake(recording.output, to_ref),
@@ -628,12 +614,10 @@ def _shape_guard(call: Call, number: int) -> Guard:
 
 
 def _asked(
-    recording: Recording, codes: tuple[CodeType, ...], refs: dict[Handle, Ref], to_ref: Any, scopes: list[Any]
+    recording: Recording, codes: tuple[CodeType, ...], methods: Methods, refs: Any, to_ref: Any, scopes: list[Any]
 ) -> tuple[Guard, ...]:
     """What no content decides. Of a tensor that was first read later, or never, the fact is one of its source."""
-    kinds = {type(scope.module) for scope in recording.scopes}
-    own = [kind for kind in kinds if not kind.__module__.startswith("torch.")]
-    found = list(mode_guards(codes, recording.model, own, frozen_context(recording.ambient)))
+    found = list(mode_guards(codes, methods, frozen_context(recording.ambient)))
     sources = (record for record in recording.records if isinstance(record, SourceRecord)) if recording.asked else ()
     by_id = {id(source.tensor): source.returns for source in sources}
     for asked in recording.asked:
@@ -642,12 +626,6 @@ def _asked(
             scope = scopes[asked.scope] if asked.scope >= 0 else None
             found.append(guard_of(asked, ref, to_ref, scope, line_of(asked.site), len(recording.records)))
     return tuple(found)
-
-
-def _named(recording: Recording, codes: tuple[CodeType, ...]) -> frozenset[str]:
-    """What of generators the code names that was seen to run, or may have run unseen."""
-    kinds = {type(scope.module) for scope in recording.scopes}
-    return names_of_generators(named_code(codes, recording.model, kinds))
 
 
 def _codes(recording: Recording) -> tuple[CodeType, ...]:
@@ -753,15 +731,5 @@ def line_of(site: Site | None, caller: Source | None = None) -> Source | None:
     return known[1]
 
 
-def is_torch_code(code: CodeType) -> bool:
-    """Is this code of torch or of replaylens, and not of the user?"""
-    known = torch_code.get(id(code))
-    if known is None or known[0] is not code:
-        known = torch_code[id(code)] = (code, code.co_filename.startswith(_HOMES))
-    return known[1]
-
-
 # By id, with the object beside it: a code object's own hash reads all of its constants, every time.
 _lines: dict[tuple[int, int, int], tuple[CodeType, Source]] = {}
-torch_code: dict[int, tuple[CodeType, bool]] = {}
-_HOMES = tuple(home.rsplit("/", 1)[0] + "/" for home in (torch.__file__, __file__.rsplit("/", 1)[0]) if home)

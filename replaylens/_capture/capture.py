@@ -22,11 +22,11 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from .._core.graph import Graph
+from .._core.model_state import StatePlace
 from .._core.node import Input, Node, Ref, State
 from .._core.notes import add_note
 from .._core.sameness import attached, same_content
 from .._core.sharing import extent
-from .._core.state import StatePlace
 from .._core.torch_private import compiler_if_loaded, default_device, hooks_of_all_modules, without_function_modes
 from .._core.trees import ATOMS, fingerprint, freeze_deep, keys_of, leaves, named, require_room, thaw_shared, walk
 from .._core.turns import calls, come, turns
@@ -34,23 +34,24 @@ from .._core.world import World, alone, drawing_alone, freed, in_children, surel
 from .._edit.wanted import EVERYTHING, Wish
 from .._replay.replay import Record, Versions
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite, UnsupportedModel
-from .account import account_of, timed
-from .altered import altered
-from .builder import Handle, Recording, SourceRecord, address_of, freeze, is_torch_code, last_name, line_of, versions_of
+from .altered_objects import altered
+from .builder import Handle, Recording, SourceRecord, address_of, freeze, last_name, line_of, versions_of
+from .bytecode import is_torch_code
 from .checkpoints import computed_again, leave_checkpoints
 from .customs import by_its_class
 from .flags import note_flags
-from .handing import hand_on
-from .hidden import behind
+from .hidden_tensors import behind
 from .hooks import note_hooks
-from .late import note_writes_from_outside
+from .late_writes import note_writes_from_outside
+from .metadata import account_of, timed
 from .origins import Date, Origins, dated, is_older, reaches_scripts
+from .output_aliases import hand_on
 from .randomness import lent_generators
-from .recorder import NeedsDeepLook
+from .recorder import RetraceAtDispatch
 from .scopes import boundary, callers, listening, outermost
-from .snapshot import Beginning, Dice, Snapshot, turn_back
+from .snapshot import ForwardState, RngState, Snapshot, turn_back
 from .sparing import settle, sparing
-from .state import (
+from .state_changes import (
     counters_of,
     held,
     held_at_start,
@@ -74,7 +75,7 @@ class Captured:
 
     recording: Recording
     output: Any
-    beginning: Beginning
+    beginning: ForwardState
 
 
 @frozen(eq=False)
@@ -84,11 +85,11 @@ class Forward:
     model: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    beginning: Beginning
+    beginning: ForwardState
     tracer: Callable[[Recording, Origins, Date, bool, str], Tracer] = Tracer
     second: Callable[[Recording, Origins, Date, bool, str], Tracer] | None = None  # of a second look, if another
-    failed: Callable[[Recording, Beginning], None] | None = None  # is told of a look that raises, and how far it came
-    begun: Callable[[tuple[Recording, Beginning]], None] | None = None  # is told of each look when it begins
+    failed: Callable[[Recording, ForwardState], None] | None = None  # is told of a look that raises
+    begun: Callable[[tuple[Recording, ForwardState]], None] | None = None  # is told of each look when it begins
 
 
 def record(
@@ -97,8 +98,8 @@ def record(
     kwargs: dict[str, Any],
     unknown: str = "raise",
     wish: Wish = EVERYTHING,
-    failed: Callable[[Recording, Beginning], None] | None = None,
-    begun: Callable[[tuple[Recording, Beginning]], None] | None = None,
+    failed: Callable[[Recording, ForwardState], None] | None = None,
+    begun: Callable[[tuple[Recording, ForwardState]], None] | None = None,
 ) -> Captured:
     """Run the model under the tracer. Looks a second time, at every ATen call, if the first was blind to something, or
     had let go of a value that turned out to be needed: everything is kept then until the end.
@@ -108,9 +109,9 @@ def record(
     if turns:  # another thread may have changed the model meanwhile
         come(map(id, origins.modules))
         origins = Origins(model)
-    beginning = Beginning(model, Snapshot(origins.modules, (args, kwargs), held=origins.held), Dice(), unknown)
+    beginning = ForwardState(model, Snapshot(origins.modules, (args, kwargs), held=origins.held), RngState(), unknown)
     tracer = Tracer if wish.everything else sparing(wish)
-    captured = looked(Forward(model, args, kwargs, beginning, tracer, Tracer, failed, begun), put_back, origins)
+    captured = trace_twice(Forward(model, args, kwargs, beginning, tracer, Tracer, failed, begun), put_back, origins)
     settle(captured.recording)
     beginning.generators = tuple(captured.recording.generators.values())
     beginning.lent = frozenset(map(id, lent_generators(model, args, kwargs)))
@@ -132,24 +133,24 @@ def flags_of(recording: Recording) -> list[tuple[torch.Tensor, bool]]:
     return [(tensor, flag) for _, flag, tensor in recording.turned.values()]
 
 
-def looked(forward: Forward, put_back: Callable[[Recording, Beginning], None], origins: Origins) -> Captured:
+def trace_twice(forward: Forward, put_back: Callable[[Recording, ForwardState], None], origins: Origins) -> Captured:
     """What a first look gave, or a second one. Torch's modes are left as they were, wherever an interrupt comes."""
     world = World()
     try:
-        return _looked(forward, put_back, origins)
+        return _trace_twice(forward, put_back, origins)
     except BaseException:
         surely(world.put_back)
         raise
 
 
-def _looked(forward: Forward, put_back: Callable[[Recording, Beginning], None], origins: Origins) -> Captured:
+def _trace_twice(forward: Forward, put_back: Callable[[Recording, ForwardState], None], origins: Origins) -> Captured:
     """What a first look gave, or a second one, before which all that the first one changed is put back."""
     compiler_at_start = compiler_if_loaded()
     first = Recording(_name_of(forward.model))
     deep = torch.is_inference_mode_enabled()  # its tensors have no write counters: every write must be seen
     try:
         return _look(forward, first, origins, deep)
-    except NeedsDeepLook:
+    except RetraceAtDispatch:
         deep = True
     except ReplaylensError:
         raise
@@ -163,7 +164,7 @@ def _looked(forward: Forward, put_back: Callable[[Recording, Beginning], None], 
     try:
         again = evolve(forward, tracer=forward.second or forward.tracer)
         return _look(again, Recording(first.model_name), Origins(forward.model), deep)
-    except NeedsDeepLook:
+    except RetraceAtDispatch:
         if not deep:
             raise
         raise CaptureError(
@@ -264,7 +265,7 @@ def _require_open(tracer: Tracer, tree: Any) -> None:
 def _told_of_failure(forward: Forward, recording: Recording) -> Iterator[None]:
     try:
         yield
-    except NeedsDeepLook:
+    except RetraceAtDispatch:
         raise  # all is put back before the second look
     except BaseException:
         if forward.failed is not None:
@@ -288,7 +289,7 @@ def _ended(model: Any, args: Any, kwargs: Any) -> Any:
 def _call(model: Any, args: Any, kwargs: Any, tracer: Tracer) -> Any:
     try:
         output = _ended(by_its_class(model), args, kwargs)
-    except (NeedsDeepLook, ReplaylensError):
+    except (RetraceAtDispatch, ReplaylensError):
         raise
     except Exception as error:
         if tracer.refused is not None and tracer.refused is not error:
@@ -572,7 +573,7 @@ def _require_announced(tracer: Tracer) -> list[int]:
         return counters
     for tensor, _ in tracer.memory.unannounced():
         if not tracer.deep:
-            raise NeedsDeepLook
+            raise RetraceAtDispatch
         raise UnannouncedWrite(
             f"a tensor {tuple(tensor.shape)} was written during the forward by something that was not "
             "seen: another thread, an "
@@ -597,7 +598,7 @@ def _say_where(error: Exception, tracer: Tracer) -> None:
     add_note(error, f"replaylens: the model raised this after {done} recorded calls{last}{inside}.{where}")
 
 
-def put_back(recording: Recording, beginning: Beginning) -> None:
+def put_back(recording: Recording, beginning: ForwardState) -> None:
     """Undo what a first look changed, before the second."""
     put_generators_back(recording)
     beginning.put_back()

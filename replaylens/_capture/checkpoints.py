@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from .._core.torch_private import leave_saving_hooks_alone, top_saving_hooks
 from .builder import Handle, Recording, SourceRecord, handles_in, parts_of
 from .recorder import Recorder
-from .settled import code_of
+from .user_code import code_of
 
 _hooks: Any = top_saving_hooks
 _leave_hooks_alone: Any = leave_saving_hooks_alone

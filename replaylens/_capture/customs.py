@@ -21,13 +21,13 @@ from .._core.torch_private import peek_interpreter_stack, without_function_modes
 from .._core.world import drawing_alone
 from .._core.write import WriteArguments, mutate
 from ..errors import UnannouncedWrite
-from .asked import words
 from .builder import Handle, Recording, SourceRecord, handles_in
+from .bytecode import words
 from .recorder import Recorder, tensors_in
 from .regions import reads_of
 from .rules import How, Rule
-from .settled import reached
 from .storage import Base, Copied, Entry, Memory
+from .user_code import reached
 from .writes import Writing, append_write, write_record
 
 BOUND_BEFORE = (
@@ -91,8 +91,7 @@ def _ask_flags(tracer: Recorder, args: Any, kwargs: Any) -> list[torch.Tensor]:
 def _is_told(kind: Any) -> bool:
     """Does the forward of a custom function read `ctx.needs_input_grad`?"""
     bodies = [vars(one).get(name) for one in kind.__mro__ for name in ("forward", "setup_context")]
-    codes = [function.__code__ for function in reached([body for body in bodies if body is not None])]
-    return any("needs_input_grad" in words(code) for code in codes)
+    return any("needs_input_grad" in words(function.__code__) for function in reached(bodies))
 
 
 @define(eq=False)

@@ -28,15 +28,15 @@ from .._core.torch_private import (
 from .._core.trees import freeze_deep, thaw
 from .._replay.replay import Record, Versions
 from ..errors import CaptureError, ReplaylensError
-from .account import account_of
 from .builder import Recording, freeze
-from .capture import Forward, looked, require_supported
-from .handing import hand_on
+from .capture import Forward, require_supported, trace_twice
+from .metadata import account_of
 from .origins import Date, Origins
+from .output_aliases import hand_on
 from .randomness import Draw, Draws, is_idle
-from .recorder import NeedsDeepLook
+from .recorder import RetraceAtDispatch
 from .rules import Rule
-from .snapshot import Beginning, Belongings, Dice, Snapshot
+from .snapshot import ForwardState, ModelState, RngState, Snapshot
 from .storage import Base, Memory
 from .tracer import Tracer
 
@@ -50,11 +50,13 @@ def outlined(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unknown:
     require_supported(model)
     origins = Origins(model)
     with _faked(origins.modules, args, kwargs) as (mode, args, kwargs):
-        beginning = Beginning(model, Snapshot(origins.modules, (args, kwargs), held=origins.held), Dice(), unknown)
+        beginning = ForwardState(
+            model, Snapshot(origins.modules, (args, kwargs), held=origins.held), RngState(), unknown
+        )
         forward = Forward(model, args, kwargs, beginning, FakeTracer)
         try:
             with mode:
-                captured = looked(forward, lambda recording, beginning: beginning.put_back(), Origins(model))
+                captured = trace_twice(forward, lambda recording, beginning: beginning.put_back(), Origins(model))
                 hand_on(captured.recording)
                 made = freeze(captured.recording)
                 account = account_of(captured.recording, made).untimed()
@@ -108,7 +110,7 @@ class FakeTracer(Tracer):
         """The model reads contents: it can be told those of constants."""
         try:
             return read(*args)
-        except (ReplaylensError, NeedsDeepLook):
+        except (ReplaylensError, RetraceAtDispatch):
             raise
         except Exception as error:
             raise CaptureError(_refusal(error, self.where())) from error
@@ -141,7 +143,7 @@ class _Blank(Memory):
 @contextmanager
 def _faked(modules: list[nn.Module], args: Any, kwargs: Any) -> Iterator[tuple[Any, Any, Any]]:
     """Within, the modules have fake parameters and buffers. Gives the mode, and the inputs as fake tensors."""
-    belongings = Belongings(modules, (args, kwargs))
+    belongings = ModelState(modules, (args, kwargs))
     fake = _Fakes(modules, (args, kwargs))
     tree = freeze_deep((args, kwargs), lambda tensor: _Given(fake(tensor)))
     args, kwargs = thaw(tree, lambda leaf: leaf.tensor if type(leaf) is _Given else leaf)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -17,9 +17,11 @@ from .._core.autograd import hooked
 from .._core.runtime import alias
 from .._core.trees import leaves
 from .builder import CallRecord, Handle, Recording, SourceRecord
+from .bytecode import words
 from .recorder import Recorder
 from .rules import How, Rule
 from .storage import Entry
+from .user_code import closed_over
 
 HOOK_LATE = "a hook on a tensor that was read before: it acts on what comes back from there too. Register it at once."
 HOOK_ON_STEP = (
@@ -151,13 +153,12 @@ def _tensors_of(hook: Any) -> Iterator[torch.Tensor]:
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, FunctionType):
-            named = names | _names_in(value.__code__)
-            cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+            named = names | words(value.__code__)
             defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
             meant = [value.__globals__[name] for name in sorted(named) if name in value.__globals__]
-            stack.extend((one, named) for one in (*cells, *defaults, *meant))
+            stack.extend((one, named) for one in (*closed_over(value), *defaults, *meant))
         elif isinstance(value, MethodType):
-            stack.extend(((value.__func__, names), (value.__self__, names | _names_in(value.__func__.__code__))))
+            stack.extend(((value.__func__, names), (value.__self__, names | words(value.__func__.__code__))))
         elif isinstance(value, partial):
             stack.extend((one, names) for one in (value.func, *value.args, *value.keywords.values()))
         elif isinstance(value, dict):
@@ -166,7 +167,7 @@ def _tensors_of(hook: Any) -> Iterator[torch.Tensor]:
             stack.extend((one, names) for one in value)
         elif not isinstance(value, (type, ModuleType)):
             call = vars(type(value)).get("__call__")
-            named = names | (_names_in(call.__code__) if isinstance(call, FunctionType) else frozenset())
+            named = names | (words(call.__code__) if isinstance(call, FunctionType) else frozenset())
             stack.extend((one, named) for one in _attributes(value, named))
 
 
@@ -175,15 +176,3 @@ def _attributes(value: Any, names: frozenset[str]) -> list[Any]:
     held = [getattr(value, "__dict__", {})]
     held.extend(held[0].get(table) or {} for table in ("_buffers", "_modules"))
     return [one for table in held for name, one in table.items() if name in names]
-
-
-def _names_in(code: CodeType) -> frozenset[str]:
-    inner = [_names_in(one) for one in code.co_consts if isinstance(one, CodeType)]
-    return frozenset(code.co_names).union(*inner)
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False

@@ -32,15 +32,15 @@ from .._core.torch_private import (
     without_function_modes,
 )
 from .._core.trees import thaw_shared
-from .._replay.facts import OF_THE_OBJECT, noticing
-from .._replay.stream import as_the_user, outside
+from .._replay.flag_guards import OF_THE_OBJECT, noticing
+from .._replay.rng_stream import as_the_user, outside
 from ..errors import DivergedReplay, NotDifferentiable
 from .aims import Aim, Aims, is_another_view
 from .builder import CallRecord, Handle, Recording, SourceRecord, handles_in, parts_of, user_line, version_of
 from .checkpoints import in_checkpoint, nothing_computed_again
 from .customs import BOUND_BEFORE
-from .handing import is_handing
 from .origins import Date, Origins
+from .output_aliases import is_handing
 from .randomness import Draw, generator_of
 from .recorder import tensors_in
 from .regions import reads_of

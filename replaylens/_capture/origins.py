@@ -13,7 +13,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, lru_cache, partial
 from itertools import chain, compress
 from types import FunctionType, MethodType
@@ -23,13 +23,15 @@ import torch
 from torch import nn
 
 from .._core.lazy import cached_property
-from .._core.trees import own, own_attributes
+from .._core.model_state import members
+from .._core.trees import own_attributes
 from .._core.world import alone, freed, in_children
 from .builder import Addresses
 from .collecting import collect_new, is_frozen, set_aside, set_back
 from .scopes import addresses, module_table, other_addresses
 from .snapshot import Held
 from .storage import storage_key
+from .user_code import closed_over
 
 _lock = threading.RLock()  # what an interrupt left may be left while another capture is entered
 _running: dict[object, int] = {}  # the captures that run, and their threads
@@ -480,10 +482,8 @@ def _modules_of(model: Any) -> Iterator[nn.Module]:
         elif isinstance(thing, MethodType):
             stack.extend((thing.__self__, thing.__func__))
         elif isinstance(thing, FunctionType):
-            stack.extend(cell.cell_contents for cell in thing.__closure__ or () if _is_set(cell))
-            stack.extend(
-                thing.__globals__[n] for n in thing.__code__.co_names if isinstance(thing.__globals__.get(n), nn.Module)
-            )
+            globals_named = (thing.__globals__.get(name) for name in thing.__code__.co_names)
+            stack.extend([*closed_over(thing), *[one for one in globals_named if isinstance(one, nn.Module)]])
         elif isinstance(thing, partial):
             stack.extend((thing.func, *thing.args, *thing.keywords.values()))
         elif isinstance(thing, (list, tuple)):
@@ -504,14 +504,6 @@ def _holds(value: Any, tensor: torch.Tensor) -> bool:
     elif kind is not list and kind is not tuple:
         return value is tensor
     return any(item is tensor for item in value)
-
-
-def _is_set(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
 
 
 def path_to(one: Any, thing: Any) -> str | None:
@@ -537,22 +529,8 @@ def _path_to(tensor: Any, thing: Any, seen: set[int], depth: int) -> str | None:
 
 
 def _members(thing: Any, top: bool) -> Iterator[tuple[str, Any]]:
-    if isinstance(thing, dict):
-        yield from ((f".{key}" if top else f"[{key!r}]", value) for key, value in list(dict.items(thing)))
-    elif isinstance(thing, (list, tuple, set, frozenset)):
-        try:
-            yield from ((f"[{number}]", value) for number, value in enumerate(thing))
-        except NotImplementedError:
-            return
-    elif isinstance(thing, FunctionType):
-        names = zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=False)
-        yield from ((f".{name}", cell.cell_contents) for name, cell in names if _is_set(cell))
-    elif isinstance(thing, partial):
-        yield from ((".func", thing.func), (".args", thing.args), (".keywords", thing.keywords))
+    if top and isinstance(thing, dict):
+        yield from ((f".{key}", value) for key, value in list(dict.items(thing)))
     else:
-        yield from ((f".{name}", value) for name, value in list(own_attributes(thing).items()))
-        for kind in type(thing).__mro__:
-            slots = kind.__dict__.get("__slots__", ())
-            for slot in (slots,) if isinstance(slots, str) else slots:
-                if (held := own(thing, slot, own)) is not own:
-                    yield f".{slot}", held
+        with suppress(NotImplementedError):
+            yield from ((name, value) for name, value, _ in members(thing))

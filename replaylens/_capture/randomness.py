@@ -7,12 +7,11 @@ an earlier draw left, at once or put back by the forward, is known again; one th
 
 from __future__ import annotations
 
-import dis
 import enum
 import sys
 from collections.abc import Iterable, Iterator
 from functools import lru_cache, partial
-from types import CellType, CodeType, FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -20,7 +19,8 @@ import torch
 from .._core.node import Generator, Left
 from .._core.torch_private import seed_tracker, unset_fake_temporarily
 from .._core.world import let_go, one_draws, users_state
-from .asked import words
+from .bytecode import called_bare, nested, words
+from .user_code import closed_over, named_by
 
 _DROPOUTS = frozenset(
     "dropout dropout_ alpha_dropout alpha_dropout_ feature_dropout feature_dropout_ feature_alpha_dropout".split()
@@ -80,8 +80,7 @@ def lent_generators(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     values = [*args, *kwargs.values()]
     function = getattr(type(model), "forward", None) if isinstance(model, torch.nn.Module) else model
     if isinstance(function, FunctionType):
-        values += [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-        values += [function.__globals__.get(name) for name in function.__code__.co_names]
+        values += named_by(function)
     return [value for value in values if type(value) is torch.Generator and value is not torch.default_generator]
 
 
@@ -108,19 +107,12 @@ def _holds(value: Any, generator: torch.Generator) -> bool:
         kept += [*value.args, *value.keywords.values()]
     elif isinstance(value, FunctionType):
         kept += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        kept += [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        kept += closed_over(value)
     elif type(value) is dict:
         kept += value.values()
     elif type(value) in (list, tuple):
         kept += value
     return any(one is generator for one in kept)
-
-
-def _is_filled(cell: CellType) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:  # the variable has no value yet
-        return False
 
 
 def same_state(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -180,27 +172,9 @@ def names_of_generators(codes: Iterable[CodeType]) -> frozenset[str]:
 
 @lru_cache(maxsize=4096)
 def _names_in(code: CodeType) -> frozenset[str]:
-    """What of this a code names, and those that lie in it."""
-    inner = [_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
-    named = words(code)
-    return (_TELLING & named).union(_ANEW.keys() & named, _unseeded(code), *inner)
-
-
-def _unseeded(code: CodeType) -> Iterator[str]:
-    """The generators that a code makes, or seeds, without a word of which seed."""
-    if _UNSEEDED.isdisjoint(code.co_names):
-        return
-    last, given = "", False
-    for instruction in dis.get_instructions(code):
-        if last and instruction.opname.startswith("CALL") and instruction.arg == int(given):
-            yield f"{last}()"
-        names_it = given and (instruction.opname == "KW_NAMES" or type(instruction.argval) is tuple)
-        if names_it or instruction.opname in ("PRECALL", "PUSH_NULL", "NOT_TAKEN", "CACHE", "EXTENDED_ARG"):
-            continue
-        if instruction.opname == "LOAD_CONST" and instruction.argval is None and last and not given:
-            given = True
-        else:
-            last, given = (instruction.argval if instruction.argval in _UNSEEDED else ""), False
+    """What of this a code names; and the generators that it makes, or seeds, without a word of which seed."""
+    bare = [f"{name}()" for inner in nested(code) for name in called_bare(inner, _UNSEEDED)]
+    return (words(code) & (_TELLING | _ANEW.keys())).union(bare)
 
 
 class Draws:

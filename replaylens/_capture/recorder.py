@@ -34,7 +34,7 @@ from .._core.torch_private import (
 from .._core.trees import freeze
 from .._core.write import Hole
 from ..errors import CaptureError, UnannouncedWrite, UnknownOrigin
-from .asked import Asked
+from .asked_facts import Asked
 from .builder import (
     PLAIN,
     CallRecord,
@@ -43,10 +43,10 @@ from .builder import (
     Recording,
     Site,
     SourceRecord,
-    is_torch_code,
     user_line,
     version_of,
 )
+from .bytecode import is_torch_code
 from .origins import Date, Origins, is_older, thread_marks
 from .randomness import Draws, as_drawn
 from .rules import PARTING, Rule, is_new_memory
@@ -69,7 +69,7 @@ _NUMBERS = (bool, int, float, complex, str)
 _ANSWERS = (bool, int, str, tuple, torch.layout)
 
 
-class NeedsDeepLook(BaseException):
+class RetraceAtDispatch(BaseException):
     """A tensor was born in the forward, and the function layer did not see how. Look again at every ATen call."""
 
 
@@ -483,7 +483,7 @@ class Recorder(TorchFunctionMode):
         if self.unknown == "constant":
             return self.source("constant", tensor, "of unknown origin, taken for a constant")
         if not self.deep:
-            raise NeedsDeepLook
+            raise RetraceAtDispatch
         raise UnknownOrigin(self._unknown_text(tensor))
 
     def storages_of(self, base: Base) -> set[int | None]:
@@ -497,7 +497,7 @@ class Recorder(TorchFunctionMode):
     def written_unseen(self, tensor: torch.Tensor) -> None:
         """A tensor was written by a call that the function layer did not see, such as `z.real = y` or `set_`."""
         if not self.deep:
-            raise NeedsDeepLook
+            raise RetraceAtDispatch
         raise UnannouncedWrite(
             f"a tensor {tuple(tensor.shape)} was written by something that was not seen: another thread, an "
             f"extension, or a call that hides what it writes.{self.where()}"

@@ -1,6 +1,6 @@
 """The model run once more, from where the recorded forward began, with changes; afterwards everything is put back.
 
-In: a Beginning, the Record of the forward, and a Request. Out: a Lived: the record of the path that the model takes
+In: a ForwardState, the Record of the forward, and a Request. Out: a Lived: the record of the path that the model takes
 with these changes, and the patches that this path never came to. Parameters, buffers and inputs are those that were
 recorded, or those that the request gives; attributes, containers and generators are as they were then.
 """
@@ -18,20 +18,20 @@ from torch import nn
 from .._core.autograd import as_leaf
 from .._core.graph import Graph
 from .._core.location import Location
+from .._core.model_state import attribute_at
 from .._core.node import Call, Const, Input, Node, Ref, State, TensorMeaning, refs_in
 from .._core.sharing import begin_together
-from .._core.state import attribute_at
 from .._core.text import listing
 from .._core.tolerances import REPEATED_FORWARD
 from .._core.trees import freeze_deep, thaw, thaw_shared
 from .._core.turns import Turn
-from .._replay.begun import exchanged
 from .._replay.guards import Departure, departures
 from .._replay.inputs import numbers_of
 from .._replay.interpreter import modes, recorded_world
 from .._replay.replay import Record, detached, supply
 from .._replay.request import Request
 from .._replay.run import Run
+from .._replay.state_guards import exchanged
 from ..errors import DivergedReplay, NotDifferentiable, StaleValue
 from .aims import Aim, Aims, aim_at, aims_of
 from .builder import Handle, Recording
@@ -40,23 +40,23 @@ from .capture import (
     Forward,
     flags_of,
     iterators_in,
-    looked,
     put_generators_back,
     record_of,
     require_no_iterators,
     require_supported,
+    trace_twice,
 )
-from .late import LATE_WRITE
-from .likeness import Likeness
+from .late_writes import LATE_WRITE
 from .live import LiveTracer, Stage
 from .origins import Date, Origins, reaches_scripts
 from .randomness import lent_generators
 from .recorder import geometry_of
+from .same_forward import Likeness
 from .scopes import addresses, alone_with
-from .snapshot import Beginning, Belongings, Dice, Snapshot
+from .snapshot import ForwardState, ModelState, RngState, Snapshot
 from .spots import Counterparts, is_handed_on
 from .standins import Waiting
-from .state import held
+from .state_changes import held
 from .storage import storage_key
 from .writes import WRITTEN_STANDING
 
@@ -91,7 +91,7 @@ def rehearsed(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capt
 
 
 def _rehearsed(turn: Turn, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
-    beginning = Beginning(model, Snapshot(Origins(model).modules, (args, kwargs)), Dice())
+    beginning = ForwardState(model, Snapshot(Origins(model).modules, (args, kwargs)), RngState())
     captured, _ = _run(turn, beginning, args, kwargs, Stage(Aims(), {}, lambda tracer: []))
     beginning.generators = tuple(captured.recording.generators.values())
     beginning.lent = frozenset(map(id, lent_generators(model, args, kwargs)))
@@ -112,7 +112,7 @@ def otherwise(model: Any, record: Record) -> str:
     return Likeness(record, found).difference()
 
 
-def lived(beginning: Beginning, record: Record, request: Request, given: Any = None) -> Lived:
+def lived(beginning: ForwardState, record: Record, request: Request, given: Any = None) -> Lived:
     """Run the model with the changes of a request made while it runs, on the recorded inputs if none are given.
 
     One run at a time, and no plain forward meanwhile: each finds the model as its user left it.
@@ -120,7 +120,7 @@ def lived(beginning: Beginning, record: Record, request: Request, given: Any = N
     return undisturbed(beginning.model, lambda turn: _lived(turn, beginning, record, request, given))
 
 
-def _lived(turn: Turn, beginning: Beginning, record: Record, request: Request, given: Any) -> Lived:
+def _lived(turn: Turn, beginning: ForwardState, record: Record, request: Request, given: Any) -> Lived:
     _require_in_place(record, request)
     record = _with_what_was_replaced(record)
     graph, aims = record.graph, aims_of(record, request)
@@ -258,7 +258,7 @@ def _ended(request: Request, recorded: Graph, graph: Graph, get: Callable[[Any],
 
 
 def _run(
-    turn: Turn, beginning: Beginning, args: Any, kwargs: Any, stage: Stage, are_new: bool = False
+    turn: Turn, beginning: ForwardState, args: Any, kwargs: Any, stage: Stage, are_new: bool = False
 ) -> tuple[Captured, LiveTracer]:
     """One run of the model from its beginning. What hangs on the model now, and the generators, are as before.
 
@@ -267,7 +267,7 @@ def _run(
     looks: list[LiveTracer] = []
     inputs = Snapshot((), (args, kwargs)) if are_new else None
     origins, dtype = Origins(beginning.model), torch.get_default_dtype()
-    belongings = Belongings(origins.modules, (args, kwargs), beginning)
+    belongings = ModelState(origins.modules, (args, kwargs), beginning)
 
     def tracer(recording: Recording, own: Origins, date: Date, deep: bool, unknown: str) -> LiveTracer:
         looks.append(LiveTracer(recording, own, date, deep, unknown, stage))
@@ -290,7 +290,7 @@ def _run(
         if inputs is not None:
             inputs.put_back()
 
-    def begin_again(recording: Recording, of: Beginning) -> None:
+    def begin_again(recording: Recording, of: ForwardState) -> None:
         leave()
         begin()
 
@@ -300,7 +300,7 @@ def _run(
             begin()
             with torch.set_grad_enabled(torch.is_grad_enabled()):
                 origins = Origins(beginning.model)  # what the model holds is that of the beginning now
-                captured = looked(Forward(beginning.model, args, kwargs, beginning, tracer), begin_again, origins)
+                captured = trace_twice(Forward(beginning.model, args, kwargs, beginning, tracer), begin_again, origins)
             recording, unwritten = captured.recording, looks[-1].unwritten
             recording.changes = [(where, last) for where, last in recording.changes if last not in unwritten]
             return captured, looks[-1]

@@ -17,7 +17,7 @@ from attrs import frozen
 
 from .._core.settings import are_usual, products_are_usual
 from .._core.torch_private import HigherOrderOperator, OpOverload, OpOverloadPacket
-from .._replay.layouts import KINDS
+from .._replay.layout_guards import KINDS
 
 
 class How(enum.Enum):

@@ -41,7 +41,8 @@ from .._core.torch_private import (
 from .._core.turns import Turn, calls, come, turns, with_turn
 from .._core.world import alone, freed, in_children
 from . import threads
-from .builder import Site, is_torch_code, torch_code
+from .builder import Site
+from .bytecode import is_torch_code, torch_code
 
 T = TypeVar("T")
 

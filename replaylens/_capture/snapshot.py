@@ -1,8 +1,8 @@
 """What a forward may change besides tensors, so that it can begin again where it began.
 
 In: the model's modules and the inputs. Out: a Snapshot, which can be put back: attributes and hooks of modules, the
-content of containers and plain objects among them and among the inputs; Dice, the states of the generators; a
-Beginning, which is both and the model; Belongings, which are all that hangs on it. Tensors are not looked into.
+content of containers and plain objects among them and among the inputs; RngState, the states of the generators; a
+ForwardState, which is both and the model; ModelState, which are all that hangs on it. Tensors are not looked into.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from attrs import define, evolve
 from torch import nn
 
-from .._core.state import FUSED
+from .._core.model_state import FUSED
 from .._core.trees import freeze_deep
 from .._core.world import users_state
 from .scopes import module_table
@@ -378,7 +378,7 @@ def _same(container: Any, content: Any) -> bool:
     return not isinstance(container, dict) or all(map(operator.is_, container.values(), content.values()))
 
 
-class Dice:
+class RngState:
     """The states of the global generators: torch's default one, Python's and numpy's."""
 
     def __init__(self) -> None:
@@ -421,19 +421,19 @@ def _twister(numpy: Any) -> bytes | None:
 
 
 @define(eq=False)
-class Beginning:
+class ForwardState:
     """A model, and all that its forward began with besides tensors."""
 
     model: Any
     snapshot: Snapshot
-    dice: Dice
+    dice: RngState
     unknown: str = "raise"
     generators: tuple[
         tuple[torch.Generator, torch.Tensor], ...
     ] = ()  # further ones that it drew from, and how they were
     lent: frozenset[int] = frozenset()  # those of them, by id, that the caller gave
 
-    def held_now(self) -> Beginning:
+    def held_now(self) -> ForwardState:
         """The same, but that the model holds the modules and tensors that it holds now."""
         return evolve(self, snapshot=self.snapshot.holding([m for m, _, _ in module_table(self.model)]))
 
@@ -445,17 +445,11 @@ class Beginning:
         self.dice.put_back()
 
 
-def _put_back_but_global(generators: Iterable[tuple[torch.Generator, torch.Tensor]]) -> None:
-    for generator, state in generators:
-        if generator is not torch.default_generator:
-            generator.set_state(state)
-
-
-class Belongings:
+class ModelState:
     """All that hangs on a model now, to be put back when it has run once more: everything but what tensors hold."""
 
-    def __init__(self, modules: list[nn.Module], inputs: Any, beginning: Beginning | None = None) -> None:
-        self.snapshot, self.dice = Snapshot(modules, inputs, whole=True), Dice()
+    def __init__(self, modules: list[nn.Module], inputs: Any, beginning: ForwardState | None = None) -> None:
+        self.snapshot, self.dice = Snapshot(modules, inputs, whole=True), RngState()
         self.begun = beginning.snapshot.as_of_now() if beginning is not None else None
         generators = beginning.generators if beginning is not None else ()
         self.generators = [(generator, generator.get_state()) for generator, _ in generators]
@@ -488,4 +482,6 @@ class Belongings:
 
     def put_own_generators_back(self) -> None:
         """Those that somebody made, as they were. The global ones stay."""
-        _put_back_but_global(self.generators)
+        for generator, state in self.generators:
+            if generator is not torch.default_generator:
+                generator.set_state(state)

@@ -23,9 +23,9 @@ from .._core.torch_private import storage_holders
 from .._core.trees import bare, leaves
 from .._edit.wanted import Wish
 from .builder import CallRecord, Gone, Handed, Handle, Recording, SourceRecord, handles_in, parts_of, version_of
-from .keeping import objects_held
 from .origins import Date, Origins
-from .recorder import Alias, NeedsDeepLook
+from .recorder import Alias, RetraceAtDispatch
+from .reference_counts import objects_held
 from .rules import Rule
 from .scopes import addresses
 from .storage import Base, Entry, Memory, storage_key
@@ -260,7 +260,7 @@ class Shedding:
         else:
             counted = self.recording.versions[known] if known is not None else None
         if counted is not None and version_of(tensor) != counted:
-            raise NeedsDeepLook
+            raise RetraceAtDispatch
 
 
 class _Told(list[Any]):
@@ -283,7 +283,7 @@ class _Values(list[Any]):
     def __getitem__(self, index: Any) -> Any:
         value = list.__getitem__(self, index)
         if type(value) is Gone:
-            raise NeedsDeepLook
+            raise RetraceAtDispatch
         return value
 
     def __delitem__(self, index: Any) -> None:

@@ -17,7 +17,7 @@ from .._core.location import Location
 from .._core.node import Call, Input, Node, Ref, Scope, Source, State, refs_in
 from .._core.runtime import alias
 from .builder import CallRecord, Recording, SourceRecord, user_line
-from .handing import is_handing
+from .output_aliases import is_handing
 
 
 @frozen

@@ -38,16 +38,9 @@ from .._core.torch_private import (
     without_function_modes,
 )
 from .._core.trees import ATOMS, freeze, freeze_deep, thaw
-from .._replay.facts import SOME, WALK, in_short
+from .._replay.flag_guards import SOME, WALK, in_short
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite
-from .asked import (
-    FOLDS_BY_FLAGS,
-    HANDS_ON_FLAGS,
-    asks_for_none,
-    keeps_exceptions,
-    next_functions,
-    shows_flags,
-)
+from .asked_facts import FOLDS_BY_FLAGS, HANDS_ON_FLAGS, next_functions, shows_flags
 from .builder import (
     PLAIN,
     CallRecord,
@@ -58,18 +51,17 @@ from .builder import (
     Site,
     SourceRecord,
     handles_in,
-    is_torch_code,
     parts_of,
     version_of,
 )
+from .bytecode import asks_for_none, is_torch_code, keeps_exceptions, rebinds
 from .customs import BOUND_BEFORE, apply_call
 from .flags import turn
 from .hooks import HOOK_ON_STEP, hook
-from .keeping import ALONE, BARE, GIVEN, objects_held, references_of, renewed
 from .opening import opened
 from .origins import Date, Origins, is_older
-from .rebinding import rebinds
-from .recorder import NeedsDeepLook, Read, Recorder, outside, tensors_in
+from .recorder import Read, Recorder, RetraceAtDispatch, outside, tensors_in
+from .reference_counts import ALONE, BARE, GIVEN, objects_held, references_of, renewed
 from .regions import AtenWatch, backward_call, differentiate_call, watched
 from .rules import How, Rule, rule_of
 from .scopes import model_frames, user_frame
@@ -126,7 +118,7 @@ class Tracer(Recorder):
             if how is RELU and not kwargs["inplace"]:  # the commonest Python wrapper: its body is one of two builtins
                 return self._fresh(_RELU, torch.relu, args, 4)
             return self._open_or_call(rule, func, args, kwargs or {})
-        except (ReplaylensError, NeedsDeepLook) as refusal:
+        except (ReplaylensError, RetraceAtDispatch) as refusal:
             self.refused = self.refused or refusal  # the model may swallow it: capture raises it again
             raise
         except Exception as error:
@@ -341,7 +333,7 @@ class Tracer(Recorder):
                 if kind_of(again) != kind_of(error):
                     self._came_of_flags(tensors_in(args, kwargs))
                     return
-        except (ReplaylensError, NeedsDeepLook) as refusal:
+        except (ReplaylensError, RetraceAtDispatch) as refusal:
             self.refused = self.refused or refusal
             return
         kept = any(keeps_exceptions(frame.f_code) for frame in model_frames(_frame(2)))

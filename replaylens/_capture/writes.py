@@ -36,7 +36,7 @@ from ..errors import CaptureError
 from .builder import CallRecord, Handle, SourceRecord, version_of
 from .checkpoints import beneath_checkpoint
 from .flags import turn
-from .late import note_late_write
+from .late_writes import note_late_write
 from .randomness import as_drawn
 from .recorder import Recorder, geometry_of, number_parts, tensors_in
 from .rules import How, Rule

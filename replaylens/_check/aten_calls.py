@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from .._capture.builder import Site, is_torch_code, line_of
+from .._capture.builder import Site, line_of
+from .._capture.bytecode import is_torch_code
 from .._capture.rules import How, rule_of
 from .._core.node import Call, Guard, Node, Source, TensorMeaning
 from .._core.torch_private import HigherOrderOperator, OpOverload, TorchDispatchMode, has_kernel, top_saving_hooks

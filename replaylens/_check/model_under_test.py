@@ -29,8 +29,8 @@ from .._capture.capture import (
 )
 from .._capture.origins import Origins
 from .._capture.scopes import alone_with
-from .._capture.snapshot import Beginning, Belongings
-from .._capture.state import held
+from .._capture.snapshot import ForwardState, ModelState
+from .._capture.state_changes import held
 from .._core.node import Ref
 from .._core.torch_private import HigherOrderOperator
 from .._core.turns import Turn
@@ -51,7 +51,7 @@ class ModelUnderTest:
     kwargs: dict[str, Any]
     captured: Captured
     record: Record
-    belongings: Belongings
+    belongings: ModelState
 
     def begin(self) -> None:
         """The model, its inputs and the generators as they were when the capture began, its hooks included."""
@@ -105,9 +105,9 @@ def under_check(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], work:
 
 
 def _under_check(turn: Turn, model: Any, args: Any, kwargs: Any, work: Callable[[ModelUnderTest], T]) -> T:
-    belongings = Belongings(Origins(model).modules, (args, kwargs))
+    belongings = ModelState(Origins(model).modules, (args, kwargs))
     subject, world = None, World()
-    begun: list[tuple[Recording, Beginning]] = []
+    begun: list[tuple[Recording, ForwardState]] = []
     try:
         try:
             turn.undo = lambda: _leave(subject, belongings, begun, world)
@@ -121,7 +121,7 @@ def _under_check(turn: Turn, model: Any, args: Any, kwargs: Any, work: Callable[
 
 
 def _leave(
-    subject: ModelUnderTest | None, belongings: Belongings, begun: list[tuple[Recording, Beginning]], world: World
+    subject: ModelUnderTest | None, belongings: ModelState, begun: list[tuple[Recording, ForwardState]], world: World
 ) -> None:
     world.put_back()
     if subject is not None:
@@ -138,10 +138,10 @@ def _captured(
     model: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    belongings: Belongings,
-    begun: Callable[[tuple[Recording, Beginning]], None] | None = None,
+    belongings: ModelState,
+    begun: Callable[[tuple[Recording, ForwardState]], None] | None = None,
 ) -> ModelUnderTest:
-    def undo(recording: Recording, beginning: Beginning) -> None:
+    def undo(recording: Recording, beginning: ForwardState) -> None:
         """What a forward did before it raised."""
         belongings.put_back()
         put_back(recording, beginning)

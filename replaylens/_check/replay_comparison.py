@@ -20,7 +20,7 @@ from .._capture.scopes import addresses
 from .._core.node import Ref
 from .._core.sameness import difference, same
 from .._core.trees import thaw_shared
-from .._replay.facts import Around, departures
+from .._replay.flag_guards import Around, departures
 from .._replay.replay import Record, execute
 from .._replay.request import Request
 from ..errors import DivergedReplay, NotDifferentiable, StaleValue

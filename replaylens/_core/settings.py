@@ -33,7 +33,7 @@ from .world import freed, in_children, let_go, surely
 Settings = tuple[tuple[str, Any], ...]
 
 _DTYPE = "default dtype"
-_SMALLEST = 2.2250738585072014e-308  # half of it is no normal number: zero where such are flushed
+SMALLEST = 2.2250738585072014e-308  # half of it is no normal number: zero where such are flushed, which each call minds
 
 
 class _Switch(NamedTuple):
@@ -54,7 +54,7 @@ def _set_precision(wanted: str) -> None:
 
 
 def _flushes() -> bool:
-    return _SMALLEST * 0.5 == 0.0
+    return SMALLEST * 0.5 == 0.0
 
 
 _cuda = torch.backends.cuda
@@ -98,7 +98,6 @@ def settings(default_dtype: torch.dtype | None = None) -> Settings:
     return other if default_dtype is None or dtype is default_dtype else (*other, (_DTYPE, dtype))
 
 
-SMALLEST = _SMALLEST  # half of it is zero where such numbers are flushed, which each call minds
 _MKLDNN, _CUDNN, _PRECISION = (_USUAL[name] for name in ("mkldnn", "cudnn", "matmul precision"))
 
 

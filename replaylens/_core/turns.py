@@ -4,6 +4,11 @@ In: threads that come to a module, and one that wants some modules for itself. I
 middle of them; whoever comes later waits until it is done. Nobody waits for a thread that stands still: that one may be
 waiting for the one that waits, as where a patch hands its work to another thread. After a fork what a thread that is
 not there had changed is put back.
+
+    thread A, in `model(x)`           thread B, `rl.run(model, x)`         thread C
+    in the model's middle             a Turn: waits for A to leave         comes to the model, and waits for B's turn
+    leaves it                         is_alone: changes, runs, puts back   ...
+                                      over                                 goes on, and finds the model as it was
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from typing import Any, TypeVar
 
 from attrs import define, field
 
-from .world import in_children, let_go, one_draws, uncollected
+from .world import ending, in_children, let_go, one_draws, uncollected
 
 T = TypeVar("T")
 
@@ -67,21 +72,18 @@ def with_turn(
             let_go(one_draws)
         left()
 
-    try:
-        try:
-            _waiting[turn] = turn.thread
-            if not draws:
-                one_draws.acquire()
-            turn.modules = frozenset(map(id, modules()))
-            turns.append(turn)
-            told()
-            _await_others(turn, draws)
-            _waiting.pop(turn)
-            return work(turn)
-        finally:
-            leave()
-    finally:  # again: an interrupt may have come before, or in it
-        leave()
+    def take() -> T:
+        _waiting[turn] = turn.thread
+        if not draws:
+            one_draws.acquire()
+        turn.modules = frozenset(map(id, modules()))
+        turns.append(turn)
+        told()
+        _await_others(turn, draws)
+        _waiting.pop(turn)
+        return work(turn)
+
+    return ending(take, leave)
 
 
 def _await_others(turn: Turn, draws: bool) -> None:
@@ -168,17 +170,15 @@ def settled(judge: Callable[[], T]) -> T:
 
 def _await(turn: Turn) -> None:
     here, standing, token = get_ident(), _Standing(turn.thread), object()
-    try:
-        try:
-            _waiting[token] = here
-            while not turn.over.wait(0.02) and turn in turns:
-                if standing.still():
-                    turn.among.add(here)
-                    return
-        finally:
-            _waiting.pop(token, None)
-    finally:  # again: an interrupt may have come before, or in it
-        _waiting.pop(token, None)
+
+    def wait() -> None:
+        _waiting[token] = here
+        while not turn.over.wait(0.02) and turn in turns:
+            if standing.still():
+                turn.among.add(here)
+                return
+
+    ending(wait, partial(_waiting.pop, token, None))
 
 
 class _Standing:

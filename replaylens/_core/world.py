@@ -11,6 +11,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from threading import RLock
 from typing import Any, TypeVar
 
@@ -44,14 +45,23 @@ def let_go(lock: Any) -> None:
 
 def alone(lock: Any, work: Callable[[], T]) -> T:
     """What some work gives, of one thread at a time. Where an interrupt keeps the lock, the next work frees it."""
+
+    def locked() -> T:
+        lock.acquire()
+        return work()
+
+    return ending(locked, partial(let_go, lock))
+
+
+def ending(work: Callable[[], T], leave: Callable[[], Any]) -> T:
+    """What some work gives. `leave`, which may be called again, is called to its end, wherever an interrupt comes."""
     try:
         try:
-            lock.acquire()
             return work()
         finally:
-            let_go(lock)
-    finally:  # an interrupt may have come while the lock was let go
-        let_go(lock)
+            leave()
+    finally:  # again: an interrupt may have come before, or in it
+        leave()
 
 
 class World:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from .._core.account import Parameter
 from .._core.autograd import history_of
+from .._core.capture_metadata import Parameter
 from .._core.label import Label
 from .._core.location import Location
 from .._core.node import Call, Generator, Input, Node, Ref, Source, State, value_of

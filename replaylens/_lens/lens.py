@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from attrs import frozen
 
-from .._core.account import Account, Parameter
+from .._core.capture_metadata import Account, Parameter
 from .._core.graph import Graph
 from .._core.lazy import cached_property
 from .._core.location import Location

@@ -17,10 +17,10 @@ from attrs import evolve, frozen
 from .._core.copies import in_layout
 from .._core.node import Context, Guard, Input, Ref
 from .._core.trees import leaves, thaw
-from .._replay.facts import Around, Instead, is_like_an_input, layout_departures
+from .._replay.flag_guards import Around, Instead, is_like_an_input
 from .._replay.guards import Departure, departure
 from .._replay.interpreter import modes, recorded_world
-from .._replay.layouts import geometry
+from .._replay.layout_guards import geometry, layout_departures
 from .._replay.request import Change
 from .delta import Delta, Pairs, chosen, folded, joined, kept, lane_value, packed, stacked, without
 from .demand import Rows, taking

@@ -22,7 +22,7 @@ from .._core.trees import freeze_deep, leaves, thaw
 from .._core.world import restoring
 from .._core.write import Write
 from .._edit.patch import keeps_layout
-from .._replay.facts import heeded
+from .._replay.flag_guards import heeded
 from .._replay.guards import diverged
 from .._replay.parting import parted
 from .._replay.replay import Record, led_astray, version

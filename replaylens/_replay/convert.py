@@ -15,17 +15,17 @@ from torch import nn
 
 from .._core.autograd import as_leaf
 from .._core.graph import Graph
+from .._core.model_state import StatePlace, sight_of
 from .._core.node import Call, Node, Ref, State, TensorMeaning, refs_in, remade
-from .._core.state import StatePlace, sight_of
 from .._core.trees import thaw
 from ..errors import DivergedReplay, StaleValue
-from .begun import Begun
-from .facts import Around, require_as_asked
+from .flag_guards import Around, require_as_asked
 from .guards import Departure
 from .interpreter import Mode, compile_plan, interpret, recorded_world, states_begun
 from .keeping import keeping
 from .plan import plan
 from .replay import Record, Versions, version
+from .state_guards import Begun
 
 
 def present(record: Record, model: Any) -> Record:

@@ -24,11 +24,11 @@ from .._edit.lower import may_vary
 from .._edit.rewrite import NOTHING
 from ..errors import ShapeMismatch
 from .convert import as_it_came_out
-from .facts import answer, asked_again, layouts_altered
+from .flag_guards import answer, asked_again
 from .guards import Departure, answered, changed, diverged, misdirected, place, raising, same_result
 from .interpreter import Code, Mode, compile_plan, interpret, recorded_world, states_begun
 from .keeping import keeping
-from .layouts import asks_for_view
+from .layout_guards import asks_for_view, layouts_altered
 from .parting import parted
 from .plan import Plan, plan
 from .replay import Record, Versions, storage_of, version

@@ -24,8 +24,8 @@ from .._edit.patch import Patch, keeps_layout
 from .._edit.rewrite import unread_sources, without
 from ..errors import DivergedReplay
 from .derive import Added, derive, require_choice
-from .drawn import Watched
-from .facts import Around, departures
+from .edit_draws import Watched
+from .flag_guards import Around, departures
 from .guards import diverged
 from .inputs import new_state, state_called
 from .keeping import with_values

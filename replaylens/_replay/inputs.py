@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from attrs import evolve, field, frozen
 
-from .._core.account import NOTHING_KNOWN, Account
+from .._core.capture_metadata import NOTHING_KNOWN, Account
 from .._core.graph import Graph
 from .._core.node import Input, Ref, State, TensorMeaning, meanings_of
 from .._core.runtime import outside_inference

@@ -29,7 +29,7 @@ from .._core.write import Write
 from .guards import Departure, departure, raised_at
 from .parting import NONE, parted
 from .plan import Plan
-from .stream import Turn, apart_from, has_own_generator, in_turn, left_at, outside, streamed
+from .rng_stream import Turn, apart_from, has_own_generator, in_turn, left_at, outside, streamed
 
 Env = list[Any]
 Patches = Mapping[int, tuple[tuple[Any, Callable[..., Any]], ...]]  # position -> (which of its values, new from old)

@@ -18,19 +18,19 @@ from torch import nn
 from .._core.autograd import as_leaf
 from .._core.copies import writable_copy
 from .._core.graph import Graph
+from .._core.model_state import PLAIN, StatePlace, same_layouts
 from .._core.node import Call, Node, Ref, State, TensorMeaning
-from .._core.state import PLAIN, StatePlace, same_layouts
 from .._core.trees import thaw
 from ..errors import NotDifferentiable, ReplaylensError, StaleValue
-from .begun import Begun, exchanged
-from .facts import require_as_asked
+from .flag_guards import require_as_asked
 from .guards import Departure, diverged, raising
 from .inputs import new_inputs
 from .interpreter import Code, Mode, compile_plan, interpret, recorded_world
-from .layouts import goes_by_layout
+from .layout_guards import goes_by_layout
 from .plan import plan
 from .replay import Record, require_differentiable
 from .request import Request
+from .state_guards import Begun, exchanged
 
 
 def _never(*tensors: torch.Tensor) -> bool:

@@ -25,7 +25,7 @@ from .._edit.bind import bind
 from .._edit.patch import Apply, Chain, From, Patch, Set, keeps_layout, patch_of
 from .._edit.select import CURE, is_named
 from ..errors import BadPart, BadPatch, ReplaylensError, ShapeMismatch
-from .facts import patched
+from .flag_guards import patched
 from .inputs import made_ordinary
 from .request import Change
 

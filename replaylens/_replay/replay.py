@@ -15,27 +15,27 @@ from typing import Any
 import torch
 from attrs import define, evolve, field, frozen
 
-from .._core.account import NOTHING_KNOWN, Account
 from .._core.autograd import as_leaf, fresh_leaf, standing
+from .._core.capture_metadata import NOTHING_KNOWN, Account
 from .._core.copies import in_layout
 from .._core.graph import Graph
 from .._core.location import Location
+from .._core.model_state import Standing, StatePlace, sight_of
 from .._core.node import Call, Input, Ref, State, TensorMeaning, refs_of, value_of
 from .._core.sameness import same_content
 from .._core.sharing import begin_together
-from .._core.state import Standing, StatePlace, sight_of
 from .._core.torch_private import is_wrapped, peek_interpreter_stack
 from .._core.trees import thaw
 from .._core.turns import settled
 from .._core.world import drawing_alone
 from .._edit.lower import may_vary
 from ..errors import InputMismatch, NotDifferentiable, ReplaylensError, StaleValue
-from .facts import Around, Instead, departures as departures_of, heeded, noticing, require_as_asked
+from .deferred import Late, Remembered, mark_of
+from .flag_guards import Around, Instead, departures as departures_of, heeded, noticing, require_as_asked
 from .function import as_function
 from .guards import Departure, LeftPath, diverged, misdirected, raising
 from .inputs import require_arguments
 from .interpreter import Code, Mode, Patches, compile_plan, interpret, recorded_world
-from .late import Late, Remembered, mark_of
 from .parting import parted, writes_views
 from .plan import Plan, plan
 from .recover import recovered

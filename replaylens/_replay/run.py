@@ -2,7 +2,7 @@
 
 In: what the interpreter left in its env, and how the replay was asked for. Out: the output in the model's own
 structure, any value by name. What was not kept is computed when it is asked for, from what led to
-the output: see late.py.
+the output: see deferred.py.
 """
 
 from __future__ import annotations

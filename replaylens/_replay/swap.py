@@ -27,9 +27,9 @@ from .._edit.arguments import Arguments, fitted, name_of
 from .._edit.rewrite import Splice, inward, names_within, replace, splice, unread_sources, without
 from .._edit.writes import with_plain
 from ..errors import BadEdit, ReplaylensError
+from .deferred import mark_of
 from .derive import Added, derive, handed_back, shares_memory
 from .guards import diverged, misdirected, node_of
-from .late import mark_of
 from .parting import parted
 from .replay import Record
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from .._core.account import Parameter
+from .._core.capture_metadata import Parameter
 from .._core.graph import Graph
 from .._core.location import Location
 from .._core.node import Ref, State

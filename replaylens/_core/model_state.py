@@ -33,6 +33,22 @@ WHOLE = 32  # so many words of memory are compared whole
 _MOST = 200_000  # tensors of which something is remembered by id: no weak reference, or torch could not swap them
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """The tensor's write counter; -1 for inference tensors, which have none."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1
+
+
+def versions_of(tensors: list[torch.Tensor]) -> list[int]:
+    """The write counters of many tensors."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        return [version_of(tensor) for tensor in tensors]
+
+
 class _Steps:
     """The steps of fused optimizers, which torch's write counters miss: how many there were, and the last for each
     tensor.
@@ -323,8 +339,7 @@ class StatePlace:
 
     def is_as_it_was(self) -> bool:
         """Does the very tensor stand there still, in the same memory, with the same samples?"""
-        tensor = self.tensor
-        return tensor is not None and self.now() is tensor and self.sight.holds(tensor)
+        return self.tensor is not None and self.stands()
 
     def is_whole_elsewhere(self) -> bool:
         """Stands another tensor there now, and is the one that stood there as it was?"""
@@ -399,7 +414,7 @@ def attribute_at(attributes: dict[str, Any], path: str) -> torch.Tensor | None:
     key, rest = _parted(path)
     thing = attributes.get(key)
     while rest:
-        step = next(((text, value) for text, value, _ in _members(thing) if _begins(rest, text)), None)
+        step = next(((text, value) for text, value, _ in members(thing) if _begins(rest, text)), None)
         if step is None:
             return None
         rest, thing = rest[len(step[0]) :], step[1]
@@ -415,7 +430,7 @@ def put_attribute(attributes: dict[str, Any], path: str, tensor: torch.Tensor | 
 def _put(thing: Any, path: str, tensor: torch.Tensor | None) -> Any:
     if not path:
         return tensor
-    for text, value, put in _members(thing):
+    for text, value, put in members(thing):
         if _begins(path, text):
             return put(_put(value, path[len(text) :], tensor))
     return thing
@@ -430,79 +445,64 @@ def _begins(path: str, text: str) -> bool:
     return path.startswith(text) and path[len(text) : len(text) + 1] in ("", ".", "[")
 
 
-def _members(thing: Any) -> Iterator[tuple[str, Any, Callable[[Any], Any]]]:
+def members(thing: Any) -> Iterator[tuple[str, Any, Callable[[Any], Any]]]:
     """What is in a container or an object: its name there, its value, and what gives the whole with another value."""
     if isinstance(thing, tuple):
         for number, value in enumerate(thing):
-            yield f"[{number}]", value, _in_tuple(thing, number)
+            yield f"[{number}]", value, partial(_with_item, thing, number)
     elif isinstance(thing, list):
         for number, value in enumerate(thing):
-            yield f"[{number}]", value, _in_items(thing, thing, number)
+            yield f"[{number}]", value, partial(_set_item, thing, thing, number)
     elif isinstance(thing, (set, frozenset)):
         for number, value in enumerate(list(thing)):
-            yield f"[{number}]", value, _in_set(thing, value)
+            yield f"[{number}]", value, partial(_exchange, thing, value)
     elif isinstance(thing, dict):
-        for key, value in list(thing.items()):
-            yield f"[{key!r}]", value, _in_items(thing, thing, key)
+        for key, value in list(dict.items(thing)):
+            yield f"[{key!r}]", value, partial(_set_item, thing, thing, key)
     elif isinstance(thing, FunctionType):
         for name, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=False):
             with suppress(ValueError):  # an empty one
-                yield f".{name}", cell.cell_contents, _in_attribute(thing, cell, "cell_contents")
+                yield f".{name}", cell.cell_contents, partial(_set_attribute, thing, cell, "cell_contents")
     elif isinstance(thing, partial):
-        yield ".args", thing.args, _in_partial(thing, 1)
-        yield ".keywords", thing.keywords, _in_partial(thing, 2)
-        yield ".func", thing.func, _in_partial(thing, 0)
+        yield ".func", thing.func, partial(_set_part, thing, 0)
+        yield ".args", thing.args, partial(_set_part, thing, 1)
+        yield ".keywords", thing.keywords, partial(_set_part, thing, 2)
     elif not isinstance(thing, (type, torch.Tensor, nn.Module)):
         attributes = own_attributes(thing)
         for name, value in list(attributes.items()):
-            yield f".{name}", value, _in_items(thing, attributes, name)
+            yield f".{name}", value, partial(_set_item, thing, attributes, name)
         for kind in type(thing).__mro__:
             slots = kind.__dict__.get("__slots__", ())
             for name in (slots,) if isinstance(slots, str) else slots:
                 if (value := own(thing, name, own)) is not own:
-                    yield f".{name}", value, _in_attribute(thing, thing, name)
+                    yield f".{name}", value, partial(_set_attribute, thing, thing, name)
 
 
-def _in_tuple(thing: Any, number: int) -> Callable[[Any], Any]:
-    def put(value: Any) -> Any:
-        items = [*thing[:number], value, *thing[number + 1 :]]
-        return type(thing)(*items) if hasattr(thing, "_fields") else tuple(items)
-
-    return put
+def _with_item(thing: Any, number: int, value: Any) -> Any:
+    items = [*thing[:number], value, *thing[number + 1 :]]
+    return type(thing)(*items) if hasattr(thing, "_fields") else tuple(items)
 
 
-def _in_set(thing: Any, old: Any) -> Callable[[Any], Any]:
-    def put(value: Any) -> Any:
-        if isinstance(thing, frozenset):
-            return thing - {old} | {value}
-        thing.discard(old)
-        thing.add(value)
-        return thing
-
-    return put
+def _exchange(thing: Any, old: Any, value: Any) -> Any:
+    if isinstance(thing, frozenset):
+        return thing - {old} | {value}
+    thing.discard(old)
+    thing.add(value)
+    return thing
 
 
-def _in_partial(thing: Any, number: int) -> Callable[[Any], Any]:
-    def put(value: Any) -> Any:
-        parts = [thing.func, thing.args, thing.keywords]
-        parts[number] = value
-        thing.__setstate__((*parts, vars(thing)))
-        return thing
-
-    return put
+def _set_part(thing: Any, number: int, value: Any) -> Any:
+    parts = [thing.func, thing.args, thing.keywords]
+    parts[number] = value
+    thing.__setstate__((*parts, vars(thing)))
+    return thing
 
 
-def _in_attribute(thing: Any, holder: Any, name: str) -> Callable[[Any], Any]:
-    def put(value: Any) -> Any:
-        setattr(holder, name, value)
-        return thing
-
-    return put
+def _set_attribute(thing: Any, holder: Any, name: str, value: Any) -> Any:
+    setattr(holder, name, value)
+    return thing
 
 
-def _in_items(thing: Any, items: Any, key: Any) -> Callable[[Any], Any]:
-    def put(value: Any) -> Any:
-        items[key] = value
-        return thing
-
-    return put
+def _set_item(thing: Any, items: Any, key: Any, value: Any) -> Any:
+    items[key] = value
+    return thing

@@ -16,8 +16,8 @@ import torch
 from attrs import evolve
 
 from .._core.lazy import cached_property
+from .._core.model_state import sight_of, version_of
 from .._core.node import Call, Ref, refs_in, refs_of
-from .._core.state import sight_of
 from .._core.trees import thaw
 from .._core.world import drawing_alone
 from ..errors import ReplaylensError, StaleValue
@@ -29,21 +29,14 @@ def mark_of(value: Any) -> Any:
     """What tells whether a value was written to since."""
     if isinstance(value, (tuple, list)):
         return tuple(map(mark_of, value))
-    return _version(value) if isinstance(value, torch.Tensor) else None
+    return version_of(value) if isinstance(value, torch.Tensor) else None
 
 
 def _sight_of(value: Any) -> Any:
     """The same, and where the value lies and how."""
     if isinstance(value, (tuple, list)):
         return tuple(map(_sight_of, value))
-    return (_version(value), sight_of(value)) if isinstance(value, torch.Tensor) else None
-
-
-def _version(tensor: torch.Tensor) -> int:
-    try:
-        return tensor._version
-    except RuntimeError:
-        return -1
+    return (version_of(value), sight_of(value)) if isinstance(value, torch.Tensor) else None
 
 
 def _marks(env: list[Any]) -> list[Any]:

@@ -2,13 +2,13 @@
 
 In: the record of a program, and the values that stand in the place of recorded ones, as they were given. Out: a
 Departure for each question of the model's that has another answer with them. Flags are followed through the graph,
-layouts by layouts.py. Where no source is laid out or flagged otherwise than it was recorded, there is nothing to ask.
+layouts by layout_guards.py. Where no source lies or is flagged otherwise than it was recorded, there is nothing to ask.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,9 +24,8 @@ from .._core.torch_private import is_wrapped
 from .._core.trees import named, walk
 from .._core.write import Write
 from .guards import Departure, changed, diverged, fact
-from .layouts import EXPOSURES, Layouts, asked_of, geometry, is_lazy
+from .layout_guards import EXPOSURES, Tensors, asked_of, layout_departures
 
-Tensors = Mapping[Ref, torch.Tensor]
 UNKNOWN = "not known"
 _PARTING = frozenset(
     "unbind split chunk tensor_split hsplit vsplit dsplit split_with_sizes".split()
@@ -229,49 +228,6 @@ def _is_turned(graph: Graph, ref: Ref) -> bool:
 
 def _flags(tensor: torch.Tensor) -> tuple[bool, bool]:
     return tensor.requires_grad, tensor.is_inference()
-
-
-# -- layouts -----------------------------------------------------------------------------------------------------------
-
-
-def layout_departures(
-    graph: Graph,
-    recorded: Tensors,
-    given: Tensors,
-    up_to_rounding: bool = False,
-    fixed: Set[Ref] = frozenset(),
-) -> Iterator[Departure]:
-    """Where the memory layout of what is given alters an answer, or which calls give views of what is written."""
-    other = {ref: tensor for ref, tensor in given.items() if _lies_otherwise(graph, recorded, ref, tensor)}
-    if other:
-        yield from Layouts(graph, recorded, other, up_to_rounding, fixed=fixed | given.keys()).departures()
-
-
-def layouts_altered(
-    graph: Graph, recorded: Tensors, strides: Mapping[Ref, tuple[int, ...] | None], now: Tensors, edited: Set[Ref]
-) -> Iterator[Departure]:
-    """Where an edit gives values that lie otherwise than those in their places did, whose `strides` these are."""
-    other = {ref: new for ref, new in now.items() if ref in strides and _has_other_strides(new, strides[ref])}
-    if not edited.isdisjoint(other):
-        yield from Layouts(graph, recorded, other, strides=strides).of_computed(now)
-
-
-def _has_other_strides(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> bool:
-    is_strided = tensor.layout is torch.strided and not tensor.is_nested and not is_wrapped(tensor)
-    return is_strided and strides is not None and tensor.stride() != strides
-
-
-def _lies_otherwise(graph: Graph, recorded: Tensors, ref: Ref, tensor: torch.Tensor) -> bool:
-    if ref.node not in graph or is_wrapped(tensor):
-        return False
-    meaning, known = meanings_of(graph[ref.node]).get(ref), recorded.get(ref)
-    if meaning is None or meaning.strides is None or tensor.layout is not torch.strided or tensor.is_nested:
-        return False
-    if tuple(tensor.shape) != meaning.shape:
-        return False
-    if known is None:
-        return tensor.stride() != meaning.strides or is_lazy(tensor)
-    return tensor.stride() != meaning.strides or geometry(known) != geometry(tensor)
 
 
 # -- flags -------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,12 @@ something had read it before the module returned, and something reads it afterwa
 wrote through a view; or where somebody else holds the container in which it is handed on. Who reads it from which of
 the two is not known then, and the alias is marked. So it is where a view that the module made of it goes on to look at
 its memory, which is written later: with another tensor there, it would not.
+
+    def forward(self, x):              h = relu(x)
+        h = relu(x)                    m = mean(h)
+        self.seen = h.mean()           out = identity(h)     <- a hook on the module changes this, and not m
+        return h
+
 Aliases that a capture made in case of need, and that turn out to tell nothing apart, are taken out again. Nothing runs
 here.
 """
@@ -216,12 +222,23 @@ def _is_looked_at(recording: Recording, view: Handle, end: int) -> bool:
 
 def _put_in(recording: Recording, new: list[_New]) -> None:
     """Put aliases between the records, and let what comes after read them."""
-    for one in new:
-        _keep_as(recording, one.old, one.handle)
-    names = _Names(new)
     before: dict[int, list[int]] = {}
+    of_value: dict[Handle, list[_New]] = {}
     for number, one in enumerate(new):
+        _keep_as(recording, one.old, one.handle)
         before.setdefault(one.at, []).append(number)
+        of_value.setdefault(one.old, []).append(one)
+
+    def name(handle: Handle, position: int) -> Handle:
+        """The last alias of a value before a position, or the value itself."""
+        passed = [one for one in of_value.get(handle, ()) if one.at <= position]
+        return passed[-1].handle if passed else handle
+
+    def name_then(handle: Handle, turn: int) -> Handle:
+        """The same as the n-th of all module calls handed it on."""
+        passed = [one for one in of_value.get(handle, ()) if one.turn <= turn]
+        return passed[-1].handle if passed else handle
+
     records: list[Any] = []
     where: list[int] = []  # of each old record, and of the end: its new number
     at: dict[int, int] = {}  # of each new alias
@@ -231,13 +248,13 @@ def _put_in(recording: Recording, new: list[_New]) -> None:
             records.append(_alias(recording, new[number]))
         where.append(len(records))
         if position < len(recording.records):
-            record = names.read_at(recording.records[position], position)
+            record = _read_at(recording.records[position], name, position)
             records.append(_with_aliases(recording, record, position, new, where, at))
     recording.records = records
-    handed = [(n, names.handed(tree, turn), *rest) for turn, (n, tree, *rest) in enumerate(recording.scope_outputs)]
-    _move(recording, where, names.in_tree, names.read_at)
-    ends = [end for _, _, end, _ in recording.scope_outputs]
-    recording.scope_outputs = [(n, tree, end, ()) for (n, tree, *_), end in zip(handed, ends, strict=True)]
+    given = [_renamed(tree, name_then, turn) for turn, (_, tree, *_) in enumerate(recording.scope_outputs)]
+    _move(recording, where, name)
+    ends = [(scope, end) for scope, _, end, _ in recording.scope_outputs]
+    recording.scope_outputs = [(scope, tree, end, ()) for (scope, end), tree in zip(ends, given, strict=True)]
 
 
 def _keep_as(recording: Recording, old: Handle, new: Handle) -> None:
@@ -251,83 +268,45 @@ def _keep_as(recording: Recording, old: Handle, new: Handle) -> None:
         recording.gradients[new] = recording.gradients[old]
 
 
-def _move(
-    recording: Recording, where: list[int], in_tree: Callable[[Any, int], Any], read_at: Callable[[Any, int], Any]
-) -> None:
+def _move(recording: Recording, where: list[int], name: _Naming) -> None:
     """All that is numbered by records, or names values, besides the records themselves."""
     end = len(where)
     recording.patched = {where[n]: where[of] for n, of in recording.patched.items()}
-    recording.guards = [_moved_guard(read_at(guard, guard.position), where) for guard in recording.guards]
+    guards = [_read_at(guard, name, guard.position) for guard in recording.guards]
+    recording.guards = [guard._replace(position=where[min(guard.position, end - 1)]) for guard in guards]
     recording.asked = [
         one._replace(
-            handle=None if one.handle is None else in_tree(Handle(one.handle), one.position),
+            handle=None if one.handle is None else name(Handle(one.handle), one.position),
             position=where[min(one.position, end - 1)],
         )
         for one in recording.asked
     ]
-    recording.output = in_tree(recording.output, end)
-    recording.changes = [(place, in_tree(last, end)) for place, last in recording.changes]
-    outputs = recording.scope_outputs
+    recording.output = _renamed(recording.output, name, end)
+    recording.changes = [(place, _renamed(last, name, end)) for place, last in recording.changes]
     recording.scope_outputs = [
-        (scope, in_tree(tree, stop), where[stop], in_tree(shared, stop)) for scope, tree, stop, shared in outputs
+        (scope, _renamed(tree, name, stop), where[stop], _renamed(shared, name, stop))
+        for scope, tree, stop, shared in recording.scope_outputs
     ]
 
 
-class _Renamed:
-    """What stands for a value at a position."""
-
-    def at(self, handle: Handle, position: int) -> Handle:
-        """The value itself, or another one."""
-        raise NotImplementedError
-
-    def in_tree(self, tree: Any, position: int) -> Any:
-        """A tree with what stands for each value there."""
-        return remake(tree, lambda leaf: self.at(leaf, position) if type(leaf) is Handle else leaf)
-
-    def read_at(self, record: Any, position: int) -> Any:
-        """A record or a guard with what it reads as it is called there."""
-        if not isinstance(record, (CallRecord, GuardRecord)):
-            return record
-        args, kwargs = tuple(record.args), record.kwargs or {}
-        read = handles_in((args, tuple(kwargs.values())))
-        if all(self.at(handle, position) == handle for handle in read):
-            return record
-        named = {key: self.in_tree(value, position) for key, value in kwargs.items()}
-        return record._replace(args=[self.in_tree(arg, position) for arg in args], kwargs=named)
+_Naming = Callable[[Handle, int], Handle]  # what a value is called at a position among the records
 
 
-class _Names(_Renamed):
-    """The new aliases that stand for values once the modules have returned."""
-
-    def __init__(self, new: list[_New]) -> None:
-        self.of: dict[Handle, list[_New]] = {}
-        for one in new:
-            self.of.setdefault(one.old, []).append(one)
-
-    def at(self, handle: Handle, position: int) -> Handle:
-        """The last alias before the position, if there is one."""
-        passed = [one for one in self.of.get(handle, ()) if one.at <= position]
-        return passed[-1].handle if passed else handle
-
-    def handed(self, tree: Any, turn: int) -> Any:
-        """What a module call gave, the n-th of all, under the names that the values had then."""
-
-        def name(leaf: Any) -> Any:
-            passed = [one for one in self.of.get(leaf, ()) if one.turn <= turn] if type(leaf) is Handle else []
-            return passed[-1].handle if passed else leaf
-
-        return remake(tree, name)
+def _renamed(tree: Any, name: _Naming, position: int) -> Any:
+    """A tree with what each value is called there."""
+    return remake(tree, lambda leaf: name(leaf, position) if type(leaf) is Handle else leaf)
 
 
-class _Instead(_Renamed):
-    """What stands for aliases that are taken out, everywhere."""
-
-    def __init__(self, of: dict[Handle, Handle]) -> None:
-        self.of = of
-
-    def at(self, handle: Handle, position: int) -> Handle:
-        """What the alias was of."""
-        return self.of.get(handle, handle)
+def _read_at(record: Any, name: _Naming, position: int) -> Any:
+    """A record or a guard with what it reads as it is called there."""
+    if not isinstance(record, (CallRecord, GuardRecord)):
+        return record
+    kwargs = record.kwargs or {}
+    read = [leaf for leaf in leaves((tuple(record.args), tuple(kwargs.values()))) if type(leaf) is Handle]
+    if all(name(handle, position) == handle for handle in read):
+        return record
+    named = {key: _renamed(value, name, position) for key, value in kwargs.items()}
+    return record._replace(args=[_renamed(arg, name, position) for arg in record.args], kwargs=named)
 
 
 def _alias(recording: Recording, one: _New) -> CallRecord:
@@ -367,12 +346,10 @@ def _with_aliases(
 
     calls = dict(zip(record.through, stretch.calls, strict=True))
     nodes: list[Node] = [node for node in stretch.nodes if not isinstance(node, Call)]
-    for turn, number in sorted(
-        [*[(n, -1) for n in record.through], *[(one.at, k) for k, one in own.items()]], key=_turn
-    ):
-        if number < 0:
-            call, read = calls[turn], standing(turn)
-            nodes.append(remade(call, read))
+    turns = [*[(one.at, 0, number) for number, one in own.items()], *[(n, 1, n) for n in record.through]]
+    for turn, is_call, number in sorted(turns):  # an alias comes before the record at which it stands
+        if is_call:
+            nodes.append(remade(calls[turn], standing(turn)))
         else:
             one, name = own[number], f"handed_{number}"
             context = frozen_context(_context_of_alias(recording))
@@ -384,21 +361,6 @@ def _with_aliases(
     return record._replace(args=[*given._replace(stretch=graph)], through=through)
 
 
-def _turn(one: tuple[int, int]) -> tuple[int, bool, int]:
-    """Aliases come before the record at which they stand."""
-    return one[0], one[1] < 0, one[1]
-
-
-def _moved(record: Any, where: list[int]) -> Any:
-    if not isinstance(record, CallRecord) or not record.through:
-        return record
-    return record._replace(through=tuple([where[n] for n in record.through]))
-
-
-def _moved_guard(guard: GuardRecord, where: list[int]) -> GuardRecord:
-    return guard._replace(position=where[min(guard.position, len(where) - 1)])
-
-
 def _take_out(recording: Recording, idle: set[int]) -> None:
     """Take aliases out again: what reads them reads what they are of."""
     instead: dict[Handle, Handle] = {}
@@ -406,37 +368,33 @@ def _take_out(recording: Recording, idle: set[int]) -> None:
         record = recording.records[position]
         if is_handing(record):
             instead[record.returns] = instead.get(record.args[0], record.args[0])
-    names = _Instead(instead)
+    name: _Naming = lambda handle, position: instead.get(handle, handle)  # noqa: E731
     kept = [n for n in range(len(recording.records)) if n not in idle]
     where = [bisect_left(kept, n) for n in range(len(recording.records) + 1)]
-    records = [names.read_at(recording.records[n], n) for n in kept]
-    recording.records = [_moved(_without(record, idle), where) for record in records]
-    _move(recording, where, names.in_tree, names.read_at)
+    recording.records = [_without(_read_at(recording.records[n], name, n), idle, where) for n in kept]
+    _move(recording, where, name)
     of = recording.view_of.items()
     recording.view_of = {handle: tuple([instead.get(one, one) for one in views]) for handle, views in of}
 
 
-def _without(record: Any, idle: set[int]) -> Any:
+def _without(record: Any, idle: set[int], where: list[int]) -> Any:
     """The record of a gradient without aliases that are no more, among what it runs again."""
-    if not isinstance(record, CallRecord) or idle.isdisjoint(record.through):
+    if not isinstance(record, CallRecord) or not record.through:
         return record
-    given = GradientArguments(*record.args)
-    stretch = given.stretch
-    gone: dict[Ref, Ref] = {}
-    for number, inner in zip(record.through, stretch.calls, strict=True):
-        if number in idle:
-            gone[Ref(inner.name)] = gone.get(inner.args[0], inner.args[0])
-    args = [*given._replace(stretch=_without_nodes(stretch, gone))]
-    return record._replace(args=args, through=tuple([n for n in record.through if n not in idle]))
+    args = record.args
+    if not idle.isdisjoint(record.through):
+        given = GradientArguments(*args)
+        gone: dict[Ref, Ref] = {}
+        for number, inner in zip(record.through, given.stretch.calls, strict=True):
+            if number in idle:
+                gone[Ref(inner.name)] = gone.get(inner.args[0], inner.args[0])
+        args = [*given._replace(stretch=_without_nodes(given.stretch, gone))]
+    return record._replace(args=args, through=tuple([where[n] for n in record.through if n not in idle]))
 
 
 def _without_nodes(stretch: Graph, gone: dict[Ref, Ref]) -> Graph:
     """The stretch without some of its calls: what reads them reads what they are of."""
     read = lambda leaf: gone.get(leaf, leaf) if type(leaf) is Ref else leaf  # noqa: E731
-    nodes: list[Node] = []
-    for node in stretch.nodes:
-        if isinstance(node, Call):
-            node = remade(node, read)
-        if Ref(node.name) not in gone:
-            nodes.append(node)
+    kept = [node for node in stretch.nodes if Ref(node.name) not in gone]
+    nodes = [remade(node, read) if isinstance(node, Call) else node for node in kept]
     return evolve(stretch, nodes=tuple(nodes), output=remake(stretch.output, read))

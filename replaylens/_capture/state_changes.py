@@ -18,18 +18,18 @@ from torch import nn
 
 from .._core.autograd import history_of
 from .._core.copies import writable_copy
+from .._core.model_state import NO_LOOK, PLAIN, Look, PlaceNote, attribute_at, fused_steps, looks_at
 from .._core.node import TensorMeaning
 from .._core.sameness import attached
-from .._core.state import NO_LOOK, PLAIN, Look, PlaceNote, attribute_at, fused_steps, looks_at
 from .._core.trees import freeze_deep, leaves, thaw
 from .._core.write import take_step
-from .._replay.layouts import geometry
+from .._replay.layout_guards import geometry
 from .builder import Handle, Recording, SourceRecord, version_of, versions_of
 from .origins import Origins, Place
 from .recorder import Recorder
-from .settled import is_made_unasked
 from .snapshot import Snapshot
 from .storage import OUTSIDE, Entry, storage_key
+from .user_code import code_of, is_stored_first
 
 Where = tuple[Any, str]  # module, and the name or path of a tensor there
 Firsts = dict[int, Handle]  # by the id of a tensor that the model held when it was first read: the value then
@@ -132,7 +132,7 @@ def _is_made(key: str, now: dict[str, Any], first: dict[str, Any]) -> bool:
 
 def _is_asked_for(recorder: Recorder, where: Where) -> bool:
     """May the forward go by whether something stands there?"""
-    return not is_made_unasked(where[1], recorder.recording.model, recorder.origins.modules)
+    return not is_stored_first(where[1], code_of(recorder.recording.model, recorder.origins.modules))
 
 
 def _take_exchanged_parameters(recorder: Recorder, sources: list[SourceRecord], firsts: Firsts) -> None:

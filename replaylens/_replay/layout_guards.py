@@ -10,7 +10,7 @@ and only if there is something to find.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -18,15 +18,16 @@ from typing import Any
 import torch
 
 from .._core.graph import Graph
-from .._core.node import ITSELF, Call, Guard, Ref, meanings_of, refs_in, refs_of
+from .._core.node import ITSELF, Call, Guard, Ref, TensorMeaning, meanings_of, refs_in, refs_of
 from .._core.runtime import kind_of, looks_at_memory, message_of
 from .._core.sharing import overlaps_itself
-from .._core.torch_private import OpOverload
+from .._core.torch_private import OpOverload, is_wrapped
 from .._core.trees import part_at, thaw
 from .._core.world import drawing_alone
 from .._core.write import Write
 from ..errors import ReplaylensError
 from .guards import Departure, changed, fact
+from .rng_stream import has_own_generator
 
 Tensors = Mapping[Ref, torch.Tensor]
 # ATen calls, beneath transforms, that torch makes of the functions of the same name whatever the layout is
@@ -48,6 +49,47 @@ def is_lazy(tensor: torch.Tensor) -> bool:
     return tensor.is_conj() or tensor.is_neg()
 
 
+def layout_departures(
+    graph: Graph,
+    recorded: Tensors,
+    given: Tensors,
+    up_to_rounding: bool = False,
+    fixed: Set[Ref] = frozenset(),
+) -> Iterator[Departure]:
+    """Where the memory layout of what is given alters an answer, or which calls give views of what is written."""
+    other = {ref: tensor for ref, tensor in given.items() if _lies_otherwise(graph, recorded, ref, tensor)}
+    if other:
+        yield from Layouts(graph, recorded, other, up_to_rounding, fixed=fixed | given.keys()).departures()
+
+
+def layouts_altered(
+    graph: Graph, recorded: Tensors, strides: Mapping[Ref, tuple[int, ...] | None], now: Tensors, edited: Set[Ref]
+) -> Iterator[Departure]:
+    """Where an edit gives values that lie otherwise than those in their places did, whose `strides` these are."""
+    known = {ref: (new, strides[ref]) for ref, new in now.items() if ref in strides and _has_strides(new)}
+    other = {ref: new for ref, (new, then) in known.items() if then is not None and new.stride() != then}
+    if not edited.isdisjoint(other):
+        yield from Layouts(graph, recorded, other, strides=strides).of_computed(now)
+
+
+def _lies_otherwise(graph: Graph, recorded: Tensors, ref: Ref, tensor: torch.Tensor) -> bool:
+    meaning = meanings_of(graph[ref.node]).get(ref) if ref.node in graph else None
+    if meaning is None or meaning.strides is None or not _has_strides(tensor) or tuple(tensor.shape) != meaning.shape:
+        return False
+    return tensor.stride() != meaning.strides or not _lies_as(tensor, recorded.get(ref), meaning)
+
+
+def _has_strides(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and not is_wrapped(tensor)
+
+
+def _lies_as(tensor: torch.Tensor, recorded: torch.Tensor | None, meaning: TensorMeaning) -> bool:
+    """Does a tensor lie as the recorded value does; or, if that was not kept, as is known of it?"""
+    if recorded is None:
+        return tensor.stride() == meaning.strides and not is_lazy(tensor)
+    return geometry(recorded) == geometry(tensor)
+
+
 def asked_of(guard: Guard, tensor: torch.Tensor) -> Iterator[Departure]:
     """Another answer of one tensor."""
     answer = _answer(guard, tensor)
@@ -58,10 +100,14 @@ def asked_of(guard: Guard, tensor: torch.Tensor) -> Iterator[Departure]:
 
 
 def _answer(guard: Guard, tensor: torch.Tensor) -> Any:
-    leaf = lambda value: tensor if type(value) is Ref else value  # noqa: E731
-    return guard.target.function(
-        *[thaw(arg, leaf) for arg in guard.args], **{key: thaw(arg, leaf) for key, arg in guard.kwargs}
-    )
+    return _called(guard, lambda ref: tensor)
+
+
+def _called(node: Guard | Call, value_of: Callable[[Ref], torch.Tensor]) -> Any:
+    """What a question or a call gives of these values."""
+    leaf = lambda value: value_of(value) if type(value) is Ref else value  # noqa: E731
+    kwargs = {key: thaw(arg, leaf) for key, arg in node.kwargs}
+    return node.target.function(*[thaw(arg, leaf) for arg in node.args], **kwargs)
 
 
 class Layouts:
@@ -155,12 +201,9 @@ class Layouts:
         """A call that raised, which the model caught: does it raise on this memory?"""
         if not any(ref in self.other or ref in self.unknown for ref in guard.refs):
             return
-        leaf = lambda tree: self._value(tree) if type(tree) is Ref else tree  # noqa: E731
         now = None
         try:
-            guard.target.function(
-                *[thaw(arg, leaf) for arg in guard.args], **{key: thaw(arg, leaf) for key, arg in guard.kwargs}
-            )
+            _called(guard, self._value)
         except Exception as error:
             now = message_of(error) if guard.kind == "message" else kind_of(error)
         yield from filter(None, (changed(guard, now),))
@@ -183,7 +226,7 @@ class Layouts:
             self.unknown.update(gives)
             return
         try:
-            made = self._made(node)
+            made = _called(node, self._value)
         except Exception as error:
             # The model raises what torch raises, and so does the replay where nothing catches it.
             if self.graph.catches or isinstance(error, ReplaylensError):
@@ -255,11 +298,6 @@ class Layouts:
                 f"the memory of {ref}, which the model writes,", "dense", "in another layout", None, "layout"
             )
 
-    def _made(self, node: Call) -> Any:
-        leaf = lambda tree: self._value(tree) if type(tree) is Ref else tree  # noqa: E731
-        args = [thaw(arg, leaf) for arg in node.args]
-        return node.target.function(*args, **{key: thaw(arg, leaf) for key, arg in node.kwargs})
-
     def _value(self, ref: Ref) -> torch.Tensor:
         found = self.other.get(ref, self.recorded.get(ref))
         if found is not None:
@@ -272,13 +310,7 @@ class Layouts:
 
     def _settle(self, ref: Ref, tensor: torch.Tensor) -> None:
         """From here on a value lies like this; which is of no interest where it did before."""
-        known = self.recorded.get(ref)
-        same = (
-            geometry(known) == geometry(tensor)
-            if known is not None
-            else tensor.stride() == self.meanings[ref].strides and not is_lazy(tensor)
-        )
-        if same:
+        if _lies_as(tensor, self.recorded.get(ref), self.meanings[ref]):
             self.other.pop(ref, None)
         else:
             self.other[ref] = tensor

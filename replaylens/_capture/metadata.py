@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import torch
 
-from .._core.account import Account, Parameter
+from .._core.capture_metadata import Account, Parameter
 from .._core.target import Target
 from .builder import Addresses, CallRecord, Frozen, Recording, SourceRecord, linked
 

@@ -96,7 +96,7 @@ class _Asked:
         reads = [recording.values[h] for h in reads_of(record)]
         if not recording.ambient[0] or any(map(_may_need_gradients_elsewhere, reads)):
             return self.would_be_saved_by(record)
-        if any(_is_gone(value) for value in given):
+        if any(isinstance(value, Gone) for value in given):
             return any(h in recording.gradients for h in _given(record))
         stops = {value.grad_fn for value in reads if _has_history(value)}
         return any(saved_below(value.grad_fn, self.is_it, stops) for value in given if _has_history(value))
@@ -146,12 +146,8 @@ def _given(record: CallRecord) -> list[Handle]:
 
 def _may_need_gradients_elsewhere(value: Any) -> bool:
     """Torch saves less for what needs no gradient, and a replay may be given what does."""
-    return not _is_gone(value) and not value.requires_grad and (value.is_floating_point() or value.is_complex())
-
-
-def _is_gone(value: Any) -> bool:
-    return isinstance(value, Gone)
+    return not isinstance(value, Gone) and not value.requires_grad and (value.is_floating_point() or value.is_complex())
 
 
 def _has_history(value: Any) -> bool:
-    return not _is_gone(value) and value.requires_grad and history_of(value) is not None
+    return not isinstance(value, Gone) and value.requires_grad and history_of(value) is not None

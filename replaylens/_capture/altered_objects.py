@@ -7,23 +7,19 @@ next forward does another thing for it, the model alone can tell: see `Program.m
 
 from __future__ import annotations
 
-import dis
-from collections.abc import Collection, Iterator
-from functools import lru_cache
-from types import CodeType
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from .._core.model_state import PLAIN
 from .._core.node import TensorMeaning
-from .._core.state import PLAIN
 from .._core.trees import ATOMS
 from .origins import path_to
 from .recorder import Recorder
-from .settled import code_of, matches_classes
 from .snapshot import Snapshot
+from .user_code import code_of, is_only_fed
 
-_FEEDS = frozenset("append appendleft extend add update clear insert".split())
 _MISSING = object()
 
 
@@ -33,8 +29,8 @@ def altered(recorder: Recorder, snapshot: Snapshot) -> list[tuple[Any, str]]:
     found = {(id(module), key): (module, key) for module, key in (*_changed(snapshot), *unlike)}
     if not found:
         return []
-    codes = list(code_of(recorder.recording.model, recorder.origins.modules))
-    return [(m, key) for m, key in found.values() if _is_users(vars(m).get(key)) or not _is_only_fed(key, codes)]
+    codes = code_of(recorder.recording.model, recorder.origins.modules)
+    return [(m, key) for m, key in found.values() if _is_users(vars(m).get(key)) or not is_only_fed(key, codes)]
 
 
 def _is_users(value: Any) -> bool:
@@ -62,7 +58,7 @@ def _changed(snapshot: Snapshot) -> Iterator[tuple[Any, str]]:
 
 
 def _is_same(old: Any, new: Any) -> bool:
-    """Is it the same for those who read it? Tensors in the place of tensors, or of nothing, are state: see state.py."""
+    """Is it the same for those who read it? A tensor in the place of one, or of nothing, is state_changes.py's."""
     if old is new:
         return True
     if type(new) in PLAIN or type(old) in PLAIN:
@@ -85,33 +81,3 @@ def _is_item(old: Any, new: Any) -> bool:
     if isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor):
         return False
     return _is_same(old, new)
-
-
-def _is_only_fed(key: str, codes: Collection[CodeType]) -> bool:
-    """Does all code that speaks of this attribute set it, count it up or put something into it, and nothing more?"""
-    uses = {_use(code, key) for code in codes}
-    return "feeds" in uses and "reads" not in uses
-
-
-@lru_cache(maxsize=4096)
-def _use(code: CodeType, key: str) -> str:
-    if "__dict__" in code.co_names or "vars" in code.co_names or matches_classes(code, key):
-        return "reads"
-    if key not in code.co_names:
-        return "reads" if key in code.co_consts else ""
-    steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "EXTENDED_ARG", "PRECALL")]
-    names = [(number, step) for number, step in enumerate(steps) if step.argval == key]
-    fed = all(step.opname == "STORE_ATTR" or _is_fed(steps, number) for number, step in names)
-    return "feeds" if fed else "reads"
-
-
-def _is_fed(steps: list[dis.Instruction], number: int) -> bool:
-    """Is it loaded to be written alone: `self.n += 1`, `self.seen.append(x)`, `self.seen[name] = x`?"""
-    before, after = steps[number - 1 : number], steps[number + 1 : number + 3]
-    if steps[number].opname not in ("LOAD_ATTR", "LOAD_METHOD") or not before or len(after) < 2:
-        return False
-    if before[0].opname in ("COPY", "DUP_TOP"):
-        return True
-    if after[0].opname in ("LOAD_ATTR", "LOAD_METHOD"):
-        return after[0].argval in _FEEDS
-    return after[1].opname == "STORE_SUBSCR" and after[0].opname.startswith("LOAD_")

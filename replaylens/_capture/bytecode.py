@@ -1,0 +1,269 @@
+"""What code does, as its bytecode tells: the one reader of code objects.
+
+In: a code object, and where needed the instruction of it that runs (`frame.f_lasti`). Out: its steps, or a short answer
+about them. A step is an instruction that does something; what belongs to one has no step of its own:
+
+    0 LOAD_FAST | 2 PRECALL  4 CACHE | 6 CALL  8 CACHE | 10 EXTENDED_ARG  12 POP_JUMP_IF_NONE
+    step 0      | step 1, as all up to its own caches  | step 2
+
+So a jump to 10 leads to step 2, and a frame that stands at 8 is in step 1. Python 3.10 to 3.13 spell some steps in two
+ways (`COPY` was `DUP_TOP`): the sets of names here hold both. Where bytecode leaves room for doubt, the answer is the
+careful one: that code asks, reads, catches.
+"""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Collection, Iterator
+from functools import lru_cache
+from itertools import chain, pairwise, repeat
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Step(NamedTuple):
+    """One instruction, and where in the source it stands, as exactly as this Python knows."""
+
+    name: str
+    arg: int
+    value: Any  # what the argument stands for: a name, a constant
+    to: int | None  # the offset that it may jump to
+    offset: int
+    place: Any  # line, last line, columns; before Python 3.11 the line; None where it stands for nothing in the source
+
+
+class Bytecode(NamedTuple):
+    """The steps of a code object."""
+
+    steps: list[Step]
+    numbers: dict[int, int]  # of the steps, by the offset of each instruction but the caches
+
+    def at(self, offset: int) -> int:
+        """The number of the step to which an offset belongs."""
+        while offset not in self.numbers:
+            offset -= 1
+        return self.numbers[offset]
+
+
+_BELONGING = frozenset(("CACHE", "EXTENDED_ARG", "PRECALL", "NOT_TAKEN"))
+_JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
+
+
+@lru_cache(maxsize=1024)
+def read(code: CodeType) -> Bytecode:
+    """The steps of a code object, without those of the code in it."""
+    steps: list[Step] = []
+    numbers: dict[int, int] = {}
+    places = _places(code)
+    for one in dis.get_instructions(code):
+        numbers[one.offset] = len(steps)
+        if one.opname not in _BELONGING:
+            to = one.argval if one.opcode in _JUMPS else None
+            steps.append(Step(one.opname, one.arg or 0, one.argval, to, one.offset, places[one.offset // 2]))
+    return Bytecode(steps, numbers)
+
+
+def _places(code: CodeType) -> list[Any]:
+    if hasattr(code, "co_positions"):
+        return [place if place[0] else None for place in code.co_positions()]
+    return [*chain.from_iterable(repeat(line, (end - start) // 2) for start, end, line in code.co_lines())]
+
+
+def is_torch_code(code: CodeType) -> bool:
+    """Is this code of torch or of replaylens, and not of the user?"""
+    known = torch_code.get(id(code))
+    if known is None or known[0] is not code:
+        known = torch_code[id(code)] = (code, code.co_filename.startswith(_HOMES))
+    return known[1]
+
+
+# By id, with the object beside it: a code object's own hash reads all of its constants, every time.
+torch_code: dict[int, tuple[CodeType, bool]] = {}
+_HOMES = tuple(home.rsplit("/", 1)[0] + "/" for home in (torch.__file__, __file__.rsplit("/", 1)[0]))
+
+
+def has_step(code: CodeType, *names: str) -> bool:
+    """May there be a step of one of these names? Known at once, without the steps."""
+    return not {dis.opmap[name] for name in names if name in dis.opmap}.isdisjoint(code.co_code[::2])
+
+
+def nested(code: CodeType) -> Iterator[CodeType]:
+    """A code object and all that lie in it: lambdas, comprehensions."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from nested(constant)
+
+
+@lru_cache(maxsize=4096)
+def words(code: CodeType) -> frozenset[str]:
+    """The names that code uses, and the strings in it by which it can ask for a name; with what lies in it."""
+    strings = (one for inner in nested(code) for one in inner.co_consts if type(one) is str and one.isidentifier())
+    return frozenset(strings).union(*[inner.co_names for inner in nested(code)])
+
+
+def line_of_word(code: CodeType, word: str) -> int:
+    """The line on which a word is first used, in code or in what lies in it."""
+    for inner in nested(code):
+        line = inner.co_firstlineno
+        for step in read(inner).steps:
+            line = (step.place[0] if type(step.place) is tuple else step.place) or line
+            if step.value == word:
+                return int(line)
+    return code.co_firstlineno
+
+
+# -- what it asks of objects -------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def asks_identity(code: CodeType) -> bool:
+    """Does this code ask whether one object is another, which is no constant?"""
+    if not has_step(code, "IS_OP"):
+        return False
+    pairs = pairwise(read(code).steps)
+    return any(two.name == "IS_OP" and one.name not in ("LOAD_CONST", "LOAD_COMMON_CONSTANT") for one, two in pairs)
+
+
+@lru_cache(maxsize=4096)
+def asks_for_none(code: CodeType, instruction: int) -> bool:
+    """Is what an instruction reads only asked for whether it is None?"""
+    steps, at = read(code).steps, read(code).at(instruction)
+    after = steps[at + 1 : at + 3]
+    if not after or after[0].name != "LOAD_CONST":
+        return bool(after) and after[0].name.endswith(("IF_NONE", "IF_NOT_NONE"))
+    return after[0].value is None and len(after) > 1 and after[1].name == "IS_OP"
+
+
+@lru_cache(maxsize=4096)
+def rebinds(code: CodeType, instruction: int) -> bool:
+    """Is this a call `x = self.act(x)` or `return self.act(x)`, of one local name to which the result is bound, or
+    which ends with it, so that the argument is called nothing else afterwards?
+    """
+    steps, at = read(code).steps, read(code).at(instruction)
+    if not 0 < at < len(steps) - 1 or steps[at].name not in _CALLS or steps[at].arg != 1:
+        return False
+    before, after = steps[at - 1], steps[at + 1]
+    if not before.name.startswith("LOAD_FAST"):
+        return False
+    if not after.name.startswith("STORE_FAST"):
+        return after.name == "RETURN_VALUE"
+    given = before.value[-1] if isinstance(before.value, tuple) else before.value
+    return bool(given == (after.value[0] if isinstance(after.value, tuple) else after.value))
+
+
+_CALLS = frozenset(("CALL", "CALL_FUNCTION", "CALL_METHOD"))
+
+
+def called_bare(code: CodeType, names: Collection[str]) -> Iterator[str]:
+    """Those of some names that code, without what lies in it, calls with no argument, or with None alone."""
+    if frozenset(names).isdisjoint(code.co_names):
+        return
+    last, given = "", False
+    for step in read(code).steps:
+        if last and step.name.startswith("CALL") and step.arg == int(given):
+            yield last
+        names_it = given and (step.name == "KW_NAMES" or type(step.value) is tuple)
+        if names_it or step.name == "PUSH_NULL":
+            continue
+        if step.name == "LOAD_CONST" and step.value is None and last and not given:
+            given = True
+        else:
+            last, given = (step.value if step.value in names else ""), False
+
+
+# -- what it does with an attribute ------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def uses_of(code: CodeType, key: str) -> tuple[str, ...]:
+    """What code does with an attribute, in its order: "stores"; "feeds", as `self.n += 1`, `self.seen.append(x)` and
+    `self.seen[name] = x` do; "spells" its name as a string; "reads".
+
+    A `case Class(key=...)` reads it, and one by position may: of that the class alone knows.
+    """
+    steps = read(code).steps if key in code.co_names or key in code.co_consts or has_step(code, "MATCH_CLASS") else []
+    classes = [number for number, step in enumerate(steps) if step.name == "MATCH_CLASS"]
+    if any(steps[number].arg or key in steps[number - 1].value for number in classes):
+        return ("reads",)
+    return tuple([_use(steps, number) for number, step in enumerate(steps) if step.value == key])
+
+
+def _use(steps: list[Step], number: int) -> str:
+    name = steps[number].name
+    if name in ("STORE_ATTR", "LOAD_CONST"):
+        return "stores" if name == "STORE_ATTR" else "spells"
+    before, after = steps[max(number - 1, 0)], steps[number + 1 : number + 3]
+    if name not in ("LOAD_ATTR", "LOAD_METHOD") or len(after) < 2:
+        return "reads"
+    if after[0].name in ("LOAD_ATTR", "LOAD_METHOD"):
+        is_fed = after[0].value in _FEEDS
+    else:
+        is_fed = after[1].name == "STORE_SUBSCR" and after[0].name.startswith("LOAD_")
+    return "feeds" if is_fed or before.name in ("COPY", "DUP_TOP") else "reads"
+
+
+_FEEDS = frozenset("append appendleft extend add update clear insert".split())
+
+
+# -- what it does about exceptions -------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def catches(code: CodeType) -> bool:
+    """Does this code go on after an exception, anywhere?"""
+    if "suppress" in code.co_names:
+        return True
+    if not has_step(code, *_HANDLES):
+        return False
+    found = read(code)
+    return any(step.name in _MATCHES for step in found.steps) or any(_goes_on(found, one) for one in _handlers(found))
+
+
+def _handlers(found: Bytecode) -> Iterator[int]:
+    """The numbers of the steps at which handlers begin, but for what a `with` does after an exception."""
+    for number, step in enumerate(found.steps):
+        if step.name == "SETUP_FINALLY":
+            yield found.at(step.value)
+        elif step.name == "PUSH_EXC_INFO" and found.steps[number + 1].name != "WITH_EXCEPT_START":
+            yield number
+
+
+def _goes_on(found: Bytecode, handler: int) -> bool:
+    """Can it end otherwise than by raising, as `except:` does, or `return`, `break` and `continue` in a `finally:`?"""
+    stack, seen = [handler], set()
+    while stack:
+        number = stack.pop()
+        step = found.steps[number]
+        if step.name in _GOES_ON:
+            return True
+        if number in seen or step.name in _RAISES:
+            continue
+        seen.add(number)
+        if step.to is not None and not step.name.startswith("SETUP_"):
+            stack.append(found.at(step.to))
+        if step.name not in _ALWAYS_JUMPS:
+            stack.append(number + 1)
+    return False
+
+
+@lru_cache(maxsize=4096)
+def keeps_exceptions(code: CodeType) -> bool:
+    """Can this code read what an exception says that it catches: by `except E as error`, or by asking Python for it?"""
+    if not _ASKING.isdisjoint(code.co_names):
+        return True
+    steps = read(code).steps if has_step(code, *_HANDLES) else []
+    matches = [number for number, step in enumerate(steps) if step.name in _MATCHES]
+    after = [step for number in matches for step in steps[number + 1 : number + 1 + _BINDING]]
+    return any(step.name.startswith("STORE_") for step in after)
+
+
+_HANDLES = ("PUSH_EXC_INFO", "SETUP_FINALLY")
+_ASKING = frozenset(("exc_info", "format_exc", "exception"))
+_MATCHES = frozenset(("CHECK_EXC_MATCH", "CHECK_EG_MATCH", "JUMP_IF_NOT_EXC_MATCH"))
+_BINDING = 3  # within so many steps after the match the name is bound, if there is one
+_RAISES = frozenset(("RERAISE", "RAISE_VARARGS"))
+_GOES_ON = frozenset(("POP_EXCEPT", "RETURN_VALUE", "RETURN_CONST"))
+_ALWAYS_JUMPS = frozenset(("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_ABSOLUTE"))
