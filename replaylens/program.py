@@ -28,6 +28,7 @@ from ._core.kept import Kept
 from ._core.node import Guard, Ref, value_of
 from ._core.notes import add_note
 from ._core.pure import same_content, writable_copy
+from ._core.sharing import version_of
 from ._core.text import code
 from ._core.torch_private import DeviceContext, function_modes as _function_modes, pytree, without_function_modes
 from ._core.trees import freeze_deep, thaw
@@ -45,13 +46,15 @@ from ._many.together import Planned, Together
 from ._replay import editing
 from ._replay.convert import move, present, rerun
 from ._replay.expanding import expand
+from ._replay.function import function_of
 from ._replay.gradients import Grads, ask, gradients, seen_from, total
 from ._replay.guards import Departure, Guards, LeftPath
 from ._replay.inputs import CAPTURE_AGAIN
 from ._replay.keeping import completed, keeping
 from ._replay.module import ProgramModule
 from ._replay.patching import bound_patches, changes_of
-from ._replay.replay import OVERWRITTEN, Record, Versions, detached, function_of, replay, version
+from ._replay.record import OVERWRITTEN, Record, Versions, detached
+from ._replay.replay import replay
 from ._replay.request import At, Request
 from ._replay.run import Origin, Run
 from ._replay.swap import insert, swap
@@ -837,7 +840,7 @@ def _count(record: Record, ref: Ref, tensor: Any, is_stale: bool) -> int:
         return -1
     if tensor is record.values[ref]:
         return record.versions[ref]
-    return OVERWRITTEN if is_stale else version(tensor)
+    return OVERWRITTEN if is_stale else version_of(tensor)
 
 
 pytree.register_pytree_node(Program, _flatten, _unflatten, serialized_type_name="replaylens.Program")

@@ -17,16 +17,23 @@ from torch import nn
 from .._core.graph import Graph
 from .._core.node import Call, Input, Node, Ref, Source, State, TensorMeaning, value_of
 from .._core.pure import copy_in_place
+from .._core.sharing import storage_of
 from .._core.target import Target
 from .._core.torch_private import is_wrapped
 from .._core.trees import leaves, thaw
 from .._edit.glob import matches
-from .._replay.facts import is_like_an_input, patched
-from .._replay.replay import Record, storage_of
+from .._replay.facts import is_like_an_input
+from .._replay.record import Record
 from .._replay.request import Change, Hand, Request
 from ..errors import ShapeMismatch
 from .rounds import Rounds, rounds_of
 from .spots import Spot, spots
+
+Copied = Callable[[torch.Tensor, torch.Tensor], None]  # is told of what a patch gave, and of the copy that is used
+
+
+def _untold(given: torch.Tensor, copy: torch.Tensor) -> None:
+    pass
 
 
 @frozen(eq=False)
@@ -40,10 +47,10 @@ class Aim:
     is_input: bool = False
     with_gradients: bool = False
 
-    def __call__(self, *values: torch.Tensor) -> Any:
+    def __call__(self, *values: torch.Tensor, copied: Copied = _untold) -> Any:
         given = dict(zip(self.refs, values, strict=True))
         for change in self.changes:
-            given.update(self._changed(change, given))
+            given.update(self._changed(change, given, copied))
         news = tuple([given[ref] for ref in self.refs])
         return news if len(news) > 1 else news[0]
 
@@ -56,17 +63,17 @@ class Aim:
         """How a program calls it."""
         return Target(f"patch({self.name})", self, is_stable=False)
 
-    def _changed(self, change: Change, given: dict[Ref, torch.Tensor]) -> dict[Ref, torch.Tensor]:
+    def _changed(self, change: Change, given: dict[Ref, torch.Tensor], copied: Copied) -> dict[Ref, torch.Tensor]:
         refs = _refs(change.tree)
         same = all(_meaning(given[ref]) == _facts(self.meanings[ref]) for ref in refs)
-        make = change.hooked if same else change.free
+        make = change.make if same else change.free
         new = make(thaw(change.tree, lambda leaf: given[leaf] if type(leaf) is Ref else leaf))
         try:
-            return {ref: self._fitting(given[ref], _at(new, path)) for path, ref in _places(change.tree)}
+            return {ref: self._fitting(given[ref], _at(new, path), copied) for path, ref in _places(change.tree)}
         except (TypeError, IndexError):
             raise ShapeMismatch(f"{self.name} gives {len(refs)} tensors; a patch for it must give as many.") from None
 
-    def _fitting(self, old: torch.Tensor, new: Any) -> torch.Tensor:
+    def _fitting(self, old: torch.Tensor, new: Any, copied: Copied) -> torch.Tensor:
         """The new value as a tensor of its own, laid out as it was given: a hook hands it on like that."""
         if not isinstance(new, torch.Tensor) or (new.shape, new.dtype) != (old.shape, old.dtype):
             what = TensorMeaning.of(new) if isinstance(new, torch.Tensor) else type(new).__name__
@@ -79,10 +86,13 @@ class Aim:
         if self.is_input and is_like_an_input(new):
             if self.with_gradients and new.is_leaf:
                 return new
-            return patched(self.refs[0], new, _with_attributes(_as_given(new), new))
+            copy = _with_attributes(_as_given(new), new)
+            copied(new, copy)
+            return copy
         if new.is_inference() and not old.is_inference():
             return new
-        copy = patched(self.refs[0], new, copy_in_place(new))
+        copy = copy_in_place(new)
+        copied(new, copy)
         return _with_attributes(copy, new) if self.is_input else copy
 
 

@@ -35,7 +35,7 @@ from .._core.node import (
     meanings_of,
 )
 from .._core.pure import history_of
-from .._core.sharing import NO_OVERLAPS, Overlaps
+from .._core.sharing import NO_OVERLAPS, Overlaps, version_of
 from .._core.target import Target
 from .._core.torch_private import FakeTensor
 from .._core.trees import leaves, remake, remake_shared
@@ -252,22 +252,6 @@ class Frozen:
     graph: Graph
     handles: dict[Ref, Handle]
     addresses: Addresses
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """The tensor's write counter; -1 for inference tensors, which have none."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        return -1
-
-
-def versions_of(tensors: list[torch.Tensor]) -> list[int]:
-    """The write counters of many tensors."""
-    try:
-        return [tensor._version for tensor in tensors]
-    except RuntimeError:
-        return [version_of(tensor) for tensor in tensors]
 
 
 def freeze(recording: Recording) -> Frozen:

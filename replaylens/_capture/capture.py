@@ -26,19 +26,19 @@ from .._core.node import Input, Node, Ref, State
 from .._core.notes import add_note
 from .._core.pure import same_content
 from .._core.sameness import attached
-from .._core.sharing import extent
+from .._core.sharing import extent, versions_of
 from .._core.text import where as text_of
 from .._core.torch_private import compiler_if_loaded, default_device, hooks_of_all_modules, without_function_modes
 from .._core.trees import ATOMS, fingerprint, freeze_deep, keys_of, leaves, named_paths, require_room, thaw_shared
 from .._core.turns import calls, come, turns
 from .._core.world import World, alone, drawing_alone, freed, in_children, surely
 from .._edit.wanted import EVERYTHING, Wish
-from .._replay.replay import Record, Versions
+from .._replay.record import Record, Versions
 from .._replay.state import StatePlace
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite, UnsupportedModel
 from .account import account_of, timed
 from .altered import altered
-from .builder import Handle, Recording, SourceRecord, address_of, freeze, is_torch_code, last_name, line_of, versions_of
+from .builder import Handle, Recording, SourceRecord, address_of, freeze, is_torch_code, last_name, line_of
 from .checkpoints import computed_again, leave_checkpoints
 from .customs import by_its_class
 from .flags import note_flags

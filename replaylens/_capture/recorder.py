@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from .._core.node import ITSELF
 from .._core.pure import Hole, blank, clear, fill, filled, fills_memory, new_parameter
 from .._core.settings import Settings, settings
+from .._core.sharing import version_of
 from .._core.target import Target
 from .._core.torch_private import (
     count_dispatch_modes,
@@ -33,18 +34,7 @@ from .._core.torch_private import (
 from .._core.trees import freeze
 from ..errors import CaptureError, UnannouncedWrite, UnknownOrigin
 from .asked import Asked
-from .builder import (
-    PLAIN,
-    CallRecord,
-    GuardRecord,
-    Handle,
-    Recording,
-    Site,
-    SourceRecord,
-    is_torch_code,
-    user_line,
-    version_of,
-)
+from .builder import PLAIN, CallRecord, GuardRecord, Handle, Recording, Site, SourceRecord, is_torch_code, user_line
 from .origins import Date, Origins, is_older, thread_marks
 from .randomness import Draws, as_drawn
 from .rules import PARTING, Rule, is_new_memory

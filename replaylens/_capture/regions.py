@@ -15,6 +15,7 @@ import torch
 from .._core.graph import Graph
 from .._core.node import Call, Input, Ref
 from .._core.pure import hooked
+from .._core.sharing import version_of
 from .._core.target import Target
 from .._core.torch_private import (
     FakeTensor,
@@ -27,7 +28,7 @@ from .._core.torch_private import (
 from .._core.trees import Branch, leaves, remake
 from .._replay.differentiate import differentiate
 from ..errors import CaptureError
-from .builder import CallRecord, Handle, Recording, SourceRecord, frozen_context, parts_of, version_of
+from .builder import CallRecord, Handle, Recording, SourceRecord, frozen_context, parts_of
 from .hooks import HOOK_TWICE, settle_hooks
 from .recorder import Recorder
 from .rules import How, Rule

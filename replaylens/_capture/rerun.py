@@ -26,10 +26,11 @@ from .._replay.begun import exchanged
 from .._replay.guards import Departure, departures
 from .._replay.inputs import numbers_of
 from .._replay.interpreter import modes, recorded_world
-from .._replay.replay import Record, detached, supply
+from .._replay.record import Record, detached
 from .._replay.request import At, Request
 from .._replay.run import Run
 from .._replay.state import attribute_at
+from .._replay.supply import supply
 from ..errors import DivergedReplay, NotDifferentiable, StaleValue
 from .aims import Aim, Aims, aim_at, aims_of
 from .builder import Handle, Recording
@@ -193,7 +194,7 @@ def _with_what_was_replaced(record: Record) -> Record:
     now, and are whole, are put in their place.
     """
     places = {address: place for address, place in record.places.items() if not place.is_whole_elsewhere()}
-    return record if len(places) == len(record.places) else evolve(record, places=places, plans={})
+    return record if len(places) == len(record.places) else evolve(record, places=places)
 
 
 def as_run(

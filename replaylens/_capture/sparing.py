@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from attrs import define, field
 
+from .._core.sharing import version_of
 from .._core.torch_private import storage_holders
 from .._core.trees import bare, leaves
 from .._edit.wanted import Wish
-from .builder import CallRecord, Gone, Handed, Handle, Recording, SourceRecord, parts_of, version_of
+from .builder import CallRecord, Gone, Handed, Handle, Recording, SourceRecord, parts_of
 from .keeping import objects_held
 from .origins import Date, Origins
 from .recorder import Alias, NeedsDeepLook

@@ -15,10 +15,10 @@ import torch
 from attrs import define, field, frozen
 
 from .._core.pure import take_step, writable_copy
-from .._core.sharing import span
+from .._core.sharing import span, version_of
 from .._core.torch_private import without_function_modes
 from .._core.trees import thaw
-from .builder import Handle, SourceRecord, version_of
+from .builder import Handle, SourceRecord
 from .recorder import Recorder, geometry_of, tensors_in
 from .storage import Base, Entry, geometry_step, storage_key
 

@@ -19,10 +19,11 @@ from torch import nn
 from .._core.node import TensorMeaning
 from .._core.pure import history_of, take_step, writable_copy
 from .._core.sameness import attached
+from .._core.sharing import version_of, versions_of
 from .._core.trees import freeze_deep, leaves, thaw
 from .._replay.layouts import geometry
 from .._replay.state import NO_LOOK, PLAIN, Look, PlaceNote, attribute_at, fused_steps, looks_at
-from .builder import Handle, Recording, SourceRecord, version_of, versions_of
+from .builder import Handle, Recording, SourceRecord
 from .origins import Origins, Place
 from .recorder import Recorder
 from .settled import is_made_unasked

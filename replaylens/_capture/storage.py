@@ -17,12 +17,12 @@ import torch
 from attrs import define, field
 
 from .._core.pure import Hole, Step, as_strided_from, history_of, new_parameter, same_content, standing, take_step
-from .._core.sharing import sparse_parts
+from .._core.sharing import sparse_parts, version_of
 from .._core.target import Target
 from .._core.torch_private import unset_fake_temporarily, without_function_modes
 from .._core.trees import Branch, freeze, leaves, remake, thaw
 from ..errors import CaptureError, UnannouncedWrite
-from .builder import CallRecord, GuardRecord, Handle, Recording, SourceRecord, version_of
+from .builder import CallRecord, GuardRecord, Handle, Recording, SourceRecord
 
 FORKED = (
     "a detached alias that was written with what has gradients, and is read again after its memory was written "

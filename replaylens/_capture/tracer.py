@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 from .._core.node import ITSELF
 from .._core.pure import alias, copied, kind_of, message_of, read_in_another_thread, what_is_raised
 from .._core.settings import SMALLEST
+from .._core.sharing import version_of
 from .._core.torch_private import (
     OpOverload,
     TransformType,
@@ -59,7 +60,6 @@ from .builder import (
     SourceRecord,
     is_torch_code,
     parts_of,
-    version_of,
 )
 from .customs import BOUND_BEFORE, apply_call
 from .flags import turn

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from .._core.pure import Derived, Hole, Nth, clear, fill, fill_new, fills_memory, mutate, resized, standing
-from .._core.sharing import fills_its_memory
+from .._core.sharing import fills_its_memory, version_of
 from .._core.target import Target
 from .._core.torch_private import OpOverload
 from .._core.trees import Branch, freeze
 from ..errors import CaptureError
-from .builder import CallRecord, Handle, SourceRecord, version_of
+from .builder import CallRecord, Handle, SourceRecord
 from .checkpoints import beneath_checkpoint
 from .flags import turn
 from .late import note_late_write

@@ -14,9 +14,10 @@ from attrs import frozen
 
 from .._core.node import Call, Ref, refs_of
 from .._core.pure import as_leaf
-from .._replay.interpreter import Mode, caller, modes, with_values_apart
+from .._replay.compile import Mode, caller, with_values_apart
+from .._replay.interpreter import modes
 from .._replay.parting import NONE
-from .._replay.replay import Record
+from .._replay.record import Record
 
 Given = Mapping[Ref, torch.Tensor]
 

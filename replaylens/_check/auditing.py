@@ -18,7 +18,8 @@ from attrs import evolve
 from .._core.graph import Graph
 from .._core.node import Call, Guard, Node
 from .._replay.interpreter import Code
-from .._replay.replay import Record, execute
+from .._replay.record import Record
+from .._replay.replay import execute
 from .._replay.request import Request
 from .accounts import NAME, Account, account_of
 from .aten import Kernel

@@ -12,7 +12,7 @@ from .._core.graph import Graph
 from .._core.node import Call
 from .._lens.lens import Lens
 from .._many.progress import bar
-from .._replay.replay import Record
+from .._replay.record import Record
 from .proven import Proven
 from .report import CheckReport, Law
 from .saved import saved_values, stale_values

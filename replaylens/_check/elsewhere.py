@@ -14,7 +14,8 @@ import torch
 
 from .._core.node import Ref
 from .._core.trees import thaw_shared
-from .._replay.replay import Record, execute
+from .._replay.record import Record
+from .._replay.replay import execute
 from .._replay.request import Request
 from ..errors import DivergedReplay
 from .nonsense import wide

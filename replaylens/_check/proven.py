@@ -15,7 +15,7 @@ from attrs import define, evolve, field
 from .._core.node import Call, refs_of
 from .._core.sameness import same
 from .._replay.interpreter import Code
-from .._replay.replay import Record
+from .._replay.record import Record
 
 
 @define

@@ -11,7 +11,7 @@ import torch
 from attrs import evolve
 
 from .._core.node import Ref, State, meanings_of
-from .._replay.replay import Record
+from .._replay.record import Record
 from .findings import found_named
 from .report import Finding, Law
 

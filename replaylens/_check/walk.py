@@ -19,7 +19,7 @@ from .._core.sameness import difference, same
 from .._edit.lower import may_vary
 from .._replay.interpreter import recorded_world
 from .._replay.parting import parted
-from .._replay.replay import Record
+from .._replay.record import Record
 from .alone import Alone, Values, as_replayed, drawing_otherwise, ready
 from .findings import found_at
 from .kernels import varies

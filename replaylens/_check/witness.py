@@ -24,7 +24,7 @@ from .._core.node import Ref, Scope
 from .._core.pure import untransformed
 from .._core.torch_private import without_any_modes, without_function_modes
 from .._core.trees import leaves
-from .._replay.replay import Record
+from .._replay.record import Record
 from .holdings import wrong_beginning, wrong_ending
 from .outputs import unlike
 from .report import Finding, Law

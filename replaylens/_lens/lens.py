@@ -13,7 +13,7 @@ from .._core.graph import Graph
 from .._core.lazy import cached_property
 from .._core.node import Ref, State, TensorMeaning, meanings_of, value_of
 from .._core.trees import leaves
-from .._replay.replay import Record
+from .._replay.record import Record
 from .atlas import Atlas, Place
 from .conditionals import Conditionals
 from .flops import Cost, cost_of

@@ -14,7 +14,7 @@ from attrs import define, field
 
 from .._core.graph import Graph
 from .._core.node import Call, Ref, meanings_of
-from .._replay.replay import Record
+from .._replay.record import Record
 from .delta import Scratch
 from .demand import Demand, Rows, demand
 from .steps import Step, step_of

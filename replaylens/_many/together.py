@@ -16,6 +16,7 @@ from .._core.graph import Graph
 from .._core.node import Call, Input, Ref, meanings_of
 from .._core.pure import looks_at_memory, mutate, same_content
 from .._core.reference import Unpickled
+from .._core.sharing import version_of
 from .._core.target import Target
 from .._core.trees import freeze_deep, leaves, thaw
 from .._core.world import restoring
@@ -23,7 +24,8 @@ from .._edit.patch import keeps_layout
 from .._replay.facts import heeded
 from .._replay.guards import diverged
 from .._replay.parting import parted
-from .._replay.replay import Record, led_astray, version
+from .._replay.record import Cache, Record
+from .._replay.replay import led_astray
 from .._replay.request import Change
 from .._replay.run import Run
 from ..errors import CaptureError, DivergedReplay, ReplaylensError
@@ -33,6 +35,8 @@ from .metric import why_impure, with_fixed_masks, with_metric
 from .progress import bar
 
 Metric = Callable[[Any], Any]
+_ALONE: Cache[None, str] = Cache()  # why nothing can go at once; empty where it can
+_METRIC: Cache[None, tuple[Record, Record]] = Cache()  # of the last metric: its record, and that of both
 
 
 @define(eq=False)
@@ -54,9 +58,9 @@ class Together:
 
     def __attrs_post_init__(self) -> None:
         graph = self.record.graph
-        why = self.record.plans.get("alone")
+        why = _ALONE.get(self.record, None)
         if why is None:
-            why = self.record.plans["alone"] = shares_nothing(graph) or _of_a_class(self.record)
+            why = _ALONE.put(self.record, None, shares_nothing(graph) or _of_a_class(self.record))
         if why:
             self.notes.append(f"everything: {why}")
             self.loners = frozenset(range(len(self.keys)))
@@ -101,10 +105,10 @@ class Together:
         if why:
             self.notes.append(f"the metric: {why}")
             return None
-        before, whole = self.record.plans.get("metric", (None, None))
+        before, whole = _METRIC.get(self.record, None) or (None, None)
         if before is None or not _same(before, made):  # the same function may read another number or tensor now
             whole = with_metric(self.record, with_fixed_masks(made))
-            self.record.plans["metric"] = made, whole
+            _METRIC.put(self.record, None, (made, whole))
         return whole
 
     @property
@@ -172,7 +176,7 @@ def _same(before: Record, now: Record) -> bool:
         return False
     refs = [ref for ref in now.values if not isinstance(now.graph[ref.node], Input)]
     return all(
-        before.versions[ref] == version(before.values[ref]) and same_content(before.values[ref], now.values[ref])
+        before.versions[ref] == version_of(before.values[ref]) and same_content(before.values[ref], now.values[ref])
         for ref in refs
     )
 

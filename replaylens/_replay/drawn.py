@@ -16,7 +16,7 @@ from .._core.graph import Graph
 from .._core.node import Call, Node
 from .._core.target import Target
 from .._edit.rewrite import fresh, replace
-from .replay import Record
+from .record import Record
 
 Derived = tuple[Record, Any]
 
@@ -51,7 +51,7 @@ class Watched:
             return evolve(node, target=calls[node.name].target, draws=key, follows=follows)
 
         made = evolve(record.graph, nodes=tuple(map(plain, record.graph.nodes)))
-        return evolve(record, graph=made, draws=draws, plans={}), output
+        return evolve(record, graph=made, draws=draws), output
 
     def _watching(self, call: Call) -> Call:
         function = call.target.function

@@ -17,14 +17,12 @@ from .._core.node import Call, Ref, TensorMeaning, meanings_of, value_of
 from .._core.pure import as_it_lay
 from .._core.reference import Reference
 from .._core.text import listing
-from .._core.torch_private import peek_interpreter_stack
 from .._core.trees import freeze_deep, leaves
 from .._edit.acts import of_own_copies
 from .._edit.bind import bind
 from .._edit.patch import Apply, Chain, From, Patch, Set, keeps_layout, patch_of
 from .._edit.select import CURE, Site, is_named
 from ..errors import BadPart, BadPatch, ReplaylensError, ShapeMismatch
-from .facts import patched
 from .inputs import made_ordinary
 from .request import At, Change
 
@@ -137,7 +135,7 @@ def change_at(graph: Graph, at: At, name: str, what: Any) -> Change:
 
     is_laid_out = keeps_layout(what)
 
-    def hooked(value: Any) -> Any:
+    def make(value: Any) -> Any:
         try:
             new = free(value)
         except (BadPart, BadPatch, ShapeMismatch) as error:
@@ -145,15 +143,12 @@ def change_at(graph: Graph, at: At, name: str, what: Any) -> Change:
         new = _checked(graph, node, tree, meanings, value, new)
         return as_it_lay(value, new) if is_laid_out else new
 
-    def change(value: Any) -> Any:
-        return _told(tree, value, hooked(value))
-
     try:
         ordinary = partial(made_ordinary, graph)
         free, follows, holds = _new_value(node.name, tree, meanings, name, what, ordinary)
     except (BadPart, BadPatch) as error:
         raise _with_place(error, graph, node.name, what) from error
-    return Change(change, follows, tree, hooked, free, what, holds)
+    return Change(make, follows, tree, free, what, holds)
 
 
 def _with_place(error: Exception, graph: Graph, name: str, what: Any) -> Exception:
@@ -290,18 +285,6 @@ def _fitting(graph: Graph, node: Any, meaning: TensorMeaning, new: Any) -> torch
             f"{meaning.shape} and dtype {meaning.dtype}."
         )
     return cast(torch.Tensor, new)
-
-
-def _told(tree: Any, old: Any, new: Any) -> Any:
-    """The new values. Who must know how they lie in memory is told."""
-    if peek_interpreter_stack() is not None:
-        return new
-    if isinstance(new, torch.Tensor):
-        return patched(tree, old, new)
-    if not isinstance(new, (tuple, list)) or len(flat := _refs(tree)) != len(new):
-        return new
-    olds = old if isinstance(old, (tuple, list)) and len(old) == len(new) else [None] * len(new)
-    return tuple([patched(ref, before, value) for ref, before, value in zip(flat, olds, new, strict=True)])
 
 
 def bound_patches(

@@ -14,8 +14,8 @@ import torch
 from .._core.graph import Graph
 from .._core.node import Call, Ref, refs_of
 from .._core.pure import as_leaf
-from .interpreter import Mode, compile_plan, interpret, recorded_world
 from .plan import plan
+from .runner import run
 
 
 class Known(Protocol):
@@ -36,11 +36,6 @@ def recovered(known: Known, refs: Iterable[Ref]) -> dict[Ref, torch.Tensor]:
     positions = {graph.positions[ref.node] for ref in wanted}
     there = bytearray([not isinstance(n, Call) or all(r in known.values for r in refs_of(n)) for n in graph.nodes])
     made = plan(graph, positions, there, ())
-    code = compile_plan(graph, made, known.draws, Mode(), {}, known.value)
-    env = list(code.template)
-    for position in made.supply:
-        for ref in refs_of(graph.nodes[position]):
-            env[code.slots[ref]] = as_leaf(known.value(ref))
-    with recorded_world(code.draws, graph), torch.inference_mode(False):
-        interpret(code, env)
-    return {ref: as_leaf(env[code.slots[ref]]) for ref in wanted}
+    with torch.inference_mode(False):
+        ran = run(graph, made, known.draws, lambda ref: as_leaf(known.value(ref)), known.value)
+    return {ref: as_leaf(ran[ref]) for ref in wanted}
