@@ -20,7 +20,7 @@ from .._core.pure import copy_in_place
 from .._core.sharing import storage_of
 from .._core.target import Target
 from .._core.torch_private import is_wrapped
-from .._core.trees import leaves, thaw
+from .._core.trees import leaves, part_at, thaw
 from .._edit.glob import matches
 from .._replay.facts import is_like_an_input
 from .._replay.record import Record
@@ -69,7 +69,7 @@ class Aim:
         make = change.make if same else change.free
         new = make(thaw(change.tree, lambda leaf: given[leaf] if type(leaf) is Ref else leaf))
         try:
-            return {ref: self._fitting(given[ref], _at(new, path), copied) for path, ref in _places(change.tree)}
+            return {ref: self._fitting(given[ref], part_at(new, path), copied) for path, ref in _places(change.tree)}
         except (TypeError, IndexError):
             raise ShapeMismatch(f"{self.name} gives {len(refs)} tensors; a patch for it must give as many.") from None
 
@@ -133,12 +133,6 @@ def _places(tree: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, 
 
 def _refs(tree: Any) -> list[Ref]:
     return [leaf for leaf in leaves(tree) if type(leaf) is Ref]
-
-
-def _at(value: Any, path: tuple[int, ...]) -> Any:
-    for index in path:
-        value = value[index]
-    return value
 
 
 def _meaning(tensor: torch.Tensor) -> Any:

@@ -31,7 +31,7 @@ from .._core.text import where as text_of
 from .._core.torch_private import compiler_if_loaded, default_device, hooks_of_all_modules, without_function_modes
 from .._core.trees import ATOMS, fingerprint, freeze_deep, keys_of, leaves, named_paths, require_room, thaw_shared
 from .._core.turns import calls, come, turns
-from .._core.world import World, alone, drawing_alone, freed, in_children, surely
+from .._core.world import alone, drawing_alone, freed, in_children, restoring
 from .._edit.wanted import EVERYTHING, Wish
 from .._replay.record import Record, Versions
 from .._replay.state import StatePlace
@@ -136,12 +136,7 @@ def flags_of(recording: Recording) -> list[tuple[torch.Tensor, bool]]:
 
 def looked(forward: Forward, put_back: Callable[[Recording, Beginning], None], origins: Origins) -> Captured:
     """What a first look gave, or a second one. Torch's modes are left as they were, wherever an interrupt comes."""
-    world = World()
-    try:
-        return _looked(forward, put_back, origins)
-    except BaseException:
-        surely(world.put_back)
-        raise
+    return restoring(partial(_looked, forward, put_back, origins))
 
 
 def _looked(forward: Forward, put_back: Callable[[Recording, Beginning], None], origins: Origins) -> Captured:

@@ -2,7 +2,7 @@
 
 In: a Wish. Out: a tracer whose recording forgets values while the model runs, so that the peak of memory is that of the
 plain forward and of what is kept. Which layers are wanted is known for sure only when all have their names; here it is
-guessed, and what was guessed wrong is computed again in the end (see _replay/recover.py).
+guessed, and what was guessed wrong is computed again in the end (see _replay/record.py).
 
 Whether the model still has a tensor is asked of Python's count of references: beyond those that the capture holds
 itself there is none. Torch counts its own hold on a tensor (autograd's, a view's on its base) among them. An id that

@@ -14,6 +14,7 @@ from attrs import frozen
 
 from .._core.node import Call, Ref, refs_of
 from .._core.pure import as_leaf
+from .._core.trees import part_at
 from .._replay.compile import Mode, caller, with_values_apart
 from .._replay.interpreter import modes
 from .._replay.parting import NONE
@@ -38,7 +39,7 @@ class Alone:
         env = [*(given[ref] for ref in self.reads), *self.template]
         with modes(self.node.context):
             made = self.call(*self.read(env))
-        return {ref: _part(made, ref.path) for ref in self.gives}
+        return {ref: part_at(made, ref.path) for ref in self.gives}
 
 
 def ready(node: Call, draws: Mapping[str, torch.Tensor]) -> Alone:
@@ -58,12 +59,6 @@ def ready(node: Call, draws: Mapping[str, torch.Tensor]) -> Alone:
 def as_replayed(node: Call, apart: Mapping[str, frozenset[Ref]]) -> Call:
     """The call as a replay without patches makes it: views that it writes through are read in their base."""
     return with_values_apart(node, apart.get(node.name, NONE))
-
-
-def _part(value: Any, path: tuple[int, ...]) -> Any:
-    for step in path:
-        value = value[step]
-    return value
 
 
 class Values:

@@ -14,6 +14,7 @@ from attrs import define, evolve, field
 
 from .._core.node import Call, refs_of
 from .._core.sameness import same
+from .._core.trees import part_at
 from .._replay.interpreter import Code
 from .._replay.record import Record
 
@@ -51,11 +52,5 @@ class Proven:
             return False
         calls = [parent for parent in graph.parents[position] if isinstance(graph.nodes[parent], Call)]
         return self.positions.issuperset(calls) and all(
-            same(_part(made, ref.path), saved[ref]) for ref in refs_of(node)
+            same(part_at(made, ref.path), saved[ref]) for ref in refs_of(node)
         )
-
-
-def _part(value: Any, path: tuple[int, ...]) -> Any:
-    for step in path:
-        value = value[step]
-    return value

@@ -30,6 +30,11 @@ class Ref:
         return identifier(self.node) + "".join(f"[{step}]" for step in self.path)
 
 
+def refs_in(tree: Arg) -> list[Ref]:
+    """The Refs of a tree, in order."""
+    return [leaf for leaf in leaves(tree) if type(leaf) is Ref]
+
+
 @frozen
 class Generator:
     """In a call's arguments: a random generator in the state that the call's `draws` names."""
@@ -237,7 +242,7 @@ class Call:
         if not self.kwargs and all(type(arg) is Ref or type(arg) in ATOMS for arg in self.args):
             return tuple([arg for arg in self.args if type(arg) is Ref])
         trees = (self.args, tuple(value for _, value in self.kwargs))
-        return tuple([leaf for leaf in leaves(trees) if type(leaf) is Ref])
+        return tuple(refs_in(trees))
 
 
 Node = Input | State | Const | Call
@@ -254,14 +259,14 @@ def refs_of(node: Node) -> tuple[Ref, ...]:
     """Every value that a node gives, each once."""
     if not isinstance(node, Call):
         return (Ref(node.name),)
-    return tuple(dict.fromkeys([leaf for leaf in leaves(node.returns) if type(leaf) is Ref]))
+    return tuple(dict.fromkeys(refs_in(node.returns)))
 
 
 def meanings_of(node: Node) -> dict[Ref, TensorMeaning]:
     """What is known of each value that a node gives."""
     if not isinstance(node, Call):
         return {Ref(node.name): node.meaning}
-    return dict(zip([leaf for leaf in leaves(node.returns) if type(leaf) is Ref], node.meaning, strict=True))
+    return dict(zip(refs_in(node.returns), node.meaning, strict=True))
 
 
 @frozen
@@ -299,7 +304,7 @@ class Guard:
     @property
     def refs(self) -> tuple[Ref, ...]:
         trees = (self.args, tuple(value for _, value in self.kwargs))
-        return tuple([leaf for leaf in leaves(trees) if type(leaf) is Ref])
+        return tuple(refs_in(trees))
 
 
 ITSELF = "the very tensor"  # the answer to a call that gives its argument back where it lies in memory as is asked

@@ -399,6 +399,13 @@ def _hollow(tree: Branch) -> Any:
     return made
 
 
+def part_at(value: Any, path: Iterable[Any]) -> Any:
+    """What is inside a value, step by step."""
+    for step in path:
+        value = value[step]
+    return value
+
+
 def leaves(tree: Any) -> Iterator[Any]:
     """Every leaf and literal of a frozen tree, from left to right."""
     found: list[Any] = []

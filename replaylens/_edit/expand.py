@@ -22,7 +22,7 @@ from .._core.graph import Graph
 from .._core.node import Call, Input, Node, Ref, TensorMeaning, meanings_of, value_of
 from .._core.target import Target
 from .._core.torch_private import HigherOrderOperator
-from .._core.trees import remake
+from .._core.trees import part_at, remake
 from ..errors import NoSuchLayer
 from .open_attention import (
     attention_math,
@@ -151,7 +151,7 @@ def as_called(call: Call) -> Callable[..., Any]:
     def opened(*args: Any, **kwargs: Any) -> Any:
         result, named = _in_autocast(call, form, args, kwargs)
         wanted = meanings_of(call).items()
-        return [_fitted(_part(result, ref.path), meaning) for ref, meaning in wanted], named
+        return [_fitted(part_at(result, ref.path), meaning) for ref, meaning in wanted], named
 
     return opened
 
@@ -169,12 +169,6 @@ def _in_autocast(call: Call, form: OpenForm, args: Any, kwargs: Any) -> Opened:
 
     with torch.autocast(device, enabled=False):
         return form(*map(lower, args), **{key: lower(value) for key, value in kwargs.items()})
-
-
-def _part(value: Any, path: tuple[int, ...]) -> Any:
-    for index in path:
-        value = value[index]
-    return value
 
 
 def _fitted(tensor: torch.Tensor, meaning: TensorMeaning) -> torch.Tensor:

@@ -15,10 +15,9 @@ import torch
 from attrs import frozen
 
 from .._core.graph import Graph
-from .._core.node import Ref
+from .._core.node import Ref, refs_in
 from .._core.sharing import storage_of
 from .._core.torch_private import peek_interpreter_stack
-from .._core.trees import leaves
 from .facts import Instead
 from .guards import Departure
 from .late import Remembered
@@ -46,7 +45,7 @@ class Applying:
             return new
         if isinstance(new, torch.Tensor):
             return self._looked_at(tree, old, new)
-        refs = [leaf for leaf in leaves(tree) if type(leaf) is Ref]
+        refs = refs_in(tree)
         if not isinstance(new, (tuple, list)) or len(refs) != len(new):
             return new
         olds = old if isinstance(old, (tuple, list)) and len(old) == len(new) else [None] * len(new)

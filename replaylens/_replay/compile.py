@@ -16,7 +16,7 @@ import torch
 from attrs import evolve, frozen
 
 from .._core.graph import Graph
-from .._core.node import NO_MODES, Call, Context, Generator, Guard, Left, Node, Ref, Source, State, refs_of
+from .._core.node import NO_MODES, Call, Context, Generator, Guard, Left, Node, Ref, Source, State, refs_in, refs_of
 from .._core.pure import all_placed, mutate, placed
 from .._core.text import where as text_of
 from .._core.trees import leaves, thaw
@@ -111,7 +111,7 @@ class _Compiler:
         for number in plan.guards:
             guards.setdefault(graph.guards[number].position, []).append(graph.guards[number])
         dying, changed = _deaths(graph, plan, self.layout), frozenset(plan.patch)
-        refs = {leaf for trees in self.patched.values() for tree in trees for leaf in leaves(tree) if type(leaf) is Ref}
+        refs = {ref for trees in self.patched.values() for tree in trees for ref in refs_in(tree)}
         apart = parted(graph, refs)
         for position, node in enumerate(graph.nodes):
             for guard in guards.get(position, ()):
@@ -260,7 +260,7 @@ class _Layout:
             self.slots[Ref(node.name)] = position
             parts = []
             if isinstance(node, Call) and type(node.returns) is not Ref:
-                for ref in dict.fromkeys(leaf for leaf in leaves(node.returns) if type(leaf) is Ref):
+                for ref in dict.fromkeys(refs_in(node.returns)):
                     self.slots[ref] = len(self.template)
                     parts.append((ref.path, len(self.template)))
                     self.template.append(None)

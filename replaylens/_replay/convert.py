@@ -14,10 +14,10 @@ from attrs import evolve
 from torch import nn
 
 from .._core.graph import Graph
-from .._core.node import Call, Node, Ref, State, TensorMeaning
+from .._core.node import Call, Node, Ref, State, TensorMeaning, refs_in
 from .._core.pure import as_leaf
 from .._core.sharing import version_of
-from .._core.trees import leaves, remake, thaw
+from .._core.trees import remake, thaw
 from ..errors import DivergedReplay, StaleValue
 from .begun import Begun
 from .facts import Around, require_as_asked
@@ -171,9 +171,7 @@ def as_it_came_out(graph: Graph, values: Mapping[Ref, torch.Tensor]) -> Graph:
     """The graph with the shapes and dtypes of these values; nodes of which they have none stay as they are."""
     nodes: list[Node] = []
     for node in graph.nodes:
-        refs = (
-            [leaf for leaf in leaves(node.returns) if type(leaf) is Ref] if isinstance(node, Call) else [Ref(node.name)]
-        )
+        refs = refs_in(node.returns) if isinstance(node, Call) else [Ref(node.name)]
         if not all(ref in values for ref in refs):
             nodes.append(node)
             continue

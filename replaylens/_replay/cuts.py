@@ -13,9 +13,8 @@ from attrs import field, frozen
 
 from .._core.graph import Graph
 from .._core.lazy import cached_property
-from .._core.node import Call, Node, Ref, Source, TensorMeaning, meanings_of
+from .._core.node import Call, Node, Ref, Source, TensorMeaning, meanings_of, refs_in
 from .._core.pure import differentiate_name, mutate
-from .._core.trees import leaves
 
 _DETACHING = frozenset(("detach", "detach_", "data", "copied"))
 _PLAIN = frozenset(("__bool__", "is_nonzero", "equal", "allclose", "__repr__", "__str__", "__format__"))
@@ -92,7 +91,7 @@ class Cuts:
     def _goes_through(self, source: str, node: Node) -> bool:
         """Can a gradient go back from a node to one that it reads? What is merely written over is not read."""
         if isinstance(node, Call) and node.target.function is mutate:
-            given = [leaf.node for leaf in leaves(node.args[1:4]) if type(leaf) is Ref]
+            given = [ref.node for ref in refs_in(node.args[1:4])]
             return source in given and self._flows(node)
         return self._flows(node)
 

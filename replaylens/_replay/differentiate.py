@@ -14,9 +14,9 @@ import torch
 from attrs import evolve, frozen
 
 from .._core.graph import Graph
-from .._core.node import Ref
+from .._core.node import Ref, refs_in
 from .._core.torch_private import peek_interpreter_stack
-from .._core.trees import leaves, remake
+from .._core.trees import remake
 from .plan import plan
 from .runner import Patches, Values, run
 
@@ -96,7 +96,7 @@ class _Stretch:
     def by_transform(self) -> Any:
         """The same under `torch.func` transforms, which do not let `torch.autograd.grad` through."""
         graph, starts = self.graph, self.starts
-        targets = [leaf for leaf in leaves(graph.output[1]) if type(leaf) is Ref]
+        targets = refs_in(graph.output[1])
         if any(graph.positions[ref.node] >= len(starts) for ref in targets):
             raise NotImplementedError(
                 "a gradient with respect to a value inside the differentiated stretch, under torch.func"

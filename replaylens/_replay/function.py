@@ -19,7 +19,7 @@ from .._core.trees import thaw
 from ..errors import InputMismatch, NotDifferentiable, ReplaylensError
 from .compile import Mode, compile_plan
 from .facts import require_as_asked
-from .guards import Departure, diverged, misdirected, raising
+from .guards import Departure, diverged, misdirected, raising, refuse
 from .inputs import require_arguments
 from .interpreter import interpret, recorded_world
 from .plan import plan
@@ -43,7 +43,7 @@ def function_of(record: Record, inputs: list[int], outputs: list[int] | None, gr
     def function(*tensors: torch.Tensor) -> Any:
         if torch.compiler.is_compiling() or peek_interpreter_stack() is not None:
             return pure(*tensors)
-        with raising(graph, lambda: names, _departed):
+        with raising(graph, lambda: names, refuse):
             return pure(*tensors)
 
     return function
@@ -76,7 +76,7 @@ def _pure(record: Record, inputs: list[int], outputs: list[int] | None, grad: bo
     code = compile_plan(graph, made, record.draws, record.value, Mode(grad, is_traced=True), places)
     slots = [code.slots[_only_ref(graph, position)] for position in inputs]
     beginning = list(code.template)
-    beginning[code.departed] = _departed
+    beginning[code.departed] = refuse
     for ref, slot in code.supply:
         if graph.positions[ref.node] not in inputs:
             beginning[slot] = record.value(ref) if ref.node in record.live else as_leaf(record.value(ref))
@@ -97,10 +97,6 @@ def _pure(record: Record, inputs: list[int], outputs: list[int] | None, grad: bo
         return read[0](env) if len(read) == 1 else tuple([one(env) for one in read])
 
     return pure
-
-
-def _departed(departure: Departure) -> None:
-    raise diverged(departure)
 
 
 def _reader(tree: Any, slots: dict[Ref, int]) -> Callable[[list[Any]], Any]:

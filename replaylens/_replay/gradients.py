@@ -16,7 +16,7 @@ from attrs import evolve, frozen
 
 from .._core.graph import Graph
 from .._core.lazy import cached_property
-from .._core.node import Call, Input, Node, Ref, State, TensorMeaning, meanings_of, value_of
+from .._core.node import Call, Input, Node, Ref, State, TensorMeaning, meanings_of, refs_in, value_of
 from .._core.notes import notes_of
 from .._core.pure import mutate, placed
 from .._core.reference import Unpickled
@@ -111,7 +111,7 @@ class Grads(Unpickled, Mapping[str, Any]):
         """The gradient at a layer, and why there is none."""
         cuts = self._cuts
         tree, values = (at.output, self._ends) if at.output is not None else (_tree(cuts.graph, at), self._values)
-        refs = [tree] if type(tree) is Ref else [leaf for leaf in leaves(tree) if type(leaf) is Ref]
+        refs = [tree] if type(tree) is Ref else refs_in(tree)
         if at.output is None and (reason := cuts.hides(refs)):
             return None, reason
         found: dict[Ref, Any] = {ref: values.get(ref) for ref in refs}

@@ -18,6 +18,7 @@ from .._core.node import Context, Ref
 from .._core.notes import add_note
 from .._core.settings import settings, under
 from .._core.torch_private import default_device, is_any_autocast_on
+from .._core.trees import part_at
 from .._core.world import drawing_alone, restoring
 from .guards import raised_at
 from .stream import outside
@@ -82,15 +83,9 @@ def _interpret(code: Code, env: Env) -> Env:
 def _part_and_forget(env: Env, slot: int, more: Any) -> None:
     parts, dead = more
     for path, part in parts:
-        env[part] = _part(env[slot], path)
+        env[part] = part_at(env[slot], path)
     for other in dead:
         env[other] = None
-
-
-def _part(value: Any, path: tuple[int, ...]) -> Any:
-    for index in path:
-        value = value[index]
-    return value
 
 
 def modes(context: Context) -> Any:

@@ -21,8 +21,7 @@ from .._core.sharing import version_of
 from .._core.target import Target
 from .._core.trees import bare, leaves
 from .._edit.lower import may_vary
-from .record import Record, Versions
-from .recover import recovered
+from .record import Record, Versions, recovered
 
 
 def with_values(record: Record, refs: Iterable[Ref]) -> Record:

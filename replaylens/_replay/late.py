@@ -16,9 +16,9 @@ import torch
 from attrs import evolve
 
 from .._core.lazy import cached_property
-from .._core.node import Call, Ref, refs_of
+from .._core.node import Call, Ref, refs_in, refs_of
 from .._core.sharing import version_of
-from .._core.trees import leaves, thaw
+from .._core.trees import thaw
 from .._core.world import drawing_alone
 from ..errors import ReplaylensError, StaleValue
 from .compile import Mode
@@ -115,7 +115,7 @@ class Late:
 
     def __call__(self, position: int, tree: Any) -> Any:
         """The values at a node, as a tree."""
-        refs = [leaf for leaf in leaves(tree) if type(leaf) is Ref]
+        refs = refs_in(tree)
         if not all(map(self._is_here, refs)):
             if self._is_as_recorded(position) and all(ref in self.record.values for ref in refs):
                 return thaw(tree, lambda leaf: self.finish(self.record.value(leaf)) if type(leaf) is Ref else leaf)

@@ -23,7 +23,7 @@ from .._core.pure import kind_of, looks_at_memory, message_of, mutate
 from .._core.sharing import overlaps_itself
 from .._core.target import Target
 from .._core.torch_private import OpOverload
-from .._core.trees import leaves, thaw
+from .._core.trees import leaves, part_at, thaw
 from .._core.world import drawing_alone
 from ..errors import ReplaylensError
 from .guards import Departure, changed, fact
@@ -190,7 +190,7 @@ class Layouts:
                 yield Departure(f"whether {node.name} can be made of this memory", "True", "False", node.source)
             return
         for ref in gives:
-            new = _part(made, ref.path)
+            new = part_at(made, ref.path)
             if not isinstance(new, torch.Tensor) or tuple(new.shape) != self.meanings[ref].shape:
                 self.unknown.add(ref)
             elif new.layout is torch.strided and self.meanings[ref].strides is not None:
@@ -347,12 +347,6 @@ def _can_run(node: Call) -> bool:
 def _draws_by_hand(node: Call) -> bool:
     trees = (node.args, tuple(value for _, value in node.kwargs))
     return any(type(leaf) is Generator for leaf in leaves(trees))
-
-
-def _part(value: Any, path: tuple[int, ...]) -> Any:
-    for index in path:
-        value = value[index]
-    return value
 
 
 def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:

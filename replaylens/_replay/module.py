@@ -23,7 +23,7 @@ from .begun import Begun, exchanged
 from .compile import Mode, compile_plan
 from .facts import require_as_asked
 from .function import require_differentiable
-from .guards import Departure, diverged, raising
+from .guards import diverged, raising, refuse
 from .inputs import new_inputs
 from .interpreter import Code
 from .layouts import goes_by_layout
@@ -152,8 +152,8 @@ class ProgramModule(Holder):
             require_differentiable(graph)
             _require_written_once(graph)
             _require_left_alone(graph)
-        with raising(graph, lambda: sources, _departed):
-            ran = run_code(graph, begin(self._compiled(grad), lambda ref: sources[ref.node], _departed))
+        with raising(graph, lambda: sources, refuse):
+            ran = run_code(graph, begin(self._compiled(grad), lambda ref: sources[ref.node], refuse))
         self._write({address: ran[ref] for address, ref in graph.changes})
         return ran.tree(graph.output)
 
@@ -365,7 +365,3 @@ def _require_left_alone(graph: Graph) -> None:
             "none: training by it would be another.\nTake them by torch.autograd.grad, or name the tensors that "
             "are to have them (`inputs=[...]`); without gradients (torch.no_grad()) the module can be called."
         )
-
-
-def _departed(departure: Departure) -> None:
-    raise diverged(departure)

@@ -13,11 +13,11 @@ from typing import Any, cast
 import torch
 
 from .._core.graph import Graph
-from .._core.node import Call, Ref, TensorMeaning, meanings_of, value_of
+from .._core.node import Call, Ref, TensorMeaning, meanings_of, refs_in, value_of
 from .._core.pure import as_it_lay
 from .._core.reference import Reference
 from .._core.text import listing
-from .._core.trees import freeze_deep, leaves
+from .._core.trees import freeze_deep
 from .._edit.acts import of_own_copies
 from .._edit.bind import bind
 from .._edit.patch import Apply, Chain, From, Patch, Set, keeps_layout, patch_of
@@ -45,7 +45,7 @@ def changes_of(
             if is_named(key, site):
                 raise
             raise BadPart(f"{error}\n{key!r} means this layer too. {CURE}") from error
-        for value in {(at.output is not None, ref) for ref in _refs(made.tree)}:
+        for value in {(at.output is not None, ref) for ref in refs_in(made.tree)}:
             if value in keys:
                 both = f"under {keys[value]!r} and {key!r}"
                 raise ReplaylensError(f"two patches for {site.place.label}, {both}. Give one, or a list of both.")
@@ -100,7 +100,7 @@ def _is_read_inside_alone(graph: Graph, place: Any) -> bool:
     """Is it a module's, and does nothing read it but the module itself? A forward hook there changes nothing."""
     if place.scope is None or place.names:
         return False
-    mine = set(_refs(place.part or value_of(graph[place.node])))
+    mine = set(refs_in(place.part or value_of(graph[place.node])))
     users = graph.users[graph.positions[place.node]]
     readers = [graph.nodes[user] for user in users if not mine.isdisjoint(graph.refs[user])]
     ends = {*graph.output_refs, *[ref for _, ref in graph.changes]}
@@ -118,10 +118,6 @@ def _takes_one(patch: Patch) -> bool:
 def at_place(graph: Graph, place: Any) -> At:
     """Where a layer lies, as a replay counts."""
     return At(graph.positions[place.node], place.output, place.part)
-
-
-def _refs(tree: Any) -> list[Ref]:
-    return [leaf for leaf in leaves(tree) if type(leaf) is Ref]
 
 
 def change_at(graph: Graph, at: At, name: str, what: Any) -> Change:
@@ -211,7 +207,7 @@ def _for_each(
     ordinary: Callable[[Any], Any],
 ) -> Any:
     """The patch at each of the floating tensors that a node gives."""
-    refs = _refs(tree)
+    refs = refs_in(tree)
     if isinstance(patch, Set) and isinstance(patch.value, torch.Tensor):
         raise ShapeMismatch(f"{node} gives several tensors; a patch for it must give as many.")
     if patch.parts:
@@ -245,7 +241,7 @@ def _checked(graph: Graph, node: Any, tree: Any, meanings: dict[Ref, TensorMeani
         _require_dense(graph, node, old, new)
         return _fitting(graph, node, meanings[tree], new)
     if isinstance(new, (tuple, list)) and isinstance(old, (tuple, list)) and len(new) == len(old):
-        flat = [leaf for leaf in leaves(tree) if type(leaf) is Ref]
+        flat = refs_in(tree)
         if len(flat) == len(new):
             for before, value in zip(old, new, strict=True):
                 _require_dense(graph, node, before, value)
@@ -306,9 +302,9 @@ def _bound(node: Any, tree: Any, name: str, what: Any) -> list[tuple[Any, Patch]
     if _are_values(what):
         flat: list[torch.Tensor] = []
         freeze_deep(what, flat.append)
-        return [(ref, Set(tensor)) for ref, tensor in zip(_refs(tree), flat, strict=True)]
+        return [(ref, Set(tensor)) for ref, tensor in zip(refs_in(tree), flat, strict=True)]
     patch, meanings = patch_of(what), meanings_of(node)
     if type(tree) is Ref or (isinstance(patch, Apply) and patch.part is None):
         return [(tree, bind(patch, name))]
-    floating = [pair for pair in enumerate(_refs(tree)) if meanings[pair[1]].dtype.is_floating_point]
+    floating = [pair for pair in enumerate(refs_in(tree)) if meanings[pair[1]].dtype.is_floating_point]
     return [(ref, bind(patch, name, number)) for number, ref in floating]

@@ -15,11 +15,13 @@ from attrs import define, field, frozen
 
 from .._core.account import NOTHING_KNOWN, Account
 from .._core.graph import Graph
-from .._core.node import Ref, State, TensorMeaning
+from .._core.node import Call, Ref, State, TensorMeaning, refs_of
+from .._core.pure import as_leaf
 from .._core.sharing import storage_of, version_of
 from .._core.turns import settled
 from ..errors import StaleValue
-from .recover import recovered
+from .plan import plan
+from .runner import run
 from .state import Standing, StatePlace
 
 K = TypeVar("K", bound=Hashable)
@@ -76,7 +78,7 @@ class Record:
     )  # by node name: the model's own parameters, and leaves among the inputs that the forward wrote
     account: Account = NOTHING_KNOWN
     histories: frozenset[Ref] | None = None  # which values gradients flow through: see gradients.py
-    saved: frozenset[str] | None = None  # the nodes whose values are to be kept, if not all are: see recover.py
+    saved: frozenset[str] | None = None  # the nodes whose values are to be kept, if not all are: see keeping.py
     places: Mapping[str, StatePlace] = field(factory=dict)  # by address: where the model holds its tensors
     lent: Mapping[str, tuple[str, torch.Tensor]] = field(
         factory=dict
@@ -150,6 +152,19 @@ class Record:
         if moved or not self.standing:
             for ref in self.values:
                 self.value(ref)  # raises for the one that was overwritten
+
+
+def recovered(record: Record, refs: Iterable[Ref]) -> dict[Ref, torch.Tensor]:
+    """The values at these Refs, of which none was kept: the very ones that the model had, draws included, without
+    histories. Only what they need is run.
+    """
+    graph, wanted = record.graph, list(dict.fromkeys(refs))
+    positions = {graph.positions[ref.node] for ref in wanted}
+    there = bytearray([not isinstance(n, Call) or all(r in record.values for r in refs_of(n)) for n in graph.nodes])
+    made = plan(graph, positions, there, ())
+    with torch.inference_mode(False):
+        ran = run(graph, made, record.draws, lambda ref: as_leaf(record.value(ref)), record.value)
+    return {ref: as_leaf(ran[ref]) for ref in wanted}
 
 
 def stale_text(graph: Graph, ref: Ref, place: StatePlace | None = None) -> str:

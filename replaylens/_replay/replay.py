@@ -32,8 +32,7 @@ from .interpreter import Code
 from .late import Late, Remembered, mark_of
 from .parting import writes_views
 from .plan import Plan, plan
-from .record import Cache, Record, detached
-from .recover import recovered
+from .record import Cache, Record, detached, recovered
 from .request import At, Change, Request
 from .run import Run
 from .runner import Values, run_code
