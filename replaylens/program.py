@@ -817,16 +817,7 @@ def _unflatten(tensors: Iterable[Any], context: Any) -> Program:
     same = {node.name for node in sources if values[Ref(node.name)] is record.values[Ref(node.name)]}
     live = {name: tensor for name, tensor in record.live.items() if name in same}
     return Program(
-        _record=Record(
-            record.graph,
-            values,
-            versions,
-            record.draws,
-            live,
-            account=record.account,
-            saved=record.saved,
-            places=record.places,
-        ),
+        _record=evolve(record, values=values, versions=versions, live=live, histories=None, lent={}),
         _output=thaw(record.graph.output, get),
         _history=history,
     )

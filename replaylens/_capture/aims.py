@@ -15,7 +15,7 @@ from attrs import define, evolve, field, frozen
 from torch import nn
 
 from .._core.graph import Graph
-from .._core.node import Call, Input, Node, Ref, Source, State, TensorMeaning, value_of
+from .._core.node import Call, Input, Node, Ref, Source, State, TensorMeaning, refs_in, value_of
 from .._core.pure import copy_in_place
 from .._core.sharing import storage_of
 from .._core.target import Target
@@ -56,7 +56,7 @@ class Aim:
 
     def at_hand(self, ref: Ref) -> Aim:
         """What is meant for one of the values alone, as a module hands it on."""
-        return evolve(self, refs=(ref,), changes=tuple([one for one in self.changes if ref in _refs(one.tree)]))
+        return evolve(self, refs=(ref,), changes=tuple([one for one in self.changes if ref in refs_in(one.tree)]))
 
     @property
     def target(self) -> Target:
@@ -64,7 +64,7 @@ class Aim:
         return Target(f"patch({self.name})", self, is_stable=False)
 
     def _changed(self, change: Change, given: dict[Ref, torch.Tensor], copied: Copied) -> dict[Ref, torch.Tensor]:
-        refs = _refs(change.tree)
+        refs = refs_in(change.tree)
         same = all(_meaning(given[ref]) == _facts(self.meanings[ref]) for ref in refs)
         make = change.make if same else change.free
         new = make(thaw(change.tree, lambda leaf: given[leaf] if type(leaf) is Ref else leaf))
@@ -129,10 +129,6 @@ def _places(tree: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, 
     else:
         for number, item in enumerate(tree if type(tree) is tuple else getattr(tree, "items", ())):
             yield from _places(item, (*path, number))
-
-
-def _refs(tree: Any) -> list[Ref]:
-    return [leaf for leaf in leaves(tree) if type(leaf) is Ref]
 
 
 def _meaning(tensor: torch.Tensor) -> Any:

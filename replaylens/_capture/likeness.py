@@ -11,9 +11,9 @@ from typing import Any
 
 from .._core.graph import Graph
 from .._core.lazy import cached_property
-from .._core.node import Call, Const, Input, Node, Ref, State
+from .._core.node import Call, Const, Input, Node, Ref, State, refs_in
 from .._core.pure import same_content
-from .._core.trees import fingerprint, leaves, remake
+from .._core.trees import fingerprint, remake
 from .._replay.record import Record
 
 
@@ -34,7 +34,7 @@ class Likeness:
         ends = [(ref, written[1][address]) for address, ref in written[0].items()]
         if _skeleton(one.output) != _skeleton(two.output):
             return "gives another structure"
-        stack = [*zip(_refs(one.output), _refs(two.output), strict=True), *ends]
+        stack = [*zip(refs_in(one.output), refs_in(two.output), strict=True), *ends]
         seen: set[tuple[Ref, Ref]] = set()
         while stack:
             pair = stack.pop()
@@ -106,11 +106,7 @@ class Likeness:
 
 
 def _reads(node: Node) -> list[Ref]:
-    return _refs((node.args, tuple([value for _, value in node.kwargs]))) if isinstance(node, Call) else []
-
-
-def _refs(tree: Any) -> list[Ref]:
-    return [leaf for leaf in leaves(tree) if type(leaf) is Ref]
+    return refs_in((node.args, tuple([value for _, value in node.kwargs]))) if isinstance(node, Call) else []
 
 
 def _skeleton(tree: Any) -> Any:

@@ -103,12 +103,10 @@ def _told(watch: Watch, graph: Graph, code: Code) -> Code:
     """The same code, of which each step tells the watch for which node or guard it runs."""
     guards = iter(sorted(graph.guards, key=lambda guard: guard.position))
 
-    def row(read: Any, call: Any, slot: int, *rest: Any) -> Any:
-        step = graph.nodes[slot] if slot < len(graph) else next(guards)
-        return read, partial(_at, watch, step, call), slot, *rest
+    def telling(slot: int, call: Any) -> Any:
+        return partial(_at, watch, graph.nodes[slot] if slot < len(graph) else next(guards), call)
 
-    told = [evolve(stretch, rows=tuple([row(*one) for one in stretch.rows])) for stretch in code.stretches]
-    return evolve(code, stretches=tuple(told))
+    return code.wrapped(telling)
 
 
 def _at(watch: Watch, step: Node | Guard, call: Any, *args: Any) -> Any:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from attrs import define, evolve, field
+from attrs import define, field
 
 from .._core.node import Call, refs_of
 from .._core.sameness import same
@@ -29,12 +29,7 @@ class Proven:
     def told(self, code: Code) -> Code:
         """The same code, of which each call is looked at."""
         count = len(self.record.graph)
-
-        def row(read: Any, call: Any, slot: int, *rest: Any) -> Any:
-            return read, partial(self._looked_at, slot, call) if slot < count else call, slot, *rest
-
-        told = [evolve(stretch, rows=tuple([row(*one) for one in stretch.rows])) for stretch in code.stretches]
-        return evolve(code, stretches=tuple(told))
+        return code.wrapped(lambda slot, call: partial(self._looked_at, slot, call) if slot < count else call)
 
     def _looked_at(self, position: int, call: Any, *args: Any) -> Any:
         before = torch.default_generator.get_state()

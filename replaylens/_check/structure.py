@@ -12,8 +12,7 @@ from typing import Any
 
 from .._core.graph import Graph
 from .._core.laws import problems, unasked
-from .._core.node import Call, Input, Node, Ref, Scope, State, refs_of
-from .._core.trees import leaves
+from .._core.node import Call, Input, Node, Ref, Scope, State, refs_in, refs_of
 from .._lens.layers import Atlas, Place, short
 from .._lens.lens import Lens
 from .distances import distances
@@ -38,12 +37,12 @@ def _dangling(graph: Graph) -> Iterator[Finding]:
     places += [(f"the output of module {scope}", tree) for scope, tree in graph.module_outputs]
     places += [(f"the new value of `{address}`", ref) for address, ref in graph.changes]
     for what, tree in places:
-        for ref in _refs(tree):
+        for ref in refs_in(tree):
             if ref not in given:
                 yield Finding(GRAPH, ref.node, f"{what} is {ref}, which no node gives")
     for name in sorted(graph.orphans - graph.positions.keys()):
         yield Finding(GRAPH, name, "is set aside as an orphan, and is no node")
-    for ref in dict.fromkeys(_refs(graph.inputs)):
+    for ref in dict.fromkeys(refs_in(graph.inputs)):
         if ref in given and not isinstance(graph[ref.node], Input):
             yield found_at(graph, GRAPH, graph[ref.node], "stands among the inputs, and is none")
 
@@ -51,10 +50,10 @@ def _dangling(graph: Graph) -> Iterator[Finding]:
 def _meanings(graph: Graph) -> Iterator[Finding]:
     """Each tensor that a call gives has its shape and type, and what the model saw of it is among what it gives."""
     for call in graph.calls:
-        count = len(_refs(call.returns))
+        count = len(refs_in(call.returns))
         if count != len(call.meaning):
             yield found_at(graph, GRAPH, call, f"gives {count} tensors, and says of {len(call.meaning)} what they are")
-        for ref in (*_refs(call.returns), *_refs(call.result)):
+        for ref in (*refs_in(call.returns), *refs_in(call.result)):
             if ref.node != call.name:
                 yield found_at(graph, GRAPH, call, f"gives {ref}, which is another node's")
 
@@ -181,7 +180,7 @@ def _given_by_modules(graph: Graph) -> Iterator[Finding]:
         if scope in seen and _has_address(scope):
             yield Finding(METADATA, str(scope), "two outputs are recorded for one call of this module", scope.source)
         seen.add(scope)
-        for ref in _refs(tree):
+        for ref in refs_in(tree):
             node = graph[ref.node]
             inside = isinstance(node, Call) and node.scope is not None and scope in node.scope.stack
             if isinstance(node, Call) and not inside and _begins_after(graph, scope, ref.node) is False:
@@ -231,7 +230,3 @@ def _finds(atlas: Atlas, name: Any, place: Place) -> bool:
     except LookupError:
         return False
     return found.label == place.label or name in atlas.module_places or name in atlas.by_label
-
-
-def _refs(tree: Any) -> list[Ref]:
-    return [leaf for leaf in leaves(tree) if type(leaf) is Ref]

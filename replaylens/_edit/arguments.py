@@ -15,8 +15,7 @@ from typing import Any
 from attrs import frozen
 
 from .._core.graph import Graph
-from .._core.node import Call, Ref, State
-from .._core.trees import leaves
+from .._core.node import Call, Ref, State, refs_in
 from ..errors import BadEdit
 from .signatures import Parameter, meaning, parameters
 
@@ -33,7 +32,7 @@ class Arguments:
     @property
     def in_order(self) -> tuple[Ref, ...]:
         """The values among them, in order."""
-        return tuple(_refs((self.args, tuple(value for _, value in self.kwargs))))
+        return tuple(refs_in((self.args, tuple(value for _, value in self.kwargs))))
 
     @property
     def refs(self) -> tuple[Ref, ...]:
@@ -81,26 +80,22 @@ def _by_name(given: Iterable[_Given], wanted: Iterable[Parameter]) -> dict[str, 
 
 def given_to(graph: Graph, call: Call) -> tuple[_Given, ...]:
     """The arguments of a call, with the names that they have in its signature."""
-    count = sum(bool(_refs(arg)) for arg in call.args)
+    count = sum(bool(refs_in(arg)) for arg in call.args)
     names = [one.meaning for one in parameters(call.target.function, count) or () if not one.is_rest]
     pairs = [(names[n] if n < len(names) else "", tree) for n, tree in enumerate(call.args)]
     pairs += [(meaning(key), tree) for key, tree in call.kwargs]
     found = []
     for name, tree in pairs:
-        refs = _refs(tree)
+        refs = refs_in(tree)
         is_computed = any(not isinstance(graph[ref.node], State) for ref in refs)
         found.append(_Given(name, tree, bool(refs), is_computed))
     return tuple(found)
 
 
-def _refs(tree: Any) -> list[Ref]:
-    return [leaf for leaf in leaves(tree) if type(leaf) is Ref]
-
-
 def _misfit(
     call: Call, function: Callable[..., Any], given: Iterable[_Given], positional: list[Parameter], missing: list[str]
 ) -> str:
-    computed = [", ".join(map(str, _refs(one.tree))) for one in given if one.is_computed]
+    computed = [", ".join(map(str, refs_in(one.tree))) for one in given if one.is_computed]
     others = [one.name for one in given if one.name and not one.is_computed]
     number = f"{len(positional)} argument{'s' * (len(positional) != 1)}"
     takes = f"needs {', '.join(missing)} besides" if missing else f"takes {number} that can be a tensor"

@@ -14,8 +14,8 @@ from attrs import evolve, frozen
 
 from .._core.graph import Graph
 from .._core.laws import require_lawful
-from .._core.node import Call, Const, Guard, Input, Node, Ref, meanings_of, refs_of
-from .._core.trees import Branch, leaves, remake
+from .._core.node import Call, Const, Guard, Input, Node, Ref, meanings_of, refs_in, refs_of
+from .._core.trees import Branch, remake
 from ..errors import BadEdit
 from .rewrite import beside, fresh, guard_reading, reading
 
@@ -42,13 +42,13 @@ class _Cutting:
     def __init__(self, graph: Graph, starts: Sequence[Any] | None, output: Any) -> None:
         self.graph, self.starts, self.output = graph, starts, output
         inputs = [Ref(node.name) for node in graph.input_nodes]
-        self.begins = tuple(dict.fromkeys(inputs if starts is None else _refs(tuple(starts))))
+        self.begins = tuple(dict.fromkeys(inputs if starts is None else refs_in(tuple(starts))))
         self._require_free()
         self.below = self._below()
         self.of_inputs = graph.descendants([node.name for node in graph.input_nodes])
         self.nodes: set[str] = set()  # that come along
         self.held: dict[Ref, None] = {}  # values that are constants
-        self._take(_refs(output))
+        self._take(refs_in(output))
         self._require_reached()
         self._require_whole_gradients()
         last = self._last()
@@ -80,7 +80,7 @@ class _Cutting:
             asked=tuple([evolve(guard_reading(guard, refs), position=places[guard.position]) for guard in self.asked]),
             written=frozenset([refs.get(ref, ref) for ref in graph.written]) & {*there, *refs.values()},
             module_outputs=tuple(
-                [(scope, remake(t, swap)) for scope, t in graph.module_outputs if there.issuperset(_refs(t))]
+                [(scope, remake(t, swap)) for scope, t in graph.module_outputs if there.issuperset(refs_in(t))]
             ),
             changes=tuple([(address, refs.get(ref, ref)) for address, ref in self.changes]),
             apart=graph.apart if starts is None else frozenset([refs[ref] for ref in self.begins]),
@@ -149,7 +149,7 @@ class _Cutting:
                 raise BadEdit(
                     f"`{node.scope}` hands on {ref} in a container that something else holds as well: what reads it "
                     "from there is not known, and a slice cannot begin there.\n"
-                    f"Begin at {_refs(node.args)[0]}, or behind it."
+                    f"Begin at {refs_in(node.args)[0]}, or behind it."
                 )
 
     def _require_whole_gradients(self) -> None:
@@ -169,10 +169,10 @@ class _Cutting:
 
     def _require_reached(self) -> None:
         """Every beginning leads somewhere."""
-        read = {ref for name in self.nodes for ref in _reads(self.graph[name])} | set(_refs(self.output))
+        read = {ref for name in self.nodes for ref in _reads(self.graph[name])} | set(refs_in(self.output))
         idle = [ref for ref in self.begins if ref not in read]
         if self.starts is not None and idle:
-            ends = ", ".join(dict.fromkeys(str(ref) for ref in _refs(self.output)))
+            ends = ", ".join(dict.fromkeys(str(ref) for ref in refs_in(self.output)))
             raise BadEdit(f"{ends} does not depend on {idle[0]}, where the slice was to begin.")
 
     def _last(self) -> int:
@@ -225,10 +225,6 @@ class _Cutting:
 
 def _is_differentiated(node: Node) -> bool:
     return isinstance(node, Call) and node.is_differentiated
-
-
-def _refs(tree: Any) -> list[Ref]:
-    return [leaf for leaf in leaves(tree) if type(leaf) is Ref]
 
 
 def _reads(node: Node) -> tuple[Ref, ...]:

@@ -14,7 +14,7 @@ import torch
 from attrs import evolve, field, frozen
 
 from .._core.graph import Graph
-from .._core.node import Call, Const, Input, Node, Ref, TensorMeaning, meanings_of, refs_of, value_of
+from .._core.node import Call, Const, Input, Node, Ref, TensorMeaning, meanings_of, refs_in, refs_of, value_of
 from .._core.pure import alias, gathered, laid_out, outside_inference
 from .._core.target import Target
 from .._core.trees import freeze, freeze_deep, leaves, remake, remake_shared, thaw
@@ -113,7 +113,7 @@ def _gather(node: Node, before: str, whole: Any, parts: Any, edited: str) -> tup
     """The node that gives several values again, and where each of them is now."""
     assert isinstance(node, Call)
     returns = _numbered(node.name, whole)
-    refs = dict(zip(_refs(whole), _refs(returns), strict=True))
+    refs = dict(zip(refs_in(whole), refs_in(returns), strict=True))
     result = remake(whole, lambda leaf: refs.get(leaf, leaf) if type(leaf) is Ref else leaf)
     meanings = meanings_of(node)
     call = Call(
@@ -123,7 +123,7 @@ def _gather(node: Node, before: str, whole: Any, parts: Any, edited: str) -> tup
         tuple(parts if type(parts) is tuple else parts.items),
         returns=returns,
         result=None if result == returns else result,
-        meaning=tuple([meanings[ref] for ref in _refs(whole)]),
+        meaning=tuple([meanings[ref] for ref in refs_in(whole)]),
         context=node.context,
         scope=node.scope,
         source=node.source,
@@ -131,10 +131,6 @@ def _gather(node: Node, before: str, whole: Any, parts: Any, edited: str) -> tup
         edits=before,
     )
     return call, refs
-
-
-def _refs(tree: Any) -> list[Ref]:
-    return [leaf for leaf in leaves(tree) if type(leaf) is Ref]
 
 
 def _numbered(name: str, tree: Any, path: tuple[int, ...] = ()) -> Any:

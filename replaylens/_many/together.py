@@ -66,17 +66,12 @@ class Together:
             self.loners = frozenset(range(len(self.keys)))
         self.loners |= _heeding(graph, self.changes)
         if delicate := [call for call in graph.calls if call.through or call.target.function is mutate]:
-            apart = [n for n, each in enumerate(self.changes) if not can_share(graph, delicate, each)]
-            self.loners = self.loners.union(apart)
-            self.notes.extend(f"{name}: {_DELICATE}" for name in _layers(graph, [self.changes[n] for n in apart]))
+            self._leave([n for n, each in enumerate(self.changes) if not can_share(graph, delicate, each)], _DELICATE)
         self._leave_to_themselves([call.name for call in graph.told], _TOLD)
         self._leave_to_themselves(_quantized(graph), _QUANTIZED)
         self.loners |= {n for n, each in enumerate(self.changes) if any(led_astray(graph, each))}
         if graph.shifts:
-            shifting = [n for n, each in enumerate(self.changes) if _shifts_draws(graph, each)]
-            self.loners = self.loners.union(shifting)
-            layers = _layers(graph, [self.changes[n] for n in shifting])
-            self.notes.extend(f"{name}: {_SHIFTING}" for name in layers)
+            self._leave([n for n, each in enumerate(self.changes) if _shifts_draws(graph, each)], _SHIFTING)
         whole = self._with_metric() if self.metric is not None else self.record
         self.is_program = whole is not None
         together = [number for number, each in enumerate(self.changes) if each and number not in self.loners]
@@ -88,11 +83,13 @@ class Together:
         """Variants that reach one of these nodes are replayed alone."""
         if not names:
             return
-        graph = self.record.graph
-        above = graph.marked_ancestors(names)
-        reaching = [number for number, each in enumerate(self.changes) if any(above[position] for position in each)]
-        self.loners = self.loners.union(reaching)
-        self.notes.extend(f"{name}: {why}" for name in _layers(graph, [self.changes[n] for n in reaching]))
+        above = self.record.graph.marked_ancestors(names)
+        self._leave([n for n, each in enumerate(self.changes) if any(above[position] for position in each)], why)
+
+    def _leave(self, numbers: Sequence[int], why: str) -> None:
+        self.loners = self.loners.union(numbers)
+        names = _layers(self.record.graph, [self.changes[number] for number in numbers])
+        self.notes.extend(f"{name}: {why}" for name in names)
 
     def _with_metric(self) -> Record | None:
         """The program with the metric, if that is nothing but tensor operations."""

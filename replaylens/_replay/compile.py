@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from operator import itemgetter
 from types import MappingProxyType
 from typing import Any
@@ -16,44 +17,16 @@ import torch
 from attrs import evolve, frozen
 
 from .._core.graph import Graph
-from .._core.node import NO_MODES, Call, Context, Generator, Guard, Left, Node, Ref, Source, State, refs_in, refs_of
+from .._core.node import NO_MODES, Call, Context, Generator, Guard, Left, Node, Ref, State, refs_in, refs_of
 from .._core.pure import all_placed, mutate, placed
-from .._core.text import where as text_of
 from .._core.trees import leaves, thaw
 from .guards import departure
-from .interpreter import Code, Env, Stretch
+from .interpreter import Code, Env, Step, Stretch
 from .parting import NONE, parted
 from .plan import Plan
 from .stream import apart_from, has_own_generator, in_turn, left_at, streamed
 
 Patched = Mapping[int, tuple[Any, ...]]  # by position: which of its values are patched, as trees of Refs
-
-
-@frozen(eq=False)
-class Step:
-    """One call: where its arguments stand, what is called, where its value goes, what dies after it."""
-
-    name: str
-    read: Callable[[Env], Any]
-    call: Callable[..., Any]
-    slot: int
-    parts: tuple[tuple[tuple[int, ...], int], ...]
-    dead: tuple[int, ...]
-    source: Source | None = None
-    is_node: bool = False  # the model's own operation; else a patch, a guard
-
-    @property
-    def note(self) -> str:
-        """What is added to an exception that the call raises."""
-        where = f"\n{text_of(self.source)}" if self.source is not None else ""
-        return f"replaylens: raised by node {self.name} of the program{where}"
-
-    def row(self, nothing: int) -> Any:
-        """As the loop has it: with one slot that is forgotten, which for most is all, and what else there is to do.
-        `nothing`: a slot in which nothing stands.
-        """
-        more = (self.parts, self.dead[1:]) if self.parts or len(self.dead) > 1 else None
-        return self.read, self.call, self.slot, self.dead[0] if self.dead else nothing, more
 
 
 @frozen
@@ -137,7 +110,7 @@ class _Compiler:
         nothing = self.layout.literal(None)
         return Code(
             tuple(self.layout.template),
-            _stretches(self.steps, nothing),
+            tuple(_stretches(self.steps, nothing)),
             slots,
             tuple([(ref, slots[ref]) for position in plan.supply for ref in refs_of(graph.nodes[position])]),
             tuple([(*place, slot) for place, slot in self.functions.items()]),
@@ -228,24 +201,10 @@ def with_values_apart(node: Call, apart: frozenset[Ref]) -> Call:
     return evolve(node, args=(*node.args[:-1], tuple([v if v in apart else None for v in node.args[-1]])))
 
 
-def _stretches(made: Sequence[tuple[Context, Step]], nothing: int) -> tuple[Stretch, ...]:
-    found: list[Stretch] = []
-    group: list[Step] = []
-    last: Context | None = None
-    for context, step in made:
-        if context != last and group:
-            found.append(_stretch(last, group, nothing))
-            group = []
-        last = context
-        group.append(step)
-    if group:
-        found.append(_stretch(last, group, nothing))
-    return tuple(found)
-
-
-def _stretch(context: Context | None, steps: list[Step], nothing: int) -> Stretch:
-    rows, notes = tuple([step.row(nothing) for step in steps]), tuple([step.note for step in steps])
-    return Stretch(context or NO_MODES, rows, notes, tuple([step.name if step.is_node else "" for step in steps]))
+def _stretches(made: Sequence[tuple[Context, Step]], nothing: int) -> Iterator[Stretch]:
+    for context, group in groupby(made, itemgetter(0)):
+        steps = tuple([step for _, step in group])
+        yield Stretch(context, tuple([step.row(nothing) for step in steps]), steps)
 
 
 class _Layout:

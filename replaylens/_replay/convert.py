@@ -148,7 +148,7 @@ def _present(record: Record, node: Node, tensor: torch.Tensor) -> torch.Tensor:
     """A source as it is now, if it is of the recorded kind."""
     assert not isinstance(node, Call)
     now, then = TensorMeaning.of(tensor), node.meaning
-    if (now.shape, now.dtype, now.device) != (then.shape, then.dtype, then.device):
+    if now.kind != then.kind:
         what = f"the {node.kind} `{node.address}`" if isinstance(node, State) else f"`{node.name}`"
         raise StaleValue(
             f"{what} is {now} on {now.device} now, and the program was recorded with {then}.\n"

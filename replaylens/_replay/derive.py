@@ -226,13 +226,7 @@ class _Work:
         for guard in self.graph.asked:
             if guard.refs and (ref := guard.refs[0]) in values and ref not in self.same:
                 yield from asked_again(guard, values[ref])
-                node = self.graph[ref.node]
-                if (
-                    asks_for_view(guard)
-                    and isinstance(node, Call)
-                    and node.edited
-                    and node.target.function is not alias
-                ):
+                if asks_for_view(guard) and self._is_made_by_an_edit(ref):
                     yield from filter(None, (changed(guard, answer(guard, values[ref])),))
 
     def _is_made_by_an_edit(self, ref: Ref) -> bool:

@@ -23,9 +23,8 @@ from .guards import Departure, diverged, misdirected, raising, refuse
 from .inputs import require_arguments
 from .interpreter import interpret, recorded_world
 from .plan import plan
-from .record import Record
-from .state import Standing
-from .supply import places_of
+from .record import Record, Steady
+from .runner import begin
 
 
 def function_of(record: Record, inputs: list[int], outputs: list[int] | None, grad: bool = True) -> Callable[..., Any]:
@@ -75,11 +74,13 @@ def _pure(record: Record, inputs: list[int], outputs: list[int] | None, grad: bo
     places: dict[int, tuple[Any, ...]] = dict.fromkeys(inputs, ())
     code = compile_plan(graph, made, record.draws, record.value, Mode(grad, is_traced=True), places)
     slots = [code.slots[_only_ref(graph, position)] for position in inputs]
-    beginning = list(code.template)
-    beginning[code.departed] = refuse
-    for ref, slot in code.supply:
-        if graph.positions[ref.node] not in inputs:
-            beginning[slot] = record.value(ref) if ref.node in record.live else as_leaf(record.value(ref))
+
+    def held(ref: Ref) -> torch.Tensor | None:
+        if graph.positions[ref.node] in inputs:
+            return None
+        return record.value(ref) if ref.node in record.live else as_leaf(record.value(ref))
+
+    beginning = begin(code, held, refuse).env
     trees = [graph.output] if outputs is None else [value_of(graph.nodes[position]) for position in outputs]
     read = [_reader(tree, code.slots) for tree in trees]
     watch = _watch(record, made.supply, inputs)
@@ -113,8 +114,7 @@ def _reader(tree: Any, slots: dict[Ref, int]) -> Callable[[list[Any]], Any]:
 def _watch(record: Record, supply: tuple[int, ...], inputs: list[int]) -> Callable[[Sequence[torch.Tensor]], None]:
     """Asks whether a value that a function holds was overwritten since, and whether its arguments fit."""
     refs = [ref for position in supply if position not in inputs for ref in refs_of(record.graph.nodes[position])]
-    tensors, versions = [record.values[ref] for ref in refs], [record.versions[ref] for ref in refs]
-    standing = Standing(places_of(record, refs))
+    steady = Steady(record, refs)
     names = [record.graph.nodes[position].name for position in inputs]
     astray = _astray(record.graph, inputs)
 
@@ -125,10 +125,8 @@ def _watch(record: Record, supply: tuple[int, ...], inputs: list[int]) -> Callab
             if peek_interpreter_stack() is not None or not same_content(record.value(ref), arguments[number]):
                 raise diverged(departure)
         require_as_asked(record.graph, record.values, given)
-        moved = -1 not in versions and [tensor._version for tensor in tensors] != versions
-        if moved or not standing:
-            for ref in refs:
-                record.value(ref)  # raises for the one that was
+        if not steady:
+            steady.require(record)
 
     return watch
 

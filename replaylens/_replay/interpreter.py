@@ -6,17 +6,19 @@ what to run (plan.py), where everything stands (compile.py), what to begin with 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from .._core.graph import Graph
-from .._core.node import Context, Ref
+from .._core.node import Context, Ref, Source
 from .._core.notes import add_note
 from .._core.settings import settings, under
+from .._core.text import where as text_of
 from .._core.torch_private import default_device, is_any_autocast_on
 from .._core.trees import part_at
 from .._core.world import drawing_alone, restoring
@@ -27,13 +29,39 @@ Env = list[Any]
 
 
 @frozen(eq=False)
+class Step:
+    """One call: where its arguments stand, what is called, where its value goes, what dies after it."""
+
+    name: str
+    read: Callable[[Env], Any]
+    call: Callable[..., Any]
+    slot: int
+    parts: tuple[tuple[tuple[int, ...], int], ...]
+    dead: tuple[int, ...]
+    source: Source | None = None
+    is_node: bool = False  # the model's own operation; else a patch, a guard
+
+    @property
+    def note(self) -> str:
+        """What is added to an exception that the call raises."""
+        where = f"\n{text_of(self.source)}" if self.source is not None else ""
+        return f"replaylens: raised by node {self.name} of the program{where}"
+
+    def row(self, nothing: int) -> Any:
+        """As the loop has it: with one slot that is forgotten, which for most is all, and what else there is to do.
+        `nothing`: a slot in which nothing stands.
+        """
+        more = (self.parts, self.dead[1:]) if self.parts or len(self.dead) > 1 else None
+        return self.read, self.call, self.slot, self.dead[0] if self.dead else nothing, more
+
+
+@frozen(eq=False)
 class Stretch:
     """Steps that run under the same modes, as rows: a loop over tuples is a quarter faster than one over attributes."""
 
     context: Context
     rows: tuple[Any, ...]
-    notes: tuple[str, ...]  # for an exception, by row
-    nodes: tuple[str, ...]  # the node that each row runs; empty where it is a patch or a guard
+    steps: tuple[Step, ...]
 
 
 @frozen(eq=False)
@@ -50,6 +78,15 @@ class Code:
     draws: bool
     places: tuple[Ref, ...] = ()  # the values at which gradients can be taken
     begun: tuple[tuple[str, int], ...] = ()  # of draws that may begin elsewhere than recorded: the slot of that state
+
+    def wrapped(self, wrap: Callable[[int, Any], Any]) -> Code:
+        """The same, with what `wrap` makes of each call. It is told the slot that the call writes."""
+
+        def around(read: Any, call: Any, slot: int, *rest: Any) -> Any:
+            return read, wrap(slot, call), slot, *rest
+
+        stretches = [evolve(one, rows=tuple([around(*row) for row in one.rows])) for one in self.stretches]
+        return evolve(self, stretches=tuple(stretches))
 
 
 def interpret(code: Code, env: Env) -> Env:
@@ -73,9 +110,9 @@ def _interpret(code: Code, env: Env) -> Env:
                     env[dead] = None
         except Exception as error:
             if row is not None:
-                number = next(n for n, other in enumerate(stretch.rows) if other is row)
-                raised_at(error, stretch.nodes[number])
-                add_note(error, stretch.notes[number])
+                step = stretch.steps[next(n for n, other in enumerate(stretch.rows) if other is row)]
+                raised_at(error, step.name if step.is_node else "")
+                add_note(error, step.note)
             raise
     return env
 

@@ -228,7 +228,7 @@ def _require_alike(node: State, tensor: torch.Tensor | None) -> None:
     if tensor is None:
         raise StaleValue(f"{what} was removed since the capture, and the program reads it.\n{cure}")
     now, then = TensorMeaning.of(tensor), node.meaning
-    if (now.shape, now.dtype, now.device) != (then.shape, then.dtype, then.device):
+    if now.kind != then.kind:
         raise StaleValue(f"{what} is {now} on {now.device} now, and was recorded as {then}.\n{cure}")
 
 

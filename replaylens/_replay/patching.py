@@ -1,7 +1,8 @@
 """A user's patches as changes of a program's values.
 
 In: what was given for which sites, and the graph. Out: functions from a node's value to its new value, which check that
-the new one is of the recorded shape and dtype. References are bound to what they have there; nothing runs yet.
+the new one is of the recorded shape and dtype. References are bound to what they have there. Then, for one replay, the
+functions that stand in the slots of its env.
 """
 
 from __future__ import annotations
@@ -17,14 +18,20 @@ from .._core.graph import Graph
 from .._core.node import Call, Node, Ref, TensorMeaning, meanings_of, refs_in, value_of
 from .._core.pure import as_it_lay
 from .._core.reference import Reference
+from .._core.sharing import storage_of
 from .._core.text import listing
+from .._core.torch_private import peek_interpreter_stack
 from .._core.trees import freeze_deep
 from .._edit.acts import of_own_copies
 from .._edit.bind import bind
 from .._edit.patch import Apply, Chain, From, Patch, Set, keeps_layout, patch_of
 from .._edit.select import CURE, Site, is_named
 from ..errors import BadPart, BadPatch, ReplaylensError, ShapeMismatch
+from .facts import Instead
+from .guards import Departure
 from .inputs import made_ordinary
+from .late import Remembered
+from .parting import parted
 from .request import At, Change
 
 Changes = dict[int, tuple[Change, ...]]
@@ -300,3 +307,47 @@ def _bound(node: Any, tree: Any, name: str, what: Any) -> list[tuple[Any, Patch]
         return [(tree, bind(patch, name))]
     floating = [pair for pair in enumerate(refs_in(tree)) if meanings[pair[1]].dtype.is_floating_point]
     return [(ref, bind(patch, name, number)) for number, ref in floating]
+
+
+@frozen(eq=False)
+class Applying:
+    """The patches of one replay, as the functions that it calls. What they give is remembered, and looked at: how it
+    lies in memory may lead away from the recorded path. Where that is ignored it is laid as recorded.
+    """
+
+    graph: Graph
+    writes_views: bool  # does the model write through views?
+    instead: Instead
+    departed: Callable[[Departure], None]
+    remembered: Remembered
+
+    def function(self, position: int, number: int, change: Change) -> Callable[[Any], Any]:
+        """What is called with the value of a node, and gives the value that the replay goes on with."""
+        return self.remembered.watched(position, number, partial(self._applied, change), change.is_steady)
+
+    def _applied(self, change: Change, old: Any) -> Any:
+        new, tree = change(old), change.tree
+        if peek_interpreter_stack() is not None:
+            return new
+        if isinstance(new, torch.Tensor):
+            return self._looked_at(tree, old, new)
+        refs = refs_in(tree)
+        if not isinstance(new, (tuple, list)) or len(refs) != len(new):
+            return new
+        olds = old if isinstance(old, (tuple, list)) and len(old) == len(new) else [None] * len(new)
+        return tuple([self._looked_at(*one) for one in zip(refs, olds, new, strict=True)])
+
+    def _looked_at(self, ref: Ref, old: Any, new: torch.Tensor) -> torch.Tensor:
+        if self.writes_views and _is_handed_back(old, new) and parted(self.graph, (ref,)):
+            what = f"the memory of {ref}, which the model writes through it,"
+            self.departed(Departure(what, "shared", "shared again"))
+        found = [*map(self.departed, self.instead.departures(ref, old, new))]
+        return self.instead.lay(ref, new) if found else new
+
+
+def _is_handed_back(old: Any, new: torch.Tensor) -> bool:
+    """Does a patch hand on the very memory that it was given?"""
+    if new is old:
+        return True
+    dense = isinstance(old, torch.Tensor) and new.layout is old.layout is torch.strided
+    return dense and storage_of(new) == storage_of(old)

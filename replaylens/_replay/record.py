@@ -15,6 +15,7 @@ from attrs import define, field, frozen
 
 from .._core.account import NOTHING_KNOWN, Account
 from .._core.graph import Graph
+from .._core.lazy import cached_property
 from .._core.node import Call, Ref, State, TensorMeaning, refs_of
 from .._core.pure import as_leaf
 from .._core.sharing import storage_of, version_of
@@ -84,8 +85,6 @@ class Record:
         factory=dict
     )  # by address: tensors of the model in the memory of an input, that input, and what was there
     caches: dict[Cache[Any, Any], dict[Any, Any]] = field(factory=dict, init=False)  # of this very record alone
-    _watched: tuple[dict[str, StatePlace], dict[int, StatePlace]] | None = field(default=None, init=False)
-    _standing: Standing | None = field(default=None, init=False)
 
     def value(self, ref: Ref) -> torch.Tensor:
         """A recorded value, if nobody overwrote it since; computed again, if it was not kept."""
@@ -114,22 +113,11 @@ class Record:
             return None
         return by_name.get(ref.node) or by_storage.get(storage_of(self.values[ref]) or 0)
 
-    @property
+    @cached_property
     def watched(self) -> tuple[dict[str, StatePlace], dict[int, StatePlace]]:
-        """The places of `place_of`, by the name of a node and by storage."""
-        if self._watched is None:
-            self._watched = self._watch()
-        return self._watched
-
-    @property
-    def standing(self) -> Standing:
-        """Is all of that as it was recorded?"""
-        if self._standing is None:
-            self._standing = Standing(self.watched[0].values())
-        return self._standing
-
-    def _watch(self) -> tuple[dict[str, StatePlace], dict[int, StatePlace]]:
-        """The state whose recorded values are the model's own tensors. What the forward writes is kept by value."""
+        """The state whose recorded values are the model's own tensors: its places, by the name of a node and by
+        storage. What the forward writes is kept by value.
+        """
         by_name, by_storage = {}, {}
         for node in self.graph.state_nodes if self.places else ():
             place = self.places.get(node.address)
@@ -140,6 +128,11 @@ class Record:
             if (key := storage_of(self.values[Ref(node.name)])) is not None:
                 by_storage[key] = place
         return by_name, by_storage
+
+    @cached_property
+    def standing(self) -> Standing:
+        """Is all of that as it was recorded?"""
+        return Standing(self.watched[0].values())
 
     def steady_values(self) -> list[torch.Tensor]:
         """All recorded values without their histories, if nobody overwrote one since."""
@@ -152,6 +145,25 @@ class Record:
         if moved or not self.standing:
             for ref in self.values:
                 self.value(ref)  # raises for the one that was overwritten
+
+
+class Steady:
+    """Whether some recorded values are as they were: asked at each replay, so all at once."""
+
+    def __init__(self, record: Record, refs: Iterable[Ref]) -> None:
+        self.refs = list(refs)
+        self.tensors, self.versions = [record.values[r] for r in self.refs], [record.versions[r] for r in self.refs]
+        places = {id(place): place for ref in self.refs if (place := record.place_of(ref)) is not None}
+        self.standing = Standing(places.values())
+
+    def __bool__(self) -> bool:
+        moved = -1 not in self.versions and [tensor._version for tensor in self.tensors] != self.versions
+        return not moved and bool(self.standing)
+
+    def require(self, record: Record) -> None:
+        """Refuse to go on where they are not: raises for the one that was overwritten."""
+        for ref in self.refs:
+            record.value(ref)
 
 
 def recovered(record: Record, refs: Iterable[Ref]) -> dict[Ref, torch.Tensor]:
@@ -175,7 +187,7 @@ def stale_text(graph: Graph, ref: Ref, place: StatePlace | None = None) -> str:
     if place is not None and isinstance(node, State):
         how = place.change
         meaning = TensorMeaning.of(now) if now is not None else None
-        if meaning is None or (meaning.shape, meaning.dtype, meaning.device) != _kind(node.meaning):
+        if meaning is None or meaning.kind != node.meaning.kind:
             is_now = "" if meaning is None else f": it is {meaning} on {meaning.device}, and was {node.meaning}"
             return f"{what} {how}{is_now}.\nCapture the model again, on inputs that fit it."
     return (
@@ -183,10 +195,6 @@ def stale_text(graph: Graph, ref: Ref, place: StatePlace | None = None) -> str:
         "`prog = prog.refresh()` runs the program again on what is there now; `state={...}` gives "
         "other parameters to one replay."
     )
-
-
-def _kind(meaning: TensorMeaning) -> tuple[Any, ...]:
-    return meaning.shape, meaning.dtype, meaning.device
 
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,6 @@ from .._core.trees import thaw
 from .._core.world import drawing_alone
 from .._edit.lower import may_vary
 from ..errors import InputMismatch, ReplaylensError
-from .applying import Applying
 from .compile import Mode, compile_plan
 from .facts import Around, Instead, departures as departures_of, heeded
 from .function import require_differentiable
@@ -31,6 +30,7 @@ from .guards import Departure, LeftPath, diverged, misdirected, raising
 from .interpreter import Code
 from .late import Late, Remembered, mark_of
 from .parting import writes_views
+from .patching import Applying
 from .plan import Plan, plan
 from .record import Cache, Record, detached, recovered
 from .request import At, Change, Request
@@ -46,7 +46,10 @@ def replay(
     """Run what the request needs. `resolve` finds what a user's name means, for the Run's own lookups."""
     ran = execute(record, request, told)
     graph, request, values = record.graph, ran.request, ran.values
-    finish = _same if request.grad else _detached_leaf
+
+    def finish(value: Any) -> Any:
+        return value if request.grad or not isinstance(value, torch.Tensor) else detached(value)
+
     late = Late(ran, record, finish)
 
     def by_name(name: Any) -> Any:
@@ -73,14 +76,6 @@ def _read(graph: Graph, late: Late, ended: Mapping[Ref, Any], at: At) -> Any:
     if at.output is not None and at.output in ended:
         return ended[at.output]
     return late(at.position, at.output or at.part or value_of(graph.nodes[at.position]))
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-def _detached_leaf(value: Any) -> Any:
-    return detached(value) if isinstance(value, torch.Tensor) else value
 
 
 @frozen(eq=False)

@@ -77,7 +77,7 @@ def begin(
     env = list(code.template)
     for ref, slot in code.supply:
         env[slot] = supply(ref)
-    for position, number, slot in code.patches:
+    for position, number, slot in code.patches if patches else ():
         env[slot] = patches[position][number][1]
     env[code.departed] = departed
     return Values(code, env)

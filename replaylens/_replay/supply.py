@@ -6,7 +6,7 @@ history, with which flag, in whose memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +18,9 @@ from .._core.sharing import begin_together
 from .._core.torch_private import peek_interpreter_stack
 from ..errors import StaleValue
 from .interpreter import Code, Env
-from .record import Record, stale_text
+from .record import Record, Steady, stale_text
 from .request import Request
-from .state import Standing, StatePlace
+from .runner import begin
 
 
 def supply(record: Record, request: Request, ref: Ref) -> Any:
@@ -86,22 +86,19 @@ class Beginning:
 
     def __init__(self, code: Code, request: Request) -> None:
         self.code = code
-        self.same: list[Ref] = []
         self.others: list[tuple[Ref, int]] = []  # given ones, and what is a leaf of its own in each replay
         self.is_live = request.grad and not request.at  # the model's own parameters collect the gradients
-        self.kept: tuple[list[torch.Tensor], list[int], Standing, Env] | None = None
+        self.kept: tuple[Steady, Env] | None = None
 
     def begin(self, record: Record, request: Request) -> Env:
         """The env to begin with. Which nodes are given is the same for all replays of a kind."""
         if self.kept is None:
             return self._prepared(record, request)
-        tensors, versions, standing, kept = self.kept
-        moved = -1 not in versions and [tensor._version for tensor in tensors] != versions
-        if moved or not standing:
+        steady, kept = self.kept
+        if not steady:
             if self.is_live:
-                return self._filled(record, request)
-            for ref in self.same:
-                record.value(ref)  # raises for the one that was overwritten
+                return begin(self.code, partial(supply, record, request)).env
+            steady.require(record)
         env = kept.copy()
         for ref, slot in self.others:
             env[slot] = supply(record, request, ref)
@@ -109,17 +106,13 @@ class Beginning:
 
     def _prepared(self, record: Record, request: Request) -> Env:
         """The first env, of which the next ones keep what is the same."""
-        env, positions = self._filled(record, request), record.graph.positions
-        given = {ref for ref, _ in self.code.supply if positions[ref.node] in request.given}
-        pairs = [
-            (pair, pair[0] not in given and self._is_same(record, pair[0], env[pair[1]])) for pair in self.code.supply
-        ]
-        self.same, kept = [ref for (ref, _), is_same in pairs if is_same], env.copy()
-        self.others = [pair for pair, is_same in pairs if not is_same]
+        env, positions = begin(self.code, partial(supply, record, request)).env, record.graph.positions
+        fixed = [(ref, slot) for ref, slot in self.code.supply if positions[ref.node] not in request.given]
+        same = {ref for ref, slot in fixed if self._is_same(record, ref, env[slot])}
+        self.others, kept = [(ref, slot) for ref, slot in self.code.supply if ref not in same], env.copy()
         for _, slot in self.others:
             kept[slot] = None
-        tensors, versions = [record.values[ref] for ref in self.same], [record.versions[ref] for ref in self.same]
-        self.kept = tensors, versions, Standing(places_of(record, self.same)), kept
+        self.kept = Steady(record, same), kept
         return env
 
     def _is_same(self, record: Record, ref: Ref, value: torch.Tensor) -> bool:
@@ -127,18 +120,6 @@ class Beginning:
         if not self.is_live:
             return True
         return value is record.live.get(ref.node) and record.place_of(ref) is not None
-
-    def _filled(self, record: Record, request: Request) -> Env:
-        env = list(self.code.template)
-        for ref, slot in self.code.supply:
-            env[slot] = supply(record, request, ref)
-        return env
-
-
-def places_of(record: Record, refs: Iterable[Ref]) -> list[StatePlace]:
-    """The places of the model's in whose memory these values lie."""
-    found = {id(place): place for ref in refs if (place := record.place_of(ref)) is not None}
-    return list(found.values())
 
 
 def known_marks(record: Record, request: Request) -> bytearray:
