@@ -127,11 +127,6 @@ class Machine:
         node = self.graph.nodes[position]
         return self.step(position).gives if isinstance(node, Call) else (self.slot[Ref(node.name)],)
 
-    def is_fresh(self) -> bool:
-        """Are the recorded values still those that this was made for? A value that was overwritten raises."""
-        now = self.record.steady_values()
-        return len(now) == len(self.values)
-
     def demanded(self, step: Step) -> Rows | None:
         """The rows that are read of all that a step gives."""
         if len(step.gives) == 1:

@@ -43,8 +43,10 @@ class Many:
     def __attrs_post_init__(self) -> None:
         graph = self.record.graph
         known = _MACHINE.get(self.record, None)
-        if known is None or not known.is_fresh():
+        if known is None:
             known = _MACHINE.put(self.record, None, Machine(self.record, tuple(dict.fromkeys(graph.output_refs))))
+        else:
+            self.record.require_steady()
         self.machine = known
         self.machine.prepare([position for variant in self.variants for position, _ in variant.changes])
 

@@ -18,7 +18,7 @@ from .._core.graph import Graph
 from .._core.lazy import cached_property
 from .._core.node import Call, Ref, State, TensorMeaning, refs_of
 from .._core.pure import as_leaf
-from .._core.sharing import storage_of, version_of
+from .._core.sharing import storage_of, version_of, versions_of
 from .._core.turns import settled
 from ..errors import StaleValue
 from .plan import plan
@@ -130,9 +130,9 @@ class Record:
         return by_name, by_storage
 
     @cached_property
-    def standing(self) -> Standing:
-        """Is all of that as it was recorded?"""
-        return Standing(self.watched[0].values())
+    def steady(self) -> Steady:
+        """Are all of them as they were recorded?"""
+        return Steady(self, self.values)
 
     def steady_values(self) -> list[torch.Tensor]:
         """All recorded values without their histories, if nobody overwrote one since."""
@@ -141,10 +141,8 @@ class Record:
 
     def require_steady(self) -> None:
         """Did nobody overwrite a recorded value?"""
-        moved = any(self.versions[ref] != version_of(tensor) for ref, tensor in self.values.items())
-        if moved or not self.standing:
-            for ref in self.values:
-                self.value(ref)  # raises for the one that was overwritten
+        if not self.steady:
+            self.steady.require(self)
 
 
 class Steady:
@@ -157,8 +155,7 @@ class Steady:
         self.standing = Standing(places.values())
 
     def __bool__(self) -> bool:
-        moved = -1 not in self.versions and [tensor._version for tensor in self.tensors] != self.versions
-        return not moved and bool(self.standing)
+        return versions_of(self.tensors) == self.versions and bool(self.standing)
 
     def require(self, record: Record) -> None:
         """Refuse to go on where they are not: raises for the one that was overwritten."""
