@@ -37,7 +37,7 @@ from ._replay.gradients import Asked, Grads, ask
 from ._replay.inputs import Given, made_ordinary, new_inputs, new_state
 from ._replay.keeping import with_values
 from ._replay.patching import changes_of
-from ._replay.replay import Record, detached
+from ._replay.record import Record, detached
 from ._replay.request import Beyond, Hand, Request
 from ._view.plots import plot_value
 from .errors import NoGradient, NoSuchLayer, NotSaved, NoValues, ReplaylensError

@@ -30,6 +30,7 @@ from ._core.location import Location
 from ._core.node import Guard, Ref
 from ._core.notes import add_note
 from ._core.sameness import same_content
+from ._core.sharing import version_of
 from ._core.text import code
 from ._core.torch_private import DeviceContext, function_modes as _function_modes, pytree, without_function_modes
 from ._core.trees import freeze_deep, thaw
@@ -46,13 +47,15 @@ from ._many.together import Planned, Together
 from ._replay import editing
 from ._replay.convert import move, present, rerun
 from ._replay.expanding import expand
+from ._replay.function import function_of
 from ._replay.gradients import Grads, ask, gradients, seen_from, total
 from ._replay.guards import Departure, Guards, LeftPath
 from ._replay.inputs import CAPTURE_AGAIN
 from ._replay.keeping import completed, keeping
 from ._replay.module import ProgramModule
 from ._replay.patching import bound_patches, changes_of
-from ._replay.replay import OVERWRITTEN, Record, Versions, detached, function_of, replay, version
+from ._replay.record import OVERWRITTEN, Record, Versions, detached
+from ._replay.replay import replay
 from ._replay.request import Request
 from ._replay.run import Origin, Run
 from ._replay.swap import insert, swap
@@ -806,16 +809,7 @@ def _unflatten(tensors: Iterable[Any], context: Any) -> Program:
     same = {node.name for node in sources if values[Ref(node.name)] is record.values[Ref(node.name)]}
     live = {name: tensor for name, tensor in record.live.items() if name in same}
     return Program(
-        _record=Record(
-            record.graph,
-            values,
-            versions,
-            record.draws,
-            live,
-            account=record.account,
-            saved=record.saved,
-            places=record.places,
-        ),
+        _record=evolve(record, values=values, versions=versions, live=live, histories=None, lent={}),
         _output=thaw(record.graph.output, get),
         _history=history,
     )
@@ -829,7 +823,7 @@ def _count(record: Record, ref: Ref, tensor: Any, is_stale: bool) -> int:
         return -1
     if tensor is record.values[ref]:
         return record.versions[ref]
-    return OVERWRITTEN if is_stale else version(tensor)
+    return OVERWRITTEN if is_stale else version_of(tensor)
 
 
 pytree.register_pytree_node(Program, _flatten, _unflatten, serialized_type_name="replaylens.Program")

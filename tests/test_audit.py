@@ -340,7 +340,7 @@ def broken(law: Callable, change: Callable) -> tuple:
 
 def with_call(record, name: str, **changes):
     nodes = tuple([evolve(node, **changes) if node.name == name else node for node in record.graph.nodes])
-    return evolve(record, graph=evolve(record.graph, nodes=nodes), plans={})
+    return evolve(record, graph=evolve(record.graph, nodes=nodes))
 
 
 def by_kind(record, kind: str) -> Call:

@@ -111,7 +111,7 @@ def test_values_that_were_not_kept_are_computed_on_the_way():
     prog = program()
     record = prog._record
     kept = {ref: value for ref, value in record.values.items() if "relu" not in ref.node and "linear_1" not in ref.node}
-    slim = rl.Program(_record=evolve(record, values=kept, plans={}), _output=prog.output)
+    slim = rl.Program(_record=evolve(record, values=kept), _output=prog.output)
     report = slim.check()
     assert report, report
     assert report["each node alone"].asked == 2
@@ -286,7 +286,7 @@ def test_a_kernel_that_varies_is_measured_and_not_taken_for_a_fault():
     record = prog._record
     values = {**record.values, Ref(node.name): wavering(torch.ones(2))}
     graph = evolve(record.graph, nodes=nodes)
-    report = rl.Program(_record=evolve(record, graph=graph, values=values, plans={})).check()
+    report = rl.Program(_record=evolve(record, graph=graph, values=values)).check()
     law = report["each node alone"]
     assert not law.failures
     assert law.note.startswith("1 differ between repetitions by at most")
@@ -309,7 +309,7 @@ def test_every_value_that_a_call_gives_is_asked():
     assert len(refs_of(split)) == 2
     record = prog._record
     values = {**record.values, Ref(split.name, (1,)): torch.zeros(2)}
-    report = rl.Program(_record=evolve(record, values=values, plans={}), _output=prog.output).check()
+    report = rl.Program(_record=evolve(record, values=values), _output=prog.output).check()
     assert [finding.node for finding in report["each node alone"].failures] == [split.name]
 
 

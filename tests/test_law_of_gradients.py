@@ -174,7 +174,7 @@ def test_the_law_finds_a_mutation_of_the_program(mutation, monkeypatch):
 
     def mutated(captured: Any) -> Any:
         made = record_of(captured)
-        return evolve(made, graph=evolve(made.graph, nodes=tuple(MUTATIONS[mutation](made.graph))), plans={})
+        return evolve(made, graph=evolve(made.graph, nodes=tuple(MUTATIONS[mutation](made.graph))))
 
     monkeypatch.setattr(model_under_test, "record_of", mutated)
     assert not law_of(with_a_stopped_gradient)

@@ -19,7 +19,7 @@ from replaylens._core.node import Call, Ref, Scope
 from replaylens._core.target import Target
 from replaylens._core.write import plain_call
 from replaylens._edit.rewrite import reading, renamed as renamed_node
-from replaylens._replay.replay import Versions
+from replaylens._replay.record import Versions
 
 
 class Everything(nn.Module):
@@ -52,7 +52,7 @@ def program() -> Any:
 def with_graph(prog: Any, change: Callable[[Any], Any]) -> Any:
     """The program with another graph, and the same values: what a fault in capture would leave behind."""
     record = prog._record
-    made = evolve(record, graph=change(record.graph), plans={})
+    made = evolve(record, graph=change(record.graph))
     return rl.Program(_record=made, _output=prog.output)
 
 
@@ -72,7 +72,7 @@ def with_value(prog: Any, name: str, value: torch.Tensor) -> Any:
     ref = next(ref for ref in record.values if ref.node == name)
     values = {**record.values, ref: value}
     versions = Versions([(other, tensor._version) for other, tensor in values.items()])
-    return rl.Program(_record=evolve(record, values=values, versions=versions, plans={}), _output=prog.output)
+    return rl.Program(_record=evolve(record, values=values, versions=versions), _output=prog.output)
 
 
 def call(prog: Any, kind: str, number: int = 1) -> Call:
@@ -239,7 +239,7 @@ def another_generator_state(prog):
     record = prog._record
     name = call(prog, "dropout").name
     state = torch.Generator().manual_seed(7).get_state()
-    made = evolve(record, draws=dict.fromkeys(record.draws, state), plans={})
+    made = evolve(record, draws=dict.fromkeys(record.draws, state))
     return rl.Program(_record=made, _output=prog.output), name
 
 
@@ -339,7 +339,7 @@ def renamed(prog: Any, old: str, new: str) -> Any:
     outputs = tuple([(scope, moved.get(tree, tree)) for scope, tree in graph.module_outputs])
     made = evolve(graph, nodes=tuple(nodes), module_outputs=outputs)
     values = {moved.get(ref, ref): value for ref, value in record.values.items()}
-    return as_captured(rl.Program(_record=evolve(record, graph=made, values=values, plans={}), _output=prog.output))
+    return as_captured(rl.Program(_record=evolve(record, graph=made, values=values), _output=prog.output))
 
 
 @caught_by(METADATA)

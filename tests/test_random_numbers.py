@@ -1147,3 +1147,19 @@ def test_a_generator_of_others_that_the_model_keeps_is_drawn_from_by_the_model_a
     assert run.diverged
     assert torch.equal(run.output, plain(torch.ones(4)))
     assert not prog.replay().departures
+
+
+def test_a_fresh_replay_from_a_layer_draws_the_same_whatever_was_patched_there_before():
+    prog = rl.capture(several, x())
+
+    def from_there():
+        torch.manual_seed(5)
+        return prog.replay(from_="dropout_1_1", patch=x(), rng="fresh"), torch.get_rng_state()
+
+    prog.replay(patch={"dropout_1_1": x()}, rng="fresh")
+    after, left = from_there()
+    prog = rl.capture(several, x())
+    first, left_first = from_there()
+    assert after.executed == first.executed
+    assert_same(after.output, first.output)
+    assert_same(left, left_first)

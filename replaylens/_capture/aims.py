@@ -18,15 +18,22 @@ from .._core.copies import copy_in_place
 from .._core.glob import matches
 from .._core.graph import Graph
 from .._core.node import Call, Input, Node, Ref, Source, State, TensorMeaning, refs_in, value_of
+from .._core.sharing import storage_of
 from .._core.target import Target
 from .._core.torch_private import is_wrapped
 from .._core.trees import part_at, thaw, walk
-from .._replay.flag_guards import is_like_an_input, patched
-from .._replay.replay import Record, storage_of
+from .._replay.flag_guards import is_like_an_input
+from .._replay.record import Record
 from .._replay.request import Change, Hand, Request
 from ..errors import ShapeMismatch
 from .rounds import Rounds, rounds_of
 from .spots import Spot, spots
+
+Copied = Callable[[torch.Tensor, torch.Tensor], None]  # is told of what a patch gave, and of the copy that is used
+
+
+def _untold(given: torch.Tensor, copy: torch.Tensor) -> None:
+    pass
 
 
 @frozen(eq=False)
@@ -40,10 +47,10 @@ class Aim:
     is_input: bool = False
     with_gradients: bool = False
 
-    def __call__(self, *values: torch.Tensor) -> Any:
+    def __call__(self, *values: torch.Tensor, copied: Copied = _untold) -> Any:
         given = dict(zip(self.refs, values, strict=True))
         for change in self.changes:
-            given.update(self._changed(change, given))
+            given.update(self._changed(change, given, copied))
         news = tuple([given[ref] for ref in self.refs])
         return news if len(news) > 1 else news[0]
 
@@ -56,18 +63,18 @@ class Aim:
         """How a program calls it."""
         return Target(f"patch({self.name})", self, is_stable=False)
 
-    def _changed(self, change: Change, given: dict[Ref, torch.Tensor]) -> dict[Ref, torch.Tensor]:
+    def _changed(self, change: Change, given: dict[Ref, torch.Tensor], copied: Copied) -> dict[Ref, torch.Tensor]:
         refs = refs_in(change.tree)
         same = all(_meaning(given[ref]) == _facts(self.meanings[ref]) for ref in refs)
-        make = change.hooked if same else change.free
+        make = change.make if same else change.free
         new = make(thaw(change.tree, lambda leaf: given[leaf] if type(leaf) is Ref else leaf))
         ways = {leaf: way for way, leaf in walk(change.tree) if type(leaf) is Ref}
         try:
-            return {ref: self._fitting(given[ref], part_at(new, way)) for ref, way in ways.items()}
+            return {ref: self._fitting(given[ref], part_at(new, way), copied) for ref, way in ways.items()}
         except (TypeError, IndexError):
             raise ShapeMismatch(f"{self.name} gives {len(refs)} tensors; a patch for it must give as many.") from None
 
-    def _fitting(self, old: torch.Tensor, new: Any) -> torch.Tensor:
+    def _fitting(self, old: torch.Tensor, new: Any, copied: Copied) -> torch.Tensor:
         """The new value as a tensor of its own, laid out as it was given: a hook hands it on like that."""
         if not isinstance(new, torch.Tensor) or (new.shape, new.dtype) != (old.shape, old.dtype):
             what = TensorMeaning.of(new) if isinstance(new, torch.Tensor) else type(new).__name__
@@ -80,10 +87,13 @@ class Aim:
         if self.is_input and is_like_an_input(new):
             if self.with_gradients and new.is_leaf:
                 return new
-            return patched(self.refs[0], new, _with_attributes(_as_given(new), new))
+            copy = _with_attributes(_as_given(new), new)
+            copied(new, copy)
+            return copy
         if new.is_inference() and not old.is_inference():
             return new
-        copy = patched(self.refs[0], new, copy_in_place(new))
+        copy = copy_in_place(new)
+        copied(new, copy)
         return _with_attributes(copy, new) if self.is_input else copy
 
 

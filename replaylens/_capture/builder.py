@@ -21,7 +21,7 @@ from .._core.drafts import Draft
 from .._core.graph import Graph, InnerGradient
 from .._core.label import beside, labels
 from .._core.laws import require_lawful
-from .._core.model_state import PlaceNote, version_of as version_of, versions_of as versions_of
+from .._core.model_state import PlaceNote
 from .._core.node import (
     Call,
     Const,
@@ -38,7 +38,7 @@ from .._core.node import (
     TensorMeaning,
     meanings_of,
 )
-from .._core.sharing import NO_OVERLAPS, Overlaps
+from .._core.sharing import NO_OVERLAPS, Overlaps, version_of as version_of, versions_of as versions_of
 from .._core.target import Target
 from .._core.torch_private import FakeTensor
 from .._core.trees import leaves_of, remake, remake_shared, walk

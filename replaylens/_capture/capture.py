@@ -26,16 +26,16 @@ from .._core.model_state import StatePlace
 from .._core.node import Input, Node, Ref, State
 from .._core.notes import add_note
 from .._core.sameness import attached, same_content
-from .._core.sharing import extent
+from .._core.sharing import extent, storage_of, versions_of
 from .._core.torch_private import compiler_if_loaded, default_device, hooks_of_all_modules, without_function_modes
 from .._core.trees import ATOMS, fingerprint, freeze_deep, keys_of, leaves, named, require_room, thaw_shared, walk
 from .._core.turns import calls, come, turns
-from .._core.world import World, alone, drawing_alone, freed, in_children, surely
+from .._core.world import alone, drawing_alone, freed, in_children, restoring
 from .._edit.wanted import EVERYTHING, Wish
-from .._replay.replay import Record, Versions
+from .._replay.record import Record, Versions
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite, UnsupportedModel
 from .altered_objects import altered
-from .builder import Handle, Recording, SourceRecord, address_of, freeze, last_name, line_of, versions_of
+from .builder import Handle, Recording, SourceRecord, address_of, freeze, last_name, line_of
 from .bytecode import is_torch_code
 from .checkpoints import computed_again, leave_checkpoints
 from .customs import by_its_class
@@ -64,7 +64,7 @@ from .state_changes import (
     take_changes,
     take_lent,
 )
-from .storage import Entry, meet, storage_key
+from .storage import Entry, meet
 from .threads import followed
 from .tracer import Tracer
 
@@ -135,12 +135,7 @@ def flags_of(recording: Recording) -> list[tuple[torch.Tensor, bool]]:
 
 def trace_twice(forward: Forward, put_back: Callable[[Recording, ForwardState], None], origins: Origins) -> Captured:
     """What a first look gave, or a second one. Torch's modes are left as they were, wherever an interrupt comes."""
-    world = World()
-    try:
-        return _trace_twice(forward, put_back, origins)
-    except BaseException:
-        surely(world.put_back)
-        raise
+    return restoring(partial(_trace_twice, forward, put_back, origins))
 
 
 def _trace_twice(forward: Forward, put_back: Callable[[Recording, ForwardState], None], origins: Origins) -> Captured:
@@ -509,7 +504,7 @@ def _require_one_memory(tracer: Tracer) -> None:
         if base.exposed is None or (key not in rewritten and same_content(base.root, base.exposed)):
             continue
         for record in tracer.recording.records:
-            if not isinstance(record, SourceRecord) or storage_key(record.tensor) != storage_key(base.root):
+            if not isinstance(record, SourceRecord) or storage_of(record.tensor) != storage_of(base.root):
                 continue
             known = memory.live.get(id(record.tensor))
             if (not isinstance(known, Entry) or known.base is not base) and meet(record.tensor, base.root):
@@ -544,7 +539,7 @@ def _require_one_storage(tracer: Tracer, snapshot: Snapshot) -> None:
             if first >= end:
                 break
             (one, kind), (two, kind_of_two) = there[number], there[other]
-            if (number in written or other in written) and storage_key(one) != storage_key(two):
+            if (number in written or other in written) and storage_of(one) != storage_of(two):
                 tensor, what = (two, kind_of_two) if kind_of_two == "input" else (one, kind)
                 raise CaptureError(
                     f"{_article(what)} {tuple(tensor.shape)} lies in the memory of another tensor of the forward's, "

@@ -26,7 +26,7 @@ from .._core.torch_private import (
     peek_interpreter_stack,
 )
 from .._core.trees import freeze_deep, thaw
-from .._replay.replay import Record, Versions
+from .._replay.record import Record, Versions
 from ..errors import CaptureError, ReplaylensError
 from .builder import Recording, freeze
 from .capture import Forward, require_supported, trace_twice

@@ -15,12 +15,13 @@ from attrs import frozen
 
 from .._core.autograd import history_of, saved_below
 from .._core.sameness import same_content
+from .._core.sharing import storage_of
 from .._core.torch_private import without_function_modes
 from .._core.trees import freeze_deep, thaw
 from .builder import CallRecord, Gone, Handle, Recording, handles_in
 from .recorder import Recorder
 from .regions import reads_of
-from .storage import Base, storage_key
+from .storage import Base
 
 LATE_WRITE = (
     "memory that the model writes by .data or numpy after its use: torch's own backward reads what is there by then, "
@@ -40,7 +41,7 @@ def note_late_write(
     memory = recorder.storages_of(base)
 
     def is_it(tensor: torch.Tensor) -> bool:
-        return storage_key(tensor) in memory if exchanged is None else tensor is exchanged
+        return storage_of(tensor) in memory if exchanged is None else tensor is exchanged
 
     asked = _Asked(recorder, held, is_it, exchanged is not None)
     if asked.is_made_by_what_saved_it(base.root) or any(map(asked.is_saved_by, asked.records)):
@@ -135,7 +136,7 @@ class _Asked:
             asked.extend(made if is_plain else found)
 
         def is_asked(tensor: torch.Tensor) -> bool:
-            return any(tensor is one if self.as_object else storage_key(tensor) == storage_key(one) for one in asked)
+            return any(tensor is one if self.as_object else storage_of(tensor) == storage_of(one) for one in asked)
 
         return any(saved_below(value.grad_fn, is_asked, set()) for value in found)
 

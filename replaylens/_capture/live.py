@@ -22,6 +22,7 @@ from torch import nn
 
 from .._core.notes import add_note
 from .._core.runtime import alias
+from .._core.sharing import storage_of, version_of
 from .._core.torch_private import (
     OpOverload,
     count_function_modes,
@@ -32,11 +33,11 @@ from .._core.torch_private import (
     without_function_modes,
 )
 from .._core.trees import thaw_shared
-from .._replay.flag_guards import OF_THE_OBJECT, noticing
+from .._replay.flag_guards import OF_THE_OBJECT
 from .._replay.rng_stream import as_the_user, outside
 from ..errors import DivergedReplay, NotDifferentiable
 from .aims import Aim, Aims, is_another_view
-from .builder import CallRecord, Handle, Recording, SourceRecord, handles_in, parts_of, user_line, version_of
+from .builder import CallRecord, Handle, Recording, SourceRecord, handles_in, parts_of, user_line
 from .checkpoints import in_checkpoint, nothing_computed_again
 from .customs import BOUND_BEFORE
 from .origins import Date, Origins
@@ -48,7 +49,7 @@ from .rules import How, Rule
 from .scopes import addresses, listening
 from .spots import Counted, Spot, handing_spot
 from .standins import StandIns, Waiting
-from .storage import Base, Entry, storage_key
+from .storage import Base, Entry
 from .threads import Elsewhere, following
 from .tracer import Tracer
 
@@ -156,7 +157,7 @@ class LiveTracer(Tracer):
         """An alias of a copy stands for what was copied, too."""
         super().double(original, made)
         if (known := self.copied.get(id(original))) is not None and known[1]() is original:
-            self._note_copy(None, known[0], made)
+            self._note_copy(known[0], made)
 
     def walk(self, tensor: torch.Tensor) -> None:
         """Patches stand in that history as they do in no model."""
@@ -166,9 +167,8 @@ class LiveTracer(Tracer):
                 f"the model walks back through the history of its values, which a patch is a part of.{self.where()}"
             )
 
-    def _note_copy(self, _: Any, given: Any, copy: torch.Tensor) -> torch.Tensor:
+    def _note_copy(self, given: Any, copy: torch.Tensor) -> None:
         self.copied[id(copy)] = given, weakref.ref(copy), version_of(copy)
-        return copy
 
     def _require_asked_of_its_own(self, word: str, tensor: torch.Tensor) -> None:
         """What a patch gives is a copy of what the user gave, and no answer for that."""
@@ -302,7 +302,7 @@ class LiveTracer(Tracer):
         for number, handle in enumerate(given):
             if given.index(handle) == number and (aim := hands.aim(address, call, number)) is not None:
                 fired = self._fired(address, call, number)
-                if given.count(handle) > 1 and (key := storage_key(self.recording.values[handle])) is not None:
+                if given.count(handle) > 1 and (key := storage_of(self.recording.values[handle])) is not None:
                     self.twice[key] = address, aim
                 if not self._is_result(handle, fired):
                     raise self.refusal(aim, f"`{address}` hands on another value on the path that it takes now")
@@ -406,7 +406,7 @@ class LiveTracer(Tracer):
 
     def _require_not_twice(self, targets: list[torch.Tensor]) -> None:
         with without_function_modes():
-            known = [self.twice.get(storage_key(tensor) or 0) for tensor in targets]
+            known = [self.twice.get(storage_of(tensor) or 0) for tensor in targets]
         for address, aim in [one for one in known if one is not None]:
             raise self.refusal(
                 aim,
@@ -572,7 +572,7 @@ class LiveTracer(Tracer):
                 with self._looking_away():
                     view = function(holder)
                 handles.append(self.results(view, function, (holder,), {}, [holder]))
-                self._note_copy(None, new, view)
+                self._note_copy(new, view)
                 instead[id(holder)] = view
             elif any(holder is tensor for tensor in done.written) and not self.memory.entry(holder).steps:
                 handles.append(self._overwritten(holder, new))
@@ -596,8 +596,8 @@ class LiveTracer(Tracer):
         try:
             draw = Draw(self.draws.aside() if is_apart else self.draws, generator)
             as_whom = as_the_user() if is_apart else nullcontext()
-            with self._looking_away(), nothing_computed_again(), as_whom, noticing(self._note_copy):
-                news = draw(aim, values, {})
+            with self._looking_away(), nothing_computed_again(), as_whom:
+                news = draw(aim, values, {"copied": self._note_copy})
         except Exception as error:
             self.refused = self.refused or error  # the model may swallow it
             add_note(error, f"replaylens: raised by the patch at {aim.name}")

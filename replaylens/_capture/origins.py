@@ -24,13 +24,13 @@ from torch import nn
 
 from .._core.lazy import cached_property
 from .._core.model_state import members
+from .._core.sharing import storage_of
 from .._core.trees import own_attributes
 from .._core.world import alone, freed, in_children
 from .builder import Addresses
 from .collecting import collect_new, is_frozen, set_aside, set_back
 from .scopes import addresses, module_table, other_addresses
 from .snapshot import Held
-from .storage import storage_key
 from .user_code import closed_over
 
 _lock = threading.RLock()  # what an interrupt left may be left while another capture is entered
@@ -217,7 +217,7 @@ class Origins:
         """The parameter or buffer that lay in this storage when the forward began."""
         buffers = [value for _, _, held in self.begun for value in held.values()]
         for tensor in (*self.parameters_at_start, *buffers) if storage is not None else ():
-            if tensor is not None and storage_key(tensor) == storage:
+            if tensor is not None and storage_of(tensor) == storage:
                 return tensor
         return None
 

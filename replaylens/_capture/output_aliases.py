@@ -28,6 +28,7 @@ from .._core.graph import GradientArguments, Graph
 from .._core.lazy import cached_property
 from .._core.node import Call, Node, Ref, remade
 from .._core.runtime import alias
+from .._core.sharing import storage_of
 from .._core.target import Target
 from .._core.trees import ATOMS, leaves, remake
 from .._core.write import mutate
@@ -42,7 +43,6 @@ from .builder import (
     handles_in,
     parts_of,
 )
-from .storage import storage_key
 
 
 def is_handing(record: Any) -> TypeGuard[CallRecord]:
@@ -209,7 +209,7 @@ class _Views:
         return found
 
     def _key(self, handle: Handle) -> int | None:
-        return None if handle in self.recording.gone else storage_key(self.recording.values[handle])
+        return None if handle in self.recording.gone else storage_of(self.recording.values[handle])
 
 
 def _is_looked_at(recording: Recording, view: Handle, end: int) -> bool:

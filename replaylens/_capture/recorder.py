@@ -22,6 +22,7 @@ from .._core.autograd import new_parameter
 from .._core.node import ITSELF
 from .._core.runtime import blank, clear, fill, filled, fills_memory
 from .._core.settings import Settings, settings
+from .._core.sharing import storage_of, version_of
 from .._core.target import Target
 from .._core.torch_private import (
     count_dispatch_modes,
@@ -35,23 +36,13 @@ from .._core.trees import freeze
 from .._core.write import Hole
 from ..errors import CaptureError, UnannouncedWrite, UnknownOrigin
 from .asked_facts import Asked
-from .builder import (
-    PLAIN,
-    CallRecord,
-    GuardRecord,
-    Handle,
-    Recording,
-    Site,
-    SourceRecord,
-    user_line,
-    version_of,
-)
+from .builder import PLAIN, CallRecord, GuardRecord, Handle, Recording, Site, SourceRecord, user_line
 from .bytecode import is_torch_code
 from .origins import Date, Origins, is_older, thread_marks
 from .randomness import Draws, as_drawn
 from .rules import PARTING, Rule, is_new_memory
 from .scopes import callers, user_frame
-from .storage import OUTSIDE, Base, Entry, Memory, geometry_step, step_tree, storage_key
+from .storage import OUTSIDE, Base, Entry, Memory, geometry_step, step_tree
 
 _grad_enabled = torch.is_grad_enabled
 _inference = torch.is_inference_mode_enabled
@@ -348,7 +339,7 @@ class Recorder(TorchFunctionMode):
             known = self.memory.live.get(id(tensor))
             if known is not None and any(tensor is other for other in tensors):
                 return self.know_again(tensor)
-            base = self.memory.base_at(storage_key(tensor), tensors)
+            base = self.memory.base_at(storage_of(tensor), tensors)
             handle = self.recording.keep(tensor)
             if tensor.layout is not torch.strided:
                 self.memory.lend(tensor, tensors)
@@ -459,7 +450,7 @@ class Recorder(TorchFunctionMode):
         state = self.origins.state(tensor, running)
         if state is not None and not self.origins.was_there(tensor):
             state = None  # assigned in the forward: it is what it was made from
-        key = storage_key(tensor) if state is not None and self.memory.written else None
+        key = storage_of(tensor) if state is not None and self.memory.written else None
         base = self.memory.base_anywhere(tensor) if state is None else self.memory.bases.get(key or 0)
         if base is not None and not self._is_own(tensor, base):
             return self.alias_without_call(tensor, base)
@@ -470,7 +461,7 @@ class Recorder(TorchFunctionMode):
             return self.source("attribute", tensor, where)
         if older:
             return self.source("constant", tensor, "older than the capture")
-        if (own := self.origins.over(storage_key(tensor))) is not None:  # `nn.Parameter(self.weight)`
+        if (own := self.origins.over(storage_of(tensor))) is not None:  # `nn.Parameter(self.weight)`
             self.read(own)
             return self.alias_without_call(tensor, self.memory.entry(own).base)
         if self.draws.holds(tensor):
@@ -488,7 +479,7 @@ class Recorder(TorchFunctionMode):
 
     def storages_of(self, base: Base) -> set[int | None]:
         """Where the calls before found what is in this memory."""
-        return {storage_key(base.root)}
+        return {storage_of(base.root)}
 
     def standing_for(self, tensor: torch.Tensor) -> torch.Tensor:
         """What stands for a tensor of the model's: it does so itself, but in a live run."""

@@ -14,9 +14,10 @@ from typing import Any, Protocol
 
 import torch
 
+from .._core.sharing import storage_of
 from .._core.torch_private import without_function_modes
 from .._core.trees import ATOMS, Branch, attributes_of, own, own_attributes
-from .storage import Entry, Memory, storage_key
+from .storage import Entry, Memory
 
 _references = sys.getrefcount
 
@@ -39,7 +40,7 @@ def references_of(memory: Memory, tensor: torch.Tensor) -> int:
     found += (known.tensor is tensor) + (base.root is tensor)
     if memory.by_storage:
         with without_function_modes():  # what is looked at here, the model did not ask
-            found += memory.by_storage.get(storage_key(tensor) or 0) is tensor
+            found += memory.by_storage.get(storage_of(tensor) or 0) is tensor
     return found + sum(_at(values, handle) is tensor for handle in {*base.held, known.handle, base.handle})
 
 

@@ -15,6 +15,7 @@ import torch
 from .._core.autograd import hooked
 from .._core.graph import GradientArguments, Graph
 from .._core.node import Input, Ref
+from .._core.sharing import version_of
 from .._core.tolerances import REPEATED
 from .._core.torch_private import (
     FakeTensor,
@@ -27,17 +28,7 @@ from .._core.torch_private import (
 from .._core.trees import Branch
 from .._replay.differentiate import differentiate
 from ..errors import CaptureError
-from .builder import (
-    CallRecord,
-    Handle,
-    Recording,
-    SourceRecord,
-    call_of,
-    frozen_context,
-    handles_in,
-    parts_of,
-    version_of,
-)
+from .builder import CallRecord, Handle, Recording, SourceRecord, call_of, frozen_context, handles_in, parts_of
 from .hooks import HOOK_TWICE, settle_hooks
 from .recorder import Recorder
 from .rules import How, Rule

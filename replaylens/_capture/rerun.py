@@ -20,7 +20,7 @@ from .._core.graph import Graph
 from .._core.location import Location
 from .._core.model_state import attribute_at
 from .._core.node import Call, Const, Input, Node, Ref, State, TensorMeaning, refs_in
-from .._core.sharing import begin_together
+from .._core.sharing import begin_together, storage_of
 from .._core.text import listing
 from .._core.tolerances import REPEATED_FORWARD
 from .._core.trees import freeze_deep, thaw, thaw_shared
@@ -28,10 +28,11 @@ from .._core.turns import Turn
 from .._replay.guards import Departure, departures
 from .._replay.inputs import numbers_of
 from .._replay.interpreter import modes, recorded_world
-from .._replay.replay import Record, detached, supply
+from .._replay.record import Record, detached
 from .._replay.request import Request
 from .._replay.run import Run
 from .._replay.state_guards import exchanged
+from .._replay.supply import supply
 from ..errors import DivergedReplay, NotDifferentiable, StaleValue
 from .aims import Aim, Aims, aim_at, aims_of
 from .builder import Handle, Recording
@@ -57,7 +58,6 @@ from .snapshot import ForwardState, ModelState, RngState, Snapshot
 from .spots import Counterparts, is_handed_on
 from .standins import Waiting
 from .state_changes import held
-from .storage import storage_key
 from .writes import WRITTEN_STANDING
 
 T = TypeVar("T")
@@ -195,7 +195,7 @@ def _with_what_was_replaced(record: Record) -> Record:
     now, and are whole, are put in their place.
     """
     places = {address: place for address, place in record.places.items() if not place.is_whole_elsewhere()}
-    return record if len(places) == len(record.places) else evolve(record, places=places, plans={})
+    return record if len(places) == len(record.places) else evolve(record, places=places)
 
 
 def as_run(
@@ -348,7 +348,7 @@ def _memories(node: State, objects: list[torch.Tensor], value: torch.Tensor, giv
     if node.kind == "parameter" and not given.isdisjoint((node.address, *node.aliases)):
         return ()
     alike = [one for one in objects if geometry_of(one) == geometry_of(value)]
-    return tuple([key for one in alike if (key := storage_key(one)) is not None])
+    return tuple([key for one in alike if (key := storage_of(one)) is not None])
 
 
 def _lent(model: Any, record: Record) -> dict[int, list[torch.Tensor]]:
@@ -380,11 +380,11 @@ def _were_lent(
     """
     given: list[torch.Tensor] = []
     freeze_deep(request.inputs, given.append)
-    known = {storage_key(tensor) for tensor in given}
+    known = {storage_of(tensor) for tensor in given}
     read = {address for node in record.graph.state_nodes for address in (node.address, *node.aliases)}
     for address, (_, first) in record.lent.items():
         now = _standing(address, modules) if address not in read else None
-        if now is not None and storage_key(now) not in known:
+        if now is not None and storage_of(now) not in known:
             yield first, Waiting("buffer", _where(address, modules), (now,), first)
 
 

@@ -14,7 +14,7 @@ from .._core.lazy import cached_property
 from .._core.node import Call, Const, Input, Node, Ref, State, refs_in
 from .._core.sameness import same_content
 from .._core.trees import fingerprint, remake
-from .._replay.replay import Record
+from .._replay.record import Record
 
 
 class Likeness:

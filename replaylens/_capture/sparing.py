@@ -2,7 +2,7 @@
 
 In: a Wish. Out: a tracer whose recording forgets values while the model runs, so that the peak of memory is that of the
 plain forward and of what is kept. Which layers are wanted is known for sure only when all have their names; here it is
-guessed, and what was guessed wrong is computed again in the end (see _replay/recover.py).
+guessed, and what was guessed wrong is computed again in the end (see _replay/record.py).
 
 Whether the model still has a tensor is asked of Python's count of references: beyond those that the capture holds
 itself there is none. Torch counts its own hold on a tensor (autograd's, a view's on its base) among them. An id that
@@ -19,16 +19,17 @@ from typing import Any
 import torch
 from attrs import define, field
 
+from .._core.sharing import storage_of, version_of
 from .._core.torch_private import storage_holders
 from .._core.trees import bare, leaves
 from .._edit.wanted import Wish
-from .builder import CallRecord, Gone, Handed, Handle, Recording, SourceRecord, handles_in, parts_of, version_of
+from .builder import CallRecord, Gone, Handed, Handle, Recording, SourceRecord, handles_in, parts_of
 from .origins import Date, Origins
 from .recorder import Alias, RetraceAtDispatch
 from .reference_counts import objects_held
 from .rules import Rule
 from .scopes import addresses
-from .storage import Base, Entry, Memory, storage_key
+from .storage import Base, Entry, Memory
 from .tracer import Tracer
 
 YOUNG = 4  # so often a new tensor is looked at, before each of the next calls; later ones now and then
@@ -222,7 +223,7 @@ class Shedding:
         watched, known = self.watched[number], self.memory.live.get(number)
         is_root = isinstance(known, Entry) and known.tensor is known.base.root
         mine = [handle for handle in watched.handles if _held(self.recording.values, handle) is watched.tensor]
-        key = storage_key(watched.tensor) if self.memory.by_storage else None
+        key = storage_of(watched.tensor) if self.memory.by_storage else None
         is_listed = key is not None and self.memory.by_storage.get(key) is watched.tensor
         if _references(watched) != _ALONE + len(mine) + isinstance(known, Entry) + is_root + is_listed:
             return False
@@ -245,7 +246,7 @@ class Shedding:
         """Forget a base, if no view looks at it any more, and nobody outside torch does."""
         if root.base.exposed is not None or root.base.twin is not None:
             return False
-        key = storage_key(root.base.root)
+        key = storage_of(root.base.root)
         is_listed = key is not None and self.memory.bases.get(key) is root.base
         if _references_of_base(root) != _BASE_ALONE + is_listed:
             return False

@@ -15,13 +15,13 @@ import torch
 from attrs import define, field, frozen
 
 from .._core.copies import writable_copy
-from .._core.sharing import span
+from .._core.sharing import span, storage_of, version_of
 from .._core.torch_private import without_function_modes
 from .._core.trees import thaw
 from .._core.write import take_step
-from .builder import Handle, SourceRecord, version_of
+from .builder import Handle, SourceRecord
 from .recorder import Recorder, geometry_of, tensors_in
-from .storage import Base, Entry, geometry_step, storage_key
+from .storage import Base, Entry, geometry_step
 
 
 @frozen(eq=False)
@@ -102,7 +102,7 @@ class StandIns:
 
     def _meet(self, tensor: torch.Tensor) -> None:
         """Its value is what stands in its memory by now, where another tensor there has a stand-in."""
-        key, stand_in = storage_key(tensor) or 0, self.of(tensor)
+        key, stand_in = storage_of(tensor) or 0, self.of(tensor)
         if (waiting := self.waiting.get(id(stand_in))) is not None:
             if waiting.patch is None and key in self.parted and self.parted[key][0].version:
                 del self.waiting[id(stand_in)]
@@ -169,7 +169,7 @@ class StandIns:
 
     def part(self, target: torch.Tensor) -> None:
         """Before a write: if this memory is the user's, every tensor over it gets a stand-in over a copy."""
-        memory, key = self.recorder.memory, storage_key(target)
+        memory, key = self.recorder.memory, storage_of(target)
         if key is None or not self._is_users(key):
             return
         base = memory.entry(target).base
@@ -180,13 +180,13 @@ class StandIns:
                 root = writable_copy(base.root)
             self._move(base, root)
         memory.bases.pop(key, None)
-        if (copied := storage_key(root)) is not None:
+        if (copied := storage_of(root)) is not None:
             memory.bases[copied] = base
             self.own[copied] = False
 
     def _late(self, tensor: torch.Tensor) -> None:
         """A buffer, or a view of one, that the forward had not read when another over the same memory was written."""
-        base, root = self.parted[storage_key(tensor) or 0]
+        base, root = self.parted[storage_of(tensor) or 0]
         memory = self.recorder.memory
         steps: tuple[Any, ...] = ()
         if geometry_of(tensor) != geometry_of(root):
@@ -205,7 +205,7 @@ class StandIns:
         if tensor is root:
             return
         base = self.recorder.memory.entry(root).base
-        self.parted[storage_key(tensor) or 0] = base, root
+        self.parted[storage_of(tensor) or 0] = base, root
         self._late(tensor)
 
     def _move(self, base: Base, root: torch.Tensor) -> None:
@@ -233,7 +233,7 @@ class StandIns:
                 record.kind != "constant" or record.where == "older than the capture"
             ):
                 for tensor in (record.tensor, recording.values[record.returns]):
-                    if (storage := storage_key(tensor)) is not None:
+                    if (storage := storage_of(tensor)) is not None:
                         self.own.setdefault(storage, True)
         self.seen = len(recording.records)
         return self.own.get(key, False)

@@ -21,14 +21,15 @@ from .._core.copies import writable_copy
 from .._core.model_state import NO_LOOK, PLAIN, Look, PlaceNote, attribute_at, fused_steps, looks_at
 from .._core.node import TensorMeaning
 from .._core.sameness import attached
+from .._core.sharing import storage_of, version_of, versions_of
 from .._core.trees import freeze_deep, leaves, thaw
 from .._core.write import take_step
 from .._replay.layout_guards import geometry
-from .builder import Handle, Recording, SourceRecord, version_of, versions_of
+from .builder import Handle, Recording, SourceRecord
 from .origins import Origins, Place
 from .recorder import Recorder
 from .snapshot import Snapshot
-from .storage import OUTSIDE, Entry, storage_key
+from .storage import OUTSIDE, Entry
 from .user_code import code_of, is_stored_first
 
 Where = tuple[Any, str]  # module, and the name or path of a tensor there
@@ -83,7 +84,7 @@ def _is_seen(recorder: Recorder, tensor: torch.Tensor, counter: int) -> bool:
         return first == counter and not silent  # others are asked for all values at the end
     if known is not None or id(tensor) in memory.moved:
         return True
-    base = memory.bases.get(storage_key(tensor) or 0)
+    base = memory.bases.get(storage_of(tensor) or 0)
     return base is not None and base.version > 0
 
 
@@ -223,7 +224,7 @@ def _is_unlike(recorder: Recorder, first: torch.Tensor, now: torch.Tensor, is_re
         return True
     if is_read:
         return False
-    return storage_key(first) in recorder.memory.bases or _looks(first) != _looks(now)
+    return storage_of(first) in recorder.memory.bases or _looks(first) != _looks(now)
 
 
 def _looks(tensor: torch.Tensor) -> Any:
@@ -238,7 +239,7 @@ def _last(recorder: Recorder, now: torch.Tensor, is_same: bool) -> Handle | None
         return known
     if not is_same:
         return recorder.read(now)
-    base = memory.bases.get(storage_key(now) or 0) if memory.written else None
+    base = memory.bases.get(storage_of(now) or 0) if memory.written else None
     return recorder.read(now) if base is not None and base.version else None
 
 
@@ -297,13 +298,13 @@ def output_by_value(recorder: Recorder, output: Any) -> Any:
     if not recorder.leaves_changes or not (recording.changes or recording.removed):
         return output
     written = {
-        storage_key(now)
+        storage_of(now)
         for where, handle in recording.changes
         if (now := _standing(where)) is not None and _is_copied(recording, handle, now)
     }
     tree, copies = freeze_deep(output, _Returned), dict[int, torch.Tensor]()
     for one, handle in zip(leaves(tree), leaves(recording.output), strict=True):
-        if type(one) is _Returned and (storage_key(one.tensor) in written or _is_copied(recording, handle, one.tensor)):
+        if type(one) is _Returned and (storage_of(one.tensor) in written or _is_copied(recording, handle, one.tensor)):
             copies[id(one.tensor)] = _returned_copy(one.tensor)
     if not copies:
         return output
@@ -317,9 +318,9 @@ class _Returned:
 
 def _is_copied(recording: Recording, handle: Handle, tensor: torch.Tensor) -> bool:
     """Was a copy kept of this value, and not the tensor itself?"""
-    if handle in recording.gone or (key := storage_key(tensor)) is None:
+    if handle in recording.gone or (key := storage_of(tensor)) is None:
         return False
-    return storage_key(recording.values[handle]) != key
+    return storage_of(recording.values[handle]) != key
 
 
 def _returned_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -365,11 +366,11 @@ def take_lent(recorder: Recorder) -> None:
     given = {}
     for record in recording.records if recording.aliased or recording.changes else ():
         if isinstance(record, SourceRecord) and record.kind == "input":
-            given[storage_key(record.tensor)] = record
+            given[storage_of(record.tensor)] = record
     for where, _ in recording.changes if given else ():
         now = _standing(where)
         known = memory.live.get(id(now))
-        if now is None or not isinstance(known, Entry) or (source := given.get(storage_key(now))) is None:
+        if now is None or not isinstance(known, Entry) or (source := given.get(storage_of(now))) is None:
             continue
         with torch.no_grad():
             first = writable_copy(recording.values[known.base.first].detach())

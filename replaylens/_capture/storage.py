@@ -19,13 +19,13 @@ from attrs import define, field
 from .._core.autograd import history_of, new_parameter, standing
 from .._core.runtime import as_strided_from
 from .._core.sameness import same_content
-from .._core.sharing import sparse_parts
+from .._core.sharing import sparse_parts, storage_of, version_of
 from .._core.target import Target
 from .._core.torch_private import unset_fake_temporarily, without_function_modes
 from .._core.trees import Branch, freeze, leaves, remake, thaw
 from .._core.write import Hole, Step, packed, take_step, unpacked
 from ..errors import CaptureError, UnannouncedWrite
-from .builder import CallRecord, GuardRecord, Handle, Recording, SourceRecord, version_of
+from .builder import CallRecord, GuardRecord, Handle, Recording, SourceRecord
 
 FORKED = (
     "a detached alias that was written with what has gradients, and is read again after its memory was written "
@@ -90,14 +90,6 @@ class Entry:
         """Do gradients end on the way from the base, or go elsewhere?"""
         functions = [unpacked(step).function.function for step in self.steps]
         return any(function in (standing, new_parameter) or detaches(function) for function in functions)
-
-
-def storage_key(tensor: torch.Tensor) -> int | None:
-    """What names the tensor's storage; None where it has none of its own (sparse and nested ones)."""
-    try:
-        return tensor.untyped_storage()._cdata
-    except (RuntimeError, NotImplementedError):
-        return None
 
 
 @define(eq=False)
@@ -166,7 +158,7 @@ class Memory:
         if isinstance(known, Entry):
             return known
         base = Base(tensor, known, known, counter=self._counter(tensor, known), held=[known])
-        if (key := storage_key(tensor)) is not None:
+        if (key := storage_of(tensor)) is not None:
             self.bases[key] = base
         made = self.live[id(tensor)] = Entry(tensor, base, (), known, 0)
         return made
@@ -178,11 +170,11 @@ class Memory:
 
     def share(self, base: Base) -> None:
         """Before a first write: inputs and state that look at the same memory become views of the base."""
-        if base.version or (key := storage_key(base.root)) is None:
+        if base.version or (key := storage_of(base.root)) is None:
             return
         records = self.recording.records
         for source in records[self.shared_to :]:
-            if isinstance(source, SourceRecord) and (found := storage_key(source.tensor)) is not None:
+            if isinstance(source, SourceRecord) and (found := storage_of(source.tensor)) is not None:
                 self.sources.setdefault(found, []).append(source)
         self.shared_to = len(records)
         for source in self.sources.get(key, ()):
@@ -201,13 +193,13 @@ class Memory:
 
     def lend(self, made: torch.Tensor, tensors: Iterable[torch.Tensor]) -> None:
         """A sparse tensor was made: it may lie in the memory of what it was made of, which no view step says."""
-        parts = {storage_key(part) for part in sparse_parts(made)}
+        parts = {storage_of(part) for part in sparse_parts(made)}
         given = [part for tensor in tensors for part in (tensor, *sparse_parts(tensor))]
-        self.lent.update(key for one in given if (key := storage_key(one)) is not None and key in parts)
+        self.lent.update(key for one in given if (key := storage_of(one)) is not None and key in parts)
 
     def is_lent(self, tensor: torch.Tensor) -> bool:
         """Does a sparse tensor lie in this memory besides others?"""
-        return bool(self.lent) and any(storage_key(one) in self.lent for one in (tensor, *sparse_parts(tensor)))
+        return bool(self.lent) and any(storage_of(one) in self.lent for one in (tensor, *sparse_parts(tensor)))
 
     def join(self, other: Base, base: Base) -> None:
         """Two tensors over one memory were looked at apart from each other. From now on all are views of one."""
@@ -228,20 +220,20 @@ class Memory:
             return None
         if key not in self.bases:
             for tensor in among:
-                if type(self.live.get(id(tensor))) is Handle and storage_key(tensor) == key:
+                if type(self.live.get(id(tensor))) is Handle and storage_of(tensor) == key:
                     return self.entry(tensor).base
         return self.bases.get(key)
 
     def base_anywhere(self, tensor: torch.Tensor) -> Base | None:
         """The base with this tensor's storage, whoever may hold it."""
-        key = storage_key(tensor)
+        key = storage_of(tensor)
         if key is None or key in self.bases:
             return self.bases.get(key) if key is not None else None
         values, live = self.recording.values, self.live
         for handle in map(Handle, range(self.looked_at, len(values))):
             if handle in self.recording.gone:
                 continue
-            if live.get(id(values[handle])) == handle and (found := storage_key(values[handle])) is not None:
+            if live.get(id(values[handle])) == handle and (found := storage_of(values[handle])) is not None:
                 self.by_storage[found] = values[handle]
         self.looked_at = len(values)
         other = self.by_storage.get(key)
@@ -343,7 +335,7 @@ class Memory:
         """
         values, old = self.recording.values, (base.root if content is None else content)
         there = [handle for handle in base.held if handle not in self.recording.gone]
-        there = [handle for handle in there if storage_key(values[handle]) == storage_key(base.root)]
+        there = [handle for handle in there if storage_of(values[handle]) == storage_of(base.root)]
         for handle in self.recording.spare.intersection(there) if content is None else ():  # else it is no call's work
             self.recording.let_go(handle)
         held = [handle for handle in there if handle not in self.recording.gone]
@@ -354,7 +346,7 @@ class Memory:
             if (history := history_of(values[handle])) is not None:
                 self.recording.gradients[handle] = history
         with torch.no_grad():
-            if storage_key(old) is None:
+            if storage_of(old) is None:
                 for handle in held:
                     values[handle] = values[handle].clone()
                 return
@@ -402,7 +394,7 @@ class Memory:
         start, end = _addresses(tensor)
         for known in list(self.live.values()):
             other = known.tensor if isinstance(known, Entry) else self.recording.values[known]
-            if other.layout is torch.strided and storage_key(other) is not None:
+            if other.layout is torch.strided and storage_of(other) is not None:
                 first, last = _addresses(other)
                 if first < end and start < last:
                     return self.entry(other).base if id(other) in self.live else None
@@ -443,7 +435,7 @@ class Memory:
         """The same of all that was given or held in the storage of a tensor, which leaves torch whole."""
         sources = [record.tensor for record in self.recording.records if isinstance(record, SourceRecord)]
         for source in sources:
-            if source is not tensor and id(source) in self.live and storage_key(source) == storage_key(tensor):
+            if source is not tensor and id(source) in self.live and storage_of(source) == storage_of(tensor):
                 self.expose(source)
 
     def require_announced(self, base: Base) -> None:

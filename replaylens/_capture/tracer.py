@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 from .._core.node import ITSELF
 from .._core.runtime import alias, copied, kind_of, message_of, read_in_another_thread, what_is_raised
 from .._core.settings import SMALLEST
+from .._core.sharing import version_of
 from .._core.torch_private import (
     OpOverload,
     TransformType,
@@ -52,7 +53,6 @@ from .builder import (
     SourceRecord,
     handles_in,
     parts_of,
-    version_of,
 )
 from .bytecode import asks_for_none, is_torch_code, keeps_exceptions, rebinds
 from .customs import BOUND_BEFORE, apply_call

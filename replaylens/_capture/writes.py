@@ -27,31 +27,20 @@ import torch
 
 from .._core.autograd import standing
 from .._core.runtime import clear, fill, fill_new, fills_memory, resized
-from .._core.sharing import fills_its_memory
+from .._core.sharing import fills_its_memory, storage_of, version_of
 from .._core.target import Target
 from .._core.torch_private import OpOverload
 from .._core.trees import Branch, freeze
 from .._core.write import Derived, Hole, Nth, WriteArguments, Written, mutate, packed, unpacked
 from ..errors import CaptureError
-from .builder import CallRecord, Handle, SourceRecord, version_of
+from .builder import CallRecord, Handle, SourceRecord
 from .checkpoints import beneath_checkpoint
 from .flags import turn
 from .late_writes import note_late_write
 from .randomness import as_drawn
 from .recorder import Recorder, geometry_of, number_parts, tensors_in
 from .rules import How, Rule
-from .storage import (
-    FORKED,
-    OUTSIDE,
-    Base,
-    Copied,
-    Entry,
-    geometry_step,
-    may_flow,
-    meet,
-    step_tree,
-    storage_key,
-)
+from .storage import FORKED, OUTSIDE, Base, Copied, Entry, geometry_step, may_flow, meet, step_tree
 from .twins import twin_of
 
 WRITTEN_STANDING = (
@@ -106,7 +95,7 @@ def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, tar
     site = recorder.site()
     draw = recorder.draws.around(rule.may_draw, func, args, kwargs)
     for tensor in tensors:  # any argument may share memory with a target
-        if recorder.base_of(tensor) is None and any(storage_key(tensor) == storage_key(b.root) for b in bases):
+        if recorder.base_of(tensor) is None and any(storage_of(tensor) == storage_of(b.root) for b in bases):
             recorder.memory.entry(tensor)
     for base in bases:
         recorder.memory.share(base)
@@ -252,7 +241,7 @@ def _reads_apart(func: Any, args: Any, source: torch.Tensor, targets: Any) -> bo
     copies = func is torch.Tensor.copy_
     if func is torch.Tensor.__setitem__ and isinstance(args[0][args[1]], torch.Tensor):
         part = args[0][args[1]]
-        if copies := storage_key(part) == storage_key(args[0]):
+        if copies := storage_of(part) == storage_of(args[0]):
             targets = [part]
     return not any(meet(source, t) and not (copies and geometry_of(source) == geometry_of(t)) for t in targets)
 
@@ -321,7 +310,7 @@ def _fresh_result(
     memory = recorder.memory
     if memory.live.get(id(tensor)) is not None and any(tensor is other for other in tensors):
         return None
-    base = memory.base_at(storage_key(tensor), tensors)
+    base = memory.base_at(storage_of(tensor), tensors)
     handle = fresh[id(tensor)] = recorder.recording.keep(tensor)
     if base is None:
         memory.know(tensor, handle)

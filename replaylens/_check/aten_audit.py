@@ -24,12 +24,12 @@ from .._core.text import line
 from .._core.tolerances import FUSED_LAYER
 from .._core.write import mutate
 from .._replay.interpreter import Code
-from .._replay.replay import Record, execute
+from .._replay.record import Record
+from .._replay.replay import execute
 from .._replay.request import Request
 from .aten_calls import AtenCall, OpClass, OpSignature, Watch
 from .model_under_test import ModelUnderTest, open_layers
 from .output_comparison import furthest
-from .program_under_test import with_calls
 from .report import Finding, LawResult
 
 # Kernels that stand for a whole layer. Torch leaves them under any function mode: a capture sees the layer open.
@@ -108,7 +108,7 @@ def _told(watch: Watch, graph: Graph, code: Code) -> Code:
     def step(slot: int) -> Node | Guard:
         return graph.nodes[slot] if slot < len(graph) else next(guards)
 
-    return with_calls(code, lambda slot, call: partial(_at, watch, step(slot), call))
+    return code.wrapped(lambda slot, call: partial(_at, watch, step(slot), call))
 
 
 def _at(watch: Watch, step: Node | Guard, call: Any, *args: Any) -> Any:

@@ -26,7 +26,7 @@ from .._core.runtime import blank, resized
 from .._core.sameness import difference, same
 from .._core.torch_private import outside_of_transforms, without_any_modes, without_function_modes
 from .._core.trees import leaves
-from .._replay.replay import Record
+from .._replay.record import Record
 from .aten_calls import is_within_gradient
 from .model_under_test import UNSTEADY, ModelUnderTest, open_layers
 from .output_comparison import unlike

@@ -32,10 +32,11 @@ from .._capture.scopes import alone_with
 from .._capture.snapshot import ForwardState, ModelState
 from .._capture.state_changes import held
 from .._core.node import Ref
+from .._core.sharing import version_of
 from .._core.torch_private import HigherOrderOperator
 from .._core.turns import Turn
 from .._core.world import World, surely
-from .._replay.replay import Record, Versions, version
+from .._replay.record import Record, Versions
 from .output_comparison import apart, copied
 
 T = TypeVar("T")
@@ -164,7 +165,7 @@ def _sheltered(made: Record, recording: Recording) -> Record:
         ref: _copy(value) if ref in firsts or _memory_of(value) in doomed or _is_assigned(made, ref) else value
         for ref, value in made.values.items()
     }
-    return evolve(made, values=values, versions=Versions((ref, version(value)) for ref, value in values.items()))
+    return evolve(made, values=values, versions=Versions((ref, version_of(value)) for ref, value in values.items()))
 
 
 def _is_assigned(made: Record, ref: Ref) -> bool:

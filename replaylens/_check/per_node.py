@@ -20,7 +20,7 @@ from .._edit.lower import may_vary
 from .._many.progress import bar
 from .._replay.interpreter import recorded_world
 from .._replay.parting import parted
-from .._replay.replay import Record
+from .._replay.record import Record
 from .call_variants import otherwise
 from .dependency_test import UNREAD, Trial, unseen
 from .perturbations import others_than

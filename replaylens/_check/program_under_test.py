@@ -6,12 +6,11 @@ the saved values of what it reads, and that gave its own, is verified: it is giv
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import field, frozen
 
 from .._core.graph import Graph
 from .._core.lazy import cached_property
@@ -19,7 +18,7 @@ from .._core.node import Call, Ref, refs_of
 from .._core.sameness import same
 from .._core.trees import part_at
 from .._replay.interpreter import Code
-from .._replay.replay import Record
+from .._replay.record import Record
 from .report import LawResult
 
 
@@ -57,7 +56,7 @@ class ProgramUnderTest:
     def verifying(self, code: Code) -> Code:
         """The same code of a replay, which notes the calls that are right."""
         count = len(self.graph)
-        return with_calls(code, lambda slot, call: partial(self._run, slot, call) if slot < count else call)
+        return code.wrapped(lambda slot, call: partial(self._run, slot, call) if slot < count else call)
 
     def _run(self, position: int, call: Any, *args: Any) -> Any:
         before = torch.default_generator.get_state()
@@ -77,13 +76,3 @@ class ProgramUnderTest:
         return self.verified.issuperset(calls) and all(
             same(part_at(made, ref.path), saved[ref]) for ref in refs_of(node)
         )
-
-
-def with_calls(code: Code, change: Callable[[int, Any], Any]) -> Code:
-    """The same code of a replay with other functions: `change` makes them of a slot and what is called there."""
-
-    def row(read: Any, call: Any, slot: int, *rest: Any) -> Any:
-        return read, change(slot, call), slot, *rest
-
-    changed = [evolve(stretch, rows=tuple([row(*one) for one in stretch.rows])) for stretch in code.stretches]
-    return evolve(code, stretches=tuple(changed))

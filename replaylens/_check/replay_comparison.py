@@ -21,7 +21,8 @@ from .._core.node import Ref
 from .._core.sameness import difference, same
 from .._core.trees import thaw_shared
 from .._replay.flag_guards import Around, departures
-from .._replay.replay import Record, execute
+from .._replay.record import Record
+from .._replay.replay import execute
 from .._replay.request import Request
 from ..errors import DivergedReplay, NotDifferentiable, StaleValue
 from .model_under_test import UNSTEADY, ModelUnderTest, open_layers

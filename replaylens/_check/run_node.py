@@ -19,9 +19,10 @@ from .._core.sameness import plain, same
 from .._core.tolerances import REARRANGED
 from .._core.trees import part_at
 from .._core.write import Write
-from .._replay.interpreter import Mode, caller, modes
+from .._replay.compile import Mode, caller
+from .._replay.interpreter import modes
 from .._replay.parting import NONE
-from .._replay.replay import Record
+from .._replay.record import Record
 
 Given = Mapping[Ref, torch.Tensor]
 

@@ -22,7 +22,8 @@ from .._core.notes import notes_of
 from .._core.sameness import difference, kind_of, same
 from .._core.text import expression
 from .._core.trees import Branch, freeze_deep, leaves, remake
-from .._replay.replay import Record, replay
+from .._replay.record import Record
+from .._replay.replay import replay
 from .._replay.request import Request
 from .._replay.run import Run
 from ..errors import DivergedReplay

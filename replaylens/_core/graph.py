@@ -137,6 +137,10 @@ class Graph:
         """The calls that run others of this graph again themselves."""
         return tuple([call for call in self.calls if isinstance(call, InnerGradient) and call.through])
 
+    def is_run_again(self, name: str) -> bool:
+        """Does a call take a gradient through a node by running it again?"""
+        return any(name in call.through for call in self.again)
+
     @cached_property
     def told(self) -> tuple[Call, ...]:
         """The custom functions that may ask whether gradients are needed of what they are given, and go by that."""
@@ -180,6 +184,12 @@ class Graph:
     def wanted_refs(self) -> tuple[Ref, ...]:
         """All that a whole run is for: the outputs and the new values of what the model wrote."""
         return (*self.output_refs, *(ref for _, ref in self.changes))
+
+    @cached_property
+    def written_state(self) -> frozenset[str]:
+        """The names of the state at whose addresses the forward leaves something else."""
+        ends = {*[address for address, _ in self.changes], *self.removed}
+        return frozenset([node.name for node in self.state_nodes if not ends.isdisjoint((node.address, *node.aliases))])
 
     @cached_property
     def call_marks(self) -> bytearray:

@@ -33,22 +33,6 @@ WHOLE = 32  # so many words of memory are compared whole
 _MOST = 200_000  # tensors of which something is remembered by id: no weak reference, or torch could not swap them
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """The tensor's write counter; -1 for inference tensors, which have none."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        return -1
-
-
-def versions_of(tensors: list[torch.Tensor]) -> list[int]:
-    """The write counters of many tensors."""
-    try:
-        return [tensor._version for tensor in tensors]
-    except RuntimeError:
-        return [version_of(tensor) for tensor in tensors]
-
-
 class _Steps:
     """The steps of fused optimizers, which torch's write counters miss: how many there were, and the last for each
     tensor.

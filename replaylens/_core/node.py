@@ -71,6 +71,11 @@ class TensorMeaning:
         return self.shape if self.stored is None else (*self.shape, self.stored)
 
     @property
+    def kind(self) -> tuple[tuple[int, ...], torch.dtype, str]:
+        """What a tensor in its place must be, too."""
+        return self.shape, self.dtype, self.device
+
+    @property
     def nbytes(self) -> int:
         """How many bytes its elements take."""
         return prod(self.shape) * self.dtype.itemsize

@@ -17,6 +17,30 @@ from .torch_private import FakeTensor, is_wrapped
 Pair = tuple[str, str]
 
 
+def storage_of(tensor: torch.Tensor) -> int | None:
+    """What names the memory that a tensor lies in."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):  # sparse and nested ones have no one memory
+        return None
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """The tensor's write counter; -1 for inference tensors, which have none."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1
+
+
+def versions_of(tensors: list[torch.Tensor]) -> list[int]:
+    """The write counters of many tensors."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        return [version_of(tensor) for tensor in tensors]
+
+
 @frozen
 class Overlaps:
     """Pairs of names, each in alphabetical order."""

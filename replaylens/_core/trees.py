@@ -400,6 +400,13 @@ def _hollow(tree: Branch) -> Any:
     return made
 
 
+def part_at(value: Any, path: Iterable[Any]) -> Any:
+    """What is inside a value, step by step."""
+    for step in path:
+        value = value[step]
+    return value
+
+
 def leaves(tree: Any) -> Iterator[Any]:
     """Every leaf and literal of a frozen tree, from left to right."""
     found: list[Any] = []
@@ -412,13 +419,6 @@ def leaves_of(kind: type[T], tree: Any) -> list[T]:
     found: list[Any] = []
     _gather((tree,), found)
     return [leaf for leaf in found if type(leaf) is kind]
-
-
-def part_at(value: Any, path: Iterable[Any]) -> Any:
-    """What lies in nested containers at the end of a way of numbers and keys."""
-    for step in path:
-        value = value[step]
-    return value
 
 
 def _gather(items: Iterable[Any], found: list[Any]) -> None:

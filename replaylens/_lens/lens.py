@@ -13,7 +13,7 @@ from .._core.graph import Graph
 from .._core.lazy import cached_property
 from .._core.location import Location
 from .._core.node import Ref, State, TensorMeaning, meanings_of, refs_in
-from .._replay.replay import Record
+from .._replay.record import Record
 from .atlas import Atlas
 from .conditionals import Conditionals
 from .flops import Cost, cost_of

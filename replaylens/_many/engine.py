@@ -302,7 +302,7 @@ class _Chunk:
         graph, values = self.machine.graph, self.machine.record.values
         if not own or not isinstance(graph[ref.node], Input):
             return next(layout_departures(graph, values, {ref: new}, up_to_rounding=True), None)
-        instead = Instead(graph, values, Around.of_replay(graph, False), frozenset((ref,)), {}, {})
+        instead = Instead(graph, values, Around.of_replay(graph, False), frozenset((ref,)), {})
         return next(instead.departures(ref, values[ref], new), None)
 
     def _value(self, slot: int, lane: int) -> Tensor:

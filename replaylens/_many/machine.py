@@ -14,7 +14,7 @@ from attrs import define, field
 
 from .._core.graph import Graph
 from .._core.node import Call, Ref, meanings_of
-from .._replay.replay import Record
+from .._replay.record import Record
 from .delta import Scratch
 from .demand import Demand, Rows, demand
 from .steps import Step, step_of
@@ -126,11 +126,6 @@ class Machine:
         """The slots of what a node gives."""
         node = self.graph.nodes[position]
         return self.step(position).gives if isinstance(node, Call) else (self.slot[Ref(node.name)],)
-
-    def is_fresh(self) -> bool:
-        """Are the recorded values still those that this was made for? A value that was overwritten raises."""
-        now = self.record.steady_values()
-        return len(now) == len(self.values)
 
     def demanded(self, step: Step) -> Rows | None:
         """The rows that are read of all that a step gives."""

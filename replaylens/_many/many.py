@@ -17,7 +17,7 @@ from .._core.node import Ref
 from .._core.torch_private import pytree
 from .._core.trees import freeze_deep, thaw
 from .._replay.guards import Departure
-from .._replay.replay import Record
+from .._replay.record import Cache, Record
 from .._replay.request import Change
 from ..errors import BadMetric
 from .chunks import Plan, chunks, plan
@@ -26,6 +26,7 @@ from .engine import Variant, run
 from .machine import Machine
 
 Changes = dict[int, tuple[Change, ...]]
+_MACHINE: Cache[None, Machine] = Cache()
 
 
 @define(eq=False)
@@ -41,9 +42,11 @@ class Many:
 
     def __attrs_post_init__(self) -> None:
         graph = self.record.graph
-        known = self.record.plans.get("machine")
-        if known is None or not known.is_fresh():
-            known = self.record.plans["machine"] = Machine(self.record, tuple(dict.fromkeys(graph.output_refs)))
+        known = _MACHINE.get(self.record, None)
+        if known is None:
+            known = _MACHINE.put(self.record, None, Machine(self.record, tuple(dict.fromkeys(graph.output_refs))))
+        else:
+            self.record.require_steady()
         self.machine = known
         self.machine.prepare([position for variant in self.variants for position, _ in variant.changes])
 

@@ -14,8 +14,9 @@ from attrs import evolve
 from .._core.graph import Graph
 from .._core.laws import require_lawful
 from .._core.node import Call, Const, Generator, Guard, Input, Node, Ref, Source, TensorMeaning, refs_in, remade
+from .._core.sharing import version_of
 from .._core.trees import keyed, leaves, remake, walk
-from .._replay.replay import Record, Versions, version
+from .._replay.record import Record, Versions
 
 
 def with_metric(record: Record, metric: Record) -> Record:
@@ -112,5 +113,5 @@ def with_fixed_masks(record: Record) -> Record:
         nodes.append(node)
     if not values:
         return record
-    versions = Versions((*record.versions.items(), *[(ref, version(tensor)) for ref, tensor in values.items()]))
+    versions = Versions((*record.versions.items(), *[(ref, version_of(tensor)) for ref, tensor in values.items()]))
     return Record(evolve(graph, nodes=tuple(nodes)), {**record.values, **values}, versions, record.draws)

@@ -21,8 +21,8 @@ from .._core.tolerances import BATCHED, BATCHED_NARROW
 from .._core.torch_private import add_batch, remove_batch, vmap_begins, vmap_ends, warn_of_vmap_fallbacks
 from .._core.trees import Branch, remake
 from .._core.write import Write, original_call
+from .._replay.compile import Mode, caller
 from .._replay.guards import Departure
-from .._replay.interpreter import Mode, caller
 from .delta import Delta, Pairs, dense, numbers, rows_of, stacked, together
 from .rules import Alignment, Facts, Operand, alignments, unread
 

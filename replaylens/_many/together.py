@@ -18,6 +18,7 @@ from .._core.node import Call, Input, Ref, meanings_of
 from .._core.reference import Unpickled
 from .._core.runtime import looks_at_memory
 from .._core.sameness import same_content
+from .._core.sharing import version_of
 from .._core.trees import freeze_deep, leaves, thaw
 from .._core.world import restoring
 from .._core.write import Write
@@ -25,7 +26,8 @@ from .._edit.patch import keeps_layout
 from .._replay.flag_guards import heeded
 from .._replay.guards import diverged
 from .._replay.parting import parted
-from .._replay.replay import Record, led_astray, version
+from .._replay.record import Cache, Record
+from .._replay.replay import led_astray
 from .._replay.request import Change
 from .._replay.run import Run
 from ..errors import CaptureError, DivergedReplay, ReplaylensError
@@ -35,6 +37,8 @@ from .metric import why_impure, with_fixed_masks, with_metric
 from .progress import bar
 
 Metric = Callable[[Any], Any]
+_ALONE: Cache[None, str] = Cache()  # why nothing can go at once; empty where it can
+_METRIC: Cache[None, tuple[Record, Record]] = Cache()  # of the last metric: its record, and that of both
 
 
 @define(eq=False)
@@ -56,25 +60,20 @@ class Together:
 
     def __attrs_post_init__(self) -> None:
         graph = self.record.graph
-        why = self.record.plans.get("alone")
+        why = _ALONE.get(self.record, None)
         if why is None:
-            why = self.record.plans["alone"] = shares_nothing(graph) or _of_a_class(self.record)
+            why = _ALONE.put(self.record, None, shares_nothing(graph) or _of_a_class(self.record))
         if why:
             self.notes.append(f"everything: {why}")
             self.loners = frozenset(range(len(self.keys)))
         self.loners |= _heeding(graph, self.changes)
         if delicate := [call for call in graph.calls if call.through or isinstance(call, Write)]:
-            apart = [n for n, each in enumerate(self.changes) if not can_share(graph, delicate, each)]
-            self.loners = self.loners.union(apart)
-            self.notes.extend(f"{name}: {_DELICATE}" for name in _layers(graph, [self.changes[n] for n in apart]))
+            self._leave([n for n, each in enumerate(self.changes) if not can_share(graph, delicate, each)], _DELICATE)
         self._leave_to_themselves([call.name for call in graph.told], _TOLD)
         self._leave_to_themselves(_quantized(graph), _QUANTIZED)
         self.loners |= {n for n, each in enumerate(self.changes) if any(led_astray(graph, each))}
         if graph.shifts:
-            shifting = [n for n, each in enumerate(self.changes) if _shifts_draws(graph, each)]
-            self.loners = self.loners.union(shifting)
-            layers = _layers(graph, [self.changes[n] for n in shifting])
-            self.notes.extend(f"{name}: {_SHIFTING}" for name in layers)
+            self._leave([n for n, each in enumerate(self.changes) if _shifts_draws(graph, each)], _SHIFTING)
         whole = self._with_metric() if self.metric is not None else self.record
         self.is_program = whole is not None
         together = [number for number, each in enumerate(self.changes) if each and number not in self.loners]
@@ -86,11 +85,13 @@ class Together:
         """Variants that reach one of these nodes are replayed alone."""
         if not names:
             return
-        graph = self.record.graph
-        above = graph.marked_ancestors(names)
-        reaching = [number for number, each in enumerate(self.changes) if any(above[position] for position in each)]
-        self.loners = self.loners.union(reaching)
-        self.notes.extend(f"{name}: {why}" for name in _layers(graph, [self.changes[n] for n in reaching]))
+        above = self.record.graph.marked_ancestors(names)
+        self._leave([n for n, each in enumerate(self.changes) if any(above[position] for position in each)], why)
+
+    def _leave(self, numbers: Sequence[int], why: str) -> None:
+        self.loners = self.loners.union(numbers)
+        names = _layers(self.record.graph, [self.changes[number] for number in numbers])
+        self.notes.extend(f"{name}: {why}" for name in names)
 
     def _with_metric(self) -> Record | None:
         """The program with the metric, if that is nothing but tensor operations."""
@@ -103,10 +104,10 @@ class Together:
         if why:
             self.notes.append(f"the metric: {why}")
             return None
-        before, whole = self.record.plans.get("metric", (None, None))
+        before, whole = _METRIC.get(self.record, None) or (None, None)
         if before is None or not _same(before, made):  # the same function may read another number or tensor now
             whole = with_metric(self.record, with_fixed_masks(made))
-            self.record.plans["metric"] = made, whole
+            _METRIC.put(self.record, None, (made, whole))
         return whole
 
     @property
@@ -174,7 +175,7 @@ def _same(before: Record, now: Record) -> bool:
         return False
     refs = [ref for ref in now.values if not isinstance(now.graph[ref.node], Input)]
     return all(
-        before.versions[ref] == version(before.values[ref]) and same_content(before.values[ref], now.values[ref])
+        before.versions[ref] == version_of(before.values[ref]) and same_content(before.values[ref], now.values[ref])
         for ref in refs
     )
 

@@ -17,14 +17,15 @@ from .._core.autograd import as_leaf
 from .._core.graph import Graph
 from .._core.model_state import StatePlace, sight_of
 from .._core.node import Call, Node, Ref, State, TensorMeaning, refs_in, remade
+from .._core.sharing import version_of
 from .._core.trees import thaw
 from ..errors import DivergedReplay, StaleValue
 from .flag_guards import Around, require_as_asked
 from .guards import Departure
-from .interpreter import Mode, compile_plan, interpret, recorded_world, states_begun
 from .keeping import keeping
 from .plan import plan
-from .replay import Record, Versions, version
+from .record import Record, Versions
+from .runner import run
 from .state_guards import Begun
 
 
@@ -35,7 +36,6 @@ def present(record: Record, model: Any) -> Record:
     if record.graph.not_again:
         raise StaleValue(f"{record.graph.not_again[0]}: the next one may take another path.\n{CAPTURE_AGAIN}")
     live, places, module = dict(record.live), dict(record.places), model if isinstance(model, nn.Module) else None
-    written = {*record.graph.removed, *[address for address, _ in record.graph.changes]}
     for node in record.graph.state_nodes:
         place = places.get(node.address)
         if (then := live.get(node.name)) is None or (module is None and place is not None and place.tensor is not then):
@@ -45,7 +45,7 @@ def present(record: Record, model: Any) -> Record:
         held = place.now() if place is not None else None
         if held is not None:
             live[node.name] = held
-        elif place is not None and place.tensor is not None and written.isdisjoint((node.address, *node.aliases)):
+        elif place is not None and place.tensor is not None and node.name not in record.graph.written_state:
             raise StaleValue(f"the {node.kind} `{node.address}` {place.change}.\n{CAPTURE_AGAIN}")
     for address in _appeared(record.graph, module) if module is not None else ():
         raise StaleValue(f"the model has `{address}` now, and had none when it was captured.\n{CAPTURE_AGAIN}")
@@ -53,7 +53,7 @@ def present(record: Record, model: Any) -> Record:
     stand = {address: _standing(address, places, module) for address in names}
     for departure in Begun(record).departures(stand.get):
         _departed(departure)
-    return evolve(record, live=live, places=places, plans={})
+    return evolve(record, live=live, places=places)
 
 
 def _standing(address: str, places: Mapping[str, StatePlace], module: nn.Module | None) -> torch.Tensor | None:
@@ -111,22 +111,18 @@ def rerun(
     if is_refreshed:
         require_as_asked(graph, record.values, sources, Around.of_replay(graph, False))
     made = plan(graph, range(len(graph)), bytearray(len(graph)), (), rerun_all=True, keep=range(len(graph)))
-
-    code = compile_plan(graph, made, record.draws, Mode(on_departure=_departed), {}, record.values.__getitem__)
-    env = list(code.template)
-    for ref, tensor in sources.items():
-        env[code.slots[ref]] = as_leaf(tensor)
-    with recorded_world(code.draws, graph):
-        interpret(code, env)
-    values = {ref: env[slot] for ref, slot in code.slots.items() if isinstance(env[slot], torch.Tensor)}
-    values |= {ref: values[ref].detach().clone() for ref in _written(graph) if ref in values and ref in sources}
+    ran = run(graph, made, record.draws, lambda ref: as_leaf(sources[ref]), record.values.__getitem__, _departed)
+    values = ran.tensors(ran.code.slots)
+    for ref in map(Ref, graph.written_state):  # it is kept by value, for the model writes it again
+        if ref in values and ref in sources:
+            values[ref] = values[ref].detach().clone()
     graph = as_it_came_out(graph, values)
     live = {name: tensor for name, tensor in record.live.items() if sources.get(Ref(name)) is tensor}
     fresh = Record(
         graph,
         values,
-        Versions((ref, version(tensor)) for ref, tensor in values.items()),
-        {**record.draws, **states_begun(code, env)},
+        Versions((ref, version_of(tensor)) for ref, tensor in values.items()),
+        {**record.draws, **ran.states_begun},
         live,
         account=record.account.untimed(),
         places=_as_they_are(record, live),
@@ -152,19 +148,13 @@ def _present(record: Record, node: Node, tensor: torch.Tensor) -> torch.Tensor:
     """A source as it is now, if it is of the recorded kind."""
     assert not isinstance(node, Call)
     now, then = TensorMeaning.of(tensor), node.meaning
-    if (now.shape, now.dtype, now.device) != (then.shape, then.dtype, then.device):
+    if now.kind != then.kind:
         what = f"the {node.kind} `{node.address}`" if isinstance(node, State) else f"`{node.name}`"
         raise StaleValue(
             f"{what} is {now} on {now.device} now, and the program was recorded with {then}.\n"
             "Capture the model again, on inputs that fit it."
         )
     return tensor
-
-
-def _written(graph: Graph) -> list[Ref]:
-    """The state that the forward writes: it is kept by value, for the model writes it again."""
-    written = {*[address for address, _ in graph.changes], *graph.removed}
-    return [Ref(n.name) for n in graph.state_nodes if not written.isdisjoint((n.address, *n.aliases))]
 
 
 def _as_they_are(record: Record, live: Mapping[str, torch.Tensor]) -> dict[str, StatePlace]:

@@ -16,13 +16,17 @@ import torch
 from attrs import evolve
 
 from .._core.lazy import cached_property
-from .._core.model_state import sight_of, version_of
+from .._core.model_state import sight_of
 from .._core.node import Call, Ref, refs_in, refs_of
+from .._core.sharing import version_of
 from .._core.trees import thaw
 from .._core.world import drawing_alone
 from ..errors import ReplaylensError, StaleValue
-from .interpreter import Mode, compile_plan, interpret, recorded_world, states_begun
+from .compile import Mode
 from .plan import Plan, plan
+from .record import Record
+from .runner import run
+from .supply import known_marks, supply
 
 
 def mark_of(value: Any) -> Any:
@@ -56,13 +60,16 @@ class Remembered:
         self.began: torch.Tensor | None = None  # the state of the user's generator before the first patch
         self.ended: torch.Tensor | None = None  # and after the last one
 
-    def drawing(self, patch: Callable[[Any], Any], value: Any) -> Any:
-        """What a patch makes of a value."""
+    def watched(self, position: int, number: int, patch: Callable[[Any], Any], is_steady: bool) -> Callable[[Any], Any]:
+        """A patch, of which is remembered what it makes and draws; but for one that makes the same whenever asked."""
+        return patch if is_steady else partial(self._drawn, position, number, patch)
+
+    def _drawn(self, position: int, number: int, patch: Callable[[Any], Any], value: Any) -> Any:
         if self.began is None:
             self.began = torch.default_generator.get_state()
         made = patch(value)
         self.ended = torch.default_generator.get_state()
-        return made
+        return self.note(position, number, made)
 
     def undraw(self) -> None:
         """The user's generator as it was before the patches drew, if nobody drew since."""
@@ -88,24 +95,17 @@ class Remembered:
 class Late:
     """The values of one replay."""
 
-    def __init__(
-        self,
-        ran: Any,
-        record: Any,
-        supply: Callable[..., Any],
-        known: Callable[..., bytearray],
-        finish: Callable[[Any], Any],
-    ) -> None:
-        self.record, self.request, self.code, self.env = record, ran.request, ran.code, ran.env
-        self.supply, self.known, self.finish = supply, known, finish
+    def __init__(self, ran: Any, record: Record, finish: Callable[[Any], Any]) -> None:
+        self.record, self.request, self.code, self.env = record, ran.request, ran.values.code, ran.values.env
+        self.finish = finish
         self.patched: Remembered = ran.patched
         self.given = ran.given
         changes = ran.request.changed.items()
         self.held = {(p, n): mark_of(c.holds) for p, of in changes for n, c in enumerate(of) if c.holds}
         self.once = ran.once
         self.kept = ran.wanted | ran.request.keep | ran.once
-        self.marks = _marks(ran.env) if ran.request.keep else self._marks_of_wanted(ran.wanted | ran.once)
-        self.begun = states_begun(ran.code, ran.env)  # of draws that began elsewhere than recorded, by key
+        self.marks = _marks(self.env) if ran.request.keep else self._marks_of_wanted(ran.wanted | ran.once)
+        self.begun = ran.values.states_begun  # of draws that began elsewhere than recorded, by key
         self.asked = 0
         self.values: dict[Ref, tuple[Any, Any]] = {}  # what was computed since
 
@@ -176,23 +176,17 @@ class Late:
             position: tuple([(c.tree, partial(self._patched, position, n)) for n, c in enumerate(changes)])
             for position, changes in self.request.changed.items()
         }
-        mode = Mode(self.request.grad, on_departure=lambda departure: None)
-        code = compile_plan(graph, made, {**record.draws, **self.begun}, mode, patches, record.value)
-        env = list(code.template)
-        for position in made.supply:
-            for ref in refs_of(graph.nodes[position]):
-                env[code.slots[ref]] = self._held(ref) if self._is_here(ref) else self._source(position, ref)
-        with recorded_world(code.draws, graph):
-            interpret(code, env)
-        self.begun |= states_begun(code, env)
+        draws, mode = {**record.draws, **self.begun}, Mode(self.request.grad)
+        ran = run(graph, made, draws, self._supplied, record.value, mode=mode, patches=patches)
+        self.begun |= ran.states_begun
         for position in (*made.run, *made.supply):
             for ref in refs_of(graph.nodes[position]):
-                if not self._is_here(ref) and (value := env[code.slots[ref]]) is not None:
+                if not self._is_here(ref) and (value := ran[ref]) is not None:
                     self.values[ref] = value, mark_of(value)
 
     def _plan(self, positions: Iterable[int]) -> Plan:
         graph = self.record.graph
-        known = self.known(self.record, self.request)
+        known = known_marks(self.record, self.request)
         for position, node in enumerate(graph.nodes):
             if isinstance(node, Call):
                 usable = known[position] and position not in self._reached
@@ -211,26 +205,25 @@ class Late:
         shifted = {p: before for p, before in graph.shifts.items() if before in self._reached}
         return {p: before for p, before in shifted.items() if graph.nodes[p].draws not in self.begun}
 
-    def _source(self, position: int, ref: Ref) -> Any:
+    def _supplied(self, ref: Ref) -> Any:
+        return self._held(ref) if self._is_here(ref) else self._source(ref)
+
+    def _source(self, ref: Ref) -> Any:
+        position = self.record.graph.positions[ref.node]
         given = self.request.given.get(position)
         if given is not None and self.given[position] != (mark_of(given), sight_of(given)):
             raise StaleValue(_text(f"what was given for `{ref.node}`", ref.node))
         if (drawn := self.record.graph.state_of.get(position)) is not None:
             return self.begun.get(self.record.graph.nodes[drawn].draws, self.record.value(ref))
-        return self.supply(self.record, self.request, ref)
+        return supply(self.record, self.request, ref)
 
     def _patched(self, position: int, number: int, value: Any) -> Any:
-        if (position, number) in self.patched.values and not self._is_differentiated(position):
-            return self.patched.again(position, number, self.record.graph.nodes[position].name)
         change, name = self.request.changed[position][number], self.record.graph.nodes[position].name
+        if (position, number) in self.patched.values and not self.record.graph.is_run_again(name):
+            return self.patched.again(position, number, name)
         if change.holds and self.held[position, number] != mark_of(change.holds):
             raise StaleValue(_text(f"a tensor of the patch at `{name}`", name))
         return self.patched.note(position, number, change(value))
-
-    def _is_differentiated(self, position: int) -> bool:
-        """Does a call take a gradient through the node, for which the patch must be a function?"""
-        name = self.record.graph.nodes[position].name
-        return any(name in call.through for call in self.record.graph.calls)
 
 
 def _text(what: str, name: str) -> str:

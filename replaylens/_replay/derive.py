@@ -17,21 +17,24 @@ from .._core.autograd import as_leaf
 from .._core.graph import Graph
 from .._core.node import Call, Guard, Input, Ref, State, TensorMeaning, meanings_of, refs_of, value_of
 from .._core.runtime import alias
+from .._core.sharing import storage_of, version_of
 from .._core.text import listing
 from .._core.trees import thaw
 from .._edit.compare import origins, same_values
 from .._edit.lower import may_vary
 from .._edit.rewrite import NOTHING
 from ..errors import ShapeMismatch
+from .compile import compile_plan
 from .convert import as_it_came_out
 from .flag_guards import answer, asked_again
 from .guards import Departure, answered, changed, diverged, misdirected, place, raising, same_result
-from .interpreter import Code, Mode, compile_plan, interpret, recorded_world, states_begun
+from .interpreter import Code
 from .keeping import keeping
 from .layout_guards import asks_for_view, layouts_altered
 from .parting import parted
 from .plan import Plan, plan
-from .replay import Record, Versions, storage_of, version
+from .record import Record, Versions
+from .runner import begin, run_code
 
 Values = dict[Ref, torch.Tensor]
 
@@ -117,35 +120,30 @@ class _Work:
     def run(self, known: Values, departed: Callable[[Departure], None]) -> Values:
         """Everything else."""
         graph = self.graph
-        made, code = self._compiled(known, Mode(on_departure=departed))
-        env = list(code.template)
-        for position in made.supply:
-            for ref in refs_of(graph.nodes[position]):
-                env[code.slots[ref]] = as_leaf(self.record.value(self.same[ref]) if ref in self.same else known[ref])
+        made, code = self._compiled(known)
+        begun = begin(
+            code, lambda ref: as_leaf(self.record.value(self.same[ref]) if ref in self.same else known[ref]), departed
+        )
         refs = [ref for position in made.run for ref in refs_of(graph.nodes[position])]
-
-        def read() -> Values:
-            return {ref: env[code.slots[ref]] for ref in refs if isinstance(env[code.slots[ref]], torch.Tensor)}
-
-        with raising(graph, lambda: [graph.nodes[position].name for position in made.run], departed):
+        with raising(graph, lambda: code.executed, departed):
             try:
-                with recorded_world(code.draws, graph):
-                    interpret(code, env)
+                ran = run_code(graph, begun)
             except Exception as error:
-                self.require_shapes(read(), error)
-                for departure in self.led_away(known | read()):  # what is wrong may only follow from that
+                self.require_shapes(begun.tensors(refs), error)
+                for departure in self.led_away(known | begun.tensors(refs)):  # what is wrong may only follow from that
                     departed(departure)
                 raise
-        self.require_shapes(read())
-        self.drawn.update(states_begun(code, env))
-        return read() | self._states_begun()
+        found = ran.tensors(refs)
+        self.require_shapes(found)
+        self.drawn.update(ran.states_begun)
+        return found | self._states_begun()
 
     def _states_begun(self) -> Values:
         """What calls that run a draw again themselves are given: the state in which it begins now."""
         drawn, states = self.graph.drawn, self.graph.states
         return {ref: self.drawn[key] for key in self.drawn for ref in states.get(drawn[key], ())}
 
-    def _compiled(self, known: Values, mode: Mode) -> tuple[Plan, Code]:
+    def _compiled(self, known: Values) -> tuple[Plan, Code]:
         graph, recorded = self.graph, self._recorded_guards()
         is_known = bytearray([all(ref in known for ref in refs_of(node)) for node in graph.nodes])
         unknown = [position for position, mark in enumerate(is_known) if not mark]
@@ -154,7 +152,7 @@ class _Work:
         pairs = [zip(graph.guards[n].refs, recorded[n].refs, strict=True) for n in made.guards]
         before = dict(pair for guard in pairs for pair in guard)
         draws = {**self.record.draws, **self.added.draws}
-        return made, compile_plan(graph, made, draws, mode, {}, lambda ref: self.record.value(before[ref]))
+        return made, compile_plan(graph, made, draws, lambda ref: self.record.value(before[ref]))
 
     def require_shapes(self, values: Values, cause: Exception | None = None) -> None:
         """What calls read has its recorded shape, but for what content decides: of that a guard tells."""
@@ -229,13 +227,7 @@ class _Work:
         for guard in self.graph.asked:
             if guard.refs and (ref := guard.refs[0]) in values and ref not in self.same:
                 yield from asked_again(guard, values[ref])
-                node = self.graph[ref.node]
-                if (
-                    asks_for_view(guard)
-                    and isinstance(node, Call)
-                    and node.edited
-                    and node.target.function is not alias
-                ):
+                if asks_for_view(guard) and self._is_made_by_an_edit(ref):
                     yield from filter(None, (changed(guard, answer(guard, values[ref])),))
 
     def _is_made_by_an_edit(self, ref: Ref) -> bool:
@@ -278,7 +270,7 @@ class _Work:
     def versions(self, values: Values) -> Versions:
         """The write counters of all values; those of shared ones as they were when they were recorded."""
         old, same = self.record.versions, self.same
-        return Versions((ref, old[same[ref]] if ref in same else version(t)) for ref, t in values.items())
+        return Versions((ref, old[same[ref]] if ref in same else version_of(t)) for ref, t in values.items())
 
     def live(self) -> dict[str, torch.Tensor]:
         """The model's own parameters and inputs, and those that the edit brought."""

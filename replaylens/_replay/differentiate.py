@@ -11,14 +11,14 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from attrs import evolve
+from attrs import evolve, frozen
 
 from .._core.graph import Graph
-from .._core.node import Ref
+from .._core.node import Ref, refs_in
 from .._core.torch_private import peek_interpreter_stack
-from .._core.trees import leaves, remake
-from .interpreter import Mode, Patches, compile_plan, interpret, recorded_world
+from .._core.trees import remake
 from .plan import plan
+from .runner import Patches, Values, run
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -48,7 +48,13 @@ def differentiate(
     `reached` says which of the gradients there were when recorded: where that is otherwise now, a model raises, or is
     given None for a tensor, which it may ask for.
     """
-    found = _gradients(graph, starts, others, cotangents, states, keep_graph, there, patches, is_alive)
+    stretch = _Stretch(graph, starts, others, cotangents, states, patches)
+    if is_alive and there and not patches and _is_one_history(*there):
+        found = torch.autograd.grad(*there, list(cotangents), create_graph=True, allow_unused=True)
+    elif peek_interpreter_stack() is None:
+        found = stretch.gradients(keep_graph)
+    else:
+        found = stretch.by_transform()
     if peek_interpreter_stack() is not None:
         return found  # transforms give zeros for None
     for number, (was, now) in enumerate(zip(reached, found, strict=False)):
@@ -61,27 +67,6 @@ def differentiate(
     return found
 
 
-def _gradients(
-    graph: Graph,
-    starts: Tensors,
-    others: Tensors,
-    cotangents: tuple[Any, ...],
-    states: dict[str, torch.Tensor],
-    keep_graph: bool,
-    there: tuple[Tensors, Tensors] | tuple[()],
-    patches: Patches,
-    is_alive: bool,
-) -> tuple[Any, ...]:
-    if is_alive and there and not patches and _is_one_history(*there):
-        return torch.autograd.grad(*there, list(cotangents), create_graph=True, allow_unused=True)
-    if peek_interpreter_stack() is not None:
-        return _by_transform(graph, starts, others, cotangents, states, patches)
-    with torch.enable_grad():
-        begun = tuple([s if s.requires_grad and keep_graph else s.detach().requires_grad_() for s in starts])
-        outputs, targets = _run(graph, begun, others, states, patches)
-        return torch.autograd.grad(outputs, targets, list(cotangents), create_graph=keep_graph, allow_unused=True)
-
-
 def _is_one_history(outputs: Tensors, targets: Tensors) -> bool:
     """Can gradients go back through what has run, as they are?"""
     if peek_interpreter_stack() is not None or torch.compiler.is_compiling():
@@ -89,20 +74,48 @@ def _is_one_history(outputs: Tensors, targets: Tensors) -> bool:
     return all(value.requires_grad for value in (*outputs, *targets))
 
 
-def _run(
-    graph: Graph, starts: Tensors, others: Tensors, states: dict[str, torch.Tensor], patches: Patches
-) -> tuple[Any, Any]:
-    given = len(starts) + len(others)
-    wanted = [graph.positions[ref.node] for ref in graph.output_refs]
-    changes = {given + number: _renamed(graph, given + number, patch) for number, patch in patches.items()}
-    made = plan(graph, wanted, frozenset(range(given)), tuple(changes), keep=wanted)
-    code = compile_plan(graph, made, states, Mode(), changes, lambda ref: starts[0])
-    env = list(code.template)
-    env[:given] = [*starts, *others]
-    with recorded_world(code.draws, graph):
-        interpret(code, env)
-    read = [env[code.slots[leaf]] for leaf in leaves(graph.output[0]) if type(leaf) is Ref]
-    return read, [env[code.slots[leaf]] for leaf in leaves(graph.output[1]) if type(leaf) is Ref]
+@frozen(eq=False)
+class _Stretch:
+    """A stretch of the program that is run again, with what comes in and goes back."""
+
+    graph: Graph
+    starts: Tensors
+    others: Tensors
+    cotangents: tuple[Any, ...]
+    states: dict[str, torch.Tensor]
+    patches: Patches
+
+    def gradients(self, keep_graph: bool) -> tuple[Any, ...]:
+        with torch.enable_grad():
+            begun = [s if s.requires_grad and keep_graph else s.detach().requires_grad_() for s in self.starts]
+            ran = self.run(tuple(begun))
+            outputs, targets = (ran.listed(tree) for tree in self.graph.output)
+            slopes = list(self.cotangents)
+            return torch.autograd.grad(outputs, targets, slopes, create_graph=keep_graph, allow_unused=True)
+
+    def by_transform(self) -> Any:
+        """The same under `torch.func` transforms, which do not let `torch.autograd.grad` through."""
+        graph, starts = self.graph, self.starts
+        targets = refs_in(graph.output[1])
+        if any(graph.positions[ref.node] >= len(starts) for ref in targets):
+            raise NotImplementedError(
+                "a gradient with respect to a value inside the differentiated stretch, under torch.func"
+            )
+        outputs, pull = torch.func.vjp(  # type: ignore[misc]
+            lambda *begun: tuple(self.run(begun).listed(graph.output[0])), *starts
+        )
+        slopes = zip(outputs, self.cotangents, strict=True)
+        return pull(tuple([torch.ones_like(output) if slope is None else slope for output, slope in slopes]))
+
+    def run(self, starts: Tensors) -> Values:
+        graph, given = self.graph, (*starts, *self.others)
+        wanted = [graph.positions[ref.node] for ref in graph.output_refs]
+        patches = {
+            len(given) + number: _renamed(graph, len(given) + number, each) for number, each in self.patches.items()
+        }
+        made = plan(graph, wanted, frozenset(range(len(given))), tuple(patches), keep=wanted)
+        supply = lambda ref: given[graph.positions[ref.node]]  # noqa: E731
+        return run(graph, made, self.states, supply, lambda ref: starts[0], patches=patches)
 
 
 def _renamed(graph: Graph, position: int, patch: Any) -> Any:
@@ -111,20 +124,3 @@ def _renamed(graph: Graph, position: int, patch: Any) -> Any:
     return tuple(
         [(remake(tree, lambda leaf: evolve(leaf, node=name) if type(leaf) is Ref else leaf), fn) for tree, fn in patch]
     )
-
-
-def _by_transform(
-    graph: Graph, starts: Tensors, others: Tensors, cotangents: Any, states: dict[str, torch.Tensor], patches: Patches
-) -> Any:
-    """The same under `torch.func` transforms, which do not let `torch.autograd.grad` through."""
-    inner = [
-        leaf for leaf in leaves(graph.output[1]) if type(leaf) is Ref and graph.positions[leaf.node] >= len(starts)
-    ]
-    if inner:
-        raise NotImplementedError(
-            "a gradient with respect to a value inside the differentiated stretch, under torch.func"
-        )
-    outputs, pull = torch.func.vjp(  # type: ignore[misc]
-        lambda *begun: tuple(_run(graph, begun, others, states, patches)[0]), *starts
-    )
-    return pull(tuple([torch.ones_like(o) if c is None else c for o, c in zip(outputs, cotangents, strict=True)]))

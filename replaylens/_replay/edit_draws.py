@@ -17,7 +17,7 @@ from .._core.label import fresh
 from .._core.node import Call, Node
 from .._core.target import Target
 from .._edit.rewrite import replace
-from .replay import Record
+from .record import Record
 
 Derived = tuple[Record, Any]
 
@@ -52,7 +52,7 @@ class Watched:
             return evolve(node, target=calls[node.name].target, draws=key, follows=follows)
 
         made = evolve(record.graph, nodes=tuple(map(plain, record.graph.nodes)))
-        return evolve(record, graph=made, draws=draws, plans={}), output
+        return evolve(record, graph=made, draws=draws), output
 
     def _watching(self, call: Call) -> Call:
         function = call.target.function

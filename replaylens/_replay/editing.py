@@ -29,7 +29,8 @@ from .flag_guards import Around, departures
 from .guards import diverged
 from .inputs import new_state, state_called
 from .keeping import with_values
-from .replay import Record, Versions, execute
+from .record import Record, Versions
+from .replay import execute
 from .request import Request
 
 Made = tuple[Record, Any]

@@ -22,7 +22,7 @@ from .derive import Added, derive
 from .guards import diverged
 from .interpreter import modes, recorded_world
 from .keeping import with_values
-from .replay import Record
+from .record import Record
 from .rounding import departures_beyond_rounding
 
 Recorder = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Record]

@@ -7,9 +7,7 @@ layouts by layout_guards.py. Where no source lies or is flagged otherwise than i
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Set
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from .._core.torch_private import is_wrapped
 from .._core.trees import named, walk
 from .._core.write import Write
 from .guards import Departure, changed, diverged, fact
-from .layout_guards import EXPOSURES, Tensors, asked_of, layout_departures
+from .layout_guards import EXPOSURES, Layouts, Tensors, asked_of, layout_departures, lies_otherwise
 
 UNKNOWN = "not known"
 _PARTING = frozenset(
@@ -109,35 +107,6 @@ def asked_again(guard: Guard, value: torch.Tensor) -> Iterator[Departure]:
 
 # -- patches -----------------------------------------------------------------------------------------------------------
 
-Notice = Callable[[Ref, Any, torch.Tensor], torch.Tensor]
-
-
-class _Noticing(threading.local):
-    """Who is told of what patches give, in this thread, the innermost last."""
-
-    def __init__(self) -> None:
-        self.stack: list[Notice] = []
-
-
-_noticing = _Noticing()
-
-
-@contextmanager
-def noticing(notice: Notice) -> Iterator[None]:
-    """Within, `notice` is told of each value that a patch gives: of which value, what that was, what was given. It says
-    what the replay goes on with.
-    """
-    _noticing.stack.append(notice)
-    try:
-        yield
-    finally:
-        _noticing.stack.pop()
-
-
-def patched(ref: Ref, old: Any, new: torch.Tensor) -> torch.Tensor:
-    """A patch gives this. What the replay goes on with."""
-    return _noticing.stack[-1](ref, old, new) if _noticing.stack else new
-
 
 @frozen
 class Instead:
@@ -147,9 +116,19 @@ class Instead:
     recorded: Tensors
     around: Around
     fixed: Set[Ref]  # all that is given or patched, now or later: what comes before does not tell how it lies
-    other: dict[Ref, torch.Tensor]  # what was found to stand there, laid out
-    flagged: dict[Ref, torch.Tensor]  # ... and with another flag
+    given: Tensors
+    other: dict[Ref, torch.Tensor] = field(init=False)  # what stands there and lies otherwise
+    flagged: dict[Ref, torch.Tensor] = field(init=False)  # ... and has another flag
     said: set[str] = field(factory=set)
+
+    @other.default
+    def _others(self) -> dict[Ref, torch.Tensor]:
+        pairs = self.given.items()
+        return {ref: tensor for ref, tensor in pairs if lies_otherwise(self.graph, self.recorded, ref, tensor)}
+
+    @flagged.default
+    def _given(self) -> dict[Ref, torch.Tensor]:
+        return dict(self.given)
 
     def departures(self, ref: Ref, old: Any, new: torch.Tensor) -> Iterator[Departure]:
         """Other answers with a patched value, each once."""
@@ -163,7 +142,6 @@ class Instead:
         itself does not turn it just there.
         """
         graph = self.graph
-        self.other[ref] = new
         is_given = is_like_an_input(new) and isinstance(graph[ref.node], Input)
         if (graph.asked or graph.catches) and new is not old and (is_given or not _is_turned(graph, ref)):
             if is_given or (isinstance(old, torch.Tensor) and _flags(old) != _flags(new)):
@@ -177,12 +155,19 @@ class Instead:
         yield from _attribute_departures(graph, ref, new)
         if isinstance(old, torch.Tensor) and old.layout is not new.layout:
             yield Departure(f"the layout of {ref}", str(old.layout), str(new.layout))
-        yield from layout_departures(graph, self.recorded, self.other, fixed=self.fixed)
+        self._lies(ref, new)
+        if self.other:
+            yield from Layouts(graph, self.recorded, self.other, fixed=self.fixed).departures()
 
-    def lay(self, ref: Ref) -> torch.Tensor:
+    def _lies(self, ref: Ref, new: torch.Tensor) -> None:
+        self.other.pop(ref, None)
+        if lies_otherwise(self.graph, self.recorded, ref, new):
+            self.other[ref] = new
+
+    def lay(self, ref: Ref, new: torch.Tensor) -> torch.Tensor:
         """What a patch gave, as it would have to lie in memory for the model to go this way."""
-        laid = in_layout(self.other[ref], meanings_of(self.graph[ref.node])[ref].strides)
-        self.other[ref] = laid
+        laid = in_layout(new, meanings_of(self.graph[ref.node])[ref].strides)
+        self._lies(ref, laid)
         return laid
 
 

@@ -1,7 +1,7 @@
-"""A Graph as a pure function `f(*tensors)`, for `torch.func.grad`, `vmap`, `jvp`, `jacrev` and `torch.compile`.
+"""A program as a pure function `f(*tensors)`, for `torch.func.grad`, `vmap`, `jvp`, `jacrev` and `torch.compile`.
 
-In: a compiled plan, and which nodes the arguments stand for. Out: a function without effects: it reads no mode but
-those that the model itself entered, writes nothing, and draws as recorded.
+In: a record, and which nodes the arguments and the results stand for. Out: a function without effects: it reads no mode
+but those that the model itself entered, writes nothing, and draws as recorded.
 """
 
 from __future__ import annotations
@@ -11,35 +11,141 @@ from typing import Any
 
 import torch
 
+from .._core.autograd import as_leaf
 from .._core.graph import Graph
-from ..errors import InputMismatch
-from .interpreter import Code, interpret, recorded_world
+from .._core.node import Call, Ref, refs_of, value_of
+from .._core.sameness import same_content
+from .._core.torch_private import peek_interpreter_stack
+from .._core.trees import thaw
+from ..errors import InputMismatch, NotDifferentiable, ReplaylensError
+from .compile import Mode, compile_plan
+from .flag_guards import require_as_asked
+from .guards import Departure, diverged, misdirected, raising, refuse
+from .inputs import require_arguments
+from .interpreter import interpret, recorded_world
+from .plan import plan
+from .record import Record, Steady
+from .runner import begin
 
 
-def as_function(
-    code: Code,
-    supplied: dict[int, torch.Tensor],
-    inputs: Sequence[int],
-    finish: Callable[[list[Any]], Any],
-    graph: Graph,
-    watch: Callable[[Sequence[torch.Tensor]], None],
-) -> Callable[..., Any]:
-    """`f(*tensors)`: the tensors go into the slots `inputs`, what is supplied into its own, and `finish` reads
-    the env.
-    """
-    beginning = list(code.template)
-    for slot, value in supplied.items():
-        beginning[slot] = value
+def function_of(record: Record, inputs: list[int], outputs: list[int] | None, grad: bool = True) -> Callable[..., Any]:
+    """The pure function from some nodes' values to the output, or to some nodes' values."""
+    graph = record.graph
+    require_differentiable(graph)
+    for call in graph.told if grad and not graph.ambient.grad else ():
+        raise NotDifferentiable(
+            f"{call.name} asks whether gradients are needed, and the program was captured without: as a function of "
+            "torch.func it would be told otherwise. Capture it with gradients on."
+        )
+    names = [graph.nodes[position].name for position in inputs]
+    pure = _pure(record, inputs, outputs, grad)
 
     def function(*tensors: torch.Tensor) -> Any:
+        if torch.compiler.is_compiling() or peek_interpreter_stack() is not None:
+            return pure(*tensors)
+        with raising(graph, lambda: names, refuse):
+            return pure(*tensors)
+
+    return function
+
+
+def require_differentiable(graph: Graph) -> None:
+    """Refuse gradients where of a custom function, or of what only the model can do, there is the forward alone."""
+    words = sorted(set(graph.one_way))
+    if told := [word for word in words if ": " in word]:
+        what, _, why = told[0].partition(": ")
+        raise NotDifferentiable(f"gradients through {what} cannot be replayed: {why}")
+    if words:
+        raise NotDifferentiable(
+            f"gradients through {', '.join(words)} cannot be replayed: only the forward of this custom function "
+            "could be recorded, because it "
+            "reads tensors that are not its arguments, or the model was captured without gradients "
+            "and has no_grad blocks of its own."
+        )
+
+
+def _pure(record: Record, inputs: list[int], outputs: list[int] | None, grad: bool) -> Callable[..., Any]:
+    """The function itself. The tensors go into the slots of the inputs; the rest stands there already."""
+    graph = record.graph
+    wanted = outputs if outputs is not None else [graph.positions[ref.node] for ref in graph.output_refs]
+    known = bytearray([not isinstance(n, Call) or all(r in record.values for r in refs_of(n)) for n in graph.nodes])
+    for position in inputs:
+        known[position] = True
+    made = plan(graph, wanted, known, inputs)
+    places: dict[int, tuple[Any, ...]] = dict.fromkeys(inputs, ())
+    code = compile_plan(graph, made, record.draws, record.value, Mode(grad, is_traced=True), places)
+    slots = [code.slots[_only_ref(graph, position)] for position in inputs]
+
+    def held(ref: Ref) -> torch.Tensor | None:
+        if graph.positions[ref.node] in inputs:
+            return None
+        return record.value(ref) if ref.node in record.live else as_leaf(record.value(ref))
+
+    beginning = begin(code, held, refuse).env
+    trees = [graph.output] if outputs is None else [value_of(graph.nodes[position]) for position in outputs]
+    read = [_reader(tree, code.slots) for tree in trees]
+    watch = _watch(record, made.supply, inputs)
+
+    def pure(*tensors: torch.Tensor) -> Any:
         if len(tensors) != len(inputs):
             raise InputMismatch(f"the function takes {len(inputs)} tensors, and was given {len(tensors)}.")
         if not torch.compiler.is_compiling():
             watch(tensors)
         env = list(beginning)
-        for slot, tensor in zip(inputs, tensors, strict=True):
+        for slot, tensor in zip(slots, tensors, strict=True):
             env[slot] = tensor
         with recorded_world(code.draws, graph):
-            return finish(interpret(code, env))
+            interpret(code, env)
+        return read[0](env) if len(read) == 1 else tuple([one(env) for one in read])
 
-    return function
+    return pure
+
+
+def _reader(tree: Any, slots: dict[Ref, int]) -> Callable[[list[Any]], Any]:
+    """How a tree of Refs is read from the env; plain ones in a way that the compiler can follow."""
+    if type(tree) is Ref:
+        slot = slots[tree]
+        return lambda env: env[slot]
+    if type(tree) is tuple and all(type(item) is Ref for item in tree):
+        several = [slots[item] for item in tree]
+        return lambda env: tuple([env[slot] for slot in several])
+    return lambda env: thaw(tree, lambda leaf: env[slots[leaf]] if type(leaf) is Ref else leaf)
+
+
+def _watch(record: Record, supply: tuple[int, ...], inputs: list[int]) -> Callable[[Sequence[torch.Tensor]], None]:
+    """Asks whether a value that a function holds was overwritten since, and whether its arguments fit."""
+    refs = [ref for position in supply if position not in inputs for ref in refs_of(record.graph.nodes[position])]
+    steady = Steady(record, refs)
+    names = [record.graph.nodes[position].name for position in inputs]
+    astray = _astray(record.graph, inputs)
+
+    def watch(arguments: Sequence[torch.Tensor]) -> None:
+        require_arguments(record.graph, names, arguments, record.live)
+        given = {Ref(name): tensor for name, tensor in zip(names, arguments, strict=True)}
+        for number, (ref, departure) in astray.items():
+            if peek_interpreter_stack() is not None or not same_content(record.value(ref), arguments[number]):
+                raise diverged(departure)
+        require_as_asked(record.graph, record.values, given)
+        if not steady:
+            steady.require(record)
+
+    return watch
+
+
+def _astray(graph: Graph, inputs: list[int]) -> dict[int, tuple[Ref, Departure]]:
+    """The arguments of a function, by number, for which another value than the recorded one leads away."""
+    found: dict[int, tuple[Ref, Departure]] = {}
+    for number, position in enumerate(inputs):
+        node = graph.nodes[position]
+        for departure in misdirected(node, graph.is_run_again(node.name)) if isinstance(node, Call) else ():
+            found[number] = _only_ref(graph, position), departure
+    return found
+
+
+def _only_ref(graph: Graph, position: int) -> Ref:
+    tree = value_of(graph.nodes[position])
+    if type(tree) is not Ref:
+        raise ReplaylensError(
+            f"{graph.nodes[position].name} gives several tensors; a function's input must be one tensor."
+        )
+    return tree

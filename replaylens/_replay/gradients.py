@@ -21,12 +21,14 @@ from .._core.location import Location
 from .._core.node import Call, Input, Node, Ref, State, TensorMeaning, meanings_of, refs_in
 from .._core.notes import notes_of
 from .._core.reference import Unpickled
+from .._core.sharing import version_of
 from .._core.trees import thaw
 from .._core.write import Write
 from ..errors import BadMetric, NoGradient, NotDifferentiable, ReplaylensError
 from .cuts import Cuts, hidden
 from .guards import changed, diverged
-from .replay import Executed, Record, execute, version
+from .record import Record
+from .replay import Executed, execute
 from .request import Request
 
 Found = Mapping[Ref, torch.Tensor | None]
@@ -152,7 +154,7 @@ def gradients(
         _require_told_as_recorded(ran, graph)
         outputs = _outputs(ran, graph)
         metric = _metric(of, graph, outputs)
-        places = ran.code.places
+        places = ran.values.code.places
         ends = [ref for ref, value in outputs.items() if value.requires_grad]
         wanted = [*[ran[ref] for ref in places], *[outputs[ref] for ref in ends]]
         with _refusing(graph):
@@ -246,7 +248,7 @@ def _executed(record: Record, request: Request, asked: Asked) -> Executed:
 def seen_from(record: Record, tree: Any) -> Record:
     """The record as if the model returned these values of it and nothing else."""
     graph = evolve(record.graph, output=tree, changes=())
-    return evolve(record, graph=graph, plans={}, histories=histories(record))
+    return evolve(record, graph=graph, histories=histories(record))
 
 
 def total(value: Any) -> torch.Tensor:
@@ -296,8 +298,8 @@ def histories(record: Record) -> frozenset[Ref]:
         request = Request(at=frozenset(starts), grad=True, whole=True, keep=everything, on_divergence="ignore")
         with _differentiating():
             ran = execute(record, request)
-        values = [(ref, ran.env[slot]) for ref, slot in ran.code.slots.items()]
-        flowing = [ref for ref, value in values if isinstance(value, torch.Tensor) and _has_history(value)]
+        values = ran.values.tensors(ran.values.code.slots)
+        flowing = [ref for ref, value in values.items() if _has_history(value)]
         record.histories = frozenset([*starts, *flowing])  # an input that nothing reads is no less one
     return record.histories
 
@@ -335,7 +337,7 @@ def _outputs(ran: Executed, graph: Graph) -> dict[Ref, torch.Tensor]:
 
 def _metric(of: Callable[[Any], Any], graph: Graph, outputs: dict[Ref, torch.Tensor]) -> torch.Tensor:
     """What `of` makes of the output, if it is one number that a gradient can start from."""
-    versions = [version(value) for value in outputs.values()]
+    versions = [version_of(value) for value in outputs.values()]
     metric = of(thaw(graph.output, lambda leaf: outputs[leaf] if type(leaf) is Ref else leaf))
     if not isinstance(metric, torch.Tensor):
         raise BadMetric(
@@ -348,7 +350,7 @@ def _metric(of: Callable[[Any], Any], graph: Graph, outputs: dict[Ref, torch.Ten
             f"of= gives {meaning}; a gradient is that of one real number. Take a sum, a mean or one entry: "
             "of=lambda out: out[0, -1]."
         )
-    if [version(value) for value in outputs.values()] != versions:
+    if [version_of(value) for value in outputs.values()] != versions:
         raise BadMetric(
             "of= writes into the output in place, which changes what is differentiated. Let it make a copy."
         )

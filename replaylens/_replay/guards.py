@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from attrs import evolve, frozen
@@ -245,6 +245,11 @@ def diverged(departure: Departure, which: str = "") -> DivergedReplay:
         'on_divergence="rerun" runs the model itself with this change, where a program still holds its model; '
         '"ignore" goes on along the recorded path.'
     )
+
+
+def refuse(departure: Departure) -> NoReturn:
+    """Where nothing else can be done about a departure."""
+    raise diverged(departure)
 
 
 def departures(one: Graph, other: Graph, recorded: Value, new: Value) -> tuple[Departure, ...]:

@@ -18,10 +18,10 @@ from .._core.autograd import as_leaf, history_of
 from .._core.graph import Graph
 from .._core.node import Call, Ref, refs_of
 from .._core.runtime import looks_at_memory
+from .._core.sharing import version_of
 from .._core.trees import bare
 from .._edit.lower import may_vary
-from .recover import recovered
-from .replay import Record, Versions, version
+from .record import Record, Versions, recovered
 
 
 def with_values(record: Record, refs: Iterable[Ref]) -> Record:
@@ -30,7 +30,7 @@ def with_values(record: Record, refs: Iterable[Ref]) -> Record:
     if not missing:
         return record
     found = recovered(record, missing)
-    counts = Versions([*record.versions.items(), *((ref, version(tensor)) for ref, tensor in found.items())])
+    counts = Versions([*record.versions.items(), *((ref, version_of(tensor)) for ref, tensor in found.items())])
     return evolve(record, values={**record.values, **found}, versions=counts)
 
 
@@ -40,7 +40,7 @@ def completed(record: Record) -> Record:
         return record
     refs = [ref for node in record.graph.nodes for ref in refs_of(node)]
     whole = with_values(record, refs)
-    return evolve(whole, values={ref: whole.values[ref] for ref in refs}, plans={}, saved=None)
+    return evolve(whole, values={ref: whole.values[ref] for ref in refs}, saved=None)
 
 
 def keeping(record: Record, names: frozenset[str]) -> Record:
@@ -54,11 +54,9 @@ def keeping(record: Record, names: frozenset[str]) -> Record:
     small = {ref: whole.value(ref).detach().clone() for ref in _parts_of_more(graph, made)}
     small = {ref: tensor.requires_grad_(made[ref].requires_grad) for ref, tensor in small.items()}
     values = {ref: small.get(ref, made.get(ref, whole.values[ref])) for ref in refs}
-    counts = Versions((ref, version(small[ref]) if ref in small else whole.versions[ref]) for ref in refs)
+    counts = Versions((ref, version_of(small[ref]) if ref in small else whole.versions[ref]) for ref in refs)
     account = evolve(record.account, gradients={**_histories(record), **record.account.gradients})
-    return evolve(
-        record, graph=_without_objects(graph), values=values, versions=counts, plans={}, account=account, saved=names
-    )
+    return evolve(record, graph=_without_objects(graph), values=values, versions=counts, account=account, saved=names)
 
 
 def _histories(record: Record) -> dict[Ref, str]:

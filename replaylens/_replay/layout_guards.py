@@ -57,7 +57,7 @@ def layout_departures(
     fixed: Set[Ref] = frozenset(),
 ) -> Iterator[Departure]:
     """Where the memory layout of what is given alters an answer, or which calls give views of what is written."""
-    other = {ref: tensor for ref, tensor in given.items() if _lies_otherwise(graph, recorded, ref, tensor)}
+    other = {ref: tensor for ref, tensor in given.items() if lies_otherwise(graph, recorded, ref, tensor)}
     if other:
         yield from Layouts(graph, recorded, other, up_to_rounding, fixed=fixed | given.keys()).departures()
 
@@ -72,7 +72,7 @@ def layouts_altered(
         yield from Layouts(graph, recorded, other, strides=strides).of_computed(now)
 
 
-def _lies_otherwise(graph: Graph, recorded: Tensors, ref: Ref, tensor: torch.Tensor) -> bool:
+def lies_otherwise(graph: Graph, recorded: Tensors, ref: Ref, tensor: torch.Tensor) -> bool:
     meaning = meanings_of(graph[ref.node]).get(ref) if ref.node in graph else None
     if meaning is None or meaning.strides is None or not _has_strides(tensor) or tuple(tensor.shape) != meaning.shape:
         return False

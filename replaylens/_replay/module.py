@@ -20,16 +20,17 @@ from .._core.copies import writable_copy
 from .._core.graph import Graph
 from .._core.model_state import PLAIN, StatePlace, same_layouts
 from .._core.node import Call, Node, Ref, State, TensorMeaning
-from .._core.trees import thaw
 from ..errors import NotDifferentiable, ReplaylensError, StaleValue
+from .compile import Mode, compile_plan
 from .flag_guards import require_as_asked
-from .guards import Departure, diverged, raising
+from .function import require_differentiable
+from .guards import diverged, raising, refuse
 from .inputs import new_inputs
-from .interpreter import Code, Mode, compile_plan, interpret, recorded_world
+from .interpreter import Code
 from .layout_guards import goes_by_layout
 from .plan import plan
-from .replay import Record, require_differentiable
-from .request import Request
+from .record import Record
+from .runner import begin, run_code
 from .state_guards import Begun, exchanged
 
 
@@ -63,7 +64,7 @@ class ProgramModule(Holder):
     """
 
     _record: Record
-    _codes: dict[bool, tuple[Code, tuple[str, ...]]]
+    _codes: dict[bool, Code]
     _held: dict[str, tuple[Standing, ...]]  # by the name of a node
     _ends: dict[str, Standing]  # by address
     _exchanged: frozenset[str]  # the addresses of tensors that the forward gives other memory
@@ -149,17 +150,13 @@ class ProgramModule(Holder):
         sources = {name: known[name] if name in known else as_leaf(fixed(Ref(name))) for name in self._sources}
         grad = torch.is_grad_enabled()
         if grad and any(tensor.requires_grad for tensor in sources.values()):
-            require_differentiable(record, Request(grad=True))
+            require_differentiable(graph)
             _require_written_once(graph)
             _require_left_alone(graph)
-        code, supply = self._compiled(grad)
-        env = list(code.template)
-        for name in supply:
-            env[code.slots[Ref(name)]] = sources[name]
-        with raising(graph, lambda: sources, _departed), recorded_world(code.draws, graph):
-            interpret(code, env)
-        self._write({address: env[code.slots[ref]] for address, ref in graph.changes})
-        return thaw(graph.output, lambda leaf: env[code.slots[leaf]] if type(leaf) is Ref else leaf)
+        with raising(graph, lambda: sources, refuse):
+            ran = run_code(graph, begin(self._compiled(grad), lambda ref: sources[ref.node], refuse))
+        self._write({address: ran[ref] for address, ref in graph.changes})
+        return ran.tree(graph.output)
 
     def _standing_at(self, address: str) -> torch.Tensor | None:
         return self._ends[address].now()
@@ -188,7 +185,7 @@ class ProgramModule(Holder):
         for address in self._record.graph.removed:
             self._ends[address].put(None)
 
-    def _compiled(self, grad: bool) -> tuple[Code, tuple[str, ...]]:
+    def _compiled(self, grad: bool) -> Code:
         if grad not in self._codes:
             graph = self._record.graph if grad else _without_gradients(self._record.graph)
             wanted = [graph.positions[ref.node] for ref in graph.wanted_refs]
@@ -196,9 +193,8 @@ class ProgramModule(Holder):
             drawn = [graph.positions[call.name] for call in graph.calls if call.draws is not None]
             changed, last = (*sources, *drawn), graph.last_drawn
             made = plan(graph, wanted, frozenset(sources), changed, keep=wanted, turns=graph.turns, last=last)
-            mode = Mode(grad, fresh=True, left=graph.left, on_departure=_departed)
-            code = compile_plan(graph, made, self._record.draws, mode, {}, self._record.value)
-            self._codes[grad] = code, tuple([graph.nodes[p].name for p in made.supply])
+            mode = Mode(grad, fresh=True, left=graph.left)
+            self._codes[grad] = compile_plan(graph, made, self._record.draws, self._record.value, mode)
         return self._codes[grad]
 
     def extra_repr(self) -> str:
@@ -216,7 +212,7 @@ class ProgramModule(Holder):
                 if id(tensor) not in memo:
                     memo[id(tensor)] = _copy(tensor)
                 live[node.name] = memo[id(tensor)]
-        made = ProgramModule(evolve(self._record, live=live, places={}, plans={}))
+        made = ProgramModule(evolve(self._record, live=live, places={}))
         memo[id(self)] = made
         return made.train(self.training)
 
@@ -233,7 +229,7 @@ def _require_alike(node: State, tensor: torch.Tensor | None) -> None:
     if tensor is None:
         raise StaleValue(f"{what} was removed since the capture, and the program reads it.\n{cure}")
     now, then = TensorMeaning.of(tensor), node.meaning
-    if (now.shape, now.dtype, now.device) != (then.shape, then.dtype, then.device):
+    if now.kind != then.kind:
         raise StaleValue(f"{what} is {now} on {now.device} now, and was recorded as {then}.\n{cure}")
 
 
@@ -370,7 +366,3 @@ def _require_left_alone(graph: Graph) -> None:
             "none: training by it would be another.\nTake them by torch.autograd.grad, or name the tensors that "
             "are to have them (`inputs=[...]`); without gradients (torch.no_grad()) the module can be called."
         )
-
-
-def _departed(departure: Departure) -> None:
-    raise diverged(departure)

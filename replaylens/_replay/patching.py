@@ -1,7 +1,8 @@
 """A user's patches as changes of a program's values.
 
 In: what was given for which sites, and the graph. Out: functions from a node's value to its new value, which check that
-the new one is of the recorded shape and dtype. References are bound to what they have there; nothing runs yet.
+the new one is of the recorded shape and dtype. References are bound to what they have there. Then, for one replay, the
+functions that stand in the slots of its env.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from attrs import frozen
 
 from .._core.copies import as_it_lay
 from .._core.graph import Graph
 from .._core.location import Location
-from .._core.node import Call, Ref, TensorMeaning, meanings_of, refs_in
+from .._core.node import Call, Node, Ref, TensorMeaning, meanings_of, refs_in
 from .._core.reference import Reference
+from .._core.sharing import storage_of
 from .._core.text import listing
 from .._core.torch_private import peek_interpreter_stack
 from .._core.trees import freeze_deep
@@ -25,8 +28,11 @@ from .._edit.bind import bind
 from .._edit.patch import Apply, Chain, From, Patch, Set, keeps_layout, patch_of
 from .._edit.select import CURE, is_named
 from ..errors import BadPart, BadPatch, ReplaylensError, ShapeMismatch
-from .flag_guards import patched
+from .deferred import Remembered
+from .flag_guards import Instead
+from .guards import Departure
 from .inputs import made_ordinary
+from .parting import parted
 from .request import Change
 
 Changes = dict[int, tuple[Change, ...]]
@@ -120,28 +126,23 @@ def _takes_one(patch: Patch) -> bool:
 
 def change_at(graph: Graph, site: Location, what: Any) -> Change:
     """What was given for a site as a function from its value to its new value, with the result's meaning required."""
-    node, tree = graph[site.node], site.tree(graph)
-    meanings = meanings_of(node)
-
+    node = graph[site.node]
+    patched = _Patched(graph, node, site.tree(graph), meanings_of(node), site.name)
     is_laid_out = keeps_layout(what)
 
-    def hooked(value: Any) -> Any:
+    def make(value: Any) -> Any:
         try:
             new = free(value)
         except (BadPart, BadPatch, ShapeMismatch) as error:
             raise _with_place(error, graph, node.name, what) from error
-        new = _checked(graph, node, tree, meanings, value, new)
+        new = patched.checked(value, new)
         return as_it_lay(value, new) if is_laid_out else new
 
-    def change(value: Any) -> Any:
-        return _told(tree, value, hooked(value))
-
     try:
-        ordinary = partial(made_ordinary, graph)
-        free, follows, holds = _new_value(node.name, tree, meanings, site.name, what, ordinary)
+        free, follows, holds = patched.new_value(what)
     except (BadPart, BadPatch) as error:
         raise _with_place(error, graph, node.name, what) from error
-    return Change(change, follows, tree, hooked, free, what, holds)
+    return Change(make, follows, patched.tree, free, what, holds)
 
 
 def _with_place(error: Exception, graph: Graph, name: str, what: Any) -> Exception:
@@ -149,30 +150,109 @@ def _with_place(error: Exception, graph: Graph, name: str, what: Any) -> Excepti
     return type(error)(f"the patch at `{name}`: {error}\n{listing(graph, name, note)}")
 
 
-def _new_value(
-    node: str,
-    tree: Any,
-    meanings: dict[Ref, TensorMeaning],
-    name: str,
-    what: Any,
-    ordinary: Callable[[Any], Any],
-) -> Any:
-    """(new value from old, does it follow the old one, the tensors that it takes part of it from)"""
-    if _are_values(what):
-        given = ordinary(what)
-        return (lambda value: given), False, ()
-    patch = patch_of(what)
-    if isinstance(patch, Apply) and patch.part is None:
-        return partial(of_own_copies, patch.fn), True, ()
-    if type(tree) is not Ref:
-        return _for_each(node, tree, meanings, name, patch, ordinary)
-    for part in patch.parts:
-        part.shape(meanings[tree].shape)  # also where nothing needs the value: a part that does not fit is an error
-    bound = bind(patch, name)
-    if bound.part is None and isinstance(bound, (Set, From)) and isinstance(new := bound.terms()[1][0], torch.Tensor):
-        laid = ordinary(new)
-        return (lambda value: laid), False, (laid,)
-    return _with_ordinary(bound, ordinary), bound.follows, _tensors_of(bound)
+New = tuple[Callable[[Any], Any], bool, tuple[torch.Tensor, ...]]  # new value from old, does it follow, what it holds
+
+
+@frozen(eq=False)
+class _Patched:
+    """What a patch is for: one value of a node, or a tree of several."""
+
+    graph: Graph
+    node: Node
+    tree: Any
+    meanings: dict[Ref, TensorMeaning]
+    name: str  # of the site, in references
+
+    def new_value(self, what: Any) -> New:
+        """What was given, as a function from the old value to the new one."""
+        ordinary = partial(made_ordinary, self.graph)
+        if _are_values(what):
+            given = ordinary(what)
+            return (lambda value: given), False, ()
+        patch = patch_of(what)
+        if isinstance(patch, Apply) and patch.part is None:
+            return partial(of_own_copies, patch.fn), True, ()
+        if type(self.tree) is not Ref:
+            return self._for_each(patch, ordinary)
+        for part in patch.parts:
+            part.shape(self.meanings[self.tree].shape)  # also where nothing needs the value: it is an error there too
+        bound = bind(patch, self.name)
+        is_whole = bound.part is None and isinstance(bound, (Set, From))
+        if is_whole and isinstance(new := bound.terms()[1][0], torch.Tensor):
+            laid = ordinary(new)
+            return (lambda value: laid), False, (laid,)
+        return _with_ordinary(bound, ordinary), bound.follows, _tensors_of(bound)
+
+    def _for_each(self, patch: Patch, ordinary: Callable[[Any], Any]) -> New:
+        """The patch at each of the floating tensors that a node gives."""
+        refs, node, meanings = refs_in(self.tree), self.node.name, self.meanings
+        if isinstance(patch, Set) and isinstance(patch.value, torch.Tensor):
+            raise self._too_few()
+        if patch.parts:
+            raise BadPatch(
+                f"{node} gives {len(refs)} tensors, and {patch!r} is for part of one. Name one of them by the address "
+                "of a module that gives it, or patch what reads it."
+            )
+        bound = [bind(patch, self.name, n) if meanings[r].dtype.is_floating_point else None for n, r in enumerate(refs)]
+        if not any(bound):
+            raise BadPatch(
+                f"{node} gives {len(refs)} tensors, none of a floating type. Give a tuple of tensors, or a function."
+            )
+        made = [None if one is None else _with_ordinary(one, ordinary) for one in bound]
+
+        def each(value: Any) -> Any:
+            flat: list[torch.Tensor] = []
+            freeze_deep(value, flat.append)
+            return tuple([old if one is None else one(old) for one, old in zip(made, flat, strict=True)])
+
+        holds = tuple([tensor for one in bound if one is not None for tensor in _tensors_of(one)])
+        return each, any(one is None or one.follows for one in bound), holds
+
+    def _too_few(self) -> ShapeMismatch:
+        return ShapeMismatch(f"{self.node.name} gives several tensors; a patch for it must give as many.")
+
+    def checked(self, old: Any, new: Any) -> Any:
+        """The new value, if it is of the recorded shape and dtype."""
+        if isinstance(new, torch.Tensor):
+            if type(self.tree) is not Ref:
+                raise self._too_few()
+            return self._fitting(self.tree, old, new)
+        if isinstance(new, (tuple, list)) and isinstance(old, (tuple, list)) and len(new) == len(old):
+            refs = refs_in(self.tree)
+            return tuple(map(self._fitting, refs, old, new)) if len(refs) == len(new) else new
+        raise ShapeMismatch(
+            f"the patch at `{self.node.name}` gives {type(new).__name__}, not a tensor.\n"
+            f"{listing(self.graph, self.node.name)}"
+        )
+
+    def _fitting(self, ref: Ref, old: Any, new: Any) -> torch.Tensor:
+        if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+            self._require_dense(old, new)
+        meaning = self.meanings[ref]
+        shape = tuple(new.shape) if isinstance(new, torch.Tensor) else None
+        if shape != meaning.shape or new.dtype != meaning.dtype:
+            what = TensorMeaning.of(new) if isinstance(new, torch.Tensor) else type(new).__name__
+            raise ShapeMismatch(
+                f"the patch at `{self.node.name}` gives {what}; what uses it was recorded with {meaning}.\n"
+                f"{listing(self.graph, self.node.name, f'patched with {what}')}\nGive a tensor of shape "
+                f"{meaning.shape} and dtype {meaning.dtype}."
+            )
+        return cast(torch.Tensor, new)
+
+    def _require_dense(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """What reads a value cannot read one without numbers, nor mostly a sparse one in the place of a dense one.
+        Where nothing reads it, only what the model asks of it is another answer.
+        """
+        graph, name = self.graph, self.node.name
+        if new.device != old.device:
+            fact = f"a tensor on {new.device}; what uses it was recorded on {old.device}"
+            cure = "Give its numbers: a tensor on meta has none." if new.is_meta else f"Give it on {old.device}."
+        elif old.layout is torch.strided and new.layout is not torch.strided and graph.users[graph.positions[name]]:
+            fact = f"a tensor of the layout {new.layout}; what uses it was recorded with a dense one"
+            cure = "Give a dense one."
+        else:
+            return
+        raise ShapeMismatch(f"the patch at `{name}` gives {fact}.\n{listing(graph, name, 'patched')}\n{cure}")
 
 
 def _with_ordinary(bound: Patch, ordinary: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -193,103 +273,6 @@ def _are_values(what: Any) -> bool:
     if isinstance(what, list):
         return all(isinstance(one, torch.Tensor) for one in what)
     return not isinstance(what, (Patch, Reference, torch.Tensor)) and not callable(what)
-
-
-def _for_each(
-    node: str,
-    tree: Any,
-    meanings: dict[Ref, TensorMeaning],
-    name: str,
-    patch: Patch,
-    ordinary: Callable[[Any], Any],
-) -> Any:
-    """The patch at each of the floating tensors that a node gives."""
-    refs = refs_in(tree)
-    if isinstance(patch, Set) and isinstance(patch.value, torch.Tensor):
-        raise ShapeMismatch(f"{node} gives several tensors; a patch for it must give as many.")
-    if patch.parts:
-        raise BadPatch(
-            f"{node} gives {len(refs)} tensors, and {patch!r} is for part of one. Name one of them by the address of a "
-            "module that gives it, or patch what reads it."
-        )
-    bound = [
-        bind(patch, name, number) if meanings[ref].dtype.is_floating_point else None for number, ref in enumerate(refs)
-    ]
-    if not any(bound):
-        raise BadPatch(
-            f"{node} gives {len(refs)} tensors, none of a floating type. Give a tuple of tensors, or a function."
-        )
-
-    made = [None if one is None else _with_ordinary(one, ordinary) for one in bound]
-
-    def each(value: Any) -> Any:
-        flat: list[torch.Tensor] = []
-        freeze_deep(value, flat.append)
-        return tuple([old if one is None else one(old) for one, old in zip(made, flat, strict=True)])
-
-    holds = tuple([tensor for one in bound if one is not None for tensor in _tensors_of(one)])
-    return each, any(one is None or one.follows for one in bound), holds
-
-
-def _checked(graph: Graph, node: Any, tree: Any, meanings: dict[Ref, TensorMeaning], old: Any, new: Any) -> Any:
-    if isinstance(new, torch.Tensor):
-        if type(tree) is not Ref:
-            raise ShapeMismatch(f"{node.name} gives several tensors; a patch for it must give as many.")
-        _require_dense(graph, node, old, new)
-        return _fitting(graph, node, meanings[tree], new)
-    if isinstance(new, (tuple, list)) and isinstance(old, (tuple, list)) and len(new) == len(old):
-        flat = refs_in(tree)
-        if len(flat) == len(new):
-            for before, value in zip(old, new, strict=True):
-                _require_dense(graph, node, before, value)
-            return tuple([_fitting(graph, node, meanings[ref], value) for ref, value in zip(flat, new, strict=True)])
-        return new
-    raise ShapeMismatch(
-        f"the patch at `{node.name}` gives {type(new).__name__}, not a tensor.\n{listing(graph, node.name)}"
-    )
-
-
-def _require_dense(graph: Graph, node: Any, old: Any, new: Any) -> None:
-    """What reads a value cannot read one without numbers, nor mostly a sparse one in the place of a dense one. Where
-    nothing reads it, only what the model asks of it is another answer.
-    """
-    if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
-        return
-    if new.device != old.device:
-        fact = f"a tensor on {new.device}; what uses it was recorded on {old.device}"
-        cure = "Give its numbers: a tensor on meta has none." if new.is_meta else f"Give it on {old.device}."
-    elif old.layout is torch.strided and new.layout is not torch.strided and graph.users[graph.positions[node.name]]:
-        fact, cure = (
-            f"a tensor of the layout {new.layout}; what uses it was recorded with a dense one",
-            "Give a dense one.",
-        )
-    else:
-        return
-    raise ShapeMismatch(f"the patch at `{node.name}` gives {fact}.\n{listing(graph, node.name, 'patched')}\n{cure}")
-
-
-def _fitting(graph: Graph, node: Any, meaning: TensorMeaning, new: Any) -> torch.Tensor:
-    shape = tuple(new.shape) if isinstance(new, torch.Tensor) else None
-    if shape != meaning.shape or new.dtype != meaning.dtype:
-        what = TensorMeaning.of(new) if isinstance(new, torch.Tensor) else type(new).__name__
-        raise ShapeMismatch(
-            f"the patch at `{node.name}` gives {what}; what uses it was recorded with {meaning}.\n"
-            f"{listing(graph, node.name, f'patched with {what}')}\nGive a tensor of shape "
-            f"{meaning.shape} and dtype {meaning.dtype}."
-        )
-    return cast(torch.Tensor, new)
-
-
-def _told(tree: Any, old: Any, new: Any) -> Any:
-    """The new values. Who must know how they lie in memory is told."""
-    if peek_interpreter_stack() is not None:
-        return new
-    if isinstance(new, torch.Tensor):
-        return patched(tree, old, new)
-    if not isinstance(new, (tuple, list)) or len(flat := refs_in(tree)) != len(new):
-        return new
-    olds = old if isinstance(old, (tuple, list)) and len(old) == len(new) else [None] * len(new)
-    return tuple([patched(ref, before, value) for ref, before, value in zip(flat, olds, new, strict=True)])
 
 
 def bound_patches(
@@ -313,3 +296,47 @@ def _bound(node: Any, tree: Any, name: str, what: Any) -> list[tuple[Any, Patch]
         return [(tree, bind(patch, name))]
     floating = [pair for pair in enumerate(refs_in(tree)) if meanings[pair[1]].dtype.is_floating_point]
     return [(ref, bind(patch, name, number)) for number, ref in floating]
+
+
+@frozen(eq=False)
+class Applying:
+    """The patches of one replay, as the functions that it calls. What they give is remembered, and looked at: how it
+    lies in memory may lead away from the recorded path. Where that is ignored it is laid as recorded.
+    """
+
+    graph: Graph
+    writes_views: bool  # does the model write through views?
+    instead: Instead
+    departed: Callable[[Departure], None]
+    remembered: Remembered
+
+    def function(self, position: int, number: int, change: Change) -> Callable[[Any], Any]:
+        """What is called with the value of a node, and gives the value that the replay goes on with."""
+        return self.remembered.watched(position, number, partial(self._applied, change), change.is_steady)
+
+    def _applied(self, change: Change, old: Any) -> Any:
+        new, tree = change(old), change.tree
+        if peek_interpreter_stack() is not None:
+            return new
+        if isinstance(new, torch.Tensor):
+            return self._looked_at(tree, old, new)
+        refs = refs_in(tree)
+        if not isinstance(new, (tuple, list)) or len(refs) != len(new):
+            return new
+        olds = old if isinstance(old, (tuple, list)) and len(old) == len(new) else [None] * len(new)
+        return tuple([self._looked_at(*one) for one in zip(refs, olds, new, strict=True)])
+
+    def _looked_at(self, ref: Ref, old: Any, new: torch.Tensor) -> torch.Tensor:
+        if self.writes_views and _is_handed_back(old, new) and parted(self.graph, (ref,)):
+            what = f"the memory of {ref}, which the model writes through it,"
+            self.departed(Departure(what, "shared", "shared again"))
+        found = [*map(self.departed, self.instead.departures(ref, old, new))]
+        return self.instead.lay(ref, new) if found else new
+
+
+def _is_handed_back(old: Any, new: torch.Tensor) -> bool:
+    """Does a patch hand on the very memory that it was given?"""
+    if new is old:
+        return True
+    dense = isinstance(old, torch.Tensor) and new.layout is old.layout is torch.strided
+    return dense and storage_of(new) == storage_of(old)

@@ -23,7 +23,6 @@ class Change:
     make: Callable[[Any], Any]
     follows: bool
     tree: Any  # the Ref, or tree of Refs, that it is for
-    hooked: Callable[[Any], Any]  # the same as it lies, as a hook would give it
     free: Callable[[Any], Any]  # the same for a value that is not of the recorded shape
     what: Any = None  # as the user gave it
     holds: tuple[torch.Tensor, ...] = ()  # tensors from which the new value is made, besides the old one

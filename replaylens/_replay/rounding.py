@@ -15,7 +15,7 @@ import torch
 from .._core.node import Guard
 from .._core.tolerances import REARRANGED, is_close_number
 from .guards import Departure, changed, changed_content, place, same_result
-from .replay import Record
+from .record import Record
 
 
 def departures_beyond_rounding(old: Record, new: Record) -> Iterator[Departure]:

@@ -17,7 +17,7 @@ from .._core.graph import Graph
 from .._core.node import Call, Ref, State, TensorMeaning
 from .._core.sharing import Overlaps, Pair
 from .guards import Departure
-from .replay import Record
+from .record import Record
 
 At = Callable[[str], torch.Tensor | None]  # what stands at an address now
 

@@ -31,7 +31,7 @@ from .deferred import mark_of
 from .derive import Added, derive, handed_back, shares_memory
 from .guards import diverged, misdirected, node_of
 from .parting import parted
-from .replay import Record
+from .record import Record
 
 Recorder = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Record]
 

@@ -17,7 +17,7 @@ from .._core.node import Ref, State
 from .._edit.content import shown
 from .._lens.layers import Atlas, Layer
 from .._replay.gradients import histories
-from .._replay.replay import Record
+from .._replay.record import Record
 from .._replay.run import Run
 from ..errors import CannotDraw, NoGradient, NoSuchLayer, NotSaved
 from .change import LayerChange, compare

@@ -13,7 +13,7 @@ from attrs import field, frozen
 
 from .._core.optional import optional
 from .._lens.layers import Atlas, Layer
-from .._replay.replay import Record
+from .._replay.record import Record
 from .._replay.run import Run
 from ..errors import ReplaylensError
 from .change import LayerChange

@@ -1,0 +1,199 @@
+"""Record: what is known of one run of a program, and what was worked out of that.
+
+In: a Graph, the values of a run of it, and where the model holds its own tensors. Out: a value, if nobody overwrote it
+since, computed again if it was not kept; or StaleValue, with the reason. Compiled plans and the like are kept with it,
+each kind in a Cache of the module that makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any, Generic, TypeVar
+
+import torch
+from attrs import define, field, frozen
+
+from .._core.autograd import as_leaf
+from .._core.capture_metadata import NOTHING_KNOWN, Account
+from .._core.graph import Graph
+from .._core.lazy import cached_property
+from .._core.model_state import Standing, StatePlace
+from .._core.node import Call, Ref, State, TensorMeaning, refs_of
+from .._core.sharing import storage_of, version_of, versions_of
+from .._core.turns import settled
+from ..errors import StaleValue
+from .plan import plan
+from .runner import run
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+OVERWRITTEN = -2  # in the place of a write counter: of a copy of what had been overwritten
+
+
+class Versions(dict[Ref, int]):
+    """Torch's write counters of the recorded values: most are zero, and are not kept."""
+
+    def __init__(self, pairs: Iterable[tuple[Ref, int]]) -> None:
+        super().__init__([(ref, count) for ref, count in pairs if count])
+
+    def __missing__(self, ref: Ref) -> int:
+        return 0
+
+
+@frozen(eq=False)
+class Cache(Generic[K, V]):
+    """What a module works out of records, and keeps with each: its newest values, by key. The module owns the Cache,
+    which carries the types; the values go when their record goes.
+    """
+
+    size: int = 64
+
+    def get(self, record: Record, key: K) -> V | None:
+        """What is kept for a record under a key."""
+        return record.caches.get(self, NOTHING).get(key)
+
+    def put(self, record: Record, key: K, value: V) -> V:
+        """Keep it. The oldest one makes room."""
+        kept = record.caches.setdefault(self, {})
+        if len(kept) >= self.size and key not in kept:
+            kept.pop(next(iter(kept)), None)
+        kept[key] = value
+        return value
+
+
+NOTHING: dict[Any, Any] = {}
+
+
+@define(eq=False)
+class Record:
+    """A Graph with what is known of one run of it. Values are kept by reference, with torch's write counter
+    beside them.
+    """
+
+    graph: Graph
+    values: dict[Ref, torch.Tensor]
+    versions: Versions
+    draws: dict[str, torch.Tensor]
+    live: dict[str, torch.Tensor] = field(
+        factory=dict
+    )  # by node name: the model's own parameters, and leaves among the inputs that the forward wrote
+    account: Account = NOTHING_KNOWN
+    histories: frozenset[Ref] | None = None  # which values gradients flow through: see gradients.py
+    saved: frozenset[str] | None = None  # the nodes whose values are to be kept, if not all are: see keeping.py
+    places: Mapping[str, StatePlace] = field(factory=dict)  # by address: where the model holds its tensors
+    lent: Mapping[str, tuple[str, torch.Tensor]] = field(
+        factory=dict
+    )  # by address: tensors of the model in the memory of an input, that input, and what was there
+    caches: dict[Cache[Any, Any], dict[Any, Any]] = field(factory=dict, init=False)  # of this very record alone
+
+    def value(self, ref: Ref) -> torch.Tensor:
+        """A recorded value, if nobody overwrote it since; computed again, if it was not kept."""
+        tensor = self.values.get(ref)
+        if tensor is None:
+            return recovered(self, [ref])[ref]
+        if (reason := self.stale(ref)) is not None:
+            raise StaleValue(reason)
+        return tensor
+
+    def stale(self, ref: Ref) -> str | None:
+        """Why a recorded value does not hold any more."""
+        if self.versions[ref] != version_of(self.values[ref]):
+            return stale_text(self.graph, ref)
+        place = self.place_of(ref)
+        if place is None or place.is_as_it_was():
+            return None
+        if settled(place.is_as_it_was):  # another thread ran the model once more, and had something else there
+            return None
+        return stale_text(self.graph, ref, place)
+
+    def place_of(self, ref: Ref) -> StatePlace | None:
+        """Where the model holds the memory in which a recorded value lies, if that is to be as it was recorded."""
+        by_name, by_storage = self.watched
+        if not by_name:
+            return None
+        return by_name.get(ref.node) or by_storage.get(storage_of(self.values[ref]) or 0)
+
+    @cached_property
+    def watched(self) -> tuple[dict[str, StatePlace], dict[int, StatePlace]]:
+        """The state whose recorded values are the model's own tensors: its places, by the name of a node and by
+        storage. What the forward writes is kept by value.
+        """
+        by_name, by_storage = {}, {}
+        for node in self.graph.state_nodes if self.places else ():
+            place = self.places.get(node.address)
+            own = place is not None and place.tensor is not None and place.tensor is self.live.get(node.name)
+            if place is None or not own or node.name in self.graph.written_state:
+                continue
+            by_name[node.name] = place
+            if (key := storage_of(self.values[Ref(node.name)])) is not None:
+                by_storage[key] = place
+        return by_name, by_storage
+
+    @cached_property
+    def steady(self) -> Steady:
+        """Are all of them as they were recorded?"""
+        return Steady(self, self.values)
+
+    def steady_values(self) -> list[torch.Tensor]:
+        """All recorded values without their histories, if nobody overwrote one since."""
+        self.require_steady()
+        return [tensor.detach() if tensor.requires_grad else tensor for tensor in self.values.values()]
+
+    def require_steady(self) -> None:
+        """Did nobody overwrite a recorded value?"""
+        if not self.steady:
+            self.steady.require(self)
+
+
+class Steady:
+    """Whether some recorded values are as they were: asked at each replay, so all at once."""
+
+    def __init__(self, record: Record, refs: Iterable[Ref]) -> None:
+        self.refs = list(refs)
+        self.tensors, self.versions = [record.values[r] for r in self.refs], [record.versions[r] for r in self.refs]
+        places = {id(place): place for ref in self.refs if (place := record.place_of(ref)) is not None}
+        self.standing = Standing(places.values())
+
+    def __bool__(self) -> bool:
+        return versions_of(self.tensors) == self.versions and bool(self.standing)
+
+    def require(self, record: Record) -> None:
+        """Refuse to go on where they are not: raises for the one that was overwritten."""
+        for ref in self.refs:
+            record.value(ref)
+
+
+def recovered(record: Record, refs: Iterable[Ref]) -> dict[Ref, torch.Tensor]:
+    """The values at these Refs, of which none was kept: the very ones that the model had, draws included, without
+    histories. Only what they need is run.
+    """
+    graph, wanted = record.graph, list(dict.fromkeys(refs))
+    positions = {graph.positions[ref.node] for ref in wanted}
+    there = bytearray([not isinstance(n, Call) or all(r in record.values for r in refs_of(n)) for n in graph.nodes])
+    made = plan(graph, positions, there, ())
+    with torch.inference_mode(False):
+        ran = run(graph, made, record.draws, lambda ref: as_leaf(record.value(ref)), record.value)
+    return {ref: as_leaf(ran[ref]) for ref in wanted}
+
+
+def stale_text(graph: Graph, ref: Ref, place: StatePlace | None = None) -> str:
+    node = graph[ref.node]
+    what = f"the {node.kind} `{node.address}`" if isinstance(node, State) else f"the recorded value of `{ref.node}`"
+    how = "was overwritten since the capture, by an optimizer's step or an operation in place"
+    now = place.now() if place is not None else None
+    if place is not None and isinstance(node, State):
+        how = place.change
+        meaning = TensorMeaning.of(now) if now is not None else None
+        if meaning is None or meaning.kind != node.meaning.kind:
+            is_now = "" if meaning is None else f": it is {meaning} on {meaning.device}, and was {node.meaning}"
+            return f"{what} {how}{is_now}.\nCapture the model again, on inputs that fit it."
+    return (
+        f"{what} {how}.\n"
+        "`prog = prog.refresh()` runs the program again on what is there now; `state={...}` gives "
+        "other parameters to one replay."
+    )
+
+
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """The same value without a history."""
+    return tensor.detach() if tensor.requires_grad else tensor

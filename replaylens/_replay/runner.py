@@ -1,0 +1,90 @@
+"""The runner: a plan compiled, supplied and interpreted, in that order, for everybody who runs part of a program.
+
+In: a Graph, a Plan of it, and what says the values that it begins with. Out: Values. Who runs the same often keeps the
+Code, and does the last two steps alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from attrs import frozen
+
+from .._core.graph import Graph
+from .._core.node import Ref
+from .._core.trees import leaves, thaw
+from .compile import AS_RECORDED, Mode, compile_plan
+from .guards import Departure
+from .interpreter import Code, Env, interpret, recorded_world
+from .plan import Plan
+
+Patches = Mapping[int, tuple[tuple[Any, Callable[..., Any]], ...]]  # position -> (which of its values, new from old)
+Supply = Callable[[Ref], Any]
+Departed = Callable[[Departure], None]  # is told of each guard that has another answer than recorded
+
+
+@frozen(eq=False)
+class Values:
+    """The env of some code, read by Ref: as far as it was run, and without what nobody needs any more."""
+
+    code: Code
+    env: Env
+
+    def __getitem__(self, ref: Ref) -> Any:
+        return self.env[self.code.slots[ref]]
+
+    def tree(self, tree: Any) -> Any:
+        """The values in the place of the Refs of a tree."""
+        return thaw(tree, lambda leaf: self[leaf] if type(leaf) is Ref else leaf)
+
+    def listed(self, tree: Any) -> list[Any]:
+        """The values of the Refs in a tree."""
+        return [self[leaf] for leaf in leaves(tree) if type(leaf) is Ref]
+
+    def tensors(self, refs: Iterable[Ref]) -> dict[Ref, torch.Tensor]:
+        """Those of these values that are tensors."""
+        return {ref: value for ref in refs if isinstance(value := self[ref], torch.Tensor)}
+
+    @property
+    def states_begun(self) -> dict[str, torch.Tensor]:
+        """The states in which draws began that may have begun elsewhere than recorded, by key."""
+        return {key: self.env[slot] for key, slot in self.code.begun if self.env[slot] is not None}
+
+
+def run(
+    graph: Graph,
+    plan: Plan,
+    states: Mapping[str, torch.Tensor],
+    supply: Supply,
+    recorded: Supply,
+    departed: Departed | None = None,
+    mode: Mode = AS_RECORDED,
+    patches: Patches = MappingProxyType({}),
+) -> Values:
+    """Run a plan. `supply` gives the values that it begins with, `recorded` those with which guards compare."""
+    patched = {position: tuple([tree for tree, _ in each]) for position, each in patches.items()}
+    code = compile_plan(graph, plan, states, recorded, mode, patched)
+    return run_code(graph, begin(code, supply, departed, patches))
+
+
+def begin(
+    code: Code, supply: Supply, departed: Departed | None = None, patches: Patches = MappingProxyType({})
+) -> Values:
+    """The values to begin with."""
+    env = list(code.template)
+    for ref, slot in code.supply:
+        env[slot] = supply(ref)
+    for position, number, slot in code.patches if patches else ():
+        env[slot] = patches[position][number][1]
+    env[code.departed] = departed
+    return Values(code, env)
+
+
+def run_code(graph: Graph, values: Values) -> Values:
+    """Run the steps in the recorded world."""
+    with recorded_world(values.code.draws, graph):
+        interpret(values.code, values.env)
+    return values

@@ -1,0 +1,144 @@
+"""Which values a replay begins with.
+
+In: a record, and a Request. Out: which nodes have a usable value, and that value as the request needs it: with which
+history, with which flag, in whose memory.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from .._core.autograd import as_leaf, fresh_leaf, standing
+from .._core.graph import Graph
+from .._core.node import Call, Ref, State, refs_of
+from .._core.sharing import begin_together
+from .._core.torch_private import peek_interpreter_stack
+from ..errors import StaleValue
+from .interpreter import Code, Env
+from .record import Record, Steady, stale_text
+from .request import Request
+from .runner import begin
+
+
+def supply(record: Record, request: Request, ref: Ref) -> Any:
+    """The value that a replay begins with. Live tensors are the model's own, which stand for recorded values.
+
+    ============ ==================== ================================= ======================================
+    asked for    given                live                              recorded
+    ============ ==================== ================================= ======================================
+    gradients at a leaf of its own where they are asked for, elsewhere without a history (as `live` too)
+    gradients    as it is             as it is, or what stands for it   itself if it is a leaf, else as a leaf
+    values       as a leaf, with the  the recorded value                as a leaf
+                 recorded flag
+    ============ ==================== ================================= ======================================
+
+    For gradients a recorded inference tensor, which can have none, is copied.
+    """
+    given = request.given.get(record.graph.positions[ref.node])
+    if request.at:
+        return _begun_at(record.value(ref) if given is None else given, ref in request.at)
+    if given is not None:
+        return given if request.grad else _flagged(given, record.values[ref])
+    if request.grad:
+        live = record.live.get(ref.node)
+        return _with_history(record.value(ref)) if live is None else _live(record, ref, live)
+    return record.value(ref) if ref.node in record.live else as_leaf(record.value(ref))
+
+
+def _begun_at(value: torch.Tensor, is_asked: bool) -> torch.Tensor:
+    """A history begins where gradients are asked for, and nowhere else."""
+    if is_asked:
+        return fresh_leaf(value)
+    return value.clone() if value.is_inference() else value.detach()
+
+
+def _with_history(value: torch.Tensor) -> torch.Tensor:
+    if value.is_inference():
+        return value.clone()
+    return value if value.is_leaf else as_leaf(value)
+
+
+def _live(record: Record, ref: Ref, live: torch.Tensor) -> torch.Tensor:
+    """The model's own tensor, which collects the gradients; where the forward wrote it, what stands for it."""
+    recorded, node = record.value(ref), record.graph[ref.node]
+    if begin_together(live, recorded):
+        return live
+    if isinstance(node, State) and node.name not in record.graph.written_state:
+        raise StaleValue(stale_text(record.graph, ref))
+    if live.grad_fn is not None:  # a buffer with the history of what was written into it since
+        return recorded
+    return standing(live, recorded)
+
+
+def _flagged(given: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
+    """A given value without a history, and with the flag that the recorded one had."""
+    if given.is_inference():
+        return given
+    hidden = peek_interpreter_stack() is not None  # a transform forbids the flag
+    return given.detach() if hidden else given.detach().requires_grad_(recorded.requires_grad)
+
+
+class Beginning:
+    """The env that the replays of one kind begin with. What is the same in all of them is prepared once."""
+
+    def __init__(self, code: Code, request: Request) -> None:
+        self.code = code
+        self.others: list[tuple[Ref, int]] = []  # given ones, and what is a leaf of its own in each replay
+        self.is_live = request.grad and not request.at  # the model's own parameters collect the gradients
+        self.kept: tuple[Steady, Env] | None = None
+
+    def begin(self, record: Record, request: Request) -> Env:
+        """The env to begin with. Which nodes are given is the same for all replays of a kind."""
+        if self.kept is None:
+            return self._prepared(record, request)
+        steady, kept = self.kept
+        if not steady:
+            if self.is_live:
+                return begin(self.code, partial(supply, record, request)).env
+            steady.require(record)
+        env = kept.copy()
+        for ref, slot in self.others:
+            env[slot] = supply(record, request, ref)
+        return env
+
+    def _prepared(self, record: Record, request: Request) -> Env:
+        """The first env, of which the next ones keep what is the same."""
+        env, positions = begin(self.code, partial(supply, record, request)).env, record.graph.positions
+        fixed = [(ref, slot) for ref, slot in self.code.supply if positions[ref.node] not in request.given]
+        same = {ref for ref, slot in fixed if self._is_same(record, ref, env[slot])}
+        self.others, kept = [(ref, slot) for ref, slot in self.code.supply if ref not in same], env.copy()
+        for _, slot in self.others:
+            kept[slot] = None
+        self.kept = Steady(record, same), kept
+        return env
+
+    def _is_same(self, record: Record, ref: Ref, value: torch.Tensor) -> bool:
+        """Does each replay begin with this very object? For gradients only with the model's own, where they stand."""
+        if not self.is_live:
+            return True
+        return value is record.live.get(ref.node) and record.place_of(ref) is not None
+
+
+def known_marks(record: Record, request: Request) -> bytearray:
+    """Marks of the nodes with usable values. With gradients only sources and the start are: all else must have a
+    history.
+    """
+    graph = record.graph
+    marks = bytearray(len(graph))
+    for position, node in enumerate(graph.nodes):
+        if not isinstance(node, Call):
+            marks[position] = 1
+        elif request.fresh and is_drawn_anew(graph, request, position):
+            continue
+        elif not request.grad or request.at or position in request.start:
+            marks[position] = all(ref in record.values for ref in refs_of(node))
+    return marks
+
+
+def is_drawn_anew(graph: Graph, request: Request, position: int) -> bool:
+    """Does a fresh replay draw there? Not what a seed fixed, nor the layer on whose recorded value it begins."""
+    node = graph.nodes[position]
+    return isinstance(node, Call) and bool(node.draws) and not node.is_seeded and position not in request.start
