@@ -21,6 +21,7 @@ from attrs import evolve, field, frozen
 from torch import nn
 
 from .._core.notes import add_note
+from .._core.ops import Quirk, info
 from .._core.pure import alias
 from .._core.torch_private import (
     OpOverload,
@@ -32,7 +33,7 @@ from .._core.torch_private import (
     without_function_modes,
 )
 from .._core.trees import leaves, thaw_shared
-from .._replay.facts import OF_THE_OBJECT, noticing
+from .._replay.facts import noticing
 from .._replay.stream import as_the_user, outside
 from ..errors import DivergedReplay, NotDifferentiable
 from .aims import Aim, Aims, is_another_view
@@ -172,7 +173,7 @@ class LiveTracer(Tracer):
 
     def _require_asked_of_its_own(self, word: str, tensor: torch.Tensor) -> None:
         """What a patch gives is a copy of what the user gave, and no answer for that."""
-        known = self.memory.live.get(id(tensor)) if word in OF_THE_OBJECT and self.recording.patched else None
+        known = self.memory.live.get(id(tensor)) if info(word).has(Quirk.OBJECT) and self.recording.patched else None
         handle = known.handle if isinstance(known, Entry) else known
         records = [self.recording.records[number] for number in self.recording.patched]
         if handle is not None and any(handle == made for one in records for _, made in parts_of(one.returns)):

@@ -1,7 +1,7 @@
 """Two lists of ATen calls, of a plain forward and of a replay, and what is left when all that is known is taken away.
 
 In: the calls; those of the replay with their nodes. Out: an Account. A plain call that no replayed one answers was
-missed by the program; a replayed one that no plain call answers is the program's own invention. The tables are data.
+missed by the program; a replayed one that no plain call answers is the program's own invention.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 from attrs import frozen
 
 from .._core.node import Call, Guard
+from .._core.ops import Quirk, info
 from .._core.pure import blank, fill_new, filled, mutate, resized
 from .._core.text import line
 from .aten import Kernel, Sort
@@ -29,7 +30,6 @@ ADDED: dict[Any, tuple[Sort, str]] = {
     fill_new: (Sort.FILL, "fills of memory that was undefined"),
     mutate: (Sort.READ, "reads of indices for views that are derived again"),
 }
-STORAGES = frozenset("untyped_storage storage _typed_storage".split())
 META = "calls for tensors without content"
 AGAIN = "calls that a gradient's stretch runs again"
 CASTS = "casts that autocast's cache spared the plain forward"
@@ -54,7 +54,7 @@ class Account:
 
 def account_of(plain: list[Seen], replayed: list[Seen], guards: tuple[Guard, ...] = ()) -> Account:
     """Plain calls against replayed ones."""
-    opened = any(guard.target.short in STORAGES for guard in guards)
+    opened = any("storage" in g.target.short and info(g.target).has(Quirk.EXPOSES_MEMORY) for g in guards)
     wanted = [s for s in plain if s.kernel.sort in COUNTED and not s.within and not (opened and _is_of_bytes(s.kernel))]
     given = [seen for seen in replayed if seen.kernel.sort in COUNTED and not seen.within and not _is_watched(seen)]
     mine, theirs = (Counter(seen.kernel for seen in calls) for calls in (given, wanted))

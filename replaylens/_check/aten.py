@@ -2,8 +2,7 @@
 each other.
 
 In: an operator and its arguments. Out: a Kernel: what sort of work it is, its name without the marks of writing, the
-shapes and dtypes of the tensors that it reads. All of it follows from operators' schemas and from the tables here,
-which are data.
+shapes and dtypes of the tensors that it reads.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._capture.rules import How, rule_of
 from .._core.node import TensorMeaning
+from .._core.ops import Quirk, info, stems
 from .._core.torch_private import OpOverload
 
 
@@ -41,9 +40,6 @@ class Kernel(NamedTuple):
         return f"{self.name}({', '.join(self.operands)})"
 
 
-COPIES = frozenset("clone copy _to_copy lift lift_fresh_copy contiguous _reshape_copy".split())
-MEMORY = frozenset("empty empty_strided empty_permuted resize resize_as set".split())
-FILLS = frozenset("zero zeros ones full fill scalar_tensor".split())
 QUIET = frozenset(("profiler",))  # namespaces of operators that only look on
 UNSAFE = ("_unsafe_", "unsafe_")  # views that autograd may not see through
 
@@ -56,7 +52,7 @@ def kernel_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     if sort is Sort.FILL:
         return Kernel(sort, "fill", tuple(map(described, _tensors(out))))
     operands = tuple(map(described, _operands(op, args, kwargs)))
-    if sort is Sort.MOVE and name in COPIES and (cast := _cast(name, args, out)):
+    if sort is Sort.MOVE and info(name).has(Quirk.COPY) and (cast := _cast(name, args, out)):
         return Kernel(Sort.CAST, "cast", cast)
     return Kernel(sort, name, operands)
 
@@ -66,38 +62,28 @@ def reduced(op: Any) -> tuple[Sort, str]:
     """What sort of work an operator does, and its name without the marks of writing."""
     namespace, name = op._schema.name.split("::")
     name = _unmarked(namespace, name) if op._schema.is_mutable else name
-    plain = name.removeprefix("new_").removesuffix("_like")
-    if plain in FILLS:
+    plain = info(name.removeprefix("new_").removesuffix("_like"))
+    if plain.has(Quirk.FILL):
         return Sort.FILL, "fill"
-    if plain in MEMORY or name in COPIES or torch.Tag.inplace_view in op.tags or _is_view(namespace, op, name):
+    is_move = plain.has(Quirk.ALLOCATION) or info(name).has(Quirk.COPY) or info(op).reshapes
+    if is_move or _is_view(namespace, op, name):
         return Sort.MOVE, name
     if op._schema.is_mutable or any("Tensor" in str(value.type) for value in op._schema.returns):
         return Sort.COMPUTE, name
-    reads = namespace not in QUIET and (namespace != "aten" or rule_of(op).how is How.ESCAPE)
+    reads = namespace not in QUIET and (namespace != "aten" or info(op).is_data_dependent)
     return (Sort.READ if reads else Sort.MOVE), name
 
 
 def _unmarked(namespace: str, name: str) -> str:
     """`add` for `add_`, `__and__` for `__iand__`, where there is such an operator."""
-    twins = [name.removesuffix("_"), f"__{name.removeprefix('__i')}" if name.startswith("__i") else name]
-    return next((twin for twin in twins if twin != name and hasattr(getattr(torch.ops, namespace), twin)), name)
+    return next((stem for stem in stems(name) if stem != name and hasattr(getattr(torch.ops, namespace), stem)), name)
 
 
 def _is_view(namespace: str, op: Any, name: str) -> bool:
     """Does it look at an argument's memory, or copy what a view of it would show, or write there?"""
-    if _gives_view(op):
-        return True
-    stems = [name.removesuffix("_copy"), name.removesuffix("_scatter"), *(name.removeprefix(mark) for mark in UNSAFE)]
-    return any(stem != name and _has_view(namespace, stem) for stem in stems)
-
-
-def _has_view(namespace: str, name: str) -> bool:
-    packet = getattr(getattr(torch.ops, namespace), name, None)
-    return packet is not None and any(_gives_view(getattr(packet, overload)) for overload in packet.overloads())
-
-
-def _gives_view(op: Any) -> bool:
-    return any(value.alias_info is not None and not value.alias_info.is_write for value in op._schema.returns)
+    plain = [name.removesuffix("_copy"), name.removesuffix("_scatter"), *(name.removeprefix(mark) for mark in UNSAFE)]
+    viewing = [getattr(getattr(torch.ops, namespace), one, None) for one in plain if one != name]
+    return info(op).gives_view or any(one is not None and info(one).gives_view for one in viewing)
 
 
 def _cast(name: str, args: tuple[Any, ...], out: Any) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from attrs import evolve
 
 from .._core.graph import Graph
 from .._core.node import Call, Guard, Node
+from .._core.ops import Quirk, info
 from .._replay.interpreter import Code
 from .._replay.replay import Record, execute
 from .._replay.request import Request
@@ -27,8 +28,6 @@ from .report import Finding, Law
 from .subject import Subject, open_layers
 from .watch import Seen, Watch
 
-# Kernels that stand for a whole layer. Torch leaves them under any function mode: a capture sees the layer open.
-FUSED = frozenset("_transformer_encoder_layer_fwd _native_multi_head_attention".split())
 MOST_FUSED = 1e-3  # how far an open layer's output may be from the fused one's
 
 
@@ -117,7 +116,7 @@ def _at(watch: Watch, step: Node | Guard, call: Any, *args: Any) -> Any:
 
 def _fused(subject: Subject, plain: list[Seen], output: Any) -> tuple[Finding, ...]:
     """Layers that a plain forward runs as one kernel, and how far that is from what was recorded."""
-    calls = [seen for seen in plain if seen.kernel.name in FUSED]
+    calls = [seen for seen in plain if info(seen.kernel.name).has(Quirk.WHOLE_LAYER)]
     if not calls:
         return ()
     recorded = subject.record.graph.output, subject.record.value

@@ -14,6 +14,7 @@ from attrs import define, field, frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Input, Ref, meanings_of
+from .._core.ops import Quirk, info
 from .._core.pure import looks_at_memory, mutate, same_content
 from .._core.reference import Unpickled
 from .._core.target import Target
@@ -238,7 +239,7 @@ def shares_nothing(graph: Graph) -> str:
         for function in (call.target, *[leaf for leaf in inner if type(leaf) is Target]):
             if looks_at_memory(function):
                 return f"{call.name} looks at memory by its geometry"
-            if function.short in ("map_", "map2_", "apply_"):
+            if info(function).has(Quirk.CALLBACK):
                 return f"{call.name} calls Python for every number"
         if any(meaning.strides is None for meaning in call.meaning):
             return f"{call.name} gives a tensor that is not dense"

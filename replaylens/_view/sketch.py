@@ -14,13 +14,13 @@ from attrs import frozen
 from .._core.graph import Graph
 from .._core.lazy import cached_property
 from .._core.node import Call, Input, Node, Ref, Scope, Source, State, TensorMeaning, meanings_of, value_of
+from .._core.ops import Quirk, of_kind
 from .._core.pure import BLANKS, Derived, Nth, laid_out, mutate
 from .._core.trees import Branch, leaves
 from .._lens.conditionals import Conditionals
 from .._lens.layers import Atlas, Place
 from .scene import NO_ROLES, Roles
 
-COMMUTATIVE = frozenset("add mul eq ne maximum minimum logicaland logicalor logicalxor bitwiseand bitwiseor".split())
 IN_PLACE = ("was ", "reads ")  # how an edit is worded that made a call another one, and put none beside it
 
 
@@ -199,7 +199,7 @@ class _Pencil:
             return
         named = _arguments(node)
         several = len({ref for ref, _ in named if ref.node in self.drawn and ref.node not in self.hidden}) > 1
-        in_order = node.kind in COMMUTATIVE and not dict(node.kwargs).get("alpha")
+        in_order = of_kind(node.kind).has(Quirk.COMMUTATIVE) and not dict(node.kwargs).get("alpha")
         for ref, word in named:
             yield from self._from(ref, place.label, word if several and not in_order else "")
 
