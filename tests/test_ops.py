@@ -26,7 +26,6 @@ ELSEWHERE = {
     "SPECIALS": "which method of the tracer has a way of its own for it",
     "OPEN_FORMS": "the functions that it is opened into",
     "_PRODUCTS": "the formulas of what it costs",
-    "_OPERATORS": "the methods that Python's operators in place stand for",
     "_BY_GEOMETRY": "functions of the package's own are among them",
     "_HIDDEN": "classes of a module of torch's",
     "RULES": "which axes of a call are rows: an alignment for each",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from functools import cache, partial
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType
 from typing import Any
 
 import torch
@@ -97,6 +97,7 @@ def rule_of(function: Callable[..., Any]) -> Rule:
     return _named_rule(function, op)
 
 
+_BUILTIN = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, MethodWrapperType)
 _FLAGS = frozenset((Quirk.HISTORY, Quirk.OBJECT))
 _FACTS = frozenset((Quirk.METADATA, Quirk.MARKS_OBJECT))
 _EXPOSES = frozenset((Quirk.EXPOSES_MEMORY, Quirk.TELLS_ADDRESS))
@@ -111,7 +112,7 @@ def _named_rule(function: Callable[..., Any], op: OpInfo) -> Rule:
             return Rule(How.OPEN, kind)
         if (function.__module__ or "").startswith("torch.nn.init"):
             return Rule(How.OPAQUE, kind, writes=_first_tensors, may_draw=True)
-    if isinstance(function, FunctionType) or not _is_builtin(function):
+    if isinstance(function, FunctionType) or not isinstance(function, _BUILTIN):
         return Rule(How.OPAQUE, kind, writes=writes, may_draw=True, is_dynamic=True)
     if op.reshapes:
         return Rule(How.LEAF, kind, writes=writes, reshapes=True)
@@ -128,21 +129,14 @@ def is_new_memory(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     return getattr(function, "__name__", "") == "new" and all(isinstance(arg, (int, torch.Size)) for arg in args[1:])
 
 
-def _is_builtin(function: Callable[..., Any]) -> bool:
-    return isinstance(function, BuiltinFunctionType) or type(function).__name__ in (
-        "method_descriptor",
-        "wrapper_descriptor",
-        "method-wrapper",
-        "builtin_function_or_method",
-    )
-
-
 def _property_rule(op: OpInfo, word: str) -> Rule:
     name = op.name
     if word == "__get__" and _FLAGS & op.quirks:
         return Rule(How.SPECIAL, name, special="asks_flag")
     if word == "__get__" and op.has(Quirk.FORMAT):
         return Rule(How.SPECIAL, name, special="asks_layout")
+    if word == "__get__" and _EXPOSES & op.quirks:
+        return Rule(How.EXPOSE, kind_of(name))
     if word == "__get__" and op.is_free:  # `x.T`, `x.real`, `x.data`
         return Rule(How.LEAF, kind_of(name))
     if word == "__set__" and name in ("data", "requires_grad"):

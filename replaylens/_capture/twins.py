@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from .._core.ops import Quirk, info
+from .._core.ops import Quirk, info, stems
 from .._core.torch_private import OpOverload, OpOverloadPacket, kernels
 from .builder import PLAIN
 
-_OPERATORS = {"__iadd__": "add", "__isub__": "sub", "__imul__": "mul", "__itruediv__": "div"}
 _FLOATS = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
 _DIFFERENTIABLE = _FLOATS | {torch.complex64, torch.complex128}
 
@@ -41,7 +40,7 @@ def twin_of(func: Any, args: Any, kwargs: Any, target: torch.Tensor, others: lis
     if op.has(Quirk.EXACT_IN_PLACE) and not others:
         return _pure_function(func, name), args, kwargs
     if op.has(Quirk.EXACT_OF_TWO) and all(_fits(other, target) for other in others) and not _is_complex(args, kwargs):
-        return getattr(torch.Tensor, _OPERATORS.get(name, name.rstrip("_"))), args, kwargs
+        return getattr(torch.Tensor, stems(name)[-1]), args, kwargs
     if name == "masked_fill_" and all(_fits(other, target) or other.dtype is torch.bool for other in others):
         return torch.Tensor.masked_fill, args, kwargs
     return None

@@ -18,6 +18,10 @@ from .quirks import UNLIKE_THEIR_SCHEMAS, Quirk as Quirk
 from .target import Target
 from .torch_private import OpOverload, OpOverloadPacket, has_kernel
 
+_MOVING: frozenset[Quirk] = frozenset(
+    (Quirk.FREE, Quirk.COPY, Quirk.COPY_OR_VIEW, Quirk.FILL, Quirk.ALLOCATION, Quirk.PART)
+)
+
 
 def _by(fact: Callable[[OpInfo], Any]) -> Any:
     return field(init=False, repr=False, default=Factory(fact, takes_self=True))
@@ -53,7 +57,7 @@ class OpInfo:
         lambda op: op.has(Quirk.SHAPE_OF_FIRST) or op.name.endswith("_like") or op.name.startswith("new_")
     )
     reads_shape_of_second: bool = _by(lambda op: op.has(Quirk.SHAPE_OF_SECOND) or op.name.endswith("_as"))
-    is_free: bool = _by(lambda op: op.has(Quirk.FREE) or op.reads_shape_of_first or op.gives_view)  # of arithmetic
+    is_free: bool = _by(lambda op: bool(_MOVING & op.quirks) or op.reads_shape_of_first or op.gives_view)
 
     def has(self, quirk: Quirk) -> bool:
         """Does it stand in this group?"""
@@ -74,7 +78,8 @@ def info(function: Any) -> OpInfo:
         return _of_operator(function)
     if type(function) is not str:
         is_property = getattr(function, "__name__", "") in ("__get__", "__set__", "__delete__")
-        function = str(getattr(function.__self__ if is_property else function, "__name__", ""))
+        owner = getattr(function.__self__, "fget", function.__self__) if is_property else function
+        function = str(getattr(owner, "__name__", ""))
     return _of_name(function)
 
 

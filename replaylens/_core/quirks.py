@@ -76,7 +76,7 @@ class Quirk(enum.Enum):
     EXACT_IN_PLACE = """relu_ sigmoid_ tanh_ silu_ hardtanh_ hardswish_ leaky_relu_ mish_ threshold_ hardsigmoid_ exp_
         sqrt_ rsqrt_ neg_ abs_ sin_ cos_ square_ reciprocal_ log_ floor_ ceil_ round_ erf_ clamp_ clamp_min_ clamp_max_
         relu6_"""
-    EXACT_OF_TWO = "add_ sub_ mul_ div_ pow_ __iadd__ __isub__ __imul__ __itruediv__ true_divide_"
+    EXACT_OF_TWO = "add_ sub_ mul_ div_ pow_ __iadd__ __isub__ __imul__ true_divide_"
     # products that torch opens in one way or another by the flag of what they are given
     FOLDS_BY_FLAGS = "matmul mm mv dot linear addmm addmv inner tensordot chain_matmul multi_dot"
     # the flags of what it is given go to a kernel, which computes the gradients at once
@@ -138,15 +138,13 @@ class Quirk(enum.Enum):
     COPY_OR_VIEW = "contiguous reshape reshape_as flatten ravel to"
     PART = "__getitem__ select narrow slice unbind index_select"
     JOIN = "add sub cat concat concatenate hstack stack"  # of a residual stream with what is made of it
-    # no arithmetic, besides what gives views by its schema, `*_like` and `new_*`
-    FREE = """clone contiguous reshape reshape_as flatten unflatten ravel adjoint broadcast_to broadcast_tensors repeat
-        repeat_interleave tile cat concat concatenate stack hstack vstack dstack column_stack split chunk tensor_split
-        __getitem__ __setitem__ index_select gather scatter index_put index_copy index_fill take take_along_dim
-        masked_fill masked_scatter masked_select where embedding pad constant_pad_nd roll flip fliplr flipud rot90 fold
-        pixel_shuffle pixel_unshuffle channel_shuffle diag diag_embed tril triu to type type_as float double half
-        bfloat16 int long bool cpu cuda copy data zero fill zeros ones full empty tensor as_tensor scalar_tensor arange
-        linspace eye rand randn randint randperm normal bernoulli uniform multinomial nonzero argsort sort topk unique
-        meshgrid atleast_1d atleast_2d atleast_3d one_hot lift real imag resize mT mH H T set"""
+    # no arithmetic, besides what gives views by its schema, `*_like`, `new_*`, and copies, fills and parts as above
+    FREE = """broadcast_tensors repeat repeat_interleave tile cat concat concatenate stack hstack vstack dstack
+        column_stack __setitem__ gather scatter index_put index_copy index_fill take take_along_dim masked_fill
+        masked_scatter masked_select where embedding pad constant_pad_nd roll flip fliplr flipud rot90 fold
+        pixel_shuffle pixel_unshuffle channel_shuffle diag diag_embed tril triu type type_as float double half
+        bfloat16 int long bool tensor arange linspace eye rand randn randint randperm normal bernoulli uniform
+        multinomial nonzero argsort sort topk unique data meshgrid atleast_1d atleast_2d atleast_3d one_hot H T"""
     # so many operations for each number that it gives, besides one where it is tagged as going over them one by one
     COSTS_1 = """__truediv__ __rdiv__ floor_divide cumsum cumprod prelu rrelu tanhshrink softsign logsigmoid clip rsub
         greater greater_equal less less_equal hardswish __and__ __or__ __xor__ __invert__"""
