@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ import replaylens as rl
 from replaylens._capture import twins
 from replaylens._check import model_under_test
 from replaylens._core.node import Call
+from replaylens._core.ops import info
+from replaylens._core.quirks import Quirk
 
 
 class Tripled(torch.autograd.Function):
@@ -112,6 +115,13 @@ def passed_by(*args: Any) -> Any:
     return func(*given, **kwargs)
 
 
+def as_exact_in_place(function):
+    op = copy(info(function))
+    if op.name == "elu_":
+        object.__setattr__(op, "quirks", op.quirks | {Quirk.EXACT_IN_PLACE})
+    return op
+
+
 FAULTS = {
     "a bound function is not seen": (
         with_a_bound_function,
@@ -137,7 +147,7 @@ FAULTS = {
     ),
     "elu in place is elu": (
         with_elu_in_place,
-        lambda patch: patch("replaylens._capture.twins._UNARY", twins._UNARY | {"elu_"}),
+        lambda patch: patch("replaylens._capture.twins.info", as_exact_in_place),
     ),
     "a late write is not looked for": (
         with_a_late_write,

@@ -27,12 +27,6 @@ MODES: dict[str, Callable[[], bool]] = {
 
 # functions of torch's that let the model see flags: they cut off a history, or write a tensor as text
 _SHOWING_FLAGS = frozenset(("_grad_preprocess", "_str_intern"))
-# functions of torch's that hand the flags of what they are given to a kernel, which computes the gradients at once
-HANDS_ON_FLAGS = frozenset(("linear_cross_entropy",))
-# products that torch opens in one way or another by the flag of what they are given
-FOLDS_BY_FLAGS = frozenset(
-    "matmul __matmul__ __rmatmul__ mm mv dot linear addmm addmv inner tensordot chain_matmul multi_dot".split()
-)
 
 
 def next_functions(tensor: torch.Tensor) -> Any:

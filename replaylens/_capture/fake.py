@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 from .._core.node import Left
 from .._core.notes import add_note, notes_of
+from .._core.ops import Quirk, info
 from .._core.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -42,7 +43,6 @@ from .tracer import Tracer
 
 _peek = peek_interpreter_stack
 _dispatch_modes = count_dispatch_modes
-_CALLBACKS = frozenset(("map_", "map2_", "apply_"))  # they read memory, of which there is none
 
 
 def outlined(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unknown: str = "raise") -> Record:
@@ -89,7 +89,7 @@ class FakeTracer(Tracer):
             self.is_special = True
 
     def _call(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        if getattr(func, "__name__", "") in _CALLBACKS:
+        if info(func).has(Quirk.CALLBACK):  # it reads memory, of which there is none
             what = f"`{rule.kind}` calls Python for every number"
             raise CaptureError(f"{what}, and fake tensors have none.{self.where()}\nCapture it without fake=True.")
         targets = rule.writes(args, kwargs) if rule.writes is not None else ()
@@ -121,7 +121,7 @@ class _Undrawn(Draws):
 
     def around(self, may_draw: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
         draw = Draw(None, torch.default_generator)
-        if may_draw and not is_idle(func.__name__, args, kwargs):
+        if may_draw and not is_idle(func, args, kwargs):
             draw.key = f"draw_{len(self.kept) + 1}"
             self.kept[draw.key] = torch.empty(0)
         return draw

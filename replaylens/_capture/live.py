@@ -21,6 +21,7 @@ from attrs import evolve, field, frozen
 from torch import nn
 
 from .._core.notes import add_note
+from .._core.ops import Quirk, info
 from .._core.runtime import alias
 from .._core.sharing import storage_of, version_of
 from .._core.torch_private import (
@@ -33,7 +34,6 @@ from .._core.torch_private import (
     without_function_modes,
 )
 from .._core.trees import thaw_shared
-from .._replay.flag_guards import OF_THE_OBJECT
 from .._replay.rng_stream import as_the_user, outside
 from ..errors import DivergedReplay, NotDifferentiable
 from .aims import Aim, Aims, is_another_view
@@ -172,7 +172,7 @@ class LiveTracer(Tracer):
 
     def _require_asked_of_its_own(self, word: str, tensor: torch.Tensor) -> None:
         """What a patch gives is a copy of what the user gave, and no answer for that."""
-        known = self.memory.live.get(id(tensor)) if word in OF_THE_OBJECT and self.recording.patched else None
+        known = self.memory.live.get(id(tensor)) if info(word).has(Quirk.OBJECT) and self.recording.patched else None
         handle = known.handle if isinstance(known, Entry) else known
         records = [self.recording.records[number] for number in self.recording.patched]
         if handle is not None and any(handle == made for one in records for _, made in parts_of(one.returns)):

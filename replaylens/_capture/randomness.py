@@ -17,14 +17,12 @@ from typing import Any
 import torch
 
 from .._core.node import Generator, Left
+from .._core.ops import Quirk, info
 from .._core.torch_private import seed_tracker, unset_fake_temporarily
 from .._core.world import let_go, one_draws, users_state
 from .bytecode import called_bare, nested, words
 from .user_code import closed_over, named_by
 
-_DROPOUTS = frozenset(
-    "dropout dropout_ alpha_dropout alpha_dropout_ feature_dropout feature_dropout_ feature_alpha_dropout".split()
-)
 OF_THE_MODEL = "torch.Generator"
 UNSEEN = "a call that was not seen"
 NEW_SEED = "torch.seed"
@@ -33,16 +31,16 @@ _READING = frozenset(("get_rng_state", "get_state"))
 _COPYING = _READING | {"clone_state", "default_generator"}
 _SETTING = frozenset(("set_rng_state", "set_state"))
 _TELLING = _COPYING | _SETTING | {"initial_seed", "manual_seed"}
-_RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu".split())
 
 
-def is_idle(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def is_idle(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Does this call surely draw nothing, although its kind may? Dropout in evaluation is the common one."""
-    if name in _DROPOUTS:
-        return not (args[2] if len(args) > 2 else kwargs.get("train", kwargs.get("training", True)))
-    if name == "scaled_dot_product_attention":
-        return not (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
-    if name in _RECURRENT:  # input, hidden, parameters, has_biases, layers, dropout, training; packed: one more before
+    op = info(function)
+    if op.has(Quirk.DROPOUT):
+        return not op.given("train", args, kwargs, kwargs.get("training", True))
+    if op.has(Quirk.ATTENTION):
+        return not op.given("dropout_p", args, kwargs, 0.0)
+    if op.has(Quirk.RECURRENT):  # the first float is the dropout, of packed ones too
         floats = [value for value in args if type(value) is float]
         return bool(floats) and not floats[0]
     return False
@@ -201,7 +199,7 @@ class Draws:
 
     def around(self, may_draw: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
         """To be given a call. Afterwards its `key` names the state that the call began with, if it drew."""
-        if not may_draw or is_idle(func.__name__, args, kwargs):
+        if not may_draw or is_idle(func, args, kwargs):
             return _NO_DRAW
         return Draw(self, generator_of(args, kwargs))
 

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._core.autograd import new_parameter
 from .._core.node import ITSELF
+from .._core.ops import info
 from .._core.runtime import blank, clear, fill, filled, fills_memory
 from .._core.settings import Settings, settings
 from .._core.sharing import storage_of, version_of
@@ -40,7 +41,7 @@ from .builder import PLAIN, CallRecord, GuardRecord, Handle, Recording, Site, So
 from .bytecode import is_torch_code
 from .origins import Date, Origins, is_older, thread_marks
 from .randomness import Draws, as_drawn
-from .rules import PARTING, Rule, is_new_memory
+from .rules import Rule, is_new_memory
 from .scopes import callers, user_frame
 from .storage import OUTSIDE, Base, Entry, Memory, geometry_step, step_tree
 
@@ -376,7 +377,7 @@ class Recorder(TorchFunctionMode):
             self.recording.view_of[handle] = above
         plain = tensor.layout is torch.strided and tensor.dtype == source.dtype == base.root.dtype
         of_several = sum(self.base_of(t) is base for t in tensors) > 1
-        if plain and len(part) == 1 and name in PARTING and not of_several:
+        if plain and len(part) == 1 and not of_several and info(func).gives_several_views:
             steps: tuple[Any, ...] = (*entry.steps, self.memory.part_step(source, tensor, name, args, kwargs, part[0]))
         elif plain and ("as_strided" in name or part or of_several or not any(source is value for value in args)):
             steps = (geometry_step(tensor, base),)

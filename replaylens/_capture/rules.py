@@ -1,23 +1,23 @@
 """What kind of call is this? One Rule for each torch function, made once and kept.
 
 In: a callable as the function mode sees it. Out: a Rule: pass it on, open it, record it; does it write, draw, let
-content out of torch. Names and schemas decide; the tables are data.
+content out of torch. What is known of the function is in `_core/ops.py`.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from functools import cache
-from types import BuiltinFunctionType, FunctionType
+from functools import cache, partial
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType
 from typing import Any
 
 import torch
 from attrs import frozen
 
+from .._core.ops import OpInfo, Quirk, info, kind_of
 from .._core.settings import are_usual, products_are_usual
 from .._core.torch_private import HigherOrderOperator, OpOverload, OpOverloadPacket
-from .._replay.layout_guards import KINDS
 
 
 class How(enum.Enum):
@@ -50,47 +50,11 @@ class Rule:
     is_usual: Callable[[], bool] | None = None  # are the switches that it goes by as torch has them?
 
 
-METADATA = frozenset(
-    """dim size numel nelement stride storage_offset element_size is_contiguous is_floating_point is_complex
-    is_inference get_device __len__ has_names shape ndim dtype device layout requires_grad is_leaf
-    grad_fn itemsize nbytes is_cuda is_cpu is_sparse is_nested is_quantized is_meta is_mps is_xpu is_mkldnn
-    is_sparse_csr is_ipu is_maia is_mtia is_vulkan is_xla
-    retains_grad name names result_type promote_types can_cast
-    qscheme q_per_channel_axis _parse_to
-    _has_compatible_shallow_copy_type _sym_int sym_int sym_float sym_max sym_min sym_not sym_sum sym_ite sym_sqrt
-    _assert is_grad_enabled is_inference_mode_enabled retain_grad is_same_size is_signed
-    register_post_accumulate_grad_hook is_distributed dense_dim sparse_dim
-    __hash__ share_memory_ rename_ get_default_dtype is_storage is_tensor
-    dim_order get_rng_state set_rng_state manual_seed initial_seed is_deterministic_algorithms_warn_only_enabled
-    are_deterministic_algorithms_enabled is_autocast_enabled is_autocast_cpu_enabled get_autocast_dtype
-    is_warn_always_enabled broadcast_shapes cudnn_is_acceptable _use_cudnn_ctc_loss""".split()
-)
-# Of these, what changes the very object that it is called on.
-MARKING = frozenset("retain_grad register_post_accumulate_grad_hook share_memory_ rename_ __hash__".split())
-# What is asked of a tensor that another one of the same content may answer otherwise.
-LAYOUT = frozenset(
-    "stride storage_offset is_contiguous dim_order is_non_overlapping_and_dense _debug_has_internal_overlap".split()
-)
-FLAGS = frozenset(
-    """requires_grad is_leaf grad_fn grad retains_grad is_inference is_pinned is_shared _is_view _base _version
-    output_nr _backward_hooks _post_accumulate_grad_hooks""".split()
-)
-FLAGS_BY_CALL = frozenset("is_inference is_pinned is_shared _is_view".split())  # of these, what is no property
-ESCAPES = frozenset(
-    """__bool__ __int__ __float__ __complex__ __index__ __format__ __repr__ __str__ item tolist is_nonzero equal
-    allclose
-    is_set_to __contains__ is_conj is_neg q_scale q_zero_point is_coalesced _nnz""".split()
-)
-EXPOSURES = frozenset(
-    """numpy __array__ __dlpack__ __dlpack_device__ data_ptr untyped_storage storage _typed_storage __array_wrap__
-    __cuda_array_interface__ storage_type""".split()
-)
+# What the tracer has a way of its own for: `_special_*`.
 SPECIALS = {
-    "autograd.grad": "differentiate",
     "backward": "backward",
     "__deepcopy__": "deepcopy",
     "__reduce_ex__": "expose",
-    "_set_grad_enabled": "grad_mode",
     "_make_dual": "dual",
     "register_hook": "hook",
     "requires_grad_": "turn",
@@ -98,50 +62,6 @@ SPECIALS = {
     "resize_": "resize",
     "resize_as_": "resize",
 }
-RESHAPES = frozenset("t_ transpose_ squeeze_ unsqueeze_ swapaxes_ swapdims_ as_strided_ detach_".split())
-UNDEFINED = frozenset("empty empty_like new_empty empty_strided new_empty_strided empty_permuted".split())
-NEVER_OPEN = frozenset(
-    """__deepcopy__ __reduce_ex__ __repr__ __format__ __array__ __array_wrap__ __dlpack__ __dlpack_device__ storage
-    share_memory_ register_hook backward grad _unique_impl unflatten _typed_storage __setstate__ __dir__ module_load
-    register_post_accumulate_grad_hook __cuda_array_interface__ __len__ __hash__ rename_ rename refine_names align_to
-    names is_shared __contains__""".split()
-)
-INPLACE_OPERATORS = frozenset(
-    """__iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__ __ilshift__
-    __irshift__ __setitem__ __idiv__""".split()
-)
-PARTING = frozenset(
-    """unbind split chunk tensor_split hsplit vsplit dsplit split_with_sizes unsafe_split unsafe_chunk
-    unsafe_split_with_sizes""".split()
-)
-STATISTICS = frozenset(
-    "batch_norm native_batch_norm _native_batch_norm_legit _batch_norm_impl_index instance_norm".split()
-)
-IDENTITIES = frozenset(
-    "dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout".split()
-)
-# Whose output is new memory whatever the arguments are. Only a matter of speed: all others are looked at.
-FRESH = frozenset(
-    """linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d relu gelu silu tanh sigmoid softmax log_softmax
-    matmul
-    mm bmm addmm baddbmm add sub mul div layer_norm group_norm max_pool2d avg_pool2d embedding cat stack exp log sqrt
-    rsqrt neg abs sin cos mean sum eq ne lt gt le ge where cumsum scaled_dot_product_attention adaptive_avg_pool2d
-    leaky_relu elu hardtanh hardswish rms_norm argmax zeros_like ones_like tril triu masked_fill
-    adaptive_avg_pool1d adaptive_avg_pool3d max_pool1d max_pool3d mish selu celu softplus erf reciprocal""".split()
-)
-
-# of these, such as have one kernel alone for a dtype and a layout
-_PLAIN = frozenset(
-    """relu tanh sigmoid add sub mul div exp log sqrt rsqrt neg abs sin cos mean sum eq ne lt gt le ge where cumsum cat
-    stack zeros_like ones_like tril triu masked_fill argmax embedding reciprocal leaky_relu elu hardtanh hardswish
-    erf""".split()
-)
-
-# functions that write more of their arguments than the first; their schema says which
-WRITE_SEVERAL = frozenset(
-    """_fused_adagrad_ _fused_adam_ _fused_adamw_ _fused_sgd_ _amp_foreach_non_finite_check_and_unscale_
-    _amp_update_scale_ _cummax_helper _cummin_helper""".split()
-)
 
 
 @cache
@@ -151,31 +71,40 @@ def rule_of(function: Callable[..., Any]) -> Rule:
         return _operator_rule(function)
     if isinstance(function, HigherOrderOperator):
         return Rule(How.SPECIAL, kind_of(function.name()), special="higher_order")
-    name = str(getattr(function, "__name__", ""))
-    if name in ("__get__", "__set__", "__delete__"):
-        return _property_rule(function, name)
+    word = str(getattr(function, "__name__", ""))
+    op = info(function)
+    name, quirks = op.name, op.quirks
+    if word in ("__get__", "__set__", "__delete__"):
+        return _property_rule(op, word)
     if name == "_set_grad_enabled":
         return Rule(How.SPECIAL, name, special="grad_mode")
-    if name in LAYOUT or name in FLAGS_BY_CALL:
-        return Rule(How.SPECIAL, name, special="asks_layout" if name in LAYOUT else "asks_flag")
-    if isinstance(function, type) or name in METADATA:
-        return Rule(How.PASS, special="" if isinstance(function, type) or name in MARKING else "reads")
+    if Quirk.LAYOUT in quirks:
+        return Rule(How.SPECIAL, name, special="asks_layout")
+    if _FLAGS & quirks and callable(getattr(torch.Tensor, name, None)) and not op.is_in_place:  # others are properties
+        return Rule(How.SPECIAL, name, special="asks_flag")
+    if isinstance(function, type) or _FACTS & quirks:
+        return Rule(How.PASS, special="" if isinstance(function, type) or Quirk.MARKS_OBJECT in quirks else "reads")
     if function is torch.autograd.grad:
         return Rule(How.SPECIAL, "grad", special="differentiate")
     if function is torch.autograd.backward or function is torch.Tensor.backward:
         return Rule(How.SPECIAL, "backward", special="backward")
-    if name in ESCAPES:
+    if op.reads_content:
         return Rule(How.ESCAPE, kind_of(name))
-    if name in EXPOSURES:
+    if _EXPOSES & quirks:
         return Rule(How.EXPOSE, kind_of(name))
     if special := SPECIALS.get(name):
         return Rule(How.SPECIAL, kind_of(name), special=special)
-    return _named_rule(function, name)
+    return _named_rule(function, op)
 
 
-def _named_rule(function: Callable[..., Any], name: str) -> Rule:
-    kind, draws = kind_of(name), is_seeded(name)
-    writes = _writes_by_name(name)
+_BUILTIN = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, MethodWrapperType)
+_FLAGS = frozenset((Quirk.HISTORY, Quirk.OBJECT))
+_FACTS = frozenset((Quirk.METADATA, Quirk.MARKS_OBJECT))
+_EXPOSES = frozenset((Quirk.EXPOSES_MEMORY, Quirk.TELLS_ADDRESS))
+
+
+def _named_rule(function: Callable[..., Any], op: OpInfo) -> Rule:
+    kind, writes = kind_of(op.name), _writes_of(op)
     if isinstance(function, FunctionType):
         if function is torch.nn.functional.relu:
             return Rule(How.RELU, kind)
@@ -183,22 +112,16 @@ def _named_rule(function: Callable[..., Any], name: str) -> Rule:
             return Rule(How.OPEN, kind)
         if (function.__module__ or "").startswith("torch.nn.init"):
             return Rule(How.OPAQUE, kind, writes=_first_tensors, may_draw=True)
+    if isinstance(function, FunctionType) or not isinstance(function, _BUILTIN):
         return Rule(How.OPAQUE, kind, writes=writes, may_draw=True, is_dynamic=True)
-    if not _is_builtin(function):
-        return Rule(How.OPAQUE, kind, writes=writes, may_draw=True, is_dynamic=True)
-    if name in RESHAPES:
+    if op.reshapes:
         return Rule(How.LEAF, kind, writes=writes, reshapes=True)
-    if name in FRESH and not draws:
-        by_switches = are_usual if "attention" in name else None if name in _PLAIN else products_are_usual
-        return Rule(How.FRESH, kind, is_usual=by_switches)
-    return Rule(
-        How.LEAF,
-        kind,
-        writes,
-        may_draw=draws,
-        is_identity=name in IDENTITIES,
-        is_undefined=name in UNDEFINED,
-    )
+    if op.returns_fresh and writes is None:
+        chosen = products_are_usual if op.has(Quirk.KERNEL_BY_PRODUCTS) else are_usual
+        return Rule(How.FRESH, kind, is_usual=None if op.has(Quirk.ONE_KERNEL) else chosen)
+    is_identity = op.has(Quirk.DROPOUT) and writes is None
+    is_undefined = op.has(Quirk.UNDEFINED)
+    return Rule(How.LEAF, kind, writes, may_draw=op.draws, is_identity=is_identity, is_undefined=is_undefined)
 
 
 def is_new_memory(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
@@ -206,72 +129,44 @@ def is_new_memory(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     return getattr(function, "__name__", "") == "new" and all(isinstance(arg, (int, torch.Size)) for arg in args[1:])
 
 
-def _is_builtin(function: Callable[..., Any]) -> bool:
-    return isinstance(function, BuiltinFunctionType) or type(function).__name__ in (
-        "method_descriptor",
-        "wrapper_descriptor",
-        "method-wrapper",
-        "builtin_function_or_method",
-    )
-
-
-def _property_rule(function: Any, word: str) -> Rule:
-    name = function.__self__.__name__
-    if word == "__get__" and name in FLAGS:
+def _property_rule(op: OpInfo, word: str) -> Rule:
+    name = op.name
+    if word == "__get__" and _FLAGS & op.quirks:
         return Rule(How.SPECIAL, name, special="asks_flag")
-    if word == "__get__" and name in KINDS:
+    if word == "__get__" and op.has(Quirk.FORMAT):
         return Rule(How.SPECIAL, name, special="asks_layout")
-    if name in ("data", "real", "imag", "grad"):
-        if word == "__set__" and name == "data":
-            return Rule(How.SPECIAL, name, special="assign")
-        return Rule(How.LEAF, name) if word == "__get__" and name != "grad" else Rule(How.PASS)
-    if word == "__get__" and name in ("T", "mT", "H", "mH"):
-        return Rule(How.LEAF, name.lower())
-    if name == "requires_grad" and word == "__set__":
-        return Rule(How.SPECIAL, name, special="turn")
+    if word == "__get__" and _EXPOSES & op.quirks:
+        return Rule(How.EXPOSE, kind_of(name))
+    if word == "__get__" and op.is_free:  # `x.T`, `x.real`, `x.data`
+        return Rule(How.LEAF, kind_of(name))
+    if word == "__set__" and name in ("data", "requires_grad"):
+        return Rule(How.SPECIAL, name, special="assign" if name == "data" else "turn")
     return Rule(How.PASS, special="reads" if word == "__get__" else "")
 
 
 def _operator_rule(function: Any) -> Rule:
     """The rule of a `torch.ops` call: its schema tells."""
-    is_packet = isinstance(function, OpOverloadPacket)
-    overloads = [getattr(function, o) for o in function.overloads()] if is_packet else [function]
-    name = function.__name__ if is_packet else function._schema.name.split("::")[-1]
-    tags = {tag for overload in overloads for tag in overload.tags}
-    namespace = function._qualified_op_name.split("::")[0] if is_packet else function.namespace
+    op = info(function)
+    name, kind, is_known = op.name, kind_of(op.name), op.is_torchs
     if name in ("lift_fresh", "lift"):
-        return Rule(How.SPECIAL, kind_of(name), special="lift")
-    if name in METADATA or name in (
-        "sym_size",
-        "sym_stride",
-        "sym_numel",
-        "sym_storage_offset",
-        "profiler",
-        "requires_grad_",
-    ):
+        return Rule(How.SPECIAL, kind, special="lift")
+    if (_FACTS | {Quirk.LAYOUT, Quirk.FORMAT, Quirk.HISTORY}) & op.quirks:
         return Rule(How.PASS)
-    if name in ("item", "_local_scalar_dense", "equal", "is_nonzero", "allclose", "q_scale", "q_zero_point"):
-        return Rule(How.ESCAPE, kind_of(name))
-    if name == "set_" and not is_packet and "source" in function._overloadname:  # no mode sees it
-        return Rule(How.SPECIAL, kind_of(name), special="assign")
-    silent = _writes_by_name(name) if name in STATISTICS else None
-    writes = _writes_by_schema(overloads) if any(o._schema.is_mutable for o in overloads) else silent
-    if torch.Tag.inplace_view in tags:
-        return Rule(How.LEAF, kind_of(name), writes=_first_tensors, reshapes=True)
-    seeded = torch.Tag.nondeterministic_seeded in tags
-    if name in UNDEFINED and namespace == "aten":
-        return Rule(How.LEAF, kind_of(name), is_undefined=True)
-    known = namespace in ("aten", "prim", "prims")
-    return Rule(
-        How.LEAF if known else How.OPAQUE,
-        kind_of(name),
-        writes,
-        may_draw=seeded or not known,
-        is_dynamic=not known,
-    )
+    if op.is_data_dependent:
+        return Rule(How.ESCAPE, kind)
+    if name == "set_" and "source" in getattr(function, "_overloadname", ""):  # no mode sees it
+        return Rule(How.SPECIAL, kind, special="assign")
+    if op.reshapes:
+        return Rule(How.LEAF, kind, writes=_first_tensors, reshapes=True)
+    if op.has(Quirk.UNDEFINED):
+        return Rule(How.LEAF, kind, is_undefined=True)
+    silent = _writes_of(op) if op.has(Quirk.UPDATES_STATISTICS) else None
+    writes = _writes_by_schema(op.overloads) if op.writes else silent
+    how = How.LEAF if is_known else How.OPAQUE
+    return Rule(how, kind, writes, may_draw=op.draws or not is_known, is_dynamic=not is_known)
 
 
-def _writes_by_schema(overloads: list[Any]) -> Callable[..., list[torch.Tensor]]:
+def _writes_by_schema(overloads: tuple[Any, ...]) -> Callable[..., list[torch.Tensor]]:
     def writes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         found: list[torch.Tensor] = []
         for overload in overloads:
@@ -286,31 +181,20 @@ def _writes_by_schema(overloads: list[Any]) -> Callable[..., list[torch.Tensor]]
     return writes
 
 
-def _writes_by_name(name: str) -> Callable[..., list[torch.Tensor]] | None:
-    if name in STATISTICS:
-        return _writes_statistics
-    if name in ("rrelu_with_noise", "rrelu_with_noise_"):
-        return lambda args, kwargs: [*(args[:1] if name.endswith("_") else ()), args[1]]
-    if name in ("fused_moving_avg_obs_fake_quant", "_fused_moving_avg_obs_fq_helper"):
-        return lambda args, kwargs: [value for value in args[3:7] if isinstance(value, torch.Tensor)]
-    if name in ("batch_norm_update_stats",):
+def _writes_of(op: OpInfo) -> Callable[..., list[torch.Tensor]] | None:
+    if op.has(Quirk.UPDATES_STATISTICS):
+        return partial(_writes_statistics, op)
+    if op.has(Quirk.UPDATES_ALWAYS):
         return lambda args, kwargs: [value for value in args[1:3] if isinstance(value, torch.Tensor)]
-    if name in WRITE_SEVERAL:
-        packet = getattr(torch.ops.aten, name)
-        return _writes_by_schema([getattr(packet, overload) for overload in packet.overloads()])
-    if name in INPLACE_OPERATORS or name in ("map_", "apply_", "map2_"):
-        return lambda args, kwargs: [args[0]]
-    if name.endswith("_") and not name.startswith("__"):
-        return _first_tensors
-    return None
+    if op.writes_others:
+        return _writes_by_schema(op.overloads)
+    return _first_tensors if op.is_in_place else None
 
 
-def _writes_statistics(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    given = (
-        dict(zip(("input", "weight", "bias", "running_mean", "running_var", "training"), args, strict=False)) | kwargs
-    )
-    training = given.get("training", given.get("use_input_stats", False))
-    return [t for key in ("running_mean", "running_var") if training and isinstance(t := given.get(key), torch.Tensor)]
+def _writes_statistics(op: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    is_training = op.given("training", args, kwargs) or op.given("use_input_stats", args, kwargs)
+    statistics = [op.given(word, args, kwargs) for word in ("running_mean", "running_var")]
+    return [value for value in statistics if is_training and isinstance(value, torch.Tensor)]
 
 
 def _first_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -329,20 +213,4 @@ def may_open(function: FunctionType) -> bool:
     names = function.__code__.co_names
     asks = any(name.startswith("has_torch_function") for name in names)
     own = function.__globals__.get("__name__") != "torch._jit_internal" and "overrides" not in names
-    return asks and own and function.__name__ not in NEVER_OPEN
-
-
-def kind_of(name: str) -> str:
-    """What a person calls an operation: `max_pool2d` is `maxpool2d`, `__getitem__` is `getitem`, `add_` is `add`."""
-    return name.replace("_", "").lower() or "call"
-
-
-@cache
-def is_seeded(name: str) -> bool:
-    """Is an ATen operator of this name tagged as drawing random numbers?"""
-    for spelling in {name, name.rstrip("_")}:
-        packet = getattr(torch.ops.aten, spelling, None) if spelling and not spelling.startswith("__") else None
-        overloads = packet.overloads() if isinstance(packet, OpOverloadPacket) else ()
-        if any(torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags for overload in overloads):
-            return True
-    return False
+    return asks and own and not info(function).has(Quirk.NEVER_OPENED)

@@ -20,6 +20,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from .._core.node import ITSELF
+from .._core.ops import Quirk, info
 from .._core.runtime import alias, copied, kind_of, message_of, read_in_another_thread, what_is_raised
 from .._core.settings import SMALLEST
 from .._core.sharing import version_of
@@ -41,7 +42,7 @@ from .._core.torch_private import (
 from .._core.trees import ATOMS, freeze, freeze_deep, thaw
 from .._replay.flag_guards import SOME, WALK, in_short
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite
-from .asked_facts import FOLDS_BY_FLAGS, HANDS_ON_FLAGS, next_functions, shows_flags
+from .asked_facts import next_functions, shows_flags
 from .builder import (
     PLAIN,
     CallRecord,
@@ -303,7 +304,7 @@ class Tracer(Recorder):
         if tensor is not None:
             reads = [self.read(tensor)]
             result = func(*args, **kwargs)
-            is_told = rule.kind not in ("dataptr", "dlpackdevice", "cudaarrayinterface")
+            is_told = not info(func).has(Quirk.TELLS_ADDRESS)
             if is_told:
                 self.guard(torch.Tensor.numpy if rule.kind == "numpy" else func, reads, {}, None, False)
             self.memory.expose(tensor, is_told)
@@ -398,7 +399,7 @@ class Tracer(Recorder):
         while getattr(func, "__code__", None) is not None and frame.f_code in (func.__code__, _HANDLES.__code__):
             frame = frame.f_back  # it is written in Python, and has called this itself
         code = frame.f_code
-        is_told = code.co_name in HANDS_ON_FLAGS
+        is_told = info(code.co_name).has(Quirk.HANDS_ON_FLAGS)
         if is_told and not (_grad_enabled() or self.recording.ambient[0]):
             self.recording.one_way.append(f"`{code.co_name}`: it was told that no gradient will be asked for.")
         if is_told or shows_flags(code) or not is_torch_code(code):
@@ -482,7 +483,7 @@ class Tracer(Recorder):
         if func is torch.Tensor.contiguous and (plain := _beneath(args[0])).is_contiguous(*args[1:], **(kwargs or {})):
             self.ask("layout", func, (plain, *args[1:]), kwargs, ITSELF)  # no ATen call comes of it
         self.differentiating = _is_differentiating()
-        if getattr(func, "__name__", "") in FOLDS_BY_FLAGS:
+        if info(func).has(Quirk.FOLDS_BY_FLAGS):
             self._ask_folds(args)
         return func(*args, **kwargs)
 

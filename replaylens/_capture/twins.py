@@ -10,17 +10,10 @@ from typing import Any
 
 import torch
 
+from .._core.ops import Quirk, info, stems
 from .._core.torch_private import OpOverload, OpOverloadPacket, kernels
 from .builder import PLAIN
 
-_UNARY = frozenset(
-    """relu_ sigmoid_ tanh_ silu_ hardtanh_ hardswish_ leaky_relu_ mish_ threshold_ hardsigmoid_ exp_
-    sqrt_
-    rsqrt_ neg_ abs_ sin_ cos_ square_ reciprocal_ log_ floor_ ceil_ round_ erf_ clamp_ clamp_min_ clamp_max_
-    relu6_""".split()
-)
-_BINARY = frozenset("add_ sub_ mul_ div_ pow_ __iadd__ __isub__ __imul__ __itruediv__ true_divide_".split())
-_OPERATORS = {"__iadd__": "add", "__isub__": "sub", "__imul__": "mul", "__itruediv__": "div"}
 _FLOATS = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
 _DIFFERENTIABLE = _FLOATS | {torch.complex64, torch.complex128}
 
@@ -29,15 +22,11 @@ Twin = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 def twin_of(func: Any, args: Any, kwargs: Any, target: torch.Tensor, others: list[torch.Tensor]) -> Twin | None:
     """A pure call that gives what the write leaves in its target."""
-    name = getattr(func, "__name__", "")
+    op = info(func)
+    name = op.name
     if isinstance(func, (OpOverload, OpOverloadPacket)) or kwargs.get("out") is not None:
         return None
-    if (
-        type(target) not in (*PLAIN, torch.nn.Parameter)
-        or args[:1] != args[:1][:1]
-        or not args
-        or args[0] is not target
-    ):
+    if type(target) not in (*PLAIN, torch.nn.Parameter) or not args or args[0] is not target:
         return None
     if target.layout is not torch.strided or not target.is_contiguous() or target.is_quantized:
         return None
@@ -48,10 +37,10 @@ def twin_of(func: Any, args: Any, kwargs: Any, target: torch.Tensor, others: lis
         return torch.full_like, (target, value), {}
     if target.dtype not in _FLOATS:
         return None
-    if name in _UNARY and not others:
+    if op.has(Quirk.EXACT_IN_PLACE) and not others:
         return _pure_function(func, name), args, kwargs
-    if name in _BINARY and all(_fits(other, target) for other in others) and not _is_complex(args, kwargs):
-        return getattr(torch.Tensor, _OPERATORS.get(name, name.rstrip("_"))), args, kwargs
+    if op.has(Quirk.EXACT_OF_TWO) and all(_fits(other, target) for other in others) and not _is_complex(args, kwargs):
+        return getattr(torch.Tensor, stems(name)[-1]), args, kwargs
     if name == "masked_fill_" and all(_fits(other, target) or other.dtype is torch.bool for other in others):
         return torch.Tensor.masked_fill, args, kwargs
     return None

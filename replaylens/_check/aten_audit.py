@@ -19,6 +19,7 @@ from attrs import evolve, frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, Guard, Node
+from .._core.ops import Quirk, info
 from .._core.runtime import blank, fill_new, filled, resized
 from .._core.text import line
 from .._core.tolerances import FUSED_LAYER
@@ -31,9 +32,6 @@ from .aten_calls import AtenCall, OpClass, OpSignature, Watch
 from .model_under_test import ModelUnderTest, open_layers
 from .output_comparison import furthest
 from .report import Finding, LawResult
-
-# Kernels that stand for a whole layer. Torch leaves them under any function mode: a capture sees the layer open.
-FUSED = frozenset("_transformer_encoder_layer_fwd _native_multi_head_attention".split())
 
 
 def audit(subject: ModelUnderTest) -> LawResult:
@@ -118,7 +116,7 @@ def _at(watch: Watch, step: Node | Guard, call: Any, *args: Any) -> Any:
 
 def _fused(subject: ModelUnderTest, plain: list[AtenCall], output: Any) -> tuple[Finding, ...]:
     """Layers that a plain forward runs as one kernel, and how far that is from what was recorded."""
-    calls = [seen for seen in plain if seen.signature.name in FUSED]
+    calls = [seen for seen in plain if info(seen.signature.name).has(Quirk.WHOLE_LAYER)]
     if not calls:
         return ()
     recorded = subject.record.graph.output, subject.record.value
@@ -146,7 +144,6 @@ ADDED: dict[Any, tuple[OpClass, str]] = {
     fill_new: (OpClass.FILL, "fills of memory that was undefined"),
     mutate: (OpClass.READ, "reads of indices for views that are derived again"),
 }
-STORAGES = frozenset("untyped_storage storage _typed_storage".split())
 META = "calls for tensors without content"
 AGAIN = "calls that a gradient's stretch runs again"
 CASTS = "casts that autocast's cache spared the plain forward"
@@ -171,7 +168,7 @@ class Comparison:
 
 def comparison_of(plain: list[AtenCall], replayed: list[AtenCall], guards: tuple[Guard, ...] = ()) -> Comparison:
     """Plain calls against replayed ones."""
-    opened = any(guard.target.short in STORAGES for guard in guards)
+    opened = any("storage" in g.target.short and info(g.target).has(Quirk.EXPOSES_MEMORY) for g in guards)
     wanted = [
         s for s in plain if s.signature.sort in COUNTED and not s.within and not (opened and _is_of_bytes(s.signature))
     ]

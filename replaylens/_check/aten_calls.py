@@ -21,8 +21,8 @@ from torch.autograd import forward_ad
 
 from .._capture.builder import Site, line_of
 from .._capture.bytecode import is_torch_code
-from .._capture.rules import How, rule_of
 from .._core.node import Call, Guard, Node, Source, TensorMeaning
+from .._core.ops import Quirk, info, stems
 from .._core.torch_private import HigherOrderOperator, OpOverload, TorchDispatchMode, has_kernel, top_saving_hooks
 
 
@@ -47,9 +47,6 @@ class OpSignature(NamedTuple):
         return f"{self.name}({', '.join(self.operands)})"
 
 
-COPIES = frozenset("clone copy _to_copy lift lift_fresh_copy contiguous _reshape_copy".split())
-MEMORY = frozenset("empty empty_strided empty_permuted resize resize_as set".split())
-FILLS = frozenset("zero zeros ones full fill scalar_tensor".split())
 QUIET = frozenset(("profiler",))  # namespaces of operators that only look on
 UNSAFE = ("_unsafe_", "unsafe_")  # views that autograd may not see through
 
@@ -62,7 +59,7 @@ def signature_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: An
     if sort is OpClass.FILL:
         return OpSignature(sort, "fill", tuple(map(described, _tensors(out))))
     operands = tuple(map(described, _operands(op, args, kwargs)))
-    if sort is OpClass.MOVE and name in COPIES and (cast := _cast(name, args, out)):
+    if sort is OpClass.MOVE and info(name).has(Quirk.COPY) and (cast := _cast(name, args, out)):
         return OpSignature(OpClass.CAST, "cast", cast)
     return OpSignature(sort, name, operands)
 
@@ -72,38 +69,28 @@ def reduced(op: Any) -> tuple[OpClass, str]:
     """What sort of work an operator does, and its name without the marks of writing."""
     namespace, name = op._schema.name.split("::")
     name = _unmarked(namespace, name) if op._schema.is_mutable else name
-    plain = name.removeprefix("new_").removesuffix("_like")
-    if plain in FILLS:
+    plain = info(name.removeprefix("new_").removesuffix("_like"))
+    if plain.has(Quirk.FILL):
         return OpClass.FILL, "fill"
-    if plain in MEMORY or name in COPIES or torch.Tag.inplace_view in op.tags or _is_view(namespace, op, name):
+    is_move = plain.has(Quirk.ALLOCATION) or info(name).has(Quirk.COPY) or info(op).reshapes
+    if is_move or _is_view(namespace, op, name):
         return OpClass.MOVE, name
     if op._schema.is_mutable or any("Tensor" in str(value.type) for value in op._schema.returns):
         return OpClass.COMPUTE, name
-    reads = namespace not in QUIET and (namespace != "aten" or rule_of(op).how is How.ESCAPE)
+    reads = namespace not in QUIET and (namespace != "aten" or info(op).is_data_dependent)
     return (OpClass.READ if reads else OpClass.MOVE), name
 
 
 def _unmarked(namespace: str, name: str) -> str:
     """`add` for `add_`, `__and__` for `__iand__`, where there is such an operator."""
-    twins = [name.removesuffix("_"), f"__{name.removeprefix('__i')}" if name.startswith("__i") else name]
-    return next((twin for twin in twins if twin != name and hasattr(getattr(torch.ops, namespace), twin)), name)
+    return next((stem for stem in stems(name) if stem != name and hasattr(getattr(torch.ops, namespace), stem)), name)
 
 
 def _is_view(namespace: str, op: Any, name: str) -> bool:
     """Does it look at an argument's memory, or copy what a view of it would show, or write there?"""
-    if _gives_view(op):
-        return True
-    stems = [name.removesuffix("_copy"), name.removesuffix("_scatter"), *(name.removeprefix(mark) for mark in UNSAFE)]
-    return any(stem != name and _has_view(namespace, stem) for stem in stems)
-
-
-def _has_view(namespace: str, name: str) -> bool:
-    packet = getattr(getattr(torch.ops, namespace), name, None)
-    return packet is not None and any(_gives_view(getattr(packet, overload)) for overload in packet.overloads())
-
-
-def _gives_view(op: Any) -> bool:
-    return any(value.alias_info is not None and not value.alias_info.is_write for value in op._schema.returns)
+    plain = [name.removesuffix("_copy"), name.removesuffix("_scatter"), *(name.removeprefix(mark) for mark in UNSAFE)]
+    viewing = [getattr(getattr(torch.ops, namespace), one, None) for one in plain if one != name]
+    return info(op).gives_view or any(one is not None and info(one).gives_view for one in viewing)
 
 
 def _cast(name: str, args: tuple[Any, ...], out: Any) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ import torch
 from attrs import evolve, field, frozen
 
 from .._core.node import Call, Ref
+from .._core.ops import Quirk, info
 from .._core.sameness import same
 from .._core.trees import leaves
 from .call_variants import otherwise, reading_elsewhere
@@ -123,10 +124,7 @@ def _answers(trial: Trial) -> bool:
 
 
 def _compares(node: Call) -> bool:
-    return node.target.short.strip("_") in _COMPARISONS
-
-
-_COMPARISONS = frozenset("eq ne lt le gt ge less less_equal greater greater_equal isin signbit sign abs".split())
+    return info(node.target).has(Quirk.COMPARES)
 
 
 def _size(made: Any) -> float:

@@ -1,7 +1,7 @@
-"""Why a value that a call reads may rightly not matter to what it gives: a table, as data.
+"""Why a value that a call reads may rightly not matter to what it gives.
 
 In: a call that gives the same with any nonsense in one place. Out: the reason, in words, where the kind of call tells
-it; "" where it does not. A reason is only asked for when nothing else was seen, so a table can hide no value that
+it; "" where it does not. A reason is only asked for when nothing else was seen, so it can hide no value that
 matters.
 """
 
@@ -16,34 +16,12 @@ import torch
 from .._core.autograd import standing
 from .._core.graph import InnerGradient
 from .._core.node import Call, Ref, refs_in
+from .._core.ops import OpInfo, Quirk, info
 from .._core.torch_private import OpOverload, OpOverloadPacket
 from .._core.write import Write, original_call, unpacked
 from .._edit.acts import is_act
 
 _SHAPE = "only its shape and type are read"
-_LIKE = frozenset(
-    "zeros_like ones_like empty_like rand_like randn_like randint_like full_like new_zeros new_ones new_empty new_full "
-    "new_tensor new new_empty_strided".split()
-)
-_AS = frozenset("expand_as view_as reshape_as type_as to resize_as_ resize_as".split())
-_OVERWRITERS = frozenset(
-    "copy_ fill_ zero_ normal_ uniform_ random_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_ set_ "
-    "kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_ trunc_normal_ orthogonal_ constant_ ones_ zeros_ "
-    "eye_ dirac_ sparse_ __setitem__ "
-    "copy fill index_put index_put_ select_scatter slice_scatter as_strided_scatter diagonal_scatter scatter scatter_ "
-    "index_copy index_copy_ index_fill index_fill_ fill_diagonal_ resize_ _foreach_copy_ _foreach_zero_".split()
-)
-_OF_ONE = frozenset(
-    "softmax log_softmax softmin _softmax _log_softmax argmax argmin layer_norm native_layer_norm group_norm "
-    "native_group_norm instance_norm batch_norm native_batch_norm normalize var std argsort logcumsumexp median mode "
-    "gumbel_softmax var_mean std_mean scaled_dot_product_attention _safe_softmax rms_norm".split()
-)
-_ATTENTION = frozenset(("scaled_dot_product_attention",))
-_TRUSTING = frozenset(
-    "_pad_packed_sequence _pack_padded_sequence lstm gru rnn_tanh rnn_relu ctc_loss _ctc_loss segment_reduce "
-    "embedding_bag _embedding_bag _embedding_bag_forward_only sparse_csr_tensor sparse_csc_tensor sparse_bsr_tensor "
-    "sparse_bsc_tensor sparse_coo_tensor sparse_compressed_tensor".split()
-)
 
 
 def trusts(node: Call, value: torch.Tensor) -> bool:
@@ -51,11 +29,11 @@ def trusts(node: Call, value: torch.Tensor) -> bool:
     if value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool:
         return False
     function = original_call(node).target
-    name, short = function.name, function.short
+    name = function.name
     is_custom = name.startswith("torch.ops.") and not name.startswith(("torch.ops.aten.", "torch.ops.prims."))
     is_own = not name.startswith("torch.") and "replaylens" not in name
-    families = ("sparse", "nested", "jagged", "sobol")
-    return is_custom or is_own or short in _TRUSTING or any(family in short for family in families)
+    is_of_a_family = any(family in function.short for family in ("sparse", "nested", "jagged", "sobol"))
+    return is_custom or is_own or is_of_a_family or info(function).has(Quirk.TRUSTS_INTEGERS)
 
 
 def known_reason(node: Call, parent: Ref, value: Mapping[Ref, Any], given: Mapping[Ref, torch.Tensor]) -> str:
@@ -63,22 +41,23 @@ def known_reason(node: Call, parent: Ref, value: Mapping[Ref, Any], given: Mappi
     if not any(_has_numbers(made) for made in value.values()):
         return "the value has no elements"
     function, args, _ = original_call(node)
-    short = function.short
+    op = info(function)
     if node.edits is not None or is_act(function.function):
         return "a patch puts another value in its place"
-    if short == "_new_zeros_with_same_feature_meta":
+    if op.name == "_new_zeros_with_same_feature_meta":
         return _SHAPE
     if isinstance(node, InnerGradient):
         return "a gradient that is the same wherever it is taken"
     if function.function is standing and _stands(args[:1], parent):
         return "only its place among the gradients is used"
     if isinstance(node, Write):
-        return _reason_of_a_write(node, short, parent)
-    if (short in _LIKE and _stands(args[:1], parent)) or (short in _AS and _stands(args[1:], parent)):
+        return _reason_of_a_write(node, op, parent)
+    of_first = op.reads_shape_of_first and _stands(args[:1], parent)
+    if of_first or (op.reads_shape_of_second and _stands(args[1:], parent)):
         return _SHAPE
-    if short in _OVERWRITERS and _stands(args[:1], parent):
+    if op.has(Quirk.OVERWRITES) and _stands(args[:1], parent):
         return "all of it is overwritten"
-    if (short in _OF_ONE and _is_of_one(value)) or (short in _ATTENTION and _weighs_one(node, parent, given)):
+    if (op.has(Quirk.SHARE) and _is_of_one(value)) or (op.has(Quirk.ATTENTION) and _weighs_one(node, parent, given)):
         return "a share of one thing, which is always the same"
     return ""
 
@@ -96,15 +75,15 @@ def is_given_to_torch(node: Call, parent: Ref) -> bool:
     return is_torchs and (is_compiled or is_operator) and _stands((args, tuple(kwargs.values())), parent)
 
 
-def _reason_of_a_write(node: Write, short: str, parent: Ref) -> str:
+def _reason_of_a_write(node: Write, op: OpInfo, parent: Ref) -> str:
     given = node.arguments
     memory = given.bases, given.values
     if not _stands((memory, given.args, given.kwargs), parent) and _stands(given.targets, parent):
         steps = [step for target in given.targets for step in unpacked(target).steps if _stands(step, parent)]
-        return _SHAPE if all(unpacked(step).function.short in _AS for step in steps) else ""
+        return _SHAPE if all(info(unpacked(step).function).reads_shape_of_second for step in steps) else ""
     if not _stands(memory, parent):
-        return _SHAPE if short in _AS and _stands(given.args, parent) else ""
-    return "all of it is overwritten" if node.writes_out or short in _OVERWRITERS else ""
+        return _SHAPE if op.reads_shape_of_second and _stands(given.args, parent) else ""
+    return "all of it is overwritten" if node.writes_out or op.has(Quirk.OVERWRITES) else ""
 
 
 def _stands(tree: Any, parent: Ref) -> bool:
@@ -117,9 +96,9 @@ def _has_numbers(made: Any) -> bool:
 
 def _weighs_one(node: Call, parent: Ref, given: Mapping[Ref, torch.Tensor]) -> bool:
     """Is there a single key to attend to? Then all weight is on it, whatever query, key and mask are."""
-    known = dict(zip(("query", "key", "value"), node.args, strict=False)) | dict(node.kwargs)
-    key = known.get("key")
-    return type(key) is Ref and given[key].shape[-2] == 1 and parent != known.get("value")
+    op, kwargs = info(node.target), dict(node.kwargs)
+    key, value = (op.given(word, node.args, kwargs) for word in ("key", "value"))
+    return type(key) is Ref and given[key].shape[-2] == 1 and parent != value
 
 
 def _is_of_one(value: Mapping[Ref, Any]) -> bool:

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from attrs import field, frozen
 
-from .chance import takes_as_many_as_it_needs
 from .lazy import cached_property
 from .node import NO_MODES, Call, Const, Context, Guard, Input, Left, Node, Ref, Scope, State, refs_in, refs_of
+from .ops import Quirk, of_kind
 from .sharing import NO_OVERLAPS, Overlaps
 
 
@@ -155,7 +155,7 @@ class Graph:
         """Those turns where the call before may take more or fewer numbers than it did, or was itself shifted."""
         found: dict[int, int] = {}
         for position, before in self.turns.items():
-            if before in found or takes_as_many_as_it_needs(self.nodes[before].kind):
+            if before in found or not of_kind(self.nodes[before].kind).has(Quirk.DRAWS_BY_SHAPE):
                 found[position] = before
         return found
 

@@ -17,9 +17,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from .._core.ops import Quirk, of_kind
 from .drafts import Wires
 
-PARTS = frozenset(("getitem", "select", "narrow", "slice", "unbind", "indexselect"))
 DEEPEST = 50  # how far the calls that feed two rounds are followed back to find whether they are alike
 
 
@@ -149,7 +149,8 @@ class _Stretch:
         if old == new or wires.key(old) == wires.key(new):
             return True
         kind, parents = wires.drafts[old].kind, wires.parents
-        return kind == wires.drafts[new].kind and kind in PARTS and parents[old][:1] == parents[new][:1]
+        is_part = kind == wires.drafts[new].kind and of_kind(kind).has(Quirk.PART)
+        return is_part and parents[old][:1] == parents[new][:1]
 
     def _is_alike(self, old: int, new: int, number: int, length: int, deepest: int = DEEPEST) -> bool:
         """Are two calls from aside the same calls, of the same or of corresponding values?"""

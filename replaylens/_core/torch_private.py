@@ -151,10 +151,7 @@ warn_of_vmap_fallbacks = _name(
 
 TensorBase = _name("torch._C.TensorBase", "methods of tensors have names")
 kernels = _name("torch._C._nn", "the functional twin of a write in place")
-schemas_of = _name(
-    "torch._C._jit_get_schemas_for_operator", "the names of a call's arguments", "they have none", lambda name: []
-)
-has_kernel = _name("torch._C._dispatch_has_kernel_for_dispatch_key", "which ATen calls consist of others, in checks")
+has_kernel = _name("torch._C._dispatch_has_kernel_for_dispatch_key", "which ATen calls consist of others")
 pytree = _name("torch.utils._pytree", "containers that users registered with torch")
 safe_softmax = _name("torch._safe_softmax", "attention in its open form, rows without a key")
 quantized_per_tensor = _name("torch._make_per_tensor_quantized_tensor", "other quantized values, in checks")

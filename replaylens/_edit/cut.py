@@ -16,6 +16,7 @@ from .._core.graph import Graph
 from .._core.label import beside, fresh
 from .._core.laws import require_lawful
 from .._core.node import Call, Const, Guard, Input, Node, Ref, meanings_of, refs_in, refs_of
+from .._core.ops import Quirk, of_kind
 from .._core.trees import Branch, remake
 from ..errors import BadEdit
 from .rewrite import guard_reading, reading
@@ -32,9 +33,6 @@ class Cut:
 def cut(graph: Graph, starts: Sequence[Any] | None, output: Any) -> Cut:
     """The slice from these values, or from the inputs, to a tree of values."""
     return _Cutting(graph, starts, output).made()
-
-
-_COPIES = frozenset("contiguous reshape reshapeas flatten ravel to".split())
 
 
 class _Cutting:
@@ -166,7 +164,8 @@ class _Cutting:
     def _is_copy(self, ref: Ref, last: int) -> bool:
         """Is it a copy that would be a view of what it copies, were that laid out otherwise?"""
         node = self.graph[ref.node]
-        return isinstance(node, Call) and node.kind in _COPIES and self.graph.positions[ref.node] <= last
+        is_copy = isinstance(node, Call) and of_kind(node.kind).has(Quirk.COPY_OR_VIEW)
+        return is_copy and self.graph.positions[ref.node] <= last
 
     def _require_reached(self) -> None:
         """Every beginning leads somewhere."""

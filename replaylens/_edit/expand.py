@@ -21,6 +21,7 @@ from attrs import evolve, frozen
 from .._core.graph import Graph
 from .._core.label import Label, primed
 from .._core.node import Call, Input, Node, Ref, TensorMeaning, meanings_of, value_of
+from .._core.ops import Quirk, info
 from .._core.target import Target
 from .._core.torch_private import HigherOrderOperator
 from .._core.trees import part_at, remake
@@ -160,7 +161,7 @@ def as_called(call: Call) -> Callable[..., Any]:
 def _in_autocast(call: Call, form: OpenForm, args: Any, kwargs: Any) -> Opened:
     """Autocast lowers the arguments of attention as a whole; what happens inside is beyond it."""
     mode = next((mode for mode in call.context.autocast if call.meaning[0].device.startswith(mode[0])), None)
-    if mode is None or call.target.short != "scaled_dot_product_attention":
+    if mode is None or not info(call.target).has(Quirk.ATTENTION):
         return form(*args, **kwargs)
     device, dtype, _ = mode
 

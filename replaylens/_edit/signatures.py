@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from attrs import frozen
 
-from .._core.torch_private import schemas_of
+from .._core.ops import info
 
 _SAME = {"self": "input", "train": "training"}
 
@@ -72,8 +72,7 @@ def _of_schema(function: Callable[..., Any], tensors: int) -> tuple[Parameter, .
     module = getattr(function, "__module__", None) or getattr(getattr(function, "__objclass__", None), "__module__", "")
     if not word or not str(module or "torch").startswith("torch"):
         return None
-    schemas = schemas_of(f"aten::{word}")
-    forms = [[argument for argument in schema.arguments if argument.name != "out"] for schema in schemas]
+    forms = [[one for one in overload._schema.arguments if one.name != "out"] for overload in info(word).overloads]
     fitting = [form for form in forms if all("Tensor" in str(argument.type) for argument in form[:tensors])]
     if not forms:
         return None

@@ -3,8 +3,8 @@
 In: a Call and the shapes of what it reads and gives. Out: a Cost. No tensor is touched, so models larger than memory
 can be counted. Matrix products, convolutions, attention and recurrent networks are counted as torch's own counter does:
 a multiplication with its addition is two operations, and what such a function does besides (a bias, a softmax inside
-attention) is none. Other operations count by the tables below; what only moves or makes data counts nothing. What is in
-no table has no cost but None: no sum takes it for zero.
+attention) is none. Other operations count by the book of `_core/ops.py`; what only moves or makes data counts nothing.
+What nobody knows has no cost but None: no sum takes it for zero.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 from .._core.graph import Graph
 from .._core.node import Call, Ref, TensorMeaning, meanings_of
+from .._core.ops import Quirk, of_kind
 from .._core.trees import thaw
 from .._core.write import Original, original_call
 
@@ -43,7 +44,8 @@ def cost_of(call: Call, graph: Graph) -> Cost:
     """What one call costs."""
     made, kind = original_call(call), call.kind
     packet = getattr(made.target.function, "_overloadpacket", None)
-    if kind in _FREE:
+    op = of_kind(kind)
+    if kind in _OWN or op.is_free:
         return FREE
     if kind in _PRODUCTS or packet in flop_registry:
         args, kwargs = _shaped(made, graph)
@@ -53,15 +55,21 @@ def cost_of(call: Call, graph: Graph) -> Cost:
             _by_torch(packet, args, kwargs, out) if packet in flop_registry else _PRODUCTS[kind]((*args, *named), out)
         )
         return UNKNOWN if flops is None else Cost(flops, flops // 2)
-    if kind in _EACH_OUTPUT:
-        return Cost(_EACH_OUTPUT[kind] * max([prod(meaning.shape) for meaning in call.meaning], default=0))
-    if kind in _EACH_INPUT:
-        return Cost(_EACH_INPUT[kind] * max([prod(_meaning(graph, ref).shape) for ref in call.refs], default=0))
     if kind in _POOLS:
         return _pool(_POOLS[kind], made, prod(call.meaning[0].shape))
-    if kind in _DROPOUTS:
+    if op.has(Quirk.DROPOUT):
         return Cost(2 * prod(call.meaning[0].shape)) if _drops(made) else FREE
+    if each := next((cost for quirk, cost in _EACH_OUTPUT if op.has(quirk)), int(op.is_pointwise)):
+        return Cost(each * max([prod(meaning.shape) for meaning in call.meaning], default=0))
+    if each := next((cost for quirk, cost in _EACH_INPUT if op.has(quirk)), int(op.is_reduction)):
+        return Cost(each * max([prod(_meaning(graph, ref).shape) for ref in call.refs], default=0))
     return UNKNOWN
+
+
+_OWN = frozenset("identity standing hook newparameter requiresgrad".split())  # what the package itself puts in
+_EACH_OUTPUT = (Quirk.COSTS_1, 1), (Quirk.COSTS_2, 2), (Quirk.COSTS_3, 3), (Quirk.COSTS_5, 5)
+_EACH_INPUT = (Quirk.COSTS_1_OF_READ, 1), (Quirk.COSTS_3_OF_READ, 3)
+_POOLS = {f"{what}pool{dims}d": dims for what in ("max", "avg") for dims in (1, 2, 3)}
 
 
 def _meaning(graph: Graph, ref: Ref) -> TensorMeaning:
@@ -181,45 +189,3 @@ def _drops(made: Original) -> bool:
     """Does a dropout drop anything? It does not in evaluation."""
     train = made.kwargs.get("training", made.kwargs.get("train", made.args[2] if len(made.args) > 2 else True))
     return train is not False
-
-
-_FREE = frozenset(
-    """identity alias clone contiguous view viewas reshape reshapeas flatten unflatten ravel squeeze unsqueeze
-        permute transpose swapaxes swapdims movedim moveaxis t adjoint expand expandas broadcastto
-        broadcasttensors repeat repeatinterleave tile cat concat concatenate stack hstack vstack dstack
-        columnstack split splitwithsizes tensorsplit chunk unbind getitem setitem select narrow slice
-        indexselect gather scatter indexput indexcopy indexfill take takealongdim maskedfill maskedscatter
-        maskedselect where embedding pad constantpadnd roll flip fliplr flipud rot90 unfold fold pixelshuffle
-        pixelunshuffle channelshuffle diagonal diag diagembed tril triu asstrided to type typeas float double
-        half bfloat16 int long bool cpu cuda copy detach data requiresgrad newparameter hook zero fill zeros ones full
-        empty zeroslike oneslike fulllike emptylike newzeros newones newfull newempty newtensor tensor
-        astensor scalartensor arange linspace eye rand randn randint randperm randlike randnlike normal
-        bernoulli uniform multinomial nonzero argsort sort topk unique meshgrid atleast1d atleast2d atleast3d
-        onehot lift real imag viewasreal viewascomplex resize standing mt mh h set""".split()
-)
-_EACH_OUTPUT: dict[str, int] = {
-    **dict.fromkeys(
-        """add radd iadd sub rsub isub mul rmul imul div rdiv truediv rtruediv itruediv floordivide remainder fmod pow
-        rpow ipow neg abs sign reciprocal sqrt rsqrt square exp exp2 expm1 log log2 log10 log1p sin cos tan
-        asin acos atan atan2 sinh cosh tanh erf erfc erfinv sigmoid relu relu6 leakyrelu prelu elu selu celu
-        gelu silu mish softplus softsign hardtanh hardswish hardsigmoid logsigmoid threshold rrelu tanhshrink
-        softshrink hardshrink clamp clip clampmin clampmax minimum maximum fmax fmin floor ceil round trunc
-        frac eq ne lt le gt ge less lessequal greater greaterequal logicaland logicalor logicalnot logicalxor bitwiseand
-        bitwiseor bitwisenot bitwisexor and or xor invert isnan isinf isfinite nantonum cumsum cumprod""".split(),
-        1,
-    ),
-    **dict.fromkeys("addcmul addcdiv lerp glu".split(), 2),
-    **dict.fromkeys("softmax logsoftmax softmin logsumexp".split(), 3),
-    **dict.fromkeys("batchnorm layernorm groupnorm instancenorm rmsnorm localresponsenorm normalize".split(), 5),
-}
-_EACH_INPUT: dict[str, int] = {
-    **dict.fromkeys(
-        """sum mean prod max min amax amin argmax argmin any all median norm vectornorm nansum nanmean countnonzero
-        adaptiveavgpool1d adaptiveavgpool2d adaptiveavgpool3d adaptivemaxpool1d adaptivemaxpool2d
-        adaptivemaxpool3d adaptivemaxpool2dwithindices aminmax""".split(),
-        1,
-    ),
-    **dict.fromkeys("var std varmean stdmean".split(), 3),
-}
-_POOLS = {f"{what}pool{dims}d": dims for what in ("max", "avg") for dims in (1, 2, 3)}
-_DROPOUTS = frozenset("dropout dropout1d dropout2d dropout3d featuredropout alphadropout featurealphadropout".split())

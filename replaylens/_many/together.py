@@ -15,6 +15,7 @@ from attrs import define, field, frozen
 from .._core.graph import Graph
 from .._core.label import Label
 from .._core.node import Call, Input, Ref, meanings_of
+from .._core.ops import Quirk, info
 from .._core.reference import Unpickled
 from .._core.runtime import looks_at_memory
 from .._core.sameness import same_content
@@ -240,7 +241,7 @@ def shares_nothing(graph: Graph) -> str:
         for function in call.functions:
             if looks_at_memory(function):
                 return f"{call.name} looks at memory by its geometry"
-            if function.short in ("map_", "map2_", "apply_"):
+            if info(function).has(Quirk.CALLBACK):
                 return f"{call.name} calls Python for every number"
         if any(meaning.strides is None for meaning in call.meaning):
             return f"{call.name} gives a tensor that is not dense"

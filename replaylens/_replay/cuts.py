@@ -14,10 +14,9 @@ from attrs import field, frozen
 from .._core.graph import Graph, InnerGradient
 from .._core.lazy import cached_property
 from .._core.node import Call, Node, Ref, TensorMeaning, meanings_of, refs_in
+from .._core.ops import Quirk, info
+from .._core.runtime import copied
 from .._core.write import Write
-
-_DETACHING = frozenset(("detach", "detach_", "data", "copied"))
-_PLAIN = frozenset(("__bool__", "is_nonzero", "equal", "allclose", "__repr__", "__str__", "__format__"))
 
 
 @frozen(eq=False)
@@ -116,7 +115,7 @@ class Cuts:
         assert isinstance(node, Call)
         if isinstance(node, Write) and cut != name:
             return f"{_line(node)} writes over it in place; the gradient is that of what it is a view of"
-        if node.target.short in _DETACHING:
+        if node.target.function is copied or info(node.target).has(Quirk.DETACHING):
             return f"detached in {_line(node)}"
         if _runs_without(node, self.graph):
             return f"{_line(node)} runs where the model turned gradients off"
@@ -129,7 +128,8 @@ class Cuts:
         below = self.graph.descendants([name])
         for guard in self.graph.guards:
             refs = [ref for ref in guard.refs if ref.node in below and guard.kind == "content"]
-            if guard.target.short not in _PLAIN and any(self.meaning_of(ref).is_differentiable for ref in refs):
+            is_number = not info(guard.target).has(Quirk.GIVES_NO_NUMBER)
+            if is_number and any(self.meaning_of(ref).is_differentiable for ref in refs):
                 where = f", at {guard.source.inline}" if guard.source else ""
                 return f"its content leaves torch by {guard.target.short.strip('_')}(){where}"
         return None

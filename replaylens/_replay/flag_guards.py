@@ -16,21 +16,18 @@ from attrs import field, frozen
 from .._core.copies import in_layout
 from .._core.graph import Graph
 from .._core.node import Call, Guard, Input, Ref, State, TensorMeaning, meanings_of
+from .._core.ops import Quirk, info
 from .._core.runtime import alias, copied
 from .._core.sameness import attached, same_content
 from .._core.torch_private import is_wrapped
 from .._core.trees import named, walk
 from .._core.write import Write
 from .guards import Departure, changed, diverged, fact
-from .layout_guards import EXPOSURES, Layouts, Tensors, asked_of, layout_departures, lies_otherwise
+from .layout_guards import Layouts, Tensors, asked_of, layout_departures, lies_otherwise, shows_memory
 
 UNKNOWN = "not known"
-_PARTING = frozenset(
-    "unbind split chunk tensor_split hsplit vsplit dsplit split_with_sizes".split()
-)  # into several views
 SOME = "there"  # the answer where the model only asks whether there is something
 WALK = "next_functions"
-_FOLLOWED = frozenset("requires_grad is_leaf grad_fn is_inference".split())
 
 
 @frozen
@@ -147,7 +144,7 @@ class Instead:
             if is_given or (isinstance(old, torch.Tensor) and _flags(old) != _flags(new)):
                 self.flagged[ref] = new
                 yield from flag_departures(graph, self.recorded, self.flagged, self.around, self.fixed)
-                yield from () if is_given else _histories_asked(graph, ref, new, OF_THE_OBJECT)
+                yield from () if is_given else _histories_asked(graph, ref, new, of_the_object=True)
             else:
                 yield from _histories_asked(graph, ref, new)
         if is_given:
@@ -188,12 +185,6 @@ def _class_departures(graph: Graph, ref: Ref, new: torch.Tensor) -> Iterator[Dep
         return
     if (was.__module__, was.__qualname__) != (now.__module__, now.__qualname__):
         yield Departure(f"the class of {node.name}", was.__name__, now.__name__)
-
-
-OF_THE_OBJECT = frozenset(
-    """is_pinned is_shared _is_view _base _version output_nr _backward_hooks
-    _post_accumulate_grad_hooks""".split()
-)
 
 
 def _attribute_departures(graph: Graph, ref: Ref, new: torch.Tensor) -> Iterator[Departure]:
@@ -246,11 +237,11 @@ class _Flags:
     def departure(self, guard: Guard) -> Departure | None:
         """Another answer to one question."""
         ref, word = guard.refs[0], guard.target.short
-        if word in OF_THE_OBJECT and not isinstance(self.graph[ref.node], Input):
+        if info(word).has(Quirk.OBJECT) and not isinstance(self.graph[ref.node], Input):
             return None
         if ref in self.given:
             return self._other_gradient(guard, ref) or changed(guard, answer(guard, self.given[ref]))
-        if word not in _FOLLOWED or not isinstance(self.graph[ref.node], Call):
+        if not isinstance(self.graph[ref.node], Call):
             return None
         if word == "is_inference":
             return self._inference(guard, ref)
@@ -261,15 +252,15 @@ class _Flags:
             return changed(guard, now)
         if word == "is_leaf":
             return changed(guard, not now)
-        return Departure(f"`{fact(guard).strip('`')}`", guard.result, UNKNOWN if now else None, guard.source)
+        what = f"`{fact(guard).strip('`')}`"
+        return Departure(what, guard.result, UNKNOWN if now else None, guard.source) if word == "grad_fn" else None
 
     def caught(self) -> Iterator[Departure]:
         """Where torch may refuse what needs gradients now, and the model may catch that."""
         flagged = {ref for ref, flag in self.found.items() if flag and self._was(ref) is False}
         if not flagged or not self.around.grad:
             return
-        shown = [guard for guard in self.graph.guards if guard.compares_content and guard.target.short in EXPOSURES]
-        for guard in shown:
+        for guard in filter(shows_memory, self.graph.guards):
             if not flagged.isdisjoint(guard.refs):
                 yield Departure(f"whether {fact(guard)} can be had", "True", UNKNOWN, guard.source, "exception")
         for ref in self.graph.written.intersection(flagged, self.given):
@@ -284,7 +275,8 @@ class _Flags:
         for call in self.graph.calls:
             if call.target.function is copied and not flagged.isdisjoint(call.refs):
                 yield Departure(f"whether {call.refs[0]} can be copied by deepcopy", "True", UNKNOWN, call.source)
-            if call.target.short in _PARTING and not (self.graph.written & flagged).isdisjoint(call.refs):
+            is_written = not (self.graph.written & flagged).isdisjoint(call.refs)
+            if is_written and info(call.target).gives_several_views:
                 what = f"whether the parts that {call.name} gives can be written"
                 yield Departure(what, "True", UNKNOWN, call.source, "exception")
             if isinstance(call, Write) and call.writes_out and not flagged.isdisjoint(call.refs):
@@ -315,7 +307,7 @@ class _Flags:
 
     def _before(self, node: Call, refs: tuple[Ref, ...], meaning: TensorMeaning) -> bool:
         """Did a value need gradients that was not kept?"""
-        on = node.context.grad and meaning.is_differentiable and node.target.short not in ("detach", "detach_")
+        on = node.context.grad and meaning.is_differentiable and not info(node.target).has(Quirk.DETACHING)
         return on and any(self.before.get(one, False) for one in refs)
 
     def _follow(self) -> None:
@@ -343,7 +335,7 @@ class _Flags:
             return False
         if was and not before:
             return True  # a leaf that the model makes itself
-        return now and node.target.short not in ("detach", "detach_")
+        return now and not info(node.target).has(Quirk.DETACHING)
 
 
 def answer(guard: Guard, tensor: torch.Tensor) -> Any:
@@ -371,12 +363,12 @@ def _handed_on(graph: Graph, ref: Ref) -> Ref:
     return ref
 
 
-def _histories_asked(graph: Graph, ref: Ref, new: torch.Tensor, words: Set[str] | None = None) -> Iterator[Departure]:
-    """What the model asks of the history of a patched value, or of one that it can walk back from. `words`: only these
-    questions.
+def _histories_asked(graph: Graph, ref: Ref, new: torch.Tensor, of_the_object: bool = False) -> Iterator[Departure]:
+    """What the model asks of the history of a patched value, or of one that it can walk back from; or only what it
+    asks of the very object.
     """
     for guard in graph.asked:
-        if guard.kind != "flags" or (words is not None and guard.target.short not in words):
+        if guard.kind != "flags" or (of_the_object and not info(guard.target).has(Quirk.OBJECT)):
             continue
         if _handed_on(graph, guard.refs[0]) == ref or guard.refs[0] == ref:
             yield from filter(None, (changed(guard, answer(guard, new)),))

@@ -19,6 +19,7 @@ import torch
 
 from .._core.graph import Graph
 from .._core.node import ITSELF, Call, Guard, Ref, TensorMeaning, meanings_of, refs_in, refs_of
+from .._core.ops import Quirk, info
 from .._core.runtime import kind_of, looks_at_memory, message_of
 from .._core.sharing import overlaps_itself
 from .._core.torch_private import OpOverload, is_wrapped
@@ -30,12 +31,8 @@ from .guards import Departure, changed, fact
 from .rng_stream import has_own_generator
 
 Tensors = Mapping[Ref, torch.Tensor]
-# ATen calls, beneath transforms, that torch makes of the functions of the same name whatever the layout is
-_PLAIN = frozenset("sum mean prod amax amin any all std var cumsum select slice unbind index sort topk".split())
 _RAISED = ("exception", "message")
 UNKNOWN = "not known on this memory layout"
-KINDS = frozenset("is_sparse is_sparse_csr is_nested layout".split())  # properties
-EXPOSURES = frozenset("numpy __array__ __dlpack__ untyped_storage storage _typed_storage __array_wrap__".split())
 
 
 def geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -134,7 +131,7 @@ class Layouts:
 
     def departures(self) -> list[Departure]:
         """Every other answer, in the order of the program."""
-        caught = [guard for guard in self.graph.guards if guard.kind in _RAISED or _shows_memory(guard)]
+        caught = [guard for guard in self.graph.guards if guard.kind in _RAISED or shows_memory(guard)]
         asked = [guard for guard in self.graph.asked if guard.kind == "layout"]
         questions = sorted((*asked, *caught), key=lambda guard: guard.position)
         if not questions and not goes_by_layout(self.graph):
@@ -164,7 +161,7 @@ class Layouts:
         """The same without the questions, where all values are known: nothing is made again."""
         for ref in self.other:
             yield from self._other_writes(ref)
-        for guard in filter(_shows_memory, self.graph.guards):
+        for guard in filter(shows_memory, self.graph.guards):
             yield from self._ask_outside(guard, guard.refs[0])
         for call in self.graph.calls if self.other else ():
             if not call.edited and any(ref in self.other for ref in call.refs):
@@ -338,9 +335,9 @@ def asks_for_view(guard: Guard) -> bool:
     return bool(guard.refs) and guard.target.short in ("_base", "_is_view")
 
 
-def _shows_memory(guard: Guard) -> bool:
+def shows_memory(guard: Guard) -> bool:
     """Did the memory of a tensor leave torch, and not its numbers alone?"""
-    return guard.compares_content and guard.target.short in EXPOSURES
+    return guard.compares_content and info(guard.target).has(Quirk.EXPOSES_MEMORY)
 
 
 def _is_taken_apart(node: Call, is_deep: bool) -> bool:
@@ -350,8 +347,8 @@ def _is_taken_apart(node: Call, is_deep: bool) -> bool:
     function: Any = node.target.function
     if not isinstance(function, OpOverload) or function.namespace != "aten":
         return False
-    one_by_one = torch.Tag.pointwise in function.tags or function._schema.name.removeprefix("aten::") in _PLAIN
-    return is_deep or not one_by_one
+    op = info(function)
+    return is_deep or not (op.is_pointwise or op.has(Quirk.SAME_BENEATH))
 
 
 def _goes_by_memory(node: Call) -> bool:

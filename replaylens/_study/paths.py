@@ -13,6 +13,7 @@ from attrs import frozen
 
 from .._core.graph import Graph
 from .._core.node import Call, State
+from .._core.ops import Quirk, of_kind
 from .._core.runtime import alias
 from .._edit.edges import OUTPUT, Edge
 from .._edit.locate import Part
@@ -22,8 +23,6 @@ from .._lens.layers import Layer
 from .._replay.run import Run
 from ..errors import ReplaylensError
 from ..program import Program
-
-_JOINS = frozenset(("add", "iadd", "radd", "sub", "isub", "cat", "concat", "concatenate", "hstack", "stack"))
 
 
 def path_patch(
@@ -155,7 +154,7 @@ def residual_branches(graph: Graph, among: Iterable[str], around: Iterable[str] 
     weights, found = _weights(graph), []
     among = set(among)
     for node in graph.nodes:
-        if not isinstance(node, Call) or node.kind not in _JOINS:
+        if not isinstance(node, Call) or not of_kind(node.kind).has(Quirk.JOIN):
             continue
         parts = list(dict.fromkeys(ref.node for ref in node.refs))
         for branch in [name for name in parts if name in among]:
@@ -170,9 +169,13 @@ def residual_branches(graph: Graph, among: Iterable[str], around: Iterable[str] 
 def _root(graph: Graph, name: str) -> str:
     """The value that a node hands on as it is."""
     node = graph[name]
-    while isinstance(node, Call) and (node.target.function is alias or node.kind in ("dropout", "to")):
+    while isinstance(node, Call) and (node.target.function is alias or _hands_on(node.kind)):
         node = graph[node.refs[0].node]
     return node.name
+
+
+def _hands_on(kind: str) -> bool:
+    return kind == "to" or of_kind(kind).has(Quirk.DROPOUT)
 
 
 def _weights(graph: Graph) -> frozenset[str]:

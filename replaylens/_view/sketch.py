@@ -15,13 +15,13 @@ from .._core.graph import Graph
 from .._core.lazy import cached_property
 from .._core.location import Location
 from .._core.node import Call, Input, Node, Ref, Scope, State, TensorMeaning, meanings_of, refs_in, value_of
+from .._core.ops import Quirk, of_kind
 from .._core.trees import Branch
 from .._core.write import Write, original_call
 from .._lens.conditionals import Conditionals
 from .._lens.layers import Atlas
 from .scene import NO_ROLES, Roles
 
-COMMUTATIVE = frozenset("add mul eq ne maximum minimum logicaland logicalor logicalxor bitwiseand bitwiseor".split())
 IN_PLACE = ("was ", "reads ")  # how an edit is worded that made a call another one, and put none beside it
 
 
@@ -200,7 +200,7 @@ class _Pencil:
             return
         named = _arguments(node)
         several = len({ref for ref, _ in named if ref.node in self.drawn and ref.node not in self.hidden}) > 1
-        in_order = node.kind in COMMUTATIVE and not dict(node.kwargs).get("alpha")
+        in_order = of_kind(node.kind).has(Quirk.COMMUTATIVE) and not dict(node.kwargs).get("alpha")
         for ref, word in named:
             yield from self._from(ref, place.label, word if several and not in_order else "")
 
