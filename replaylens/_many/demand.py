@@ -93,7 +93,7 @@ def taking(step: Step, axis: int) -> tuple[int, Callable[[Tensor], Tensor]] | No
 def _places(step: Step) -> list[Tensor] | None:
     """Where each number that a view shows stands in what it looks at, by axis; None if a step gives no view."""
     (value,), (result,) = step.recorded, step.results
-    given = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    given = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
     try:
         (found,) = step.parts(step.call([given]))
     except Exception:  # not even in this layout
