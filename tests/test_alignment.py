@@ -332,6 +332,25 @@ def test_a_kernel_that_mixes_rows_has_none(name):
         step.like.proved.clear()
 
 
+BOUNDING = {
+    "a bound that no number reached": lambda x: x.clamp(-1e4, 1e4),
+    "numbers that may be missing": lambda x: x.nansum(0, keepdim=True),
+    "a sign that was not there": lambda x: x.norm(dim=0, keepdim=True),
+    "a norm in another shape": lambda x: x.norm(dim=0),
+    "what is no number": torch.nan_to_num,
+}
+
+
+@pytest.mark.parametrize("name", BOUNDING)
+def test_what_gave_its_numbers_as_they_were_may_not_always(name):
+    assert not any(align.resizes for align in found(last_step(BOUNDING[name], torch.rand(1, 5) + 1)))
+
+
+def test_a_view_of_the_same_shape_takes_other_rows_too():
+    step = last_step(lambda x: x.view(-1, 5, 4), of(1, 5, 4))
+    assert {"0>0", "1>1"} <= {written(align) for align in found(step)}
+
+
 TAKING = {
     "a number": (lambda x: x[:, 2], (1, (2,))),
     "a last number": (lambda x: x[..., -1], (2, (3,))),

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import lru_cache
 from itertools import islice, product
+from math import inf, nan
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ def candidates(
         unread = range(1, len(reads))  # what these look at decides nothing: only where to look does
     if name in UNCHECKED:
         return _of_samples(node, reads, len(results))
-    resizes = _resizes(reads, results, unread)
+    resizes = _resizes(reads, results, unread) if len(reads) == 1 or not node.is_dynamic else ""
     found: list[Alignment] = []
     for axis in range(results[0].dim()):
         plain = [Alignment(*axes) for axes in islice(_fitting(reads, results, unread, axis), MOST_CANDIDATES)]
@@ -115,7 +116,7 @@ def _fitting(
 def _resizes(reads: Sequence[Tensor], results: Sequence[Tensor], unread: Collection[int]) -> str:
     """Does a call give what it reads in another shape? Then the sizes among its arguments may be for other rows."""
     rest = [value for number, value in enumerate(reads) if number not in unread]
-    if len(rest) != 1 or len(results) != 1 or rest[0].dtype != results[0].dtype or rest[0].shape == results[0].shape:
+    if len(rest) != 1 or len(results) != 1 or rest[0].dtype != results[0].dtype:
         return ""
     (value,), (result,) = rest, results
     if value.numel() == result.numel():
@@ -124,6 +125,23 @@ def _resizes(reads: Sequence[Tensor], results: Sequence[Tensor], unread: Collect
         return "expand" if torch.equal(value.expand(result.shape), result) else ""
     except RuntimeError:
         return ""
+
+
+def only_moves(align: Alignment, reads: Sequence[Tensor], call: Callable[[Sequence[Tensor]], Tensor]) -> bool:
+    """Does a call give every number as it is, in another shape? Also those that it might bound, round or replace."""
+    number = next(n for n, axis in enumerate(align.operands) if axis is not None)
+    value, generator = reads[number], torch.Generator().manual_seed(0)
+    made = torch.randn(value.shape, generator=generator)
+    made = made * 10 ** (torch.rand(value.shape, generator=generator) * 60 - 30)
+    if not _is_real(value):
+        made = made.clamp(-100, 100)
+    odd = [torch.full_like(made, number) for number in (nan, inf, -inf)] if _is_real(value) else []
+    for wide in [one.to(value.device, value.dtype) for one in (made, *odd)]:
+        result = call([*reads[:number], wide, *reads[number + 1 :]])
+        moved = wide.reshape(result.shape) if align.resizes == "reshape" else wide.expand(result.shape)
+        if not torch.equal(result, moved) and not (moved.isnan().all() and result.isnan().all()):
+            return False
+    return True
 
 
 # ---- proofs ------------------------------------------------------------------------------------------------------

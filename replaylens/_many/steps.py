@@ -21,7 +21,7 @@ from .._core.torch_private import add_batch, remove_batch, vmap_begins, vmap_end
 from .._core.trees import Branch, leaves
 from .._replay.guards import Departure
 from .._replay.interpreter import Mode, caller, modes
-from .alignment import Alignment, candidates, close, proves
+from .alignment import Alignment, candidates, close, only_moves, proves
 from .delta import Delta, dense, rows_of, stacked, together
 
 Tensor = torch.Tensor
@@ -111,8 +111,9 @@ class Step:
         if align not in like.alignments:
             return False
         with modes(_without_gradients(self.node.context)):
-            found = proves(
-                align, self.recorded, partial(self._run, align), like.most, partial(_is_pointwise, like.name)
+            run, is_pointwise = partial(self._run, align), partial(_is_pointwise, like.name)
+            found = proves(align, self.recorded, run, like.most, is_pointwise) and (
+                not align.resizes or only_moves(align, self.recorded, self.call)
             )
         if found:
             like.proved.add(align)
