@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from zoo import MODELS, is_refused_so, silence
 
 import replaylens as rl
-from replaylens._many import rules
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -208,53 +207,6 @@ def test_a_sweep_takes_a_tensor_in_the_place_of_a_factor():
     prog = rl.capture(model, torch.tensor([2.0, 1.0]))
     other = torch.tensor([3.0, 5.0])
     assert torch.equal(prog.replay_many({"other": {"input": other}}).values[0], model(other))
-
-
-# -- rules, as rules: what they say too much is mostly caught where it is tried, and costs that trial ---------------------
-
-
-def _rows_of(name, outputs, *args, **kwargs):
-    given = tuple([rules.Operand(n, arg) if isinstance(arg, tuple) else arg for n, arg in enumerate(args)])
-    return [(one.operands, one.outputs) for one in rules.alignments(rules.Facts(name, given, kwargs, outputs))]
-
-
-def test_a_mask_of_attention_has_the_rows_that_its_queries_have():
-    heads, mask = (2, 3, 5, 4), (5, 7)
-    keys = (2, 3, 7, 4)
-    assert _rows_of("scaled_dot_product_attention", (heads,), heads, keys, keys, mask) == [
-        ((0, 0, 0, None), (0,)),
-        ((1, 1, 1, None), (1,)),
-        ((2, None, None, 0), (2,)),
-    ]
-    assert _rows_of("scaled_dot_product_attention", (heads,), heads, keys, keys, (2, 1, 5, 7))[2:] == [
-        ((2, None, None, 2), (2,))
-    ]
-    assert len(_rows_of("scaled_dot_product_attention", (heads,), heads, keys, keys, is_causal=True)) == 2
-
-
-@pytest.mark.parametrize(
-    ("equation", "shapes", "output"),
-    [
-        ("...i,ij->...j", [(2, 3), (3, 4)], (2, 4)),
-        ("i...,i...->...", [(2, 3), (2, 3)], (3,)),
-        ("ij,jk", [(2, 3), (3, 4)], (2, 4)),
-        ("...ij,jk", [(2, 3), (3, 4)], (2, 4)),
-        ("ii->i", [(3, 3)], (3,)),
-        ("bii->bi", [(2, 3, 3)], (2, 3)),
-        ("bii,bj->bij", [(2, 3, 3), (2, 4)], (2, 3, 4)),
-        ("ij,jk->ik", [(2, 3)], (2, 4)),
-    ],
-)
-def test_no_rows_are_known_of_an_einsum_that_does_not_say_each_axis_once(equation, shapes, output):
-    assert not _rows_of("einsum", (output,), equation, *shapes)
-
-
-def test_the_rows_of_an_einsum_are_those_of_its_letters():
-    assert _rows_of("einsum", ((2, 5, 7),), "bqd,bkd->bqk", (2, 5, 4), (2, 7, 4)) == [
-        ((0, 0), (0,)),
-        ((1, None), (1,)),
-        ((None, 1), (2,)),
-    ]
 
 
 # -- facts that no content decides ---------------------------------------------------------------------------------------

@@ -23,14 +23,11 @@ NAMES |= {name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_a
 KINDS = {kind_of(name) for name in NAMES}
 # Tables of names elsewhere, and why: by what they are called.
 ELSEWHERE = {
+    "_BY_GEOMETRY": "functions of the package's own are among them",
     "SPECIALS": "which method of the tracer has a way of its own for it",
     "OPEN_FORMS": "the functions that it is opened into",
     "_PRODUCTS": "the formulas of what it costs",
-    "_BY_GEOMETRY": "functions of the package's own are among them",
     "_HIDDEN": "classes of a module of torch's",
-    "RULES": "which axes of a call are rows: an alignment for each",
-    "_POINTWISE": "the same",
-    "unread": "the same",
     "multiplications": "the formulas of what it costs",
     "work": "the same",
 }

@@ -132,6 +132,12 @@ class Quirk(enum.Enum):
     COMPARES = "eq ne lt le gt ge less less_equal greater greater_equal isin signbit sign abs"
     COMMUTATIVE = "add mul eq ne maximum minimum logical_and logical_or logical_xor bitwise_and bitwise_or"
 
+    # never taken apart by rows: `masked_scatter`, and `index_put` with a mask, go on in their source where the last
+    # row's ended (so does vmap of torch 2.13, wrongly); the offsets of `embedding_bag` say where bags begin and end;
+    # the lengths of `ctc_loss` and pivots of `lu_unpack` are not compared with what there is, and end the process
+    MIXES_ROWS = "masked_scatter index_put embedding_bag ctc_loss lu_unpack"
+    WRONG_UNDER_VMAP = "masked_scatter"
+
     COPY = "clone copy _to_copy lift lift_fresh_copy contiguous _reshape_copy"
     ALLOCATION = "empty empty_strided empty_permuted resize resize_as set"
     FILL = "zero zeros ones full fill scalar_tensor"

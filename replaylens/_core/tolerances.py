@@ -60,6 +60,9 @@ REARRANGED_NARROW = Tolerance(of_largest=0.05)  # where steps in between are rou
 BATCHED = Tolerance(of_each=1e-4, of_largest=1e-4)
 BATCHED_NARROW = Tolerance(of_each=2e-2, of_largest=2e-2)  # float16, bfloat16
 
+# A first look, which only saves proofs: what fails it is never proved, what passes is.
+LIKELY = Tolerance(of_each=1e-3, absolute=1e-6)
+
 # An amount, for outputs of layers that normalise: their numbers are about one.
 FUSED_LAYER = Tolerance(absolute=1e-3)
 

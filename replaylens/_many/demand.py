@@ -7,12 +7,13 @@ number in an index begins a demand (`logits[:, -1]`), and operations that treat 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+
+import torch
 
 from .._core.graph import Graph
-from .._core.trees import Branch
-from .rules import is_whole_slice, positive, whole_index
 from .steps import Step
+
+Tensor = torch.Tensor
 
 Rows = tuple[int, tuple[int, ...]]  # an axis and row numbers along it
 Demand = dict[int, Rows | None]  # by slot; None: all of it
@@ -44,26 +45,19 @@ def _read(step: Step, asked: list[Rows | None]) -> Sequence[Rows | None]:
 
 
 def taken_rows(step: Step) -> Rows | None:
-    """The rows that an index takes: numbers and slices, along the first axis where they leave something out."""
-    node, name = step.node, step.like.name
-    if name not in ("getitem", "select") or len(step.reads) != 1 or len(node.args) < (3 if name == "select" else 2):
+    """The rows that a view looks at, if it looks at some and not at others: along the first axis where it does."""
+    if not step.may_take:
         return None
-    shape = step.recorded[0].shape
-    if name == "select":
-        axis = positive(int(node.args[1]), len(shape))
-        return (axis, (positive(int(node.args[2]), shape[axis]),)) if shape[axis] > 1 else None
-    try:
-        index = [item for item in whole_index(node.args[1], len(shape)) if item is not None]
-    except TypeError:
-        return None
-    for axis, item in enumerate(index):
-        if type(item) is int and shape[axis] > 1:
-            return axis, (positive(item, shape[axis]),)
-        if isinstance(item, Branch) and not is_whole_slice(item, shape[axis]):
-            rows = tuple(range(shape[axis])[slice(*item.items)])
-            if rows and all(bound is None or type(bound) is int for bound in item.items):
-                return axis, rows
-    return None
+    if step.like.taken is None:
+        found: Rows | None = None
+        for axis, at in enumerate(places := _places(step) or ()):
+            marks = torch.zeros(step.recorded[0].shape[axis], dtype=torch.bool, device=at.device)
+            marks[at] = True
+            if found is None and not bool(marks.all()):
+                found = axis, tuple(marks.nonzero().flatten().tolist())
+        step.like.taken = found, bool(places)
+    rows: Rows | None = step.like.taken[0]
+    return rows
 
 
 def _add(found: Demand, step: Step, number: int, rows: Rows | None) -> None:
@@ -79,23 +73,38 @@ def _add(found: Demand, step: Step, number: int, rows: Rows | None) -> None:
     found[slot] = rows
 
 
-def taking(step: Step, axis: int) -> tuple[int, Any] | None:
-    """For an index with a number at this axis: the row that it takes, and the index of what is left, with the rows'
-    own axis in front.
-    """
-    node, shape = step.node, step.recorded[0].shape if step.recorded else ()
-    if step.like.name != "getitem" or len(step.reads) != 1:
+def taking(step: Step, axis: int) -> tuple[int, Callable[[Tensor], Tensor]] | None:
+    """For a view of one row along an axis: that row, and what becomes of several such that are stacked in front."""
+    taken_rows(step)
+    places = _places(step) if step.like.taken[1] else None
+    if places is None or not bool((places[axis] == (row := int(places[axis][0]))).all()):
         return None
+    shape, result = step.recorded[0].shape, step.results[0]
+    inner = torch.zeros_like(places[axis])
+    for number, at in enumerate(places):
+        inner = inner if number == axis else inner * shape[number] + at
+
+    def take(rows: Tensor) -> Tensor:
+        return rows.flatten(1).index_select(1, inner).reshape(len(rows), *result.shape)
+
+    return row, take
+
+
+def _places(step: Step) -> list[Tensor] | None:
+    """Where each number that a view shows stands in what it looks at, by axis; None if a step gives no view."""
+    (value,), (result,) = step.recorded, step.results
+    given = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
     try:
-        index = whole_index(node.args[1], len(shape))
-    except TypeError:
+        (found,) = step.parts(step.call([given]))
+    except Exception:  # not even in this layout
         return None
-    rest, place = [], -1
-    for item in index:
-        place += item is not None
-        if place != axis or item is None:
-            rest.append(slice(*item.items) if isinstance(item, Branch) else item)
-        elif type(item) is not int:
-            return None
-    number = [item for item in index if item is not None][axis]
-    return positive(number, shape[axis]), (slice(None), *rest)
+    if (found.shape, found.dtype) != (result.shape, value.dtype) or _memory(found) != _memory(given):
+        return None
+    flat = torch.tensor(found.storage_offset(), device=value.device)
+    for size, stride in zip(found.shape, found.stride(), strict=True):
+        flat = flat.unsqueeze(-1) + torch.arange(size, device=value.device) * stride
+    return [flat.flatten() // stride % size for size, stride in zip(given.shape, given.stride(), strict=True)]
+
+
+def _memory(value: Tensor) -> int:
+    return value.untyped_storage().data_ptr()

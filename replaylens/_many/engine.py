@@ -22,10 +22,10 @@ from .._replay.guards import Departure, departure
 from .._replay.interpreter import modes, recorded_world
 from .._replay.layout_guards import geometry, layout_departures
 from .._replay.request import Change
+from .alignment import Alignment
 from .delta import Delta, Pairs, chosen, folded, joined, kept, lane_value, packed, stacked, without
 from .demand import Rows, taking
 from .machine import WORTH_PACKING, Machine
-from .rules import Alignment
 from .steps import Departed, NotAlike, Step
 
 Tensor = torch.Tensor
@@ -117,7 +117,7 @@ class _Chunk:
         if not any(deltas):
             return
         try:
-            found = self._taken(step, deltas) if step.is_index else None
+            found = self._taken(step, deltas) if step.may_take else None
             if found is None:
                 found = self._aligned(step, deltas)
             if found is None:
@@ -180,8 +180,7 @@ class _Chunk:
         try:
             return step.by_rows(align, deltas)
         except NotAlike:
-            step.like.proved[align] = False
-            step.routes.clear()
+            step.refute(align)
             return None
 
     def _route(self, step: Step, deltas: Deltas) -> Route | None:
@@ -240,11 +239,11 @@ class _Chunk:
         delta = deltas[0]
         if delta is None or delta.axis is None or delta.is_dense or (at := taking(step, delta.axis)) is None:
             return None
-        row, rest = at
+        row, take = at
         some = kept(delta, delta.pairs.rows == row)
         if not len(some.pairs):
             return []
-        return [stacked(some.pairs.lanes, some.data.movedim(some.axis or 0, 0)[rest])]
+        return [stacked(some.pairs.lanes, take(some.data.movedim(some.axis or 0, 0)))]
 
     # -- variants that join, and those that leave ---------------------------------------------------------------------
 

@@ -112,14 +112,12 @@ class Machine:
         step = self.step(position)
         if step.work < WORTH_PACKING:
             return False
-        sizes = zip(
-            step.reads, step.recorded, zip(*[align.operands for align in step.alignments], strict=True), strict=False
-        )
         return any(
-            axis is not None and value.shape[axis] > 1
-            for slot, value, axes in sizes
+            step.has_rows(number, axis)
+            for number, (slot, value) in enumerate(zip(step.reads, step.recorded, strict=True))
             if slot in changing
-            for axis in axes
+            for axis, size in enumerate(value.shape)
+            if size > 1
         )
 
     def gives(self, position: int) -> tuple[int, ...]:
@@ -165,15 +163,18 @@ class Machine:
         return self.axes[slot]
 
     def _row_axis(self, slot: int) -> int | None:
-        common: set[int] | None = None
+        readers: list[tuple[Step, int]] = []
         for user in self.graph.users[self.graph.positions[self.refs[slot].node]]:
             step = self.step(user) if self.needed[user] else None
-            if step is None or slot not in step.reads:
-                continue
-            number = step.reads.index(slot)
-            axes = {axis for align in step.alignments if (axis := align.operands[number]) is not None}
-            common = axes if common is None else common & axes or common
-        if not common:
-            return None
+            if step is not None and slot in step.reads:
+                readers.append((step, step.reads.index(slot)))
         shape = self.values[slot].shape
-        return max(common, key=lambda axis: (shape[axis], -axis)) if self.packs else min(common)
+        axes = sorted(range(len(shape)), key=lambda axis: (-shape[axis] if self.packs else 0, axis))
+        for axis in axes:  # most often there is one that all have: to know of the others costs proofs
+            if readers and all(step.has_rows(number, axis) for step, number in readers):
+                return axis
+        found = False
+        for step, number in readers:
+            if mine := [axis for axis in axes if step.has_rows(number, axis)]:
+                axes, found = mine, True
+        return axes[0] if found else None

@@ -7,56 +7,43 @@ proved on the recorded values before it is trusted, once for all nodes that are 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 from math import prod
 from typing import Any
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, evolve, field
 
 from .._core.lazy import cached_property
-from .._core.node import Call, Ref, TensorMeaning, refs_in
+from .._core.node import Call, Context, Ref, TensorMeaning, refs_in
+from .._core.ops import Quirk, info
 from .._core.runtime import alias
 from .._core.target import Target
-from .._core.tolerances import BATCHED, BATCHED_NARROW
 from .._core.torch_private import add_batch, remove_batch, vmap_begins, vmap_ends, warn_of_vmap_fallbacks
-from .._core.trees import Branch, remake
+from .._core.trees import Branch, leaves
 from .._core.write import Write, original_call
 from .._replay.compile import Mode, caller
 from .._replay.guards import Departure
-from .delta import Delta, Pairs, dense, numbers, rows_of, stacked, together
-from .rules import Alignment, Facts, Operand, alignments, unread
+from .._replay.interpreter import modes
+from .alignment import Alignment, candidates, close, only_moves, proves
+from .delta import Delta, dense, rows_of, stacked, together
 
 Tensor = torch.Tensor
 MOST_PROBED = 4_000_000  # numbers: a larger value is taken as it was recorded when a call is tried
 
 
-@frozen(eq=False)
+@define(eq=False)
 class Like:
-    """What is known of all nodes that are called alike: their alignments, and which of them are proved."""
+    """What is known of all nodes that are called alike: candidates for alignments, and those that are proved."""
 
-    name: str  # of the operation, as the rules call it; empty where it is none of torch's own
-    alignments: tuple[Alignment, ...]
-    unread: frozenset[int]
-    proved: dict[Alignment, bool] = field(factory=dict)
+    name: str  # of the operation; empty where it is none of torch's own
+    alignments: tuple[Alignment, ...]  # those that are not refuted
+    unread: frozenset[int]  # the values of which only shape, dtype or device are read
+    most: int  # the largest number among the arguments
+    proved: set[Alignment] = field(factory=set)
     vmaps: dict[Any, bool] = field(factory=dict)  # by which values vary; missing: not tried yet
-    shared: dict[Any, Any] = field(factory=dict)  # what follows from which operands are the same value
-
-    def aligned(self, where: tuple[int, ...]) -> tuple[Alignment, ...]:
-        """The alignments with an axis for each value, of which `where` tells which operand it is."""
-        found = []
-        for align in self.alignments:
-            axes: dict[int, int | None] = {}
-            if len(where) != len(align.operands):  # `alpha` or its like is a tensor
-                continue
-            if all(axes.setdefault(number, axis) == axis for number, axis in zip(where, align.operands, strict=True)):
-                operands = tuple([axes[number] for number in range(len(axes))])
-                found.append(Alignment(operands, align.outputs, align.resizes))
-        return tuple(found)
-
-    def free(self, where: tuple[int, ...]) -> frozenset[int]:
-        """The values of which only the shape is read, wherever they stand."""
-        free = {where[operand] for operand in self.unread}
-        return frozenset(free - {number for n, number in enumerate(where) if n not in self.unread})
+    routes: dict[Any, Any] = field(factory=dict)  # how to run a step, by the forms of what it reads
+    taken: Any = None  # the rows that it takes: see demand.py
 
 
 @define(eq=False, slots=False)
@@ -70,21 +57,29 @@ class Step:
     gives: tuple[int, ...]  # the slots of these
     results: tuple[Tensor, ...]  # the recorded values of what it gives
     like: Like
-    where: tuple[int, ...]  # of each operand: its number among refs
     call: Callable[[Sequence[Any]], Any]
-    alignments: tuple[Alignment, ...] = field(init=False)  # proved when they are first used
-    unread: frozenset[int] = field(init=False)
-    is_index: bool = field(init=False)
     is_single: bool = field(init=False)  # it gives one tensor
-    routes: dict[Any, Any] = field(init=False)  # how to run it, by the forms of what it reads; shared by all alike
+    may_take: bool = field(init=False)  # it may hand on some rows as they are
+    routes: dict[Any, Any] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        known = self.like.shared.get(self.where)
-        if known is None:
-            known = self.like.shared[self.where] = (self.like.aligned(self.where), self.like.free(self.where), {})
-        self.alignments, self.unread, self.routes = known
+        self.routes = self.like.routes
         self.is_single = len(self.outputs) == 1 and not self.outputs[0].path
-        self.is_index = self.like.name == "getitem"
+        self.may_take = (
+            self.is_single
+            and len(self.reads) == 1
+            and self.like.name != ""
+            and self.results[0].numel() < self.recorded[0].numel()
+        )
+
+    @property
+    def alignments(self) -> tuple[Alignment, ...]:
+        """Candidates: true only if they hold."""
+        return self.like.alignments
+
+    @property
+    def unread(self) -> frozenset[int]:
+        return self.like.unread
 
     @cached_property
     def work(self) -> float:
@@ -114,41 +109,35 @@ class Step:
 
     def holds(self, align: Alignment) -> bool:
         """Is this alignment true here? Tried once for all calls alike."""
-        known = self.like.proved.get(align)
-        if known is None:
-            known = self.like.proved[align] = self._prove(align)
-        return known
-
-    def _prove(self, align: Alignment) -> bool:
-        """Run on two sets of numbers, and on a few rows of both, out of order, one twice: are these the rows of the
-        wholes?
-        """
-        varies = [axis is not None for axis in align.operands]
-        one, other = self._probes(varies), self._probes(varies, 0.4)
-        counts = {value.shape[axis] for value, axis in zip(one, align.operands, strict=True) if axis is not None}
-        if len(counts) != 1:
+        like = self.like
+        if align in like.proved:
+            return True
+        if align not in like.alignments:
             return False
-        count = counts.pop()
-        rows = numbers((count - 1, 0, count - 1, count // 2), self.recorded[0].device)
-        pairs = Pairs(count, None, numbers((0, 1, 2, 3), rows.device) * count + rows)
-        picked = rows + numbers((0, count, 0, count), rows.device)
-
-        def mixed(first: Tensor, second: Tensor, axis: int) -> Tensor:
-            return torch.cat((first, second), axis).index_select(axis, picked)
-
-        some = [
-            mine if axis is None else mixed(mine, theirs, axis)
-            for mine, theirs, axis in zip(one, other, align.operands, strict=True)
-        ]
-        try:
-            wholes = [self.parts(self.call(values)) for values in (one, other)]
-            found = self.parts(self._resized(some, align, pairs) if align.resizes else self.call(some))
-            return all(
-                _close(new, mixed(first, second, axis))
-                for new, first, second, axis in zip(found, *wholes, align.outputs, strict=True)
+        with modes(_without_gradients(self.node.context)):
+            run, is_pointwise = partial(self._run, align), lambda: info(like.name).is_pointwise
+            found = proves(align, self.recorded, run, like.most, is_pointwise) and (
+                not align.resizes or only_moves(align, self.recorded, self.call)
             )
-        except Exception:  # whatever it is, the call does not take rows in this way
-            return False
+        if found:
+            like.proved.add(align)
+        else:
+            self.refute(align)
+        return found
+
+    def has_rows(self, number: int, axis: int) -> bool:
+        """Does any true alignment have the rows of a value along this axis?"""
+        return any(align.operands[number] == axis and self.holds(align) for align in self.alignments)
+
+    def refute(self, align: Alignment) -> None:
+        """This one is not true: it is forgotten."""
+        self.like.proved.discard(align)
+        self.like.alignments = tuple([other for other in self.like.alignments if other != align])
+        self.like.routes.clear()
+
+    def _run(self, align: Alignment, values: Sequence[Tensor], rows: int | None) -> list[Tensor]:
+        resized = align.resizes and rows is not None
+        return self.parts(self._resized(values, align, rows) if resized else self.call(values))
 
     def _probes(self, varies: Sequence[bool], scale: float = 1.0) -> list[Tensor]:
         """Numbers to try a call on, none alike, none large, where values vary. The recorded ones may all be zeros.
@@ -170,7 +159,7 @@ class Step:
             data if data is not None else value if axis is None else rows_of(value, axis, pairs)
             for data, value, axis in zip(changed, self.recorded, align.operands, strict=True)
         ]
-        result = self._resized(values, align, pairs) if align.resizes else self.call(values)
+        result = self._resized(values, align, len(pairs)) if align.resizes else self.call(values)
         if self.is_single:
             axis = align.outputs[0]
             if result.dim() != self.results[0].dim() or result.shape[axis] != len(pairs):
@@ -183,10 +172,10 @@ class Step:
                 raise NotAlike
         return [Delta(axis, pairs, data) for data, axis in zip(found, align.outputs, strict=True)]
 
-    def _resized(self, values: Sequence[Tensor], align: Alignment, pairs: Pairs) -> Any:
+    def _resized(self, values: Sequence[Tensor], align: Alignment, rows: int | None) -> Any:
         number = next(n for n, axis in enumerate(align.operands) if axis is not None)
         shape, axis = self.results[0].shape, align.outputs[0]
-        sizes = (*shape[:axis], len(pairs), *shape[axis + 1 :])
+        sizes: Any = (*shape[:axis], rows, *shape[axis + 1 :])
         return values[number].reshape(sizes) if align.resizes == "reshape" else values[number].expand(sizes)
 
     def whole(self, deltas: Sequence[Delta | None]) -> tuple[list[Delta], bool]:
@@ -207,19 +196,19 @@ class Step:
     def _may_vmap(self) -> bool:
         """No draws, no shapes that contents decide, no gradient on the way, and no rule of torch's that is wrong."""
         node = self.node
-        inner = original_call(node).target.short
-        return node.draws is None and not node.is_dynamic and not node.through and inner.strip("_") not in _WRONG
+        is_wrong = info(original_call(node).target).has(Quirk.WRONG_UNDER_VMAP)
+        return node.draws is None and not node.is_dynamic and not node.through and not is_wrong
 
     def _vmaps(self, changed: Sequence[Tensor | None]) -> bool:
         """Does the call work under vmap? Tried once for the same varying values: two lanes that differ in each of them,
         and must both come out as by themselves. A rule of torch's may read a tensor as one number for all lanes.
         """
-        key = self.where, tuple([data is not None for data in changed])
+        key = tuple([data is not None for data in changed])
         known = self.like.vmaps.get(key)
         if known is None:
             if (lanes := self._two_lanes(changed)) is None:
                 return False  # nothing to tell them apart by: the next values may
-            known = self.like.vmaps[key] = self._proves_vmap(*lanes, key[1])
+            known = self.like.vmaps[key] = self._proves_vmap(*lanes, key)
         return known
 
     def _proves_vmap(self, one: list[Tensor], other: list[Tensor], varies: Sequence[bool]) -> bool:
@@ -228,7 +217,7 @@ class Step:
             found = self._vmapped(copies, 2)
             wholes = zip(*[self.parts(self.call(values)) for values in (one, other)], strict=True)
             return all(
-                _close(new[0], first) and _close(new[1], second)
+                close(new[0], first) and close(new[1], second)
                 for new, (first, second) in zip(found, wholes, strict=True)
             )
         except Exception:  # no rule for it: the loop is always right
@@ -294,9 +283,6 @@ def laid_like(tensor: Tensor, recorded: Tensor) -> Tensor:
     return made.copy_(tensor)
 
 
-_WRONG = frozenset(("masked_scatter",))  # vmap of torch 2.13: one variant's source goes on where another's ended
-
-
 class NotAlike(Exception):
     """A call did not treat rows alike after all."""
 
@@ -318,15 +304,6 @@ def _stacked_or_departed(node: Call, lanes: tuple[int, ...], values: tuple[Tenso
     if others:
         raise Departed(others)
     return stacked(lanes, torch.stack(values))
-
-
-def _close(one: Tensor, other: Tensor) -> bool:
-    """Equal but for what another size of a batch does to the last bits."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    if not (one.is_floating_point() or one.is_complex()):
-        return bool(torch.equal(one, other))
-    return (BATCHED_NARROW if one.dtype in (torch.bfloat16, torch.float16) else BATCHED).holds(one, other)
 
 
 _IS_RAW = None not in (vmap_begins, vmap_ends, add_batch, remove_batch)
@@ -390,36 +367,55 @@ def step_of(
 
     outputs = tuple(dict.fromkeys(refs_in(node.returns)))
     gives = tuple([slot[ref] for ref in outputs])
-    return Step(
-        node,
-        reads,
-        tuple([values[read] for read in reads]),
-        outputs,
-        gives,
-        tuple([values[given] for given in gives]),
-        _like(node, every, slot, meanings),
-        tuple([place[read] for read in every]),
-        call,
-    )
+    recorded, results = [tuple([values[number] for number in numbers]) for numbers in (reads, gives)]
+    like = _like(node, tuple([place[read] for read in every]), recorded, results, [meanings[read] for read in every])
+    return Step(node, reads, recorded, outputs, gives, results, like, call)
 
 
-def _like(node: Call, every: Sequence[int], slot: dict[Ref, int], meanings: Sequence[TensorMeaning]) -> Like:
+def _like(
+    node: Call,
+    where: tuple[int, ...],
+    recorded: tuple[Tensor, ...],
+    results: tuple[Tensor, ...],
+    meanings: Sequence[TensorMeaning],
+) -> Like:
+    """`where`: which of the values each operand is."""
     if node.draws is not None or node.through:
-        return Like("", (), frozenset())
-    met = iter([meanings[read] for read in every])
+        return Like("", (), frozenset(), 0)
+    met = iter(meanings)
     try:
-        key = (node.target.function, node.context, _key(node.args, met), _key(node.kwargs, met))
+        key = (node.target.function, node.context, _key(node.args, met), _key(node.kwargs, met), where)
         known = _likes.get(key)
     except TypeError:  # a literal that cannot be hashed
         key, known = None, None
     if known is None:
-        facts = _facts(node, [meanings[read].shape for read in every])
-        known = Like(facts.name, alignments(facts), unread(facts))
+        name = node.target.short.strip("_") if is_torchs(node.target.name) else ""
+        unread = _unread(name, where)
+        found = candidates(node, name, recorded, results, unread)
+        given = leaves((node.args, node.kwargs))
+        known = Like(name, found, unread, max([abs(leaf) for leaf in given if type(leaf) is int], default=0))
         if key is not None:
             if len(_likes) > 20000:
                 _likes.clear()
             _likes[key] = known
     return known
+
+
+def _unread(name: str, where: tuple[int, ...]) -> frozenset[int]:
+    """The values of which only shape, dtype or device are read, wherever they stand."""
+    op = info(name)
+    if op.reads_shape_of_first:
+        free = {0}  # what they fill with, and sizes that are tensors, are read
+    elif op.reads_shape_of_second:
+        free = set(range(1, len(where)))
+    else:
+        return frozenset()
+    return frozenset(where[n] for n in free if n < len(where)) - {at for n, at in enumerate(where) if n not in free}
+
+
+@lru_cache(maxsize=256)
+def _without_gradients(context: Context) -> Context:
+    return evolve(context, grad=False, inference=False)
 
 
 def _key(tree: Any, met: Iterator[TensorMeaning]) -> Any:
@@ -440,15 +436,3 @@ def is_torchs(name: str) -> bool:
     if name.startswith("torch.ops."):
         return name.startswith(("torch.ops.aten.", "torch.ops.prims."))
     return name.startswith("torch.") or name == _ALIAS
-
-
-def _facts(node: Call, shapes: Sequence[tuple[int, ...]]) -> Facts:
-    numbers = iter(enumerate(shapes))
-
-    def leaf(value: Any) -> Any:
-        return Operand(*next(numbers)) if type(value) is Ref else value
-
-    args = tuple([remake(arg, leaf) for arg in node.args])
-    kwargs = {key: remake(value, leaf) for key, value in node.kwargs}
-    name = node.target.short.strip("_") if is_torchs(node.target.name) else ""
-    return Facts(name, args, kwargs, tuple([meaning.shape for meaning in node.meaning]))
