@@ -7,7 +7,7 @@ The contract of the record of a `mutate`, whose arguments and results `WriteArgu
 
 * What it reads are the bases, the values from outside, and the values of views that it was given. A view that lies in
   the written memory stands among the arguments as an `Nth`, so that it is derived from the copy that is written: were
-  it given by its value, `x[1:].add_(x[:-1])` would read what it has not written yet.
+  it given by its value, `x[:, 1:].add_(x[:, :-1])`, which reads what it has just written, would read what was there.
 * It gives a new value for each base, and for each target that is a view. The value of a base is given though often
   nobody reads it (`y = x[0]; y.add_(1); return y`): what is read later of that memory, another view of it, or the
   state of the model, is derived from there, and when the call is recorded nobody knows whether that will come.
@@ -80,7 +80,8 @@ def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, tar
        out of date; both are calls of their own, which must stand before this one.
     2. What may share memory with a target is known by then: it is given an entry in the same base, else nobody would
        know that this write changes it.
-    3. The bases are shared (`share`): from here on the memory has one value, which is what the record reads.
+    3. The bases are shared (`share`): inputs and state in the same memory become views of it. From here on the memory
+       has one value, which is what the record reads.
     4. The record is made. It may derive views that only the call reads, which then lie in the written memory, too.
     5. So the recorded values that lie in these bytes are copied after it (`preserve`, by `Copied`): just before the
        call, since a value is kept by reference for as long as nothing overwrites it.

@@ -7,6 +7,7 @@ every move.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from weakref import WeakValueDictionary
 
 from attrs import frozen
 
@@ -18,6 +19,7 @@ from .trees import Branch, leaves, leaves_of
 from .write import Derived, Hole, Nth, Write, WriteArguments, Written, mutate, places, unpacked
 
 MUTATE = Target.of(mutate)
+_well_formed: WeakValueDictionary[int, Call] = WeakValueDictionary()  # writes are frozen: each is asked once
 
 
 @frozen
@@ -113,7 +115,11 @@ def _runs_again_what_was_before(graph: Graph) -> Iterator[Problem]:
 def _kinds_of_call_are_well_formed(graph: Graph) -> Iterator[Problem]:
     for call in graph.calls:
         if isinstance(call, Write):
-            yield from (Problem(call.name, "write", fact) for fact in _faults_of_a_write(call))
+            if _well_formed.get(id(call)) is not call:
+                faults = [Problem(call.name, "write", fact) for fact in _faults_of_a_write(call)]
+                yield from faults
+                if not faults:
+                    _well_formed[id(call)] = call
         elif isinstance(call, InnerGradient):
             yield from (Problem(call.name, "inner gradient", fact) for fact in _faults_of_a_gradient(call))
         elif call.target == MUTATE:
@@ -134,20 +140,17 @@ def _faults_of_a_write(write: Write) -> Iterator[str]:
         yield f"calls {given.function!r}, which is no function by name"
     if not (type(given.kwargs) is Branch and given.kwargs.kind is dict):
         yield "has keyword arguments without names"
-    if type(bases) is not tuple or not bases or len(set(bases)) < len(bases) or any(type(b) is not Ref for b in bases):
+    if type(bases) is not tuple or not bases or len({*bases}) < len(bases) or {*map(type, bases)} != {Ref}:
         yield "has bases that are not one value each"
-    views = [unpacked(target) for target in targets]
-    stand = [place for tree in (*given.args, given.kwargs) for place in places(tree)]
-    numbers = [view.base if type(view) is Derived else -1 for view in views]
-    numbers += [place.base for place in stand if type(place) is Derived]
-    if not all(0 <= number < len(bases) for number in numbers):
+    stand = places((given.args, given.kwargs))
+    views = [*map(unpacked, targets), *[place for place in stand if type(place) is Derived]]
+    if not all(type(view) is Derived and 0 <= view.base < len(bases) for view in views):
         yield "has a target that is a view of no base"
-    if not all(0 <= place.number < len(views) for place in stand if type(place) is Nth):
-        yield "has an argument that is none of its targets"
-    steps = [step for view in (*views, *stand) if type(view) is Derived for step in view.steps]
-    if any(sum(leaf is Hole.HERE for leaf in leaves(step)) != 1 for step in steps):
+    elif not all([*leaves(step.items)].count(Hole.HERE) == 1 for view in views for step in view.steps):
         yield "has a view that is not one of one tensor"
-    if len(values) != len(targets) or not all(value is None or type(value) is Ref for value in values):
+    if not all(0 <= place.number < len(targets) for place in stand if type(place) is Nth):
+        yield "has an argument that is none of its targets"
+    if len(values) != len(targets) or not {*map(type, values)} <= {Ref, type(None)}:
         yield f"has {len(values)} values for {len(targets)} targets"
     gives = write.returns if type(write.returns) is tuple else ()
     is_whole = len(gives) == len(Written._fields) and len(write.gives.bases) == len(bases)

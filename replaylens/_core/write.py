@@ -1,17 +1,15 @@
 """A write in place as a pure call, and what the model itself called beneath such wrappers.
 
-In: copies of nothing, Refs of everything. A `Write` is the node, `mutate` what it runs: that copies what is written,
-derives the views that the call was given from the copy, and lets the call write there. Out: what the call gave, and the
-new values. Gradients pass as they do through the write itself, and it works under `torch.func.vmap` where the written
-value is shared by all variants and what is written into it is not.
-
-No other module knows in which order the arguments of `mutate` stand.
+A `Write` is the node, `mutate` what it runs. That copies what is written, derives the views that the call was given
+from the copy, and lets the call write there. It gives what the call gave and the new values. Gradients pass as they do
+through the write itself, and it works under `torch.func.vmap` where the written value is shared by all variants and
+what is written into it is not. No other module knows in which order the arguments of `mutate` stand.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -62,7 +60,7 @@ class WriteArguments(NamedTuple):
 
     function: Target  # what the model called
     bases: Any  # the memory that it wrote, whole, as it was before
-    args: Any  # the model's own arguments: an `Nth` for each that is written or shares memory with what is ...
+    args: Any  # the model's own arguments: an `Nth` for each that is written, or reads what is written meanwhile ...
     kwargs: Any  # ... and a `Derived` without steps for a base that is only read
     targets: Any  # a `Derived` for each Nth: first those that are written, then those that are only read
     values: Any  # what each target held as a value of its own, where it is a view; else None
@@ -192,19 +190,19 @@ class Write(Call):
     `x[0].add_(y)`, of an x that somebody reads later, is written down so:
 
         Write(
-            name="add_1_2", target=mutate,
+            name="add_1_3", target=mutate,
             args=WriteArguments(
                 function=torch.Tensor.add_, bases=(x,), args=(Nth(0), y), kwargs={},
-                targets=(Derived(base=0, steps=(<[0]>,)),), values=(getitem_1_1,),
+                targets=(Derived(base=0, steps=(<[0]>,)),), values=(getitem_1_2,),
             ),
-            returns=Written(result=None, targets=(add_1_2[1][0],), bases=(add_1_2[2][0],)),
-            result=add_1_2[1][0],
+            returns=Written(result=None, targets=(add_1_3[1][0],), bases=(add_1_3[2][0],)),
+            result=add_1_3[1][0],
         )
 
-    What is written is `x`, copied. `getitem_1_1`, the value that `x[0]` had for the program, is named beside the way to
+    What is written is `x`, copied. `getitem_1_2`, the value that `x[0]` had for the program, is named beside the way to
     it for one case alone: a patch has put another tensor there. Then the model, with a hook in the place of the patch,
     would write to that tensor and leave x as it is, and so does the replay; elsewhere `keeping` drops the value. Who
-    reads `x` after this reads `add_1_2[2][0]`, and another view of it is derived from there.
+    reads `x` after this reads `add_1_3[2][0]`, and another view of it is derived from there.
 
     Laws (laws.py): each number leads to a base or a target, each step has one hole, each target one value or None.
     """
@@ -301,18 +299,17 @@ def original_call(call: Call) -> Original:
     return Original(call.args[0] if own else call.target, call.args[own:], dict(call.kwargs))
 
 
-def places(tree: Any) -> Iterator[Nth | Derived]:
+def places(tree: Any) -> list[Nth | Derived]:
     """All that stands for tensors in the written memory, in a tree of the model's own arguments."""
-    if type(place := unpacked(tree)) in (Nth, Derived):
-        yield place
-    else:
-        for item in tree if type(tree) is tuple else tree.items if type(tree) is Branch else ():
-            yield from places(item)
+    if type(tree) is Branch and tree.kind in (Nth, Derived):
+        return [unpacked(tree)]
+    items = tree if type(tree) is tuple else tree.items if type(tree) is Branch else ()
+    return [place for item in items for place in places(item)]
 
 
 def holds_tensor(tree: Any) -> bool:
     """Does a tensor stand in a tree of the model's own arguments, or what stands for one?"""
-    return any(type(leaf) is Ref for leaf in leaves(tree)) or any(True for _ in places(tree))
+    return any(type(leaf) is Ref for leaf in leaves(tree)) or bool(places(tree))
 
 
 def concrete(call: Call, tree: Any, fill: Callable[[Any], Any]) -> Any:
