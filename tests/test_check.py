@@ -158,7 +158,7 @@ def test_a_report_is_a_table():
 
 def test_the_documentation_lists_the_laws_as_they_are_asked():
     page = (Path(__file__).parents[1] / "docs/checking.md").read_text()
-    tables = re.findall(r"\| law \| what is asked \|\n\|---\|---\|\n((?:\|.*\|\n)+)", page)
+    tables = re.findall(r"\| law \| what it asserts \|\n\|---\|---\|\n((?:\|.*\|\n)+)", page)
     listed = [[tuple(row.strip("| ").split(" | ")) for row in table.splitlines()] for table in tables]
     assert listed == [[(law.name, law.sentence) for law in laws] for laws in (LAWS, MODEL_LAWS)]
 

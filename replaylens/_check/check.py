@@ -53,7 +53,7 @@ LAWS: tuple[Law[ProgramUnderTest], ...] = (
     GRAPH,
     Law(
         "saved values",
-        "none was overwritten since the capture, and all have the shape, type and device that the program says",
+        "none was overwritten since the capture, and all have the shape, dtype and device that the program states",
         saved_values,
     ),
 )

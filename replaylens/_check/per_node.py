@@ -297,13 +297,13 @@ def _draws_result(tally: Tally, program: ProgramUnderTest) -> LawResult:
 NODE_LAWS: tuple[NodeLaw, ...] = (
     NodeLaw(
         "each node alone",
-        "every call, run by itself on the saved values of what it reads, gives its own saved value",
+        "every call, run by itself on the saved values of its arguments, reproduces its own saved value",
         _ask_alone,
         _alone_result,
     ),
     NodeLaw(
         "nonsense parents",
-        "with nonsense in place of one thing that a call reads (parameters included), it gives another value",
+        "replacing any one value that a call reads (parameters included) with nonsense changes the result",
         _ask_parents,
         _parents_result,
     ),
