@@ -38,14 +38,14 @@ class Law(Generic[T]):
 
 GRAPH = Law(
     "graph",
-    "every value is made before it is read, by one node; what the model returned, wrote and read in Python are values "
-    "of nodes",
+    "every value is made before it is read, by exactly one node; whatever the model returned, wrote or read in Python "
+    "is the value of a node",
     well_formed,
 )
 LAWS: tuple[Law[ProgramUnderTest], ...] = (
     Law(
         "whole replay",
-        "a replay without changes gives what the model returned, in the same structure, and writes what the model "
+        "a replay without changes returns what the model returned, in the same structure, and writes what the model "
         "wrote",
         whole_replay,
     ),

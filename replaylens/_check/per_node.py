@@ -309,8 +309,8 @@ NODE_LAWS: tuple[NodeLaw, ...] = (
     ),
     NodeLaw(
         "draws",
-        "with another state of the generator a call that draws gives another value; no call draws without a recorded "
-        "state",
+        "a call that draws random numbers gives another value under another generator state; no call draws without a "
+        "recorded state",
         _ask_draws,
         _draws_result,
     ),
