@@ -85,7 +85,7 @@ def taking(step: Step, axis: int) -> tuple[int, Callable[[Tensor], Tensor]] | No
         inner = inner if number == axis else inner * shape[number] + at
 
     def take(rows: Tensor) -> Tensor:
-        return rows.flatten(1).index_select(1, inner).reshape(len(rows), *result.shape)
+        return rows.reshape(len(rows), -1).index_select(1, inner).reshape(len(rows), *result.shape)
 
     return row, take
 
