@@ -362,7 +362,7 @@ def sites(key, prog=PROG):
     """The labels of the layers that a patch under this key is called for."""
     seen = []
     prog.replay(patch={key: lambda value: seen.append(value) or value})
-    wanted = [site.place.label for site in prog._sites(key)]
+    wanted = [site.label for site in prog._sites(key)]
     assert len(seen) == len(wanted)
     return wanted
 

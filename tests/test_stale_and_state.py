@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 import replaylens as rl
-from replaylens._replay import model_state
+from replaylens._core import model_state
 
 
 def x(seed=0):

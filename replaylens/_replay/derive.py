@@ -256,7 +256,7 @@ class _Work:
 
     def _is_cut_off(self, name: str) -> bool:
         """Does the model take a gradient through this node that has no way any more to where it starts?"""
-        given = [call.trees for call in self.graph.again if name in call.through]
+        given = [call.arguments for call in self.graph.again if name in call.through]
         return any(name not in self.graph.descendants([ref.node for ref in one.starts]) for one in given)
 
     def _recorded_guards(self) -> dict[int, Guard]:
