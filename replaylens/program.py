@@ -63,7 +63,7 @@ from ._view.compose import Over, compose
 from ._view.diff import Diff, diff
 from ._view.draw import Wishes, draw
 from ._view.findings import findings
-from ._view.gather import Look
+from ._view.levels import Look
 from ._view.page import save_page
 from ._view.scene import Scene
 from .errors import CannotDraw, CaptureError, DivergedReplay, InputMismatch, NoSuchLayer, ReplaylensError, StaleValue

@@ -15,7 +15,7 @@ from attrs import evolve, field, frozen
 
 from .._core.location import Location
 from .._core.reference import Reference
-from .atlas import Atlas as Atlas
+from .atlas import Atlas
 from .facts import LayerFacts
 from .fields import card
 from .lens import Lens

@@ -18,7 +18,8 @@ from .._core.trees import Branch
 from .._edit.edges import OUTPUT
 from .._edit.select import Selection
 from ..errors import BadEdit
-from .layers import Atlas, Layer
+from .atlas import Atlas
+from .layers import Layer
 
 
 @frozen(eq=False)

@@ -15,14 +15,16 @@ from .._core.graph import Graph
 from .._core.location import Location
 from .._core.node import Ref, State
 from .._edit.content import shown
-from .._lens.layers import Atlas, Layer
+from .._lens.atlas import Atlas
+from .._lens.layers import Layer
 from .._replay.gradients import histories
 from .._replay.record import Record
 from .._replay.run import Run
 from ..errors import CannotDraw, NoGradient, NoSuchLayer, NotSaved
 from .change import LayerChange, compare
 from .difference import difference
-from .gather import Look, scene
+from .levels import Look
+from .gather import scene
 from .overlay import with_numbers, with_replay
 from .scene import Scene
 from .sketch import sketch

@@ -12,7 +12,8 @@ from typing import Any
 from attrs import field, frozen
 
 from .._core.optional import optional
-from .._lens.layers import Atlas, Layer
+from .._lens.atlas import Atlas
+from .._lens.layers import Layer
 from .._replay.record import Record
 from .._replay.run import Run
 from ..errors import ReplaylensError

@@ -17,8 +17,8 @@ from .._core.graph import Graph
 from .._core.lazy import cached_property
 from .._core.node import Ref, Scope, TensorMeaning, meanings_of
 from .._core.trees import leaves
-from .._lens.layers import Atlas
-from .levels import Level, Levels, Look as Look, within
+from .._lens.atlas import Atlas
+from .levels import Level, Levels, Look, within
 from .scene import NO_ROLES, Arrow, Frame, Glyph, Roles, Scene, Totals, bytes_of
 from .sketch import Dot, Line, Sketch, common, sketch
 

@@ -13,7 +13,7 @@ from attrs import evolve, frozen
 from .._core.graph import Graph
 from .._core.lazy import cached_property
 from .._core.node import Ref, Scope
-from .._lens.layers import Atlas
+from .._lens.atlas import Atlas
 from ..errors import NoSuchLayer
 from .repeats import NOTHING, Band, Repeats, around, repeats
 from .scene import NO_ROLES, Roles
