@@ -29,8 +29,8 @@ from ._edit.bind import refers
 from ._edit.edges import Edge
 from ._edit.select import Selection, Where, find, is_named, sites
 from ._edit.wanted import Wish
-from ._lens.history import Described
 from ._lens.atlas import Atlas
+from ._lens.history import Described
 from ._lens.layers import Layer
 from ._lens.lens import Lens
 from ._lens.words import Words, as_list

@@ -27,6 +27,7 @@ from ._check.report import CheckReport
 from ._core.copies import writable_copy
 from ._core.kept import Kept
 from ._core.location import Location
+from ._core.naming import labels
 from ._core.node import Guard, Ref
 from ._core.notes import add_note
 from ._core.sameness import same_content
@@ -92,8 +93,10 @@ def capture(
     outer = [mode for mode in _function_modes() if not isinstance(mode, DeviceContext)]
     wish = Wish.of(save)
     if fake:
-        return Program(_outline=outlined(model, args, kwargs, unknown), _history=("captured without computing",))
-    prog = Program(_captured=record(model, args, kwargs, unknown, wish))
+        return Program(
+            _outline=outlined(model, args, kwargs, labels, unknown), _history=("captured without computing",)
+        )
+    prog = Program(_captured=record(model, args, kwargs, labels, unknown, wish))
     if outer:
         _require_unchanged(prog, outer)
     return prog if wish.everything else prog._keeping(wish)
@@ -130,7 +133,7 @@ def _run_as_compiled(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
 
 
 def _run(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], patch: Any, grad: bool) -> Run:
-    prog = Program(_captured=rehearsed(model, args, kwargs))
+    prog = Program(_captured=rehearsed(model, args, kwargs, labels))
     changed, ends = changes_of(prog.graph, patch, None, prog._sites)
     request = Request(changed=changed, ends=ends, grad=grad, on_divergence="raise", beyond=lambda: prog._beyond(patch))
     try:
@@ -635,7 +638,7 @@ class Program(Held):
                 f"{what}: whether its next one does the same only the model can tell, which an edited program does not "
                 "hold.\nLet the model keep no such things, or call the model."
             )
-        if why := otherwise(self._beginning.model, record):
+        if why := otherwise(self._beginning, record):
             raise ReplaylensError(
                 f"{what}, and its next one {why}: a {wanted} goes the recorded path. Capture the model "
                 "again, if it has settled by now, or call the model."

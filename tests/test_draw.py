@@ -21,8 +21,8 @@ import replaylens as rl
 from replaylens._torchlens.drawing import visualize
 from replaylens._view.change import compare
 from replaylens._view.cycles import backward
-from replaylens._view.levels import Look
 from replaylens._view.gather import scene
+from replaylens._view.levels import Look
 from replaylens._view.theme import PAPER
 
 GOLDEN = Path(__file__).parent / "golden"

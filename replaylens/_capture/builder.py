@@ -17,9 +17,9 @@ import torch
 from attrs import define, evolve, field, frozen
 
 from .._core.autograd import history_of
-from .._core.drafts import Draft
+from .._core.drafts import Draft, Naming
 from .._core.graph import Graph, InnerGradient
-from .._core.label import beside, labels
+from .._core.label import beside
 from .._core.laws import require_lawful
 from .._core.model_state import PlaceNote
 from .._core.node import (
@@ -138,6 +138,7 @@ class Recording:
     """All that a capture wrote down. `freeze` turns it into a Graph; until then it only grows."""
 
     model_name: str
+    naming: Naming
     records: list[CallRecord | SourceRecord] = field(factory=list)
     guards: list[GuardRecord] = field(factory=list)
     values: list[torch.Tensor] = field(factory=list)  # by Handle
@@ -367,7 +368,7 @@ def _names(recording: Recording, drafts: list[Draft]) -> tuple[list[str], list[b
     """
     patched = recording.patched
     if not patched:
-        return labels(drafts, _ends(recording))
+        return recording.naming(drafts, _ends(recording))
     before = {
         int(new): int(old)
         for number, of in patched.items()
@@ -375,7 +376,7 @@ def _names(recording: Recording, drafts: list[Draft]) -> tuple[list[str], list[b
     }
     own = [number for number in range(len(drafts)) if number not in patched]
     plain = [evolve(drafts[n], reads=tuple([before.get(h, h) for h in drafts[n].reads])) for n in own]
-    found, lost = labels(plain, {before.get(h, h) for h in _ends(recording)})
+    found, lost = recording.naming(plain, {before.get(h, h) for h in _ends(recording)})
     names, orphans = dict(zip(own, found, strict=True)), dict(zip(own, lost, strict=True))
     for number, of in patched.items():
         names[number], orphans[number] = names[of], orphans[of]
@@ -393,9 +394,8 @@ def last_name(recording: Recording) -> str:
     addresses = recording.addresses() if recording.addresses else Addresses({})
     calls = [number for number, record in enumerate(recording.records) if isinstance(record, CallRecord)]
     drafts = _drafts(recording, addresses, _scopes(recording, addresses)[0])
-    return labels(drafts, {int(h) for number in calls for _, h in parts_of(recording.records[number].returns)})[0][
-        calls[-1]
-    ]
+    ends = {int(handle) for number in calls for _, handle in parts_of(recording.records[number].returns)}
+    return recording.naming(drafts, ends)[0][calls[-1]]
 
 
 def _reader(refs: dict[Handle, Ref]) -> Callable[[Any], Any]:

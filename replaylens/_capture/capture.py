@@ -21,6 +21,7 @@ from attrs import evolve, frozen
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from .._core.drafts import Naming
 from .._core.graph import Graph
 from .._core.model_state import StatePlace
 from .._core.node import Input, Node, Ref, State
@@ -96,6 +97,7 @@ def record(
     model: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    naming: Naming,
     unknown: str = "raise",
     wish: Wish = EVERYTHING,
     failed: Callable[[Recording, ForwardState], None] | None = None,
@@ -109,7 +111,8 @@ def record(
     if turns:  # another thread may have changed the model meanwhile
         come(map(id, origins.modules))
         origins = Origins(model)
-    beginning = ForwardState(model, Snapshot(origins.modules, (args, kwargs), held=origins.held), RngState(), unknown)
+    snapshot = Snapshot(origins.modules, (args, kwargs), held=origins.held)
+    beginning = ForwardState(model, naming, snapshot, RngState(), unknown)
     tracer = Tracer if wish.everything else sparing(wish)
     captured = trace_twice(Forward(model, args, kwargs, beginning, tracer, Tracer, failed, begun), put_back, origins)
     settle(captured.recording)
@@ -141,7 +144,7 @@ def trace_twice(forward: Forward, put_back: Callable[[Recording, ForwardState], 
 def _trace_twice(forward: Forward, put_back: Callable[[Recording, ForwardState], None], origins: Origins) -> Captured:
     """What a first look gave, or a second one, before which all that the first one changed is put back."""
     compiler_at_start = compiler_if_loaded()
-    first = Recording(_name_of(forward.model))
+    first = Recording(_name_of(forward.model), forward.beginning.naming)
     deep = torch.is_inference_mode_enabled()  # its tensors have no write counters: every write must be seen
     try:
         return _look(forward, first, origins, deep)
@@ -158,7 +161,7 @@ def _trace_twice(forward: Forward, put_back: Callable[[Recording, ForwardState],
         put_back(first, forward.beginning)
     try:
         again = evolve(forward, tracer=forward.second or forward.tracer)
-        return _look(again, Recording(first.model_name), Origins(forward.model), deep)
+        return _look(again, Recording(first.model_name, first.naming), Origins(forward.model), deep)
     except RetraceAtDispatch:
         if not deep:
             raise

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
+from .._core.drafts import Naming
 from .._core.node import Left
 from .._core.notes import add_note, notes_of
 from .._core.ops import Quirk, info
@@ -45,13 +46,15 @@ _peek = peek_interpreter_stack
 _dispatch_modes = count_dispatch_modes
 
 
-def outlined(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unknown: str = "raise") -> Record:
+def outlined(
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], naming: Naming, unknown: str = "raise"
+) -> Record:
     """The Graph of a forward that computes nothing, and what is known of it besides: a Record without values."""
     require_supported(model)
     origins = Origins(model)
     with _faked(origins.modules, args, kwargs) as (mode, args, kwargs):
         beginning = ForwardState(
-            model, Snapshot(origins.modules, (args, kwargs), held=origins.held), RngState(), unknown
+            model, naming, Snapshot(origins.modules, (args, kwargs), held=origins.held), RngState(), unknown
         )
         forward = Forward(model, args, kwargs, beginning, FakeTracer)
         try:

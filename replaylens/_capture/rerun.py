@@ -16,6 +16,7 @@ from attrs import evolve, frozen
 from torch import nn
 
 from .._core.autograd import as_leaf
+from .._core.drafts import Naming
 from .._core.graph import Graph
 from .._core.location import Location
 from .._core.model_state import attribute_at
@@ -83,15 +84,15 @@ def has_scripts(model: Any) -> bool:
     return any(isinstance(one, torch.jit.ScriptModule) for one in origins.modules) or reaches_scripts(origins)
 
 
-def rehearsed(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+def rehearsed(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], naming: Naming) -> Captured:
     """A capture that leaves nothing behind, not even what a plain forward leaves."""
     require_supported(model)
     require_no_iterators(args, kwargs)
-    return undisturbed(model, lambda turn: _rehearsed(turn, model, args, kwargs))
+    return undisturbed(model, lambda turn: _rehearsed(turn, model, args, kwargs, naming))
 
 
-def _rehearsed(turn: Turn, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
-    beginning = ForwardState(model, Snapshot(Origins(model).modules, (args, kwargs)), RngState())
+def _rehearsed(turn: Turn, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], naming: Naming) -> Captured:
+    beginning = ForwardState(model, naming, Snapshot(Origins(model).modules, (args, kwargs)), RngState())
     captured, _ = _run(turn, beginning, args, kwargs, Stage(Aims(), {}, lambda tracer: []))
     beginning.generators = tuple(captured.recording.generators.values())
     beginning.lent = frozenset(map(id, lent_generators(model, args, kwargs)))
@@ -99,14 +100,14 @@ def _rehearsed(turn: Turn, model: Any, args: tuple[Any, ...], kwargs: dict[str, 
     return captured
 
 
-def otherwise(model: Any, record: Record) -> str:
+def otherwise(beginning: ForwardState, record: Record) -> str:
     """What the model would do otherwise than recorded in its next forward, on the recorded inputs; empty if nothing."""
     graph = record.graph
     given = lambda leaf: as_leaf(record.value(leaf)) if type(leaf) is Ref else leaf  # noqa: E731
     args, kwargs = thaw_shared(graph.inputs, given)
     try:
         with recorded_world(True, graph), modes(graph.ambient):
-            found = record_of(rehearsed(model, args, kwargs))
+            found = record_of(rehearsed(beginning.model, args, kwargs, beginning.naming))
     except Exception as error:
         return f"raises {type(error).__name__}"
     return Likeness(record, found).difference()

@@ -23,6 +23,7 @@ import torch
 from attrs import define, evolve
 from torch import nn
 
+from .._core.drafts import Naming
 from .._core.model_state import FUSED
 from .._core.trees import freeze_deep
 from .._core.world import users_state
@@ -425,6 +426,7 @@ class ForwardState:
     """A model, and all that its forward began with besides tensors."""
 
     model: Any
+    naming: Naming
     snapshot: Snapshot
     dice: RngState
     unknown: str = "raise"

@@ -31,6 +31,7 @@ from .._capture.origins import Origins
 from .._capture.scopes import alone_with
 from .._capture.snapshot import ForwardState, ModelState
 from .._capture.state_changes import held
+from .._core.naming import labels
 from .._core.node import Ref
 from .._core.sharing import version_of
 from .._core.torch_private import HigherOrderOperator
@@ -147,7 +148,7 @@ def _captured(
         belongings.put_back()
         put_back(recording, beginning)
 
-    captured = record(model, args, kwargs, failed=undo, begun=begun)
+    captured = record(model, args, kwargs, labels, failed=undo, begun=begun)
     made = _sheltered(record_of(captured), captured.recording)
     return ModelUnderTest(model, args, kwargs, captured, made, belongings)
 

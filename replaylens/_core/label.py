@@ -1,23 +1,16 @@
-"""What nodes are called: the grammar of labels, and a label for each node of a program.
+"""The grammar of labels: how nodes, and calls of modules, are called.
 
-A label is `{type}_{n-th layer of its type}_{n-th layer}`, with `:pass` where a layer runs more than once; recurrence.py
-says which calls are passes of one layer. Numbers count layers in execution order, after orphans (what neither comes
-from an input nor reaches an output) are set aside. Inputs count from zero. A parameter is called by its address. What
-edits add is named after what it stands beside (`relu_1_2_before`) or lies in (`matmul_1_of_lstm_1_3`), and a prime
-marks a name that another has already. Calls of modules are written in the same way: `features.6:2`.
-
-In: a label; or drafts of nodes in execution order, knowing only what each reads and gives. Out: its parts; or a label
-for each. No tensor is touched here.
+A label is `{type}_{n-th layer of its type}_{n-th layer}`, with `:pass` where a layer runs more than once. A parameter
+is
+called by its address. What edits add is named after what it stands beside (`relu_1_2_before`) or lies in
+(`matmul_1_of_lstm_1_3`), and a prime marks a name that another has already. Calls of modules are written in the same
+way: `features.6:2`. Which node has which label is for _layers/naming.py to say.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
-
-from .drafts import Draft, Wires
-from .recurrence import same_layers
 
 
 class Label(NamedTuple):
@@ -73,46 +66,3 @@ def primed(name: str, taken: Collection[str]) -> str:
     while name in taken:
         name += "'"
     return name
-
-
-def labels(drafts: Sequence[Draft], ends: set[int]) -> tuple[list[str], list[bool]]:
-    """A name for each draft, and which of them are orphans."""
-    orphans = _orphans(drafts, ends)
-    layers = same_layers(Wires(drafts, orphans))
-    passes = Counter(layer for layer, draft, orphan in zip(layers, drafts, orphans, strict=True) if not orphan)
-    names: list[str] = []
-    names_taken: set[str] = set()
-    base: dict[int, str] = {}
-    seen: Counter[int] = Counter()
-    of_kind: Counter[str] = Counter()
-    total = -1 if any(draft.kind == "input" for draft in drafts) else 0
-    for draft, layer, orphan in zip(drafts, layers, orphans, strict=True):
-        if draft.address is not None:
-            name = draft.address
-        elif orphan:
-            of_kind["orphan"] += 1
-            name = f"{draft.kind}_orphan_{of_kind['orphan']}"
-        else:
-            if layer not in base:
-                of_kind[draft.kind] += 1
-                total += 1
-                base[layer] = f"{draft.kind}_{of_kind[draft.kind]}_{total}"
-            seen[layer] += 1
-            name = base[layer] if passes[layer] == 1 else f"{base[layer]}:{seen[layer]}"
-        names_taken.add(name := primed(name, names_taken))
-        names.append(name)
-    return names, orphans
-
-
-def _orphans(drafts: Sequence[Draft], ends: set[int]) -> list[bool]:
-    """What neither comes from an input nor reaches an output."""
-    from_input: set[int] = set()
-    for draft in drafts:
-        if draft.kind == "input" or any(value in from_input for value in draft.reads):
-            from_input.update(draft.gives)
-    to_output = set(ends)
-    for draft in reversed(drafts):
-        if any(value in to_output for value in draft.gives):
-            to_output.update(draft.reads)
-    known = from_input | to_output
-    return [not any(value in known for value in draft.gives) for draft in drafts]

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .._core.ops import Quirk, of_kind
-from .drafts import Wires
+from .wires import Wires
 
 DEEPEST = 50  # how far the calls that feed two rounds are followed back to find whether they are alike
 

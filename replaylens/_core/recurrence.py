@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from .drafts import Wires
 from .loops import loops
+from .wires import Wires
 
 
 def same_layers(wires: Wires) -> list[int]:

@@ -23,8 +23,8 @@ from .._replay.run import Run
 from ..errors import CannotDraw, NoGradient, NoSuchLayer, NotSaved
 from .change import LayerChange, compare
 from .difference import difference
-from .levels import Look
 from .gather import scene
+from .levels import Look
 from .overlay import with_numbers, with_replay
 from .scene import Scene
 from .sketch import sketch

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from attrs import evolve, frozen
+
 from .._lens.atlas import Atlas
 from .._replay.run import Run
 from ..errors import CannotDraw

@@ -18,8 +18,8 @@ from .._core.node import Call, Input, Node, Ref, Scope, State, TensorMeaning, me
 from .._core.ops import Quirk, of_kind
 from .._core.trees import Branch
 from .._core.write import Write, original_call
-from .._lens.conditionals import Conditionals
 from .._lens.atlas import Atlas
+from .._lens.conditionals import Conditionals
 from .scene import NO_ROLES, Roles
 
 IN_PLACE = ("was ", "reads ")  # how an edit is worded that made a call another one, and put none beside it
