@@ -6,10 +6,9 @@ prog.replay(from_="relu_3", patch=torch.zeros_like)  # only what the change can 
 print(prog.code)                                     # the program, as Python
 """
 
-from . import _loading as _loading
 from ._check.report import CheckReport as CheckReport
 from ._edit.edges import Edge as Edge
-from ._edit.locate import Part as Part
+from ._edit.part import Part as Part
 from ._edit.patch import (
     Add as Add,
     Apply as Apply,
@@ -26,13 +25,13 @@ from ._edit.patch import (
     Zero as Zero,
 )
 from ._edit.select import Selection as Selection, where as where
-from ._many.chunks import Plan as Plan
-from ._many.many import Replays as Replays
 from ._replay.gradients import Grads as Grads
 from ._study.attribution import Attribution as Attribution, attribution as attribution
 from ._study.paths import path_patch as path_patch
 from ._study.sweep import Sweep as Sweep, sweep as sweep
-from ._view.diff import Diff as Diff
+from ._sweep.batch_runner import Replays as Replays
+from ._sweep.chunks import Plan as Plan
+from ._view.run_diff import Diff as Diff
 from ._view.theme import DARK as DARK, PAPER as PAPER, Theme as Theme
 from .errors import (
     BadEdit as BadEdit,

@@ -10,9 +10,8 @@ _collects = gc.isenabled()
 try:
     gc.disable()
     from . import program as program
-    from ._many import chunks as chunks, many as many
     from ._study import attribution as attribution, paths as paths, sweep as sweep
-    from ._view import diff as diff, theme as theme
+    from ._view import theme as theme
 finally:
     if _collects:
         gc.enable()

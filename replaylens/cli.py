@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ._core.notes import notes_of
+from ._ir.util import notes_of
 from .errors import ReplaylensError
 from .program import capture, check
 

@@ -16,7 +16,7 @@ import torch
 from graphviz import Source
 
 from ._capture.snapshot import RngState
-from ._lens.layers import Layer
+from ._layers.layer import Layer
 from ._torchlens.drawing import require_known, visualize
 from .program import Program, capture, check
 

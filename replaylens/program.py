@@ -17,58 +17,55 @@ from graphviz import Source
 
 from ._capture.capture import Captured, record
 from ._capture.fake import outlined
-from ._capture.rerun import as_run, has_scripts, lived, otherwise, rehearsed, undisturbed
+from ._capture.rerun.call_sites import MatchingSites
+from ._capture.rerun.run import as_run, capture_without_effects, has_scripts, otherwise, run_with_patches, undisturbed
 from ._capture.snapshot import ForwardState
-from ._capture.spots import Counterparts
 from ._check.check import check as check_program, with_model
 from ._check.model_under_test import ModelUnderTest, under_check
 from ._check.program_under_test import ProgramUnderTest
 from ._check.report import CheckReport
-from ._core.copies import writable_copy
-from ._core.kept import Kept
-from ._core.location import Location
-from ._core.naming import labels
-from ._core.node import Guard, Ref
-from ._core.notes import add_note
-from ._core.sameness import same_content
-from ._core.sharing import version_of
-from ._core.text import code
-from ._core.torch_private import DeviceContext, function_modes as _function_modes, pytree, without_function_modes
-from ._core.trees import freeze_deep, thaw
-from ._core.world import drawing_alone, restoring
 from ._edit.arguments import name_of
-from ._edit.content import shown
 from ._edit.edges import Edge
 from ._edit.expand import chosen
-from ._edit.patch import Patch, Zero
-from ._edit.wanted import Wish
-from ._lens.summary import as_html, summary
-from ._lens.words import as_list
-from ._many.together import Planned, Together
-from ._replay import editing
-from ._replay.convert import move, present, rerun
-from ._replay.expanding import expand
+from ._edit.patch import Patch, Zero, shown
+from ._edit.save_spec import SaveSpec
+from ._ir.copies import writable_copy
+from ._ir.equality import same_content
+from ._ir.location import Location
+from ._ir.node import Guard, Ref
+from ._ir.printer import code
+from ._ir.shared_memory import version_of
+from ._ir.torch_private import DeviceContext, function_modes as _function_modes, pytree, without_function_modes
+from ._ir.trees import freeze_deep, thaw
+from ._ir.util import FrozenMapping, add_note
+from ._ir.world import drawing_alone, restoring
+from ._layers.name_resolution import as_list
+from ._layers.naming import labels
+from ._layers.summary import as_html, summary
+from ._replay import edits as editing
+from ._replay.edits import expand
 from ._replay.function import function_of
-from ._replay.gradients import Grads, ask, gradients, seen_from, total
+from ._replay.gradients import Grads, grad_targets, gradients, seen_from, total
 from ._replay.guards import Departure, Guards, LeftPath
 from ._replay.inputs import CAPTURE_AGAIN
-from ._replay.keeping import completed, keeping
 from ._replay.module import ProgramModule
-from ._replay.patching import bound_patches, changes_of
+from ._replay.move import move, rerun, with_present_state
 from ._replay.record import OVERWRITTEN, Record, Versions, detached
 from ._replay.replay import replay
 from ._replay.request import Request
-from ._replay.run import Origin, Run
+from ._replay.resolve_patches import bound_patches, changes_of
+from ._replay.retention import completed, keeping
+from ._replay.supply import Origin, Run
 from ._replay.swap import insert, swap
-from ._view.compose import Over, compose
-from ._view.diff import Diff, diff
-from ._view.draw import Wishes, draw
-from ._view.findings import findings
-from ._view.levels import Look
-from ._view.page import save_page
+from ._sweep.sweep_runner import BatchedSweep, PendingSweep
+from ._view.dot import DrawOptions, draw
+from ._view.grouping import ViewOptions
+from ._view.overlays import Overlay, compose
+from ._view.page import page_data, save_page
+from ._view.run_diff import Diff, diff
 from ._view.scene import Scene
 from .errors import CannotDraw, CaptureError, DivergedReplay, InputMismatch, NoSuchLayer, ReplaylensError, StaleValue
-from .held import Held
+from .program_base import ProgramBase
 
 
 def capture(
@@ -91,7 +88,7 @@ def capture(
     if unknown not in ("raise", "constant"):
         raise ValueError(f"unknown must be 'raise' or 'constant', not {unknown!r}.")
     outer = [mode for mode in _function_modes() if not isinstance(mode, DeviceContext)]
-    wish = Wish.of(save)
+    wish = SaveSpec.of(save)
     if fake:
         return Program(
             _outline=outlined(model, args, kwargs, labels, unknown), _history=("captured without computing",)
@@ -133,7 +130,7 @@ def _run_as_compiled(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
 
 
 def _run(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], patch: Any, grad: bool) -> Run:
-    prog = Program(_captured=rehearsed(model, args, kwargs, labels))
+    prog = Program(_captured=capture_without_effects(model, args, kwargs, labels))
     changed, ends = changes_of(prog.graph, patch, None, prog._sites)
     request = Request(changed=changed, ends=ends, grad=grad, on_divergence="raise", beyond=lambda: prog._beyond(patch))
     try:
@@ -193,7 +190,7 @@ def _require_unchanged(prog: Program, modes: list[Any]) -> None:
             )
 
 
-class Program(Held):
+class Program(ProgramBase):
     """One forward pass of a model as an immutable program of pure operations."""
 
     def __init__(
@@ -229,7 +226,7 @@ class Program(Held):
         """The parameters, buffers and other tensors of the model that the forward read, by address, as they were
         then.
         """
-        return Kept({node.address: self._record.value(Ref(node.name)) for node in self.graph.state_nodes})
+        return FrozenMapping({node.address: self._record.value(Ref(node.name)) for node in self.graph.state_nodes})
 
     @property
     def state_changes(self) -> dict[str, torch.Tensor | None]:
@@ -272,12 +269,12 @@ class Program(Held):
             return self._read(self._atlas.find(names[0]), again=True)
         return {
             layer.label: layer.value
-            for layer in map(self._keeping(Wish.of(names)).__getitem__, self._meant(Wish.of(names)))
+            for layer in map(self._keeping(SaveSpec.of(names)).__getitem__, self._meant(SaveSpec.of(names)))
         }
 
     def saving(self, save: Any) -> Program:
         """The same program with other values saved, as `save=` of a capture says them; what it lacks is computed."""
-        return self._keeping(Wish.of(save))
+        return self._keeping(SaveSpec.of(save))
 
     # -- seeing it -----------------------------------------------------------------------------------------------------
 
@@ -310,9 +307,9 @@ class Program(Held):
         function that gives attributes of graphviz) get what is drawn as one: `.name`, `.kind`, `.layers`, `.roles`.
         `theme`: "paper", "dark" or a Theme.
         """
-        look = Look(rolled=rolled, fold=fold, depth=depth, module=module, buffers=buffers)
+        look = ViewOptions(rolled=rolled, fold=fold, depth=depth, module=module, buffers=buffers)
         made = self._scene(look, values=values, run=run, against=against, gradients=gradients)
-        return draw(made, Wishes(path, format, direction, theme, labels, style))
+        return draw(made, DrawOptions(path, format, direction, theme, labels, style))
 
     def page(
         self,
@@ -332,8 +329,8 @@ class Program(Held):
         shapes, source line, statistics, pictures of its value, what it reads and what reads it. `run`, `sweep` and
         `values` (as in `draw`) are laid over it, `against` shows the difference to another program. Gives the path.
         """
-        found = findings(self._atlas, run, sweep, values)
-        look = Look(rolled=rolled, fold=fold, module=module)
+        found = page_data(self._atlas, run, sweep, values)
+        look = ViewOptions(rolled=rolled, fold=fold, module=module)
         made = found.named(self._scene(look, values=found.numbers, run=run, against=against))
         return save_page(path, made, self.layers, found.details)
 
@@ -341,11 +338,11 @@ class Program(Held):
         """How much each layer of a run of this program differs from what was recorded."""
         return diff(self._record, self._atlas, self.layers, run)
 
-    def _scene(self, look: Look, *, against: Program | None = None, **over: Any) -> Scene:
+    def _scene(self, look: ViewOptions, *, against: Program | None = None, **over: Any) -> Scene:
         """The program's picture as data, and what lies over it."""
         other = None if against is None else (_require_program(against)._told, against._atlas)
         begins = self._grads.begins if self._grads is not None else None
-        return compose(self._told, self._atlas, self._layer, look, Over(against=other, begins=begins, **over))
+        return compose(self._told, self._atlas, self._layer, look, Overlay(against=other, begins=begins, **over))
 
     # -- running it again ----------------------------------------------------------------------------------------------
 
@@ -424,10 +421,12 @@ class Program(Held):
             )
         on_divergence = self._when_diverged(on_divergence)
         together = restoring(lambda: self._together(variants, metric, memory, on_divergence))
-        asked = Planned(together, on_divergence)
+        asked = PendingSweep(together, on_divergence)
         return asked if dry else asked.run(progress)
 
-    def _together(self, variants: Mapping[Any, Any], metric: Any, memory: float | None, on_divergence: str) -> Together:
+    def _together(
+        self, variants: Mapping[Any, Any], metric: Any, memory: float | None, on_divergence: str
+    ) -> BatchedSweep:
         patches = list(variants.values())
         made = [changes_of(self.graph, patch, None, self._sites) for patch in patches]
 
@@ -440,7 +439,7 @@ class Program(Held):
 
         loners = frozenset([number for number, (_, ends) in enumerate(made) if ends])
         changes = [changed for changed, _ in made]
-        return Together(
+        return BatchedSweep(
             completed(self._record), tuple(variants), changes, loners, metric, self.output, captured, alone, memory
         )
 
@@ -500,7 +499,7 @@ class Program(Held):
         """
         if of is not None and not callable(of):
             of, from_layer = None, of if from_layer is None else _require_one_start(of)
-        grads = self._gradients_at(of or total, from_layer, Wish.of(save))
+        grads = self._gradients_at(of or total, from_layer, SaveSpec.of(save))
         words = [_shown(of)] * (of is not None) + [f"from_layer={from_layer!r}"] * (from_layer is not None)
         history = (*self.history, f"backward({', '.join(words)})")
         return Program(
@@ -614,7 +613,7 @@ class Program(Held):
         """The same program run again on the parameters and inputs as they are now."""
         self._require_settled("refreshed program")
         beginning = self._beginning
-        record, output = rerun(present(self._record, beginning.model if beginning is not None else None))
+        record, output = rerun(with_present_state(self._record, beginning.model if beginning is not None else None))
         if beginning is not None and isinstance(beginning.model, torch.nn.Module):
             beginning = beginning.held_now()
         return Program(_record=record, _output=output, _history=(*self.history, "refreshed"), _beginning=beginning)
@@ -644,7 +643,7 @@ class Program(Held):
                 "again, if it has settled by now, or call the model."
             )
 
-    def _keeping(self, wish: Wish) -> Program:
+    def _keeping(self, wish: SaveSpec) -> Program:
         """The program with the values that a wish means, and no others."""
         if wish.everything and self._record.saved is None:
             return self
@@ -682,7 +681,7 @@ class Program(Held):
         home._edges = {**self._edges, edge: tuple([evolve(home._atlas.by_label[tap], name=name) for tap in names])}
         return home
 
-    def _gradients_at(self, of: Callable[[Any], Any], from_layer: Any, wish: Wish) -> Grads:
+    def _gradients_at(self, of: Callable[[Any], Any], from_layer: Any, wish: SaveSpec) -> Grads:
         """The gradients of a number at the layers that a wish means."""
         state = {address for node in self.graph.state_nodes for address in (node.address, *node.aliases)}
         named = [key for key in wish.keys if isinstance(key, str) and key in state]
@@ -692,7 +691,7 @@ class Program(Held):
         for name in (*self._meant(evolve(rest, everything=False)), *named):
             place = self._atlas.find(name)
             labels.setdefault(place.label, place)
-        asked = ask(self._record, labels, {*one_by_one, *[self._atlas.find(name).label for name in named]})
+        asked = grad_targets(self._record, labels, {*one_by_one, *[self._atlas.find(name).label for name in named]})
         record = self._record
         if from_layer is not None:
             record = seen_from(record, self._atlas.find(from_layer).tree(self.graph))
@@ -725,7 +724,7 @@ class Program(Held):
         """The model itself, run with the changes of a request. `first` is what a replay found to be different."""
         assert self._beginning is not None
         try:
-            made = lived(self._beginning, self._record, request, given or request.inputs)
+            made = run_with_patches(self._beginning, self._record, request, given or request.inputs)
         except DivergedReplay as refusal:
             why = f"the change leads away from the recorded path: {first}\n" if first is not None else ""
             raise DivergedReplay(f"{why}{refusal}") from None
@@ -739,7 +738,7 @@ class Program(Held):
             raise
         prog = Program(_record=made.record, _history=(*self.history, "run again with patches"))
         prog._returned = thaw(prog.graph.output, lambda leaf: made.record.values[leaf] if type(leaf) is Ref else leaf)
-        places = Counterparts(self.graph, prog.graph)
+        places = MatchingSites(self.graph, prog.graph)
 
         def find(name: Any) -> Location:
             """What a name means in this program, there; what this program does not know, by the other's own labels."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import replaylens as rl
-from replaylens._many import engine, machine
+from replaylens._sweep import engine, prepared_program as machine
 
 
 @contextmanager

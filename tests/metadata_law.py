@@ -10,14 +10,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from replaylens._check.report import Finding, at_name, at_node
-from replaylens._core.graph import Graph
-from replaylens._core.label import Label
-from replaylens._core.location import Location
-from replaylens._core.node import Call, Input, Node, Ref, Scope, State, refs_in
-from replaylens._core.trees import leaves
-from replaylens._lens.atlas import Atlas
-from replaylens._lens.kin import Span
-from replaylens._lens.lens import Lens
+from replaylens._ir.graph import Graph
+from replaylens._ir.label import Label
+from replaylens._ir.location import Location
+from replaylens._ir.node import Call, Input, Node, Ref, Scope, State, refs_in
+from replaylens._ir.trees import leaves
+from replaylens._layers.index import LayerIndex
+from replaylens._layers.program_facts import ProgramFacts
+from replaylens._layers.topology import Span
 
 Reads = Mapping[str, Iterable[str]]  # label -> labels
 
@@ -138,7 +138,7 @@ def _begins_after(graph: Graph, scope: Scope, name: str) -> bool | None:
     return min(inside) > graph.positions[name] if inside else None
 
 
-def _neighbours(atlas: Atlas) -> Iterator[Finding]:
+def _neighbours(atlas: LayerIndex) -> Iterator[Finding]:
     """Who reads whom is the same from both sides, and what the graph says."""
     graph = atlas.graph
     children = {place.label: atlas.children(place) for place in atlas.places}
@@ -153,7 +153,7 @@ def _neighbours(atlas: Atlas) -> Iterator[Finding]:
                 yield at_name(graph, name, f"{label} has it as a child, and is no parent of it")
 
 
-def _lookups(atlas: Atlas) -> Iterator[Finding]:
+def _lookups(atlas: LayerIndex) -> Iterator[Finding]:
     """Every layer is found by its label and by its ordinal, and by its short label where that is its own."""
     shorts = Counter(Label.of(label).short for label in atlas.order)
     for number, place in enumerate(atlas.places):
@@ -164,7 +164,7 @@ def _lookups(atlas: Atlas) -> Iterator[Finding]:
                 yield at_name(atlas.graph, place.node, f"{name!r} does not lead to {place.label}")
 
 
-def _finds(atlas: Atlas, name: Any, place: Location) -> bool:
+def _finds(atlas: LayerIndex, name: Any, place: Location) -> bool:
     try:
         found = atlas.find(name)
     except LookupError:
@@ -176,7 +176,7 @@ def _refs(tree: Any) -> list[Ref]:
     return [leaf for leaf in leaves(tree) if type(leaf) is Ref]
 
 
-def _distances(lens: Lens) -> Iterator[Finding]:
+def _distances(lens: ProgramFacts) -> Iterator[Finding]:
     """What is wrong with the distances that layers have."""
     places, kin = lens.atlas.places, lens.kin
     reads = _reads(lens)
@@ -193,7 +193,7 @@ def _distances(lens: Lens) -> Iterator[Finding]:
                 yield at_name(lens.graph, place.label, fact)
 
 
-def _reads(lens: Lens) -> dict[str, set[str]]:
+def _reads(lens: ProgramFacts) -> dict[str, set[str]]:
     """By layer: the layers that it reads; an output reads the layer that it hands on."""
     layers = {place.node for place in lens.atlas.places if place.output is None}
     found: dict[str, set[str]] = {}

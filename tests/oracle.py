@@ -32,9 +32,9 @@ from torch.utils._pytree import tree_map
 from zoo import Case, silence
 
 import replaylens as rl
-from replaylens._capture import collecting
-from replaylens._core.node import Input
-from replaylens._replay.parting import writes_views
+from replaylens._capture import snapshot as collecting
+from replaylens._ir.node import Input
+from replaylens._replay.alias_analysis import writes_views
 
 Build = Callable[[], Case]
 Law = Callable[[Build], str]

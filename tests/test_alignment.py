@@ -11,10 +11,10 @@ import torch
 from torch.nn import functional as F
 
 import replaylens as rl
-from replaylens._many.alignment import Alignment, close
-from replaylens._many.demand import taken_rows
-from replaylens._many.machine import Machine
-from replaylens._many.steps import Step
+from replaylens._sweep.alignment import Alignment, close
+from replaylens._sweep.batched_ops import BatchedOp
+from replaylens._sweep.demand import taken_rows
+from replaylens._sweep.prepared_program import PreparedProgram
 
 Tensor = torch.Tensor
 Case = tuple[Callable[..., Any], list[Any], str]
@@ -193,14 +193,14 @@ torch.manual_seed(0)
 CASES = cases()  # what is called, on what, and the alignments: axes of the operands > axes of the outputs
 
 
-def last_step(function: Callable[..., Any], *inputs: Any) -> Step:
+def last_step(function: Callable[..., Any], *inputs: Any) -> BatchedOp:
     """The last call of a function, ready to be run for many variants."""
     record = rl.capture(function, *inputs)._record
-    machine = Machine(record, tuple(dict.fromkeys(record.graph.output_refs)))
+    machine = PreparedProgram(record, tuple(dict.fromkeys(record.graph.output_refs)))
     return machine.step(max(place for place, is_call in enumerate(record.graph.call_marks) if is_call))
 
 
-def found(step: Step) -> list[Alignment]:
+def found(step: BatchedOp) -> list[Alignment]:
     return [align for align in step.alignments if step.holds(align)]
 
 
@@ -226,7 +226,7 @@ def test_every_alignment_that_is_found_holds_for_other_numbers_and_other_counts_
             assert holds_once(step, align, dice), align
 
 
-def holds_once(step: Step, align: Alignment, dice: random.Random) -> bool:
+def holds_once(step: BatchedOp, align: Alignment, dice: random.Random) -> bool:
     """Are rows of three lanes, in any order, those of the lanes by themselves?"""
     fixed = [other(value) if dice.random() < 0.5 and value.is_floating_point() else value for value in step.recorded]
     lanes = [
@@ -250,7 +250,7 @@ def holds_once(step: Step, align: Alignment, dice: random.Random) -> bool:
     )
 
 
-def operands(step: Step, align: Alignment) -> list[tuple[Tensor, int | None]]:
+def operands(step: BatchedOp, align: Alignment) -> list[tuple[Tensor, int | None]]:
     return list(zip(step.recorded, align.operands))
 
 

@@ -16,13 +16,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import replaylens as rl
-from replaylens._check.aten_audit import audit, comparison_of, plain_calls, replayed_calls
-from replaylens._check.aten_calls import OpClass
+from replaylens._check.aten_audit import OpClass, audit, comparison_of, plain_calls, replayed_calls
 from replaylens._check.hook_comparison import witness
 from replaylens._check.model_under_test import ModelUnderTest, under_check
 from replaylens._check.replay_comparison import other_inputs
-from replaylens._core.node import Call, Ref
-from replaylens._core.target import Target
+from replaylens._ir.node import Call, Ref
+from replaylens._ir.target import Target
 
 MODES = {"with_gradients": torch.enable_grad, "without_gradients": torch.no_grad}
 

@@ -18,7 +18,7 @@ from zoo import MODELS, is_refused_so
 import replaylens as rl
 from replaylens._check.check import LAWS, MODEL_LAWS
 from replaylens._check.report import CheckReport, Finding, LawResult
-from replaylens._core.node import Call, Ref, refs_of
+from replaylens._ir.node import Call, Ref, refs_of
 
 
 def captured(name):

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 import replaylens as rl
-from replaylens._lens.conditionals import Conditionals
-from replaylens._lens.traits import is_branching, is_recurrent, max_recurrent_loops, passes
+from replaylens._layers.conditionals import Conditionals
+from replaylens._layers.topology import is_branching, is_recurrent, max_recurrent_loops, passes
 
 
 def x():

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import replaylens as rl
 from replaylens._check.perturbations import others_than
-from replaylens._core.trees import freeze_deep
+from replaylens._ir.trees import freeze_deep
 from replaylens.cli import main
 from replaylens.errors import CaptureError, UnannouncedWrite
 

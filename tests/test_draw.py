@@ -19,10 +19,9 @@ from zoo import MODELS, is_refused_so
 
 import replaylens as rl
 from replaylens._torchlens.drawing import visualize
-from replaylens._view.change import compare
-from replaylens._view.cycles import backward
-from replaylens._view.gather import scene
-from replaylens._view.levels import Look
+from replaylens._view.grouping import ViewOptions, scene
+from replaylens._view.layer_change import compare
+from replaylens._view.scene import back_edges
 from replaylens._view.theme import PAPER
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -30,7 +29,7 @@ needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="graphviz's d
 
 
 def seen(prog, **look):
-    return scene(prog.graph, prog._atlas, Look(**look))
+    return scene(prog.graph, prog._atlas, ViewOptions(**look))
 
 
 def arrows(made):
@@ -258,7 +257,7 @@ def test_only_what_closes_a_circle_goes_back():
     assert ("input_1_0", "linear_1_1") not in made.backward and len(made.backward) == 1
     assert {head for _, head in made.backward} == {"linear_1_1"}
     assert seen(stack(2), depth=1).backward == frozenset()  # a buffer comes after the box that reads it first
-    assert backward("abc", [("a", "b"), ("b", "c"), ("c", "a"), ("c", "b")]) == {("c", "a"), ("c", "b")}
+    assert back_edges("abc", [("a", "b"), ("b", "c"), ("c", "a"), ("c", "b")]) == {("c", "a"), ("c", "b")}
 
 
 def test_a_box_says_what_was_edited_in_it_and_nothing_else():
@@ -368,7 +367,7 @@ def test_a_patched_edge_is_a_node_of_an_edited_program_and_an_arrow_of_a_run():
     made = seen(prog.with_patch({edge: rl.Zero()}))
     assert made.by_key["linear_1_1_to_add_1_10"].note == "Zero()"
     run = prog.replay(patch={edge: rl.Zero()})
-    made = run.origin.program._scene(Look(), run=run)
+    made = run.origin.program._scene(ViewOptions(), run=run)
     found = [(arrow.tail, arrow.head, arrow.note) for arrow in made.arrows if "edited" in arrow.roles]
     assert found == [("linear_1_1", "add_1_10", "Zero()")]
 
@@ -376,7 +375,7 @@ def test_a_patched_edge_is_a_node_of_an_edited_program_and_an_arrow_of_a_run():
 def test_a_run_shows_how_much_each_layer_changed():
     prog = captured(nn.Sequential(nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 2)))
     run = prog.replay(patch={"relu_1": rl.Scale(3.0)})
-    made = prog._scene(Look(), run=run)
+    made = prog._scene(ViewOptions(), run=run)
     values = {glyph.name: glyph.value for glyph in made.glyphs}
     assert values["input_1_0"] is None and values["linear_1_1"] is None
     assert values["relu_1_2"] == pytest.approx(2.0)
@@ -387,15 +386,15 @@ def test_a_run_shows_how_much_each_layer_changed():
 
 def test_a_run_on_new_inputs_or_other_parameters_says_so():
     prog = captured(nn.Linear(5, 5))
-    made = prog._scene(Look(), run=prog.replay(torch.zeros(5, 5)))
+    made = prog._scene(ViewOptions(), run=prog.replay(torch.zeros(5, 5)))
     assert made.by_key["input_1_0"].note == "another value" and made.by_key["input_1_0"].value == pytest.approx(1.0)
-    made = prog._scene(Look(), run=prog.replay(state={"weight": torch.zeros(5, 5)}))
+    made = prog._scene(ViewOptions(), run=prog.replay(state={"weight": torch.zeros(5, 5)}))
     assert made.by_key["linear_1_1"].note == "other weight"
 
 
 def test_a_run_that_stopped_early_is_drawn_as_far_as_it_came():
     prog = captured(nn.Sequential(nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 2)))
-    made = prog._scene(Look(), run=prog.replay(patch={"linear_1": rl.Zero()}, to="relu_1"))
+    made = prog._scene(ViewOptions(), run=prog.replay(patch={"linear_1": rl.Zero()}, to="relu_1"))
     assert [glyph.name for glyph in made.glyphs if glyph.value is not None] == ["linear_1_1", "relu_1_2"]
 
 
@@ -403,7 +402,7 @@ def test_a_run_that_left_the_recorded_path_is_drawn_as_a_difference():
     prog = captured(figures.NetworkOrganizationDemo())
     run = prog.replay(-torch.ones(5, 5) * 9)
     assert run.diverged
-    made = run.program._scene(Look(), against=prog)
+    made = run.program._scene(ViewOptions(), against=prog)
     assert {glyph.name for glyph in made.glyphs if "added" in glyph.roles} == {"add_1_3"}
     assert {glyph.name for glyph in made.glyphs if "removed" in glyph.roles} == {"mul_1_3"}
     assert run.draw().source == run.program.draw(against=prog).source
@@ -422,7 +421,7 @@ def test_a_live_run_is_drawn_with_its_patches():
 
 def test_a_run_with_fresh_draws_can_be_drawn_where_it_kept_its_values():
     prog = captured(figures.DemoNetwork())
-    made = prog._scene(Look(), run=prog.replay(rng="fresh", keep="all"))
+    made = prog._scene(ViewOptions(), run=prog.replay(rng="fresh", keep="all"))
     values = {glyph.name: glyph.value for glyph in made.glyphs}
     assert values["relu_2_4"] is None and values["randn_1_5"] > 0 and values["output_1_11"] > 0
     with pytest.raises(rl.ReplaylensError, match="fresh draws cannot be repeated"):
@@ -456,7 +455,7 @@ def test_how_different_two_values_are():
 def test_two_programs_are_drawn_as_what_one_has_and_the_other_has_not():
     prog = captured(nn.Sequential(nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 2)))
     other = captured(nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.ReLU(), nn.Linear(5, 2)))
-    made = other._scene(Look(), against=prog)
+    made = other._scene(ViewOptions(), against=prog)
     assert {
         glyph.name: set(glyph.roles & {"added", "removed", "changed"}) for glyph in made.glyphs if glyph.kind != "x"
     } == {
@@ -473,7 +472,7 @@ def test_two_programs_are_drawn_as_what_one_has_and_the_other_has_not():
 
 def test_a_program_does_not_differ_from_itself():
     prog = captured(figures.NetworkOrganizationDemo())
-    made = prog._scene(Look(), against=prog)
+    made = prog._scene(ViewOptions(), against=prog)
     assert not any(thing.roles & {"added", "removed", "changed"} for thing in (*made.glyphs, *made.arrows))
 
 
@@ -502,12 +501,12 @@ def test_what_is_not_finite_is_coloured_as_far_as_can_be():
 
 def test_numbers_can_come_from_a_function_of_a_layer():
     prog = captured(nn.Sequential(nn.Linear(5, 5), nn.ReLU()))
-    made = prog._scene(Look(), values=lambda layer: layer.value.numel() if layer.layer_type == "relu" else None)
+    made = prog._scene(ViewOptions(), values=lambda layer: layer.value.numel() if layer.layer_type == "relu" else None)
     assert [(glyph.name, glyph.value) for glyph in made.glyphs if glyph.value is not None] == [("relu_1_2", 25.0)]
 
 
 def test_a_box_for_several_layers_shows_the_number_that_is_farthest_from_zero():
-    made = stack(1)._scene(Look(depth=1), values={"layernorm_1": 1.0, "gelu_1": -3.0})
+    made = stack(1)._scene(ViewOptions(depth=1), values={"layernorm_1": 1.0, "gelu_1": -3.0})
     assert [glyph.value for glyph in made.glyphs if "collapsed" in glyph.roles] == [-3.0]
 
 
@@ -525,7 +524,9 @@ def test_a_theme_can_be_made_of_another():
 def test_gradients_are_drawn_against_the_data_where_they_flow():
     prog = captured(lambda x: (x.detach() * 2 + x * 3).sum())
     found = [
-        (arrow.tail, arrow.head) for arrow in prog._scene(Look(), gradients=True).arrows if "gradient" in arrow.roles
+        (arrow.tail, arrow.head)
+        for arrow in prog._scene(ViewOptions(), gradients=True).arrows
+        if "gradient" in arrow.roles
     ]
     assert found == [
         ("mul_2_3", "input_1_0"),
@@ -541,7 +542,7 @@ def test_the_gradients_of_a_backward_pass_are_drawn_from_where_it_began():
         return hidden.sin(), hidden * 2, x.cos()
 
     def gradients(prog):
-        return [(a.tail, a.head) for a in prog._scene(Look(), gradients=True).arrows if "gradient" in a.roles]
+        return [(a.tail, a.head) for a in prog._scene(ViewOptions(), gradients=True).arrows if "gradient" in a.roles]
 
     prog = captured(two_outputs)
     first = [("exp_1_1", "input_1_0"), ("sin_1_2", "exp_1_1"), ("output_1_5", "sin_1_2")]

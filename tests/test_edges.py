@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import replaylens as rl
-from replaylens._core.laws import problems
+from replaylens._ir.validate import problems
 
 Edge = rl.Edge
 

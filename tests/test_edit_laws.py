@@ -19,11 +19,11 @@ from random_programs import Program, programs
 from zoo import MODELS
 
 import replaylens as rl
-from replaylens._core.laws import problems
-from replaylens._core.node import Call, Ref
-from replaylens._core.write import original_call
 from replaylens._edit.rewrite import prune, replace
-from replaylens._replay.parting import parted
+from replaylens._ir.node import Call, Ref
+from replaylens._ir.validate import problems
+from replaylens._ir.write import original_call
+from replaylens._replay.alias_analysis import detached_views
 
 EXAMPLES = os.environ.get("REPLAYLENS_EXAMPLES")
 many = settings(
@@ -156,7 +156,7 @@ def test_a_copy_behind_any_node_changes_no_bit(program, data):
         return  # it parts the value from memory that the model looks at
     assert not problems(other.graph)
     wanted = prog.output
-    if parted(other.graph, ()):  # the model itself, with the copy put in its place while it runs
+    if detached_views(other.graph, ()):  # the model itself, with the copy put in its place while it runs
         wanted = rl.run(program, *program.inputs(), patch={label: copied}).output
     assert_same(other.output, wanted)  # what the model writes later is the copy, where it would have been the value
     assert_same(other.replay().output, wanted)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from zoo import MODELS, is_refused_so, silence
 
 import replaylens as rl
-from replaylens._core.laws import problems
+from replaylens._ir.validate import problems
 
 
 class Net(nn.Module):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import replaylens as rl
-from replaylens._core.laws import problems
+from replaylens._ir.validate import problems
 
 
 class Block(nn.Module):

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 import replaylens as rl
 from replaylens import errors
-from replaylens._core.graph import Graph
-from replaylens._core.laws import require_lawful
-from replaylens._core.node import Call, Input, Ref, TensorMeaning
-from replaylens._core.target import Target
+from replaylens._ir.graph import Graph
+from replaylens._ir.node import Call, Input, Ref, TensorSpec
+from replaylens._ir.target import Target
+from replaylens._ir.validate import require_lawful
 
 
 def x(seed=0):
@@ -546,7 +546,7 @@ def test_a_custom_function_whose_backward_cannot_be_kept():
 
 
 def test_a_graph_that_breaks_laws_is_told_all_of_them():
-    scalar = TensorMeaning((), torch.float32, "cpu", ())
+    scalar = TensorSpec((), torch.float32, "cpu", ())
     call = Call("a", "sin", Target.of(torch.sin), (Ref("b"),), returns=Ref("a"), meaning=(scalar,))
     broken = Graph((Input("x", (0,), scalar), call, Input("x", (1,), scalar)), Ref("z"))
     assert said(errors.UnlawfulGraph, lambda: require_lawful(broken)) == (

@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils._pytree import tree_leaves, tree_map
 
 import replaylens as rl
-from replaylens._replay import rounding
+from replaylens._replay import edits as rounding
 
 VALUES = {torch.float32: 2e-6, torch.float64: 1e-14, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 GRADIENTS = {torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 2**-5, torch.float16: 2**-8}

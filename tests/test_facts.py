@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import replaylens as rl
-from replaylens._core.laws import unasked
+from replaylens._ir.validate import unguarded_shapes
 
 RECORDED = torch.tensor([1.0, -2.0, 3.0, 4.0, -1.0])
 OTHER = torch.tensor([1.0, 2.0, 3.0, 4.0, -1.0])
@@ -461,8 +461,8 @@ def test_variants_that_cannot_be_stacked_are_refused():
 
 def test_a_program_that_lost_the_guard_of_a_shape_breaks_a_law():
     graph = rl.capture(SHAPES["nonzero"], RECORDED).graph
-    (problem,) = unasked(evolve(graph, guards=()))
-    assert problem.node == "nonzero_1_3" and not list(unasked(graph))
+    (problem,) = unguarded_shapes(evolve(graph, guards=()))
+    assert problem.node == "nonzero_1_3" and not list(unguarded_shapes(graph))
 
 
 def test_what_stands_behind_a_view_that_is_written_is_no_other_memory_of_its_base():

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from zoo import CAPTURE_REFUSED, GRADIENTS_REFUSED, MODELS, is_refused_so, silence
 
 import replaylens as rl
-from replaylens._replay.parting import writes_views
+from replaylens._replay.alias_analysis import writes_views
 
 
 def x(seed=0, *shape):

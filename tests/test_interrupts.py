@@ -29,8 +29,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import replaylens as rl
-from replaylens._capture import capture as capture_module, collecting, origins, scopes
-from replaylens._core import turns, world
+from replaylens._capture import capture as capture_module, provenance as origins, scopes, snapshot as collecting
+from replaylens._ir import turns, world
 from replaylens._replay import rng_stream
 
 HOME = str(Path(rl.__file__).parent)

@@ -13,11 +13,11 @@ from oracle import assert_same, belongings, generators
 from torch import Tensor, nn
 
 import replaylens as rl
-from replaylens._capture import twins
+from replaylens._capture import writes as twins
 from replaylens._check import model_under_test
-from replaylens._core.node import Call
-from replaylens._core.ops import info
-from replaylens._core.quirks import Quirk
+from replaylens._ir.node import Call
+from replaylens._ir.ops import info
+from replaylens._ir.quirks import Quirk
 
 
 class Tripled(torch.autograd.Function):
@@ -135,19 +135,19 @@ FAULTS = {
     ),
     "a thawed layer stays frozen": (
         with_a_frozen_layer,
-        lambda patch: patch("replaylens._capture.flags._hold", lambda recorder, tensor, handle: None),
+        lambda patch: patch("replaylens._capture.leaf_flags._hold", lambda recorder, tensor, handle: None),
     ),
     "a hook that went stays": (
         with_a_hook_that_goes,
-        lambda patch: patch("replaylens._capture.hooks._take_out", lambda recording, handle: None),
+        lambda patch: patch("replaylens._capture.grad_hooks._take_out", lambda recording, handle: None),
     ),
     "a hook that stays goes": (
         with_a_hook_that_stays,
-        lambda patch: patch("replaylens._capture.hooks.hooked", lambda tensor, hook: tensor.view_as(tensor)),
+        lambda patch: patch("replaylens._capture.grad_hooks.hooked", lambda tensor, hook: tensor.view_as(tensor)),
     ),
     "elu in place is elu": (
         with_elu_in_place,
-        lambda patch: patch("replaylens._capture.twins.info", as_exact_in_place),
+        lambda patch: patch("replaylens._capture.writes.info", as_exact_in_place),
     ),
     "a late write is not looked for": (
         with_a_late_write,

@@ -16,8 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import replaylens as rl
-from replaylens._lens.fields import FIELDS
-from replaylens._lens.layers import Layer
+from replaylens._layers.fields import FIELDS
+from replaylens._layers.layer import Layer
 from replaylens._torchlens.names import Alias, TorchLensNames
 
 HERE = Path(__file__)

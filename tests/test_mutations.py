@@ -15,10 +15,10 @@ from torch import nn
 
 import replaylens as rl
 from replaylens._check.check import LAWS
-from replaylens._core.node import Call, Ref, Scope
-from replaylens._core.target import Target
-from replaylens._core.write import plain_call
 from replaylens._edit.rewrite import reading, renamed as renamed_node
+from replaylens._ir.node import Call, Ref, Scope
+from replaylens._ir.target import Target
+from replaylens._ir.write import plain_call
 from replaylens._replay.record import Versions
 
 

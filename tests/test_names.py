@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import replaylens as rl
-from replaylens._core.label import Label
+from replaylens._ir.label import Label
 
 ALEXNET = """
 input_1_0 conv2d_1_1 relu_1_2 maxpool2d_1_3 conv2d_2_4 relu_2_5 maxpool2d_2_6 conv2d_3_7 relu_3_8 conv2d_4_9 relu_4_10

@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import replaylens as rl
-from replaylens._capture import collecting, origins
-from replaylens._core.torch_private import top_saving_hooks
+from replaylens._capture import provenance as origins, snapshot as collecting
+from replaylens._ir.torch_private import top_saving_hooks
 
 
 def x(seed=0):
@@ -452,7 +452,7 @@ def test_tuples_that_another_thread_is_building_are_let_alone(often_switching):
         try:
             for _ in range(30):
                 assert any(tensor is TABLE for tensor in origins._listed_tensors())
-                assert not origins.is_older(TABLE, origins.Date([]))
+                assert not origins.is_older(TABLE, origins.Moment([]))
         finally:
             is_over.set()
         assert built.result()
@@ -460,7 +460,7 @@ def test_tuples_that_another_thread_is_building_are_let_alone(often_switching):
 
 def test_what_python_itself_sets_aside_keeps_no_capture_from_it():
     gc.collect()
-    with origins.dated() as date:
+    with origins.marking_older_objects() as date:
         assert not date.tensors
         assert collecting.is_frozen()
     assert not collecting.is_frozen()

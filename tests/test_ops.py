@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 import replaylens as rl
-from replaylens._capture.rules import How, rule_of
-from replaylens._core.ops import Quirk, info, kind_of, of_kind
+from replaylens._capture.dispatch import Handling, rule_of
+from replaylens._ir.ops import Quirk, info, kind_of, of_kind
 
 OLDER = frozenset("has_names names rename rename_ refine_names align_to".split())  # named tensors, which went
 NEWER = frozenset(() if hasattr(F, "linear_cross_entropy") else ("linear_cross_entropy",))
@@ -116,7 +116,7 @@ def test_a_new_operator_is_known_by_its_schema_and_tags(library):
     assert info(ops.twice).is_pointwise
     assert info(ops.noisy).draws and not info(ops.noisy).returns_fresh
     assert info(ops.found.default).has_dynamic_shape
-    assert rule_of(ops.number.default).how is How.ESCAPE
+    assert rule_of(ops.number.default).how is Handling.ESCAPE
     assert info(ops.halves).gives_several_views and not info(ops.halves).returns_fresh
     x, y = torch.ones(2), torch.ones(2)
     assert rule_of(ops.into.default).writes((x, y), {})[0] is y

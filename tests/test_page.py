@@ -15,9 +15,9 @@ from torch import nn
 from zoo import MODELS, silence
 
 import replaylens as rl
-from replaylens._view.cards import cards
-from replaylens._view.gather import scene
-from replaylens._view.ranks import Way, rows_of
+from replaylens._view.grouping import scene
+from replaylens._view.layered_layout import Track, rows_of
+from replaylens._view.page import cards
 from replaylens._view.values import pictures, statistics
 
 EVIL = "</script><img src=x onerror=alert(1)>&\"'"
@@ -218,7 +218,7 @@ def lines_are_whole(found):
     for links, upper, lower in zip(found.links, found.rows, found.rows[1:]):
         for one, other in links:
             below, above = lower[other], upper[one]
-            if isinstance(below, Way):
+            if isinstance(below, Track):
                 assert above in (below, below.key)
     return True
 
@@ -230,12 +230,12 @@ def test_each_thing_stands_below_what_it_reads(prog, monkeypatch, path):
     made = scene(prog.graph, prog._atlas)
     found = rows_of(made)
     for frame, rows in found.items():
-        items = [item for row in rows.rows for item in row if not isinstance(item, Way)]
+        items = [item for row in rows.rows for item in row if not isinstance(item, Track)]
         assert sorted(items) == sorted(item.key for item in made.inside[frame])
         assert lines_are_whole(rows)
     row = {item: n for n, items in enumerate(found[None].rows) for item in items if isinstance(item, str)}
     assert row["input_1_0"] < row["conv2d_1_1"] < row["@left:1"] == row["@right:1"] < row["add_1_9"] < row["add_2_10"]
-    skip = [n for n, items in enumerate(found[None].rows) if Way("conv2d_1_1") in items]
+    skip = [n for n, items in enumerate(found[None].rows) if Track("conv2d_1_1") in items]
     assert skip == list(range(row["conv2d_1_1"] + 1, row["add_2_10"]))
 
 

@@ -10,7 +10,7 @@ from einops import rearrange
 from hypothesis import given, settings, strategies as st
 
 from replaylens import errors
-from replaylens._edit.locate import Part
+from replaylens._edit.part import Part
 
 
 def tensor(*shape, dtype=torch.float32):

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from replaylens import errors
-from replaylens._core.reference import Reference
-from replaylens._edit.locate import Part
+from replaylens._edit.part import Part
 from replaylens._edit.patch import (
     Add,
     Apply,
@@ -27,6 +26,7 @@ from replaylens._edit.patch import (
     Zero,
     patch_of,
 )
+from replaylens._ir.value_source import ValueSource
 
 
 def tensor(*shape, seed=0, dtype=torch.float32):
@@ -151,7 +151,7 @@ def test_a_patch_says_itself_as_a_call_that_a_program_can_hold(name):
     patch, _ = FORMULAS[name]
     function, args, kwargs = patch.terms()
     assert torch.equal(function(X, *args, **kwargs), patch(X))
-    assert function.__module__ == "replaylens._edit.acts" and "<" not in function.__qualname__
+    assert function.__module__ == "replaylens._edit.patch_ops" and "<" not in function.__qualname__
     hash(tuple(arg for arg in args if not isinstance(arg, torch.Tensor)))
     hash(tuple(kwargs.items()))
     assert len(patch.of_site) == sum(isinstance(arg, torch.Tensor) for arg in args)
@@ -300,7 +300,7 @@ def test_axes_may_be_called_as_the_patches_own_arguments():
 
 
 def test_a_reference_is_looked_up_when_a_patch_is_bound():
-    other = Reference()
+    other = ValueSource()
     seen = []
 
     def look(source):
@@ -320,7 +320,7 @@ def test_a_reference_is_looked_up_when_a_patch_is_bound():
         with pytest.raises(errors.BadPatch, match="is bound to no site"):
             patch(X)
     assert seen == [other] * 5
-    assert From(other).bound(look) == From(OTHER) and From(other) == From(other) != From(Reference())
+    assert From(other).bound(look) == From(OTHER) and From(other) == From(other) != From(ValueSource())
 
 
 # ---- draws ---------------------------------------------------------------------------------------------------------

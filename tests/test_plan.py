@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from replaylens._core.graph import Graph
-from replaylens._core.node import Call, Guard, Input, Ref, State, TensorMeaning
-from replaylens._core.target import Target
+from replaylens._ir.graph import Graph
+from replaylens._ir.node import Call, Guard, Input, Ref, State, TensorSpec
+from replaylens._ir.target import Target
 from replaylens._replay.plan import plan
 
-SCALAR = TensorMeaning((), torch.float32, "cpu", ())
+SCALAR = TensorSpec((), torch.float32, "cpu", ())
 FORKS = "x a(x) b(x) c(ab) d(c) e(b)"
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import replaylens as rl
-from replaylens._view.change import LayerChange
-from replaylens._view.diff import Diff
+from replaylens._view.layer_change import LayerChange
+from replaylens._view.run_diff import Diff
 
 matplotlib = pytest.importorskip("matplotlib")
 matplotlib.use("Agg")

@@ -18,7 +18,7 @@ from random_programs import Program, programs, twin
 from torch.utils._pytree import tree_map
 
 import replaylens as rl
-from replaylens._replay.parting import writes_views
+from replaylens._replay.alias_analysis import writes_views
 
 EXAMPLES = os.environ.get("REPLAYLENS_EXAMPLES")
 many = settings(

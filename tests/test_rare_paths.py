@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import replaylens as rl
-from replaylens._capture.origins import _names_scripts
-from replaylens._replay.rounding import _is_close
+from replaylens._capture.provenance import _names_scripts
+from replaylens._replay.edits import _is_close
 
 
 def random(*shape):

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from zoo import MODELS, silence
 
 import replaylens as rl
-from replaylens._lens.units import duration
+from replaylens._layers.format import format_duration
 
 HERE = Path(__file__)
 
@@ -248,7 +248,7 @@ Layer {label}, operation {prog.layer_labels.index(label) + 1} of {len(prog)}:
         {str(prog["linear_1"].value.detach()).replace(chr(10), chr(10) + " " * 8)}
     Function: linear, backward AddmmBackward0
     Code: {label} = linear({prog["linear_1"].parents[0]}, blocks.0.fc.weight, blocks.0.fc.bias)  # float32[3, 4]
-    Time: {duration(prog["linear_1"].seconds)}
+    Time: {format_duration(prog["linear_1"].seconds)}
     Cost: 96 FLOPs (48 multiply-adds)
     Parameters: blocks.0.fc.weight [4, 4], blocks.0.fc.bias [4]; 20 numbers, 80 B
     Parents: {prog["batchnorm_1"].label}

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import replaylens as rl
-from replaylens._core.node import Ref
+from replaylens._ir.node import Ref
 from replaylens._replay.plan import plan
 from replaylens._replay.replay import execute
 from replaylens._replay.request import Request

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import replaylens as rl
-from replaylens._core.sameness import difference, same
+from replaylens._ir.equality import difference, same
 
 
 def quantized(scale):

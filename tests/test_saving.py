@@ -14,7 +14,7 @@ from torch import nn
 from zoo import MODELS, silence
 
 import replaylens as rl
-from replaylens._lens.units import human
+from replaylens._layers.format import format_bytes
 
 
 class Small(nn.Module):
@@ -108,7 +108,7 @@ def test_what_is_kept_is_counted_as_it_is_and_what_is_not_is_still_known(model, 
     kept = [layer.value for layer in prog if layer.is_saved]
     assert (prog.num_tensors_saved, prog.tensor_fsize_saved) == (len(kept), sum(value.nbytes for value in kept))
     assert prog.num_tensors_total == whole.num_tensors_total
-    assert f"{len(kept)} ({human(prog.tensor_fsize_saved)}) kept, 1 layer of it by `save=`.\n" in str(prog)
+    assert f"{len(kept)} ({format_bytes(prog.tensor_fsize_saved)}) kept, 1 layer of it by `save=`.\n" in str(prog)
     for name in ("gradfunc_name", "creation_kwargs", "tensor_shape", "tensor_fsize", "flops", "steps_from_input"):
         assert [getattr(layer, name) for layer in prog] == [getattr(layer, name) for layer in whole], name
     assert prog["relu_1"].gradfunc_name == "ReluBackward0" and "(not kept)" in str(prog["relu_1"])

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 import replaylens as rl
-from replaylens._core import model_state
+from replaylens._ir import model_state
 
 
 def x(seed=0):
@@ -729,7 +729,7 @@ SEEN_OTHERWISE = {
 @pytest.mark.parametrize("change", SEEN_OTHERWISE)
 def test_the_same_memory_seen_otherwise_is_stale(change, place, guards, monkeypatch):
     if guards == "one by one":
-        monkeypatch.setattr("replaylens._core.model_state.TensorGuards", None)
+        monkeypatch.setattr("replaylens._ir.model_state.TensorGuards", None)
     for asked_before in (False, True):
         model, x = Held(), torch.randn(4, 4)
         prog = rl.capture(model, x)

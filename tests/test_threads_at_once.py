@@ -16,7 +16,7 @@ from torch import nn
 
 import replaylens as rl
 from replaylens._capture import scopes
-from replaylens._core import turns, world
+from replaylens._ir import turns, world
 
 
 @pytest.fixture(autouse=True)

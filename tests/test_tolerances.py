@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import replaylens as rl
-from replaylens._core.tolerances import BATCHED, REARRANGED, REPEATED, is_close_number
+from replaylens._ir.tolerances import BATCHED, REARRANGED, REPEATED, is_close_number
 
 HOME = Path(rl.__file__).parent
 COMPARING = {"allclose", "isclose", "assert_close"}

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import replaylens as rl
-from replaylens._core import torch_private
+from replaylens._ir import torch_private
 
 
 def taken(model, *inputs):
@@ -218,7 +218,7 @@ PACKAGE = Path(rl.__file__).parent
 def test_what_captures_a_forward_knows_nothing_of_layers():
     for file in (PACKAGE / "_capture").glob("*.py"):
         imports = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
-        assert not [node.module for node in imports if "_lens" in (node.module or "").split(".")], file
+        assert not [node.module for node in imports if "_layers" in (node.module or "").split(".")], file
 
 
 # -- private names of torch ---------------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ MISSING = {}  # by torch's version: what it has not
 
 def test_the_names_of_the_compiler_are_there_when_it_is():
     script = (
-        "import torch._dynamo.eval_frame, replaylens._core.torch_private as private\n"
+        "import torch._dynamo.eval_frame, replaylens._ir.torch_private as private\n"
         "print([one.path for one in private.OF_THE_COMPILER if private._found(one.path) is None])\n"
     )
     made = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=True)
@@ -304,7 +304,7 @@ def test_without_a_name_that_can_be_missing_the_public_way_gives_the_same():
 import torch
 del torch._C._functorch._add_batch_dim, torch._C._is_any_autocast_enabled
 import replaylens as rl
-from replaylens._core import torch_private
+from replaylens._ir import torch_private
 assert {one.path.split(".")[-1] for one in torch_private.NAMES if not one.is_there} == {
     "_add_batch_dim", "_is_any_autocast_enabled"}
 model, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2)), torch.ones(2, 4)

@@ -14,11 +14,11 @@ import torch
 from attrs import evolve
 
 import replaylens as rl
-from replaylens._core.graph import InnerGradient
-from replaylens._core.laws import problems
-from replaylens._core.node import Ref
-from replaylens._core.target import Target
-from replaylens._core.write import (
+from replaylens._ir.graph import InnerGradient
+from replaylens._ir.node import Ref
+from replaylens._ir.target import Target
+from replaylens._ir.validate import problems
+from replaylens._ir.write import (
     Derived,
     Hole,
     Nth,

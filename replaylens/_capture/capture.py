@@ -21,38 +21,36 @@ from attrs import evolve, frozen
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from .._core.drafts import Naming
-from .._core.graph import Graph
-from .._core.model_state import StatePlace
-from .._core.node import Input, Node, Ref, State
-from .._core.notes import add_note
-from .._core.sameness import attached, same_content
-from .._core.sharing import extent, storage_of, versions_of
-from .._core.torch_private import compiler_if_loaded, default_device, hooks_of_all_modules, without_function_modes
-from .._core.trees import ATOMS, fingerprint, freeze_deep, keys_of, leaves, named, require_room, thaw_shared, walk
-from .._core.turns import calls, come, turns
-from .._core.world import alone, drawing_alone, freed, in_children, restoring
-from .._edit.wanted import EVERYTHING, Wish
+from .._edit.save_spec import EVERYTHING, SaveSpec
+from .._ir.equality import attached, same_content
+from .._ir.graph import Graph
+from .._ir.model_state import StatePlace
+from .._ir.node import Input, Node, Ref, State
+from .._ir.node_summary import Naming
+from .._ir.shared_memory import extent, storage_of, versions_of
+from .._ir.torch_private import compiler_if_loaded, default_device, hooks_of_all_modules, without_function_modes
+from .._ir.trees import ATOMS, fingerprint, freeze_deep, keys_of, leaves, named, require_room, thaw_shared, walk
+from .._ir.turns import calls, come, turns
+from .._ir.util import add_note
+from .._ir.world import alone, drawing_alone, freed, in_children, restoring
 from .._replay.record import Record, Versions
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite, UnsupportedModel
-from .altered_objects import altered
-from .builder import Handle, Recording, SourceRecord, address_of, freeze, last_name, line_of
+from .aliasing import Alias, may_overlap
 from .bytecode import is_torch_code
-from .checkpoints import computed_again, leave_checkpoints
-from .customs import by_its_class
-from .flags import note_flags
-from .hidden_tensors import behind
-from .hooks import note_hooks
-from .late_writes import note_writes_from_outside
-from .metadata import account_of, timed
-from .origins import Date, Origins, dated, is_older, reaches_scripts
+from .checkpoints import leave_checkpoints, recomputed_writes
+from .custom_functions import by_its_class
+from .grad_hooks import note_hooks
+from .leaf_flags import note_flags
+from .memory_saving import memory_saving_tracer, settle
 from .output_aliases import hand_on
-from .randomness import lent_generators
+from .provenance import Moment, Provenance, is_older, marking_older_objects, reaches_scripts, tensors_behind
 from .recorder import RetraceAtDispatch
+from .recording import Recording, SourceRecord, ValueId, account_of, address_of, freeze, last_name, line_of, timed
+from .rng import lent_generators
 from .scopes import boundary, callers, listening, outermost
 from .snapshot import ForwardState, RngState, Snapshot, turn_back
-from .sparing import settle, sparing
 from .state_changes import (
+    altered,
     counters_of,
     held,
     held_at_start,
@@ -60,12 +58,12 @@ from .state_changes import (
     keep_by_value,
     keep_inputs,
     note_places,
+    note_writes_from_outside,
     output_by_value,
     require_seen,
     take_changes,
     take_lent,
 )
-from .storage import Entry, meet
 from .threads import followed
 from .tracer import Tracer
 
@@ -87,8 +85,8 @@ class Forward:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     beginning: ForwardState
-    tracer: Callable[[Recording, Origins, Date, bool, str], Tracer] = Tracer
-    second: Callable[[Recording, Origins, Date, bool, str], Tracer] | None = None  # of a second look, if another
+    tracer: Callable[[Recording, Provenance, Moment, bool, str], Tracer] = Tracer
+    second: Callable[[Recording, Provenance, Moment, bool, str], Tracer] | None = None  # of a second look, if another
     failed: Callable[[Recording, ForwardState], None] | None = None  # is told of a look that raises
     begun: Callable[[tuple[Recording, ForwardState]], None] | None = None  # is told of each look when it begins
 
@@ -99,7 +97,7 @@ def record(
     kwargs: dict[str, Any],
     naming: Naming,
     unknown: str = "raise",
-    wish: Wish = EVERYTHING,
+    wish: SaveSpec = EVERYTHING,
     failed: Callable[[Recording, ForwardState], None] | None = None,
     begun: Callable[[tuple[Recording, ForwardState]], None] | None = None,
 ) -> Captured:
@@ -107,13 +105,13 @@ def record(
     had let go of a value that turned out to be needed: everything is kept then until the end.
     """
     require_supported(model)
-    origins = Origins(model)
+    origins = Provenance(model)
     if turns:  # another thread may have changed the model meanwhile
         come(map(id, origins.modules))
-        origins = Origins(model)
+        origins = Provenance(model)
     snapshot = Snapshot(origins.modules, (args, kwargs), held=origins.held)
     beginning = ForwardState(model, naming, snapshot, RngState(), unknown)
-    tracer = Tracer if wish.everything else sparing(wish)
+    tracer = Tracer if wish.everything else memory_saving_tracer(wish)
     captured = trace_twice(Forward(model, args, kwargs, beginning, tracer, Tracer, failed, begun), put_back, origins)
     settle(captured.recording)
     beginning.generators = tuple(captured.recording.generators.values())
@@ -124,7 +122,7 @@ def record(
 
 def _modules_of(held: dict[str, Any]) -> list[int]:
     """The modules that a capture is in the middle of, by id, as its frame has them."""
-    origins: Origins | None = held.get("origins")
+    origins: Provenance | None = held.get("origins")
     return [] if origins is None else list(map(id, origins.modules))
 
 
@@ -136,12 +134,14 @@ def flags_of(recording: Recording) -> list[tuple[torch.Tensor, bool]]:
     return [(tensor, flag) for _, flag, tensor in recording.turned.values()]
 
 
-def trace_twice(forward: Forward, put_back: Callable[[Recording, ForwardState], None], origins: Origins) -> Captured:
+def trace_twice(forward: Forward, put_back: Callable[[Recording, ForwardState], None], origins: Provenance) -> Captured:
     """What a first look gave, or a second one. Torch's modes are left as they were, wherever an interrupt comes."""
     return restoring(partial(_trace_twice, forward, put_back, origins))
 
 
-def _trace_twice(forward: Forward, put_back: Callable[[Recording, ForwardState], None], origins: Origins) -> Captured:
+def _trace_twice(
+    forward: Forward, put_back: Callable[[Recording, ForwardState], None], origins: Provenance
+) -> Captured:
     """What a first look gave, or a second one, before which all that the first one changed is put back."""
     compiler_at_start = compiler_if_loaded()
     first = Recording(_name_of(forward.model), forward.beginning.naming)
@@ -161,7 +161,7 @@ def _trace_twice(forward: Forward, put_back: Callable[[Recording, ForwardState],
         put_back(first, forward.beginning)
     try:
         again = evolve(forward, tracer=forward.second or forward.tracer)
-        return _look(again, Recording(first.model_name, first.naming), Origins(forward.model), deep)
+        return _look(again, Recording(first.model_name, first.naming), Provenance(forward.model), deep)
     except RetraceAtDispatch:
         if not deep:
             raise
@@ -170,13 +170,13 @@ def _trace_twice(forward: Forward, put_back: Callable[[Recording, ForwardState],
         ) from None
 
 
-def _look(forward: Forward, recording: Recording, origins: Origins, deep: bool) -> Captured:
+def _look(forward: Forward, recording: Recording, origins: Provenance, deep: bool) -> Captured:
     _require_ready(origins)
     if forward.begun is not None:
         forward.begun((recording, forward.beginning))
     origins.attributes_begun = forward.beginning.snapshot.attributes
     deep = deep or reaches_scripts(origins)
-    with dated() as date:
+    with marking_older_objects() as date:
         tracer = forward.tracer(recording, origins, date, deep, forward.beginning.unknown)
         tracer.draws.lent = {id(g): g.get_state() for g in lent_generators(forward.model, forward.args, forward.kwargs)}
         tracer.draws.held = {id(g): state for g, state in forward.beginning.snapshot.generators}
@@ -200,7 +200,7 @@ def _look(forward: Forward, recording: Recording, origins: Origins, deep: bool) 
                 _take_ends(forward, tracer, output)
                 output = output_by_value(tracer, output)
     for tree in (recording.inputs, recording.output, *[handed[1] for handed in recording.scope_outputs]):
-        if type(tree) is not Handle:
+        if type(tree) is not ValueId:
             require_room(tree)
     tracer.watch = None  # they hold each other, and with them every value
     recording.addresses = origins.addresses
@@ -220,7 +220,7 @@ def _take_ends(forward: Forward, tracer: Tracer, output: Any) -> None:
     take_changes(tracer, forward.beginning.snapshot)
     if tracer.leaves_changes:
         recording.altered = altered(tracer, forward.beginning.snapshot)
-    recording.computed_again = computed_again(tracer)
+    recording.computed_again = recomputed_writes(tracer)
     _take_touched(tracer)
     _require_one_memory(tracer)
     _require_one_storage(tracer, forward.beginning.snapshot)
@@ -243,11 +243,11 @@ def _take_ends(forward: Forward, tracer: Tracer, output: Any) -> None:
 
 def _require_open(tracer: Tracer, tree: Any) -> None:
     """Is all that the model computed in its output where a program can put other values?"""
-    closed = [leaf for leaf in leaves(tree) if type(leaf) is not Handle and type(leaf) not in ATOMS]
+    closed = [leaf for leaf in leaves(tree) if type(leaf) is not ValueId and type(leaf) not in ATOMS]
     keys = [key for key in keys_of(tree) if isinstance(key, torch.Tensor)]
     own = tracer.origins.known_modules if closed else frozenset()
     for leaf in [*closed, *keys]:
-        for tensor in [leaf] if isinstance(leaf, torch.Tensor) else behind(leaf, own):
+        for tensor in [leaf] if isinstance(leaf, torch.Tensor) else tensors_behind(leaf, own):
             if tracer.origins.own_among(tensor) or (
                 tracer.memory.read(tensor) is None and is_older(tensor, tracer.date)
             ):
@@ -387,7 +387,7 @@ def require_no_iterators(args: Any, kwargs: Any) -> None:
         )
 
 
-def _require_ready(origins: Origins) -> None:
+def _require_ready(origins: Provenance) -> None:
     kinds = {type(module) for module, _, _ in origins.table}
     if not any(issubclass(kind, (nn.DataParallel, LazyModuleMixin)) for kind in kinds):
         return
@@ -425,7 +425,7 @@ def _take_inputs(tracer: Tracer, args: Any, kwargs: Any) -> tuple[Any, Any, Any]
     own = tracer.origins.was_own
     swapped: dict[int, torch.Tensor] = {}
 
-    def leaf(tensor: torch.Tensor) -> Handle:
+    def leaf(tensor: torch.Tensor) -> ValueId:
         if id(tensor) in swapped:
             tensor = swapped[id(tensor)]
         elif own(tensor):
@@ -445,12 +445,12 @@ def _take_inputs(tracer: Tracer, args: Any, kwargs: Any) -> tuple[Any, Any, Any]
         return handle
 
     tree = freeze_deep((tuple(args), dict(kwargs)), leaf)
-    plain = [(path, item) for path, item in walk(tree, named) if type(item) is not Handle and type(item) not in ATOMS]
-    given = [(path, tracer.recording.values[item]) for path, item in walk(tree, named) if type(item) is Handle]
+    plain = [(path, item) for path, item in walk(tree, named) if type(item) is not ValueId and type(item) not in ATOMS]
+    given = [(path, tracer.recording.values[item]) for path, item in walk(tree, named) if type(item) is ValueId]
     hung = [(path, text) for path, tensor in given if (text := attached(tensor)) is not None]
     tracer.recording.literals = (*[(path, fingerprint(item)) for path, item in plain], *hung)
     if swapped:
-        args, kwargs = thaw_shared(tree, lambda leaf: tracer.recording.values[leaf] if type(leaf) is Handle else leaf)
+        args, kwargs = thaw_shared(tree, lambda leaf: tracer.recording.values[leaf] if type(leaf) is ValueId else leaf)
     return tree, *tracer.given(tree, args, kwargs)
 
 
@@ -463,7 +463,7 @@ def _take_touched(tracer: Tracer) -> None:
     for record in tracer.recording.records:
         if isinstance(record, SourceRecord):
             known = tracer.memory.live.get(id(record.tensor))
-            if isinstance(known, Entry) and (known.base.version or known.base.exposed is not None):
+            if isinstance(known, Alias) and (known.base.version or known.base.exposed is not None):
                 tracer.recording.touched.add(record.returns)
 
 
@@ -502,7 +502,7 @@ def _require_one_memory(tracer: Tracer) -> None:
     if not memory.bases:
         return
     rewritten = {id(base) for base, _ in memory.rewritten}
-    bases = {id(one.base): one.base for one in memory.live.values() if isinstance(one, Entry)}
+    bases = {id(one.base): one.base for one in memory.live.values() if isinstance(one, Alias)}
     for key, base in bases.items():
         if base.exposed is None or (key not in rewritten and same_content(base.root, base.exposed)):
             continue
@@ -510,7 +510,7 @@ def _require_one_memory(tracer: Tracer) -> None:
             if not isinstance(record, SourceRecord) or storage_of(record.tensor) != storage_of(base.root):
                 continue
             known = memory.live.get(id(record.tensor))
-            if (not isinstance(known, Entry) or known.base is not base) and meet(record.tensor, base.root):
+            if (not isinstance(known, Alias) or known.base is not base) and may_overlap(record.tensor, base.root):
                 raise CaptureError(
                     f"memory of a tensor {tuple(base.root.shape)} was written by numpy, or by others that torch does "
                     f"not see, and {_article(record.kind)} {tuple(record.tensor.shape)} looks at it as well. Which of "
@@ -531,7 +531,7 @@ def _require_one_storage(tracer: Tracer, snapshot: Snapshot) -> None:
         return
     given = [(record.tensor, record.kind) for record in tracer.recording.records if isinstance(record, SourceRecord)]
     known = {id(tensor): memory.live.get(id(tensor)) for tensor, _ in given}
-    written = {number for number, one in known.items() if isinstance(one, Entry) and one.base.version}
+    written = {number for number, one in known.items() if isinstance(one, Alias) and one.base.version}
     if not written:
         return
     held = ((tensor, "tensor of the model's") for tensor in held_at_start(tracer.origins, snapshot))

@@ -16,16 +16,16 @@ from typing import Any
 
 from torch.utils.checkpoint import checkpoint
 
-from .._core.torch_private import leave_saving_hooks_alone, top_saving_hooks
-from .builder import Handle, Recording, SourceRecord, handles_in, parts_of
+from .._ir.torch_private import leave_saving_hooks_alone, top_saving_hooks
 from .recorder import Recorder
+from .recording import Recording, SourceRecord, ValueId, handles_in, parts_of
 from .user_code import code_of
 
 _hooks: Any = top_saving_hooks
 _leave_hooks_alone: Any = leave_saving_hooks_alone
 
 
-def nothing_computed_again() -> AbstractContextManager[Any]:
+def without_recomputation() -> AbstractContextManager[Any]:
     """Within, a checkpoint that the model is in saves what it would else compute again."""
     return _saving_without_hooks() if in_checkpoint() else _AS_IT_IS
 
@@ -46,7 +46,7 @@ def beneath_checkpoint() -> bool:
     return False
 
 
-def computed_again(recorder: Recorder) -> list[tuple[Any, str]]:
+def recomputed_writes(recorder: Recorder) -> list[tuple[Any, str]]:
     """Where the backward of the model writes once more what the forward wrote: (module, key). In place, or by assigning
     another tensor that is made of what stood there; one that is made of other things comes out the same again.
     """
@@ -70,7 +70,7 @@ def _may_be_hidden(recorder: Recorder) -> bool:
     return any("checkpoint" in name for one in code for name in one.co_names)
 
 
-def _is_made_of(recording: Recording, made: dict[int, int], last: Handle, wheres: set[tuple[int, str]]) -> bool:
+def _is_made_of(recording: Recording, made: dict[int, int], last: ValueId, wheres: set[tuple[int, str]]) -> bool:
     """Does a value come of what stood at one of these places?"""
     stack, seen = [int(last)], set[int]()
     while stack:

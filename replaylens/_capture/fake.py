@@ -15,11 +15,10 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from .._core.drafts import Naming
-from .._core.node import Left
-from .._core.notes import add_note, notes_of
-from .._core.ops import Quirk, info
-from .._core.torch_private import (
+from .._ir.node import GeneratorLeft
+from .._ir.node_summary import Naming
+from .._ir.ops import Quirk, info
+from .._ir.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
@@ -27,19 +26,19 @@ from .._core.torch_private import (
     count_dispatch_modes,
     peek_interpreter_stack,
 )
-from .._core.trees import freeze_deep, thaw
+from .._ir.trees import freeze_deep, thaw
+from .._ir.util import add_note, notes_of
 from .._replay.record import Record, Versions
 from ..errors import CaptureError, ReplaylensError
-from .builder import Recording, freeze
+from .aliasing import AliasTracker, Storage
 from .capture import Forward, require_supported, trace_twice
-from .metadata import account_of
-from .origins import Date, Origins
+from .dispatch import Rule
 from .output_aliases import hand_on
-from .randomness import Draw, Draws, is_idle
+from .provenance import Moment, Provenance
 from .recorder import RetraceAtDispatch
-from .rules import Rule
+from .recording import Recording, account_of, freeze
+from .rng import Draw, DrawLog, draws_nothing
 from .snapshot import ForwardState, ModelState, RngState, Snapshot
-from .storage import Base, Memory
 from .tracer import Tracer
 
 _peek = peek_interpreter_stack
@@ -51,7 +50,7 @@ def outlined(
 ) -> Record:
     """The Graph of a forward that computes nothing, and what is known of it besides: a Record without values."""
     require_supported(model)
-    origins = Origins(model)
+    origins = Provenance(model)
     with _faked(origins.modules, args, kwargs) as (mode, args, kwargs):
         beginning = ForwardState(
             model, naming, Snapshot(origins.modules, (args, kwargs), held=origins.held), RngState(), unknown
@@ -59,7 +58,7 @@ def outlined(
         forward = Forward(model, args, kwargs, beginning, FakeTracer)
         try:
             with mode:
-                captured = trace_twice(forward, lambda recording, beginning: beginning.put_back(), Origins(model))
+                captured = trace_twice(forward, lambda recording, beginning: beginning.put_back(), Provenance(model))
                 hand_on(captured.recording)
                 made = freeze(captured.recording)
                 account = account_of(captured.recording, made).untimed()
@@ -75,7 +74,7 @@ def outlined(
 class FakeTracer(Tracer):
     """One capture of a forward on fake tensors."""
 
-    def __init__(self, recording: Recording, origins: Origins, date: Date, deep: bool, unknown: str) -> None:
+    def __init__(self, recording: Recording, origins: Provenance, date: Moment, deep: bool, unknown: str) -> None:
         super().__init__(recording, origins, date, deep, unknown)
         self.memory = _Blank(recording)
         self.draws = _Undrawn(recording.draws, recording.generators, recording.follows)
@@ -119,12 +118,12 @@ class FakeTracer(Tracer):
             raise CaptureError(_refusal(error, self.where())) from error
 
 
-class _Undrawn(Draws):
+class _Undrawn(DrawLog):
     """Draws that nobody makes: every call that may draw is taken for one that does."""
 
     def around(self, may_draw: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
         draw = Draw(None, torch.default_generator)
-        if may_draw and not is_idle(func, args, kwargs):
+        if may_draw and not draws_nothing(func, args, kwargs):
             draw.key = f"draw_{len(self.kept) + 1}"
             self.kept[draw.key] = torch.empty(0)
         return draw
@@ -132,14 +131,14 @@ class _Undrawn(Draws):
     def keep(self, generator: torch.Generator, state: torch.Tensor) -> str | None:
         return None
 
-    def left(self) -> Left | None:
+    def left(self) -> GeneratorLeft | None:
         return None
 
 
-class _Blank(Memory):
+class _Blank(AliasTracker):
     """Memory without content: nothing is lost when it is written."""
 
-    def preserve(self, base: Base, content: torch.Tensor | None = None) -> None:
+    def preserve(self, base: Storage, content: torch.Tensor | None = None) -> None:
         """Nothing."""
 
 

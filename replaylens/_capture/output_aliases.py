@@ -1,4 +1,9 @@
-"""What a module hands on, where that is another value than what the module itself read or kept of it.
+"""Has a module kept what it hands on? Asked of Python's count of references to it.
+
+In: a module's output as it leaves the module. Out: the same output in which other tensors may stand. What is put into a
+container that somebody else holds as well, they would see: whoever asks is told of it. Of records nothing is known.
+
+What a module hands on, where that is another value than what the module itself read or kept of it.
 
 In: a Recording whose forward is over. Out: the same Recording, in which what a module gave has a name of its own (an
 alias, as the output of `nn.Identity` has) wherever a forward hook would change less than a patch of the value: where
@@ -18,31 +23,194 @@ here.
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
-from typing import Any, TypeGuard
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, Protocol, TypeGuard
 
+import torch
 from attrs import define, evolve
 
-from .._core.graph import GradientArguments, Graph
-from .._core.lazy import cached_property
-from .._core.node import Call, Node, Ref, remade
-from .._core.runtime import alias
-from .._core.sharing import storage_of
-from .._core.target import Target
-from .._core.trees import ATOMS, leaves, remake
-from .._core.write import mutate
-from .builder import (
+from .._ir.graph import GradientArguments, Graph
+from .._ir.node import Call, Node, Ref, remade
+from .._ir.runtime import alias
+from .._ir.shared_memory import storage_of
+from .._ir.target import Target
+from .._ir.torch_private import without_function_modes
+from .._ir.trees import ATOMS, Branch, attributes_of, leaves, own, own_attributes, remake
+from .._ir.util import cached_property
+from .._ir.write import mutate
+from .aliasing import Alias, AliasTracker
+from .recording import (
     Addresses,
     CallRecord,
     GuardRecord,
-    Handle,
     Recording,
+    ValueId,
     bypassed,
     frozen_context,
     handles_in,
     parts_of,
 )
+
+_references = sys.getrefcount
+
+
+class New(Protocol):
+    """What stands in the place of what a module gives."""
+
+    def __call__(self, tensor: torch.Tensor, beyond: int) -> torch.Tensor: ...
+
+    def kept(self, container: Any) -> Any: ...
+
+
+def references_of(memory: AliasTracker, tensor: torch.Tensor) -> int:
+    """How many references to a tensor are those of a recording, of its memory, and of torch."""
+    known, values = memory.live.get(id(tensor)), memory.recording.values
+    found = int(_TORCH_COUNTS and _is_held_by_torch(tensor))
+    if not isinstance(known, Alias):
+        return found + (known is not None and _at(values, known) is tensor)
+    base = known.base
+    found += (known.tensor is tensor) + (base.root is tensor)
+    if memory.by_storage:
+        with without_function_modes():  # what is looked at here, the model did not ask
+            found += memory.by_storage.get(storage_of(tensor) or 0) is tensor
+    return found + sum(_at(values, handle) is tensor for handle in {*base.held, known.handle, base.handle})
+
+
+def _at(values: list[Any], handle: int) -> Any:
+    return list.__getitem__(values, handle)
+
+
+def _is_held_by_torch(tensor: torch.Tensor) -> bool:
+    return bool(tensor._use_count() > 1)  # type: ignore[attr-defined]
+
+
+def renewed(value: Any, beyond: int, new: New, ours: Mapping[int, int]) -> Any:
+    """A module's output with `new(tensor, beyond)` in the place of each tensor; `beyond` counts the references that
+    are not the output's own. Tuples are made again; what can be written is written where nobody else holds it, and is
+    `new.kept(container)` elsewhere. `ours`: how many references to an object, by its id, are those of frozen trees.
+    """
+    if isinstance(value, torch.Tensor):
+        return new(value, beyond)
+    if type(value) in ATOMS or isinstance(value, (type, torch.nn.Module)):
+        return value
+    beyond -= ours.get(id(value), 0)
+    if isinstance(value, (tuple, frozenset)):
+        return _made_again(value, beyond, new, ours)
+    if beyond > 0 or isinstance(value, (set, slice, MappingProxyType)):
+        return new.kept(value)
+    _write(value, new, ours)
+    return value
+
+
+def _made_again(value: Any, beyond: int, new: New, ours: Mapping[int, int]) -> Any:
+    """What cannot be written, around other items. Who has kept the tuple has kept what is in it."""
+    items = []
+    for item in value:
+        count = _references(item) - _WITHIN
+        items.append(renewed(item, count + max(beyond, 0), new, ours))
+    if all(item is other for item, other in zip(items, value, strict=True)):
+        return value
+    if hasattr(value, "_fields"):
+        return type(value)(*items)
+    if type(value) in (tuple, frozenset) or hasattr(type(value), "n_sequence_fields"):
+        return type(value)(items)
+    made = (tuple if isinstance(value, tuple) else frozenset).__new__(type(value), items)
+    for name, item in attributes_of(value):
+        object.__setattr__(made, name, item)
+    return made
+
+
+def _write(value: Any, new: New, ours: Mapping[int, int]) -> None:
+    """Put new tensors into a list, a dict, or an object with attributes."""
+    if isinstance(value, (list, deque)):
+        put: Any = list.__setitem__ if isinstance(value, list) else deque.__setitem__
+        for number in range(len(value)):
+            item = value[number]
+            count = _references(item) - _WITHIN
+            if (made := renewed(item, count, new, ours)) is not item:
+                put(value, number, made)
+    elif isinstance(value, dict):
+        attributes = own_attributes(value)
+        for key in dict.keys(value):
+            item = dict.__getitem__(value, key)
+            twice = attributes.get(key) is item
+            count = _references(item) - _WITHIN
+            if (made := renewed(item, count - twice, new, ours)) is not item:
+                dict.__setitem__(value, key, made)
+                if twice:
+                    attributes[key] = made
+    elif type(value).__module__ not in ("builtins", "numpy", "torch"):
+        _write_attributes(value, new, ours)
+
+
+def _write_attributes(value: Any, new: New, ours: Mapping[int, int]) -> None:
+    for name in [name for name, _ in attributes_of(value)]:
+        item = own(value, name, None)
+        count = _references(item) - _WITHIN
+        if (made := renewed(item, count, new, ours)) is not item:
+            object.__setattr__(value, name, made)
+
+
+def objects_held(tree: Any) -> Counter[int]:
+    """How many references to each object, by its id, a frozen tree holds, to copy from it later."""
+    held: Counter[int] = Counter()
+    seen: set[int] = set()
+    stack = [tree]
+    while stack:
+        part = stack.pop()
+        if type(part) is tuple:
+            stack.extend(part)
+        elif type(part) is Branch:
+            if part.like is not None and id(part) not in seen:
+                held[id(part.like)] += 1
+            seen.add(id(part))
+            stack.extend(part.items)
+    return held
+
+
+def _counted() -> tuple[int, int, int, bool]:
+    """As this Python and this torch count: references to what a name holds, to what a list holds as well, to an item of
+    a container that a name holds; and does torch count its own hold on a tensor among them?
+    """
+    out = torch.empty(2)
+    bare = _references(out)
+    values = [out]
+    alone = _references(out)
+    view = out.view(1, 2)
+    counts = _references(out) > alone
+    del view, out
+    for item in values:
+        within = _references(item)
+    return bare, alone, within, counts
+
+
+def _given() -> int:
+    """How many references to what a module gives back are those of a call `x = module(x)`."""
+    found = []
+
+    def listen(called: Any, call: Any, args: Any, kwargs: Any) -> Any:
+        out = call(called, *args, **kwargs)
+        found.append(_references(out) - BARE)
+        return out
+
+    class Called:
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return listen(self, lambda self, value: value, args, kwargs)
+
+    def rebinds(called: Any) -> None:
+        value = object()
+        value = called(value)
+
+    rebinds(Called())
+    return found[0]
+
+
+BARE, ALONE, _WITHIN, _TORCH_COUNTS = _counted()
+GIVEN = _given()
 
 
 def is_handing(record: Any) -> TypeGuard[CallRecord]:
@@ -77,9 +245,9 @@ class _New:
     """An alias that is to be put in: before which record, of what, in which module call, as which of its values."""
 
     at: int
-    old: Handle  # the value that the module gave
-    source: Handle  # what stands for it until then: itself, or what an inner module hands on
-    handle: Handle
+    old: ValueId  # the value that the module gave
+    source: ValueId  # what stands for it until then: itself, or what an inner module hands on
+    handle: ValueId
     scope: int
     number: int
     turn: int  # among what all module calls gave
@@ -92,17 +260,17 @@ class _Readers:
         self.recording = recording
         self.end = len(recording.records)
         self.handings = [(position, record) for position, record in enumerate(recording.records) if is_handing(record)]
-        given = {leaf for _, tree, *_ in recording.scope_outputs for leaf in leaves(tree) if type(leaf) is Handle}
-        self.of: dict[Handle, list[int]] = {handle: [] for handle in given}
+        given = {leaf for _, tree, *_ in recording.scope_outputs for leaf in leaves(tree) if type(leaf) is ValueId}
+        self.of: dict[ValueId, list[int]] = {handle: [] for handle in given}
         for _, record in self.handings:
             self.of.setdefault(record.args[0], [])
             self.of.setdefault(record.returns, [])
-        self.made: dict[Handle, int] = {}
+        self.made: dict[ValueId, int] = {}
         of = self.of
-        self.memory: set[Handle] = set()  # what calls that wrote through views left in their memory
+        self.memory: set[ValueId] = set()  # what calls that wrote through views left in their memory
         for position, item in enumerate(recording.records):
             returns = item.returns
-            if type(returns) is not Handle:
+            if type(returns) is not ValueId:
                 self.made.update((h, position) for _, h in parts_of(returns) if h in of)
             elif returns in of:
                 self.made[returns] = position
@@ -120,11 +288,11 @@ class _Readers:
 
     def _note(self, position: int, trees: Iterable[Any]) -> None:
         for tree in trees:
-            for leaf in (tree,) if type(tree) is Handle or type(tree) in ATOMS else leaves(tree):
-                if type(leaf) is Handle and leaf in self.of:
+            for leaf in (tree,) if type(tree) is ValueId or type(tree) in ATOMS else leaves(tree):
+                if type(leaf) is ValueId and leaf in self.of:
                     self.of[leaf].append(position)
 
-    def is_made_within(self, handle: Handle) -> bool:
+    def is_made_within(self, handle: ValueId) -> bool:
         """Did a call give it inside torch.func.grad or its kin? What it is of, or was before, a patch may change."""
         record = self.recording.records[self.made[handle]] if handle in self.made else None
         return isinstance(record, CallRecord) and record.is_differentiated
@@ -145,16 +313,16 @@ class _Readers:
         return found
 
 
-def _needed(recording: Recording, found: _Readers, given: list[Any], again: set[Handle]) -> list[_New]:
+def _needed(recording: Recording, found: _Readers, given: list[Any], again: set[ValueId]) -> list[_New]:
     """The aliases that are missing, in the order in which the modules returned. `again`: of what is handed on twice."""
     new: list[_New] = []
-    before: set[tuple[int, Handle]] = set()  # the modules by which a value was handed on before
-    now: dict[Handle, tuple[Handle, int]] = {}  # a value -> what stands for it after which position
+    before: set[tuple[int, ValueId]] = set()  # the modules by which a value was handed on before
+    now: dict[ValueId, tuple[ValueId, int]] = {}  # a value -> what stands for it after which position
     patched = {handle for n in recording.patched for _, handle in parts_of(recording.records[n].returns)}
     count = len(recording.values)
     views = _Views(recording)
     for turn, scope, tree, end, shared in given:
-        numbers: dict[Handle, int] = {}
+        numbers: dict[ValueId, int] = {}
         for number, leaf in enumerate(handles_in(tree)):
             numbers.setdefault(leaf, number)
         every = handles_in(tree)
@@ -170,7 +338,7 @@ def _needed(recording: Recording, found: _Readers, given: list[Any], again: set[
             is_within = scope in recording.differentiated and leaf not in now and not found.is_made_within(leaf)
             if leaf in patched or not (tells_apart or is_memory or is_again or is_twice or is_within or leaf in shared):
                 continue
-            handle = Handle(count + len(new))
+            handle = ValueId(count + len(new))
             new.append(_New(end, leaf, source, handle, scope, number, turn))
             now[leaf] = (handle, end)
             if is_twice:
@@ -188,7 +356,7 @@ class _Views:
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
 
-    def of(self, handle: Handle, end: int) -> list[Handle]:
+    def of(self, handle: ValueId, end: int) -> list[ValueId]:
         """The views of a value's memory that were made before a record."""
         if not self._is_written or (key := self._key(handle)) is None:
             return []
@@ -200,19 +368,19 @@ class _Views:
         return bool(self.recording.overwritten) or any(getattr(r, "function", None) is mutate for r in records)
 
     @cached_property
-    def _by_memory(self) -> dict[int, list[tuple[Handle, int]]]:
-        found: dict[int, list[tuple[Handle, int]]] = {}
+    def _by_memory(self) -> dict[int, list[tuple[ValueId, int]]]:
+        found: dict[int, list[tuple[ValueId, int]]] = {}
         for position, record in enumerate(self.recording.records):
             for _, handle in parts_of(record.returns):
                 if (key := self._key(handle)) is not None:
                     found.setdefault(key, []).append((handle, position))
         return found
 
-    def _key(self, handle: Handle) -> int | None:
+    def _key(self, handle: ValueId) -> int | None:
         return None if handle in self.recording.gone else storage_of(self.recording.values[handle])
 
 
-def _is_looked_at(recording: Recording, view: Handle, end: int) -> bool:
+def _is_looked_at(recording: Recording, view: ValueId, end: int) -> bool:
     """Is a view read again, or written through, after its memory was written?"""
     if view in recording.overwritten:
         return True
@@ -223,18 +391,18 @@ def _is_looked_at(recording: Recording, view: Handle, end: int) -> bool:
 def _put_in(recording: Recording, new: list[_New]) -> None:
     """Put aliases between the records, and let what comes after read them."""
     before: dict[int, list[int]] = {}
-    of_value: dict[Handle, list[_New]] = {}
+    of_value: dict[ValueId, list[_New]] = {}
     for number, one in enumerate(new):
         _keep_as(recording, one.old, one.handle)
         before.setdefault(one.at, []).append(number)
         of_value.setdefault(one.old, []).append(one)
 
-    def name(handle: Handle, position: int) -> Handle:
+    def name(handle: ValueId, position: int) -> ValueId:
         """The last alias of a value before a position, or the value itself."""
         passed = [one for one in of_value.get(handle, ()) if one.at <= position]
         return passed[-1].handle if passed else handle
 
-    def name_then(handle: Handle, turn: int) -> Handle:
+    def name_then(handle: ValueId, turn: int) -> ValueId:
         """The same as the n-th of all module calls handed it on."""
         passed = [one for one in of_value.get(handle, ()) if one.turn <= turn]
         return passed[-1].handle if passed else handle
@@ -257,7 +425,7 @@ def _put_in(recording: Recording, new: list[_New]) -> None:
     recording.scope_outputs = [(scope, tree, end, ()) for (scope, end), tree in zip(ends, given, strict=True)]
 
 
-def _keep_as(recording: Recording, old: Handle, new: Handle) -> None:
+def _keep_as(recording: Recording, old: ValueId, new: ValueId) -> None:
     """One value under a second number."""
     values: list[Any] = recording.values
     list.append(values, list.__getitem__(values, old))
@@ -276,7 +444,7 @@ def _move(recording: Recording, where: list[int], name: _Naming) -> None:
     recording.guards = [guard._replace(position=where[min(guard.position, end - 1)]) for guard in guards]
     recording.asked = [
         one._replace(
-            handle=None if one.handle is None else name(Handle(one.handle), one.position),
+            handle=None if one.handle is None else name(ValueId(one.handle), one.position),
             position=where[min(one.position, end - 1)],
         )
         for one in recording.asked
@@ -289,12 +457,12 @@ def _move(recording: Recording, where: list[int], name: _Naming) -> None:
     ]
 
 
-_Naming = Callable[[Handle, int], Handle]  # what a value is called at a position among the records
+_Naming = Callable[[ValueId, int], ValueId]  # what a value is called at a position among the records
 
 
 def _renamed(tree: Any, name: _Naming, position: int) -> Any:
     """A tree with what each value is called there."""
-    return remake(tree, lambda leaf: name(leaf, position) if type(leaf) is Handle else leaf)
+    return remake(tree, lambda leaf: name(leaf, position) if type(leaf) is ValueId else leaf)
 
 
 def _read_at(record: Any, name: _Naming, position: int) -> Any:
@@ -302,7 +470,7 @@ def _read_at(record: Any, name: _Naming, position: int) -> Any:
     if not isinstance(record, (CallRecord, GuardRecord)):
         return record
     kwargs = record.kwargs or {}
-    read = [leaf for leaf in leaves((tuple(record.args), tuple(kwargs.values()))) if type(leaf) is Handle]
+    read = [leaf for leaf in leaves((tuple(record.args), tuple(kwargs.values()))) if type(leaf) is ValueId]
     if all(name(handle, position) == handle for handle in read):
         return record
     named = {key: _renamed(value, name, position) for key, value in kwargs.items()}
@@ -328,7 +496,7 @@ def _with_aliases(
         return record
     given = GradientArguments(*record.args)
     stretch = given.stretch
-    made: dict[Handle, Ref] = {}
+    made: dict[ValueId, Ref] = {}
     for number, inner in zip(record.through, stretch.calls, strict=True):
         made.update({h: Ref(inner.name, path) for path, h in parts_of(recording.records[number].returns)})
     own = {number: one for number, one in enumerate(new) if one.old in made and one.at <= position}
@@ -363,7 +531,7 @@ def _with_aliases(
 
 def _take_out(recording: Recording, idle: set[int]) -> None:
     """Take aliases out again: what reads them reads what they are of."""
-    instead: dict[Handle, Handle] = {}
+    instead: dict[ValueId, ValueId] = {}
     for position in sorted(idle):
         record = recording.records[position]
         if is_handing(record):

@@ -18,14 +18,14 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from .._core.autograd import new_parameter
-from .._core.node import ITSELF
-from .._core.ops import info
-from .._core.runtime import blank, clear, fill, filled, fills_memory
-from .._core.settings import Settings, settings
-from .._core.sharing import storage_of, version_of
-from .._core.target import Target
-from .._core.torch_private import (
+from .._ir.autograd import new_parameter
+from .._ir.node import ITSELF
+from .._ir.ops import info
+from .._ir.runtime import blank, clear, fill, filled, fills_memory
+from .._ir.settings import Settings, settings
+from .._ir.shared_memory import storage_of, version_of
+from .._ir.target import Target
+from .._ir.torch_private import (
     count_dispatch_modes,
     count_function_modes,
     is_any_autocast_on,
@@ -33,17 +33,17 @@ from .._core.torch_private import (
     push_function_mode,
     top_saving_hooks,
 )
-from .._core.trees import freeze
-from .._core.write import Hole
+from .._ir.trees import freeze
+from .._ir.write import Hole
 from ..errors import CaptureError, UnannouncedWrite, UnknownOrigin
-from .asked_facts import Asked
-from .builder import PLAIN, CallRecord, GuardRecord, Handle, Recording, Site, SourceRecord, user_line
+from .aliasing import OUTSIDE, Alias, AliasTracker, Storage, geometry_step, step_tree
 from .bytecode import is_torch_code
-from .origins import Date, Origins, is_older, thread_marks
-from .randomness import Draws, as_drawn
-from .rules import Rule, is_new_memory
+from .dispatch import Rule, is_new_memory
+from .provenance import Moment, Provenance, is_older, thread_marks
+from .questions import Asked
+from .recording import PLAIN, CallRecord, GuardRecord, Recording, Site, SourceRecord, ValueId, user_line
+from .rng import DrawLog, as_drawn
 from .scopes import callers, user_frame
-from .storage import OUTSIDE, Base, Entry, Memory, geometry_step, step_tree
 
 _grad_enabled = torch.is_grad_enabled
 _inference = torch.is_inference_mode_enabled
@@ -65,16 +65,16 @@ class RetraceAtDispatch(BaseException):
     """A tensor was born in the forward, and the function layer did not see how. Look again at every ATen call."""
 
 
-class Read(NamedTuple):
+class ThreadRead(NamedTuple):
     """A tensor that another thread read, its value then if that was known, and where; no tensor: anything."""
 
     tensor: torch.Tensor | None
-    handle: Handle | None
+    handle: ValueId | None
     position: int
     site: Site | None
 
 
-class Alias(NamedTuple):
+class HandOff(NamedTuple):
     """What stands for an object that a call handed on: how many aliases lie between, and what that object was."""
 
     depth: int
@@ -109,16 +109,16 @@ class Recorder(TorchFunctionMode):
     )
     leaves_changes = True  # what the forward writes stays written
 
-    def __init__(self, recording: Recording, origins: Origins, date: Date, deep: bool, unknown: str) -> None:
+    def __init__(self, recording: Recording, origins: Provenance, date: Moment, deep: bool, unknown: str) -> None:
         super().__init__()
         self.recording = recording
-        self.memory = Memory(recording)
+        self.memory = AliasTracker(recording)
         self.origins = origins
         self.started_at = origins.started_at
         self.wrapped = origins.wrapped
         self.date = date
         self.unknown = unknown
-        self.draws = Draws(recording.draws, recording.generators, recording.follows)
+        self.draws = DrawLog(recording.draws, recording.generators, recording.follows)
         self.scope = -1
         self.forward: CodeType | None = None  # the code of the running module's forward
         self.forwards: dict[type, CodeType | None] = {}  # by the class of a module
@@ -139,13 +139,13 @@ class Recorder(TorchFunctionMode):
         self.exposed = False
         self.threads = thread_marks()
         self.doubled: set[int] = set()  # objects that a call handed on, and the aliases that were given for them
-        self.aliases: dict[int, Alias] = {}  # of those, the aliases
+        self.aliases: dict[int, HandOff] = {}  # of those, the aliases
         self.outer_modes = _dispatch_modes()
         self.plain_contexts = (False, False, (), ()), (True, False, (), ())  # without gradients and with them
         self.contexts: dict[Any, Any] = {(on, False, False, ()): self.plain_contexts[on] for on in (False, True)}
         self.grad_mode = _grad_enabled()  # as the model set it; beneath a script it is another
         self.in_aten = False
-        self.elsewhere: list[Read] = []  # what other threads read
+        self.elsewhere: list[ThreadRead] = []  # what other threads read
         self.took = 0  # nanoseconds, of the call that is written down next
         self.depth = 0  # of torch's stack of function modes, where this one was entered
 
@@ -245,7 +245,7 @@ class Recorder(TorchFunctionMode):
         if not isinstance(tensor, torch.Tensor) or not isinstance(answer, _ANSWERS):
             return
         known, recording = self.memory.live.get(id(tensor)), self.recording
-        handle = known.handle if isinstance(known, Entry) else known
+        handle = known.handle if isinstance(known, Alias) else known
         site, position = self.guard_site(), len(recording.records)
         plain = tuple(args[1:])
         recording.asked.append(
@@ -278,7 +278,7 @@ class Recorder(TorchFunctionMode):
 
     def double(self, original: torch.Tensor, made: torch.Tensor) -> None:
         """The model is given an alias, for what it takes for the very same object."""
-        of = self.aliases.get(id(original)) or Alias(0, original._is_view(), original.requires_grad)
+        of = self.aliases.get(id(original)) or HandOff(0, original._is_view(), original.requires_grad)
         self.aliases[id(made)] = of._replace(depth=of.depth + 1)
         self.doubled.update((id(original), id(made)))
 
@@ -329,7 +329,7 @@ class Recorder(TorchFunctionMode):
         """Handles for all tensors in an output, as a tree of its shape; None where it has none."""
         found = False
 
-        def leaf(tensor: torch.Tensor, part: tuple[int, ...]) -> Handle:
+        def leaf(tensor: torch.Tensor, part: tuple[int, ...]) -> ValueId:
             nonlocal found
             found = True
             if tensor.is_nested:
@@ -353,7 +353,7 @@ class Recorder(TorchFunctionMode):
         returns = number_parts(out, leaf, ())
         return returns if found else None
 
-    def know_again(self, tensor: torch.Tensor) -> Handle:
+    def know_again(self, tensor: torch.Tensor) -> ValueId:
         """A call with several outputs gave an argument back among them: the same object, now that output's value."""
         entry = self.memory.entry(tensor)
         entry.handle = handle = self.recording.keep(tensor)
@@ -363,7 +363,15 @@ class Recorder(TorchFunctionMode):
         return handle
 
     def know_view(
-        self, tensor: Any, handle: Handle, base: Base, func: Any, args: Any, kwargs: Any, tensors: list[Any], part: Any
+        self,
+        tensor: Any,
+        handle: ValueId,
+        base: Storage,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        tensors: list[Any],
+        part: Any,
     ) -> None:
         source = next((t for t in tensors if self.base_of(t) is base), None)
         if source is None:  # it shares memory with something that is no argument
@@ -385,14 +393,14 @@ class Recorder(TorchFunctionMode):
             steps = (*entry.steps, self.memory.step(func, args, kwargs, source, part))
         self.memory.look(tensor, base, steps, handle)
 
-    def base_of(self, tensor: torch.Tensor) -> Base | None:
+    def base_of(self, tensor: torch.Tensor) -> Storage | None:
         known = self.memory.live.get(id(tensor))
-        return known.base if isinstance(known, Entry) else None
+        return known.base if isinstance(known, Alias) else None
 
     def outputs(self, out: Any) -> Any:
         """Handles for the outputs of a call whose outputs are new memory."""
 
-        def leaf(tensor: torch.Tensor, part: tuple[int, ...]) -> Handle:
+        def leaf(tensor: torch.Tensor, part: tuple[int, ...]) -> ValueId:
             handle = self.recording.keep(tensor)
             self.memory.know(tensor, handle)
             return handle
@@ -401,14 +409,14 @@ class Recorder(TorchFunctionMode):
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def read(self, tensor: torch.Tensor) -> Handle:
+    def read(self, tensor: torch.Tensor) -> ValueId:
         """The Handle of the value that a tensor holds now."""
         handle = self.memory.read(tensor)
         if handle is not None:
             return handle
         return self.parameter(tensor) if type(tensor) is _Parameter else self._origin(tensor)
 
-    def parameter(self, tensor: torch.Tensor) -> Handle:
+    def parameter(self, tensor: torch.Tensor) -> ValueId:
         """A parameter that is read for the first time: most stand at one place."""
         number, memory = id(tensor), self.memory
         where = self.started_at.get(number)
@@ -416,7 +424,7 @@ class Recorder(TorchFunctionMode):
             return self._origin(tensor)
         recording = self.recording
         values, versions = recording.values, recording.versions
-        handle = memory.live[number] = Handle(len(values))
+        handle = memory.live[number] = ValueId(len(values))
         values.append(tensor)
         memory.begun[number] = count = version_of(tensor)
         versions.append(count)
@@ -428,7 +436,7 @@ class Recorder(TorchFunctionMode):
         reads = [freeze(value, read) for value in args]
         return reads, {key: freeze(value, read) for key, value in kwargs.items()} if kwargs else {}
 
-    def source(self, kind: str, tensor: torch.Tensor, where: Any) -> Handle:
+    def source(self, kind: str, tensor: torch.Tensor, where: Any) -> ValueId:
         """A tensor that no call made begins here."""
         if tensor.is_nested:
             raise CaptureError(
@@ -445,7 +453,7 @@ class Recorder(TorchFunctionMode):
         self.memory.begun[id(tensor)] = version_of(tensor)
         return handle
 
-    def _origin(self, tensor: torch.Tensor) -> Handle:
+    def _origin(self, tensor: torch.Tensor) -> ValueId:
         """What a tensor is that no recorded call made; see origins.py."""
         running = self.recording.scopes[self.scope].module if self.scope >= 0 else None
         state = self.origins.state(tensor, running)
@@ -478,7 +486,7 @@ class Recorder(TorchFunctionMode):
             raise RetraceAtDispatch
         raise UnknownOrigin(self._unknown_text(tensor))
 
-    def storages_of(self, base: Base) -> set[int | None]:
+    def storages_of(self, base: Storage) -> set[int | None]:
         """Where the calls before found what is in this memory."""
         return {storage_of(base.root)}
 
@@ -495,7 +503,7 @@ class Recorder(TorchFunctionMode):
             f"extension, or a call that hides what it writes.{self.where()}"
         )
 
-    def _is_own(self, tensor: torch.Tensor, base: Base) -> bool:
+    def _is_own(self, tensor: torch.Tensor, base: Storage) -> bool:
         """Was it there before the capture, over the memory of an input that nobody has written yet? What the model
         has of its own and what it was given are two things.
         """
@@ -522,7 +530,7 @@ class Recorder(TorchFunctionMode):
         """Did no other thread begin, and is there no pool whose workers may have worked?"""
         return thread_marks() == self.threads and self.threads[-1] is None
 
-    def alias_without_call(self, tensor: torch.Tensor, base: Base) -> Handle:
+    def alias_without_call(self, tensor: torch.Tensor, base: Storage) -> ValueId:
         """`nn.Parameter(x)`, `x.as_subclass(...)`: a new object over known memory."""
         root, plain = base.root, (torch.Tensor, nn.Parameter)
         self.recording.aliased |= base.version > 0 and self.memory.is_input(base)
@@ -568,7 +576,7 @@ class Recorder(TorchFunctionMode):
     def site(self) -> Site | None:
         if self.opened_site is not None:
             return self.opened_site
-        frame = outside(sys._getframe(1))
+        frame = first_user_frame(sys._getframe(1))
         return self.line(user_frame(frame) or frame)
 
     def line(self, frame: Any) -> Site:
@@ -605,7 +613,7 @@ class Recorder(TorchFunctionMode):
         return key[0], key[1], tuple(modes), key[3]
 
 
-def outside(frame: Any) -> Any:
+def first_user_frame(frame: Any) -> Any:
     """The first frame from here upwards that is none of ours."""
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_HOME):
         frame = frame.f_back

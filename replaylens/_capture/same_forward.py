@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from .._core.graph import Graph
-from .._core.lazy import cached_property
-from .._core.node import Call, Const, Input, Node, Ref, State, refs_in
-from .._core.sameness import same_content
-from .._core.trees import fingerprint, remake
+from .._ir.equality import same_content
+from .._ir.graph import Graph
+from .._ir.node import Call, Const, Input, Node, Ref, State, refs_in
+from .._ir.trees import fingerprint, remake
+from .._ir.util import cached_property
 from .._replay.record import Record
 
 

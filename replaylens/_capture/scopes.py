@@ -26,7 +26,7 @@ from torch.autograd import Function
 from torch.autograd.function import FunctionMeta
 from torch.overrides import handle_torch_function
 
-from .._core.torch_private import (
+from .._ir.torch_private import (
     FunctionBase,
     SingleLevelFunction,
     compiler_if_loaded,
@@ -38,11 +38,11 @@ from .._core.torch_private import (
     set_way_to_modes,
     swap_of_tensors,
 )
-from .._core.turns import Turn, calls, come, turns, with_turn
-from .._core.world import alone, freed, in_children
+from .._ir.turns import Turn, calls, come, turns, with_turn
+from .._ir.world import alone, freed, in_children
 from . import threads
-from .builder import Site
 from .bytecode import is_torch_code, torch_code
+from .recording import Site
 
 T = TypeVar("T")
 

@@ -1,4 +1,16 @@
-"""What a forward left in the tensors that the model holds.
+"""What a forward leaves otherwise on its modules besides tensors: counters, flags, lists that grow.
+
+In: the Snapshot of where the forward began. Out: the attributes of modules that hold something else now, or something
+else within, and that the model's code reads. What it only ever counts up or appends to decides nothing. Whether the
+next forward does another thing for it, the model alone can tell: see `Program.module`.
+
+Memory that a backward pass still reads, written where torch does not notice: `weight.data.mul_(0.5)` after its use.
+
+In: memory that is written through `.data` or by numpy, or exchanged. Out: whether a call before saved it, of what it
+read or of what it gave. Torch's own backward then reads what is there by that time; a program has the gradient of what
+was computed.
+
+What a forward left in the tensors that the model holds.
 
 In: a tracer whose forward is over. Out, in its recording: the places whose tensors have another value, where another
 tensor stands or none; what stood there before and after, kept by value, so that the next forward of the model leaves
@@ -7,7 +19,7 @@ the program as it is; and what every tensor of the model looked like, to notice 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from itertools import takewhile
 from typing import Any
@@ -16,24 +28,222 @@ import torch
 from attrs import frozen
 from torch import nn
 
-from .._core.autograd import history_of
-from .._core.copies import writable_copy
-from .._core.model_state import NO_LOOK, PLAIN, Look, PlaceNote, attribute_at, fused_steps, looks_at
-from .._core.node import TensorMeaning
-from .._core.sameness import attached
-from .._core.sharing import storage_of, version_of, versions_of
-from .._core.trees import freeze_deep, leaves, thaw
-from .._core.write import take_step
+from .._ir.autograd import history_of, saved_below
+from .._ir.copies import writable_copy
+from .._ir.equality import attached, same_content
+from .._ir.model_state import NO_LOOK, PLAIN, Look, PlaceNote, attribute_at, fused_steps, looks_at
+from .._ir.node import TensorSpec
+from .._ir.shared_memory import storage_of, version_of, versions_of
+from .._ir.torch_private import without_function_modes
+from .._ir.trees import ATOMS, freeze_deep, leaves, thaw
+from .._ir.write import take_step
 from .._replay.layout_guards import geometry
-from .builder import Handle, Recording, SourceRecord
-from .origins import Origins, Place
+from .aliasing import OUTSIDE, Alias, Storage
+from .opaque_regions import reads_of
+from .provenance import Place, Provenance, path_to
 from .recorder import Recorder
+from .recording import CallRecord, Freed, Recording, SourceRecord, ValueId, handles_in
 from .snapshot import Snapshot
-from .storage import OUTSIDE, Entry
-from .user_code import code_of, is_stored_first
+from .user_code import code_of, is_only_fed, is_stored_first
+
+_MISSING = object()
+
+
+def altered(recorder: Recorder, snapshot: Snapshot) -> list[tuple[Any, str]]:
+    """Where Python objects stand on modules that are others now, or hold others, and are read: (module, key)."""
+    unlike = [where for where in recorder.recording.unlike if where[0] is not None]
+    found = {(id(module), key): (module, key) for module, key in (*_changed(snapshot), *unlike)}
+    if not found:
+        return []
+    codes = code_of(recorder.recording.model, recorder.origins.modules)
+    return [(m, key) for m, key in found.values() if _is_users(vars(m).get(key)) or not is_only_fed(key, codes)]
+
+
+def _is_users(value: Any) -> bool:
+    """Is it an object of a user's class? What its `update` or `append` gives, only that class knows."""
+    return type(value).__module__ not in ("builtins", "collections", "numpy", "torch")
+
+
+def _changed(snapshot: Snapshot) -> Iterator[tuple[Any, str]]:
+    for module, first in snapshot.attributes:
+        now = vars(module)
+        for key in dict.fromkeys([*first, *now]):
+            if key not in snapshot.apart and not _is_same(first.get(key, _MISSING), now.get(key, _MISSING)):
+                yield module, key
+    for array in snapshot.written():
+        for module, first in snapshot.attributes:
+            yield from ((module, key) for key, value in first.items() if path_to(array, value) is not None)
+    for module, _, count in snapshot.plain:
+        if len(vars(module)) != count:
+            yield from ((module, key) for key in list(vars(module))[count:] if type(vars(module)[key]) not in PLAIN)
+    for container, content in snapshot.containers[: snapshot.own]:
+        if not _holds_the_same(container, content):
+            holder = snapshot.owners.get(id(container), container)
+            for module, first in snapshot.attributes:
+                yield from ((module, key) for key, value in first.items() if path_to(holder, value) is not None)
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    """Is it the same for those who read it? A tensor in the place of one, or of nothing, is state_changes.py's."""
+    if old is new:
+        return True
+    if type(new) in PLAIN or type(old) in PLAIN:
+        return all(value is None or value is _MISSING or isinstance(value, torch.Tensor) for value in (old, new))
+    return type(old) is type(new) and type(new) in ATOMS and bool(old == new)
+
+
+def _holds_the_same(container: Any, content: Any) -> bool:
+    if len(container) != len(content):
+        return False
+    if isinstance(container, dict):
+        return all(key in container and _is_item(value, container[key]) for key, value in content.items())
+    return container == content if isinstance(container, set) else all(map(_is_item, content, container))
+
+
+def _is_item(old: Any, new: Any) -> bool:
+    """A tensor in the place of one of its kind is known by its place; one in the place of anything else is not."""
+    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+        return old is new or TensorSpec.of(old) == TensorSpec.of(new)
+    if isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor):
+        return False
+    return _is_same(old, new)
+
+
+LATE_WRITE = (
+    "memory that the model writes by .data or numpy after its use: torch's own backward reads what is there by then, "
+    "without a sign. Write it before, or compute with a copy."
+)
+Is = Callable[[torch.Tensor], bool]
+
+
+def note_late_write(
+    recorder: Recorder, base: Storage, exchanged: torch.Tensor | None = None, held: Collection[ValueId] = ()
+) -> None:
+    """Gradients are refused if a backward pass reads what is written now; or this very object, which gets other memory:
+    what looks at it keeps the old one.
+    """
+    recording = recorder.recording
+    held = set(held) or {*base.held, base.handle}
+    memory = recorder.storages_of(base)
+
+    def is_it(tensor: torch.Tensor) -> bool:
+        return storage_of(tensor) in memory if exchanged is None else tensor is exchanged
+
+    asked = _Asked(recorder, held, is_it, exchanged is not None)
+    if asked.is_made_by_what_saved_it(base.root) or any(map(asked.is_saved_by, asked.records)):
+        recording.one_way.append(LATE_WRITE)
+
+
+def note_writes_from_outside(recorder: Recorder) -> None:
+    """The same for what numpy and its like wrote, when the forward is over. What nobody read since is recorded as it
+    was before.
+    """
+    memory = recorder.memory
+    for base in list(memory.bases.values()):
+        if base.exposed is not None and not same_content(base.root, base.exposed):
+            memory.require_announced(base)
+            note_late_write(recorder, base)
+            memory.restore_held(base)
+    for base, held in memory.rewritten:
+        note_late_write(recorder, base, held=held)
+
+
+@frozen(eq=False)
+class _Asked:
+    """What is asked for: the values that lie in some memory, or one object, which gets other memory."""
+
+    recorder: Recorder
+    held: set[ValueId]
+    is_it: Is
+    as_object: bool
+
+    @property
+    def recording(self) -> Recording:
+        """What was written down so far."""
+        return self.recorder.recording
+
+    @property
+    def records(self) -> Iterator[CallRecord]:
+        """The calls that read it or made it. A call keeps an alias of its result, which nobody exchanges."""
+        for record in self.recording.records:
+            if isinstance(record, CallRecord):
+                made = () if self.as_object else _given(record)
+                if not self.held.isdisjoint(reads_of(record)) or not self.held.isdisjoint(made):
+                    yield record
+
+    def is_made_by_what_saved_it(self, tensor: torch.Tensor) -> bool:
+        """Does the history of what lies there now begin with a step that saved it?"""
+        has_history = not self.as_object and _has_history(tensor)
+        return has_history and saved_below(tensor.grad_fn, self.is_it, set())
+
+    def is_saved_by(self, record: CallRecord) -> bool:
+        """Did the call save it for its backward? Where nothing has a history, torch does not tell."""
+        recording = self.recording
+        given = [recording.values[h] for h in _given(record)]
+        reads = [recording.values[h] for h in reads_of(record)]
+        if not recording.ambient[0] or any(map(_may_need_gradients_elsewhere, reads)):
+            return self.would_be_saved_by(record)
+        if any(isinstance(value, Freed) for value in given):
+            return any(h in recording.gradients for h in _given(record))
+        stops = {value.grad_fn for value in reads if _has_history(value)}
+        return any(saved_below(value.grad_fn, self.is_it, stops) for value in given if _has_history(value))
+
+    def would_be_saved_by(self, record: CallRecord) -> bool:
+        """Is it saved where all that the call reads needs gradients? The call is made once more to see."""
+        if record.draws is not None:
+            return True
+        copies: dict[ValueId, torch.Tensor] = {}
+        asked: list[torch.Tensor] = []
+
+        def leaf(value: Any) -> Any:
+            if type(value) is not ValueId:
+                return value
+            if value not in copies:
+                tensor = self.recording.values[value]
+                copy = copies[value] = tensor.detach().clone()
+                if self.is_it(tensor) if self.as_object else value in self.held:
+                    asked.append(copy)
+                if copy.is_floating_point() or copy.is_complex():
+                    copy.requires_grad_()
+            return copies[value]
+
+        try:
+            with without_function_modes(), self.recorder.at_work(), torch.enable_grad():
+                args = [thaw(value, leaf) for value in record.args]
+                out = record.function(*args, **{key: thaw(value, leaf) for key, value in (record.kwargs or {}).items()})
+        except Exception:
+            return True
+        found: list[torch.Tensor] = []
+        freeze_deep(out, found.append)
+        if not self.as_object:
+            given = _given(record)
+            is_plain = len(given) == len(found)
+            made = [tensor for tensor, handle in zip(found, given, strict=False) if handle in self.held]
+            asked.extend(made if is_plain else found)
+
+        def is_asked(tensor: torch.Tensor) -> bool:
+            return any(tensor is one if self.as_object else storage_of(tensor) == storage_of(one) for one in asked)
+
+        return any(saved_below(value.grad_fn, is_asked, set()) for value in found)
+
+
+def _given(record: CallRecord) -> list[ValueId]:
+    return handles_in(record.returns)
+
+
+def _may_need_gradients_elsewhere(value: Any) -> bool:
+    """Torch saves less for what needs no gradient, and a replay may be given what does."""
+    return (
+        not isinstance(value, Freed) and not value.requires_grad and (value.is_floating_point() or value.is_complex())
+    )
+
+
+def _has_history(value: Any) -> bool:
+    return not isinstance(value, Freed) and value.requires_grad and history_of(value) is not None
+
 
 Where = tuple[Any, str]  # module, and the name or path of a tensor there
-Firsts = dict[int, Handle]  # by the id of a tensor that the model held when it was first read: the value then
+Firsts = dict[int, ValueId]  # by the id of a tensor that the model held when it was first read: the value then
 
 
 def held(module: Any, key: str) -> torch.Tensor | None:
@@ -47,13 +257,13 @@ def held(module: Any, key: str) -> torch.Tensor | None:
 Counters = tuple[list[torch.Tensor], list[int]]
 
 
-def counters_of(origins: Origins, snapshot: Snapshot) -> Counters:
+def counters_of(origins: Provenance, snapshot: Snapshot) -> Counters:
     """What the model holds as a forward begins, with torch's write counters."""
     tensors = held_at_start(origins, snapshot)
     return tensors, versions_of(tensors)
 
 
-def held_at_start(origins: Origins, snapshot: Snapshot) -> list[torch.Tensor]:
+def held_at_start(origins: Provenance, snapshot: Snapshot) -> list[torch.Tensor]:
     """The parameters, buffers and other tensors that the modules of the model had when a forward began."""
     buffers = [tensor for _, _, held in origins.begun for tensor in held.values()]
     others = [value for _, attributes in snapshot.attributes for value in attributes.values() if type(value) in PLAIN]
@@ -76,11 +286,11 @@ def require_seen(recorder: Recorder, counters: Counters) -> None:
 def _is_seen(recorder: Recorder, tensor: torch.Tensor, counter: int) -> bool:
     memory, recording = recorder.memory, recorder.recording
     known = memory.live.get(id(tensor))
-    by_script = recorder.has_scripts and isinstance(known, Entry) and known.base.version > 0
+    by_script = recorder.has_scripts and isinstance(known, Alias) and known.base.version > 0
     if recorder.standing_for(tensor) is not tensor and not by_script:
         return False  # what is seen is done to what stands for it, but by TorchScript, which holds its own
     if (first := memory.begun.get(id(tensor))) is not None:
-        silent = isinstance(tensor, nn.Parameter) and type(known) is Handle and recording.values[known] is tensor
+        silent = isinstance(tensor, nn.Parameter) and type(known) is ValueId and recording.values[known] is tensor
         return first == counter and not silent  # others are asked for all values at the end
     if known is not None or id(tensor) in memory.moved:
         return True
@@ -229,10 +439,10 @@ def _is_unlike(recorder: Recorder, first: torch.Tensor, now: torch.Tensor, is_re
 
 def _looks(tensor: torch.Tensor) -> Any:
     flags = tensor.requires_grad, tensor.is_leaf, tensor.is_inference()
-    return TensorMeaning.of(tensor), geometry(tensor) if tensor.layout is torch.strided else None, flags
+    return TensorSpec.of(tensor), geometry(tensor) if tensor.layout is torch.strided else None, flags
 
 
-def _last(recorder: Recorder, now: torch.Tensor, is_same: bool) -> Handle | None:
+def _last(recorder: Recorder, now: torch.Tensor, is_same: bool) -> ValueId | None:
     """The value that a tensor of the model holds at the end; None for one that stands where it stood, unwritten."""
     memory = recorder.memory
     if (known := memory.read(recorder.standing_for(now))) is not None:
@@ -256,10 +466,10 @@ def keep_by_value(recorder: Recorder) -> None:
         known = memory.live.get(id(record.tensor))
         if id(record.tensor) in memory.moved:  # its alias counts the writes of what the object looks at now
             _keep(recorder, record.returns)
-        elif isinstance(known, Entry) and known.base.version:
+        elif isinstance(known, Alias) and known.base.version:
             memory.preserve(known.base)
         elif recording.values[record.returns] is record.tensor:
-            if isinstance(known, Entry) and not known.steps:
+            if isinstance(known, Alias) and not known.steps:
                 memory.preserve(known.base)
             else:
                 _keep(recorder, record.returns)
@@ -268,14 +478,14 @@ def keep_by_value(recorder: Recorder) -> None:
     for where, handle in recording.changes:
         now = recording.moved[where[1]] if where[0] is None else _standing(where)
         known = memory.live.get(id(now))
-        if isinstance(known, Entry) and known.base.version:
+        if isinstance(known, Alias) and known.base.version:
             memory.preserve(known.base)
         elif where[0] is None and id(now) in begun:
             continue  # it was the model's own before, and is referred to as such
         elif (
             where[0] is None or _key(where) in read or held(*where) is not None
         ):  # a stashed activation is only referred to
-            if isinstance(known, Entry) and id(known.base.root) not in begun:
+            if isinstance(known, Alias) and id(known.base.root) not in begun:
                 memory.preserve(known.base)  # what it was made of lies there too
             else:
                 _keep(recorder, handle)
@@ -288,7 +498,7 @@ def keep_arrays(recorder: Recorder) -> None:
     outside = [r.tensor for r in records if type(r) is SourceRecord and r.where == OUTSIDE]
     for tensor in outside:
         known = memory.live.get(id(tensor))
-        if isinstance(known, Entry):
+        if isinstance(known, Alias):
             memory.preserve(known.base)
 
 
@@ -316,7 +526,7 @@ class _Returned:
     tensor: torch.Tensor
 
 
-def _is_copied(recording: Recording, handle: Handle, tensor: torch.Tensor) -> bool:
+def _is_copied(recording: Recording, handle: ValueId, tensor: torch.Tensor) -> bool:
     """Was a copy kept of this value, and not the tensor itself?"""
     if handle in recording.gone or (key := storage_of(tensor)) is None:
         return False
@@ -344,7 +554,7 @@ def _standing(where: Where) -> torch.Tensor | None:
     return now if (now := held(module, key)) is not None else attribute_at(vars(module), key)
 
 
-def _keep(recorder: Recorder, handle: Handle) -> None:
+def _keep(recorder: Recorder, handle: ValueId) -> None:
     """A copy of one value in the place of the tensor that the model holds."""
     recording = recorder.recording
     if handle in recording.gone:
@@ -362,7 +572,7 @@ def _keep(recorder: Recorder, handle: Handle) -> None:
 def take_lent(recorder: Recorder) -> None:
     """Which tensors of the model that the forward wrote lie in the memory of an input."""
     recording, memory = recorder.recording, recorder.memory
-    recording_value = lambda leaf: recording.values[leaf] if type(leaf) is Handle else leaf  # noqa: E731
+    recording_value = lambda leaf: recording.values[leaf] if type(leaf) is ValueId else leaf  # noqa: E731
     given = {}
     for record in recording.records if recording.aliased or recording.changes else ():
         if isinstance(record, SourceRecord) and record.kind == "input":
@@ -370,7 +580,7 @@ def take_lent(recorder: Recorder) -> None:
     for where, _ in recording.changes if given else ():
         now = _standing(where)
         known = memory.live.get(id(now))
-        if now is None or not isinstance(known, Entry) or (source := given.get(storage_of(now))) is None:
+        if now is None or not isinstance(known, Alias) or (source := given.get(storage_of(now))) is None:
             continue
         with torch.no_grad():
             first = writable_copy(recording.values[known.base.first].detach())

@@ -1,4 +1,6 @@
-"""The one TorchFunctionMode: sees each torch call of its thread, passes it on, and writes down what it was.
+"""Torch functions written in Python, opened: a copy that does not ask whether somebody overrides it runs its body.
+
+The one TorchFunctionMode: sees each torch call of its thread, passes it on, and writes down what it was.
 
 In: calls. Out: a Recording. What kind of call it is, the rules say; which value a tensor holds, the memory; where the
 blind stretches are, the regions. A call is passed on exactly as it came; only dropout in evaluation and `nn.Identity`,
@@ -19,12 +21,12 @@ from attrs import frozen
 from torch import nn
 from torch.autograd import forward_ad
 
-from .._core.node import ITSELF
-from .._core.ops import Quirk, info
-from .._core.runtime import alias, copied, kind_of, message_of, read_in_another_thread, what_is_raised
-from .._core.settings import SMALLEST
-from .._core.sharing import version_of
-from .._core.torch_private import (
+from .._ir.node import ITSELF
+from .._ir.ops import Quirk, info
+from .._ir.runtime import alias, copied, kind_of, message_of, read_in_another_thread, what_is_raised
+from .._ir.settings import SMALLEST
+from .._ir.shared_memory import version_of
+from .._ir.torch_private import (
     OpOverload,
     TransformType,
     count_dispatch_modes,
@@ -39,36 +41,60 @@ from .._core.torch_private import (
     unwrapped,
     without_function_modes,
 )
-from .._core.trees import ATOMS, freeze, freeze_deep, thaw
+from .._ir.trees import ATOMS, freeze, freeze_deep, thaw
 from .._replay.flag_guards import SOME, WALK, in_short
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite
-from .asked_facts import next_functions, shows_flags
-from .builder import (
+from .aliasing import Alias
+from .bytecode import asks_for_none, is_torch_code, keeps_exceptions, rebinds
+from .custom_functions import BOUND_BEFORE, apply_call
+from .dispatch import Handling, Rule, rule_of
+from .grad_hooks import HOOK_ON_STEP, hook
+from .leaf_flags import turn
+from .opaque_regions import AtenWatch, backward_call, differentiate_call, run_opaque
+from .output_aliases import ALONE, BARE, GIVEN, objects_held, references_of, renewed
+from .provenance import Moment, Provenance, is_older
+from .questions import next_functions, shows_flags
+from .recorder import Recorder, RetraceAtDispatch, ThreadRead, first_user_frame, tensors_in
+from .recording import (
     PLAIN,
     CallRecord,
     GuardRecord,
-    Handle,
     Recording,
     ScopeRecord,
     Site,
     SourceRecord,
+    ValueId,
     handles_in,
     parts_of,
 )
-from .bytecode import asks_for_none, is_torch_code, keeps_exceptions, rebinds
-from .customs import BOUND_BEFORE, apply_call
-from .flags import turn
-from .hooks import HOOK_ON_STEP, hook
-from .opening import opened
-from .origins import Date, Origins, is_older
-from .recorder import Read, Recorder, RetraceAtDispatch, outside, tensors_in
-from .reference_counts import ALONE, BARE, GIVEN, objects_held, references_of, renewed
-from .regions import AtenWatch, backward_call, differentiate_call, watched
-from .rules import How, Rule, rule_of
 from .scopes import model_frames, user_frame
-from .storage import Entry
 from .threads import behind_the_library
 from .writes import assign, reshape, resize, write
+
+_opened: dict[Any, Callable[..., Any]] = {}
+_globals: dict[int, dict[str, Any]] = {}
+
+
+def opened(function: FunctionType) -> Callable[..., Any]:
+    """A copy of a Python-written torch function that does not ask whether somebody overrides it, and so runs its
+    body.
+    """
+    made = _opened.get(function)
+    if made is None:
+        own = function.__globals__
+        answers = _globals.get(id(own))
+        if answers is None:
+            no = {name: _never for name in own if name.startswith("has_torch_function")}
+            answers = _globals[id(own)] = {**own, **no}
+        made = FunctionType(function.__code__, answers, function.__name__, function.__defaults__, function.__closure__)
+        made.__kwdefaults__ = function.__kwdefaults__
+        _opened[function] = made
+    return made
+
+
+def _never(*values: Any) -> bool:
+    return False
+
 
 _peek = peek_interpreter_stack
 _grad_enabled = torch.is_grad_enabled
@@ -85,7 +111,7 @@ _references = sys.getrefcount
 _requires_grad: Any = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _tuple = tuple.__new__
 _rules: dict[Any, Rule] = {}
-PASS, FRESH, RELU = How.PASS, How.FRESH, How.RELU
+PASS, FRESH, RELU = Handling.PASS, Handling.FRESH, Handling.RELU
 _Tensor, _Parameter = torch.Tensor, nn.Parameter
 
 
@@ -95,7 +121,7 @@ class Tracer(Recorder):
     alone = ALONE  # references to a tensor that a module gives and has not kept
     has_stand_ins = False
 
-    def __init__(self, recording: Recording, origins: Origins, date: Date, deep: bool, unknown: str) -> None:
+    def __init__(self, recording: Recording, origins: Provenance, date: Moment, deep: bool, unknown: str) -> None:
         super().__init__(recording, origins, date, deep, unknown)
         self.watch = AtenWatch(self) if deep else None
         self.called_at: tuple[CodeType, int] = (Tracer.__init__.__code__, 0)  # the line of the last module's call
@@ -165,7 +191,7 @@ class Tracer(Recorder):
         return self.leaf(rule, func, args, {})
 
     def _open_or_call(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        if rule.how in (How.OPEN, How.RELU) and func not in self.opened:
+        if rule.how in (Handling.OPEN, Handling.RELU) and func not in self.opened:
             return self._open(func, args, kwargs)
         return self._call(rule, func, args, kwargs)
 
@@ -173,19 +199,19 @@ class Tracer(Recorder):
         try:
             rule = _rules[func] = rule_of(func)
         except TypeError:  # a callable without a hash
-            rule = Rule(How.OPAQUE, getattr(func, "__name__", "call"), may_draw=True)
+            rule = Rule(Handling.OPAQUE, getattr(func, "__name__", "call"), may_draw=True)
         return rule
 
     def _call(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         """Every call but the commonest: one step slower, and complete."""
         how = rule.how
-        if how is How.ESCAPE:
+        if how is Handling.ESCAPE:
             return self._escape(func, args, kwargs)
-        if how is How.EXPOSE:
+        if how is Handling.EXPOSE:
             return self._expose(rule, func, args, kwargs)
-        if how is How.SPECIAL:
+        if how is Handling.SPECIAL:
             return getattr(self, f"_special_{rule.special}")(rule, func, args, kwargs)
-        if how is How.OPAQUE:
+        if how is Handling.OPAQUE:
             return self._opaque(rule, func, args, kwargs)
         targets = _written_by(rule, args, kwargs)
         if targets:
@@ -205,7 +231,7 @@ class Tracer(Recorder):
             kind = type(value)
             if kind is _Tensor or kind is _Parameter:
                 handle = live.get(id(value))
-                if type(handle) is not Handle:
+                if type(handle) is not ValueId:
                     handle = self.parameter(value) if handle is None and kind is _Parameter else self.read(value)
                 refs.append(handle)
             elif kind in ATOMS:
@@ -226,7 +252,7 @@ class Tracer(Recorder):
         recording = self.recording
         if type(out) is _Tensor:
             values = recording.values
-            handle = Handle(len(values))
+            handle = ValueId(len(values))
             values.append(out)
             recording.versions.append(out._version if is_plain else version_of(out))
             live[id(out)] = handle
@@ -330,7 +356,7 @@ class Tracer(Recorder):
         try:
             with without_function_modes(), self.at_work():
                 reads, named = self.read_all(args, kwargs)
-                again = what_is_raised(func, *args, **kwargs) if rule.how is not How.OPAQUE else error
+                again = what_is_raised(func, *args, **kwargs) if rule.how is not Handling.OPAQUE else error
                 if kind_of(again) != kind_of(error):
                     self._came_of_flags(tensors_in(args, kwargs))
                     return
@@ -382,7 +408,7 @@ class Tracer(Recorder):
             return result
         handle = self.recording.keep(result)
         self.memory.know(result, handle)
-        self.append(copied, Rule(How.LEAF, "clone"), [source], {}, handle, self.site(), None, False)
+        self.append(copied, Rule(Handling.LEAF, "clone"), [source], {}, handle, self.site(), None, False)
         return result
 
     def _special_asks_layout(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
@@ -395,7 +421,7 @@ class Tracer(Recorder):
         """The model asks what autograd knows of a tensor. What torch's own code asks is mostly for itself."""
         more = args[1:], kwargs
         question = (lambda tensor: func(tensor, *more[0], **more[1])) if any(more) else func
-        frame, answer = outside(_frame(1)), self.answer(rule.kind, question, args[0])
+        frame, answer = first_user_frame(_frame(1)), self.answer(rule.kind, question, args[0])
         while getattr(func, "__code__", None) is not None and frame.f_code in (func.__code__, _HANDLES.__code__):
             frame = frame.f_back  # it is written in Python, and has called this itself
         code = frame.f_code
@@ -451,7 +477,7 @@ class Tracer(Recorder):
             with self.seeing():
                 taken = args[1] if bool(args[0]) else args[2]
                 return taken(*(args[3] if len(args) > 3 else ()))
-        return self._opaque(Rule(How.OPAQUE, rule.kind, may_draw=True, is_dynamic=True), func, args, kwargs)
+        return self._opaque(Rule(Handling.OPAQUE, rule.kind, may_draw=True, is_dynamic=True), func, args, kwargs)
 
     def _special_grad_mode(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         if not self.recording.ambient[0] and not args[0] and not _grad_enabled():
@@ -505,7 +531,7 @@ class Tracer(Recorder):
     def aten(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An ATen call that no recorded call made: it is an operation itself."""
         rule = _rules.get(func) or self._learn(func)
-        if rule.how is How.PASS:
+        if rule.how is Handling.PASS:
             return func(*args, **kwargs)
         self.in_aten = True
         try:
@@ -537,7 +563,7 @@ class Tracer(Recorder):
             else:
                 out = call(module, *args, **kwargs)
             handle, count = self.memory.live.get(id(out)) if type(out) is _Tensor else None, len(recording.records)
-            if type(handle) is Handle and count != records and not self.is_special and _references(out) <= self.alone:
+            if type(handle) is ValueId and count != records and not self.is_special and _references(out) <= self.alone:
                 recording.scope_outputs.append((index, handle, count, ()))
                 return out
             beyond = _references(out) - BARE
@@ -562,11 +588,11 @@ class Tracer(Recorder):
     def _script_call(self, module: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         outer, self.script_is_open = self.script_is_open, "aten::detach" not in str(module.inlined_graph)
         try:
-            return watched(self, call, (module, *args), kwargs)
+            return run_opaque(self, call, (module, *args), kwargs)
         finally:
             self.script_is_open = outer
 
-    def _module_output(self, given: Any, out: Any, records: int, beyond: int) -> tuple[Any, Any, tuple[Handle, ...]]:
+    def _module_output(self, given: Any, out: Any, records: int, beyond: int) -> tuple[Any, Any, tuple[ValueId, ...]]:
         """What a module gave, which values that is, and which of them lie in containers that somebody else holds, too.
 
         `beyond`: how many references there are to the output elsewhere.
@@ -605,14 +631,14 @@ class Tracer(Recorder):
         count = Counter(handles_in(tree))
         for handle in [handle for handle, times in count.items() if times > 1]:
             known = self.memory.live.get(id(self.recording.values[handle]))
-            first = known.base.first if isinstance(known, Entry) else handle
+            first = known.base.first if isinstance(known, Alias) else handle
             self.recording.twice[handle] = first, len(self.memory.written)
 
-    def is_meant(self, handle: Handle, names: _Renaming) -> bool:
+    def is_meant(self, handle: ValueId, names: _Renaming) -> bool:
         """Is a value that a module gives to be another one for those to whom it is given?"""
         return False
 
-    def is_renamed(self, tensor: torch.Tensor, handle: Handle, names: _Renaming, beyond: int) -> bool:
+    def is_renamed(self, tensor: torch.Tensor, handle: ValueId, names: _Renaming, beyond: int) -> bool:
         """Does a tensor that a module gives need a name of its own? Not if the module has let go of it."""
         held = beyond - self.own_references(tensor)
         return held > 0 and not names.is_given_over(tensor, handle, held)
@@ -637,7 +663,7 @@ class Tracer(Recorder):
             self.append(alias, _IDENTITY, [source, number], {}, returns, None, None, False)
         return made
 
-    def _handed_out(self, tensor: torch.Tensor) -> Handle | None:
+    def _handed_out(self, tensor: torch.Tensor) -> ValueId | None:
         """The value of a tensor that a module gave. One of the model's own begins here, if nothing has read it yet."""
         handle = self.memory.read(tensor)
         if handle is not None:
@@ -645,7 +671,7 @@ class Tracer(Recorder):
         with without_function_modes(), self.at_work():  # what is looked at here, the model did not ask
             return self.read(tensor) if self.origins.own_among(tensor) or is_older(tensor, self.date) else None
 
-    def _read_wrapped(self, tensor: torch.Tensor) -> Handle | None:
+    def _read_wrapped(self, tensor: torch.Tensor) -> ValueId | None:
         """The plain tensor beneath functorch's wrappers."""
         return self.memory.read(_beneath(tensor))
 
@@ -667,7 +693,7 @@ class Tracer(Recorder):
 
     def handing_over(self) -> Site:
         """The line that leads to another thread."""
-        return self.line(behind_the_library(outside(_frame(1))))
+        return self.line(behind_the_library(first_user_frame(_frame(1))))
 
     def read_elsewhere(self, func: Any, args: Any, kwargs: Any, site: Any) -> tuple[Any, Any]:
         """A job of the forward's calls torch, in another thread. Nothing is read for it here, where it is not known
@@ -676,19 +702,19 @@ class Tracer(Recorder):
         rule = _rules.get(func) or self._learn(func)
         for tensor in tensors_in(args, kwargs) if rule.how is not PASS else ():
             known = self.memory.live.get(id(tensor))
-            if isinstance(known, Entry):
+            if isinstance(known, Alias):
                 known = known.handle if known.version == known.base.version else known.base.handle
-            self.elsewhere.append(Read(tensor, known, len(self.recording.records), site))
+            self.elsewhere.append(ThreadRead(tensor, known, len(self.recording.records), site))
         return args, kwargs
 
     def met_another_thread(self) -> None:
         """A thread that was there before the forward was woken, or waited for: it can have read anything."""
-        self.elsewhere.append(Read(None, None, len(self.recording.records), self.handing_over()))
+        self.elsewhere.append(ThreadRead(None, None, len(self.recording.records), self.handing_over()))
 
     def note_other_threads(self) -> None:
         """What other threads read are facts."""
         records = self.recording.records
-        found: dict[Handle | None, tuple[Read, list[Handle]]] = {}
+        found: dict[ValueId | None, tuple[ThreadRead, list[ValueId]]] = {}
         for read in self.elsewhere:
             if read.tensor is None:
                 handles = [handle for record in records[: read.position] for _, handle in parts_of(record.returns)]
@@ -748,7 +774,7 @@ class _Renaming:
         self.tracer, self.given, self.records = tracer, given, records
         self.known = handles_in(tree)
         self.made: dict[int, torch.Tensor] = {}
-        self.shared: list[Handle] = []  # in containers that somebody else holds as well
+        self.shared: list[ValueId] = []  # in containers that somebody else holds as well
         self.copies: dict[int, Any] = {}  # of such containers, by id
 
     def __call__(self, tensor: torch.Tensor, beyond: int) -> torch.Tensor:
@@ -782,7 +808,7 @@ class _Renaming:
             return self.made[id(tensor)]
         return self._handing(tensor, handle) if self.tracer.is_meant(handle, self) else tensor
 
-    def note(self, tensor: torch.Tensor) -> Handle | None:
+    def note(self, tensor: torch.Tensor) -> ValueId | None:
         """A tensor lies in a container that somebody else holds as well."""
         handle = self.tracer.memory.read(tensor)
         if handle is None or handle not in self.known:
@@ -790,7 +816,7 @@ class _Renaming:
         self.shared.append(handle)
         return handle
 
-    def is_given_over(self, tensor: torch.Tensor, handle: Handle, held: int) -> bool:
+    def is_given_over(self, tensor: torch.Tensor, handle: ValueId, held: int) -> bool:
         """Did the module write its argument and give it back, and does nobody hold that but who called it?"""
         args, kwargs = self.given
         if held > GIVEN or kwargs or len(args) != 1 or args[0] is not tensor:
@@ -800,7 +826,7 @@ class _Renaming:
             return False
         return held < GIVEN or rebinds(*self.tracer.called_at)
 
-    def _handing(self, tensor: torch.Tensor, handle: Handle) -> torch.Tensor:
+    def _handing(self, tensor: torch.Tensor, handle: ValueId) -> torch.Tensor:
         made = self.tracer.handing(tensor, self.known.index(handle))
         if made is not tensor:
             self.made[id(tensor)] = self.made[id(made)] = made
@@ -843,5 +869,5 @@ _BY_FLAGS = frozenset("differentiate backward hook turn deepcopy".split())
 _STEP_HOOKS = frozenset(("register_hook", "register_prehook"))
 _WORDS = frozenset((torch.Tensor.__repr__, torch.Tensor.__str__, torch.Tensor.__format__))
 _GRAD_FN: Any = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
-_RELU = Rule(How.FRESH, "relu")
-_IDENTITY = Rule(How.LEAF, "identity", is_identity=True)
+_RELU = Rule(Handling.FRESH, "relu")
+_IDENTITY = Rule(Handling.LEAF, "identity", is_identity=True)

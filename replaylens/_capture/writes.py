@@ -1,4 +1,9 @@
-"""Calls that write in place, and calls that make a tensor object look at other memory.
+"""The functional twin of a call that writes in place, where one exists that gives the very same bits.
+
+In: the call. Out: a pure function and its arguments, or None: then `mutate` does it. A twin is only taken where neither
+dtype nor memory layout can differ: the written tensor is dense, and no operand can promote it.
+
+Calls that write in place, and calls that make a tensor object look at other memory.
 
 In: such a call, with what it will write. Out: one pure call in the recording (a functional twin, or `mutate`), and the
 new values of all memory that it wrote. Views that are read later are derived again by the memory.
@@ -25,29 +30,95 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._core.autograd import standing
-from .._core.runtime import clear, fill, fill_new, fills_memory, resized
-from .._core.sharing import fills_its_memory, storage_of, version_of
-from .._core.target import Target
-from .._core.torch_private import OpOverload
-from .._core.trees import Branch, freeze
-from .._core.write import Derived, Hole, Nth, WriteArguments, Written, mutate, packed, unpacked
+from .._ir.autograd import standing
+from .._ir.ops import Quirk, info, stems
+from .._ir.runtime import clear, fill, fill_new, fills_memory, resized
+from .._ir.shared_memory import fills_its_memory, storage_of, version_of
+from .._ir.target import Target
+from .._ir.torch_private import OpOverload, OpOverloadPacket, kernels
+from .._ir.trees import Branch, freeze
+from .._ir.write import Derived, Hole, Nth, WriteArguments, Written, mutate, packed, unpacked
 from ..errors import CaptureError
-from .builder import CallRecord, Handle, SourceRecord
+from .aliasing import (
+    FORKED,
+    OUTSIDE,
+    Alias,
+    CopiedBeforeWrite,
+    Storage,
+    geometry_step,
+    may_flow,
+    may_overlap,
+    step_tree,
+)
 from .checkpoints import beneath_checkpoint
-from .flags import turn
-from .late_writes import note_late_write
-from .randomness import as_drawn
+from .dispatch import Handling, Rule
+from .leaf_flags import turn
 from .recorder import Recorder, geometry_of, number_parts, tensors_in
-from .rules import How, Rule
-from .storage import FORKED, OUTSIDE, Base, Copied, Entry, geometry_step, may_flow, meet, step_tree
-from .twins import twin_of
+from .recording import PLAIN, CallRecord, SourceRecord, ValueId
+from .rng import as_drawn
+from .state_changes import note_late_write
+
+_FLOATS = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
+_DIFFERENTIABLE = _FLOATS | {torch.complex64, torch.complex128}
+
+FunctionalVariant = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+
+def functional_variant_of(
+    func: Any, args: Any, kwargs: Any, target: torch.Tensor, others: list[torch.Tensor]
+) -> FunctionalVariant | None:
+    """A pure call that gives what the write leaves in its target."""
+    op = info(func)
+    name = op.name
+    if isinstance(func, (OpOverload, OpOverloadPacket)) or kwargs.get("out") is not None:
+        return None
+    if type(target) not in (*PLAIN, torch.nn.Parameter) or not args or args[0] is not target:
+        return None
+    if target.layout is not torch.strided or not target.is_contiguous() or target.is_quantized:
+        return None
+    if name in ("zero_", "fill_") and not others:
+        value = 0 if name == "zero_" else args[1] if len(args) > 1 else kwargs["value"]
+        if target.dtype in _DIFFERENTIABLE:  # the history goes on, with a gradient of zeros
+            return torch.fill, (target, value), {}
+        return torch.full_like, (target, value), {}
+    if target.dtype not in _FLOATS:
+        return None
+    if op.has(Quirk.EXACT_IN_PLACE) and not others:
+        return _pure_function(func, name), args, kwargs
+    if op.has(Quirk.EXACT_OF_TWO) and all(_fits(other, target) for other in others) and not _is_complex(args, kwargs):
+        return getattr(torch.Tensor, stems(name)[-1]), args, kwargs
+    if name == "masked_fill_" and all(_fits(other, target) or other.dtype is torch.bool for other in others):
+        return torch.Tensor.masked_fill, args, kwargs
+    return None
+
+
+def _pure_function(func: Any, name: str) -> Any:
+    """`torch.relu` for `torch.relu_`, `torch.Tensor.relu` for the method."""
+    pure = name.rstrip("_")
+    for place in (torch.Tensor, torch, kernels):
+        if getattr(place, name, None) is func and hasattr(place, pure):
+            return getattr(place, pure)
+    return getattr(kernels, pure, None) or getattr(torch, pure)
+
+
+def _fits(other: torch.Tensor, target: torch.Tensor) -> bool:
+    """Neither promotes the target's dtype nor broadens its shape."""
+    return (
+        other.dtype == target.dtype
+        and (other.dim() == 0 or other.shape == target.shape[target.dim() - other.dim() :])
+        and (other.is_contiguous() and other.dim() <= target.dim())
+    )
+
+
+def _is_complex(args: Any, kwargs: Any) -> bool:
+    return any(isinstance(value, complex) for value in (*args, *kwargs.values()))
+
 
 WRITTEN_STANDING = (
     "a write through a tensor that was given other memory by `.data =`: where its gradient goes cannot be said. Write "
     "before the assignment, or assign a copy."
 )
-Twin = tuple[Any, list[Any], dict[str, Any]]  # a function that writes nothing, and what it is given
+FunctionalCall = tuple[Any, list[Any], dict[str, Any]]  # a function that writes nothing, and what it is given
 _grad_enabled = torch.is_grad_enabled
 _DETACH = step_tree(torch.Tensor.detach, (Hole.HERE,), None, (), True)
 
@@ -60,8 +131,8 @@ class Writing(NamedTuple):
     kwargs: Any
     tensors: list[torch.Tensor]  # all that it was given
     targets: list[torch.Tensor]  # those of them that it writes, each object once
-    entries: list[Entry]  # where each target lies
-    bases: list[Base]  # the memory that they lie in, each once
+    entries: list[Alias]  # where each target lies
+    bases: list[Storage]  # the memory that they lie in, each once
 
     @staticmethod
     def of(recorder: Recorder, func: Any, args: Any, kwargs: Any, targets: list[torch.Tensor]) -> Writing:
@@ -118,7 +189,7 @@ def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, tar
     record = write_record(recorder, writing, draw.draws is not None)
     geometry = [geometry_of(target) for target in targets]
     counters = [version_of(base.root) for base in bases]
-    copied = [Copied.of(recorder.memory, base) for base in bases]
+    copied = [CopiedBeforeWrite.of(recorder.memory, base) for base in bases]
     try:
         start = _now()
         out = draw(func, args, kwargs)
@@ -164,12 +235,12 @@ def _in_memory(steps: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple([_DETACH if _is_standing(step) else step for step in steps])
 
 
-def _is_by_data(entry: Entry) -> bool:
+def _is_by_data(entry: Alias) -> bool:
     """Is it an alias of a tensor by `.data`, whose writes torch does not count?"""
     return any(getattr(unpacked(step).function.function, "__self__", None) is torch.Tensor.data for step in entry.steps)
 
 
-def write_record(recorder: Recorder, writing: Writing, may_draw: bool) -> WriteArguments | Twin:
+def write_record(recorder: Recorder, writing: Writing, may_draw: bool) -> WriteArguments | FunctionalCall:
     """What the pure call for a write reads, before it happens: what `mutate` is given, or a functional twin's call."""
     func, args, kwargs, tensors, targets, entries, bases = writing
     shared = [t for t in tensors if recorder.base_of(t) in bases and not any(t is x for x in targets)]
@@ -177,7 +248,7 @@ def write_record(recorder: Recorder, writing: Writing, may_draw: bool) -> WriteA
         target = targets[0]
         lost = _may_have_history(recorder, target) and not _grad_enabled()
         others = [tensor for tensor in tensors if tensor is not target]
-        if not lost and (twin := twin_of(func, args, kwargs, target, others)) is not None:
+        if not lost and (twin := functional_variant_of(func, args, kwargs, target, others)) is not None:
             function, arguments, named = twin
             return function, *recorder.read_all(arguments, named)
     numbers = {id(base): number for number, base in enumerate(bases)}
@@ -213,7 +284,7 @@ def _may_have_history(recorder: Recorder, target: torch.Tensor) -> bool:
     return target.requires_grad or may
 
 
-def _parting(recorder: Recorder, views: list[Entry]) -> set[Handle]:
+def _parting(recorder: Recorder, views: list[Alias]) -> set[ValueId]:
     """The values that cannot be patched before a call that writes these views: they would be one memory no more.
 
     So it is with what several of them are views of, and with a view that repeats elements, of which is no copy.
@@ -224,7 +295,7 @@ def _parting(recorder: Recorder, views: list[Entry]) -> set[Handle]:
     return repeating | {handle for handle, count in above.items() if count > 1}
 
 
-def _lineage(recorder: Recorder, view: Handle) -> set[Handle]:
+def _lineage(recorder: Recorder, view: ValueId) -> set[ValueId]:
     """A view, and the views that it is one of."""
     found, stack = set(), [view]
     while stack:
@@ -244,7 +315,7 @@ def _reads_apart(func: Any, args: Any, source: torch.Tensor, targets: Any) -> bo
         part = args[0][args[1]]
         if copies := storage_of(part) == storage_of(args[0]):
             targets = [part]
-    return not any(meet(source, t) and not (copies and geometry_of(source) == geometry_of(t)) for t in targets)
+    return not any(may_overlap(source, t) and not (copies and geometry_of(source) == geometry_of(t)) for t in targets)
 
 
 def _repeats(tensor: torch.Tensor) -> bool:
@@ -258,7 +329,7 @@ def append_write(
     recorder: Recorder,
     rule: Rule,
     writing: Writing,
-    record: WriteArguments | Twin,
+    record: WriteArguments | FunctionalCall,
     out: Any,
     site: Any,
     key: str | None,
@@ -275,7 +346,7 @@ def append_write(
         function, reads, named = record
         recorder.append(function, rule, reads, named, whole[0], site, key, False, writing.func)
         return
-    fresh: dict[int, Handle] = {}
+    fresh: dict[int, ValueId] = {}
     besides = number_parts(out, partial(_fresh_result, recorder, writing.tensors, fresh), ())
 
     def seen(tensor: torch.Tensor) -> Any:
@@ -290,7 +361,7 @@ def append_write(
     recorder.recording.records.append(made)
 
 
-def _renewed(recorder: Recorder, targets: Any, entries: Any) -> tuple[Handle, ...]:
+def _renewed(recorder: Recorder, targets: Any, entries: Any) -> tuple[ValueId, ...]:
     """The values that hold after a write: of what it was told to write, which may be views."""
     views = []
     for target, entry in zip(targets, entries, strict=True):
@@ -305,8 +376,8 @@ def _renewed(recorder: Recorder, targets: Any, entries: Any) -> tuple[Handle, ..
 
 
 def _fresh_result(
-    recorder: Recorder, tensors: Any, fresh: dict[int, Handle], tensor: torch.Tensor, part: Any
-) -> Handle | None:
+    recorder: Recorder, tensors: Any, fresh: dict[int, ValueId], tensor: torch.Tensor, part: Any
+) -> ValueId | None:
     """What a call that wrote gave besides; None for what it was given."""
     memory = recorder.memory
     if memory.live.get(id(tensor)) is not None and any(tensor is other for other in tensors):
@@ -350,13 +421,13 @@ def _outgrown(recorder: Recorder, rule: Rule, writing: Writing, out: Any, site: 
     return out
 
 
-def _entries_on(recorder: Recorder, base: Base) -> list[Entry]:
-    return [entry for entry in recorder.memory.live.values() if isinstance(entry, Entry) and entry.base is base]
+def _entries_on(recorder: Recorder, base: Storage) -> list[Alias]:
+    return [entry for entry in recorder.memory.live.values() if isinstance(entry, Alias) and entry.base is base]
 
 
 def _forget(recorder: Recorder, tensor: torch.Tensor) -> None:
     known = recorder.memory.live.pop(id(tensor), None)
-    if isinstance(known, Entry):
+    if isinstance(known, Alias):
         recorder.memory.bases = {key: base for key, base in recorder.memory.bases.items() if base is not known.base}
     recorder.memory.keep_alive.append(tensor)
     recorder.memory.moved.add(id(tensor))
@@ -437,13 +508,13 @@ def assign(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) ->
         recorder.recording.view_of[handle] = (source,)
     recorder.memory.look(tensor, base, (*steps, step), handle)
     function, reads = (standing, [old, source]) if straight else (torch.Tensor.detach, [source])
-    recorder.append(function, Rule(How.LEAF, "data"), reads, {}, handle, recorder.site(), None, False)
+    recorder.append(function, Rule(Handling.LEAF, "data"), reads, {}, handle, recorder.site(), None, False)
     if straight:
         _keep_history(recorder)
     return result
 
 
-def _is_from_outside(recorder: Recorder, base: Base) -> bool:
+def _is_from_outside(recorder: Recorder, base: Storage) -> bool:
     """Is it memory that something outside of torch has filled, and that no tensor of the forward looks at, as that of
     which `torch.load` makes tensors?
     """

@@ -15,10 +15,9 @@ from .aten_audit import audit
 from .hook_comparison import witness
 from .model_under_test import ModelUnderTest
 from .per_node import NODE_LAWS
-from .program_under_test import ProgramUnderTest
+from .program_under_test import ProgramUnderTest, saved_values, well_formed, whole_replay
 from .replay_comparison import gradients, other_inputs
 from .report import CheckReport, LawResult
-from .whole_program import saved_values, well_formed, whole_replay
 
 T = TypeVar("T", ProgramUnderTest, ModelUnderTest)
 

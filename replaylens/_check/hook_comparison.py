@@ -18,16 +18,16 @@ import torch
 from attrs import define, field
 from torch import nn
 
-from .._capture.origins import Origins
+from .._capture.provenance import Provenance
 from .._capture.scopes import addresses, other_addresses
-from .._core.graph import Graph
-from .._core.node import Call, Ref, Scope, State, meanings_of
-from .._core.runtime import blank, resized
-from .._core.sameness import difference, same
-from .._core.torch_private import outside_of_transforms, without_any_modes, without_function_modes
-from .._core.trees import leaves
+from .._ir.equality import difference, same
+from .._ir.graph import Graph
+from .._ir.node import Call, Ref, Scope, State, specs_of
+from .._ir.runtime import blank, resized
+from .._ir.torch_private import outside_of_transforms, without_any_modes, without_function_modes
+from .._ir.trees import leaves
 from .._replay.record import Record
-from .aten_calls import is_within_gradient
+from .aten_audit import is_within_gradient
 from .model_under_test import UNSTEADY, ModelUnderTest, open_layers
 from .output_comparison import unlike
 from .report import Finding, LawResult
@@ -38,7 +38,7 @@ ModuleCall = tuple[str, int]  # the address of a module, and which call of it
 def witness(subject: ModelUnderTest) -> LawResult:
     """The outputs of all module calls, of the model itself and what it wrote: of a plain forward, and as recorded."""
     subject.begin()
-    origins = Origins(subject.model)  # with its modules where they stood: a forward may give them other places
+    origins = Provenance(subject.model)  # with its modules where they stood: a forward may give them other places
     names = addresses(origins.table)
     hooks = _Hooks(subject.record, {number: name for number, name in names.items() if number not in origins.wrapped})
     beginning = [*wrong_beginning(subject, origins)]
@@ -178,7 +178,7 @@ def _label(call: ModuleCall) -> str:
 Holdings = dict[str, tuple[str, torch.Tensor]]  # by address: "parameter" or "buffer", and the tensor
 
 
-def wrong_beginning(subject: ModelUnderTest, origins: Origins) -> Iterator[Finding]:
+def wrong_beginning(subject: ModelUnderTest, origins: Provenance) -> Iterator[Finding]:
     """Inputs and state that the program reads, and that are not what it says."""
     record = subject.record
     fact, far = unlike((subject.args, subject.kwargs), record.graph.inputs, record.value)
@@ -206,7 +206,7 @@ def _wrong_state(subject: ModelUnderTest, node: State, held: Holdings, names: di
         yield Finding(node.name, fact)
 
 
-def wrong_ending(subject: ModelUnderTest, origins: Origins) -> Iterator[Finding]:
+def wrong_ending(subject: ModelUnderTest, origins: Provenance) -> Iterator[Finding]:
     """Parameters and buffers in which a plain forward left something else than the program says."""
     record = subject.record
     held = {
@@ -231,7 +231,7 @@ def _defined(graph: Graph, ref: Ref, now: torch.Tensor, wanted: torch.Tensor) ->
     if not isinstance(node, Call) or node.target.function not in (blank, resized) or now.shape != wanted.shape:
         return now, wanted
     sources = node.refs if node.target.function is resized else ()
-    count = sum(math.prod(meanings_of(graph[source.node])[source].shape) for source in sources)
+    count = sum(math.prod(specs_of(graph[source.node])[source].shape) for source in sources)
     if count >= now.numel() or now.layout is not torch.strided:
         return now, wanted
     return now.detach().reshape(-1)[:count], wanted.detach().reshape(-1)[:count]
@@ -248,7 +248,7 @@ def _ends(graph: Graph) -> dict[str, Ref]:
     return ends | written
 
 
-def _held(origins: Origins) -> Holdings:
+def _held(origins: Provenance) -> Holdings:
     """Every parameter and buffer that the model has now, by each of its addresses."""
     first = addresses(origins.table)
     further = other_addresses(origins.table, first)

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from .._core.autograd import standing
-from .._core.graph import InnerGradient
-from .._core.node import Call, Ref, refs_in
-from .._core.ops import OpInfo, Quirk, info
-from .._core.torch_private import OpOverload, OpOverloadPacket
-from .._core.write import Write, original_call, unpacked
-from .._edit.acts import is_act
+from .._edit.patch_ops import is_act
+from .._ir.autograd import standing
+from .._ir.graph import InnerGradient
+from .._ir.node import Call, Ref, refs_in
+from .._ir.ops import OpInfo, Quirk, info
+from .._ir.torch_private import OpOverload, OpOverloadPacket
+from .._ir.write import Write, original_call, unpacked
 
 _SHAPE = "only its shape and type are read"
 

@@ -16,7 +16,6 @@ from attrs import evolve, frozen
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from .._capture.builder import Recording, SourceRecord
 from .._capture.capture import (
     Captured,
     deeper_stack,
@@ -27,16 +26,17 @@ from .._capture.capture import (
     require_no_iterators,
     require_supported,
 )
-from .._capture.origins import Origins
+from .._capture.provenance import Provenance
+from .._capture.recording import Recording, SourceRecord
 from .._capture.scopes import alone_with
 from .._capture.snapshot import ForwardState, ModelState
 from .._capture.state_changes import held
-from .._core.naming import labels
-from .._core.node import Ref
-from .._core.sharing import version_of
-from .._core.torch_private import HigherOrderOperator
-from .._core.turns import Turn
-from .._core.world import World, surely
+from .._ir.node import Ref
+from .._ir.shared_memory import version_of
+from .._ir.torch_private import HigherOrderOperator
+from .._ir.turns import Turn
+from .._ir.world import World, surely
+from .._layers.naming import labels
 from .._replay.record import Record, Versions
 from .output_comparison import apart, copied
 
@@ -89,7 +89,9 @@ class ModelUnderTest:
         nothing: they alone can be exchanged.
         """
         sources = [source for source in self.captured.recording.records if isinstance(source, SourceRecord)]
-        held_by_model = {id(tensor): tensor for module in Origins(self.model).modules for tensor in _tensors_of(module)}
+        held_by_model = {
+            id(tensor): tensor for module in Provenance(self.model).modules for tensor in _tensors_of(module)
+        }
         objects = held_by_model | {id(source.tensor): source.tensor for source in sources}
         memory = Counter(_memory_of(tensor) for tensor in objects.values())
         nodes = zip(self.captured.recording.records, self.record.graph.nodes, strict=True)
@@ -103,11 +105,11 @@ def under_check(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], work:
     """
     require_supported(model)
     require_no_iterators(args, kwargs)
-    return alone_with(lambda: Origins(model).modules, lambda turn: _under_check(turn, model, args, kwargs, work))
+    return alone_with(lambda: Provenance(model).modules, lambda turn: _under_check(turn, model, args, kwargs, work))
 
 
 def _under_check(turn: Turn, model: Any, args: Any, kwargs: Any, work: Callable[[ModelUnderTest], T]) -> T:
-    belongings = ModelState(Origins(model).modules, (args, kwargs))
+    belongings = ModelState(Provenance(model).modules, (args, kwargs))
     subject, world = None, World()
     begun: list[tuple[Recording, ForwardState]] = []
     try:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from attrs import frozen
 
-from .._core.node import Ref, TensorMeaning
-from .._core.sameness import difference, same
-from .._core.torch_private import is_wrapped, unwrapped
-from .._core.trees import Branch, freeze_deep
+from .._ir.equality import difference, same
+from .._ir.node import Ref, TensorSpec
+from .._ir.torch_private import is_wrapped, unwrapped
+from .._ir.trees import Branch, freeze_deep
 
 _PLAIN = (bool, int, float, complex, str)
 Recorded = Callable[[Ref], torch.Tensor]
@@ -35,17 +35,17 @@ def copied(value: Any) -> Any:
 
 def apart(tree: Any, value: Any) -> bool:
     """Does a value differ from what `copied` made of another one?"""
-    pairs = _pairs(tree, freeze_deep(value, _held))
+    pairs = _pairs(tree, freeze_deep(value, _leaf_tensors))
     return any(isinstance(a, _Held) and isinstance(b, _Held) and not same(a.tensor, b.tensor) for a, b in pairs)
 
 
 def unlike(value: Any, tree: Any, recorded: Recorded) -> tuple[str, float | None]:
     """How a value differs from what a tree of Refs stands for, and how far: nothing where they are equal to the bit."""
-    for mine, theirs in _pairs(freeze_deep(value, _held), tree):
+    for mine, theirs in _pairs(freeze_deep(value, _leaf_tensors), tree):
         if isinstance(mine, _Held) and isinstance(theirs, Ref):
             wanted = recorded(theirs)
             if not same(mine.tensor, wanted):
-                one, other = str(TensorMeaning.of(mine.tensor)), str(TensorMeaning.of(wanted))
+                one, other = str(TensorSpec.of(mine.tensor)), str(TensorSpec.of(wanted))
                 return "other numbers" if one == other else f"{one}, not {other}", difference(mine.tensor, wanted)
         elif isinstance(mine, _Held):
             return "a tensor that is no value of the program", None
@@ -60,7 +60,7 @@ def unlike(value: Any, tree: Any, recorded: Recorded) -> tuple[str, float | None
 
 def side_by_side(value: Any, tree: Any) -> list[tuple[torch.Tensor, Ref]]:
     """The tensors in a value, each with the Ref that it should be."""
-    pairs = _pairs(freeze_deep(value, _held), tree)
+    pairs = _pairs(freeze_deep(value, _leaf_tensors), tree)
     return [(mine.tensor, theirs) for mine, theirs in pairs if isinstance(mine, _Held) and isinstance(theirs, Ref)]
 
 
@@ -70,7 +70,7 @@ def furthest(value: Any, tree: Any, recorded: Recorded, but_zeros: bool = False)
     """
     pairs = [
         (mine.tensor, recorded(theirs))
-        for mine, theirs in _pairs(freeze_deep(value, _held), tree)
+        for mine, theirs in _pairs(freeze_deep(value, _leaf_tensors), tree)
         if isinstance(mine, _Held) and isinstance(theirs, Ref)
     ]
     found = [difference(one, _zero_where(one, other) if but_zeros else other) for one, other in pairs]
@@ -84,7 +84,7 @@ def _zero_where(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return other.detach().masked_fill(~(one != 0).any(-1, keepdim=True), 0)
 
 
-def _held(tensor: torch.Tensor) -> _Held:
+def _leaf_tensors(tensor: torch.Tensor) -> _Held:
     """The plain tensor beneath functorch's wrappers, which is what is recorded."""
     while is_wrapped(tensor):
         tensor = unwrapped(tensor)

@@ -13,16 +13,15 @@ from typing import Any
 import torch
 from attrs import define, evolve, field, frozen
 
-from .._core.graph import Graph
-from .._core.node import Call, Ref, State, identifier, refs_of
-from .._core.sameness import difference, same
 from .._edit.lower import may_vary
-from .._many.progress import bar
+from .._ir.equality import difference, same
+from .._ir.graph import Graph
+from .._ir.node import Call, Ref, State, identifier, refs_of
+from .._replay.alias_analysis import detached_views
 from .._replay.interpreter import recorded_world
-from .._replay.parting import parted
 from .._replay.record import Record
-from .call_variants import otherwise
-from .dependency_test import UNREAD, Trial, unseen
+from .._sweep.batch_runner import bar
+from .dependency_test import UNREAD, Trial, otherwise, unseen
 from .perturbations import others_than
 from .program_under_test import ProgramUnderTest
 from .report import Finding, LawResult, at_node
@@ -99,7 +98,9 @@ class _Walk:
     def __init__(self, program: ProgramUnderTest) -> None:
         self.program, self.record, self.graph = program, program.record, program.graph
         self.values = Values(self.record)
-        self.apart = parted(self.graph, ())  # views that an edit has parted from their memory, by the call that writes
+        self.apart = detached_views(
+            self.graph, ()
+        )  # views that an edit has parted from their memory, by the call that writes
 
     def is_needed(self, position: int, node: Call) -> bool:
         """Is the call asked, or must a value that was not kept be computed?"""

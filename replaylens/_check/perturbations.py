@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .._core.torch_private import quantized_per_channel, quantized_per_tensor
+from .._ir.torch_private import quantized_per_channel, quantized_per_tensor
 
 _LARGE = 2**18  # numbers from which on a tensor's own values in another order will do first
 _POOL = 65521  # a prime, so that the repeated pool does not fall in step with the rows of a tensor

@@ -2,24 +2,39 @@
 
 In: a record, what the model returned. Out: what the laws of a program are asked of. A call that a whole replay ran on
 the saved values of what it reads, and that gave its own, is verified: it is given the same bits, and gave the same.
+
+The laws of a program as a whole: its replay gives what the model returned, its saved values are what they were, its
+graph is well formed.
+
+In: a program under check. Out: the result of each law. The replay is the one that users run; its calls are verified on
+the way.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
-from .._core.graph import Graph
-from .._core.lazy import cached_property
-from .._core.node import Call, Ref, refs_of
-from .._core.sameness import same
-from .._core.trees import part_at
+from .._ir.equality import difference, kind_of, same
+from .._ir.graph import Graph
+from .._ir.node import Call, Input, Ref, State, refs_of, specs_of
+from .._ir.printer import expression
+from .._ir.trees import Branch, freeze_deep, leaves, part_at, remake
+from .._ir.util import cached_property, notes_of
+from .._ir.validate import problems, unguarded_shapes
 from .._replay.interpreter import Code
 from .._replay.record import Record
-from .report import LawResult
+from .._replay.replay import replay
+from .._replay.request import Request
+from .._replay.supply import Run
+from ..errors import DivergedReplay
+from .report import Finding, LawResult, at_name, at_node
 
 
 @frozen(eq=False)
@@ -76,3 +91,187 @@ class ProgramUnderTest:
         return self.verified.issuperset(calls) and all(
             same(part_at(made, ref.path), saved[ref]) for ref in refs_of(node)
         )
+
+
+def whole_replay(program: ProgramUnderTest) -> LawResult:
+    """The output and the state changes of a replay without changes. The calls that it ran rightly are verified."""
+    record, graph = program.record, program.graph
+    asked, unit = len(graph.output_refs), f"outputs, {len(graph.changes)} state changes"
+    if program.stale:
+        return LawResult(skipped="a saved value was overwritten")
+    try:
+        run = replay(record, Request(whole=True, on_divergence="raise"), lambda name: name, program.verifying)
+    except DivergedReplay as error:
+        return LawResult(asked, (Finding("", f"leaves the recorded path: {_first_line(error)}"),), unit=unit)
+    except Exception as error:
+        name = next((words[1] for words in map(_node_of, notes_of(error)) if words), "")
+        return LawResult(asked, (at_name(graph, name, f"raises {type(error).__name__}"),), unit=unit)
+    failures = (*_outputs(record, program.returned, run), *_changes(record, run))
+    return LawResult(asked, failures, unit=unit, holds="bit for bit")
+
+
+def _outputs(record: Record, returned: Any, run: Run) -> Iterator[Finding]:
+    """The output against what the model returned, and that against what was saved of it."""
+    graph = record.graph
+    mine, made = _opened(run.output)
+    theirs, wanted = _opened(returned)
+    if _shape_of(mine) != _shape_of(theirs):
+        fact = f"the output is {_short(mine)}, and the model returned {_short(theirs)}"
+        yield Finding("", fact)
+        return
+    refs = graph.output_refs if len(graph.output_refs) == len(made) else ()
+    for number, (one, other) in enumerate(zip(made, wanted, strict=True)):
+        name = refs[number].node if refs else ""
+        if not same(one, other):
+            yield _apart(graph, name, f"output {number + 1} is another than the model returned", one, other)
+        elif refs and refs[number] in record.values and not same(record.values[refs[number]], other):
+            yield _apart(graph, name, f"output {number + 1} was saved as another value", one, other)
+
+
+def _changes(record: Record, run: Run) -> Iterator[Finding]:
+    for address, ref in record.graph.changes:
+        now = run.state_changes[address]
+        if now is not None and ref in record.values and not same(now, record.values[ref]):
+            fact = f"what the model writes to `{address}` comes out as another value"
+            yield _apart(record.graph, ref.node, fact, now, record.values[ref])
+
+
+def _apart(graph: Graph, name: str, fact: str, one: torch.Tensor, other: torch.Tensor) -> Finding:
+    kinds = f": {kind_of(one)[:3]}, not {kind_of(other)[:3]}" if kind_of(one) != kind_of(other) else ""
+    return at_name(graph, name, fact + kinds, difference=difference(one, other))
+
+
+def _opened(output: Any) -> tuple[Any, list[torch.Tensor]]:
+    """The tree of an output, and its tensors: those of a container that stands in two places, twice."""
+    found: list[torch.Tensor] = []
+
+    def leaf(tensor: torch.Tensor) -> Ref:
+        found.append(tensor)
+        return Ref("value", (len(found),))
+
+    tree = freeze_deep(output, leaf)
+    places = [one for one in leaves(tree) if type(one) is Ref]
+    numbers = count()
+    counted = remake(tree, lambda one: Ref("value", (next(numbers),)) if type(one) is Ref else one)
+    return counted, [found[one.path[0] - 1] for one in places]
+
+
+def _shape_of(tree: Any) -> Any:
+    """Containers, and what stands in them: tensors, plain values, and of anything else its class."""
+    if type(tree) is tuple:
+        return ("tuple", *map(_shape_of, tree))
+    if isinstance(tree, Branch):
+        return (tree.kind, tree.keys, *map(_shape_of, tree.items))
+    is_plain = tree is None or isinstance(tree, (int, float, str, bool, complex, bytes, torch.dtype, torch.Size))
+    return tree if type(tree) is Ref else repr(tree) if is_plain else type(tree)
+
+
+def _short(tree: Any) -> str:
+    held = sum(type(leaf) is Ref for leaf in leaves(tree))
+    kind = tree.kind.__name__ if isinstance(tree, Branch) else type(tree).__name__
+    return "a tensor" if type(tree) is Ref else f"a {kind} of {held} tensors" if held else expression(tree)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _node_of(note: str) -> tuple[str, str] | None:
+    """The node that an exception's note names."""
+    start = "replaylens: raised by node "
+    return ("node", note.removeprefix(start).partition(" ")[0]) if note.startswith(start) else None
+
+
+def saved_values(program: ProgramUnderTest) -> LawResult:
+    """Nothing was overwritten, and shapes, types and devices are those of the graph."""
+    record, stale = program.record, program.stale
+    failures = (*_overwritten(record, stale), *_of_another_kind(record, stale))
+    holds = "none overwritten, all of the recorded kind"
+    missing = sum(ref not in record.values for node in record.graph.calls for ref in specs_of(node))
+    note = f"{missing:,} values were not kept" if missing else ""
+    return LawResult(len(record.values), failures, unit="values", holds=holds, note=note)
+
+
+def _overwritten(record: Record, stale: frozenset[Ref]) -> Iterator[Finding]:
+    for ref in record.values:
+        if ref in stale:
+            node = record.graph[ref.node]
+            what = f"the {node.kind} `{node.address}`" if isinstance(node, State) else "its saved value"
+            place = record.place_of(ref)
+            own = isinstance(node, State) and place is not None and not place.is_as_it_was()
+            fact = f"{what} {place.change if own and place is not None else 'was overwritten since the capture'}"
+            yield evolve(at_name(record.graph, ref.node, fact), is_stale=True)
+
+
+def _of_another_kind(record: Record, stale: frozenset[Ref]) -> Iterator[Finding]:
+    for node in record.graph.nodes:
+        for ref, meaning in specs_of(node).items():
+            value = record.values.get(ref)
+            if not isinstance(value, torch.Tensor) or ref in stale:
+                continue
+            shape = tuple(value.shape) if not value.is_nested else ()
+            mine, wanted = (shape, value.dtype, str(value.device)), (meaning.shape, meaning.dtype, meaning.device)
+            if mine != wanted:
+                yield at_name(record.graph, node.name, f"{ref} was saved as {mine}, and is said to be {wanted}")
+
+
+def well_formed(program: ProgramUnderTest) -> LawResult:
+    """What every graph obeys."""
+    graph = program.graph
+    failures = [at_name(graph, problem.node, problem.fact) for problem in (*problems(graph), *unguarded_shapes(graph))]
+    if not failures:
+        orphans = _orphans(graph) if program.as_captured else ()
+        failures = [*_dangling(graph), *_meanings(graph), *_state(graph), *orphans]
+    return LawResult(len(graph), tuple(failures), unit="nodes", holds="well formed")
+
+
+def _dangling(graph: Graph) -> Iterator[Finding]:
+    """Everything beside the nodes speaks of values that nodes give."""
+    given = {ref for node in graph.nodes for ref in (*refs_of(node), Ref(node.name))}
+    places: list[tuple[str, Any]] = [("the inputs", graph.inputs), ("the output", graph.output)]
+    places += [(f"the output of module {scope}", tree) for scope, tree in graph.module_outputs]
+    places += [(f"the new value of `{address}`", ref) for address, ref in graph.changes]
+    for what, tree in places:
+        for ref in _refs(tree):
+            if ref not in given:
+                yield Finding(ref.node, f"{what} is {ref}, which no node gives")
+    for name in sorted(graph.orphans - graph.positions.keys()):
+        yield Finding(name, "is set aside as an orphan, and is no node")
+    for ref in dict.fromkeys(_refs(graph.inputs)):
+        if ref in given and not isinstance(graph[ref.node], Input):
+            yield at_name(graph, ref.node, "stands among the inputs, and is none")
+
+
+def _meanings(graph: Graph) -> Iterator[Finding]:
+    """Each tensor that a call gives has its shape and type, and what the model saw of it is among what it gives."""
+    for call in graph.calls:
+        count = len(_refs(call.returns))
+        if count != len(call.meaning):
+            yield at_node(call, f"gives {count} tensors, and says of {len(call.meaning)} what they are")
+        for ref in (*_refs(call.returns), *_refs(call.result)):
+            if ref.node != call.name:
+                yield at_node(call, f"gives {ref}, which is another node's")
+
+
+def _state(graph: Graph) -> Iterator[Finding]:
+    seen: Counter[str] = Counter(name for node in graph.state_nodes for name in (node.address, *node.aliases))
+    for address, nodes in seen.items():
+        if nodes > 1:
+            yield Finding(address, f"{nodes} nodes are the state at `{address}`")
+
+
+def _orphans(graph: Graph) -> Iterator[Finding]:
+    """Set aside is just what neither comes from an input nor reaches an output."""
+    below = graph.descendants([node.name for node in graph.input_nodes])
+    above = graph.ancestors([ref.node for ref in graph.wanted_refs])
+    for node in graph.nodes:
+        if node.name in graph.orphans and node.name in above:
+            yield at_node(node, "is set aside as an orphan, and reaches an output")
+        if node.name in graph.orphans and node.name in below and isinstance(node, Call):
+            yield at_node(node, "is set aside as an orphan, and comes from an input")
+        if isinstance(node, Call) and node.name not in graph.orphans | above | below:
+            yield at_node(node, "comes from no input and reaches no output, and is not set aside")
+
+
+def _refs(tree: Any) -> list[Ref]:
+    return [leaf for leaf in leaves(tree) if type(leaf) is Ref]

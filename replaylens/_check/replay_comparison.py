@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from attrs import frozen
 
-from .._capture.origins import Origins
+from .._capture.provenance import Provenance
 from .._capture.scopes import addresses
-from .._core.node import Ref
-from .._core.sameness import difference, same
-from .._core.trees import thaw_shared
-from .._replay.flag_guards import Around, departures
+from .._ir.equality import difference, same
+from .._ir.node import Ref
+from .._ir.trees import thaw_shared
+from .._replay.flag_guards import OuterModes, departures
 from .._replay.record import Record
 from .._replay.replay import execute
 from .._replay.request import Request
@@ -56,7 +56,7 @@ def _led_away(subject: ModelUnderTest, inputs: dict[str, torch.Tensor]) -> str:
     """Why the model would go another way on these inputs than it was captured; empty if it would not."""
     record = subject.record
     given: dict[Ref, torch.Tensor] = {Ref(name): value for name, value in inputs.items()}
-    found = next(departures(record.graph, record.values, given, Around.now()), None)
+    found = next(departures(record.graph, record.values, given, OuterModes.now()), None)
     return f"the model goes another way where an input needs gradients: it asks for {found.what}" if found else ""
 
 
@@ -112,12 +112,12 @@ def _asked(subject: ModelUnderTest, inputs: dict[str, torch.Tensor]) -> LawResul
 
 def _leaves(subject: ModelUnderTest, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The leaves that collect gradients: the inputs, the model's parameters, what else it holds."""
-    named = addresses(Origins(subject.model).table)
+    named = addresses(Provenance(subject.model).table)
     found = {name: value for name, value in inputs.items() if value.requires_grad}
     for node in subject.record.graph.state_nodes:
         if (tensor := subject.record.live.get(node.name)) is not None:
             found[node.address] = tensor
-    for module in Origins(subject.model).modules:
+    for module in Provenance(subject.model).modules:
         for key, tensor in module._parameters.items():
             if tensor is not None:
                 found.setdefault(f"{named[id(module)]}.{key}".lstrip("."), tensor)

@@ -12,9 +12,9 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from .._core.graph import Graph
-from .._core.node import Node, Source
-from .._core.text import line as line_of
+from .._ir.graph import Graph
+from .._ir.node import Node, Source
+from .._ir.printer import line as line_of
 
 
 @frozen

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from attrs import frozen
 
-from .._core.autograd import as_leaf
-from .._core.node import Call, Ref, refs_of
-from .._core.sameness import plain, same
-from .._core.tolerances import REARRANGED
-from .._core.trees import part_at
-from .._core.write import Write
+from .._ir.autograd import as_leaf
+from .._ir.equality import plain, same
+from .._ir.node import Call, Ref, refs_of
+from .._ir.tolerances import REARRANGED
+from .._ir.trees import part_at
+from .._ir.write import Write
+from .._replay.alias_analysis import NONE
 from .._replay.compile import Mode, caller
 from .._replay.interpreter import modes
-from .._replay.parting import NONE
 from .._replay.record import Record
 
 Given = Mapping[Ref, torch.Tensor]

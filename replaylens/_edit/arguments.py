@@ -1,4 +1,9 @@
-"""What a call was given, and how another function is given the same.
+"""What arguments a function takes, as far as anything knows: a Python function's own signature, torch's schema.
+
+In: any callable. Out: its parameters in order, or None. Torch's names for one thing (`self` and `input`, `train` and
+`training`) are one name here.
+
+What a call was given, and how another function is given the same.
 
 In: a recorded call, and a function that is to stand in its place. Out: the function's arguments, as trees of Refs.
 
@@ -9,15 +14,88 @@ buffers, numbers, flags) it gets by name, where its signature has an argument of
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from attrs import frozen
 
-from .._core.graph import Graph
-from .._core.node import Call, Ref, State, refs_in
+from .._ir.graph import Graph
+from .._ir.node import Call, Ref, State, refs_in
+from .._ir.ops import info
 from ..errors import BadEdit
-from .signatures import Parameter, meaning, parameters
+
+_SAME = {"self": "input", "train": "training"}
+
+
+@frozen
+class SignatureParameter:
+    """One argument that a function takes."""
+
+    name: str  # as it is written in a call
+    meaning: str  # one name for what torch calls by several
+    is_needed: bool
+    by_name_only: bool = False
+    is_rest: bool = False  # *args
+
+    @staticmethod
+    def of(name: str, is_needed: bool, by_name_only: bool = False, is_rest: bool = False) -> SignatureParameter:
+        return SignatureParameter(name, meaning(name), is_needed, by_name_only, is_rest)
+
+
+def meaning(name: str) -> str:
+    return _SAME.get(name, name)
+
+
+def parameters(function: Callable[..., Any], tensors: int = 1) -> tuple[SignatureParameter, ...] | None:
+    """What a function takes; of a torch function with several forms the one that begins with so many tensors."""
+    if isinstance(function, torch.nn.Module):
+        function = function.forward
+    found = _of_signature(function)
+    if found is not None and not all(one.is_rest or one.by_name_only for one in found):
+        return found
+    return _of_schema(function, tensors) or _of_overrides(function) or found
+
+
+def _of_signature(function: Callable[..., Any]) -> tuple[SignatureParameter, ...] | None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+    listed = [one for one in signature.parameters.values() if one.kind != one.VAR_KEYWORD]
+    return tuple(
+        [
+            SignatureParameter.of(
+                one.name,
+                one.default is one.empty and one.kind != one.VAR_POSITIONAL,
+                one.kind == one.KEYWORD_ONLY,
+                one.kind == one.VAR_POSITIONAL,
+            )
+            for one in listed
+        ]
+    )
+
+
+def _of_schema(function: Callable[..., Any], tensors: int) -> tuple[SignatureParameter, ...] | None:
+    """By the name of a torch function: its form that begins with this number of tensors, else its first."""
+    word = getattr(function, "__name__", "").strip("_")
+    module = getattr(function, "__module__", None) or getattr(getattr(function, "__objclass__", None), "__module__", "")
+    if not word or not str(module or "torch").startswith("torch"):
+        return None
+    forms = [[one for one in overload._schema.arguments if one.name != "out"] for overload in info(word).overloads]
+    fitting = [form for form in forms if all("Tensor" in str(argument.type) for argument in form[:tensors])]
+    if not forms:
+        return None
+    form = next((one for one in fitting if len(one) >= tensors), forms[0])
+    return tuple([SignatureParameter.of(a.name, not a.has_default_value(), a.kwarg_only) for a in form])
+
+
+def _of_overrides(function: Callable[..., Any]) -> tuple[SignatureParameter, ...] | None:
+    """The signature that torch itself keeps of it, to test that it can be overridden."""
+    known = torch.overrides.get_testing_overrides().get(function)
+    return _of_signature(known) if known is not None else None
+
 
 _NEVER = frozenset(("inplace", "out"))  # the new value is a value of its own
 
@@ -72,7 +150,7 @@ def fitted(graph: Graph, call: Call, function: Callable[..., Any], with_args: bo
     raise BadEdit(_misfit(call, function, given, positional, missing))
 
 
-def _by_name(given: Iterable[_Given], wanted: Iterable[Parameter]) -> dict[str, Any]:
+def _by_name(given: Iterable[_Given], wanted: Iterable[SignatureParameter]) -> dict[str, Any]:
     known = {one.name: one.tree for one in given if one.name and not one.is_computed}
     found = {one.name: known[one.meaning] for one in wanted if one.meaning in known}
     return {name: tree for name, tree in found.items() if tree is not None}
@@ -93,7 +171,11 @@ def given_to(graph: Graph, call: Call) -> tuple[_Given, ...]:
 
 
 def _misfit(
-    call: Call, function: Callable[..., Any], given: Iterable[_Given], positional: list[Parameter], missing: list[str]
+    call: Call,
+    function: Callable[..., Any],
+    given: Iterable[_Given],
+    positional: list[SignatureParameter],
+    missing: list[str],
 ) -> str:
     computed = [", ".join(map(str, refs_in(one.tree))) for one in given if one.is_computed]
     others = [one.name for one in given if one.name and not one.is_computed]

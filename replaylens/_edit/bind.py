@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from .._core.reference import Reference
-from .._core.trees import freeze_deep
+from .._ir.trees import freeze_deep
+from .._ir.value_source import ValueSource
 from ..errors import BadPatch, NoSuchLayer
 from .patch import Patch
 
@@ -19,7 +19,7 @@ from .patch import Patch
 def bind(patch: Patch, name: str, number: int | None = None) -> Patch:
     """The patch with what its references have at the site of this name; of several tensors the one of this number."""
 
-    def look(source: Reference) -> torch.Tensor:
+    def look(source: ValueSource) -> torch.Tensor:
         try:
             found = source._value_for(name)
         except NoSuchLayer as error:
@@ -44,9 +44,9 @@ def refers(what: Any) -> bool:
     if isinstance(what, (list, tuple)):
         return any(refers(one) for one in what)
     if not isinstance(what, Patch):
-        return isinstance(what, Reference)
+        return isinstance(what, ValueSource)
 
-    def look(source: Reference) -> torch.Tensor:
+    def look(source: ValueSource) -> torch.Tensor:
         raise _Refers
 
     try:

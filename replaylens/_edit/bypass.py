@@ -11,14 +11,14 @@ from typing import Any
 
 from attrs import evolve
 
-from .._core.graph import Graph
-from .._core.node import Call, Const, Ref, State, TensorMeaning, meanings_of, value_of
-from .._core.runtime import alias
-from .._core.target import Target
-from .._core.text import shape_of
+from .._ir.graph import Graph
+from .._ir.node import Call, Const, Ref, State, TensorSpec, specs_of, value_of
+from .._ir.printer import shape_of
+from .._ir.runtime import alias
+from .._ir.target import Target
 from ..errors import BadEdit
 from .rewrite import replace
-from .writes import with_plain
+from .unwrite import with_plain
 
 
 def bypassed(graph: Graph, name: str, to: Any, resolve: Callable[[Any], Ref]) -> Graph:
@@ -83,13 +83,13 @@ def _named(call: Call, computed: list[Ref], read: tuple[Ref, ...], to: Any, reso
 
 
 def _kind(graph: Graph, ref: Ref) -> Any:
-    meaning = meanings_of(graph[ref.node])[ref]
+    meaning = specs_of(graph[ref.node])[ref]
     return meaning.shape, meaning.dtype, meaning.device
 
 
 def _misfit(graph: Graph, call: Call, refs: list[Ref]) -> str:
     def shown(ref: Ref) -> str:
-        found: TensorMeaning = meanings_of(graph[ref.node])[ref]
+        found: TensorSpec = specs_of(graph[ref.node])[ref]
         return f"{ref} ({found})"
 
     reads = ", ".join(map(shown, refs)) or "nothing"

@@ -11,11 +11,11 @@ from typing import Any
 
 from attrs import evolve, field, frozen
 
-from .._core.graph import Graph, InnerGradient
-from .._core.label import fresh
-from .._core.node import Call, Ref, meanings_of
-from .._core.runtime import alias
-from .._core.target import Target
+from .._ir.graph import Graph, InnerGradient
+from .._ir.label import fresh
+from .._ir.node import Call, Ref, specs_of
+from .._ir.runtime import alias
+from .._ir.target import Target
 from ..errors import BadEdit, ShapeMismatch
 from .rewrite import insert_after, replace, rewire
 
@@ -62,7 +62,7 @@ def tapped(graph: Graph, sender: tuple[Ref, ...], readers: Sequence[str]) -> tup
             Target.of(alias),
             (ref,),
             returns=Ref(name),
-            meaning=(meanings_of(node)[ref],),
+            meaning=(specs_of(node)[ref],),
             context=node.context if isinstance(node, Call) else graph.ambient,
             scope=node.scope if isinstance(node, Call) else None,
             source=node.source if isinstance(node, Call) else None,
@@ -108,7 +108,7 @@ def rewired(graph: Graph, readers: Sequence[str], old: Ref, new: Ref) -> Graph:
             if reader in graph.ancestors([new.node]):
                 raise BadEdit(f"{reader} cannot read {new}, which is made from {reader} itself.")
             raise BadEdit(f"{reader} cannot read {new}, which runs after it.")
-    before, after = meanings_of(graph[old.node])[old], meanings_of(graph[new.node])[new]
+    before, after = specs_of(graph[old.node])[old], specs_of(graph[new.node])[new]
     if (before.shape, before.dtype) != (after.shape, after.dtype):
         raise ShapeMismatch(
             f"{new} is {after}; {', '.join(readers)} reads {old}, which is {before}.\n"

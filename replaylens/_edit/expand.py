@@ -18,25 +18,26 @@ from typing import Any
 import torch
 from attrs import evolve, frozen
 
-from .._core.graph import Graph
-from .._core.label import Label, primed
-from .._core.node import Call, Input, Node, Ref, TensorMeaning, meanings_of, value_of
-from .._core.ops import Quirk, info
-from .._core.target import Target
-from .._core.torch_private import HigherOrderOperator
-from .._core.trees import part_at, remake
+from .._ir.graph import Graph
+from .._ir.label import Label, primed
+from .._ir.node import Call, Input, Node, Ref, TensorSpec, specs_of, value_of
+from .._ir.ops import Quirk, info
+from .._ir.target import Target
+from .._ir.torch_private import HigherOrderOperator
+from .._ir.trees import part_at, remake
 from ..errors import NoSuchLayer
-from .open_attention import (
+from .open_forms.attention import (
+    Opened,
     attention_math,
     flash_attention_for_cpu,
     flex_attention,
     native_multi_head_attention,
+    open_layer_norm,
+    open_rms_norm,
     scaled_dot_product_attention,
     transformer_encoder_layer,
 )
-from .open_form import Opened
-from .open_norms import layer_norm, rms_norm
-from .open_recurrent import gru, gru_cell, lstm, lstm_cell, rnn_relu, rnn_relu_cell, rnn_tanh, rnn_tanh_cell
+from .open_forms.recurrent import gru, gru_cell, lstm, lstm_cell, rnn_relu, rnn_relu_cell, rnn_tanh, rnn_tanh_cell
 from .rewrite import Splice, splice_all
 
 OpenForm = Callable[..., Opened]
@@ -56,8 +57,8 @@ OPEN_FORMS: dict[str, OpenForm] = {
     "gru_cell": gru_cell,
     "rnn_tanh_cell": rnn_tanh_cell,
     "rnn_relu_cell": rnn_relu_cell,
-    "layer_norm": layer_norm,
-    "rms_norm": rms_norm,
+    "layer_norm": open_layer_norm,
+    "rms_norm": open_rms_norm,
 }
 """Open forms by the name of the torch function, whether it was called as such or as an ATen operator."""
 
@@ -113,7 +114,7 @@ def expand(graph: Graph, seen: Mapping[str, Graph], shared: Mapping[str, Mapping
 
     `shared` are values of those graphs that the program has already.
     """
-    naming, names, draws = Naming(graph), {}, {}
+    naming, names, draws = FreshNames(graph), {}, {}
     subs: dict[str, tuple[Graph, Splice]] = {}
     for call in [call for call in graph.calls if call.name in seen]:
         opened = seen[call.name]
@@ -127,7 +128,7 @@ def expand(graph: Graph, seen: Mapping[str, Graph], shared: Mapping[str, Mapping
 
 def _ready(graph: Graph, call: Call) -> Graph:
     """The captured open form of a call, with the call's value as output: a tree like the call's."""
-    parts = dict(zip(meanings_of(call), graph.output[0].items, strict=True))
+    parts = dict(zip(specs_of(call), graph.output[0].items, strict=True))
     nodes = [
         evolve(node, kind=_kind(node), is_differentiated=call.is_differentiated) if isinstance(node, Call) else node
         for node in graph.nodes
@@ -152,7 +153,7 @@ def as_called(call: Call) -> Callable[..., Any]:
 
     def opened(*args: Any, **kwargs: Any) -> Any:
         result, named = _in_autocast(call, form, args, kwargs)
-        wanted = meanings_of(call).items()
+        wanted = specs_of(call).items()
         return [_fitted(part_at(result, ref.path), meaning) for ref, meaning in wanted], named
 
     return opened
@@ -173,7 +174,7 @@ def _in_autocast(call: Call, form: OpenForm, args: Any, kwargs: Any) -> Opened:
         return form(*map(lower, args), **{key: lower(value) for key, value in kwargs.items()})
 
 
-def _fitted(tensor: torch.Tensor, meaning: TensorMeaning) -> torch.Tensor:
+def _fitted(tensor: torch.Tensor, meaning: TensorSpec) -> torch.Tensor:
     """The tensor in this dtype, and its dimensions in this order in memory."""
     tensor, wanted = tensor.to(meaning.dtype), meaning.strides
     dims = range(tensor.dim())
@@ -186,7 +187,7 @@ def _fitted(tensor: torch.Tensor, meaning: TensorMeaning) -> torch.Tensor:
 # ---- what was captured, under the program's names --------------------------------------------------------------------
 
 
-class Naming:
+class FreshNames:
     """Names for what stands in the place of calls, none of them taken."""
 
     def __init__(self, graph: Graph) -> None:

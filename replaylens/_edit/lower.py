@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from attrs import evolve, field, frozen
 
-from .._core.graph import Graph
-from .._core.label import beside, fresh
-from .._core.node import Call, Const, Input, Node, Ref, TensorMeaning, meanings_of, refs_in, refs_of, value_of
-from .._core.runtime import alias, gathered, laid_out, outside_inference
-from .._core.target import Target
-from .._core.trees import freeze, freeze_deep, leaves, remake, remake_shared, thaw
+from .._ir.graph import Graph
+from .._ir.label import beside, fresh
+from .._ir.node import Call, Const, Input, Node, Ref, TensorSpec, refs_in, refs_of, specs_of, value_of
+from .._ir.runtime import alias, gathered, laid_out, outside_inference
+from .._ir.target import Target
+from .._ir.trees import freeze, freeze_deep, leaves, remake, remake_shared, thaw
 from ..errors import ShapeMismatch
-from .acts import of_own_copies
 from .edges import is_tap
 from .patch import Apply, Chain, Patch
+from .patch_ops import of_own_copies
 from .rewrite import renamed, replace
 
 
@@ -116,7 +116,7 @@ def _gather(node: Node, before: str, whole: Any, parts: Any, edited: str) -> tup
     returns = _numbered(node.name, whole)
     refs = dict(zip(refs_in(whole), refs_in(returns), strict=True))
     result = remake(whole, lambda leaf: refs.get(leaf, leaf) if type(leaf) is Ref else leaf)
-    meanings = meanings_of(node)
+    meanings = specs_of(node)
     call = Call(
         node.name,
         "gathered",
@@ -174,7 +174,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    return str(TensorMeaning.of(tensor))
+    return str(TensorSpec.of(tensor))
 
 
 def may_vary(node: Node) -> bool:
@@ -201,7 +201,7 @@ def _patch_call(
         constant = fresh(f"constant_{len(tensors) + 1}_of_{name}", taken)
         taken.add(constant)
         tensors[constant] = arg = outside_inference(arg) if graph.is_ordinary else arg
-        constants.append(Const(constant, "patch", TensorMeaning.of(arg)))
+        constants.append(Const(constant, "patch", TensorSpec.of(arg)))
         given.append(Ref(constant))
     call = evolve(
         _call_at(graph, name, reads, node),
@@ -216,7 +216,7 @@ def _patch_call(
 
 def _call_at(graph: Graph, name: str, reads: Ref, node: Node) -> Call:
     """A call on a value of a node, with the same kind of value, where the node lies."""
-    known = next(m for ref, m in meanings_of(node).items() if ref.path == reads.path or is_tap(node))
+    known = next(m for ref, m in specs_of(node).items() if ref.path == reads.path or is_tap(node))
     return Call(
         name,
         "alias",

@@ -1,4 +1,12 @@
-"""Patch: an intervention as a frozen value: `Zero("b [c] h w", c=[3, 7])`, `From(clean)`, `Add(v) >> Clamp(max=6)`.
+"""What a user gives to a patch, checked as far as that goes before its site is known.
+
+In: anything. Out: plain numbers, tensors, tuples; or an error that says what would have been right.
+
+Tensors as values: equal when they are so bit for bit, and short in print.
+
+In: a tensor, number or anything else that a patch holds. Out: what attrs compares and hashes in its place, and words.
+
+Patch: an intervention as a frozen value: `Zero("b [c] h w", c=[3, 7])`, `From(clean)`, `Add(v) >> Clamp(max=6)`.
 
 In: what a user wants of a value. Out: a value that compares, prints, composes; bound to what its references have at one
 site, it is a pure function of one tensor, and `terms()` says it as a call that a program can hold. Which site it is for
@@ -13,16 +21,127 @@ from typing import Any, ClassVar
 import torch
 from attrs import field, fields, frozen
 
-from .._core.reference import Reference
-from .._core.sameness import same
-from .._core.target import Target
+from .._ir.equality import same
+from .._ir.target import Target
+from .._ir.tolerances import unit_error
+from .._ir.torch_private import peek_interpreter_stack
+from .._ir.value_source import ValueSource
 from ..errors import BadPart, BadPatch
-from . import acts
-from .content import content, shown
-from .given import axes_over, directions, operand, orthonormal, permutation_of, source_of
-from .locate import Part, as_part
+from . import patch_ops as acts
+from .part import Part, as_part
 
-Look = Callable[[Reference], Any]  # what a reference has at the site that a patch is bound to
+
+def operand(word: str, given: Any) -> Any:
+    """A tensor, or a plain number."""
+    number = given.item() if not isinstance(given, torch.Tensor) and hasattr(given, "item") else given
+    if not isinstance(number, (torch.Tensor, int, float, complex)):
+        raise BadPatch(f"{word} takes a tensor or a number, not {shown(given)}.")
+    return number
+
+
+def source_of(word: str, given: Any) -> Any:
+    if not isinstance(given, (torch.Tensor, ValueSource)):
+        raise BadPatch(f"{word} takes a program, a run, a layer or a tensor, not {shown(given)}.")
+    return given
+
+
+def axes_over(over: Any, part: Part | None) -> tuple[Any, ...]:
+    """Names of axes, or numbers."""
+    axes = tuple(over.split()) if isinstance(over, str) else (over,) if isinstance(over, int) else tuple(over)
+    if not axes:
+        raise BadPatch("Mean over no axis. Name some of the pattern's, or give their numbers.")
+    if any(isinstance(axis, str) for axis in axes):
+        if part is None:
+            raise BadPatch(f"Mean over {shown(axes)} needs a pattern that names these axes. Give one, or numbers.")
+        names = part.axis_names
+        if unknown := next((axis for axis in axes if axis not in names), None):
+            raise BadPatch(f'Mean over {unknown!r}: the axes of "{part.pattern}" are {", ".join(names)}.')
+    return axes
+
+
+def permutation_of(given: Any) -> tuple[int, ...] | None:
+    if given is None:
+        return None
+    order = tuple(given.tolist() if hasattr(given, "tolist") else given)
+    if sorted(order) != list(range(len(order))):
+        raise BadPatch(f"Resample takes an order of the rows, each of 0..{len(order) - 1} once, not {list(order)}.")
+    return order
+
+
+def directions(given: Any) -> torch.Tensor:
+    """One direction (d,), or several (k, d) of which none follows from the others."""
+    if not isinstance(given, torch.Tensor) or given.dim() not in (1, 2):
+        raise BadPatch(f"Project takes one direction (d,) or several (k, d), not {shown(given)}.")
+    if not (given.is_floating_point() or given.is_complex()):
+        raise BadPatch(f"Project takes directions of a floating type, not {given.dtype}.")
+    if not _is_hidden(given):
+        rows = _wide(given).reshape(-1, given.shape[-1])
+        if not bool(rows.isfinite().all()):
+            raise BadPatch("Project along a direction that holds NaN or infinite numbers.")
+        rank = int(torch.linalg.matrix_rank(rows))
+        if rank < len(rows):
+            fact = "a direction of length zero" if len(rows) == 1 else f"{len(rows)} directions that span only {rank}"
+            raise BadPatch(f"Project along {fact}: leave out what follows from the others.")
+    return given
+
+
+def orthonormal(basis: Any) -> torch.Tensor:
+    if not isinstance(basis, torch.Tensor) or basis.dim() != 2:
+        raise BadPatch(f"Rotate takes a basis (k, d), one direction a row, not {shown(basis)}.")
+    if not (basis.is_floating_point() or basis.is_complex()):
+        raise BadPatch(f"Rotate takes a basis of a floating type, not {basis.dtype}.")
+    if not _is_hidden(basis):
+        rows = _wide(basis)
+        error = float((rows @ rows.mH - torch.eye(len(rows), device=rows.device)).abs().max()) if len(rows) else 0.0
+        if not error <= unit_error(basis.dtype):
+            raise BadPatch(
+                f"the rows of Rotate's basis are not orthonormal: they are off by {error:.2g}.\n"
+                "torch.linalg.qr(basis.mT).Q.mT makes them so; torch.nn.utils.parametrizations.orthogonal keeps them"
+                " so while they are learned."
+            )
+    return basis
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _is_hidden(tensor: torch.Tensor) -> bool:
+    """Can its content not be looked at, as under vmap?"""
+    return tensor.is_meta or peek_interpreter_stack() is not None
+
+
+class _Content:
+    """A tensor or number as what it is equal to: bit for bit."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Content) and same(self.value, other.value)
+
+    def __hash__(self) -> int:
+        value = self.value
+        return hash((tuple(value.shape), value.dtype)) if isinstance(value, torch.Tensor) else hash(repr(value))
+
+
+def content(value: Any) -> Any:
+    return _Content(value) if isinstance(value, (torch.Tensor, int, float, complex)) else value
+
+
+def shown(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"<tensor {tuple(value.shape)}>"
+    if isinstance(value, tuple) and value and all(isinstance(one, str) for one in value):
+        return repr(" ".join(value))
+    name = getattr(value, "__name__", None) if callable(value) else None
+    text = repr(value) if name is None else name
+    return text if len(text) <= 60 and "\n" not in text else f"<{type(value).__name__}>"
+
+
+Look = Callable[[ValueSource], Any]  # what a reference has at the site that a patch is bound to
 Terms = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
@@ -174,7 +293,7 @@ class Mean(Patch):
         return () if self.of is None else (True,)
 
     def bound(self, look: Look) -> Patch:
-        return self._with(of=look(self.of)) if isinstance(self.of, Reference) else self
+        return self._with(of=look(self.of)) if isinstance(self.of, ValueSource) else self
 
     def terms(self) -> Terms:
         of = () if self.of is None else (_require_bound(self, self.of),)
@@ -205,7 +324,7 @@ class From(Patch):
         return (True,)
 
     def bound(self, look: Look) -> Patch:
-        return self._with(source=look(self.source)) if isinstance(self.source, Reference) else self
+        return self._with(source=look(self.source)) if isinstance(self.source, ValueSource) else self
 
     def terms(self) -> Terms:
         return acts.take_from, (_require_bound(self, self.source),), _at(self.part)
@@ -373,7 +492,7 @@ class Apply(Patch):
     _first = ("fn",)
 
     def __init__(self, fn: Any, /, part: Part | str | None = None, **axes: Any) -> None:
-        if not callable(fn) or isinstance(fn, (torch.Tensor, Patch, Reference)):
+        if not callable(fn) or isinstance(fn, (torch.Tensor, Patch, ValueSource)):
             raise BadPatch(f"Apply takes a function of the value, not {shown(fn)}.")
         self.__attrs_init__(fn, as_part(part, axes))
 
@@ -422,7 +541,7 @@ def patch_of(what: Any) -> Patch:
         return what
     if isinstance(what, torch.Tensor):
         return Set(what)
-    if isinstance(what, Reference):
+    if isinstance(what, ValueSource):
         return From(what)
     if isinstance(what, list):
         if not what:
@@ -452,17 +571,17 @@ def _at(part: Part | None) -> dict[str, Any]:
     return {} if part is None else {"part": part}
 
 
-def _step(patch: Patch, tensors: list[torch.Tensor]) -> acts.Step:
+def _step(patch: Patch, tensors: list[torch.Tensor]) -> acts.PatchStep:
     """A patch as a literal, its tensors put aside."""
     function, args, kwargs = patch.terms()
     slots = []
     for arg in args:
         if isinstance(arg, torch.Tensor):
-            slots.append(acts.Slot(len(tensors)))
+            slots.append(acts.PatchOperand(len(tensors)))
             tensors.append(arg)
         else:
             slots.append(arg)
-    return acts.Step(Target.of(function), tuple(slots), tuple(kwargs.items()))
+    return acts.PatchStep(Target.of(function), tuple(slots), tuple(kwargs.items()))
 
 
 def _require_bound(patch: Patch, source: Any) -> torch.Tensor:

@@ -3,6 +3,11 @@
 In: a lawful Graph, and what is to be another. Out: a lawful Graph. Nodes that an edit does not touch keep their names,
 guards their places, and calls that run others again (a gradient taken inside the forward) run what now stands there.
 No tensor is touched here: meanings of changed nodes are brought up to date when the edited graph is run.
+
+Calls that run others again (a gradient taken inside the forward), after those others have changed.
+
+In: the graph before an edit and after it. Out: the edited graph, in which such a call holds the stretch as it is now.
+How a gradient is taken is not known here: a stretch is a Graph among the call's arguments, with what goes into it.
 """
 
 from __future__ import annotations
@@ -13,14 +18,28 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from .._core.graph import Graph
-from .._core.label import Label, fresh
-from .._core.laws import require_lawful
-from .._core.node import Call, Const, Generator, Guard, Input, Node, Ref, State, meanings_of, refs_in, remade, value_of
-from .._core.runtime import alias, gathered
-from .._core.target import Target
-from .._core.trees import Branch, keyed, leaves, remake, walk
-from .again import run_again
+from .._ir.graph import Graph, InnerGradient
+from .._ir.label import Label, fresh
+from .._ir.node import (
+    Call,
+    Const,
+    Generator,
+    Guard,
+    Input,
+    Node,
+    Ref,
+    State,
+    TensorSpec,
+    refs_in,
+    remade,
+    specs_of,
+    value_of,
+)
+from .._ir.runtime import alias, gathered
+from .._ir.target import Target
+from .._ir.trees import Branch, keyed, leaves, remake, walk
+from .._ir.validate import require_lawful
+from ..errors import ReplaylensError
 
 Refs = Mapping[Ref, Ref]
 NOTHING: Mapping[Any, Any] = MappingProxyType({})
@@ -70,7 +89,7 @@ def replace(graph: Graph, instead: Mapping[str, Sequence[Node]], refs: Refs = NO
         fields["output"] = remake(graph.output, swap)
         fields["module_outputs"] = tuple([(scope, remake(tree, swap)) for scope, tree in graph.module_outputs])
         fields["changes"] = tuple([(address, refs.get(ref, ref)) for address, ref in graph.changes])
-    return require_lawful(run_again(graph, evolve(graph, **{"nodes": tuple(nodes), **fields, **changes}), refs))
+    return require_lawful(recompute_region(graph, evolve(graph, **{"nodes": tuple(nodes), **fields, **changes}), refs))
 
 
 def _moved(guard: Guard, places: Sequence[int], refs: Refs) -> Guard:
@@ -266,7 +285,7 @@ def _followed(inner: Call, node: Call, how: Splice) -> str | None:
 def _gather(node: Call, sub: Graph, swap: Callable[[Any], Any], edited: str) -> Call:
     """The node that gives the output of `sub` where none of its calls does."""
     parts = refs_in(sub.output)
-    known = {ref: meaning for inner in sub.nodes for ref, meaning in meanings_of(inner).items()}
+    known = {ref: meaning for inner in sub.nodes for ref, meaning in specs_of(inner).items()}
     output, meaning = remake(sub.output, swap), tuple([known[ref] for ref in parts])
     call = Call(
         node.name, "alias", Target.of(alias), (output,), returns=Ref(node.name), meaning=meaning, context=node.context,
@@ -301,3 +320,98 @@ def _placed(
     before = {called[node.name] for node in sub.nodes[: guard.position] if node.name in called}
     position = max((number + 1 for number, node in enumerate(nodes) if node.name in before), default=0)
     return remade(guard, swap, position=position)
+
+
+def recompute_region(old: Graph, new: Graph, refs: Mapping[Ref, Ref]) -> Graph:
+    """The new graph, its calls with a `through` brought up to date. `refs`: values that are other ones everywhere."""
+    fixed = {
+        call.name: _with_stretch(old, new, call, refs)
+        for call in new.again
+        if call.name in old and _has_changed(old, new, call, refs)
+    }
+    if not fixed:
+        return new
+    return evolve(new, nodes=tuple([fixed.get(node.name, node) for node in new.nodes]))
+
+
+def _has_changed(old: Graph, new: Graph, call: InnerGradient, refs: Mapping[Ref, Ref]) -> bool:
+    others = any(ref.node in call.through for ref in refs)
+    return others or call is not old[call.name] or any(n not in new or new[n] is not old[n] for n in call.through)
+
+
+def _with_stretch(old: Graph, new: Graph, call: InnerGradient, refs: Mapping[Ref, Ref]) -> Call:
+    given = call.arguments
+    stretch, roots, states = given.stretch, given.starts, given.states
+    outer = _outward(call, refs)
+    members = _members(old, new, call, {leaf.node for leaf in leaves(remake(stretch.output[0], outer))}, roots)
+    names = {member.name for member in members}
+    if missing := [m.name for m in members if m.draws is not None and m.draws not in (states.keys or ())]:
+        raise ReplaylensError(
+            f"{missing[0]} would draw random numbers inside a gradient that the model takes ({call.name}); that cannot "
+            "be taken again."
+        )
+    reads = [ref for member in members for ref in member.refs]
+    reads += refs_in(remake(stretch.output, outer))
+    further = tuple(dict.fromkeys(ref for ref in reads if ref.node not in names and ref not in roots))
+    made = _stretch_of(new, stretch, (*roots, *further), members, outer)
+    there = remake(stretch.output, outer) if given.keep_graph else ()
+    args = given._replace(stretch=made, others=further, there=there)
+    return evolve(call, args=tuple(args), through=tuple([m.name for m in members]))
+
+
+def _outward(call: InnerGradient, refs: Mapping[Ref, Ref]) -> Any:
+    """What a Ref inside the stretch stands for outside."""
+    stretch, reads = call.arguments.stretch, (*call.arguments.starts, *call.arguments.others)
+    given = {node.name: ref for node, ref in zip(stretch.input_nodes, reads, strict=True)}
+    called = {inner.name: name for inner, name in zip(stretch.calls, call.through, strict=True)}
+
+    def outer(leaf: Any) -> Any:
+        if type(leaf) is not Ref:
+            return leaf
+        found = given[leaf.node] if leaf.node in given else evolve(leaf, node=called[leaf.node])
+        return refs.get(found, found)
+
+    return outer
+
+
+def _members(old: Graph, new: Graph, call: InnerGradient, ends: Iterable[str], roots: Iterable[Ref]) -> list[Call]:
+    """The calls of the stretch: those that were in it, and new ones on a way from its start to its ends."""
+    stay = {name for name in call.through if name in new}
+    below = new.descendants([*stay, *(ref.node for ref in roots)])
+    above = new.ancestors(ends)
+    here = new.calls[: new.calls.index(call)] if call in new.calls else new.calls
+    return [c for c in here if c.name in stay or (c.name not in old and c.name in below and c.name in above)]
+
+
+def _stretch_of(new: Graph, stretch: Graph, reads: tuple[Ref, ...], members: list[Call], outer: Any) -> Graph:
+    inside: dict[Ref, Ref] = {ref: Ref(f"value_{number}") for number, ref in enumerate(reads)}
+    called = {member.name: f"call_{number}" for number, member in enumerate(members)}
+
+    def inner(leaf: Any) -> Any:
+        if type(leaf) is not Ref:
+            return leaf
+        return inside[leaf] if leaf in inside else evolve(leaf, node=called[leaf.node])
+
+    nodes: list[Node] = [Input(inside[ref].node, (n,), _meaning(new, ref)) for n, ref in enumerate(reads)]
+    for member in members:
+        nodes.append(
+            remade(
+                member,
+                inner,
+                name=called[member.name],
+                returns=remake(member.returns, inner),
+                result=None,
+                scope=None,
+                source=None,
+            )
+        )
+    output = remake(remake(stretch.output, outer), inner)
+    return evolve(stretch, nodes=tuple(nodes), output=output)
+
+
+def _meaning(graph: Graph, ref: Ref) -> TensorSpec:
+    node = graph[ref.node]
+    if not isinstance(node, Call):
+        return node.meaning
+    refs = refs_in(node.returns)
+    return node.meaning[refs.index(ref)]

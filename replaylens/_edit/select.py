@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 from attrs import evolve, field, frozen
 
-from .._core.glob import is_glob, matches
-from .._core.graph import Graph
-from .._core.label import Label
-from .._core.location import Location
-from .._core.node import State
+from .._ir.graph import Graph
+from .._ir.label import Label
+from .._ir.location import Location
+from .._ir.node import State
+from .._ir.util import is_glob, matches
 from ..errors import NoSuchLayer, WrongCount
 
 CURE = (

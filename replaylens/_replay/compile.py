@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from attrs import evolve, frozen
 
-from .._core.autograd import all_placed, placed
-from .._core.graph import Graph
-from .._core.node import NO_MODES, Call, Context, Generator, Guard, Left, Node, Ref, State, refs_in, refs_of
-from .._core.trees import leaves, thaw, walk
-from .._core.write import Write
+from .._ir.autograd import all_placed, placed
+from .._ir.graph import Graph
+from .._ir.node import NO_MODES, Call, Context, Generator, GeneratorLeft, Guard, Node, Ref, State, refs_in, refs_of
+from .._ir.trees import leaves, thaw, walk
+from .._ir.write import Write
+from .alias_analysis import NONE, detached_views
 from .guards import departure
 from .interpreter import Code, Env, Step, Stretch
-from .parting import NONE, parted
 from .plan import Plan
 from .rng_stream import apart_from, has_own_generator, in_turn, left_at, streamed
 
@@ -36,7 +36,7 @@ class Mode:
 
     grad: bool = False
     fresh: bool = False
-    left: Left | None = None  # of fresh draws: where the user's generator is left
+    left: GeneratorLeft | None = None  # of fresh draws: where the user's generator is left
     is_traced: bool = False  # torch.compile may look at it
     places: Mapping[int, tuple[Ref, ...]] = MappingProxyType({})  # by position: values to take gradients at
 
@@ -86,7 +86,7 @@ class _Compiler:
             guards.setdefault(graph.guards[number].position, []).append(graph.guards[number])
         dying, changed = _deaths(graph, plan, self.layout), frozenset(plan.patch)
         refs = {ref for trees in self.patched.values() for tree in trees for ref in refs_in(tree)}
-        apart = parted(graph, refs)
+        apart = detached_views(graph, refs)
         for position, node in enumerate(graph.nodes):
             for guard in guards.get(position, ()):
                 self._ask(guard)

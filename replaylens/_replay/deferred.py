@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from attrs import evolve
 
-from .._core.lazy import cached_property
-from .._core.model_state import sight_of
-from .._core.node import Call, Ref, refs_in, refs_of
-from .._core.sharing import version_of
-from .._core.trees import thaw
-from .._core.world import drawing_alone
+from .._ir.model_state import sight_of
+from .._ir.node import Call, Ref, refs_in, refs_of
+from .._ir.shared_memory import version_of
+from .._ir.trees import thaw
+from .._ir.util import cached_property
+from .._ir.world import drawing_alone
 from ..errors import ReplaylensError, StaleValue
 from .compile import Mode
 from .plan import Plan, plan

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from attrs import field, frozen
 
-from .._core.copies import in_layout
-from .._core.graph import Graph
-from .._core.node import Call, Guard, Input, Ref, State, TensorMeaning, meanings_of
-from .._core.ops import Quirk, info
-from .._core.runtime import alias, copied
-from .._core.sameness import attached, same_content
-from .._core.torch_private import is_wrapped
-from .._core.trees import named, walk
-from .._core.write import Write
+from .._ir.copies import in_layout
+from .._ir.equality import attached, same_content
+from .._ir.graph import Graph
+from .._ir.node import Call, Guard, Input, Ref, State, TensorSpec, specs_of
+from .._ir.ops import Quirk, info
+from .._ir.runtime import alias, copied
+from .._ir.torch_private import is_wrapped
+from .._ir.trees import named, walk
+from .._ir.write import Write
 from .guards import Departure, changed, diverged, fact
 from .layout_guards import Layouts, Tensors, asked_of, layout_departures, lies_otherwise, shows_memory
 
@@ -31,21 +31,21 @@ WALK = "next_functions"
 
 
 @frozen
-class Around:
+class OuterModes:
     """The modes around the whole model."""
 
     grad: bool
     inference: bool
 
     @staticmethod
-    def of_replay(graph: Graph, grad: bool) -> Around:
+    def of_replay(graph: Graph, grad: bool) -> OuterModes:
         """Those of the capture; for gradients they are on."""
-        return Around(graph.ambient.grad or grad, graph.ambient.inference and not grad)
+        return OuterModes(graph.ambient.grad or grad, graph.ambient.inference and not grad)
 
     @staticmethod
-    def now() -> Around:
+    def now() -> OuterModes:
         """Those that this thread is in."""
-        return Around(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        return OuterModes(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
 
 
 def heeded(graph: Graph, changed: Iterable[int], until: int | None = None) -> list[int]:
@@ -66,7 +66,7 @@ def heeded(graph: Graph, changed: Iterable[int], until: int | None = None) -> li
     ]
 
 
-def departures(graph: Graph, recorded: Tensors, given: Tensors, around: Around) -> Iterator[Departure]:
+def departures(graph: Graph, recorded: Tensors, given: Tensors, around: OuterModes) -> Iterator[Departure]:
     """Other answers, where these values are given in the place of recorded ones."""
     if graph.asked or graph.catches:
         yield from _mode_departures(graph, around)
@@ -74,16 +74,16 @@ def departures(graph: Graph, recorded: Tensors, given: Tensors, around: Around) 
     yield from layout_departures(graph, recorded, given)
 
 
-def _mode_departures(graph: Graph, around: Around) -> Iterator[Departure]:
+def _mode_departures(graph: Graph, around: OuterModes) -> Iterator[Departure]:
     for guard in graph.asked:
         if guard.kind == "mode":
             now = around.grad if guard.target.function is torch.is_grad_enabled else around.inference
             yield from filter(None, (changed(guard, now),))
 
 
-def require_as_asked(graph: Graph, recorded: Tensors, given: Tensors, around: Around | None = None) -> None:
+def require_as_asked(graph: Graph, recorded: Tensors, given: Tensors, around: OuterModes | None = None) -> None:
     """Refuse values that lead away, where nothing else can be done. The modes `around` are mostly those that are on."""
-    for departure in departures(graph, recorded, given, around or Around.now()):
+    for departure in departures(graph, recorded, given, around or OuterModes.now()):
         raise diverged(departure)
 
 
@@ -106,12 +106,12 @@ def asked_again(guard: Guard, value: torch.Tensor) -> Iterator[Departure]:
 
 
 @frozen
-class Instead:
+class ReplacedValues:
     """What stands in the place of recorded values in a replay, as far as it has come."""
 
     graph: Graph
     recorded: Tensors
-    around: Around
+    around: OuterModes
     fixed: Set[Ref]  # all that is given or patched, now or later: what comes before does not tell how it lies
     given: Tensors
     other: dict[Ref, torch.Tensor] = field(init=False)  # what stands there and lies otherwise
@@ -163,7 +163,7 @@ class Instead:
 
     def lay(self, ref: Ref, new: torch.Tensor) -> torch.Tensor:
         """What a patch gave, as it would have to lie in memory for the model to go this way."""
-        laid = in_layout(new, meanings_of(self.graph[ref.node])[ref].strides)
+        laid = in_layout(new, specs_of(self.graph[ref.node])[ref].strides)
         self._lies(ref, laid)
         return laid
 
@@ -210,7 +210,7 @@ def _flags(tensor: torch.Tensor) -> tuple[bool, bool]:
 
 
 def flag_departures(
-    graph: Graph, recorded: Tensors, given: Tensors, around: Around, fixed: Set[Ref] = frozenset()
+    graph: Graph, recorded: Tensors, given: Tensors, around: OuterModes, fixed: Set[Ref] = frozenset()
 ) -> Iterator[Departure]:
     """Where flags of what is given, or other modes, alter an answer."""
     questions = [guard for guard in graph.asked if guard.kind == "flags"]
@@ -226,7 +226,7 @@ class _Flags:
     """Which values need gradients, with the given ones in the place of the recorded ones."""
 
     def __init__(
-        self, graph: Graph, recorded: Tensors, given: Tensors, around: Around, fixed: Set[Ref] = frozenset()
+        self, graph: Graph, recorded: Tensors, given: Tensors, around: OuterModes, fixed: Set[Ref] = frozenset()
     ) -> None:
         self.graph, self.recorded, self.given, self.fixed = graph, recorded, given, fixed
         self.around = around
@@ -305,7 +305,7 @@ class _Flags:
     def _was(self, ref: Ref) -> bool | None:
         return self.before.get(ref)
 
-    def _before(self, node: Call, refs: tuple[Ref, ...], meaning: TensorMeaning) -> bool:
+    def _before(self, node: Call, refs: tuple[Ref, ...], meaning: TensorSpec) -> bool:
         """Did a value need gradients that was not kept?"""
         on = node.context.grad and meaning.is_differentiable and not info(node.target).has(Quirk.DETACHING)
         return on and any(self.before.get(one, False) for one in refs)
@@ -313,7 +313,7 @@ class _Flags:
     def _follow(self) -> None:
         found = self.found
         for node, refs in zip(self.graph.nodes, self.graph.refs, strict=True):
-            for ref, meaning in meanings_of(node).items():
+            for ref, meaning in specs_of(node).items():
                 if (known := self.recorded.get(ref)) is not None:
                     self.before[ref] = known.requires_grad
                 elif isinstance(node, Call):
@@ -325,7 +325,7 @@ class _Flags:
                 else:
                     found[ref] = self._of_call(node, ref, refs, meaning)
 
-    def _of_call(self, node: Call, ref: Ref, refs: tuple[Ref, ...], meaning: TensorMeaning) -> bool:
+    def _of_call(self, node: Call, ref: Ref, refs: tuple[Ref, ...], meaning: TensorSpec) -> bool:
         same = self.around.grad == self.graph.ambient.grad
         on = node.context.grad if same else self.around.grad
         now = on and meaning.is_differentiable and any(self.found.get(one, False) for one in refs)

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from .._core.autograd import as_leaf
-from .._core.graph import Graph
-from .._core.node import Call, Ref, refs_of, value_of
-from .._core.sameness import same_content
-from .._core.torch_private import peek_interpreter_stack
-from .._core.trees import thaw
+from .._ir.autograd import as_leaf
+from .._ir.equality import same_content
+from .._ir.graph import Graph
+from .._ir.node import Call, Ref, refs_of, value_of
+from .._ir.torch_private import peek_interpreter_stack
+from .._ir.trees import thaw
 from ..errors import InputMismatch, NotDifferentiable, ReplaylensError
 from .compile import Mode, compile_plan
 from .flag_guards import require_as_asked

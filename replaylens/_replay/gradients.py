@@ -1,4 +1,10 @@
-"""Gradients of a number at any values of a program, in one backward pass.
+"""Why no gradient reaches a value.
+
+In: a Graph, and what one backward pass showed: which nodes it reached, which values gradients flow through at all, and
+which outputs the metric read. Out: for a value without a gradient the reason, in a user's words, or None where the
+metric does not depend on it: then its gradient is zero. No tensor is touched here.
+
+Gradients of a number at any values of a program, in one backward pass.
 
 In: a Record, a Request that says where (`at`), and a function from the output to a number. Out: Grads. The request runs
 with gradients on, and nothing has a history but what follows those places: no parameter collects anything. The values
@@ -7,29 +13,177 @@ themselves are then what is differentiated by: no hook, no perturbation. Why a v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
-from .._core.autograd import placed
-from .._core.graph import Graph
-from .._core.lazy import cached_property
-from .._core.location import Location
-from .._core.node import Call, Input, Node, Ref, State, TensorMeaning, meanings_of, refs_in
-from .._core.notes import notes_of
-from .._core.reference import Unpickled
-from .._core.sharing import version_of
-from .._core.trees import thaw
-from .._core.write import Write
+from .._ir.autograd import placed
+from .._ir.graph import Graph, InnerGradient
+from .._ir.location import Location
+from .._ir.node import Call, Input, Node, Ref, State, TensorSpec, refs_in, specs_of
+from .._ir.ops import Quirk, info
+from .._ir.runtime import copied
+from .._ir.shared_memory import version_of
+from .._ir.trees import thaw
+from .._ir.util import cached_property, notes_of
+from .._ir.value_source import Unpickled
+from .._ir.write import Write
 from ..errors import BadMetric, NoGradient, NotDifferentiable, ReplaylensError
-from .cuts import Cuts, hidden
 from .guards import changed, diverged
 from .record import Record
 from .replay import Executed, execute
 from .request import Request
+
+
+@frozen(eq=False)
+class GradientBlockers:
+    """What is known of the ways from values to a metric."""
+
+    graph: Graph
+    flows: frozenset[Ref]  # the values through which gradients flow
+    read: frozenset[str]  # nodes whose output the metric takes a gradient from
+    reached: frozenset[str]  # nodes that the backward pass came to
+    hidden: Mapping[Ref, Call]  # see `hidden` below
+    replaced: frozenset[str] = field(default=frozenset())  # nodes in whose place a patch put a constant
+
+    def why_not_at(self, ref: Ref) -> str | None:
+        """Why there is no gradient at a value; None if the metric does not depend on it."""
+        meaning = self.meaning_of(ref)
+        if not meaning.is_differentiable:
+            return f"it holds {_dtype(meaning)}, which has no gradient"
+        if ref not in self.flows:
+            return f"{self._why_not_in(ref.node)}. Name it in at=[...] to have the gradient that begins there"
+        if ref.node not in self._ancestors:
+            return self._escape(ref.node)
+        if not self._is_read(ref):
+            return "the model reads on from the memory that it was written to, not from this view of it"
+        cuts = sorted(self._cuts_below(ref), key=self.graph.positions.__getitem__)
+        return self._words(cuts[0], ref.node) if cuts else None
+
+    def meaning_of(self, ref: Ref) -> TensorSpec:
+        return specs_of(self.graph[ref.node])[ref]
+
+    def hides(self, refs: Iterable[Ref]) -> str | None:
+        """Why the gradient that came to some values is not the whole one."""
+        for ref in refs:
+            node = self.graph[ref.node]
+            if isinstance(node, Call) and node.is_shared:
+                return (
+                    f"`{node.scope}` hands it on in a container that something else holds as well, and what reads it "
+                    f"from there is not known. At {node.refs[0]} is the gradient of all that read it"
+                )
+            call = self.hidden.get(ref)
+            if call is not None and call.name in self._ancestors:
+                return f"it is used once more inside {_line(call)}, where autograd cannot tell it from " + (
+                    "what it lies in the memory of" if isinstance(call, Write) else "what it is made from"
+                )
+        return None
+
+    @cached_property
+    def _ancestors(self) -> frozenset[str]:
+        return self.graph.ancestors(self.read)
+
+    def _is_read(self, ref: Ref) -> bool:
+        """Does anything read this value? Of a write in place it may be that only the memory is read on."""
+        users = self.graph.users[self.graph.positions[ref.node]]
+        return ref in self.graph.output_refs or any(ref in self.graph.refs[position] for position in users)
+
+    def _cuts_below(self, ref: Ref) -> Iterator[str]:
+        """The nodes at which the ways from a value to the metric end for a gradient."""
+        graph, seen = self.graph, {ref.node}
+        stack = [(ref.node, p) for p in graph.users[graph.positions[ref.node]] if ref in graph.refs[p]]
+        while stack:
+            source, position = stack.pop()
+            node = graph.nodes[position]
+            if node.name in seen or node.name not in self._ancestors or node.name in self.replaced:
+                continue
+            seen.add(node.name)
+            if node.name in self.reached or node.name in self.read or not self._goes_through(source, node):
+                yield node.name
+            else:
+                stack.extend((node.name, p) for p in graph.users[position])
+
+    def _goes_through(self, source: str, node: Node) -> bool:
+        """Can a gradient go back from a node to one that it reads? What is merely written over is not read."""
+        if isinstance(node, Write):
+            given = node.arguments
+            read = [leaf.node for leaf in refs_in((given.bases, given.args, given.kwargs))]
+            return source in read and self._flows(node)
+        return self._flows(node)
+
+    def _why_not_in(self, name: str) -> str:
+        """Why gradients do not flow through a value, whatever is asked for."""
+        graph, stack, seen = self.graph, [name], {name}
+        while stack:
+            node = graph[stack.pop()]
+            parents = [graph.nodes[position] for position in graph.parents[graph.positions[node.name]]]
+            if any(self._flows(parent) for parent in parents):
+                return self._words(node.name, name)
+            stack.extend(parent.name for parent in parents if parent.name not in seen)
+            seen.update(parent.name for parent in parents)
+        return "neither an input nor a parameter with gradients goes into it"
+
+    def _flows(self, node: Node) -> bool:
+        return any(ref in self.flows for ref in specs_of(node))
+
+    def _words(self, cut: str, name: str) -> str:
+        node = self.graph[cut]
+        assert isinstance(node, Call)
+        if isinstance(node, Write) and cut != name:
+            return f"{_line(node)} writes over it in place; the gradient is that of what it is a view of"
+        if node.target.function is copied or info(node.target).has(Quirk.DETACHING):
+            return f"detached in {_line(node)}"
+        if _runs_without(node, self.graph):
+            return f"{_line(node)} runs where the model turned gradients off"
+        if not _is_differentiable(node):
+            return f"{_line(node)} gives {_dtype(node.meaning[0])}, which has no gradient"
+        return f"{_line(node)} gives none back" if cut != name else f"torch gives it none, in {_line(node)}"
+
+    def _escape(self, name: str) -> str | None:
+        """Where content of a node, or of what follows it, leaves torch as a number."""
+        below = self.graph.descendants([name])
+        for guard in self.graph.guards:
+            refs = [ref for ref in guard.refs if ref.node in below and guard.kind == "content"]
+            is_number = not info(guard.target).has(Quirk.GIVES_NO_NUMBER)
+            if is_number and any(self.meaning_of(ref).is_differentiable for ref in refs):
+                where = f", at {guard.source.inline}" if guard.source else ""
+                return f"its content leaves torch by {guard.target.short.strip('_')}(){where}"
+        return None
+
+
+def hides_gradient(graph: Graph) -> dict[Ref, Call]:
+    """The values that a call uses in a way that leaves no trace at the value itself, and the call.
+
+    A gradient taken inside the forward, to be differentiated again, runs a stretch of the program once more, from where
+    that begins. A write that reads what it writes to reads it from there.
+    """
+    found: dict[Ref, Call] = {}
+    for call in graph.calls:
+        if isinstance(call, InnerGradient) and call.arguments.keep_graph:
+            found.update({ref: call for name in call.through for ref in specs_of(graph[name])})
+        elif isinstance(call, Write):
+            found.update(dict.fromkeys(call.only_read, call))
+    return found
+
+
+def _runs_without(node: Call, graph: Graph) -> bool:
+    return (not node.context.grad and graph.ambient.grad) or (node.context.inference and not graph.ambient.inference)
+
+
+def _is_differentiable(node: Call) -> bool:
+    return any(meaning.is_differentiable for meaning in node.meaning)
+
+
+def _dtype(meaning: TensorSpec) -> str:
+    return str(meaning.dtype).removeprefix("torch.")
+
+
+def _line(node: Call) -> str:
+    return f"{node.name} ({node.source.inline})" if node.source else node.name
+
 
 Found = Mapping[Ref, torch.Tensor | None]
 
@@ -45,11 +199,11 @@ class Grads(Unpickled, Mapping[str, Any]):
     """
 
     metric: torch.Tensor  # the number itself
-    _asked: Asked
+    _asked: GradTargets
     _find: Callable[[Any], Location]
     _values: Found
     _ends: Found  # at the outputs of the program
-    _cuts: Cuts
+    _cuts: GradientBlockers
 
     @property
     def begins(self) -> frozenset[str]:
@@ -141,7 +295,7 @@ def gradients(
     record: Record,
     request: Request,
     of: Callable[[Any], Any],
-    asked: Asked,
+    asked: GradTargets,
     find: Callable[[Any], Location],
 ) -> Grads:
     """One replay, one backward pass. `of` may read any part of the output."""
@@ -162,9 +316,9 @@ def gradients(
     values = {ref: _hooked(record, ran.request, ref, one) for ref, one in zip(places, found, strict=False)}
     at_ends = dict(zip(ends, found[len(places) :], strict=True))
     constant = [p for p, changes in ran.request.changed.items() if not any(change.follows for change in changes)]
-    cuts = Cuts(
+    cuts = GradientBlockers(
         graph,
-        asked.refs | histories(record),
+        asked.refs | values_with_grad(record),
         hidden=asked.hidden,
         read=frozenset([ref.node for ref, gradient in at_ends.items() if gradient is not None]),
         reached=frozenset([ref.node for ref, gradient in values.items() if gradient is not None]),
@@ -214,7 +368,7 @@ def _refusing(graph: Graph) -> Iterator[None]:
         raise
     except RuntimeError as error:
         why = str(error).partition("\n")[0]
-        layouts = {meaning.layout for node in graph.nodes for meaning in meanings_of(node).values()}
+        layouts = {meaning.layout for node in graph.nodes for meaning in specs_of(node).values()}
         has_mkldnn = any("mkldnn" in str(layout) for layout in layouts)
         is_missing = isinstance(error, NotImplementedError) or ("derivative" in why and "is not implemented" in why)
         if not (is_missing or has_mkldnn):
@@ -231,7 +385,7 @@ def _refusing(graph: Graph) -> Iterator[None]:
         ) from error
 
 
-def _executed(record: Record, request: Request, asked: Asked) -> Executed:
+def _executed(record: Record, request: Request, asked: GradTargets) -> Executed:
     """The replay. A gradient may have been asked for at what torch does not differentiate a function by."""
     try:
         return execute(record, request)
@@ -248,7 +402,7 @@ def _executed(record: Record, request: Request, asked: Asked) -> Executed:
 def seen_from(record: Record, tree: Any) -> Record:
     """The record as if the model returned these values of it and nothing else."""
     graph = evolve(record.graph, output=tree, changes=())
-    return evolve(record, graph=graph, histories=histories(record))
+    return evolve(record, graph=graph, histories=values_with_grad(record))
 
 
 def total(value: Any) -> torch.Tensor:
@@ -262,7 +416,7 @@ def total(value: Any) -> torch.Tensor:
 
 
 @frozen(eq=False)
-class Asked:
+class GradTargets:
     """At which layers gradients are asked for, by label, and which values those are."""
 
     labels: Mapping[str, Location]
@@ -270,23 +424,23 @@ class Asked:
     hidden: Mapping[Ref, Call]
 
 
-def ask(record: Record, labels: Mapping[str, Location], named: Collection[str]) -> Asked:
+def grad_targets(record: Record, labels: Mapping[str, Location], named: Collection[str]) -> GradTargets:
     """Of the layers' values those that gradients flow through, and all of the layers that are named one by one.
 
     What a write in place gives lies in the memory that it was written to, and shares its history: that is asked too.
     """
-    graph, flows = record.graph, histories(record)
+    graph, flows = record.graph, values_with_grad(record)
     refs: set[Ref] = set()
     for label, at in labels.items():
         node = graph[at.node]
-        given = [ref for ref, meaning in meanings_of(node).items() if meaning.is_differentiable]
+        given = [ref for ref, meaning in specs_of(node).items() if meaning.is_differentiable]
         if isinstance(node, Write):
             refs.update(flows.intersection(node.arguments.bases))
         refs.update(given if label in named and at.output is None else flows.intersection(given))
-    return Asked(labels, frozenset(refs), hidden(graph))
+    return GradTargets(labels, frozenset(refs), hides_gradient(graph))
 
 
-def histories(record: Record) -> frozenset[Ref]:
+def values_with_grad(record: Record) -> frozenset[Ref]:
     """The values through which gradients flow in the model itself, when its inputs and parameters take them.
 
     Torch is asked, once for a program: neither a table of operations nor the modes around them tell it for sure.
@@ -344,7 +498,7 @@ def _metric(of: Callable[[Any], Any], graph: Graph, outputs: dict[Ref, torch.Ten
             f"of= gives {type(metric).__name__} {metric!r:.60}, not a tensor. Give a tensor with one number in it; "
             "`.item()` and `float()` take a number out of torch."
         )
-    meaning = TensorMeaning.of(metric)
+    meaning = TensorSpec.of(metric)
     if metric.numel() != 1 or not metric.is_floating_point():
         raise BadMetric(
             f"of= gives {meaning}; a gradient is that of one real number. Take a sum, a mean or one entry: "

@@ -13,12 +13,12 @@ from typing import Any, NoReturn
 import torch
 from attrs import evolve, frozen
 
-from .._core.graph import Graph
-from .._core.node import Call, Guard, Ref, Source, TensorMeaning
-from .._core.runtime import kind_of, message_of, what_is_raised
-from .._core.sameness import same, same_content
-from .._core.text import expression
-from .._core.trees import thaw
+from .._ir.equality import same, same_content
+from .._ir.graph import Graph
+from .._ir.node import Call, Guard, Ref, Source, TensorSpec
+from .._ir.printer import expression
+from .._ir.runtime import kind_of, message_of, what_is_raised
+from .._ir.trees import thaw
 from ..errors import DivergedReplay, ReplaylensError
 
 
@@ -103,7 +103,7 @@ def _read(guard: Guard, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _sizes(guard: Guard, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    return tuple([TensorMeaning.of(value).sizes for value in args if isinstance(value, torch.Tensor)])
+    return tuple([TensorSpec.of(value).sizes for value in args if isinstance(value, torch.Tensor)])
 
 
 def _raised(guard: Guard, args: list[Any], kwargs: dict[str, Any]) -> Any:

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from attrs import evolve, field, frozen
 
-from .._core.capture_metadata import NOTHING_KNOWN, Account
-from .._core.graph import Graph
-from .._core.node import Input, Ref, State, TensorMeaning, meanings_of
-from .._core.runtime import outside_inference
-from .._core.sameness import attached, same_content
-from .._core.sharing import Overlaps
-from .._core.torch_private import is_wrapped
-from .._core.trees import ATOMS, Again, Branch, fingerprint, freeze_deep, named, thaw_shared, walk
+from .._ir.capture_metadata import NOTHING_KNOWN, CaptureMetadata
+from .._ir.equality import attached, same_content
+from .._ir.graph import Graph
+from .._ir.node import Input, Ref, State, TensorSpec, specs_of
+from .._ir.runtime import outside_inference
+from .._ir.shared_memory import Overlaps
+from .._ir.torch_private import is_wrapped
+from .._ir.trees import ATOMS, BackReference, Branch, fingerprint, freeze_deep, named, thaw_shared, walk
 from ..errors import InputMismatch
 from .guards import Departure
 
@@ -50,7 +50,7 @@ class Mismatch:
 
 
 @frozen(eq=False)
-class Given:
+class GivenInputs:
     """Tensors by the position of their node, what is not as recorded, and the inputs as the user gave them."""
 
     tensors: dict[int, torch.Tensor] = field(factory=dict)
@@ -65,7 +65,7 @@ class Given:
         return self.tensors
 
 
-def new_inputs(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any], held: Tensors = NONE) -> Given:
+def new_inputs(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any], held: Tensors = NONE) -> GivenInputs:
     """The tensors of new inputs. `held` are those of the model, by the names of their nodes."""
     tensors: list[torch.Tensor] = []
 
@@ -85,7 +85,7 @@ def new_inputs(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any], held
     if not mismatches:
         mismatches.extend(_other_sharing(graph, found, held))
     positions = {graph.positions[name]: tensor for name, tensor in found.items()}
-    return Given(positions, tuple(mismatches), (tuple(args), dict(kwargs)))
+    return GivenInputs(positions, tuple(mismatches), (tuple(args), dict(kwargs)))
 
 
 def made_ordinary(graph: Graph, value: Any) -> Any:
@@ -113,8 +113,11 @@ def _share_memory(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def new_state(
-    graph: Graph, state: dict[str, torch.Tensor], nearest: Callable[[str], str], account: Account = NOTHING_KNOWN
-) -> Given:
+    graph: Graph,
+    state: dict[str, torch.Tensor],
+    nearest: Callable[[str], str],
+    account: CaptureMetadata = NOTHING_KNOWN,
+) -> GivenInputs:
     """Other parameters and buffers. Any of a tied tensor's addresses will do."""
     found: dict[int, torch.Tensor] = {}
     given: dict[str, tuple[str, torch.Tensor]] = {}
@@ -125,7 +128,7 @@ def new_state(
             continue
         node = state_called(graph, address, nearest)
         _require_tensor(f"the state at {address!r}", node.meaning, tensor)
-        meaning = TensorMeaning.of(tensor)
+        meaning = TensorSpec.of(tensor)
         found[graph.positions[node.name]] = tensor
         other, before = given.setdefault(node.name, (address, tensor))
         if before is not tensor and not same_content(before, tensor):
@@ -139,16 +142,16 @@ def new_state(
             mismatches.append(evolve(_other(what, node.meaning, meaning, text), of_state=True))
     for node in graph.state_nodes if graph.replaced else ():
         _require_all_names(graph, node, state)
-    return Given(found, tuple(mismatches))
+    return GivenInputs(found, tuple(mismatches))
 
 
-def _require_alike(address: str, new: Any, account: Account) -> None:
+def _require_alike(address: str, new: Any, account: CaptureMetadata) -> None:
     """What no operation reads may still be asked for its shape and dtype, of which nothing is seen."""
     for one in (*account.unread, *account.unread_buffers) if isinstance(new, torch.Tensor) else ():
         if address in (one.address, *one.aliases) and (tuple(new.shape), new.dtype) != (one.shape, one.dtype):
-            was = TensorMeaning(one.shape, one.dtype, "", None)
+            was = TensorSpec(one.shape, one.dtype, "", None)
             raise InputMismatch(
-                f"the state at {address!r} is {TensorMeaning.of(new)}; the model had {was} there, which no "
+                f"the state at {address!r} is {TensorSpec.of(new)}; the model had {was} there, which no "
                 "operation of the forward reads, and of which Python may have read the shape.\n"
                 "Leave it out, or give a tensor of that shape and dtype."
             )
@@ -197,7 +200,7 @@ def require_arguments(graph: Graph, names: Sequence[str], tensors: Sequence[torc
     own = {ref.node: prints[p] for p, ref in walk(graph.inputs, named) if isinstance(ref, Ref) and p in prints}
     for name, tensor in zip(names, tensors, strict=True):
         node, what = graph[name], f"the argument for {name}"
-        meaning = next(iter(meanings_of(node).values()))
+        meaning = next(iter(specs_of(node).values()))
         _require_tensor(what, meaning, tensor)
         mismatch = (
             _other_tensor(graph, what, name, tensor, found, own.get(name))
@@ -226,7 +229,7 @@ def _other(what: str, recorded: Any, new: Any, text: str, can_follow: bool = Fal
     return Mismatch(text, Departure(what, recorded, new), can_follow)
 
 
-def _require_tensor(what: str, meaning: TensorMeaning, value: Any) -> None:
+def _require_tensor(what: str, meaning: TensorSpec, value: Any) -> None:
     if not isinstance(value, torch.Tensor):
         now = "None" if value is None else f"a {type(value).__name__}"
         raise InputMismatch(
@@ -285,8 +288,8 @@ def _other_tensor(
     return None
 
 
-def _other_meaning(what: str, meaning: TensorMeaning, tensor: torch.Tensor) -> Mismatch | None:
-    new = TensorMeaning.of(tensor)
+def _other_meaning(what: str, meaning: TensorSpec, tensor: torch.Tensor) -> Mismatch | None:
+    new = TensorSpec.of(tensor)
     kinds = [(one.shape, one.dtype, one.device, one.layout) for one in (new, meaning)]
     if kinds[0] == kinds[1]:
         return None
@@ -294,7 +297,7 @@ def _other_meaning(what: str, meaning: TensorMeaning, tensor: torch.Tensor) -> M
     return _other(what, was, now, f"{what} is {now}; the program was recorded with {was}.\n{CAPTURE_AGAIN}")
 
 
-def _words_of(meaning: TensorMeaning, with_layout: bool) -> str:
+def _words_of(meaning: TensorSpec, with_layout: bool) -> str:
     return f"{meaning}{f' in {meaning.layout}' if with_layout else ''} on {meaning.device}"
 
 
@@ -418,7 +421,7 @@ def _shared(tree: Any) -> set[tuple[_Path, _Path]]:
     return shared
 
 
-_LEAVES = ATOMS | {Ref, _Given, Again}
+_LEAVES = ATOMS | {Ref, _Given, BackReference}
 
 
 def _has_identity(value: Any) -> bool:

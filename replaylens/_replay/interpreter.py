@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from attrs import evolve, frozen
 
-from .._core.graph import Graph
-from .._core.node import Context, Ref, Source
-from .._core.notes import add_note
-from .._core.settings import settings, under
-from .._core.torch_private import default_device, is_any_autocast_on
-from .._core.trees import part_at
-from .._core.world import drawing_alone, restoring
+from .._ir.graph import Graph
+from .._ir.node import Context, Ref, Source
+from .._ir.settings import settings, under
+from .._ir.torch_private import default_device, is_any_autocast_on
+from .._ir.trees import part_at
+from .._ir.util import add_note
+from .._ir.world import drawing_alone, restoring
 from .guards import raised_at
 from .rng_stream import outside
 

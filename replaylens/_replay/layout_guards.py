@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 
-from .._core.graph import Graph
-from .._core.node import ITSELF, Call, Guard, Ref, TensorMeaning, meanings_of, refs_in, refs_of
-from .._core.ops import Quirk, info
-from .._core.runtime import kind_of, looks_at_memory, message_of
-from .._core.sharing import overlaps_itself
-from .._core.torch_private import OpOverload, is_wrapped
-from .._core.trees import part_at, thaw
-from .._core.world import drawing_alone
-from .._core.write import Write
+from .._ir.graph import Graph
+from .._ir.node import ITSELF, Call, Guard, Ref, TensorSpec, refs_in, refs_of, specs_of
+from .._ir.ops import Quirk, info
+from .._ir.runtime import kind_of, looks_at_memory, message_of
+from .._ir.shared_memory import overlaps_itself
+from .._ir.torch_private import OpOverload, is_wrapped
+from .._ir.trees import part_at, thaw
+from .._ir.world import drawing_alone
+from .._ir.write import Write
 from ..errors import ReplaylensError
 from .guards import Departure, changed, fact
 from .rng_stream import has_own_generator
@@ -70,7 +70,7 @@ def layouts_altered(
 
 
 def lies_otherwise(graph: Graph, recorded: Tensors, ref: Ref, tensor: torch.Tensor) -> bool:
-    meaning = meanings_of(graph[ref.node]).get(ref) if ref.node in graph else None
+    meaning = specs_of(graph[ref.node]).get(ref) if ref.node in graph else None
     if meaning is None or meaning.strides is None or not _has_strides(tensor) or tuple(tensor.shape) != meaning.shape:
         return False
     return tensor.stride() != meaning.strides or not _lies_as(tensor, recorded.get(ref), meaning)
@@ -80,7 +80,7 @@ def _has_strides(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and not is_wrapped(tensor)
 
 
-def _lies_as(tensor: torch.Tensor, recorded: torch.Tensor | None, meaning: TensorMeaning) -> bool:
+def _lies_as(tensor: torch.Tensor, recorded: torch.Tensor | None, meaning: TensorSpec) -> bool:
     """Does a tensor lie as the recorded value does; or, if that was not kept, as is known of it?"""
     if recorded is None:
         return tensor.stride() == meaning.strides and not is_lazy(tensor)
@@ -122,7 +122,7 @@ class Layouts:
         self.graph, self.recorded, self.up_to_rounding = graph, recorded, up_to_rounding
         self.fixed = fixed  # what is given lies as it does, whatever comes before it
         self.strides = strides  # of an edited graph: how values lay before, if that is not what their nodes say
-        self.meanings = {ref: meaning for node in graph.nodes for ref, meaning in meanings_of(node).items()}
+        self.meanings = {ref: meaning for node in graph.nodes for ref, meaning in specs_of(node).items()}
         self.other = {ref: tensor.detach() for ref, tensor in other.items()}
         self.blank: dict[Ref, torch.Tensor] = {}  # in the place of recorded values that were not kept
         self.unknown: set[Ref] = set()  # nobody can say how they lie now

@@ -15,11 +15,11 @@ import torch
 from attrs import define, evolve
 from torch import nn
 
-from .._core.autograd import as_leaf
-from .._core.copies import writable_copy
-from .._core.graph import Graph
-from .._core.model_state import PLAIN, StatePlace, same_layouts
-from .._core.node import Call, Node, Ref, State, TensorMeaning
+from .._ir.autograd import as_leaf
+from .._ir.copies import writable_copy
+from .._ir.graph import Graph
+from .._ir.model_state import PLAIN, StatePlace, same_layouts
+from .._ir.node import Call, Node, Ref, State, TensorSpec
 from ..errors import NotDifferentiable, ReplaylensError, StaleValue
 from .compile import Mode, compile_plan
 from .flag_guards import require_as_asked
@@ -28,10 +28,10 @@ from .guards import diverged, raising, refuse
 from .inputs import new_inputs
 from .interpreter import Code
 from .layout_guards import goes_by_layout
+from .move import Begun, exchanged
 from .plan import plan
 from .record import Record
 from .runner import begin, run_code
-from .state_guards import Begun, exchanged
 
 
 def _never(*tensors: torch.Tensor) -> bool:
@@ -41,7 +41,7 @@ def _never(*tensors: torch.Tensor) -> bool:
 class Holder(nn.Module):
     """What lies at an address of the model, and nothing else: `m.layer1[0].weight` is reached as in the model."""
 
-    _standing: dict[str, Standing]  # by key: only what stands in this one
+    _standing: dict[str, BoundPlace]  # by key: only what stands in this one
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,8 +65,8 @@ class ProgramModule(Holder):
 
     _record: Record
     _codes: dict[bool, Code]
-    _held: dict[str, tuple[Standing, ...]]  # by the name of a node
-    _ends: dict[str, Standing]  # by address
+    _held: dict[str, tuple[BoundPlace, ...]]  # by the name of a node
+    _ends: dict[str, BoundPlace]  # by address
     _exchanged: frozenset[str]  # the addresses of tensors that the forward gives other memory
     _begun: Begun
     _sources: tuple[str, ...]  # what is no call
@@ -228,13 +228,13 @@ def _require_alike(node: State, tensor: torch.Tensor | None) -> None:
     what, cure = f"the {node.kind} `{node.address}`", "Capture the model again, as it is now."
     if tensor is None:
         raise StaleValue(f"{what} was removed since the capture, and the program reads it.\n{cure}")
-    now, then = TensorMeaning.of(tensor), node.meaning
+    now, then = TensorSpec.of(tensor), node.meaning
     if now.kind != then.kind:
         raise StaleValue(f"{what} is {now} on {now.device} now, and was recorded as {then}.\n{cure}")
 
 
 @define(eq=False)
-class Standing:
+class BoundPlace:
     """A place in the module, and the same one in the model while both hold one tensor."""
 
     address: str
@@ -271,7 +271,7 @@ class Standing:
             tensor.copy_(value)
 
 
-def _places(root: nn.Module, record: Record, node: State) -> tuple[Standing, ...]:
+def _places(root: nn.Module, record: Record, node: State) -> tuple[BoundPlace, ...]:
     """Put a tensor of the model where its addresses say; and how it is read there."""
     tensor, place = record.live.get(node.name), record.places.get(node.address)
     own = place is not None and (place.tensor is None or place.tensor is tensor)
@@ -289,16 +289,16 @@ def _places(root: nn.Module, record: Record, node: State) -> tuple[Standing, ...
     for address in (node.address, *node.aliases):
         held, key = _register(root, address, node.kind, tensor)
         model = record.places.get(address) if own else None
-        found.append(_stand(root, Standing(address, held, key, model, tensor)))
+        found.append(_stand(root, BoundPlace(address, held, key, model, tensor)))
     return tuple(found)
 
 
-def _end(root: nn.Module, record: Record, address: str) -> Standing:
+def _end(root: nn.Module, record: Record, address: str) -> BoundPlace:
     """A place that the forward writes and never reads."""
     place = record.places.get(address)
     tensor = place.now() if place is not None else None
     held, key = _register(root, address, place.kind if place is not None else "buffer", tensor)
-    return _stand(root, Standing(address, held, key, place, tensor))
+    return _stand(root, BoundPlace(address, held, key, place, tensor))
 
 
 def _register(root: nn.Module, address: str, kind: str, tensor: torch.Tensor | None) -> tuple[dict[str, Any], str]:
@@ -317,7 +317,7 @@ def _register(root: nn.Module, address: str, kind: str, tensor: torch.Tensor | N
     return held, key
 
 
-def _stand(root: nn.Module, standing: Standing) -> Standing:
+def _stand(root: nn.Module, standing: BoundPlace) -> BoundPlace:
     """Let the holder of a place know of it."""
     holder = root
     for word in standing.address.split(".")[:-1]:

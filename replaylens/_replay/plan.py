@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from attrs import frozen
 
-from .._core.graph import Graph
+from .._ir.graph import Graph
 
 
 @frozen

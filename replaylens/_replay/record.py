@@ -13,14 +13,14 @@ from typing import Any, Generic, TypeVar
 import torch
 from attrs import define, field, frozen
 
-from .._core.autograd import as_leaf
-from .._core.capture_metadata import NOTHING_KNOWN, Account
-from .._core.graph import Graph
-from .._core.lazy import cached_property
-from .._core.model_state import Standing, StatePlace
-from .._core.node import Call, Ref, State, TensorMeaning, refs_of
-from .._core.sharing import storage_of, version_of, versions_of
-from .._core.turns import settled
+from .._ir.autograd import as_leaf
+from .._ir.capture_metadata import NOTHING_KNOWN, CaptureMetadata
+from .._ir.graph import Graph
+from .._ir.model_state import Standing, StatePlace
+from .._ir.node import Call, Ref, State, TensorSpec, refs_of
+from .._ir.shared_memory import storage_of, version_of, versions_of
+from .._ir.turns import settled
+from .._ir.util import cached_property
 from ..errors import StaleValue
 from .plan import plan
 from .runner import run
@@ -77,7 +77,7 @@ class Record:
     live: dict[str, torch.Tensor] = field(
         factory=dict
     )  # by node name: the model's own parameters, and leaves among the inputs that the forward wrote
-    account: Account = NOTHING_KNOWN
+    account: CaptureMetadata = NOTHING_KNOWN
     histories: frozenset[Ref] | None = None  # which values gradients flow through: see gradients.py
     saved: frozenset[str] | None = None  # the nodes whose values are to be kept, if not all are: see keeping.py
     places: Mapping[str, StatePlace] = field(factory=dict)  # by address: where the model holds its tensors
@@ -183,7 +183,7 @@ def stale_text(graph: Graph, ref: Ref, place: StatePlace | None = None) -> str:
     now = place.now() if place is not None else None
     if place is not None and isinstance(node, State):
         how = place.change
-        meaning = TensorMeaning.of(now) if now is not None else None
+        meaning = TensorSpec.of(now) if now is not None else None
         if meaning is None or meaning.kind != node.meaning.kind:
             is_now = "" if meaning is None else f": it is {meaning} on {meaning.device}, and was {node.meaning}"
             return f"{what} {how}{is_now}.\nCapture the model again, on inputs that fit it."

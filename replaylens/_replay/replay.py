@@ -15,30 +15,29 @@ from typing import Any
 import torch
 from attrs import evolve, field, frozen
 
-from .._core.copies import in_layout
-from .._core.graph import Graph
-from .._core.location import Location
-from .._core.model_state import sight_of
-from .._core.node import Call, Input, Ref, refs_of
-from .._core.torch_private import is_wrapped
-from .._core.trees import thaw
-from .._core.world import drawing_alone
 from .._edit.lower import may_vary
+from .._ir.copies import in_layout
+from .._ir.graph import Graph
+from .._ir.location import Location
+from .._ir.model_state import sight_of
+from .._ir.node import Call, Input, Ref, refs_of
+from .._ir.torch_private import is_wrapped
+from .._ir.trees import thaw
+from .._ir.world import drawing_alone
 from ..errors import InputMismatch, ReplaylensError
+from .alias_analysis import writes_views
 from .compile import Mode, compile_plan
 from .deferred import Late, Remembered, mark_of
-from .flag_guards import Around, Instead, departures as departures_of, heeded
+from .flag_guards import OuterModes, ReplacedValues, departures as departures_of, heeded
 from .function import require_differentiable
 from .guards import Departure, LeftPath, diverged, misdirected, raising
 from .interpreter import Code
-from .parting import writes_views
-from .patching import Applying
 from .plan import Plan, plan
 from .record import Cache, Record, detached, recovered
 from .request import Change, Request
-from .run import Run
+from .resolve_patches import Applying
 from .runner import Values, run_code
-from .supply import Beginning, is_drawn_anew, known_marks
+from .supply import Beginning, Run, is_drawn_anew, known_marks
 
 
 def replay(
@@ -107,7 +106,7 @@ def execute(record: Record, request: Request, told: Callable[[Code], Code] | Non
     for departure in _foreseen(graph, request):
         departed(departure)
     given = {Ref(graph.nodes[position].name): tensor for position, tensor in request.given.items()}
-    around = Around.of_replay(graph, request.grad)
+    around = OuterModes.of_replay(graph, request.grad)
     if [*map(departed, departures_of(graph, record.values, given, around))]:
         request = evolve(request, given=_on_the_recorded_path(graph, request.given))
 
@@ -116,7 +115,7 @@ def execute(record: Record, request: Request, told: Callable[[Code], Code] | Non
     env[code.departed] = departed
     if code.patches:
         refs = {ref for position in request.changed for ref in refs_of(graph.nodes[position])}
-        instead = Instead(graph, record.values, around, refs.union(given), given)
+        instead = ReplacedValues(graph, record.values, around, refs.union(given), given)
         applying = Applying(graph, compiled.writes_views, instead, departed, remembered)
         for position, number, slot in code.patches:
             env[slot] = applying.function(position, number, request.changed[position][number])

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from attrs import field, frozen
 
-from .._core.node import Ref
 from .._edit.patch import Clamp, Mean, Scale, Zero
+from .._ir.node import Ref
 from .inputs import Mismatch
 
 
@@ -41,7 +41,7 @@ class Change:
 
 
 @frozen
-class Hand:
+class HandOffChange:
     """One tensor that a call of a module hands on, and for which a patch is meant that names the module."""
 
     address: str
@@ -53,13 +53,13 @@ class Hand:
 
 
 @frozen
-class Beyond:
+class LivePatchScope:
     """Which patches hold beyond what was recorded, where the model itself is run."""
 
     every: frozenset[int] = frozenset()  # of the changed ones, those that are changed in passes beyond the recorded too
     kinds: frozenset[str] = frozenset()  # of operations that are changed wherever they come up
     globs: tuple[str, ...] = ()  # that mean modules: also such as were not recorded to run
-    hands: tuple[Hand, ...] = ()  # of the changed ones, those that are what modules hand on
+    hands: tuple[HandOffChange, ...] = ()  # of the changed ones, those that are what modules hand on
 
 
 @frozen(eq=False)
@@ -79,4 +79,6 @@ class Request:
     on_divergence: str = "raise"
     whole: bool = False
     at: frozenset[Ref] = frozenset()  # where gradients are to be taken: nothing else begins a history
-    beyond: Callable[[], Beyond] = Beyond  # what its patches mean beyond what was recorded, should the model be run
+    beyond: Callable[[], LivePatchScope] = (
+        LivePatchScope  # what its patches mean beyond what was recorded, should the model be run
+    )

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from attrs import field, frozen
 
-from .._core.graph import Graph
-from .._core.node import Call, Generator, Left, Ref
-from .._core.trees import leaves_of
-from .._core.world import freed, in_children, one_draws
+from .._ir.graph import Graph
+from .._ir.node import Call, Generator, GeneratorLeft, Ref
+from .._ir.trees import leaves_of
+from .._ir.world import freed, in_children, one_draws
 
 outside: list[torch.Tensor] = []  # the user's states of the global generator while replays set it; under `one_draws`
 
@@ -78,7 +78,7 @@ def streamed(
     fresh: bool,
     literal: Callable[[Any], int],
     slots: Mapping[Ref, int],
-    left: Left | None = None,
+    left: GeneratorLeft | None = None,
 ) -> Stream:
     """The stream of the draws that run. `left`: where the user's generator is to be left, if that is known."""
     drawing = [p for p in run if graph.nodes[p].draws is not None]  # type: ignore[union-attr]
@@ -110,7 +110,7 @@ def _fresh(
     drawing: list[int],
     literal: Callable[[Any], int],
     held: Mapping[int, tuple[int, ...]],
-    left: Left | None,
+    left: GeneratorLeft | None,
 ) -> Stream:
     """Draws that begin with the user's generator go on from there, in the model's order."""
     begins = {p: _beginning(graph, p, set(drawing)) for p in drawing}
@@ -137,7 +137,7 @@ def _fresh(
     return Stream(turns, sets, (fixed or slots.get(end, start)) if sets else None, True)
 
 
-def _end(graph: Graph, drawing: list[int], left: Left | None, last: Any) -> Any:
+def _end(graph: Graph, drawing: list[int], left: GeneratorLeft | None, last: Any) -> Any:
     """Where the user's generator is left: behind a draw, as it was, in a state that a seed fixed (its key); behind the
     last that no seed fixed, where the model did not say.
     """

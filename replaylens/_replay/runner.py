@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from attrs import frozen
 
-from .._core.graph import Graph
-from .._core.node import Ref
-from .._core.trees import leaves, thaw
+from .._ir.graph import Graph
+from .._ir.node import Ref
+from .._ir.trees import leaves, thaw
 from .compile import AS_RECORDED, Mode, compile_plan
 from .guards import Departure
 from .interpreter import Code, Env, interpret, recorded_world

@@ -13,37 +13,37 @@ from typing import Any
 import torch
 from attrs import define, evolve, field, frozen
 
-from .._core.copies import writable_copy
-from .._core.graph import Graph
-from .._core.label import fresh
-from .._core.node import Call, Const, Node, Ref, State, TensorMeaning, meanings_of, value_of
-from .._core.runtime import alias
-from .._core.sameness import same_content
-from .._core.target import Target
-from .._core.trees import Branch, freeze_deep, thaw
-from .._core.world import drawing_alone
-from .._core.write import original_call
 from .._edit.arguments import Arguments, fitted, name_of
 from .._edit.rewrite import Splice, inward, names_within, replace, splice, unread_sources, without
-from .._edit.writes import with_plain
+from .._edit.unwrite import with_plain
+from .._ir.copies import writable_copy
+from .._ir.equality import same_content
+from .._ir.graph import Graph
+from .._ir.label import fresh
+from .._ir.node import Call, Const, Node, Ref, State, TensorSpec, specs_of, value_of
+from .._ir.runtime import alias
+from .._ir.target import Target
+from .._ir.trees import Branch, freeze_deep, thaw
+from .._ir.world import drawing_alone
+from .._ir.write import original_call
 from ..errors import BadEdit, ReplaylensError
+from .alias_analysis import detached_views
+from .apply_edit import EditAdditions, apply_edit, handed_back, shares_memory
 from .deferred import mark_of
-from .derive import Added, derive, handed_back, shares_memory
 from .guards import diverged, misdirected, node_of
-from .parting import parted
 from .record import Record
 
 Recorder = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Record]
 
 
 @frozen(eq=False)
-class Site:
+class SwapSite:
     """A plain call whose place a function is to take, and what the function is given there."""
 
     name: str
     given: Arguments
     edited: str
-    wanted: TensorMeaning | None = None  # of its value, where no recorded node says so
+    wanted: TensorSpec | None = None  # of its value, where no recorded node says so
 
 
 def swap(
@@ -66,7 +66,7 @@ def swap(
         call = graph[plain]
         assert isinstance(call, Call)
         wanted = call.meaning[0] if plain != node.name else None
-        sites.append(Site(plain, fitted(graph, call, function, with_args), f"was {call.kind}", wanted))
+        sites.append(SwapSite(plain, fitted(graph, call, function, with_args), f"was {call.kind}", wanted))
     return _recorded(record, graph, sites, function, recorder, on_divergence)
 
 
@@ -90,7 +90,7 @@ def insert(
             for departure in misdirected(node, False):
                 raise diverged(departure)
         name = fresh(f"{name_of(function).lower().replace('_', '')}_after_{ref.node}", graph.positions)
-        meaning = meanings_of(node)[ref]
+        meaning = specs_of(node)[ref]
         place = Call(
             name,
             "alias",
@@ -104,9 +104,9 @@ def insert(
         )
         kept = {"module_outputs": graph.module_outputs, "changes": graph.changes}
         graph = replace(graph, {node.name: (node, place)}, {ref: Ref(name)}, **kept)
-        sites.append(Site(name, Arguments((ref,)), f"inserted after {ref}", meaning))
+        sites.append(SwapSite(name, Arguments((ref,)), f"inserted after {ref}", meaning))
     made, output = _recorded(record, graph, sites, function, recorder, on_divergence)
-    if on_divergence == "raise" and parted(made.graph, ()):
+    if on_divergence == "raise" and detached_views(made.graph, ()):
         for site in sites:
             call, (given,) = made.graph[site.name], site.given.args
             if isinstance(call, Call) and shares_memory(made.values, (Ref(site.name),), (given,)):
@@ -117,14 +117,14 @@ def insert(
 def _recorded(
     record: Record,
     graph: Graph,
-    sites: list[Site],
+    sites: list[SwapSite],
     function: Callable[..., Any],
     recorder: Recorder,
     on_divergence: str,
 ) -> tuple[Record, Any]:
     """The graph with what the function does at each site, as it was seen in one run through them all."""
     with drawing_alone():
-        trial = _Trial(graph, function, recorder)
+        trial = _SwapTrial(graph, function, recorder)
         places = {site.name: (trial.place(site),) for site in sites}
         wanted = {Ref(site.name): site.wanted for site in sites if site.wanted is not None}
         trial.run(record, replace(graph, places), wanted, on_divergence)
@@ -132,7 +132,7 @@ def _recorded(
     for site in sites:
         work.put(site, trial.seen[site.name])
     made = without(work.graph, unread_sources(record.graph, work.graph))
-    return derive(record, made, Added(work.values, work.live, work.draws), on_divergence, wanted)
+    return apply_edit(record, made, EditAdditions(work.values, work.live, work.draws), on_divergence, wanted)
 
 
 def _is_edited(node: Node) -> bool:
@@ -143,7 +143,7 @@ def _is_edited(node: Node) -> bool:
 
 
 @define(eq=False)
-class _Trial:
+class _SwapTrial:
     """One run in which the function stands at its sites as it is, and is recorded at each."""
 
     graph: Graph
@@ -152,7 +152,7 @@ class _Trial:
     seen: dict[str, Record] = field(factory=dict)
     generator: torch.Tensor = field(factory=lambda: torch.default_generator.get_state())
 
-    def place(self, site: Site) -> Call:
+    def place(self, site: SwapSite) -> Call:
         """The call that stands at a site meanwhile."""
         call = self.graph[site.name]
         assert isinstance(call, Call)
@@ -164,20 +164,20 @@ class _Trial:
         plain = evolve(call, target=target, draws=None, is_dynamic=False, edited=site.edited)
         return evolve(plain, args=site.given.args, kwargs=site.given.kwargs)
 
-    def run(self, record: Record, graph: Graph, wanted: Mapping[Ref, TensorMeaning], on_divergence: str) -> None:
+    def run(self, record: Record, graph: Graph, wanted: Mapping[Ref, TensorSpec], on_divergence: str) -> None:
         """Run what the sites can reach. The function draws from the generators as it would anywhere."""
         try:
-            derive(record, graph, on_divergence="ignore", wanted=wanted)
+            apply_edit(record, graph, on_divergence="ignore", wanted=wanted)
         except ReplaylensError:
             raise
         except Exception as error:  # of the model's own operation, perhaps: then it is a departure
             if on_divergence == "ignore" or (node := node_of(error)) not in graph or _is_edited(graph[node]):
                 raise
-            derive(record, graph, wanted=wanted)
+            apply_edit(record, graph, wanted=wanted)
             raise
         torch.default_generator.set_state(self.generator)
 
-    def _watch(self, call: Call, site: Site, args: Any, kwargs: Any) -> Any:
+    def _watch(self, call: Call, site: SwapSite, args: Any, kwargs: Any) -> Any:
         order = iter(site.given.in_order)
         copies: dict[Ref, torch.Tensor] = {}  # one for each value that it is given, and for one given twice
         originals: dict[Ref, torch.Tensor] = {}
@@ -257,7 +257,7 @@ class _Splicing:
         self.now = {id(tensor): Ref(node.name) for node, tensor in live}  # what a tensor of the model's own holds
         self.home = {id(tensor): node.address for node, tensor in live}
 
-    def put(self, site: Site, seen: Record) -> None:
+    def put(self, site: SwapSite, seen: Record) -> None:
         """What was seen at a site, spliced into it."""
         owner, tensors = site.name, _sources(seen)
         shared = {Ref(name): ref for name, tensor in tensors.items() if (ref := self.now.get(id(tensor))) is not None}

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from attrs import frozen
 
-from .._edit.locate import Part, as_part
-from .._lens.layers import Layer
-from .._replay.run import Run
+from .._edit.part import Part, as_part
+from .._layers.layer import Layer
+from .._replay.supply import Run
 from ..errors import BadPart, DivergedReplay, NoGradient, ReplaylensError, ShapeMismatch
 from ..program import Program
-from .plots import optional
+from .heatmap import optional
 
 Indices = tuple[int, ...]
 Axes = tuple[tuple[str, Indices], ...]  # the axes of a score, and which index of the layer stands where

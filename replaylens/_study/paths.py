@@ -11,16 +11,16 @@ from typing import Any
 
 from attrs import frozen
 
-from .._core.graph import Graph
-from .._core.node import Call, State
-from .._core.ops import Quirk, of_kind
-from .._core.runtime import alias
 from .._edit.edges import OUTPUT, Edge
-from .._edit.locate import Part
+from .._edit.part import Part
 from .._edit.patch import From, Patch
 from .._edit.select import Selection, Where
-from .._lens.layers import Layer
-from .._replay.run import Run
+from .._ir.graph import Graph
+from .._ir.node import Call, State
+from .._ir.ops import Quirk, of_kind
+from .._ir.runtime import alias
+from .._layers.layer import Layer
+from .._replay.supply import Run
 from ..errors import ReplaylensError
 from ..program import Program
 

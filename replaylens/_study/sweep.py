@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from attrs import field, frozen
 
-from .._core.reference import Unpickled
-from .._core.torch_private import pytree
-from .._edit.locate import Part
+from .._edit.part import Part
 from .._edit.patch import patch_of
 from .._edit.select import CURE, Selection
-from .._many.chunks import Plan
-from .._many.many import Replays
+from .._ir.torch_private import pytree
+from .._ir.value_source import Unpickled
+from .._sweep.batch_runner import Replays
+from .._sweep.chunks import Plan
 from ..errors import BadPart, ReplaylensError
 from ..program import Program
-from .plots import heatmap, optional
+from .heatmap import heatmap, optional
 
 
 @frozen(eq=False, repr=False)

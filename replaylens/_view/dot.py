@@ -2,6 +2,10 @@
 
 In: a Scene, a Theme, and how a user wants things labelled and styled. Out: DOT. Every thing stands on a line of its
 own, so that the text can be read, and compared with what it was.
+
+A Scene as a picture: a `graphviz.Source`, and a file where one is asked for.
+
+In: a Scene and a user's wishes. Out: what a notebook shows. Drawing needs graphviz's program `dot`; the text does not.
 """
 
 from __future__ import annotations
@@ -9,15 +13,18 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Mapping
 from math import prod
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
+import graphviz
 from attrs import frozen
 
-from .._core.node import TensorMeaning
-from .._lens.units import human
+from .._ir.node import TensorSpec
+from .._layers.format import format_bytes
 from ..errors import CannotDraw
 from .scene import Arrow, Frame, Glyph, Scene, bytes_of
-from .theme import Theme, attributes, colour, ink
+from .theme import THEMES, Theme, attributes, colour, ink
 
 Labels = Callable[[Glyph], Any]
 LEFT = '<BR ALIGN="LEFT"/>'
@@ -150,25 +157,28 @@ def turns(numbers: tuple[int, ...]) -> str:
     return ",".join(words if len(words) <= 5 else [*words[:4], "..."])
 
 
-def shape(meaning: TensorMeaning) -> str:
+def shape(meaning: TensorSpec) -> str:
     """`5x5` for a matrix, `scalar` for a single number."""
     return "x".join(map(str, meaning.shape)) or "scalar"
 
 
-def shapes(meanings: tuple[TensorMeaning, ...]) -> str:
+def shapes(meanings: tuple[TensorSpec, ...]) -> str:
     """The shapes of what a layer gives, and their size."""
     if not meanings:
         return ""
     words = [shape(meaning) for meaning in meanings]
     alike = f"{len(words)} of {words[0]}" if len(words) > 1 and len(set(words)) == 1 else ", ".join(words[:4])
-    return f"{alike}{', ...' if len(words) > 4 and len(set(words)) > 1 else ''} ({human(sum(map(bytes_of, meanings)))})"
+    more = ", ..." if len(words) > 4 and len(set(words)) > 1 else ""
+    return f"{alike}{more} ({format_bytes(sum(map(bytes_of, meanings)))})"
 
 
 def _title(scene: Scene, theme: Theme) -> str:
     totals = scene.totals
     name = f"{scene.module} of {totals.model}" if scene.module else totals.model
-    rows = [name, f"{totals.tensors:,} tensors ({human(totals.tensor_bytes)})"]
-    rows.append(f"{totals.parameters:,} params ({human(totals.parameter_bytes)})" if totals.parameters else "no params")
+    rows = [name, f"{totals.tensors:,} tensors ({format_bytes(totals.tensor_bytes)})"]
+    rows.append(
+        f"{totals.parameters:,} params ({format_bytes(totals.parameter_bytes)})" if totals.parameters else "no params"
+    )
     return _html([*rows, *_some(scene.legend)], theme.faint, LEFT)
 
 
@@ -209,3 +219,73 @@ def _listed(found: Mapping[str, str]) -> str:
 def quoted(word: str) -> str:
     """A word as DOT has it."""
     return '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+DIRECTIONS = ("TB", "BT", "LR", "RL")
+TEXTS = ("dot", "gv")
+
+
+@frozen
+class DrawOptions:
+    """How a picture is to look, and where it is to go."""
+
+    path: str | PathLike[str] | None = None
+    format: str | None = None
+    direction: str = "TB"
+    theme: str | Theme = "paper"
+    labels: Labels | str | None = None
+    style: Styles | None = None
+
+
+def draw(scene: Scene, wishes: DrawOptions) -> graphviz.Source:
+    """The picture; written to a file too, in the format that its name says."""
+    if wishes.direction not in DIRECTIONS:
+        raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, not {wishes.direction!r}.")
+    writer = Writer(_theme(wishes.theme), wishes.direction, _labels(wishes.labels), wishes.style)
+    source = graphviz.Source(writer.dot(scene))
+    if wishes.path is not None:
+        _save(source, Path(wishes.path), wishes.format)
+    return source
+
+
+def _theme(theme: str | Theme) -> Theme:
+    if isinstance(theme, Theme):
+        return theme
+    if theme not in THEMES:
+        raise ValueError(f"theme must be one of {', '.join(map(repr, THEMES))}, or a Theme, not {theme!r}.")
+    return THEMES[theme]
+
+
+def _labels(labels: Labels | str | None) -> Labels | None:
+    if not isinstance(labels, str):
+        return labels
+    if labels not in LABELS:
+        raise ValueError(f"labels must be one of {', '.join(map(repr, LABELS))}, or a function, not {labels!r}.")
+    return LABELS[labels]
+
+
+def _name_only(glyph: Glyph) -> Any:
+    return f"{glyph.name} (x{glyph.times})" if glyph.times > 1 else glyph.name
+
+
+LABELS: dict[str, Labels | None] = {"full": None, "name": _name_only}
+
+
+def _save(source: graphviz.Source, path: Path, format: str | None) -> None:
+    kind = format or path.suffix.removeprefix(".")
+    if kind in TEXTS:
+        path.write_text(source.source, encoding="utf-8")
+        return
+    if kind not in graphviz.FORMATS:
+        raise CannotDraw(
+            f"no picture can be written in the format {kind!r} ({path.name}). Give a name that ends in .svg, .png, "
+            '.pdf or .dot, or format="svg".'
+        )
+    try:
+        picture = source.pipe(format=kind)
+    except graphviz.ExecutableNotFound as error:
+        raise CannotDraw(
+            "drawing needs graphviz's program `dot`, which pip does not bring: install the system package `graphviz` "
+            "(apt install graphviz, brew install graphviz). A path that ends in .dot is written without it."
+        ) from error
+    path.write_bytes(picture)

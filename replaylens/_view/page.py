@@ -1,4 +1,13 @@
-"""A Scene as one page that explores it: HTML with its script, its styles and its data inside, and nothing outside.
+"""What a page says of each layer: a card, as plain data that JSON can hold.
+
+In: Layers, and how many bytes small pictures may take. Out: a dict for each label. Words are plain text here: whoever
+shows them takes care that they stay text.
+
+What a run, a sweep or a user's numbers say of layers, to be laid over a page.
+
+In: a run, a sweep, or a mapping. Out: Findings, numbers by label, and what stands behind each of them.
+
+A Scene as one page that explores it: HTML with its script, its styles and its data inside, and nothing outside.
 
 In: a Scene, its rows, a card for each layer. Out: HTML. Everything that comes from the model (labels, addresses, lines
 of code) is data: it stands in a block of JSON that cannot end early, and the script writes it as text, never as HTML.
@@ -11,17 +20,160 @@ import base64
 import hashlib
 import html
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from math import isfinite
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from .._lens.layers import Layer
-from .cards import Card, cards, rounded
-from .ranks import Rows, Way, rows_of
+import torch
+from attrs import evolve, frozen
+
+from .._layers.fields import on_page
+from .._layers.index import LayerIndex
+from .._layers.layer import Layer
+from .._replay.supply import Run
+from ..errors import CannotDraw, NotSaved
+from .layered_layout import Rows, Track, rows_of
 from .scene import Arrow, Frame, Glyph, Scene
+from .values import Pictures, Statistics, pictures, statistics, tensors_in
+
+Card = dict[str, Any]
+SIDES = (32, 24, 16, 12, 8)  # of small pictures, in numbers; the first that fits into what they may take
+MOST_PICTURES = 8
+
+
+def cards(layers: Sequence[Layer], picture_bytes: int) -> dict[str, Card]:
+    """A card for each layer. Its value is looked at once, and a few numbers and small pictures of it are kept."""
+    side, most = _side(layers, picture_bytes)
+    return {layer.label: on_page(layer) | _of_value(layer, side, most) for layer in layers}
+
+
+def _side(layers: Sequence[Layer], picture_bytes: int) -> tuple[int, int]:
+    """How large pictures are, and how many of one layer, so that all of them fit; none, where even the least do not."""
+    counts = [shape[-3] for layer in layers if (shape := layer.shape) is not None and len(shape) in (3, 4)]
+    for most in (MOST_PICTURES, 4, 2):
+        for side in SIDES:
+            if sum(min(count, most) for count in counts) * side * side * 4 / 3 <= picture_bytes:
+                return side, most
+    return 0, 0
+
+
+def _of_value(layer: Layer, side: int, most: int) -> Card:
+    """What the recorded value looks like."""
+    try:
+        tensors = tensors_in(layer.value)
+    except NotSaved:
+        return {"missing": "The value was not kept."}
+    numbers = [_statistics(one) for tensor in tensors[:4] if (one := statistics(tensor))]
+    shown = pictures(tensors[0], most, side) if tensors and side else None
+    return ({"statistics": numbers} if numbers else {}) | ({"pictures": _pictures(shown)} if shown else {})
+
+
+def _statistics(found: Statistics) -> Card:
+    return {
+        "count": found.count,
+        "mean": rounded(found.mean),
+        "std": rounded(found.std),
+        "least": rounded(found.least),
+        "greatest": rounded(found.greatest),
+        "zeros": rounded(found.zeros),
+        "nans": found.nans,
+        "infinities": found.infinities,
+        "histogram": found.histogram,
+    }
+
+
+def _pictures(found: Pictures) -> Card:
+    """Pictures as bytes, from the least number (0) to the greatest (255) of them all."""
+    grids = found.grids.double()
+    finite = grids[grids.isfinite()]
+    low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 0.0)
+    low = 0.0 if found.is_pattern else low
+    shades = torch.nan_to_num(grids - low, nan=0.0, posinf=high - low, neginf=0.0) * (255 / (high - low or 1.0))
+    data = shades.round().clamp(0, 255).to(torch.uint8).flatten().tolist()
+    return {
+        "title": found.title,
+        "names": found.names,
+        "rows": grids.shape[-2],
+        "columns": grids.shape[-1],
+        "low": rounded(low),
+        "high": rounded(high),
+        "is_pattern": found.is_pattern,
+        "data": base64.b64encode(bytes(data)).decode("ascii"),
+    }
+
+
+def rounded(number: float) -> float | None:
+    """A number in five digits; None where it is not finite, which JSON has no word for."""
+    return float(f"{number:.5g}") if math.isfinite(number) else None
+
+
+MOST_DETAILS = 1000  # of one layer
+
+
+@frozen
+class PageData:
+    """A number for each layer, and for the cards the numbers that it is the greatest of."""
+
+    numbers: Any = None
+    legend: str = ""
+    details: Any = None
+
+    def named(self, scene: Scene) -> Scene:
+        """The picture with a legend that says what the numbers are."""
+        return evolve(scene, legend=self.legend) if self.legend and scene.span is not None else scene
+
+
+def page_data(atlas: LayerIndex, run: Any, sweep: Any, values: Any) -> PageData:
+    """What is to be laid over a page: one of a run, a sweep, a user's own numbers, or nothing."""
+    given = [word for word, one in (("run", run), ("sweep", sweep), ("values", values)) if one is not None]
+    if len(given) > 1:
+        raise CannotDraw(f"a page shows one thing in colours, and {' and '.join(given)} were given. Give one of them.")
+    if run is not None:
+        if not isinstance(run, Run) or run.program is not None or run.origin is None:
+            return PageData()  # the picture refuses it, and says why
+        numbers = {row.label: row.change for row in run.diff() if row.change is not None}
+        return PageData(numbers, "change against the recorded run")
+    if sweep is not None:
+        return _of_sweep(atlas, sweep)
+    return PageData(values)
+
+
+def _of_sweep(atlas: LayerIndex, sweep: Any) -> PageData:
+    """The change of the metric that was farthest from zero at each layer, and all of them for its card."""
+    if missing := [word for word in ("axes", "keys", "values", "baseline") if not hasattr(type(sweep), word)]:
+        raise CannotDraw(
+            f"sweep= takes what replaylens.sweep gives, and a {type(sweep).__name__} has no {missing[0]}. Numbers by "
+            "the names of layers are laid over a page by values=."
+        )
+    baseline = torch.as_tensor(sweep.baseline)
+    numbers = torch.as_tensor(sweep.values)
+    if baseline.numel() != 1 or numbers.numel() != len(sweep.keys):
+        raise CannotDraw("a sweep is laid over a page by one number for each variant. Give it a metric that gives one.")
+    changes = (numbers.reshape(-1).double() - baseline.double()).tolist()
+    details: dict[str, list[Any]] = {}
+    for key, change in zip(sweep.keys, changes, strict=True):
+        site, *indices = key if isinstance(key, tuple) else (key,)
+        words = [f"{axis} {index}" for axis, index in zip(sweep.axes[1:], indices, strict=False)]
+        for label in _labels(atlas, site):
+            details.setdefault(label, []).append([", ".join(words) or str(site), change])
+    if not details:
+        raise CannotDraw("no variant of this sweep is named by a layer, so there is nowhere to lay it.")
+    greatest = {label: max((change for _, change in rows), key=abs) for label, rows in details.items()}
+    shown = {
+        label: [[word, rounded(change)] for word, change in rows[:MOST_DETAILS]] for label, rows in details.items()
+    }
+    return PageData(greatest, "change of the metric", shown)
+
+
+def _labels(atlas: LayerIndex, site: Any) -> Iterable[str]:
+    """The layer that a variant is named by; none, where its key is a word of the user's own."""
+    known = isinstance(site, str) and (site in atlas.by_label or site in atlas.aliases)
+    return [atlas.find(site).label] if known else []
+
 
 PICTURE_BYTES = 1_500_000  # what small pictures may take of a page
 SCRIPTS = ("layout.js", "state.js", "picture.js", "card.js", "main.js")
@@ -125,6 +277,6 @@ def _rows(found: Rows, keys: Mapping[str, str]) -> list[Any]:
 
 
 def _name(item: object, keys: Mapping[str, str]) -> str:
-    if isinstance(item, Way):
+    if isinstance(item, Track):
         return f"{'^' if item.is_outside else '~'}{keys[item.key]}"
     return keys[str(item)]

@@ -13,11 +13,11 @@ from typing import Any
 
 from attrs import Factory, define, field, frozen
 
-from .._core.graph import Graph
-from .._core.lazy import cached_property
-from .._core.node import Call, Ref, Scope
-from .._core.trees import remake
-from .sketch import Dot, Sketch
+from .._ir.graph import Graph
+from .._ir.node import Call, Ref, Scope
+from .._ir.trees import remake
+from .._ir.util import cached_property
+from .layer_graph import LayerGraph, LayerMark
 
 FEWEST = 3  # how often a row that is no module must come, one reading the other: less is chance as often as design
 LONGEST = 24  # how many neighbours in a row, operations or modules, a repeated block may consist of
@@ -50,11 +50,11 @@ class _Block:
 
     scope: Scope | None = None
     depth: int = 0
-    items: list[_Block | Dot] = Factory(list)
-    dots: list[Dot] = field(factory=list)  # all in it, at any depth
+    items: list[_Block | LayerMark] = Factory(list)
+    dots: list[LayerMark] = field(factory=list)  # all in it, at any depth
 
 
-def repeats(graph: Graph, drawn: Sketch) -> Repeats:
+def repeats(graph: Graph, drawn: LayerGraph) -> Repeats:
     """The repeated blocks of a program."""
     return _Search(graph, drawn).found()
 
@@ -62,7 +62,7 @@ def repeats(graph: Graph, drawn: Sketch) -> Repeats:
 @frozen(eq=False)
 class _Search:
     graph: Graph
-    drawn: Sketch
+    drawn: LayerGraph
     first: dict[str, str] = field(factory=dict)
     windows: dict[str, str] = field(factory=dict)  # a layer -> the repeated block that it lies in
     bands: dict[str, list[Band]] = field(factory=dict)
@@ -122,7 +122,7 @@ class _Search:
                     self._search(item)
             n += period * times
 
-    def _repeat(self, items: list[_Block | Dot], signs: list[Any], start: int) -> tuple[int, int]:
+    def _repeat(self, items: list[_Block | LayerMark], signs: list[Any], start: int) -> tuple[int, int]:
         """The shortest row of items from here that comes at least twice, and how often it comes."""
         for period in range(1, min(LONGEST, (len(items) - start) // 2) + 1):
             here = signs[start : start + period]
@@ -141,7 +141,7 @@ class _Search:
                 return period, times
         return 1, 1
 
-    def _is_chain(self, items: list[_Block | Dot]) -> bool:
+    def _is_chain(self, items: list[_Block | LayerMark]) -> bool:
         """Of two rows of items, is each of one piece, and does the second read from the first?"""
         labels = [dot.label for dot in _dots(items)]
         first, second = labels[: len(labels) // 2], labels[len(labels) // 2 :]
@@ -169,9 +169,9 @@ class _Search:
             if period == 1 and isinstance(items[0], _Block):
                 self.folded.add(str(items[0].scope))
 
-    def _sign(self, item: _Block | Dot) -> Any:
+    def _sign(self, item: _Block | LayerMark) -> Any:
         """What an item is, as something that can be compared."""
-        if isinstance(item, Dot):
+        if isinstance(item, LayerMark):
             return self._signs[item.label]
         inside = tuple([self._sign(one) for one in item.items])
         return hash((item.scope.kind if item.scope else "", inside, self._wiring([item])))
@@ -180,7 +180,7 @@ class _Search:
     def _signs(self) -> dict[str, Any]:
         return {dot.label: self._of_dot(dot) for dot in self.drawn.dots if "operation" in dot.roles}
 
-    def _of_dot(self, dot: Dot) -> Any:
+    def _of_dot(self, dot: LayerMark) -> Any:
         position = self.graph.positions.get(dot.node)  # none has what another program has besides
         node = self.graph.nodes[position] if position is not None else None
         given = repr(remake((node.args, node.kwargs), _blank)) if isinstance(node, Call) else ""
@@ -189,7 +189,7 @@ class _Search:
         kinds = [scope.kind for scope in dot.scopes if str(scope) in self.drawn.single]
         return hash((dot.kind, given, str(meanings), str(parameters), str(kinds), dot.roles, dot.note))
 
-    def _wiring(self, items: list[_Block | Dot]) -> tuple[Any, ...]:
+    def _wiring(self, items: list[_Block | LayerMark]) -> tuple[Any, ...]:
         """Who reads whom inside of a row of items, by their numbers in it; and how much is read from outside."""
         number = {dot.label: n for n, dot in enumerate(_dots(items))}
         return tuple(
@@ -218,7 +218,7 @@ class _Search:
                     self.first[label] = known[sign]
 
 
-def _dots(items: list[_Block | Dot]) -> list[Dot]:
+def _dots(items: list[_Block | LayerMark]) -> list[LayerMark]:
     return [dot for item in items for dot in (item.dots if isinstance(item, _Block) else (item,))]
 
 

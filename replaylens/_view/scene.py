@@ -15,18 +15,21 @@ how to paint:
 
 A glyph or a frame that stands for several (`times`) has turns: the passes of a layer, the calls of a module, the
 repeated blocks, in order of execution. An arrow says for which turns it holds, where that is not for all of them.
+
+Which arrows of a picture go back: those that close a circle, against the order of execution.
+
+In: the keys of glyphs in order, and the arrows between them. Out: pairs of keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 
 from attrs import field, frozen
 
-from .._core.lazy import cached_property
-from .._core.node import TensorMeaning
-from .cycles import backward
+from .._ir.node import TensorSpec
+from .._ir.util import cached_property
 
 Roles = frozenset[str]
 NO_ROLES: Roles = frozenset()
@@ -42,8 +45,8 @@ class Glyph:
     layers: tuple[str, ...]  # the labels of the layers that it stands for, in order of execution
     frame: str | None = None  # the innermost frame that it lies in
     module: str = ""  # where it is a module's only operation: the module's address, and call, where it has several
-    meanings: tuple[TensorMeaning, ...] = ()  # of the tensors that it gives (in its first turn)
-    parameters: tuple[TensorMeaning, ...] = ()
+    meanings: tuple[TensorSpec, ...] = ()  # of the tensors that it gives (in its first turn)
+    parameters: tuple[TensorSpec, ...] = ()
     times: int = 1
     roles: Roles = NO_ROLES
     note: str = ""  # what an edit did, which value a condition had
@@ -109,7 +112,7 @@ class Scene:
     def backward(self) -> frozenset[tuple[str, str]]:
         """The arrows that go back in the order of execution, as pairs of keys."""
         pairs = [(one.tail, one.head) for one in self.arrows if "gradient" not in one.roles]
-        return backward([glyph.key for glyph in self.glyphs], pairs)
+        return back_edges([glyph.key for glyph in self.glyphs], pairs)
 
     @cached_property
     def by_layer(self) -> dict[str, Glyph]:
@@ -168,5 +171,52 @@ class Scene:
         return {key: sorted(items, key=lambda item: start[item.key]) for key, items in found.items()}
 
 
-def bytes_of(meaning: TensorMeaning) -> int:
+def bytes_of(meaning: TensorSpec) -> int:
     return prod(meaning.shape) * meaning.dtype.itemsize
+
+
+def back_edges(order: Sequence[str], pairs: Iterable[tuple[str, str]]) -> frozenset[tuple[str, str]]:
+    """The pairs that lead to an earlier glyph from one that it leads to. What only comes late, such as a buffer that
+    is first read in the middle of a box, does not go back.
+    """
+    pairs = list(pairs)
+    number = {key: n for n, key in enumerate(order)}
+    circle = _circles(order, pairs)
+    return frozenset(
+        (one, other) for one, other in pairs if number[other] < number[one] and circle[one] == circle[other]
+    )
+
+
+def _circles(keys: Sequence[str], pairs: list[tuple[str, str]]) -> dict[str, str]:
+    """For each key one that stands for all that lie on circles with it (Kosaraju's two walks)."""
+    ahead: dict[str, list[str]] = {key: [] for key in keys}
+    behind: dict[str, list[str]] = {key: [] for key in keys}
+    for one, other in pairs:
+        ahead[one].append(other)
+        behind[other].append(one)
+    found: dict[str, str] = {}
+    for start in reversed(_finished(keys, ahead)):
+        stack = [start]
+        while stack:
+            key = stack.pop()
+            if key not in found:
+                found[key] = start
+                stack.extend(behind[key])
+    return found
+
+
+def _finished(keys: Sequence[str], ahead: Mapping[str, list[str]]) -> list[str]:
+    """The keys in the order in which a walk into the depth is done with them."""
+    done: list[str] = []
+    seen: set[str] = set()
+    for start in keys:
+        stack = [(start, False)]
+        while stack:
+            key, is_done = stack.pop()
+            if is_done:
+                done.append(key)
+            elif key not in seen:
+                seen.add(key)
+                stack.append((key, True))
+                stack.extend((other, False) for other in ahead[key])
+    return done

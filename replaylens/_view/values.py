@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from attrs import frozen
 
-from .._core.tolerances import SHARES
-from .._core.torch_private import pytree
+from .._ir.tolerances import SHARES
+from .._ir.torch_private import pytree
 
 
 @frozen

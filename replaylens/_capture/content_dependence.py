@@ -1,0 +1,165 @@
+"""Does the shape of what a call gave depend on content? Known from the record, once the forward is over.
+
+In: the nodes of a graph. Out: the same, the calls marked of which it does. Nothing is asked while the model runs: to
+read a shape stays free.
+
+Which calls, that nothing the model gives needs, can raise on other values? The model may catch what they raise.
+
+In: the nodes of a graph, and what is needed of them. Out: guards that have such calls run again when a change reaches
+them. Whatever else runs in a replay shows by itself that it raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+from attrs import evolve
+
+from .._ir.node import Call, Guard, Node, Ref, TensorSpec, refs_in, specs_of
+from .._ir.ops import OpInfo, Quirk, info
+from .._ir.trees import Branch, leaves
+from .._ir.write import Write, original_call
+
+Meaning = Callable[[Ref], TensorSpec]
+
+
+def with_dynamic_shapes(nodes: list[Node]) -> list[Node]:
+    """The nodes, those calls marked of which the same call on other values can give another shape."""
+    places = {node.name: number for number, node in enumerate(nodes)}
+
+    def meaning(ref: Ref) -> TensorSpec:
+        return specs_of(nodes[places[ref.node]])[ref]
+
+    marked = [(node, isinstance(node, Call) and _is_dynamic(node, meaning)) for node in nodes]
+    return [
+        evolve(node, is_dynamic=dynamic) if isinstance(node, Call) and dynamic != node.is_dynamic else node
+        for node, dynamic in marked
+    ]
+
+
+def _is_dynamic(call: Call, meaning: Meaning) -> bool:
+    if call.is_dynamic and not _is_known(call.target.function):
+        return True
+    for known in call.meaning:
+        if known.stored is not None:
+            return True
+    if _keeps_shapes(call):
+        return False
+    inner = original_call(call).target
+    is_operator = inner.is_property or inner.short.startswith("__")  # of Python's
+    op = info(inner)
+    return (op.has(Quirk.SHAPE_BY_INDEX) or not is_operator) and _decides(op, call, meaning)
+
+
+def _is_known(function: Any) -> bool:
+    """Does a function that torch wrote in Python stand for an operator, whose schema tells?"""
+    home = getattr(function, "__module__", None) or ""
+    return home.startswith(("torch.nn.functional", "torch._jit_internal")) and bool(info(function).giving)
+
+
+def _keeps_shapes(call: Call) -> bool:
+    """A write in place that gives nothing besides what it wrote: that has the shape that it had."""
+    if not isinstance(call, Write) or call.writes_out:
+        return False
+    return not refs_in(call.gives.result)
+
+
+def _decides(op: OpInfo, call: Call, meaning: Meaning) -> bool:
+    given = list(leaves(call.trees))
+    if op.has(Quirk.SHAPE_BY_INDEX):
+        return any(_by_content(item, meaning) for item in call.args[1:])
+    if op.has(Quirk.SHAPE_BY_ENDS):
+        return bool(call.refs)
+    if op.has(Quirk.SHAPE_BY_CONDITION):
+        return len(call.args) + len(call.kwargs) == 1
+    if op.has(Quirk.SHAPE_BY_SIZES):
+        return len(call.refs) > 1 or not any(type(leaf) is int for leaf in given)
+    if op.has(Quirk.SHAPE_BY_LARGEST):
+        return not any(type(leaf) is int and leaf > 0 for leaf in given)
+    if op.has_dynamic_shape:
+        return True
+    return not op.is_pointwise and any(_is_number(leaf, meaning) for leaf in _in_places_of_numbers(call))
+
+
+def _by_content(index: Any, meaning: Meaning) -> bool:
+    """A mask, or a slice between tensors; whole numbers only say where."""
+    if type(index) is Ref:
+        return meaning(index).dtype in (torch.bool, torch.uint8)
+    if isinstance(index, Branch) and index.kind is slice:
+        return any(type(item) is Ref for item in index.items)
+    items = index.items if isinstance(index, Branch) else index if type(index) is tuple else ()
+    return any(_by_content(item, meaning) for item in items)
+
+
+def _is_number(leaf: Any, meaning: Meaning) -> bool:
+    """A whole number that is a tensor: torch reads it where it wants a number."""
+    if type(leaf) is not Ref:
+        return False
+    known = meaning(leaf)
+    return not known.dtype.is_floating_point and not known.dtype.is_complex and prod(known.shape) == 1
+
+
+def _in_places_of_numbers(call: Call) -> Iterator[Any]:
+    """What stands where the operator takes numbers, or takes more than its schema has places for."""
+    op = info(call.target)
+    places, names = _places_of_numbers(op) if op.giving else ([], {})
+    for number, arg in enumerate(call.args):
+        if number >= len(places) or places[number]:
+            yield from leaves(arg)
+    for key, value in call.kwargs:
+        if names.get(key, True):
+            yield from leaves(value)
+
+
+_NUMBERS = ("int", "SymInt", "number", "Scalar")  # in the words of a schema
+
+
+@cache
+def _places_of_numbers(op: OpInfo) -> tuple[list[bool], dict[str, bool]]:
+    """Where an operator takes whole numbers, in order and by name."""
+    by_place: dict[int, bool] = {}
+    by_name: dict[str, bool] = {}
+    for overload in op.giving:
+        for place, argument in enumerate(overload._schema.arguments):
+            takes = any(word in str(argument.type) for word in _NUMBERS)
+            by_place[place] = by_place.get(place, False) or takes
+            by_name[argument.name] = by_name.get(argument.name, False) or takes
+    return list(by_place.values()), by_name
+
+
+def completions(nodes: list[Node], needed: Iterable[str], catches: bool) -> Iterator[Guard]:
+    """A guard for each call that can raise and that nothing needed depends on. Where the model `catches` nothing, one
+    that raises by memory layouts or flags alone is none of them.
+    """
+    if not any(isinstance(node, Call) and _can_raise(node, catches) for node in nodes):
+        return
+    alive = set(needed)
+    for node in reversed(nodes):
+        if node.name in alive and isinstance(node, Call):
+            alive.update(ref.node for ref in node.refs)
+    for number, node in enumerate(nodes):
+        if isinstance(node, Call) and node.name not in alive and not node.is_dynamic and _can_raise(node, catches):
+            yield Guard(
+                node.target,
+                tuple(specs_of(node)),
+                has_result=True,
+                kind="completion",
+                position=number + 1,
+                scope=node.scope,
+                source=node.source,
+            )
+
+
+def _can_raise(call: Call, by_layout: bool) -> bool:
+    if call.target.short == "__getitem__" and len(call.refs) == 1:
+        return False  # by whole numbers and slices
+    if by_layout and isinstance(call, Write) and call.writes_out:
+        return True
+    ways = {Quirk.CAN_RAISE, *([Quirk.CAN_RAISE_BY_LAYOUT] if by_layout else ())}
+    if not any(meaning.is_differentiable for meaning in call.meaning):
+        ways.add(Quirk.CAN_RAISE_ON_INTEGERS)
+    return not ways.isdisjoint(info(original_call(call).target).quirks)

@@ -1,0 +1,178 @@
+"""Hooks on the gradients of tensors, which the forward registers, and may take away again.
+
+In: `h.register_hook(f)`. Out: a value of its own from there on, whose gradient goes through the hook. A hook acts as
+long as it is there when a gradient is taken: one that is gone by then is taken out of the recording.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+
+from .._ir.autograd import hooked
+from .._ir.runtime import alias
+from .._ir.trees import leaves
+from .aliasing import Alias
+from .bytecode import words
+from .dispatch import Handling, Rule
+from .recorder import Recorder
+from .recording import CallRecord, Recording, SourceRecord, ValueId
+from .user_code import closed_over
+
+HOOK_LATE = "a hook on a tensor that was read before: it acts on what comes back from there too. Register it at once."
+HOOK_ON_STEP = (
+    "hooks on steps of the backward pass (grad_fn.register_hook): they are not seen. Register them on tensors."
+)
+HOOK_READS = (
+    "a hook that reads tensors which the forward computes, or was given: it holds those of the capture. Use a custom "
+    "function that saves them."
+)
+HOOK_TWICE = (
+    "a hook within a gradient that is taken with create_graph=True: it acts on both ways back, and once. Use a custom "
+    "function."
+)
+_HOOK = "hook"
+_MOST = 10_000  # objects that are looked at for the tensors that a hook can name
+
+
+def hook(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
+    """A hook is registered. What was read of the tensor before has its gradient go through the hook as well."""
+    tensor = args[0]
+    removable = func(*args, **kwargs)
+    if recorder.functorch:
+        return removable
+    source = recorder.read(tensor)
+    function = args[1] if len(args) > 1 else kwargs["hook"]
+    site = recorder.site()
+    is_late = _is_read(recorder.recording, source)
+    handle = recorder.know_again(tensor)
+    recorder.memory.same_as[handle] = source
+    recorder.recording.hooks.append((handle, removable, is_late))
+    recorder.append(hooked, Rule(Handling.LEAF, _HOOK), [source, function], {}, handle, site, None, False)
+    _in_turn(recorder.recording)
+    return removable
+
+
+def _in_turn(recording: Recording) -> None:
+    """Of hooks on one value a gradient comes first to the one that was there first: that is the last of the calls."""
+    chain = list(_chain(recording))
+    hooks = {handle: (removable, is_late) for handle, removable, is_late in recording.hooks}
+    held = [(record.function, record.args[1:], hooks.pop(record.returns, None)) for _, record in chain]
+    for (number, record), (function, more, noted) in zip(chain, [*held[1:], held[0]], strict=True):
+        recording.records[number] = record._replace(function=function, args=[record.args[0], *more])
+        if noted is not None:
+            hooks[record.returns] = noted
+    recording.hooks[:] = [(handle, *hooks[handle]) for handle in sorted(hooks)]
+
+
+def _chain(recording: Recording) -> Iterator[tuple[int, CallRecord]]:
+    """The calls of hooks on one value, the last of the recording first."""
+    wanted = recording.records[-1].returns
+    for number in range(len(recording.records) - 1, -1, -1):
+        record = recording.records[number]
+        if record.returns != wanted:
+            continue
+        if not isinstance(record, CallRecord) or record.kind != _HOOK:
+            break
+        yield number, record
+        wanted = record.args[0]
+
+
+def _is_read(recording: Recording, source: ValueId) -> bool:
+    """Does anything that has a history read this value?"""
+    for record in reversed(recording.records):
+        if record.returns == source:
+            break
+        if isinstance(record, CallRecord) and source in [x for x in _reads(record) if type(x) is ValueId]:
+            given: list[Any] = [recording.values[x] for x in leaves(record.returns) if type(x) is ValueId]
+            if any(getattr(value, "requires_grad", False) for value in given):
+                return True
+    return False
+
+
+def _reads(record: CallRecord) -> list[Any]:
+    return list(leaves((*record.args, *(record.kwargs or {}).values())))
+
+
+def settle_hooks(recording: Recording) -> None:
+    """Of the hooks that are gone by now only the value stays."""
+    staying = []
+    for handle, removable, is_late in recording.hooks:
+        held = removable.hooks_dict_ref()
+        if held is not None and removable.id in held:
+            staying.append((handle, removable, is_late))
+        else:
+            _take_out(recording, handle)
+    recording.hooks[:] = staying
+
+
+def _take_out(recording: Recording, handle: ValueId) -> None:
+    for number, record in enumerate(recording.records):
+        if record.returns == handle and isinstance(record, CallRecord) and record.function is hooked:
+            recording.records[number] = record._replace(function=alias, args=record.args[:1])
+
+
+def note_hooks(recorder: Recorder) -> None:
+    """What no replay can give of the hooks that are there when the forward is over."""
+    recording = recorder.recording
+    settle_hooks(recording)
+    if any(is_late for _, _, is_late in recording.hooks):
+        recording.one_way.append(HOOK_LATE)
+    for _, removable, _ in recording.hooks:
+        hook = (removable.hooks_dict_ref() or {}).get(removable.id)
+        if any(_is_of_forward(recorder, tensor) for tensor in _tensors_of(hook)):
+            recording.one_way.append(HOOK_READS)
+
+
+def _is_of_forward(recorder: Recorder, tensor: torch.Tensor) -> bool:
+    """Did the forward make or write this tensor, or was it given? What the model holds is there in a replay too."""
+    known = recorder.memory.live.get(id(tensor))
+    if isinstance(known, Alias):
+        if known.base.version:
+            return True
+        known = known.handle
+    source = [r for r in recorder.recording.records if isinstance(r, SourceRecord) and r.returns == known]
+    return known is not None and (not source or source[0].kind == "input")
+
+
+def _tensors_of(hook: Any) -> Iterator[torch.Tensor]:
+    """The tensors that a function can name: what it closes over, its defaults, what is bound to it, its globals; and of
+    other objects the attributes that it names.
+    """
+    seen: set[int] = set()
+    stack: list[tuple[Any, frozenset[str]]] = [(hook, frozenset())]
+    while stack and len(seen) < _MOST:
+        value, names = stack.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, FunctionType):
+            named = names | words(value.__code__)
+            defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+            meant = [value.__globals__[name] for name in sorted(named) if name in value.__globals__]
+            stack.extend((one, named) for one in (*closed_over(value), *defaults, *meant))
+        elif isinstance(value, MethodType):
+            stack.extend(((value.__func__, names), (value.__self__, names | words(value.__func__.__code__))))
+        elif isinstance(value, partial):
+            stack.extend((one, names) for one in (value.func, *value.args, *value.keywords.values()))
+        elif isinstance(value, dict):
+            stack.extend((one, names) for one in value.values())
+        elif isinstance(value, (tuple, list, set, frozenset)):
+            stack.extend((one, names) for one in value)
+        elif not isinstance(value, (type, ModuleType)):
+            call = vars(type(value)).get("__call__")
+            named = names | (words(call.__code__) if isinstance(call, FunctionType) else frozenset())
+            stack.extend((one, named) for one in _attributes(value, named))
+
+
+def _attributes(value: Any, names: frozenset[str]) -> list[Any]:
+    """The attributes of an object that have one of these names; tensors and modules of a module are such too."""
+    held = [getattr(value, "__dict__", {})]
+    held.extend(held[0].get(table) or {} for table in ("_buffers", "_modules"))
+    return [one for table in held for name, one in table.items() if name in names]

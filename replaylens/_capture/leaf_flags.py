@@ -1,0 +1,98 @@
+"""Leaves that the forward freezes, and lets take gradients again: `p.requires_grad_(False)`, `.requires_grad = True`.
+
+In: a call that turns the flag of a tensor. Out: what the tensor holds from here on is a value of its own, so that each
+call reads it with the flag that it had then: detached while it is frozen, the very value from before when it is not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .._ir.autograd import needing, standing
+from .dispatch import Handling, Rule
+from .opaque_regions import reads_of
+from .recorder import Recorder
+from .recording import CallRecord, SourceRecord, ValueId
+
+
+def turn(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
+    """A call that may turn a leaf's flag: `requires_grad_`, the setter of `requires_grad`, `detach_`."""
+    tensor = args[0]
+    wanted = func.__name__ != "detach_" and bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
+    before = tensor.requires_grad
+    if before == wanted or not tensor.is_leaf or recorder.functorch or tensor.is_inference():
+        result = func(*args, **kwargs)
+        if before is wanted is False and not recorder.recording.ambient[0]:  # with gradients this may raise, or freeze
+            recorder.ask("flags", torch.Tensor.requires_grad.__get__, (tensor,), {}, False)  # type: ignore[attr-defined]
+        return result
+    source = recorder.read(tensor)
+    _keep_as_it_was(recorder, source, tensor, before)
+    result = func(*args, **kwargs)
+    first, flag, _ = recorder.recording.turned.setdefault(id(tensor), (source, before, tensor))
+    if wanted == flag and first in recorder.memory.same_content(source):
+        _hold(recorder, tensor, first)
+    elif not wanted:
+        _hold(recorder, tensor, _written_down(recorder, tensor, torch.Tensor.detach, source))
+    elif flag:
+        _hold(recorder, tensor, _written_down(recorder, tensor, standing, first, source))
+    else:
+        _hold(recorder, tensor, _written_down(recorder, tensor, needing, source))
+    return result
+
+
+def _keep_as_it_was(recorder: Recorder, source: ValueId, tensor: torch.Tensor, flag: bool) -> None:
+    """What a call gave is recorded with the flag that it had then. What the model holds and is given stays itself."""
+    values = recorder.recording.values
+    is_given = any(isinstance(r, SourceRecord) and r.returns == source for r in recorder.recording.records)
+    if values[source] is tensor and not is_given:
+        with recorder.at_work():
+            values[source] = tensor.detach().requires_grad_(flag)
+
+
+def _written_down(recorder: Recorder, tensor: torch.Tensor, function: Any, *reads: ValueId) -> ValueId:
+    """The call that stands for the turn: what it gives has the content of the last thing that it reads."""
+    flag = function is not torch.Tensor.detach
+    with recorder.at_work():
+        handle = recorder.recording.keep(tensor.detach().requires_grad_(flag))
+    recorder.memory.same_as[handle] = reads[-1]
+    rule = Rule(Handling.LEAF, "requiresgrad")
+    recorder.append(function, rule, list(reads), {}, handle, recorder.site(), None, False)
+    return handle
+
+
+def _hold(recorder: Recorder, tensor: torch.Tensor, handle: ValueId) -> None:
+    """From here on the tensor holds this value."""
+    entry = recorder.memory.entry(tensor)
+    entry.handle = handle
+    if not entry.steps:
+        entry.base.handle = handle
+    entry.base.held.append(handle)
+
+
+def note_flags(recorder: Recorder) -> None:
+    """Which leaves of the model are left with another flag than they had, when calls have read them as taking
+    gradients: torch asks for the flag in the backward pass, and what the forward set may be put back by then.
+    """
+    recording = recorder.recording
+    own = {
+        record.returns for record in recording.records if isinstance(record, SourceRecord) and record.kind != "input"
+    }
+    for first, flag, tensor in recording.turned.values():
+        if first in own and tensor.requires_grad != flag and _is_read_with_gradients(recorder, first, flag):
+            recording.left_turned.append((tensor, not flag))
+
+
+def _is_read_with_gradients(recorder: Recorder, first: ValueId, flag: bool) -> bool:
+    """Has a call read the leaf at a time when it took gradients?"""
+    recording = recorder.recording
+    values = {first} if flag else set()
+    for record in recording.records:
+        if not isinstance(record, CallRecord):
+            continue
+        if record.kind == "requiresgrad" and first in recorder.memory.same_content(record.args[-1]):
+            values.update({record.returns} if record.function is not torch.Tensor.detach else ())
+        elif record.context[0] and not values.isdisjoint(reads_of(record)):
+            return True
+    return False

@@ -1,0 +1,336 @@
+"""A capture that keeps little: what nobody wants is let go of as soon as the model itself has let go of it.
+
+In: a Wish. Out: a tracer whose recording forgets values while the model runs, so that the peak of memory is that of the
+plain forward and of what is kept. Which layers are wanted is known for sure only when all have their names; here it is
+guessed, and what was guessed wrong is computed again in the end (see _replay/record.py).
+
+Whether the model still has a tensor is asked of Python's count of references: beyond those that the capture holds
+itself there is none. Torch counts its own hold on a tensor (autograd's, a view's on its base) among them. An id that
+is free again may name another tensor: with the tensor everything goes that was known by its id.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from attrs import define, field
+
+from .._edit.save_spec import SaveSpec
+from .._ir.shared_memory import storage_of, version_of
+from .._ir.torch_private import storage_holders
+from .._ir.trees import bare, leaves
+from .aliasing import Alias, AliasTracker, Storage
+from .dispatch import Rule
+from .output_aliases import objects_held
+from .provenance import Moment, Provenance
+from .recorder import HandOff, RetraceAtDispatch
+from .recording import CallRecord, Freed, Handed, Recording, SourceRecord, ValueId, handles_in, parts_of
+from .scopes import addresses
+from .tracer import Tracer
+
+YOUNG = 4  # so often a new tensor is looked at, before each of the next calls; later ones now and then
+
+
+def memory_saving_tracer(wish: SaveSpec) -> Callable[[Recording, Provenance, Moment, bool, str], Tracer]:
+    """A tracer that keeps what a wish may mean."""
+
+    def tracer(recording: Recording, origins: Provenance, date: Moment, deep: bool, unknown: str) -> Tracer:
+        return MemorySavingTracer(recording, origins, date, deep, unknown, wish)
+
+    return tracer
+
+
+def settle(recording: Recording) -> None:
+    """The forward is over: nobody is told any more of what is recorded, and nothing holds the tracer."""
+    recording.records, recording.values = list(recording.records), list(recording.values)
+    recording.scope_outputs = list(recording.scope_outputs)
+
+
+class MemorySavingTracer(Tracer):
+    """One capture that keeps little."""
+
+    def __init__(
+        self, recording: Recording, origins: Provenance, date: Moment, deep: bool, unknown: str, wish: SaveSpec
+    ) -> None:
+        super().__init__(recording, origins, date, deep, unknown)
+        self.guess = SaveGuess(wish, recording, addresses(origins.table))
+        self.shedding = ValueDropper(recording, self.memory, self.doubled, self.aliases)
+        recording.records = _ObservedList(self._noted)
+        recording.scope_outputs = _ObservedList(self._left)
+        recording.values = _RecordedValues(self.shedding.forget)
+
+    def _fresh(self, rule: Rule, func: Any, args: Any, depth: int = 2) -> Any:
+        self.shedding.look()
+        return super()._fresh(rule, func, args, depth + 1)
+
+    def read_all(self, args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
+        """The beginning of every other operation."""
+        self.shedding.look()
+        return super().read_all(args, kwargs)
+
+    def _noted(self, record: CallRecord | SourceRecord) -> None:
+        is_wanted = self.guess.record(record)
+        for _, handle in parts_of(record.returns):
+            if is_wanted:
+                self.shedding.keep(handle)
+            else:
+                self.shedding.spare(handle)
+
+    def own_references(self, tensor: torch.Tensor) -> int:
+        """How many references to a tensor are the capture's own."""
+        return super().own_references(tensor) + (id(tensor) in self.shedding.watched)
+
+    def _left(self, output: Handed) -> None:
+        """A module gave its output, which may be wanted by the module's address."""
+        self.recording.scope_outputs[-1] = (output[0], kept := bare(output[1]), *output[2:])
+        self.in_trees.subtract(objects_held(output[1]))
+        self.in_trees.update(objects_held(kept))
+        if self.guess.module(output[0]):
+            for handle in leaves(output[1]):
+                if type(handle) is ValueId:
+                    self.shedding.keep(handle)
+
+
+class SaveGuess:
+    """Which values a wish means, as far as can be told while the model runs: by names as they will be if no operation
+    turns out to lead nowhere.
+    """
+
+    def __init__(self, wish: SaveSpec, recording: Recording, modules: dict[int, str]) -> None:
+        self.wish, self.recording, self.modules = wish, recording, modules
+        self.of_kind: Counter[str] = Counter()
+        self.total = -1
+        self.parameters: set[ValueId] = set()
+        self.names: dict[Any, tuple[tuple[str, ...], int]] = {}  # of layers with parameters, by function and parameters
+        self.calls: Counter[int] = Counter()
+        self.counted = 0
+
+    def record(self, record: CallRecord | SourceRecord) -> bool:
+        """Is what this record gives to be kept? What no call made always is."""
+        if isinstance(record, SourceRecord):
+            if record.kind == "parameter":
+                self.parameters.add(record.returns)
+            else:
+                self._next(record.kind)
+            return True
+        return self.wish.may_mean(*self._names(record)) if self.wish.keys else False
+
+    def _names(self, record: CallRecord) -> tuple[tuple[str, ...], int]:
+        reads = handles_in(tuple(record.args))
+        own = tuple(sorted(self.parameters.intersection(reads)))
+        if not own:
+            return self._next(record.kind)
+        key = (id(record.function), record.kind, own)
+        if key not in self.names:
+            self.names[key] = self._next(record.kind)
+        return self.names[key]
+
+    def _next(self, kind: str) -> tuple[tuple[str, ...], int]:
+        self.of_kind[kind] += 1
+        self.total += 1
+        number = f"{kind}_{self.of_kind[kind]}"
+        return (kind, number, f"{number}_{self.total}"), self.total
+
+    def module(self, number: int) -> bool:
+        """Is the output of this call of a module to be kept?"""
+        if not self.wish.keys:
+            return False
+        for scope in self.recording.scopes[self.counted :]:
+            self.calls[id(scope.module)] += not scope.is_void
+        self.counted = len(self.recording.scopes)
+        address = self.modules.get(id(self.recording.scopes[number].module), "")
+        return bool(address) and self.wish.may_mean((address,))
+
+
+@define(eq=False)
+class WatchedTensor:
+    """A tensor whose every value is spare."""
+
+    tensor: torch.Tensor
+    handles: list[ValueId]
+
+
+@define(eq=False)
+class ValueDropper:
+    """Lets go of spare values whose tensors only the capture still holds."""
+
+    recording: Recording
+    memory: AliasTracker
+    doubled: set[int]
+    aliases: dict[int, HandOff]
+    watched: dict[int, WatchedTensor] = field(factory=dict)  # by the tensor's id
+    young: dict[int, int] = field(factory=dict)  # id -> how often it was looked at
+    old: dict[int, None] = field(factory=dict)
+    credit: int = 0
+
+    def spare(self, handle: ValueId) -> None:
+        """Nobody wants this value."""
+        self.recording.spare.add(handle)
+        tensor = _held(self.recording.values, handle)
+        if type(tensor) is Freed:
+            return
+        known = self.watched.get(id(tensor))
+        if known is None:
+            self.watched[id(tensor)] = WatchedTensor(tensor, [handle])
+            self.young[id(tensor)] = 0
+        else:
+            known.handles.append(handle)
+
+    def keep(self, handle: ValueId) -> None:
+        """This value is wanted."""
+        self.recording.spare.discard(handle)
+        tensor = _held(self.recording.values, handle)
+        self._drop(id(tensor))
+
+    def forget(self, first: int) -> None:
+        """The values from this number on were taken back."""
+        gone, spare = self.recording.gone, self.recording.spare
+        for handle in [handle for handle in gone if handle >= first]:
+            del gone[handle]
+        spare.difference_update([handle for handle in spare if handle >= first])
+        for number, watched in list(self.watched.items()):
+            watched.handles = [handle for handle in watched.handles if handle < first]
+            if not watched.handles:
+                self._drop(number)
+
+    def look(self) -> None:
+        """Let go of what can be. New tensors are looked at often, old ones at no more than a few for each call."""
+        for number, times in list(self.young.items()):
+            if self._shed(number):
+                continue
+            if times + 1 < YOUNG:
+                self.young[number] = times + 1
+            else:
+                del self.young[number]
+                self.old[number] = None
+        self.credit += YOUNG
+        if self.credit >= len(self.old):
+            self.credit = 0
+            for number in reversed(list(self.old)):  # a view goes before its base
+                self._shed(number)
+
+    def _drop(self, number: int) -> None:
+        self.watched.pop(number, None)
+        self.young.pop(number, None)
+        self.old.pop(number, None)
+
+    def _shed(self, number: int) -> bool:
+        """Let go of a tensor, if nobody else holds it."""
+        watched, known = self.watched[number], self.memory.live.get(number)
+        is_root = isinstance(known, Alias) and known.tensor is known.base.root
+        mine = [handle for handle in watched.handles if _held(self.recording.values, handle) is watched.tensor]
+        key = storage_of(watched.tensor) if self.memory.by_storage else None
+        is_listed = key is not None and self.memory.by_storage.get(key) is watched.tensor
+        if _references(watched) != _ALONE + len(mine) + isinstance(known, Alias) + is_root + is_listed:
+            return False
+        if (is_root or type(known) is ValueId) and _is_looked_at(watched.tensor):
+            return False
+        if isinstance(known, Alias) and is_root and not self._leave(known):
+            return False
+        self._require_announced(watched.tensor, known)
+        for handle in mine:
+            self.recording.let_go(handle)
+        if key is not None and is_listed:
+            del self.memory.by_storage[key]
+        self.memory.live.pop(number, None)
+        self.doubled.discard(number)
+        self.aliases.pop(number, None)
+        self._drop(number)
+        return True
+
+    def _leave(self, root: Alias) -> bool:
+        """Forget a base, if no view looks at it any more, and nobody outside torch does."""
+        if root.base.exposed is not None or root.base.twin is not None:
+            return False
+        key = storage_of(root.base.root)
+        is_listed = key is not None and self.memory.bases.get(key) is root.base
+        if _references_of_base(root) != _BASE_ALONE + is_listed:
+            return False
+        if key is not None and is_listed:
+            del self.memory.bases[key]
+        return True
+
+    def _require_announced(self, tensor: torch.Tensor, known: ValueId | Alias | None) -> None:
+        """Was the tensor written by nobody who did not say so? It is the last time that this can be asked."""
+        if isinstance(known, Alias):
+            counted = known.base.counter if tensor is known.base.root else None
+        else:
+            counted = self.recording.versions[known] if known is not None else None
+        if counted is not None and version_of(tensor) != counted:
+            raise RetraceAtDispatch
+
+
+class _ObservedList(list[Any]):
+    """A list that says what is added to it."""
+
+    def __init__(self, tell: Callable[[Any], None]) -> None:
+        self.tell = tell
+
+    def append(self, item: Any) -> None:
+        list.append(self, item)
+        self.tell(item)
+
+
+class _RecordedValues(list[Any]):
+    """Recorded values. One that is gone cannot be read: the model must be looked at once more, and all be kept."""
+
+    def __init__(self, forget: Callable[[int], None]) -> None:
+        self.forget = forget
+
+    def __getitem__(self, index: Any) -> Any:
+        value = list.__getitem__(self, index)
+        if type(value) is Freed:
+            raise RetraceAtDispatch
+        return value
+
+    def __delitem__(self, index: Any) -> None:
+        list.__delitem__(self, index)
+        self.forget(index.start)
+
+
+def _held(values: list[Any], handle: ValueId) -> Any:
+    return list.__getitem__(values, handle)
+
+
+def _references(watched: WatchedTensor) -> int:
+    return sys.getrefcount(watched.tensor)
+
+
+def _references_of_base(entry: Alias) -> int:
+    return sys.getrefcount(entry.base)
+
+
+def _is_looked_at(tensor: torch.Tensor) -> bool:
+    """Does something else look at the tensor's memory, seen or not? What a kernel made it a view of does not count."""
+    try:
+        others = _holders(tensor) - _STORAGE_ALONE
+    except (RuntimeError, NotImplementedError):  # sparse and nested ones
+        return False
+    return others != 0 and (others != 1 or _base_holders(tensor) != _HIDDEN)
+
+
+def _base_holders(view: torch.Tensor) -> int:
+    """How many there are that hold on to what a tensor is a view of."""
+    base = view._base
+    return base._use_count() if base is not None else 0  # type: ignore[attr-defined]
+
+
+def _holders(tensor: torch.Tensor) -> int:
+    """How many there are that hold on to the tensor's memory."""
+    return int(storage_holders(tensor.untyped_storage()._cdata))
+
+
+def _alone() -> tuple[int, int, int, int]:
+    """The least number of references that there are to a tensor and to a base, as this Python counts them."""
+    watched = WatchedTensor(torch.empty(0), [])
+    root = torch.empty(0)
+    entry = Alias(root, Storage(root, ValueId(0), ValueId(0)), (), ValueId(0), 0)
+    view = torch.empty(2).view(2, 1)
+    return _references(watched), _references_of_base(entry), _holders(root), _base_holders(view)
+
+
+_ALONE, _BASE_ALONE, _STORAGE_ALONE, _HIDDEN = _alone()

@@ -1,0 +1,580 @@
+"""Tensors in what a model returned that no frozen tree shows: in closures, iterators, keys, arrays of objects.
+
+In: a leaf of a frozen output. Out: the tensors behind it. A program could put no other ones there. Of records nothing
+is known here.
+
+Where a tensor comes from that no recorded call made.
+
+In: a tensor of unknown origin, and the module call that is running. Out: what it is: a parameter or buffer, another
+tensor that hangs on the model, a constant that is older than the capture or was made outside torch. Anything else is
+an error: a value that might depend on the input must never pass for a constant.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import operator
+import sys
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache, lru_cache, partial
+from itertools import chain, compress
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from .._ir.model_state import members
+from .._ir.shared_memory import storage_of
+from .._ir.trees import ATOMS, attributes_of, own_attributes
+from .._ir.util import cached_property
+from .._ir.world import alone, freed, in_children
+from .recording import Addresses
+from .scopes import addresses, module_table, other_addresses
+from .snapshot import Held, collect_new, is_frozen, set_aside, set_back
+from .user_code import closed_over
+
+_MOST = 10_000  # objects that are looked at: what holds more is a world of its own
+_PYTHONS_OWN = frozenset(("builtins", "itertools", "collections"))
+
+
+def tensors_behind(value: Any, own: frozenset[int]) -> Iterator[torch.Tensor]:
+    """The tensors that can be reached from an object, but not through those whose ids are `own`."""
+    stack, seen = [] if id(value) in own else [value], {id(value): value}
+    while stack and len(seen) < _MOST:
+        for item in _held(stack.pop()):
+            if isinstance(item, torch.Tensor):
+                yield item
+            elif type(item) not in ATOMS and id(item) not in seen and id(item) not in own:
+                seen[id(item)] = item
+                stack.append(item)
+
+
+def _held(value: Any) -> list[Any]:
+    """What an object holds itself."""
+    if isinstance(value, (type, ModuleType)):
+        return []
+    if isinstance(value, FunctionType):
+        cells = [item for cell in value.__closure__ or () for item in gc.get_referents(cell)]
+        return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *vars(value).values()]
+    if isinstance(value, (MethodType, BuiltinFunctionType)):
+        return [value.__self__]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, weakref.ref):
+        return [value()]
+    if type(value).__module__ == "numpy":
+        return [*value.flat] if getattr(getattr(value, "dtype", None), "hasobject", False) else []
+    if isinstance(value, BaseException):
+        return [*value.args, *vars(value).values()]
+    below = gc.get_referents(value) if type(value).__module__ in _PYTHONS_OWN else []
+    inner = [*dict.items(value)] if isinstance(value, dict) else [*value] if isinstance(value, (list, tuple)) else []
+    return [*below, *inner, *[item for _, item in attributes_of(value)]]
+
+
+_lock = threading.RLock()  # what an interrupt left may be left while another capture is entered
+_running: dict[object, int] = {}  # the captures that run, and their threads
+
+
+class Moment:
+    """A moment, to tell which tensors are older: those that the collector had set aside by then, or listed at it."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors  # held, so that no new tensor can take an old one's place in memory
+        self.ids = frozenset(map(id, tensors))
+
+
+_KINDS = frozenset((torch.Tensor, nn.Parameter))
+
+
+Place = tuple[nn.Module, dict[str, torch.Tensor]]  # a module, and what it holds
+
+
+def _listed_tensors(kinds: Iterable[type] = _KINDS) -> list[torch.Tensor]:
+    """The tensors of these classes that the collector lists."""
+    if _refer_to_their_classes():
+        return [thing for thing in gc.get_referrers(*kinds) if type(thing) in kinds]
+    things = gc.get_objects()
+    return list(compress(things, map(frozenset(kinds).__contains__, map(type, things))))
+
+
+@cache
+def _refer_to_their_classes() -> bool:
+    """Does the collector find tensors by what refers to their classes, also those that C++ holds? To ask for all
+    objects instead is to hold a tuple that another thread is building, which fails there then.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        held = torch.zeros(1)
+        product = held * torch.zeros(1, requires_grad=True)  # keeps it for the backward
+        return product.grad_fn is not None and any(thing is held for thing in gc.get_referrers(torch.Tensor))
+
+
+@contextmanager
+def marking_older_objects() -> Iterator[Moment]:
+    """Within, it can be told which objects are older. Gives the date, to be handed to `is_older`.
+
+    What exists now is moved to the collector's permanent generation: a list splice. What it lists afterwards is newer.
+    Where something lies there already (another capture runs, or the user froze the collector) what is listed is noted.
+    """
+    token = object()
+    _refer_to_their_classes()  # asked before the forward: it computes with gradients
+    if not _running:
+        collect_new()
+    try:
+        try:
+            yield alone(_lock, partial(_began, token))
+        finally:
+            alone(_lock, partial(_ended, token))
+    finally:  # again: an interrupt may have come before, or in it
+        alone(_lock, partial(_ended, token))
+
+
+def _began(token: object) -> Moment:
+    mine = not _running and not is_frozen()
+    _running[token] = threading.get_ident()
+    if mine:
+        set_aside()
+    return Moment([] if mine else _listed_tensors())
+
+
+def _ended(token: object) -> None:
+    _running.pop(token, None)
+    if not _running:
+        set_back()
+
+
+def _in_a_child() -> None:
+    freed(_lock)
+    for token in [token for token, thread in _running.items() if thread != threading.get_ident()]:
+        del _running[token]
+    if not _running:
+        set_back()
+
+
+in_children(_in_a_child)
+
+
+def is_older(tensor: torch.Tensor, date: Moment) -> bool:
+    """Did this tensor exist at the date?"""
+    return id(tensor) in date.ids or not any(other is tensor for other in _listed_tensors((type(tensor),)))
+
+
+def thread_marks() -> tuple[Any, ...]:
+    """What changes when a thread is started, or when a pool's workers may have worked."""
+    pools = sys.modules.get("concurrent.futures.thread")
+    known = getattr(pools, "_threads_queues", None)
+    threads = [ref() for ref in known.keyrefs()] if known is not None else []  # at once: others come meanwhile
+    workers = sum(thread is not None and thread.is_alive() for thread in threads)
+    counter = getattr(threading, "_counter", None)  # of the names that threads are given
+    return repr(getattr(counter, "__self__", counter)), threading.active_count(), workers or None
+
+
+_WORKED_OUT = ("started_at", "parameters_begun", "parameters_by_id", "begun_by_id", "begun_by_module", "known_modules")
+_parameters, _values = operator.attrgetter("_parameters"), operator.methodcaller("values")
+
+
+class Provenance:
+    """The model's tensors, by identity. The whole model is only walked when the running module does not have the
+    tensor.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.root = model if isinstance(model, nn.Module) else None
+        self.extra = [] if self.root is not None else list(_modules_of(model))
+        self.table = module_table(self.root)
+        for number, module in enumerate(self.extra):
+            inner = module_table(module)
+            shift = len(self.table)
+            name = "" if len(self.extra) == 1 else f"model{number + 1}"
+            self.table.extend((m, p + shift if p >= 0 else -1, n or name) for m, p, n in inner)
+        self.modules = [module for module, _, _ in self.table]  # every module of the model, each once
+        self.held = Held(self.modules)  # when the forward begins
+        self.parameters_at_start = [value for _, _, held in self.held.parameters for value in held.values()]
+        self.begun = self.held.buffers
+        self.attributes_begun: list[tuple[nn.Module, dict[str, Any]]] = []  # those of the user's classes
+
+    @cached_property
+    def started_at(self) -> dict[int, tuple[nn.Module, str] | None]:
+        """Where each parameter stood when the forward began, by id; None for one that stood at several places."""
+        held = [(value, (module, key)) for module, _, held in self.held.parameters for key, value in held.items()]
+        places = [(id(value), place) for value, place in held if value is not None]
+        found: dict[int, Any] = dict(places)
+        if len(found) < len(places):
+            counts = Counter([number for number, _ in places])
+            found.update((number, None) for number, count in counts.items() if count > 1)
+        return found
+
+    def state(self, tensor: torch.Tensor, running: nn.Module | None) -> tuple[str, tuple[Any, str]] | None:
+        """What kind of state the tensor is, and (module, key), if it is a parameter or a buffer."""
+        if running is not None:
+            for kind, tensors in (("parameter", running._parameters), ("buffer", running._buffers)):
+                for key, value in list(tensors.items()):
+                    if value is tensor and id(running) in self.known_modules:
+                        first = self.at_start(running, key) if kind == "buffer" else self._first(running, key, tensor)
+                        if first is not tensor:
+                            break  # it was handed on: its name is that of where it stood first
+                        return kind, (running, key)
+        if (began := self.begun_by_id.get(id(tensor))) is not None:
+            return "buffer", began
+        found = self.whole.get(id(tensor))
+        if found is not None and found[0] == "parameter" and self._first(*found[1], tensor) is not tensor:
+            return "parameter", self.parameters_by_id.get(id(tensor), found[1])
+        if found is None and (began := self.parameters_by_id.get(id(tensor))) is not None:
+            return "parameter", began  # others stand there for a while: `torch.func.functional_call`
+        return found
+
+    def _first(self, module: nn.Module, key: str, now: torch.Tensor) -> Any:
+        """The parameter that a module had under this name when the forward began; this one, if none was noted."""
+        return self.parameters_begun.get(id(module), {}).get(key, now)
+
+    @cached_property
+    def parameters_begun(self) -> dict[int, dict[str, Any]]:
+        """The parameters that each module had when the forward began, by its id."""
+        return {id(module): parameters for module, _, parameters in self.held.parameters}
+
+    @cached_property
+    def parameters_by_id(self) -> dict[int, tuple[nn.Module, str]]:
+        """Where each parameter stood when the forward began."""
+        found: dict[int, tuple[nn.Module, str]] = {}
+        for module, _, _ in self.table:
+            for key, value in self.parameters_begun.get(id(module), {}).items():
+                found.setdefault(id(value), (module, key))
+        return found
+
+    @cached_property
+    def begun_by_id(self) -> dict[int, tuple[nn.Module, str]]:
+        """Where each buffer stood when the forward began: the model may hand them on."""
+        found: dict[int, tuple[nn.Module, str]] = {}
+        for module, _, buffers in self.begun:
+            for key, value in buffers.items():
+                if value is not None:
+                    found.setdefault(id(value), (module, key))
+        return found
+
+    def over(self, storage: int | None) -> torch.Tensor | None:
+        """The parameter or buffer that lay in this storage when the forward began."""
+        buffers = [value for _, _, held in self.begun for value in held.values()]
+        for tensor in (*self.parameters_at_start, *buffers) if storage is not None else ():
+            if tensor is not None and storage_of(tensor) == storage:
+                return tensor
+        return None
+
+    def at_start(self, module: nn.Module, key: str) -> torch.Tensor | None:
+        """The buffer that a module had under this name when the forward began; what it has now, if it had none."""
+        buffers = self.begun_by_module.get(id(module), {})
+        own = buffers if key in buffers else module._buffers
+        return own[key] if key in own else None  # noqa: SIM401  (those of TorchScript have no get)
+
+    @cached_property
+    def begun_by_module(self) -> dict[int, dict[str, torch.Tensor | None]]:
+        return {id(module): buffers for module, _, buffers in self.begun}
+
+    @cached_property
+    def wrapped(self) -> dict[int, nn.Module]:
+        """Of modules in a wrapper of the compiler's, which goes by their address: the wrapper, by the module's id."""
+        return {id(module): self.table[p][0] for module, p, name in self.table if name == "_orig_mod" and p >= 0}
+
+    def same_parameters(self) -> bool:
+        """Has every module the parameters that it had when the capture began?"""
+        now = [*chain.from_iterable(map(_values, map(_parameters, self.modules)))]
+        return len(now) == len(self.parameters_at_start) and all(map(operator.is_, now, self.parameters_at_start))
+
+    def parameters_elsewhere(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+        """The places of parameters where others stand now, or none, and what stood there when the capture began."""
+        for module, _, _ in () if self.same_parameters() else self.table:
+            now, first = module._parameters, self.parameters_begun.get(id(module), {})
+            for key, value in first.items():
+                if value is not None and (key not in now or now[key] is not value):
+                    yield module, key, value
+
+    def new_parameters(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+        """The parameters that stand now where none stood when the capture began."""
+        for module, _, _ in () if self.same_parameters() else self.table:
+            for _, key in _new(module, module._parameters, self.parameters_begun.get(id(module), {})):
+                yield module, key, cast(torch.Tensor, module._parameters[key])
+
+    def born(self, same: bool | None = None) -> Iterator[tuple[nn.Module, str]]:
+        """Where parameters and buffers stand now, and nothing stood when the capture began. `same`: are the parameters
+        those that there were, if that is known?
+        """
+        for module, _, _ in () if (self.same_parameters() if same is None else same) else self.table:
+            yield from _new(module, module._parameters, self.parameters_begun.get(id(module), {}))
+        for module, _, _ in self.table:
+            if buffers := module._buffers:
+                yield from _new(module, buffers, self.begun_by_module.get(id(module), {}))
+
+    def tree_at_start(self) -> dict[str, Place]:
+        """By address, each module that there was when the capture began, and the parameters and buffers that it had."""
+        children = {id(module): modules for module, _, modules in self.held.modules}
+
+        def held(module: nn.Module) -> dict[str, Any]:
+            return {**self.parameters_begun.get(id(module), {}), **self.begun_by_module.get(id(module), {})}
+
+        return self._tree(lambda module: children.get(id(module), {}), held)
+
+    def tree_now(self) -> dict[str, Place]:
+        """By address, each module that there is now, and the parameters and buffers that it has."""
+        return self._tree(lambda module: module._modules, lambda module: {**module._parameters, **module._buffers})
+
+    def _tree(self, below: Callable[[Any], Any], held: Callable[[Any], dict[str, Any]]) -> dict[str, Place]:
+        found: dict[str, Place] = {}
+        stack: list[tuple[str, nn.Module, tuple[int, ...]]]
+        stack = [(name, module, ()) for module, parent, name in self.table if parent < 0]
+        while stack and len(found) < 100 * len(self.table) + 1000:
+            address, module, above = stack.pop()
+            found[address] = module, {key: value for key, value in held(module).items() if value is not None}
+            for name, child in below(module).items():
+                if child is not None and id(child) not in above:
+                    whole = ".".join([part for part in (address, name) if part and part != "_orig_mod"])
+                    stack.append((whole, child, (*above, id(module))))
+        return found
+
+    def rearranged(self) -> Iterator[nn.Module]:
+        """The modules that have other modules than when the capture began, or the same ones under other names."""
+        for module, now, first in self.held.modules:
+            if (now if type(now) is dict else dict(now)) != first:  # those of TorchScript are no dicts
+                yield module
+        begun = {id(module) for module, _, first in self.held.modules if first}
+        if len(begun) != sum([bool(module._modules) for module, _, _ in self.table]):
+            yield from (module for module, _, _ in self.table if module._modules and id(module) not in begun)
+
+    def was_there(self, tensor: torch.Tensor) -> bool:
+        """Was this object a parameter when the capture began? Buffers are looked up by what was written."""
+        return not isinstance(tensor, nn.Parameter) or id(tensor) in self.started_at or bool(self.extra)
+
+    def forget(self) -> None:
+        """Let go of what can be worked out again from what the modules held when the forward began."""
+        for name in _WORKED_OUT:
+            vars(self).pop(name, None)
+
+    def was_own(self, tensor: torch.Tensor) -> bool:
+        """Was this object a parameter or buffer when the capture began, or another tensor that a module held?"""
+        return id(tensor) in self.started_at or id(tensor) in self.begun_by_id or self._hangs_on_a_module(tensor)
+
+    def own_among(self, tensor: torch.Tensor) -> bool:
+        """Is this object itself a parameter or buffer of the model, or another tensor that a module of it holds?"""
+        if isinstance(tensor, nn.Parameter) and id(tensor) in self.whole:
+            return True
+        if any(value is tensor for _, _, value in self.buffers()):
+            return True
+        return self._hangs_on_a_module(tensor)
+
+    def _hangs_on_a_module(self, tensor: torch.Tensor) -> bool:
+        """Is it an attribute, or in one? Of torch's own classes, only modules with something added are looked at."""
+        seen: dict[type, int] = {}
+        for module, _, _ in self.table:
+            kind, attributes = type(module), vars(module)
+            if seen.get(kind) == len(attributes):
+                continue
+            if any(_holds(value, tensor) for value in attributes.values()):
+                return True
+            if kind.__module__.startswith("torch.nn."):
+                seen[kind] = len(attributes)
+        return False
+
+    def buffers(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+        """Every buffer of the model as it is now."""
+        for module, _, _ in self.table:
+            if buffers := module._buffers:
+                yield from ((module, key, value) for key, value in list(buffers.items()) if value is not None)
+
+    @cached_property
+    def known_modules(self) -> frozenset[int]:
+        return frozenset(id(module) for module, _, _ in self.table)
+
+    @property
+    def whole(self) -> dict[int, tuple[str, tuple[Any, str]]]:
+        """Every parameter and buffer of the model as it is now."""
+        found: dict[int, tuple[str, tuple[Any, str]]] = {}
+        for module, _, _ in self.table:
+            for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
+                for key, value in tensors.items():
+                    if value is not None:
+                        found.setdefault(id(value), (kind, (module, key)))
+        return found
+
+    def attribute(self, tensor: torch.Tensor) -> tuple[Any, str] | None:
+        """(module, path) of a tensor that hangs on the model without being a parameter or buffer."""
+        for module, _, _ in self.table:
+            if path := _path_to(tensor, {k: v for k, v in vars(module).items() if not k.startswith("_")}, set(), 0):
+                return module, path.lstrip(".")
+        for module, first in self.attributes_begun:  # the forward has put something else there since
+            if key := next((key for key, value in first.items() if value is tensor and not key.startswith("_")), None):
+                return module, key
+        return None
+
+    def addresses(self) -> Addresses:
+        modules = addresses(self.table)
+        others = other_addresses(self.table, modules)
+        holders = self._holders(modules, self._at_start(others))
+        every = frozenset([address for _, found in holders for address in found])
+        every -= {f"{modules[id(module)]}.{key}".lstrip(".") for module, key in self.born()}
+        twice = tuple([(other, modules[number]) for number, found in others.items() for other in found])
+        return Addresses(modules, self._in_order(), self._aliases(holders), twice, every)
+
+    def _in_order(self) -> tuple[nn.Module, ...]:
+        """Every module of the model, each followed by those that it has."""
+        found: list[nn.Module] = []
+        below: dict[int, list[int]] = {}
+        for number, (_, parent, _) in enumerate(self.table):
+            below.setdefault(parent, []).append(number)
+        stack = below.get(-1, [])[::-1]
+        while stack:
+            number = stack.pop()
+            found.append(self.table[number][0])
+            stack.extend(reversed(below.get(number, [])))
+        return tuple(found)
+
+    def _at_start(self, others: dict[int, list[str]]) -> dict[int, list[str]]:
+        """Of further addresses of modules, those that there were when the capture began."""
+        if not others or next(self.rearranged(), None) is None:
+            return others
+        first = self.tree_at_start()
+        return {number: [address for address in found if address in first] for number, found in others.items()}
+
+    def _holders(self, modules: dict[int, str], others: dict[int, list[str]]) -> list[tuple[Any, list[str]]]:
+        """Every parameter and buffer that there was when the capture began, with all of its addresses."""
+        found: dict[int, tuple[Any, list[str]]] = {}
+        for module in self.modules:
+            prefixes = (modules[id(module)], *others.get(id(module), ()))
+            parameters = self.parameters_begun.get(id(module), {})
+            for tensors in (parameters, self.begun_by_module.get(id(module), module._buffers)):
+                for key, value in tensors.items():
+                    if value is not None:
+                        names = [f"{prefix}.{key}" if prefix else key for prefix in prefixes]
+                        found.setdefault(id(value), (value, []))[1].extend(names)
+        return list(found.values())
+
+    def _aliases(self, found: list[tuple[Any, list[str]]]) -> Any:
+        holders = {id(value): names for value, names in found}
+
+        def aliases(module: Any, key: str, tensor: torch.Tensor | None) -> tuple[str, ...]:
+            if tensor is not None:
+                return tuple(holders.get(id(tensor), ()))
+            value = getattr(module, key, None) if isinstance(module, nn.Module) and "." not in key else None
+            if isinstance(module, nn.Module) and (key in module._buffers or id(module) in self.begun_by_module):
+                value = self.at_start(module, key) if self.at_start(module, key) is not None else value
+            if (first := self.parameters_begun.get(id(module), {}).get(key)) is not None:
+                value = first
+            return tuple(holders.get(id(value), ())) if value is not None else ()
+
+        return aliases
+
+
+def _new(module: nn.Module, now: Any, first: dict[str, Any]) -> Iterator[tuple[nn.Module, str]]:
+    yield from ((module, key) for key, value in now.items() if value is not None and first.get(key) is None)
+
+
+def reaches_scripts(origins: Provenance) -> bool:
+    """Does the code of the model's modules name a TorchScript function? A function mode sees nothing of such a call."""
+    kinds: set[Any] = {type(module) for module, _, _ in origins.table}
+    return any(_names_scripts(kind) for kind in kinds)
+
+
+# Constructors and the like that torch functions do not show, as a model names them.
+_HIDDEN = frozenset(
+    """Tensor FloatTensor DoubleTensor HalfTensor BFloat16Tensor LongTensor IntTensor ShortTensor CharTensor ByteTensor
+    BoolTensor DisableTorchFunction DisableTorchFunctionSubclass""".split()
+)
+
+
+@lru_cache(maxsize=4096)
+def _names_scripts(kind: Any) -> bool:
+    for cls in kind.__mro__:
+        if cls.__module__.startswith("torch."):
+            break
+        functions = [value for value in vars(cls).values() if isinstance(value, FunctionType)]
+        if any(_calls_script(function, 3, set()) for function in functions):
+            return True
+    return False
+
+
+def _calls_script(function: Any, depth: int, seen: set[int]) -> bool:
+    """Is a ScriptFunction among the globals that a function names, or that those name in their turn?"""
+    if id(function) in seen:
+        return False
+    seen.add(id(function))
+    for name in function.__code__.co_names:
+        value = function.__globals__.get(name)
+        if name in _HIDDEN or isinstance(value, torch.jit.ScriptFunction):
+            return True
+        is_users = isinstance(value, FunctionType) and not (value.__module__ or "").startswith("torch")
+        if depth and is_users and _calls_script(value, depth - 1, seen):
+            return True
+    return False
+
+
+def _modules_of(model: Any) -> Iterator[nn.Module]:
+    """The modules that a plain function computes with: bound to it, in its closure, or handed to
+    `functools.partial`.
+    """
+    found: dict[int, nn.Module] = {}
+    stack, seen = [model], set()
+    while stack:
+        thing = stack.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, nn.Module):
+            found[id(thing)] = thing
+        elif isinstance(thing, MethodType):
+            stack.extend((thing.__self__, thing.__func__))
+        elif isinstance(thing, FunctionType):
+            globals_named = (thing.__globals__.get(name) for name in thing.__code__.co_names)
+            stack.extend([*closed_over(thing), *[one for one in globals_named if isinstance(one, nn.Module)]])
+        elif isinstance(thing, partial):
+            stack.extend((thing.func, *thing.args, *thing.keywords.values()))
+        elif isinstance(thing, (list, tuple)):
+            stack.extend(thing)
+        elif isinstance(thing, dict):
+            stack.extend(thing.values())
+        elif not isinstance(thing, (type, torch.Tensor, str)):
+            stack.extend(value for value in own_attributes(thing).values() if isinstance(value, nn.Module))
+    inner = {id(m) for module in found.values() for m in module.modules() if m is not module}
+    return (module for key, module in found.items() if key not in inner)
+
+
+def _holds(value: Any, tensor: torch.Tensor) -> bool:
+    """Is it the tensor, or a container with it?"""
+    kind = type(value)
+    if kind is dict:
+        value = value.values()
+    elif kind is not list and kind is not tuple:
+        return value is tensor
+    return any(item is tensor for item in value)
+
+
+def path_to(one: Any, thing: Any) -> str | None:
+    """The way from what hangs on a module to a tensor or container in it; None if there is none."""
+    return _path_to(one, thing, set(), 1)
+
+
+def _path_to(tensor: Any, thing: Any, seen: set[int], depth: int) -> str | None:
+    """The way from an object to a tensor that hangs on it: `.anchors[2]`."""
+    if thing is tensor:
+        return ""
+    if (
+        depth > 8
+        or id(thing) in seen
+        or isinstance(thing, (nn.Module, torch.Tensor, type, str, int, float, type(None)))
+    ):
+        return None
+    seen.add(id(thing))
+    for name, value in _members(thing, top=depth == 0):
+        if (path := _path_to(tensor, value, seen, depth + 1)) is not None:
+            return name + path
+    return None
+
+
+def _members(thing: Any, top: bool) -> Iterator[tuple[str, Any]]:
+    if top and isinstance(thing, dict):
+        yield from ((f".{key}", value) for key, value in list(dict.items(thing)))
+    else:
+        with suppress(NotImplementedError):
+            yield from ((name, value) for name, value, _ in members(thing))

@@ -1,0 +1,210 @@
+"""Further rounds of a loop: which layer is an operation that the recorded forward did not come to?
+
+In: the record's Graph with the Spots of its calls, and what is meant for all passes of layers. Out: Rounds, which are
+told each operation of a live run in order. A layer is known again by its line of code: where a line ran the same
+operations in turn, round after round, the next one is the next in turn.
+
+Where an operation stands in a forward: the n-th of its kind that a line of code makes in a call of a module.
+
+In: a Graph, or a recording while it grows. Out: a Spot for each call. Two forwards of one model have the same Spots
+where they take the same path, and beyond it where they still do the same thing: labels, which count through the whole
+program, would not agree. Views that are derived again after a write have none: no line of the model calls them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, TypeGuard
+
+from attrs import define, field, frozen
+
+from ..._ir.graph import Graph
+from ..._ir.label import Label
+from ..._ir.location import Location
+from ..._ir.node import Call, Input, Node, Ref, Scope, Source, State, refs_in
+from ..._ir.runtime import alias
+from ...errors import DivergedReplay
+from ..output_aliases import is_handing
+from ..recording import CallRecord, Recording, SourceRecord, user_line
+
+AnyPatch = Any  # what is meant for an operation; only handed on here
+
+
+@frozen
+class SourceLine:
+    """Operations of one kind that one line of code makes in one module."""
+
+    address: str
+    kind: str
+    source: Source | None
+
+
+@define(eq=False)
+class LoopPasses:
+    """What is meant for further rounds, by lines; what comes in turn there, or None where there is no order."""
+
+    turns: dict[SourceLine, tuple[AnyPatch | None, ...] | None] = field(factory=dict)
+    kinds: frozenset[str] = frozenset()
+    seen: Counter[Any] = field(factory=Counter)
+
+    def next(self, spot: CallSite, source: Callable[[], Source | None], is_recorded: bool) -> AnyPatch | None:
+        """What is meant for the operation that follows, if it is one of a further round."""
+        if spot.kind not in self.kinds:
+            return None
+        line = SourceLine(spot.address, spot.kind, source())
+        if line not in self.turns:
+            return None
+        number = self.seen[line, spot.call]
+        self.seen[line, spot.call] += 1
+        turn = self.turns[line]
+        if turn is None and not is_recorded:
+            raise DivergedReplay(
+                f"the model goes on longer with this change, and {line.source} ran `{line.kind}` for several layers "
+                "without an order that would tell which one comes next. Name the passes that are to be patched."
+            )
+        return None if turn is None else turn[number % len(turn)]
+
+
+def loop_passes_of(graph: Graph, where: Mapping[int, CallSite], meant: Mapping[int, AnyPatch]) -> LoopPasses:
+    """The Rounds of the patches for all passes of a layer, by the position of each pass."""
+    looping = {p: aim for p, aim in meant.items() if p in where and Label.of(graph.nodes[p].name).turn}
+    lines = {_line(graph, where, position) for position in looping}
+    aims = {Label.of(graph.nodes[position].name).layer: aim for position, aim in looping.items()}
+    ran: dict[SourceLine, dict[int, list[str]]] = {}
+    for position, spot in where.items() if lines else ():
+        if (line := _line(graph, where, position)) in lines:
+            ran.setdefault(line, {}).setdefault(spot.call, []).append(Label.of(graph.nodes[position].name).layer)
+    turns = {line: _turn(list(calls.values())) for line, calls in ran.items()}
+    found = {line: None if turn is None else tuple([aims.get(layer) for layer in turn]) for line, turn in turns.items()}
+    return LoopPasses(found, frozenset(line.kind for line in lines))
+
+
+def _turn(calls: list[list[str]]) -> list[str] | None:
+    """The layers that come in turn in each call of a module; None if they come in no order."""
+    longest: list[str] = max(calls, key=len)
+    turn = list(dict.fromkeys(longest))
+    in_order = all(layer == turn[number % len(turn)] for call in calls for number, layer in enumerate(call))
+    return turn if in_order else None
+
+
+def _line(graph: Graph, where: Mapping[int, CallSite], position: int) -> SourceLine:
+    node = graph.nodes[position]
+    assert isinstance(node, Call)
+    return SourceLine(where[position].address, node.kind, node.source)
+
+
+@frozen
+class CallSite:
+    """An operation of a module call; the root's has no address."""
+
+    address: str
+    call: int
+    kind: str
+    source: Source | None
+    number: int
+
+    @property
+    def any_call(self) -> CallSite:
+        """The same operation in whichever call of the module."""
+        return CallSite(self.address, 0, self.kind, self.source, self.number)
+
+
+def call_sites(graph: Graph) -> dict[int, CallSite]:
+    """Where each call of a graph stands, by its position."""
+    seen: Counter[Any] = Counter()
+    found: dict[int, CallSite] = {}
+    for position, node in enumerate(graph.nodes):
+        if is_handed_on(node):
+            found[position] = handoff_site(*_of_scope(node.scope), node.args[1])
+        elif isinstance(node, Call) and (node.scope is not None or node.source is not None):
+            found[position] = _next(seen, _of_scope(node.scope), node.kind, node.source)
+    return found
+
+
+def is_handed_on(node: Node) -> TypeGuard[Call]:
+    """Does a node stand for what a module hands on?"""
+    return isinstance(node, Call) and node.target.function is alias and len(node.args) == 2
+
+
+def handoff_site(address: str, call: int, number: int) -> CallSite:
+    """Where a module hands on the n-th of its values."""
+    return CallSite(address, call, "identity", None, -1 - number)
+
+
+def _of_scope(scope: Scope | None) -> tuple[str, int]:
+    return (scope.address, scope.call) if scope is not None else ("", 0)
+
+
+def _next(seen: Counter[Any], scope: tuple[str, int], kind: str, source: Source | None) -> CallSite:
+    seen[scope, kind, source] += 1
+    return CallSite(*scope, kind, source, seen[scope, kind, source])
+
+
+@frozen(eq=False)
+class CallSiteCounter:
+    """The Spots of a recording, one record after the other as they come."""
+
+    recording: Recording
+    addresses: dict[int, str]  # id of a module -> dotted address
+    seen: Counter[Any] = field(factory=Counter)
+    scopes: list[tuple[str, int]] = field(factory=list)
+    calls: Counter[int] = field(factory=Counter)
+
+    def next(self, record: CallRecord | SourceRecord) -> CallSite | None:
+        """The Spot of the record that follows."""
+        if isinstance(record, SourceRecord) or (record.scope < 0 and record.site is None):
+            return None
+        if is_handing(record):
+            return handoff_site(*self.place(record.scope), record.args[1])
+        source = user_line(self.recording, record.site, record.scope)
+        return _next(self.seen, self.place(record.scope), record.kind, source)
+
+    def place(self, number: int) -> tuple[str, int]:
+        """How a frozen Scope will be called; see builder.py."""
+        scopes = self.recording.scopes
+        for record in scopes[len(self.scopes) :]:
+            module = record.module
+            self.calls[id(module)] += not record.is_void
+            address = self.addresses.get(id(module), f"<{type(module).__name__}>")
+            self.scopes.append((address, self.calls[id(module)]) if address else ("", 0))
+        return self.scopes[number] if number >= 0 else ("", 0)
+
+
+class MatchingSites:
+    """For places in one program, the same places in another run of the model, patched there or not."""
+
+    def __init__(self, one: Graph, other: Graph) -> None:
+        self.one, self.other = one, other
+        self.spots = call_sites(one)
+        self.names: dict[Any, str] = {spot: other.nodes[position].name for position, spot in call_sites(other).items()}
+        for node in other.nodes:
+            if isinstance(node, (Input, State)):
+                self.names[_source(node)] = node.name
+        self.patches = {call.edits: call for call in other.calls if call.edits is not None}
+
+    def of(self, at: Location) -> Location | None:
+        """The same place, if the other run came to it."""
+        if at.output is not None:
+            return self._output(at.output)
+        node, position = self.one[at.node], self.one.positions[at.node]
+        name = self.names.get(self.spots.get(position) if isinstance(node, Call) else _source(node))
+        if name is None:
+            return None
+        patch = self.patches.get(name)
+        if at.part is None:
+            return Location(name if patch is None else patch.name)
+        part = Ref(name, at.part.path)
+        if patch is not None and part in patch.args:
+            returns = refs_in(patch.returns)
+            return Location(patch.name, part=returns[patch.args.index(part)])
+        return Location(name, part=part)
+
+    def _output(self, ref: Ref) -> Location | None:
+        mine, theirs = (list(dict.fromkeys(graph.output_refs)) for graph in (self.one, self.other))
+        number = mine.index(ref)
+        return Location(theirs[number].node, output=theirs[number]) if number < len(theirs) else None
+
+
+def _source(node: Node) -> Any:
+    return type(node), node.path if isinstance(node, Input) else getattr(node, "address", node.name)

@@ -1,0 +1,271 @@
+"""What is to be patched in a live run, by where it comes up there.
+
+In: the record of the plain forward, and a Request. Out: Aims, which tell for an operation's Spot, an input's number or
+a parameter what is to be made of its value. An Aim is the function from the values to the new ones, so that it can
+stand in a program as a call like others. Nothing runs here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from attrs import define, evolve, field, frozen
+from torch import nn
+
+from ..._ir.copies import copy_in_place
+from ..._ir.graph import Graph
+from ..._ir.node import Call, Input, Node, Ref, Source, State, TensorSpec, refs_in, value_of
+from ..._ir.shared_memory import storage_of
+from ..._ir.target import Target
+from ..._ir.torch_private import is_wrapped
+from ..._ir.trees import part_at, thaw, walk
+from ..._ir.util import matches
+from ..._replay.flag_guards import is_like_an_input
+from ..._replay.record import Record
+from ..._replay.request import Change, HandOffChange, Request
+from ...errors import ShapeMismatch
+from .call_sites import CallSite, LoopPasses, call_sites, loop_passes_of
+
+Copied = Callable[[torch.Tensor, torch.Tensor], None]  # is told of what a patch gave, and of the copy that is used
+
+
+def _untold(given: torch.Tensor, copy: torch.Tensor) -> None:
+    pass
+
+
+@frozen(eq=False)
+class LivePatch:
+    """The changes at one node: a function from the values that the model saw of it to new ones."""
+
+    name: str
+    refs: tuple[Ref, ...]
+    changes: tuple[Change, ...]
+    meanings: dict[Ref, TensorSpec]
+    is_input: bool = False
+    with_gradients: bool = False
+
+    def __call__(self, *values: torch.Tensor, copied: Copied = _untold) -> Any:
+        given = dict(zip(self.refs, values, strict=True))
+        for change in self.changes:
+            given.update(self._changed(change, given, copied))
+        news = tuple([given[ref] for ref in self.refs])
+        return news if len(news) > 1 else news[0]
+
+    def at_hand(self, ref: Ref) -> LivePatch:
+        """What is meant for one of the values alone, as a module hands it on."""
+        return evolve(self, refs=(ref,), changes=tuple([one for one in self.changes if ref in refs_in(one.tree)]))
+
+    @property
+    def target(self) -> Target:
+        """How a program calls it."""
+        return Target(f"patch({self.name})", self, is_stable=False)
+
+    def _changed(self, change: Change, given: dict[Ref, torch.Tensor], copied: Copied) -> dict[Ref, torch.Tensor]:
+        refs = refs_in(change.tree)
+        same = all(_meaning(given[ref]) == _facts(self.meanings[ref]) for ref in refs)
+        make = change.make if same else change.free
+        new = make(thaw(change.tree, lambda leaf: given[leaf] if type(leaf) is Ref else leaf))
+        ways = {leaf: way for way, leaf in walk(change.tree) if type(leaf) is Ref}
+        try:
+            return {ref: self._fitting(given[ref], part_at(new, way), copied) for ref, way in ways.items()}
+        except (TypeError, IndexError):
+            raise ShapeMismatch(f"{self.name} gives {len(refs)} tensors; a patch for it must give as many.") from None
+
+    def _fitting(self, old: torch.Tensor, new: Any, copied: Copied) -> torch.Tensor:
+        """The new value as a tensor of its own, laid out as it was given: a hook hands it on like that."""
+        if not isinstance(new, torch.Tensor) or (new.shape, new.dtype) != (old.shape, old.dtype):
+            what = TensorSpec.of(new) if isinstance(new, torch.Tensor) else type(new).__name__
+            raise ShapeMismatch(
+                f"the patch at `{self.name}` gives {what}; on the path that the model takes now, the value there is "
+                f"{TensorSpec.of(old)}."
+            )
+        if new is old or (not self.is_input and aliases_its_input(old, new)):
+            return new
+        if self.is_input and is_like_an_input(new):
+            if self.with_gradients and new.is_leaf:
+                return new
+            copy = _with_attributes(_as_given(new), new)
+            copied(new, copy)
+            return copy
+        if new.is_inference() and not old.is_inference():
+            return new
+        copy = copy_in_place(new)
+        copied(new, copy)
+        return _with_attributes(copy, new) if self.is_input else copy
+
+
+def aliases_its_input(old: torch.Tensor, new: torch.Tensor) -> bool:
+    """Does a patch hand on the very memory that it was given, by another tensor: `value.detach()`, `value[:]`?"""
+    dense = old.layout is new.layout is torch.strided and not (is_wrapped(old) or is_wrapped(new))
+    return new is not old and dense and storage_of(old) == storage_of(new)
+
+
+def _with_attributes(copy: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """With what Python code has hung on a tensor."""
+    vars(copy).update(vars(new))
+    return copy
+
+
+def _as_given(new: torch.Tensor) -> torch.Tensor:
+    """What the model is given instead of an input: of the same class, a leaf where it is one, with its gradient. It may
+    be written.
+    """
+    if new.grad_fn is not None:
+        return new.clone()
+    copy = new.detach().clone()
+    copy = nn.Parameter(copy, False) if isinstance(new, nn.Parameter) else copy
+    copy.requires_grad_(new.requires_grad)
+    if new.grad is not None:
+        copy.grad = new.grad
+    return copy
+
+
+def _meaning(tensor: torch.Tensor) -> Any:
+    return tuple(tensor.shape), tensor.dtype
+
+
+def _facts(meaning: TensorSpec) -> Any:
+    return meaning.shape, meaning.dtype
+
+
+@define(eq=False)
+class HandOffPatches:
+    """What is meant for what modules hand on: by the number of each tensor, in one call or in all of them."""
+
+    one: dict[tuple[str, int, int], LivePatch] = field(factory=dict)  # address, call, number
+    all: dict[tuple[str, int], LivePatch] = field(factory=dict)  # address, number: also of calls that were not recorded
+    names: dict[tuple[str, int], set[str]] = field(factory=dict)  # of the recorded nodes that were handed on there
+    within: dict[str, set[tuple[str, int]]] = field(factory=dict)  # of these: the calls that compute them; 0 for any
+    counts: dict[str, set[int]] = field(factory=dict)  # how many tensors a call was recorded to hand on
+
+    def aim(self, address: str, call: int, number: int) -> LivePatch | None:
+        """What is meant for the n-th tensor that a call hands on."""
+        return self.one.get((address, call, number)) or self.all.get((address, number))
+
+    def group(self, name: str) -> Any:
+        """Of a recorded node: the tensor that it is in all calls of a module, if something is meant for that."""
+        return next((key for key, names in self.names.items() if key in self.all and name in names), None)
+
+
+@define(eq=False)
+class LivePatches:
+    """All that is to be patched. `at` finds what is meant for an operation."""
+
+    spots: dict[CallSite, LivePatch] = field(factory=dict)
+    recorded: frozenset[CallSite] = frozenset()  # all Spots of the recorded forward: what follows is for others
+    any_call: dict[CallSite, LivePatch] = field(
+        factory=dict
+    )  # of patches for all passes: in whichever call of the module
+    beneath: dict[CallSite, LivePatch] = field(
+        factory=dict
+    )  # the same of what modules hand on, beneath torch.func's transforms
+    hands: HandOffPatches = field(factory=HandOffPatches)
+    globs: tuple[str, ...] = ()  # that mean modules
+    called: frozenset[str] = frozenset()  # the modules that ran when recorded
+    layers: dict[Any, LivePatch] = field(
+        factory=dict
+    )  # the same as `any_call`, by the kind of operation and its parameters' objects
+    kinds: dict[str, LivePatch] = field(factory=dict)  # of patches for all operations of a kind
+    sources: dict[str, LivePatch] = field(factory=dict)  # inputs, parameters, buffers, constants, by the node's name
+    rounds: LoopPasses = field(factory=LoopPasses)  # of patches for all passes of a layer that one line runs again
+    unseen: list[str] = field(factory=list)  # nodes that no call of the model makes
+
+    def means(self, address: str) -> str | None:
+        """The glob that means a module which did not run when recorded: what is to be made of its values, none says."""
+        if address in self.called:
+            return None
+        return next((glob for glob in self.globs if matches(address, glob)), None)
+
+    def at(self, spot: CallSite, parameters: frozenset[int], source: Callable[[], Source | None]) -> LivePatch | None:
+        """What is meant for the operation at a Spot, which reads these parameters and stands on this line."""
+        is_recorded = spot in self.recorded
+        further = self.rounds.next(spot, source, is_recorded)
+        if is_recorded:
+            return self.spots.get(spot)
+        wide = self.any_call.get(spot.any_call) or (self.layers.get((spot.kind, parameters)) if parameters else None)
+        return wide or further or self.kinds.get(spot.kind)
+
+    def missed(self, reached: set[str]) -> tuple[str, ...]:
+        """The nodes that a run did not come to. Of those of a patch for all passes, one that it came to is enough."""
+        groups: dict[Any, list[str]] = {}
+        for spot, aim in self.spots.items():
+            wide = spot.any_call if spot.any_call in self.any_call else self.hands.group(aim.name)
+            groups.setdefault(spot if wide is None else wide, []).append(aim.name)
+        for name in self.sources:
+            groups[name] = [name]
+        return tuple([name for names in groups.values() if reached.isdisjoint(names) for name in names])
+
+
+def live_patches_of(record: Record, request: Request) -> LivePatches:
+    """Where each change of a request is to be made while the model runs."""
+    graph, where = record.graph, call_sites(record.graph)
+    called = frozenset(scope.address for scope, _ in graph.module_outputs)
+    beyond = request.beyond()
+    aims = LivePatches(recorded=frozenset(where.values()), globs=beyond.globs, called=called)
+    handed = {graph.positions[hand.ref.node] for hand in beyond.hands}
+    for position, changes in sorted(request.changed.items()):
+        node = graph.nodes[position]
+        aim = _aim(node, changes, request.grad)
+        if not isinstance(node, Call):
+            aims.sources[node.name] = aim
+        elif (spot := where.get(position)) is None:
+            aims.unseen.append(node.name)
+        else:
+            aims.spots[spot] = aim
+            if position in beyond.every and position in handed:
+                aims.beneath.setdefault(spot.any_call, aim)
+            elif position in beyond.every:
+                aims.any_call.setdefault(spot.any_call, aim)
+                if own := parameters_of(record, node):
+                    aims.layers.setdefault((node.kind, own), aim)
+            if node.kind in beyond.kinds:
+                aims.kinds.setdefault(node.kind, aim)
+    for hand in beyond.hands:
+        spot = where.get(graph.positions[hand.ref.node])
+        _note(aims, aims.sources.get(hand.ref.node) if spot is None else aims.spots.get(spot), hand)
+        node = graph[hand.ref.node]
+        if isinstance(node, Call) and node.scope is not None:
+            calls = [(one.address, one.call) for one in node.scope.stack]
+            if (hand.address, hand.call) in calls:
+                call = 0 if hand.is_every else hand.call
+                aims.hands.within.setdefault(node.name, set()).add((hand.address, call))
+    every = {p: aims.spots[where[p]] for p in beyond.every - handed if p in where and where[p] in aims.spots}
+    return evolve(aims, rounds=loop_passes_of(graph, where, every))
+
+
+def _note(aims: LivePatches, aim: LivePatch | None, hand: HandOffChange) -> None:
+    if aim is None:
+        return
+    hands, aim = aims.hands, aim.at_hand(hand.ref)
+    hands.one[hand.address, hand.call, hand.number] = aim
+    hands.names.setdefault((hand.address, hand.number), set()).add(aim.name)
+    hands.counts.setdefault(hand.address, set()).add(hand.count)
+    if hand.is_every:
+        hands.all.setdefault((hand.address, hand.number), aim)
+
+
+def _aim(node: Node, changes: tuple[Change, ...], grad: bool) -> LivePatch:
+    refs = tuple(dict.fromkeys(refs_in(value_of(node))))
+    return LivePatch(node.name, refs, changes, _meanings(node), isinstance(node, Input), grad)
+
+
+def live_patch_at(graph: Graph, ref: Ref, change: Change) -> LivePatch:
+    """A change of one value alone."""
+    return LivePatch(ref.node, (ref,), (change,), _meanings(graph[ref.node]))
+
+
+def _meanings(node: Node) -> dict[Ref, TensorSpec]:
+    if not isinstance(node, Call):
+        return {Ref(node.name): node.meaning}
+    given = refs_in(node.returns)
+    return dict(zip(given, node.meaning, strict=True))
+
+
+def parameters_of(record: Record, node: Call) -> frozenset[int]:
+    """The parameters that a call reads, as objects of the model's."""
+    graph = record.graph
+    read = [graph[ref.node] for ref in node.refs]
+    own = [n for n in read if isinstance(n, State) and n.kind == "parameter" and n.name in record.live]
+    return frozenset(id(record.live[n.name]) for n in own)

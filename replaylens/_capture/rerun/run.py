@@ -1,0 +1,484 @@
+"""The model run once more, from where the recorded forward began, with changes; afterwards everything is put back.
+
+In: a ForwardState, the Record of the forward, and a Request. Out: a Lived: the record of the path that the model takes
+with these changes, and the patches that this path never came to. Parameters, buffers and inputs are those that were
+recorded, or those that the request gives; attributes, containers and generators are as they were then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from attrs import evolve, frozen
+from torch import nn
+
+from ..._ir.autograd import as_leaf
+from ..._ir.graph import Graph
+from ..._ir.location import Location
+from ..._ir.model_state import attribute_at
+from ..._ir.node import Call, Const, Input, Node, Ref, State, TensorSpec, refs_in
+from ..._ir.node_summary import Naming
+from ..._ir.printer import listing
+from ..._ir.shared_memory import begin_together, storage_of
+from ..._ir.tolerances import REPEATED_FORWARD
+from ..._ir.trees import freeze_deep, thaw, thaw_shared
+from ..._ir.turns import Turn
+from ..._replay.guards import Departure, departures
+from ..._replay.inputs import numbers_of
+from ..._replay.interpreter import modes, recorded_world
+from ..._replay.move import exchanged
+from ..._replay.record import Record, detached
+from ..._replay.request import Request
+from ..._replay.supply import Run, supply
+from ...errors import DivergedReplay, NotDifferentiable, StaleValue
+from ..capture import (
+    Captured,
+    Forward,
+    flags_of,
+    iterators_in,
+    put_generators_back,
+    record_of,
+    require_no_iterators,
+    require_supported,
+    trace_twice,
+)
+from ..provenance import Moment, Provenance, reaches_scripts
+from ..recorder import geometry_of
+from ..recording import Recording, ValueId
+from ..rng import lent_generators
+from ..same_forward import Likeness
+from ..scopes import addresses, alone_with
+from ..snapshot import ForwardState, ModelState, RngState, Snapshot
+from ..state_changes import LATE_WRITE, held
+from ..writes import WRITTEN_STANDING
+from .call_sites import MatchingSites, is_handed_on
+from .live_patches import LivePatch, LivePatches, live_patch_at, live_patches_of
+from .patching_tracer import LiveSetup, LiveTracer
+from .substitutes import PendingSubstitute
+
+T = TypeVar("T")
+
+
+@frozen(eq=False)
+class LiveRun:
+    """What a live run gave."""
+
+    record: Record
+    unreached: tuple[str, ...]  # patched nodes that this path never came to
+    held: dict[Ref, torch.Tensor]  # the parameters and other state that it read, with their histories
+
+
+def undisturbed(model: Any, work: Callable[[Turn], T]) -> T:
+    """What some work gives, while no other thread runs the model: what hangs on it is changed, and put back."""
+    return alone_with(lambda: Provenance(model).modules, work)
+
+
+def has_scripts(model: Any) -> bool:
+    """Is a module of the model TorchScript, or does its code name such a function?"""
+    origins = Provenance(model)
+    return any(isinstance(one, torch.jit.ScriptModule) for one in origins.modules) or reaches_scripts(origins)
+
+
+def capture_without_effects(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], naming: Naming) -> Captured:
+    """A capture that leaves nothing behind, not even what a plain forward leaves."""
+    require_supported(model)
+    require_no_iterators(args, kwargs)
+    return undisturbed(model, lambda turn: _rehearsed(turn, model, args, kwargs, naming))
+
+
+def _rehearsed(turn: Turn, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], naming: Naming) -> Captured:
+    beginning = ForwardState(model, naming, Snapshot(Provenance(model).modules, (args, kwargs)), RngState())
+    captured, _ = _run(turn, beginning, args, kwargs, LiveSetup(LivePatches(), {}, lambda tracer: []))
+    beginning.generators = tuple(captured.recording.generators.values())
+    beginning.lent = frozenset(map(id, lent_generators(model, args, kwargs)))
+    beginning.snapshot.flags = flags_of(captured.recording)
+    return captured
+
+
+def otherwise(beginning: ForwardState, record: Record) -> str:
+    """What the model would do otherwise than recorded in its next forward, on the recorded inputs; empty if nothing."""
+    graph = record.graph
+    given = lambda leaf: as_leaf(record.value(leaf)) if type(leaf) is Ref else leaf  # noqa: E731
+    args, kwargs = thaw_shared(graph.inputs, given)
+    try:
+        with recorded_world(True, graph), modes(graph.ambient):
+            found = record_of(capture_without_effects(beginning.model, args, kwargs, beginning.naming))
+    except Exception as error:
+        return f"raises {type(error).__name__}"
+    return Likeness(record, found).difference()
+
+
+def run_with_patches(beginning: ForwardState, record: Record, request: Request, given: Any = None) -> LiveRun:
+    """Run the model with the changes of a request made while it runs, on the recorded inputs if none are given.
+
+    One run at a time, and no plain forward meanwhile: each finds the model as its user left it.
+    """
+    return undisturbed(beginning.model, lambda turn: _run_with_patches(turn, beginning, record, request, given))
+
+
+def _run_with_patches(turn: Turn, beginning: ForwardState, record: Record, request: Request, given: Any) -> LiveRun:
+    _require_in_place(record, request)
+    record = _with_what_was_replaced(record)
+    graph, aims = record.graph, live_patches_of(record, request)
+    if aims.unseen:
+        raise DivergedReplay(
+            f"the patch at {aims.unseen[0]} cannot be made while the model runs: it is a view that is read again after "
+            "its memory was written, and no call of the model's gives it."
+        )
+    numbers = numbers_of(graph, *(given or ())) if given else {node.name: node.path[0] for node in graph.input_nodes}
+    inputs = {numbers[name]: aim for name, aim in aims.sources.items() if name in numbers}
+    made = partial(_stand_ins, record, request, aims)
+    most = max(10_000, 100 * len(graph))
+    lent = _lent(beginning.model, record) if request.inputs is None and given is None else {}
+    apart = given is None and not request.fresh
+    stage = LiveSetup(aims, inputs, made, lent, grad=request.grad, fresh=request.fresh, draws_apart=apart, most=most)
+    args, kwargs = given or thaw_shared(
+        graph.inputs, lambda leaf: supply(record, request, leaf) if type(leaf) is Ref else leaf
+    )
+    for kind in iterators_in(args, kwargs) if given is None else ():
+        raise DivergedReplay(
+            f"the model cannot be run again: an iterator is among its inputs (a {kind}), and the recorded forward has "
+            "used it up. Capture it with a list of what that gives."
+        )
+    ambient = evolve(graph.ambient, grad=True, inference=False) if request.grad else graph.ambient
+    with recorded_world(not request.fresh, graph), modes(ambient):
+        captured, tracer = _run(turn, beginning, args, kwargs, stage, request.inputs is not None)
+    if request.fresh:  # the generators began elsewhere than when the program was recorded
+        captured.recording.drawn_elsewhere = graph.drawn_elsewhere
+    found = record_of(captured)
+    if request.grad:
+        _require_the_same_backward(captured.recording, record.graph, found.graph)
+    if not request.given and request.inputs is None and not request.fresh:
+        _require_as_recorded(record, found)
+    unreached = aims.missed(tracer.reached)
+    if unreached and not tracer.reached and not request.ends:
+        raise DivergedReplay(
+            f"the model takes another path with this change, and never comes to {', '.join(unreached)}: nothing was "
+            "patched."
+        )
+    pairs = zip(captured.recording.records, found.graph.nodes, strict=True)
+    values = captured.recording.values
+    return LiveRun(found, unreached, {Ref(n.name): values[r.returns] for r, n in pairs if isinstance(n, State)})
+
+
+def _require_the_same_backward(recording: Recording, *graphs: Graph) -> None:
+    """Does the caller's backward pass find what that of the model would? What the forward wrote is put back by now."""
+    late = [word for graph in graphs for word in graph.one_way if word in (LATE_WRITE, WRITTEN_STANDING)]
+    if late:
+        raise NotDifferentiable(f"gradients through {late[0]}")
+    for tensor, flag in recording.left_turned:
+        if tensor.requires_grad != flag:
+            raise NotDifferentiable(
+                f"the forward turns `requires_grad` of a tensor of the model, {TensorSpec.of(tensor)}, and leaves "
+                "it so: the model's own backward goes by that, and what a run changes is put back before. Turn it "
+                "before the forward."
+            )
+
+
+def _require_in_place(record: Record, request: Request) -> None:
+    """Do the parameters and buffers that were recorded stand in the model still? The model that would be run is another
+    one if not. The request may give others; attributes are put back for the run.
+    """
+    by_name, _ = record.watched
+    for name, place in by_name.items():
+        is_given = record.graph.positions[name] in request.given
+        if place.kind != "attribute" and not is_given and not place.is_as_it_was():
+            raise StaleValue(record.stale(Ref(name)))
+
+
+def _with_what_was_replaced(record: Record) -> Record:
+    """The record for a run in which all that the model holds is as it was recorded: attributes that stand elsewhere by
+    now, and are whole, are put in their place.
+    """
+    places = {address: place for address, place in record.places.items() if not place.is_whole_elsewhere()}
+    return record if len(places) == len(record.places) else evolve(record, places=places)
+
+
+def as_run(
+    made: LiveRun,
+    recorded: Record,
+    request: Request,
+    first: Departure | None,
+    find: Callable[[Any], Location],
+    program: Any,
+) -> Run:
+    """A live run as the Run that a request asked for. `find` gives the place that a name means in its own program."""
+    record, graph = made.record, made.record.graph
+    has_output = request.to is None
+
+    def get(leaf: Any) -> Any:
+        if type(leaf) is not Ref:
+            return leaf
+        return made.held.get(leaf, record.value(leaf)) if request.grad else detached(record.value(leaf))
+
+    ended = _ended(request, recorded.graph, graph, get) if has_output else {}
+
+    def lookup(name: Any) -> Any:
+        at = name if isinstance(name, Location) else find(name)
+        if (places := at.inner) is not None:
+            return thaw(places, lambda leaf: lookup(leaf) if type(leaf) is Location else leaf)
+        if at.output is not None and at.output in ended:
+            return ended[at.output]
+        return thaw(at.tree(graph), get)
+
+    found = [mismatch.departure for mismatch in request.mismatches]
+    found += departures(recorded.graph, graph, recorded.value, record.value)
+    if first is not None and all(str(first) != str(other) for other in found):
+        found.insert(0, first)
+    found.extend(Departure(f"the patch at {name}", "reached", "on a path not taken") for name in made.unreached)
+    return Run(
+        executed=tuple([call.name for call in graph.calls]),
+        state_changes={**{a: get(ref) for a, ref in graph.changes}, **dict.fromkeys(graph.removed)}
+        if has_output
+        else {},
+        departures=tuple(found),
+        output=thaw(graph.output, lambda leaf: ended[leaf] if type(leaf) is Ref and leaf in ended else get(leaf))
+        if has_output
+        else None,
+        has_output=has_output,
+        lookup=lookup,
+        program=program,
+    )
+
+
+def _ended(request: Request, recorded: Graph, graph: Graph, get: Callable[[Any], Any]) -> dict[Ref, Any]:
+    """Patched outputs of the program: those of the recorded one by their number."""
+    found: dict[Ref, Any] = {}
+    places = MatchingSites(recorded, graph) if request.ends else None
+    for ref, change in request.ends.items():
+        at = places.of(Location(ref.node, output=ref)) if places else None
+        if at is None or (mine := at.output) is None:
+            raise DivergedReplay(f"the patch at an output, {ref}, has no place: the model gives fewer outputs now.")
+        found[mine] = live_patch_at(recorded, ref, change)(get(mine))
+    return found
+
+
+def _run(
+    turn: Turn, beginning: ForwardState, args: Any, kwargs: Any, stage: LiveSetup, are_new: bool = False
+) -> tuple[Captured, LiveTracer]:
+    """One run of the model from its beginning. What hangs on the model now, and the generators, are as before.
+
+    `are_new`: the inputs are not those that the forward began with, and hold what they hold now.
+    """
+    looks: list[LiveTracer] = []
+    inputs = Snapshot((), (args, kwargs)) if are_new else None
+    origins, dtype = Provenance(beginning.model), torch.get_default_dtype()
+    belongings = ModelState(origins.modules, (args, kwargs), beginning)
+
+    def tracer(recording: Recording, own: Provenance, date: Moment, deep: bool, unknown: str) -> LiveTracer:
+        looks.append(LiveTracer(recording, own, date, deep, unknown, stage))
+        return looks[-1]
+
+    def leave() -> None:
+        belongings.put_back()
+        torch.set_default_dtype(dtype)
+        if not stage.fresh:
+            for look in reversed(looks):
+                put_generators_back(look.recording)
+            belongings.put_generators_back()
+        else:
+            belongings.put_own_generators_back()
+
+    def begin() -> None:
+        beginning.snapshot.put_back(draws_on=stage.fresh)
+        if not stage.fresh:  # else generators that it holds draw on from where they are
+            beginning.put_back()
+        if inputs is not None:
+            inputs.put_back()
+
+    def begin_again(recording: Recording, of: ForwardState) -> None:
+        leave()
+        begin()
+
+    try:
+        try:
+            turn.undo = leave
+            begin()
+            with torch.set_grad_enabled(torch.is_grad_enabled()):
+                origins = Provenance(beginning.model)  # what the model holds is that of the beginning now
+                captured = trace_twice(Forward(beginning.model, args, kwargs, beginning, tracer), begin_again, origins)
+            recording, unwritten = captured.recording, looks[-1].unwritten
+            recording.changes = [(where, last) for where, last in recording.changes if last not in unwritten]
+            return captured, looks[-1]
+        finally:
+            leave()
+    finally:  # again: an interrupt may have come before, or in it
+        leave()
+
+
+def _stand_ins(
+    record: Record, request: Request, aims: LivePatches, tracer: LiveTracer
+) -> list[tuple[torch.Tensor, PendingSubstitute]]:
+    """What stands for the model's parameters, buffers and constants: what was recorded, if they hold something else
+    now, what the request gives, and what patches make of that.
+    """
+    found: list[tuple[torch.Tensor, PendingSubstitute]] = []
+    named = addresses(tracer.origins.table)
+    modules = {named[id(module)]: module for module in tracer.origins.modules}
+    given = exchanged(record.graph)
+    for node in record.graph.nodes:
+        if isinstance(node, State) and node.name in record.live:
+            objects, value = _objects(node, modules, record), _value(node, record, request)
+            where: Any = _where(node.address, modules)
+        elif isinstance(node, Const) and node.name in aims.sources:
+            value, where = _constant(node, record), node.origin
+            objects = [value]
+        else:
+            continue
+        kind, aim = node.kind if isinstance(node, State) else "constant", aims.sources.get(node.name)
+        beneath = _memories(node, objects, value, given) if isinstance(node, State) else ()
+        if aim is not None:
+            (new,), key = tracer.made(aim, (value,))
+            patch = partial(_record_patch, tracer, aim, new, key)
+            found.append((new, PendingSubstitute(kind, where, tuple(objects), value, patch, beneath)))
+        elif any(thing is not value for thing in objects):
+            new = value.view_as(value) if any(value is other for other, _ in found) else value
+            found.append((new, PendingSubstitute(kind, where, tuple(objects), new, None, beneath)))
+    if request.inputs is not None:
+        found.extend(_were_lent(record, modules, request))
+    return found
+
+
+def _memories(node: State, objects: list[torch.Tensor], value: torch.Tensor, given: frozenset[str]) -> tuple[int, ...]:
+    """The storages of what the model holds at a node, where the value lies as that does. A parameter to which the
+    forward gave other memory lay elsewhere when it began.
+    """
+    if node.kind == "parameter" and not given.isdisjoint((node.address, *node.aliases)):
+        return ()
+    alike = [one for one in objects if geometry_of(one) == geometry_of(value)]
+    return tuple([key for one in alike if (key := storage_of(one)) is not None])
+
+
+def _lent(model: Any, record: Record) -> dict[int, list[torch.Tensor]]:
+    """By the number of a recorded input, the model's tensors in its memory, which the forward wrote."""
+    origins = Provenance(model)
+    named = addresses(origins.table)
+    modules = {named[id(module)]: module for module in origins.modules}
+    found: dict[int, list[torch.Tensor]] = {}
+    for address, (name, _) in record.lent.items():
+        node = record.graph[name]
+        if isinstance(node, Input) and (now := _standing(address, modules)) is not None:
+            found.setdefault(node.path[0], []).append(now)
+    return found
+
+
+def _standing(address: str, modules: dict[str, nn.Module]) -> torch.Tensor | None:
+    """The model's tensor at an address now."""
+    module, key = _where(address, modules)
+    if module is None:
+        return None
+    return now if (now := held(module, key)) is not None else attribute_at(vars(module), key)
+
+
+def _were_lent(
+    record: Record, modules: dict[str, nn.Module], request: Request
+) -> Iterator[tuple[torch.Tensor, PendingSubstitute]]:
+    """With other inputs, what stands for tensors of the model that lay in the memory of a recorded one: they hold what
+    they held then, unless they are given again.
+    """
+    given: list[torch.Tensor] = []
+    freeze_deep(request.inputs, given.append)
+    known = {storage_of(tensor) for tensor in given}
+    read = {address for node in record.graph.state_nodes for address in (node.address, *node.aliases)}
+    for address, (_, first) in record.lent.items():
+        now = _standing(address, modules) if address not in read else None
+        if now is not None and storage_of(now) not in known:
+            yield first, PendingSubstitute("buffer", _where(address, modules), (now,), first)
+
+
+def _value(node: State, record: Record, request: Request) -> torch.Tensor:
+    """The recorded or given value: as the model's own object, where that still holds it."""
+    value, own = supply(record, request, Ref(node.name)), record.live[node.name]
+    given = request.given.get(record.graph.positions[node.name])
+    is_given = given is not None
+    if given is not None and given.requires_grad != value.requires_grad:  # the model may ask
+        return given
+    return own if not is_given and _is_same_memory(own, value) else value
+
+
+def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.layout is not torch.strided:
+        return begin_together(one, other)
+    return begin_together(one, other) and one.shape == other.shape and one.stride() == other.stride()
+
+
+def _objects(node: State, modules: dict[str, nn.Module], record: Record) -> list[torch.Tensor]:
+    """The tensor objects that the model holds at a node's addresses now, and the one that it held then."""
+    found = [record.live[node.name]]
+    for address in (node.address, *node.aliases) if node.kind != "attribute" else ():
+        module, key = _where(address, modules)
+        now = held(module, key) if module is not None else None
+        if now is not None and all(now is not other for other in found):
+            found.insert(0, now)
+    return found
+
+
+def _where(address: str, modules: dict[str, nn.Module]) -> tuple[nn.Module | None, str]:
+    """The module and the key there that an address leads to."""
+    steps = address.split(".")
+    for count in range(len(steps) - 1, -1, -1):
+        if (module := modules.get(".".join(steps[:count]))) is not None:
+            return module, ".".join(steps[count:])
+    return None, address
+
+
+def _constant(node: Const, record: Record) -> torch.Tensor:
+    if node.origin != "older than the capture":
+        raise DivergedReplay(
+            f"the patch at {node.name} cannot be made while the model runs: the model makes this constant itself "
+            f"({node.origin})."
+        )
+    return record.value(Ref(node.name))
+
+
+def _record_patch(tracer: LiveTracer, aim: LivePatch, new: torch.Tensor, key: str | None, old: ValueId) -> None:
+    """A patched parameter, buffer or constant is read for the first time."""
+    number, handle = len(tracer.recording.records) - 1, tracer.recording.keep(new)
+    tracer.memory.know(new, handle)
+    tracer.unwritten.add(handle)
+    tracer.append_patch(aim, number, [old], [handle], key)
+
+
+def _require_as_recorded(record: Record, found: Record) -> None:
+    """Did the model do what was recorded until the first patch? Else it is another model by now."""
+    for one, other in _until_patched(record.graph, found.graph):
+        same = type(one) is type(other)
+        if isinstance(one, Call) and isinstance(other, Call):
+            same = one.target == other.target and len(one.meaning) == len(other.meaning)
+            pairs = [(record.values.get(ref), found.values[mine]) for ref, mine in _values(one, other)]
+            same = same and all(old is None or _is_close(old, new) for old, new in pairs)
+        if not same:
+            raise StaleValue(
+                "the change leads away from the recorded path, and the model cannot be run in its place: before any "
+                f"patch it no longer does what was recorded.\n{listing(record.graph, one.name, 'another value now')}\n"
+                "Its code or its attributes changed since. Capture it again."
+            )
+
+
+def _until_patched(one: Graph, other: Graph) -> Iterator[tuple[Node, Node]]:
+    """The nodes of both up to the first patch. What modules hand on gets its names as it is patched, or at the end: in
+    another order.
+    """
+    patched = {node.edits: node for node in other.calls if node.edits is not None}
+    end = next((n for n, node in enumerate(other.nodes) if node.name in patched), len(other.nodes))
+    first = patched.get(other.nodes[end].name) if end < len(other.nodes) else None
+    is_own = first is not None and is_handed_on(one[first.target.function.name])  # a call that stands for the handing
+    made = [[n for n in nodes if not is_handed_on(n)] for nodes in (one.nodes, other.nodes[: end + (not is_own)])]
+    yield from zip(*made, strict=False)
+
+
+def _values(one: Call, other: Call) -> Iterator[tuple[Ref, Ref]]:
+    refs = refs_in(one.returns)
+    return ((ref, Ref(other.name, ref.path)) for ref in refs)
+
+
+def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal but for the last bits, which some kernels give anew each time."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if one.layout is not torch.strided or one.is_quantized or one.is_meta:
+        return True
+    return REPEATED_FORWARD.holds(one.detach(), other.detach())

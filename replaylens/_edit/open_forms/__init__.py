@@ -1,0 +1,1 @@
+"""Fused operations, written out in full."""

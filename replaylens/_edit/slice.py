@@ -1,0 +1,227 @@
+"""A slice of a graph: from some values to others.
+
+In: a Graph, the values at which the slice begins and what it gives. Out: a Graph whose inputs are the former and whose
+output is the latter, with just the nodes between. What else it needs, and comes from the inputs of the whole program,
+it holds as constants; what is computed from parameters alone is computed in the slice too, so that it trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from attrs import evolve, frozen
+
+from .._ir.graph import Graph
+from .._ir.label import beside, fresh
+from .._ir.node import Call, Const, Guard, Input, Node, Ref, refs_in, refs_of, specs_of
+from .._ir.ops import Quirk, of_kind
+from .._ir.trees import Branch, remake
+from .._ir.validate import require_lawful
+from ..errors import BadEdit
+from .rewrite import guard_reading, reading
+
+
+@frozen
+class Slice:
+    """A slice, and for each of its values the one of the whole graph that it is."""
+
+    graph: Graph
+    values: dict[Ref, Ref]
+
+
+def slice_of(graph: Graph, starts: Sequence[Any] | None, output: Any) -> Slice:
+    """The slice from these values, or from the inputs, to a tree of values."""
+    return _Slicing(graph, starts, output).made()
+
+
+class _Slicing:
+    """What of a graph is needed, what is held, and how things are called then."""
+
+    def __init__(self, graph: Graph, starts: Sequence[Any] | None, output: Any) -> None:
+        self.graph, self.starts, self.output = graph, starts, output
+        inputs = [Ref(node.name) for node in graph.input_nodes]
+        self.begins = tuple(dict.fromkeys(inputs if starts is None else refs_in(tuple(starts))))
+        self._require_free()
+        self.below = self._below()
+        self.of_inputs = graph.descendants([node.name for node in graph.input_nodes])
+        self.nodes: set[str] = set()  # that come along
+        self.held: dict[Ref, None] = {}  # values that are constants
+        self._take(refs_in(output))
+        self._require_reached()
+        self._require_whole_gradients()
+        last = self._last()
+        self.guards = [g for g in graph.guards if g.position <= last and self._can_change(g)]
+        self.asked = [g for g in graph.asked if g.position <= last and (not g.refs or self._can_change(g))]
+        self.changes = self._writes(last)
+        self._take([ref for guard in (*self.guards, *self.asked) for ref in guard.refs])
+        there = [g for g in graph.guards if g.kind == "shape" and g.position == last + 1 and self._can_change(g)]
+        self.guards += [g for g in there if all(ref.node in self.nodes for ref in g.refs)]
+        self._take([ref for _, ref in self.changes])
+        self._take([ref for ref in graph.written if ref in self.below and self._is_copy(ref, last)])
+
+    def made(self) -> Slice:
+        """The slice."""
+        graph, starts = self.graph, self.starts
+        called = self._called()
+        refs = {ref: Ref(name) for ref, name in called.items()}
+        swap = lambda leaf: refs.get(leaf, leaf) if type(leaf) is Ref else leaf  # noqa: E731
+        nodes, places = self._nodes(called, refs)
+        there = {*refs, *(ref for name in self.nodes for ref in refs_of(graph[name]))}
+        guards = [evolve(guard_reading(guard, refs), position=places[guard.position]) for guard in self.guards]
+        inputs = graph.inputs if starts is None else (remake(tuple(starts), swap), Branch(dict, (), ()))
+        made = evolve(
+            graph,
+            nodes=tuple(nodes),
+            output=remake(self.output, swap),
+            inputs=inputs,
+            guards=tuple(guards),
+            asked=tuple([evolve(guard_reading(guard, refs), position=places[guard.position]) for guard in self.asked]),
+            written=frozenset([refs.get(ref, ref) for ref in graph.written]) & {*there, *refs.values()},
+            module_outputs=tuple(
+                [(scope, remake(t, swap)) for scope, t in graph.module_outputs if there.issuperset(refs_in(t))]
+            ),
+            changes=tuple([(address, refs.get(ref, ref)) for address, ref in self.changes]),
+            apart=graph.apart if starts is None else frozenset([refs[ref] for ref in self.begins]),
+            orphans=graph.orphans & {node.name for node in nodes},
+            shares_inputs=graph.shares_inputs and starts is None,
+            left=graph.left if starts is None and self.output == graph.output else None,
+        )
+        values = {ref: ref for node in made.nodes for ref in refs_of(node)} | {new: old for old, new in refs.items()}
+        return Slice(require_lawful(made), values)
+
+    def _below(self) -> set[Ref]:
+        """Every value that depends on the beginnings, themselves included."""
+        found = set(self.begins)
+        for call in self.graph.calls:
+            again = [ref for name in call.through for ref in refs_of(self.graph[name])]
+            again += self._drawn_before(call)
+            if any(ref in found for ref in (*call.refs, *again)):
+                found.update(refs_of(call))
+        return found
+
+    def _can_change(self, guard: Guard) -> bool:
+        """Does a guard read what depends on the beginnings, or on parameters alone?"""
+        return any(ref in self.below or ref.node not in self.of_inputs for ref in guard.refs)
+
+    def _take(self, stack: list[Ref]) -> None:
+        """Take along what these values need, back to the beginnings and to what is held."""
+        while stack:
+            ref = stack.pop()
+            if ref in self.begins or ref.node in self.nodes:
+                continue
+            if ref not in self.below and ref.node in self.of_inputs:
+                self.held[ref] = None
+                continue
+            self._take_node(self.graph[ref.node], stack)
+
+    def _take_node(self, node: Node, stack: list[Ref]) -> None:
+        self.nodes.add(node.name)
+        if not isinstance(node, Call):
+            return
+        stack.extend(node.refs)
+        stack.extend([ref for ref in self._drawn_before(node) if ref in self.below])
+        if inside := [ref for ref in self.begins if ref.node in node.through]:
+            raise BadEdit(
+                f"{node.name} is a gradient that the model takes through {inside[0]}: a slice cannot begin there.\n"
+                "Begin before it, or behind the gradient."
+            )
+        for name in node.through:  # nodes that it runs again keep their places: patches find them there
+            if name not in self.nodes:
+                self._take_node(self.graph[name], stack)
+
+    def _drawn_before(self, node: Call) -> tuple[Ref, ...]:
+        """What the draw gives that may shift this one."""
+        before = self.graph.shifts.get(self.graph.positions[node.name])
+        return refs_of(self.graph.nodes[before]) if before is not None else ()
+
+    def _require_free(self) -> None:
+        """No beginning shares memory with what the model writes later: another value would not be written with it."""
+        for ref in self.begins:
+            node = self.graph[ref.node]
+            if isinstance(node, Call) and node.is_overwritten:
+                raise BadEdit(
+                    f"the model writes the memory of {ref} later, and reads it again: a slice cannot begin there.\n"
+                    "Begin before it, or behind the write."
+                )
+            if isinstance(node, Call) and node.is_shared:
+                raise BadEdit(
+                    f"`{node.scope}` hands on {ref} in a container that something else holds as well: what reads it "
+                    "from there is not known, and a slice cannot begin there.\n"
+                    f"Begin at {refs_in(node.args)[0]}, or behind it."
+                )
+
+    def _require_whole_gradients(self) -> None:
+        """No beginning stands inside a gradient of the model's that ends in the slice: it was of the recorded value."""
+        inside = [ref for ref in self.begins if _is_differentiated(self.graph[ref.node])]
+        whole = self.output == self.graph.output
+        if inside and (whole or not all(_is_differentiated(self.graph[name]) for name in self.nodes)):
+            raise BadEdit(
+                f"the model takes a gradient through {inside[0]}, which is of the recorded value: a slice cannot begin "
+                "there.\nBegin before it, or behind the gradient."
+            )
+
+    def _is_copy(self, ref: Ref, last: int) -> bool:
+        """Is it a copy that would be a view of what it copies, were that laid out otherwise?"""
+        node = self.graph[ref.node]
+        is_copy = isinstance(node, Call) and of_kind(node.kind).has(Quirk.COPY_OR_VIEW)
+        return is_copy and self.graph.positions[ref.node] <= last
+
+    def _require_reached(self) -> None:
+        """Every beginning leads somewhere."""
+        read = {ref for name in self.nodes for ref in self.graph[name].refs} | set(refs_in(self.output))
+        idle = [ref for ref in self.begins if ref not in read]
+        if self.starts is not None and idle:
+            ends = ", ".join(dict.fromkeys(str(ref) for ref in refs_in(self.output)))
+            raise BadEdit(f"{ends} does not depend on {idle[0]}, where the slice was to begin.")
+
+    def _last(self) -> int:
+        """The position of the last node that the output needs; beyond all, where it is the program's own output."""
+        graph = self.graph
+        return len(graph) if self.output == graph.output else max((graph.positions[n] for n in self.nodes), default=-1)
+
+    def _writes(self, last: int) -> tuple[tuple[str, Ref], ...]:
+        """What the model writes to its state on this stretch."""
+        graph = self.graph
+        first = -1 if self.starts is None else min(graph.positions[ref.node] for ref in self.begins)
+        return tuple(
+            (address, ref)
+            for address, ref in graph.changes
+            if first < graph.positions[ref.node] <= last and (ref in self.below or ref.node not in self.of_inputs)
+        )
+
+    def _called(self) -> dict[Ref, str]:
+        """What the node is called that stands for each beginning and each value that is held."""
+        found: dict[Ref, str] = {}
+        for ref in (*self.begins, *self.held):
+            whole = not ref.path and ref.node not in self.nodes
+            part = "_".join(map(str, ref.path))
+            found[ref] = ref.node if whole else fresh(beside(ref.node, f"part_{part}"), self.graph.positions)
+        return found
+
+    def _nodes(self, called: dict[Ref, str], refs: dict[Ref, Ref]) -> tuple[list[Node], list[int]]:
+        """The nodes of the slice, and how many of them come before each place of the whole graph."""
+        graph = self.graph
+        nodes: list[Node] = (
+            [] if self.starts is None else [self._input(n, ref, called) for n, ref in enumerate(self.begins)]
+        )
+        places = [len(nodes)]
+        held: dict[str, list[Node]] = {}
+        for ref in self.held:
+            meaning = specs_of(graph[ref.node])[ref]
+            held.setdefault(ref.node, []).append(Const(called[ref], f"recorded value of {ref}", meaning))
+        for node in graph.nodes:
+            if isinstance(node, Input) and self.starts is None:
+                nodes.append(node)
+            elif node.name in self.nodes:
+                nodes.append(reading(node, refs))
+            nodes.extend(held.get(node.name, ()))
+            places.append(len(nodes))
+        return nodes, places
+
+    def _input(self, number: int, ref: Ref, called: dict[Ref, str]) -> Input:
+        return Input(called[ref], (number,), specs_of(self.graph[ref.node])[ref])
+
+
+def _is_differentiated(node: Node) -> bool:
+    return isinstance(node, Call) and node.is_differentiated

@@ -1,0 +1,66 @@
+"""What is known of a recorded forward besides its program: when it ran, how long, with which seed, on which model.
+
+Nothing that a replay needs is here. A fact of a call is found under its node; programs made by edits know of
+their model and of the forward that they descend from, but have no times of their own calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from attrs import evolve, frozen
+
+from .node import Ref, Source
+
+NONE: Mapping[Any, Any] = MappingProxyType({})
+
+
+@frozen
+class Parameter:
+    """A parameter of the model, or a buffer, read in the forward or not."""
+
+    address: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_trainable: bool
+    aliases: tuple[str, ...] = ()  # further addresses, where it is tied
+
+    @property
+    def count(self) -> int:
+        """How many numbers it holds."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes they take."""
+        return self.count * self.dtype.itemsize
+
+
+@frozen
+class CaptureMetadata:
+    """How a forward was recorded. `modules` are the addresses of those of the model, called or not; of its
+    parameters those that no call reads are here, and others are nodes.
+    """
+
+    seed: int | None = None  # of torch's default generator when the forward began
+    began: float = 0.0  # seconds since 1970
+    seconds: float = 0.0  # the whole forward, with what the recording cost
+    nanoseconds: Sequence[int] = ()  # of each node, by its position
+    originals: Mapping[str, Any] = NONE  # of what was written in place: the function that the model called
+    gradients: Mapping[Ref, str] = NONE  # of values overwritten or not kept: what autograd would have done for them
+    modules: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()  # of the modules
+    unread: tuple[Parameter, ...] = ()
+    unread_buffers: tuple[Parameter, ...] = ()
+    untrained: frozenset[str] = frozenset()  # the nodes of state that was read, and that asks for no gradient
+    called_from: Source | None = None  # the line that asked for the capture
+
+    def untimed(self) -> CaptureMetadata:
+        """The same for a program whose calls ran another time, when nobody looked at a clock."""
+        return evolve(self, nanoseconds=(), gradients=NONE)
+
+
+NOTHING_KNOWN = CaptureMetadata()

@@ -1,0 +1,352 @@
+"""The four kinds of node, and the facts that a node carries. Frozen, comparable, hashable; no tensor inside.
+
+`Node` is closed: a new kind is a decision, and every match must learn it. Two kinds of Call have names for what they
+are given: a `Write` (write.py) and an `InnerGradient` (graph.py).
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable
+from math import prod
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from attrs import evolve, field, frozen
+
+from .settings import Settings
+from .target import Target
+from .trees import ATOMS, leaves_of, remake
+
+Arg = Any  # a tree (see trees.py) whose leaves are Refs and literals
+
+
+@frozen
+class Ref:
+    """The value of a node, or one part of it: `Ref("split_1_5", (1,))` is the second output of a split."""
+
+    node: str
+    path: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return identifier(self.node) + "".join(f"[{step}]" for step in self.path)
+
+
+def refs_in(tree: Arg) -> list[Ref]:
+    """The Refs among the leaves of a tree, from left to right."""
+    return leaves_of(Ref, tree)
+
+
+@frozen
+class Generator:
+    """In a call's arguments: a random generator in the state that the call's `draws` names."""
+
+    key: str
+
+
+@frozen
+class GeneratorLeft:
+    """Where a forward leaves torch's default generator: behind a draw, or as it found it (None); in the recorded state
+    of the key `fixed`, where a seed decides that.
+    """
+
+    follows: str | None
+    fixed: str | None = None
+
+
+@frozen
+class TensorSpec:
+    """What is known of a tensor without looking at its content."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    strides: tuple[int, ...] | None
+    stored: int | None = None  # of a sparse tensor: how many of its elements are stored
+    layout: torch.layout = torch.strided
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """All sizes that content may decide on: of a sparse tensor, how much it stores too."""
+        return self.shape if self.stored is None else (*self.shape, self.stored)
+
+    @property
+    def kind(self) -> tuple[tuple[int, ...], torch.dtype, str]:
+        """What a tensor in its place must be, too."""
+        return self.shape, self.dtype, self.device
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes its elements take."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def is_differentiable(self) -> bool:
+        """Can it have a gradient? Integers and bools have none."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> TensorSpec:
+        strided = tensor.layout is torch.strided and not tensor.is_nested
+        shape = tuple(tensor.shape) if not tensor.is_nested else ()
+        if strided:
+            return TensorSpec(shape, tensor.dtype, str(tensor.device), tensor.stride())
+        return TensorSpec(shape, tensor.dtype, str(tensor.device), None, stored_by(tensor), tensor.layout)
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
+
+
+def stored_by(tensor: torch.Tensor) -> int | None:
+    """How many elements a sparse tensor stores: a size of it that content decides."""
+    if tensor.layout not in _SPARSE or tensor.is_meta:
+        return None
+    return int(tensor._nnz())
+
+
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+@frozen
+class Source:
+    """A line of the user's code."""
+
+    file: str
+    line: int
+    function: str
+    caller: Source | None = field(default=None, eq=False, repr=False)  # up to the line that called the model
+
+    @property
+    def stack(self) -> tuple[Source, ...]:
+        """This line, the one that called it, and so on outwards."""
+        found, source = [self], self.caller
+        while source is not None:
+            found.append(source)
+            source = source.caller
+        return tuple(found)
+
+    @property
+    def text(self) -> str:
+        """The line itself, without indentation; empty where the file cannot be read."""
+        return linecache.getline(self.file, self.line).strip()
+
+    @property
+    def inline(self) -> str:
+        """Where it is and what it says, within a line: `model.py:41  return self.proj(x)`."""
+        return f"{self.file.rsplit('/', 1)[-1]}:{self.line}  {self.text}"
+
+    @property
+    def indented(self) -> str:
+        """The same as a line of its own."""
+        return f"    {self.file.rsplit('/', 1)[-1]}:{self.line}    {self.text}"
+
+    def lines(self, around: int = 3) -> list[str]:
+        """The lines around it, as they are in the file."""
+        numbers = range(max(1, self.line - around), self.line + around + 1)
+        return [text for number in numbers if (text := linecache.getline(self.file, number))]
+
+    def context(self, around: int = 3) -> str:
+        """The lines around it, with a mark at the line itself."""
+        numbers = range(max(1, self.line - around), self.line + around + 1)
+        lines = [(number, linecache.getline(self.file, number).rstrip()) for number in numbers]
+        return "\n".join(
+            f"{'>' if n == self.line else ' '} {n:5d} {text}" for n, text in lines if text or n == self.line
+        )
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@frozen
+class Scope:
+    """One call of a module: `features.6:2` is the second call of the module at `features.6`."""
+
+    address: str
+    call: int
+    kind: str
+    parent: Scope | None = None
+    source: Source | None = None
+
+    @property
+    def stack(self) -> tuple[Scope, ...]:
+        """The module calls that it lies in, outermost first, itself last."""
+        return (*self.parent.stack, self) if self.parent else (self,)
+
+    def __str__(self) -> str:
+        return f"{self.address}:{self.call}"
+
+
+@frozen
+class Context:
+    """The modes under which a call ran and must run again."""
+
+    grad: bool = False
+    inference: bool = False
+    autocast: tuple[tuple[str, torch.dtype, bool], ...] = ()  # device type, dtype, weight cache on
+    settings: Settings = ()  # which kernels torch may take, where that is not what it does by itself
+
+
+NO_MODES = Context()
+
+
+@frozen
+class Input:
+    """A tensor that the model was given. `path` leads to it in `(args, kwargs)`."""
+
+    name: str
+    path: tuple[Any, ...]
+    meaning: TensorSpec
+    python_type: type | None = None  # its class, which the model can ask for; None where that says nothing
+    refs: ClassVar[tuple[Ref, ...]] = ()  # it reads nothing
+
+
+@frozen
+class State:
+    """A parameter, a buffer or another tensor that hangs on the model. Tied ones are one node with several
+    addresses.
+    """
+
+    name: str
+    address: str
+    kind: str  # "parameter" | "buffer" | "attribute"
+    meaning: TensorSpec
+    aliases: tuple[str, ...] = ()
+    refs: ClassVar[tuple[Ref, ...]] = ()
+
+
+@frozen
+class Const:
+    """A tensor from outside the model and its inputs: `origin` says how it is known to be one."""
+
+    name: str
+    origin: str
+    meaning: TensorSpec
+    source: Source | None = None
+    refs: ClassVar[tuple[Ref, ...]] = ()
+
+
+@frozen
+class Call:
+    """A torch function applied to arguments: trees whose leaves are Refs or literals.
+
+    `returns` is what the function gives, as a tree of this node's own Refs; `result` what the model saw of it, where
+    that is another thing (a call that wrote in place also gives the new value of what it wrote).
+    """
+
+    name: str
+    kind: str
+    target: Target
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...] = ()
+    returns: Arg = None
+    result: Arg = None
+    meaning: tuple[TensorSpec, ...] = ()  # of each tensor in `returns`, in order
+    draws: str | None = None
+    follows: str | None = None  # the draw that left the generator as this one found it; None: none of the forward's
+    is_seeded: bool = False  # the forward, or whoever made the generator, fixed what is drawn: it is never drawn anew
+    context: Context = NO_MODES
+    is_dynamic: bool = False  # its output's shape depends on content
+    through: tuple[str, ...] = ()  # nodes that it runs again itself, to take a gradient through them
+    is_overwritten: bool = False  # a view whose memory the model writes later, and which it reads again then
+    is_differentiated: bool = False  # the model takes gradients through it in a way that a patch here would miss
+    is_shared: bool = False  # what a module hands on in a container that others hold: who reads it there, nobody knows
+    is_twice: bool = False  # what a module hands on as two tensors that are one, which the model writes later
+    scope: Scope | None = None
+    source: Source | None = None
+    edited: str = ""  # what an edit made of it, in short: "Zero('b [c] h w', c=[3])", "was relu"
+    edits: str | None = None  # of a patch: the node whose value it changes
+
+    @property
+    def refs(self) -> tuple[Ref, ...]:
+        """What it reads, in the order of its arguments."""
+        if not self.kwargs and all(type(arg) is Ref or type(arg) in ATOMS for arg in self.args):
+            return tuple([arg for arg in self.args if type(arg) is Ref])
+        return tuple(refs_in(self.trees))
+
+    @property
+    def trees(self) -> tuple[tuple[Arg, ...], tuple[Arg, ...]]:
+        """The trees of its arguments, the named ones without their names."""
+        return self.args, tuple([value for _, value in self.kwargs])
+
+    @property
+    def functions(self) -> tuple[Target, ...]:
+        """All that it runs: its target, and the functions among its arguments, which a write calls for its views."""
+        return self.target, *leaves_of(Target, self.args)
+
+
+Node = Input | State | Const | Call
+
+
+def value_of(node: Node) -> Arg:
+    """The value of a node as the model saw it: a Ref, or a tree of them."""
+    if not isinstance(node, Call):
+        return Ref(node.name)
+    return node.result if node.result is not None else node.returns
+
+
+def refs_of(node: Node) -> tuple[Ref, ...]:
+    """Every value that a node gives, each once."""
+    if not isinstance(node, Call):
+        return (Ref(node.name),)
+    return tuple(dict.fromkeys(refs_in(node.returns)))
+
+
+def specs_of(node: Node) -> dict[Ref, TensorSpec]:
+    """What is known of each value that a node gives."""
+    if not isinstance(node, Call):
+        return {Ref(node.name): node.meaning}
+    return dict(zip(refs_in(node.returns), node.meaning, strict=True))
+
+
+@frozen
+class Guard:
+    """A fact that the model, or Python beside it, can have read: the recorded path holds while it stays the same.
+
+    It is a question asked of values, and what the answer was. `kind` says how it is asked:
+
+    content    `target(*args)` took content out of torch: `bool(t)`, `.item()`, `.numpy()`. `result` is what the model
+               read, where that is a plain number, a bool or a string; else the content is compared as a whole.
+    shape      the sizes of `args`, which the call `target` gave: content decides on them, and any Python may read them.
+    exception  the name of the exception that `target(*args)` raised and the model caught; None where it raised none.
+    message    the same with its text, where the model keeps the exception and can read it.
+    completion `args`, which nothing needs, were computed: the call `target` that gives them raised nothing.
+
+    Every other kind is a question that `target(*args)` answers with a plain value.
+    """
+
+    target: Target
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...] = ()
+    result: Any = None
+    has_result: bool = field(default=False, kw_only=True)
+    kind: str = field(default="content", kw_only=True)
+    position: int = field(default=0, kw_only=True)  # how many nodes came before it
+    taken: Source | None = field(default=None, kw_only=True)  # of a truth value: the line that the model went on to
+    scope: Scope | None = field(default=None, kw_only=True)
+    source: Source | None = field(default=None, kw_only=True)
+
+    @property
+    def compares_content(self) -> bool:
+        """Is what it reads compared as a whole with what was recorded?"""
+        return self.kind == "content" and not self.has_result
+
+    @property
+    def refs(self) -> tuple[Ref, ...]:
+        return tuple(refs_in((self.args, tuple([value for _, value in self.kwargs]))))
+
+
+Reads = TypeVar("Reads", bound=Call | Guard)
+
+
+def remade(node: Reads, leaf: Callable[[Any], Any], **changes: Any) -> Reads:
+    """A call or a guard with `leaf(x)` in the place of every leaf x of its arguments."""
+    args = tuple([remake(arg, leaf) for arg in node.args])
+    return evolve(node, args=args, kwargs=tuple([(key, remake(tree, leaf)) for key, tree in node.kwargs]), **changes)
+
+
+ITSELF = "the very tensor"  # the answer to a call that gives its argument back where it lies in memory as is asked
+
+
+def identifier(name: str) -> str:
+    """A node's name as it is written in code: the second pass `linear_1_1:2` is `linear_1_1_p2`."""
+    return name.replace(":", "_p")

@@ -1,0 +1,476 @@
+"""Nested arguments and results: walk, map, freeze and rebuild.
+
+In: whatever a model passes around: tensors in lists, tuples, dicts, sets, slices and classes made of them, named
+tuples, dataclasses, attrs classes, `ModelOutput`s, caches, plain objects with attributes. Out: a frozen tree of the
+same shape, whose leaves are what a function made of the tensors, and from which an equal object can be built again.
+What the leaves mean is not known here.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+import types
+from array import array
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import torch
+from attrs import define, evolve, field, frozen
+
+from ..errors import CaptureError
+from .torch_private import pytree
+
+Leaf = Callable[[Any], Any]
+T = TypeVar("T")
+
+ATOMS = frozenset(
+    (int, float, bool, type(None), str, complex, bytes, type(...), torch.dtype, torch.device, torch.layout)
+    + (torch.memory_format, torch.Size, torch.Generator, type, range)
+)
+_OPAQUE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, enum.Enum)
+
+
+@frozen
+class Branch:
+    """A container in a frozen tree. `kind` is its class, `keys` the names of its items where they have names.
+
+    `like` is an object of the same class to copy what is not in the tree from; it takes no part in comparisons.
+    """
+
+    kind: type
+    items: tuple[Any, ...]
+    keys: tuple[Any, ...] | None = None
+    like: Any = field(default=None, eq=False, repr=False)
+    loop: int | None = None  # its number, if it holds itself: there an Again stands
+    count: int | None = (
+        None  # of a class made of a list, a dict or the like: how many of the items lie in it as in that
+    )
+
+    def build(self, items: list[Any]) -> Any:
+        """The container again, around other items."""
+        kind = self.kind
+        if kind is list:
+            return items
+        if kind is dict:
+            return dict(zip(self.keys or (), items, strict=True))
+        if kind is slice:
+            return slice(*items)
+        if isinstance(self.like, pytree.TreeSpec):
+            return pytree.tree_unflatten(items, self.like)
+        if kind is MappingProxyType:
+            return MappingProxyType(items[0])
+        if self.count is not None and (base := _unwritable(kind)) is not None:
+            made: Any = base.__new__(kind, items[: self.count])
+            return self._with_attributes(made, items)
+        if issubclass(kind, tuple):
+            return kind(*items) if hasattr(kind, "_fields") else kind(items)
+        return self.filled(self.empty(), items)
+
+    def empty(self) -> Any:
+        """A container of the kind with nothing in it."""
+        kind: Any = self.kind
+        return kind.__new__(kind)
+
+    def filled(self, copied: Any, items: list[Any]) -> Any:
+        """An empty container of the kind, with these items in it."""
+        if self.count is not None:
+            _fill(copied, (self.keys or ())[: self.count], items[: self.count], self.like)
+            return self._with_attributes(copied, items)
+        if self.kind is list:
+            copied.extend(items)
+            return copied
+        if self.kind is dict:
+            copied.update(zip(self.keys or (), items, strict=True))
+            return copied
+        for key, value in (*attributes_of(self.like), *zip(self.keys or (), items, strict=True)):
+            object.__setattr__(copied, key, value)
+        return copied
+
+    def _with_attributes(self, copied: Any, items: list[Any]) -> Any:
+        for key, value in zip((self.keys or ())[self.count :], items[self.count :], strict=True):
+            object.__setattr__(copied, key, value)
+        return copied
+
+
+def _unwritable(kind: Any) -> Any:
+    """Of a class made of a tuple or a frozen set: that."""
+    return next((base for base in (tuple, frozenset) if issubclass(kind, base)), None)
+
+
+def _fill(copied: Any, keys: tuple[Any, ...], items: list[Any], like: Any) -> None:
+    """Put items into a container as Python's own class does it: what a user's class makes of them, it has made."""
+    if isinstance(copied, list):
+        list.extend(copied, items)
+    elif isinstance(copied, set):
+        set.update(copied, items)
+    elif isinstance(copied, deque):
+        deque.__init__(copied, items, like.maxlen)
+    else:
+        if isinstance(copied, defaultdict):
+            copied.default_factory = like.default_factory
+        put = OrderedDict.__setitem__ if isinstance(copied, OrderedDict) else dict.__setitem__
+        for key, value in zip(keys, items, strict=True):
+            put(copied, key, value)
+
+
+@frozen
+class BackReference:
+    """In a frozen tree: the very container of this number, in which it stands."""
+
+    loop: int
+
+
+def freeze(value: Any, leaf: Leaf) -> Any:
+    """A call's arguments as a frozen tree: every tensor becomes `leaf(tensor)`, the rest stays as it is.
+
+    Only what torch functions accept is opened: lists, tuples, dicts and slices. Arrays are copied: whose they are may
+    write there later.
+    """
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        return leaf(value)
+    if kind in ATOMS:
+        return value
+    if kind is tuple:
+        return tuple([freeze(item, leaf) for item in value])
+    if kind is list:
+        return Branch(list, tuple([freeze(item, leaf) for item in value]))
+    if kind is slice:
+        return Branch(slice, tuple([freeze(item, leaf) for item in (value.start, value.stop, value.step)]))
+    if isinstance(value, dict):
+        return Branch(dict, tuple([freeze(item, leaf) for item in value.values()]), tuple(value))
+    if isinstance(value, tuple) and not isinstance(value, torch.Size):
+        return Branch(kind, tuple([freeze(item, leaf) for item in value]))
+    if isinstance(value, list):  # of a user's own class: torch reads it as any other
+        return Branch(list, tuple([freeze(item, leaf) for item in value]))
+    return copy(value) if is_array(kind) else value  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=4096)
+def is_array(kind: type) -> bool:
+    """Are its objects numbers that others may write: numpy's arrays, Python's own, and their like?"""
+    numpys = (f"{base.__module__}.{base.__qualname__}" == "numpy.ndarray" for base in kind.__mro__)
+    return issubclass(kind, (bytearray, array)) or any(numpys)
+
+
+def freeze_deep(value: Any, leaf: Leaf) -> Any:
+    """A model's inputs or output as a frozen tree, through any container or object that holds tensors."""
+    try:
+        return _freeze_deep(value, leaf, {})
+    except RecursionError:
+        raise _too_deep() from None
+
+
+def require_room(tree: Any) -> None:
+    """Refuse a frozen tree that Python's stack has no room for where it is walked later: two frames for each level."""
+    level, depth = [tree], 0
+    while level := list({id(item): item for one in level for item in _items_of(one)}.values()):
+        depth += 1
+    if depth > _SURELY_SHALLOW and 2 * depth + _frames() + _SPARE_FRAMES > sys.getrecursionlimit():
+        raise _too_deep()
+
+
+_SURELY_SHALLOW, _SPARE_FRAMES = 50, 60
+
+
+def _items_of(tree: Any) -> tuple[Any, ...]:
+    return tree if type(tree) is tuple else tree.items if type(tree) is Branch else ()
+
+
+def _frames() -> int:
+    """How many frames stand on the stack now."""
+    frame, number = sys._getframe(), 1
+    while (outer := frame.f_back) is not None:
+        frame, number = outer, number + 1
+    return number
+
+
+def _too_deep() -> CaptureError:
+    return CaptureError(
+        f"a value is nested deeper than Python's stack is: {sys.getrecursionlimit()} calls.\n"
+        "Nest less, or give Python more room by `sys.setrecursionlimit`."
+    )
+
+
+def _freeze_deep(value: Any, leaf: Leaf, seen: dict[int, Any]) -> Any:
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        return leaf(value)
+    if kind in ATOMS or isinstance(value, (*_OPAQUE, torch.nn.Module)):
+        return value
+    if id(value) in seen:
+        known = seen[id(value)]
+        if type(known) is _Open:
+            known.is_loop = True
+            return BackReference(known.loop)
+        return known
+    begun = seen[id(value)] = _Open(len(seen))
+    if kind is tuple:
+        frozen_value: Any = tuple([_freeze_deep(item, leaf, seen) for item in value])
+    elif kind is list:
+        frozen_value = Branch(list, tuple([_freeze_deep(item, leaf, seen) for item in value]))
+    elif kind is dict:
+        frozen_value = Branch(dict, tuple([_freeze_deep(item, leaf, seen) for item in value.values()]), tuple(value))
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        frozen_value = Branch(kind, tuple([_freeze_deep(item, leaf, seen) for item in value]))
+    elif kind in pytree.SUPPORTED_NODES and kind is not slice:
+        items, spec = _taken_apart(value)
+        frozen_value = Branch(kind, tuple([_freeze_deep(item, leaf, seen) for item in items]), like=spec)
+    elif isinstance(value, tuple) and hasattr(kind, "n_sequence_fields"):  # torch's named results that pytree has not
+        frozen_value = Branch(kind, tuple([_freeze_deep(item, leaf, seen) for item in value]))
+    elif kind is slice:
+        frozen_value = Branch(
+            slice, tuple([_freeze_deep(x, leaf, seen) for x in (value.start, value.stop, value.step)])
+        )
+    elif kind is MappingProxyType:
+        content = dict(value)
+        seen.setdefault(0, []).append(content)  # held, so that no other object gets its id
+        frozen_value = Branch(kind, (_freeze_deep(content, leaf, seen),))
+    elif isinstance(value, (list, tuple, dict, set, frozenset, deque)):
+        frozen_value = _freeze_contents(value, leaf, seen)
+    else:
+        frozen_value = _freeze_object(value, leaf, seen)
+    if begun.is_loop and type(frozen_value) is Branch:
+        frozen_value = evolve(frozen_value, loop=begun.loop)
+    seen[id(value)] = frozen_value
+    return frozen_value
+
+
+def _taken_apart(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """What a container that torch knows holds. Torch's function is part of a cycle: it would hold the container on."""
+    whole = [value]
+    items, spec = pytree.tree_flatten(value, is_leaf=lambda other: other is not whole[0])
+    whole.clear()
+    return items, spec
+
+
+@define
+class _Open:
+    """A container that is being frozen."""
+
+    loop: int
+    is_loop: bool = False
+
+
+def _freeze_object(value: Any, leaf: Leaf, seen: dict[int, Any]) -> Any:
+    """An object with attributes: a branch if a tensor hangs somewhere below it, else the object itself."""
+    attributes = attributes_of(value)
+    if not attributes:
+        return value
+    items = tuple([_freeze_deep(item, leaf, seen) for _, item in attributes])
+    if all(item is other or type(item) is BackReference for item, (_, other) in zip(items, attributes, strict=True)):
+        return value
+    return Branch(type(value), items, tuple([key for key, _ in attributes]), like=value)
+
+
+def _freeze_contents(value: Any, leaf: Leaf, seen: dict[int, Any]) -> Any:
+    """A container of a class that torch does not know: a branch if a tensor is in it, or hangs on it, else itself."""
+    keys = tuple(dict.keys(value)) if isinstance(value, dict) else tuple(range(len(value)))
+    held = [*(dict.values(value) if isinstance(value, dict) else value)]
+    attributes = attributes_of(value)
+    old = [*held, *[item for _, item in attributes]]
+    items = tuple([_freeze_deep(item, leaf, seen) for item in old])
+    if all(item is other or type(item) is BackReference for item, other in zip(items, old, strict=True)):
+        return value
+    return Branch(type(value), items, (*keys, *[key for key, _ in attributes]), like=value, count=len(held))
+
+
+def attributes_of(value: Any) -> list[tuple[str, Any]]:
+    """The attributes that an object has itself, those in slots among them, with their names."""
+    if type(value).__module__ in ("builtins", "numpy", "torch"):
+        return []
+    found = list(own_attributes(value).items())
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            if slot not in ("__dict__", "__weakref__") and (held := own(value, slot, own)) is not own:
+                found.append((slot, held))
+    return found
+
+
+def own_attributes(value: Any) -> dict[str, Any]:
+    """The attributes that an object has itself, by name."""
+    found: dict[str, Any] = own(value, "__dict__", {})
+    return found
+
+
+def own(value: Any, name: str, otherwise: Any) -> Any:
+    """An attribute as the object has it, without the user's `__getattr__`, which may do and raise anything."""
+    try:
+        return object.__getattribute__(value, name)
+    except AttributeError:
+        return otherwise
+
+
+def fingerprint(value: Any, depth: int = 0) -> str:
+    """What can be seen of an object that holds no tensor, as text: it tells when the object was changed in place."""
+    kind = type(value)
+    if kind in ATOMS and kind is not torch.Generator:
+        return f"{kind.__name__}:{value!r}"
+    if isinstance(value, (*_OPAQUE, torch.nn.Module, torch.Tensor)) or depth > 20:
+        return f"{kind.__name__} at {id(value)}"
+    if isinstance(value, (list, tuple)):
+        return f"{kind.__name__}({', '.join([fingerprint(item, depth + 1) for item in value])})"
+    if isinstance(value, (set, frozenset)):
+        return f"{kind.__name__}({', '.join(sorted([fingerprint(item, depth + 1) for item in value]))})"
+    pairs = [*(value.items() if isinstance(value, dict) else ()), *attributes_of(value)]
+    if pairs or isinstance(value, dict):
+        return f"{kind.__name__}({', '.join([f'{key!r}={fingerprint(item, depth + 1)}' for key, item in pairs])})"
+    if kind.__module__ in ("builtins", "numpy"):
+        return f"{kind.__name__}:{value.tobytes() if hasattr(value, 'tobytes') else value!r}"
+    return f"{kind.__name__} at {id(value)}"
+
+
+def thaw(tree: Any, leaf: Leaf) -> Any:
+    """The nested value that a frozen tree stands for: `leaf` gives the value of every leaf and literal."""
+    kind = type(tree)
+    if kind is tuple:
+        return tuple([thaw(item, leaf) for item in tree])
+    if kind is Branch:
+        if tree.loop is not None and not isinstance(tree.like, pytree.TreeSpec):
+            made = tree.empty()
+            again: Leaf = lambda x: made if type(x) is BackReference and x.loop == tree.loop else leaf(x)  # noqa: E731
+            return tree.filled(made, [thaw(item, again) for item in tree.items])
+        return tree.build([thaw(item, leaf) for item in tree.items])
+    return leaf(tree)
+
+
+def remake(tree: Any, leaf: Leaf) -> Any:
+    """The same frozen tree with `leaf(x)` in place of every leaf x. Shared parts need not stay shared."""
+    kind = type(tree)
+    if kind is tuple:
+        return tuple([remake(item, leaf) for item in tree])
+    if kind is Branch:
+        return evolve(tree, items=tuple([remake(item, leaf) for item in tree.items]))
+    return leaf(tree)
+
+
+def remake_shared(tree: Any, leaf: Leaf) -> Any:
+    """The same, where a container that stands in several places stays one."""
+    return _once(tree, leaf, lambda one, items: evolve(one, items=tuple(items)), {})
+
+
+def thaw_shared(tree: Any, leaf: Leaf) -> Any:
+    """The value of a frozen tree, where a container that stands in several places is one object, as in the original."""
+    if any(type(one) is BackReference for one in leaves(tree)):
+        return thaw(tree, leaf)
+    return _once(tree, leaf, lambda one, items: one.build(items), {})
+
+
+def _once(tree: Any, leaf: Leaf, build: Callable[[Branch, list[Any]], Any], made: dict[int, Any]) -> Any:
+    kind = type(tree)
+    if kind is tuple:
+        return tuple([_once(item, leaf, build, made) for item in tree])
+    if kind is not Branch:
+        return leaf(tree)
+    if id(tree) not in made:
+        made[id(tree)] = build(tree, [_once(item, leaf, build, made) for item in tree.items])
+    return made[id(tree)]
+
+
+def bare(tree: Any) -> Any:
+    """The same frozen tree, holding none of the objects that it was made from, and so none of their tensors."""
+    kind = type(tree)
+    if kind is not tuple and kind is not Branch:
+        return tree
+    old = tree if kind is tuple else tree.items
+    items = tuple([bare(item) for item in old])
+    same = all(new is item for new, item in zip(items, old, strict=True))
+    if kind is tuple:
+        return tree if same else items
+    holds = tree.like is not None and not isinstance(tree.like, pytree.TreeSpec)
+    if same and not holds:
+        return tree
+    return evolve(tree, items=items, like=_hollow(tree) if holds else tree.like)
+
+
+def _hollow(tree: Branch) -> Any:
+    """An object to copy from in the place of the one that a branch was made from, with nothing in it."""
+    if tree.count is None:
+        return tree.empty()
+    if _unwritable(tree.kind) is not None:
+        return None
+    made = tree.empty()
+    _fill(made, (), [], tree.like)
+    return made
+
+
+def part_at(value: Any, path: Iterable[Any]) -> Any:
+    """What is inside a value, step by step."""
+    for step in path:
+        value = value[step]
+    return value
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """Every leaf and literal of a frozen tree, from left to right."""
+    found: list[Any] = []
+    _gather((tree,), found)
+    return iter(found)
+
+
+def leaves_of(kind: type[T], tree: Any) -> list[T]:
+    """The leaves of a frozen tree that are exactly of a class, from left to right."""
+    found: list[Any] = []
+    _gather((tree,), found)
+    return [leaf for leaf in found if type(leaf) is kind]
+
+
+def _gather(items: Iterable[Any], found: list[Any]) -> None:
+    for item in items:
+        kind = type(item)
+        if kind is tuple:
+            _gather(item, found)
+        elif kind is Branch:
+            _gather(item.items, found)
+        else:
+            found.append(item)
+
+
+def keys_of(tree: Any) -> Iterator[Any]:
+    """Every key of the containers in a frozen tree."""
+    if type(tree) is Branch:
+        yield from _keys(tree) or ()
+    for item in _items_of(tree):
+        yield from keys_of(item)
+
+
+Steps = Callable[[Any], Iterable[tuple[Any, Any]]]
+
+
+def numbered(tree: Any) -> Iterable[tuple[int, Any]]:
+    """What a container holds, by number."""
+    return enumerate(_items_of(tree))
+
+
+def keyed(tree: Any) -> Iterable[tuple[Any, Any]]:
+    """What a container holds, by its keys where it has them."""
+    return zip(tree.keys, tree.items, strict=True) if type(tree) is Branch and tree.keys else numbered(tree)
+
+
+def named(tree: Any) -> Iterable[tuple[Any, Any]]:
+    """The same, where also mappings that torch takes apart have keys."""
+    keys = _keys(tree) if type(tree) is Branch else None
+    return zip(keys, tree.items, strict=True) if keys else numbered(tree)
+
+
+def walk(tree: Any, steps: Steps = numbered, at: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Every leaf of a frozen tree with the way to it: `(0, 2)`, or `(0, "mask")` by `steps` that are keys."""
+    if type(tree) is not tuple and type(tree) is not Branch:
+        yield at, tree
+        return
+    for step, item in steps(tree):
+        yield from walk(item, steps, (*at, step))
+
+
+def _keys(tree: Branch) -> tuple[Any, ...] | None:
+    """The names of what it holds; of a mapping that torch takes apart, its keys."""
+    if tree.keys is not None or not isinstance(tree.like, pytree.TreeSpec) or not issubclass(tree.kind, Mapping):
+        return tree.keys
+    context = tree.like.context[1] if issubclass(tree.kind, defaultdict) else tree.like.context
+    return tuple(context) if isinstance(context, (list, tuple)) and len(context) == len(tree.items) else None

@@ -1,0 +1,175 @@
+"""What a well-formed Graph obeys.
+
+In: a Graph. Out: every breach, in program order, as data. A builder asks before it gives a graph away, an edit after
+every move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from weakref import WeakValueDictionary
+
+from attrs import frozen
+
+from ..errors import UnlawfulGraph
+from .graph import GradientArguments, Graph, InnerGradient
+from .node import Call, Generator, Ref, refs_in, specs_of
+from .target import Target
+from .trees import Branch, leaves, leaves_of
+from .write import Derived, Hole, Nth, Write, WriteArguments, Written, mutate, places, unpacked
+
+MUTATE = Target.of(mutate)
+_well_formed: WeakValueDictionary[int, Call] = WeakValueDictionary()  # writes are frozen: each is asked once
+
+
+@frozen
+class Problem:
+    """One breach: the node at which it shows, and what is wrong there."""
+
+    node: str
+    law: str
+    fact: str
+
+    def __str__(self) -> str:
+        return f"{self.node}: {self.fact}"
+
+
+def problems(graph: Graph) -> tuple[Problem, ...]:
+    """All breaches of all laws, in program order."""
+    found = (
+        *_single_assignment(graph),
+        *_reads_what_is_there(graph),
+        *_draws_are_named(graph),
+        *_guards_are_in_place(graph),
+        *_runs_again_what_was_before(graph),
+        *_kinds_of_call_are_well_formed(graph),
+    )
+    return tuple(sorted(found, key=lambda problem: graph.positions.get(problem.node, len(graph))))
+
+
+def require_lawful(graph: Graph) -> Graph:
+    """The graph itself, or `UnlawfulGraph` with the list of what is wrong."""
+    if found := problems(graph):
+        listing = "\n".join(f"  {problem}" for problem in found[:20])
+        raise UnlawfulGraph(f"the graph breaks {len(found)} laws:\n{listing}")
+    return graph
+
+
+def _single_assignment(graph: Graph) -> Iterator[Problem]:
+    seen: set[str] = set()
+    for node in graph.nodes:
+        if node.name in seen:
+            yield Problem(node.name, "single assignment", "the name is given twice")
+        seen.add(node.name)
+
+
+def _reads_what_is_there(graph: Graph) -> Iterator[Problem]:
+    parts: set[Ref] = set()
+    for node in graph.nodes:
+        if isinstance(node, Call):
+            yield from (
+                Problem(node.name, "order", f"reads {ref}, which no earlier node gives")
+                for ref in node.refs
+                if ref not in parts
+            )
+            if type(node.returns) is not Ref:
+                parts.update(refs_in(node.returns))
+        parts.add(Ref(node.name))
+    ends = [ref for ref in graph.wanted_refs if ref not in parts]
+    yield from (Problem("output", "order", f"gives {ref}, which no node gives") for ref in ends)
+
+
+def _draws_are_named(graph: Graph) -> Iterator[Problem]:
+    for call in graph.calls:
+        if call.draws is None and leaves_of(Generator, call.args):
+            yield Problem(call.name, "draws", "has a generator but no recorded state")
+
+
+def _guards_are_in_place(graph: Graph) -> Iterator[Problem]:
+    for guard in graph.guards:
+        what = f"`{guard.target.short}`"
+        if not 0 <= guard.position <= len(graph):
+            yield Problem("guard", "order", f"{what} lies at {guard.position}, outside of 0..{len(graph)}")
+        yield from (
+            Problem(ref.node, "order", f"{what} reads {ref}, which no node before it gives")
+            for ref in guard.refs
+            if graph.positions.get(ref.node, len(graph)) >= guard.position
+        )
+
+
+def unguarded_shapes(graph: Graph) -> Iterator[Problem]:
+    """Shapes that content decides and that no guard asks for: a program that was captured has none."""
+    asked = {ref for guard in graph.guards if guard.kind == "shape" for ref in guard.refs}
+    for call in graph.calls:
+        if call.is_dynamic and not asked.issuperset(specs_of(call)):
+            yield Problem(call.name, "guard", "gives a shape that content decides, and no guard asks for it")
+
+
+def _runs_again_what_was_before(graph: Graph) -> Iterator[Problem]:
+    for position, node in enumerate(graph.nodes):
+        for name in node.through if isinstance(node, Call) else ():
+            if graph.positions.get(name, position) >= position:
+                yield Problem(node.name, "order", f"runs {name} again, which does not run before it")
+
+
+def _kinds_of_call_are_well_formed(graph: Graph) -> Iterator[Problem]:
+    for call in graph.calls:
+        if isinstance(call, Write):
+            if _well_formed.get(id(call)) is not call:
+                faults = [Problem(call.name, "write", fact) for fact in _faults_of_a_write(call)]
+                yield from faults
+                if not faults:
+                    _well_formed[id(call)] = call
+        elif isinstance(call, InnerGradient):
+            yield from (Problem(call.name, "inner gradient", fact) for fact in _faults_of_a_gradient(call))
+        elif call.target == MUTATE:
+            yield Problem(call.name, "write", "writes in place and is no Write")
+        elif call.through:
+            yield Problem(call.name, "inner gradient", "runs others again and is no InnerGradient")
+
+
+def _faults_of_a_write(write: Write) -> Iterator[str]:
+    if write.target != MUTATE:
+        yield f"is a Write and calls {write.target.short}"
+    if len(write.args) != len(WriteArguments._fields) or write.kwargs:
+        yield f"is given {len(write.args)} arguments, not {', '.join(WriteArguments._fields)}"
+        return
+    given = write.arguments
+    bases, targets, values = given.bases, given.targets, given.values
+    if not isinstance(given.function, Target):
+        yield f"calls {given.function!r}, which is no function by name"
+    if not (type(given.kwargs) is Branch and given.kwargs.kind is dict):
+        yield "has keyword arguments without names"
+    if type(bases) is not tuple or not bases or len({*bases}) < len(bases) or {*map(type, bases)} != {Ref}:
+        yield "has bases that are not one value each"
+    stand = places((given.args, given.kwargs))
+    views = [*map(unpacked, targets), *[place for place in stand if type(place) is Derived]]
+    if not all(type(view) is Derived and 0 <= view.base < len(bases) for view in views):
+        yield "has a target that is a view of no base"
+    elif not all([*leaves(step.items)].count(Hole.HERE) == 1 for view in views for step in view.steps):
+        yield "has a view that is not one of one tensor"
+    if not all(0 <= place.number < len(targets) for place in stand if type(place) is Nth):
+        yield "has an argument that is none of its targets"
+    if len(values) != len(targets) or not {*map(type, values)} <= {Ref, type(None)}:
+        yield f"has {len(values)} values for {len(targets)} targets"
+    gives = write.returns if type(write.returns) is tuple else ()
+    is_whole = len(gives) == len(Written._fields) and len(write.gives.bases) == len(bases)
+    if not is_whole or not 0 < len(write.gives.targets) <= len(targets):
+        yield "does not give what it wrote, and each base"
+
+
+def _faults_of_a_gradient(call: InnerGradient) -> Iterator[str]:
+    if len(call.args) != len(GradientArguments._fields) or not isinstance(call.args[0], Graph):
+        yield f"is given {len(call.args)} arguments, not {', '.join(GradientArguments._fields)}"
+        return
+    given, stretch = call.arguments, call.arguments.stretch
+    if len(stretch.input_nodes) != len(given.starts) + len(given.others):
+        yield "does not give its stretch each input"
+    if call.through and len(stretch.calls) != len(call.through):
+        yield f"runs {len(call.through)} nodes again, and has {len(stretch.calls)} in its stretch"
+    if type(stretch.output) is not tuple or len(stretch.output) != 2 or len(stretch.output[0]) != len(given.cotangents):
+        yield "does not have a cotangent for each output of its stretch"
+    if missing := {inner.draws for inner in stretch.calls if inner.draws} - set(given.states.keys or ()):
+        yield f"has no state for {', '.join(sorted(missing))}"
+    if bool(given.there) != given.keep_graph:
+        yield "has the values of its stretch exactly where it is not differentiated again"

@@ -1,0 +1,72 @@
+"""Reference: something that has values of its own, which a patch may take: a Program, a Run, a Layer.
+
+It stands this low because patches know no more of it than this.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any, NoReturn
+
+import torch
+from attrs import fields, frozen
+
+from ..errors import NotPickled
+from .trees import freeze_deep, thaw
+
+
+class Unpickled:
+    """A base for what holds functions of the user's and of torch's: it can be copied, and cannot be pickled."""
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        what = f"a {type(self).__name__}"
+        raise NotPickled(
+            f"{what} holds functions, and cannot be pickled or saved by torch.save: that is not supported yet.\n"
+            "Save the tensors that you need (`layer.value`, `run.output`), or capture again where it is to be used."
+        )
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """The same with tensors of its own. What these were made of is not copied: a program, functions, requests."""
+        made = memo[id(self)] = object.__new__(type(self))
+        for one in fields(type(self)):  # type: ignore[arg-type]
+            object.__setattr__(made, one.name, _copied(getattr(self, one.name), memo))
+        return made
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    if isinstance(value, Unpickled):
+        return deepcopy(value, memo)
+    if type(value) not in (dict, list, tuple) and not isinstance(value, torch.Tensor):
+        return value
+    return thaw(freeze_deep(value, lambda tensor: _Tensor(_copy_of(tensor, memo))), _plain)
+
+
+def _copy_of(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    if id(tensor) not in memo:  # the copy of one with a history has the history too
+        memo[id(tensor)] = tensor.clone() if tensor.grad_fn is not None else deepcopy(tensor, memo)
+    copied: torch.Tensor = memo[id(tensor)]
+    return copied
+
+
+@frozen(eq=False)
+class _Tensor:
+    tensor: torch.Tensor
+
+
+def _plain(leaf: Any) -> Any:
+    return leaf.tensor if type(leaf) is _Tensor else leaf
+
+
+class ValueSource(Unpickled):
+    """A base for what `From(...)` and `Mean(of=...)` read. Its subclasses say which value they have under a name."""
+
+    __slots__ = ()
+
+    def _value_for(self, name: str) -> Any:
+        """The value that it has at the site of this name, or an error that says so if it has none."""
+        raise NotImplementedError

@@ -1,0 +1,153 @@
+"""print(prog): what a forward pass was, on one screen.
+
+In: the facts of a program. Out: text, and the same as HTML with a table of all layers.
+"""
+
+from __future__ import annotations
+
+import html
+from collections import Counter
+from textwrap import wrap
+from typing import Any
+
+from .._ir.graph import Graph
+from .._ir.label import Label
+from .format import format_bytes, format_duration, format_flops, format_passes
+from .program_metadata import ProgramMetadata
+from .tables import Table
+
+WIDTH = 110
+
+
+def summary(prog: ProgramMetadata, most: int = 48) -> str:
+    """The summary, one line a fact; then the tree of modules and the layers in order."""
+    return "\n".join(
+        [
+            *_head(prog),
+            *_modules(prog, most // 3),
+            "    Layers:",
+            *_layers(prog, most),
+        ]
+    )
+
+
+def _head(prog: ProgramMetadata) -> list[str]:
+    graph = prog._lens.graph
+    rows = [
+        f"Program of {graph.model_name}: {len(graph.calls)} calls, {len(prog._lens.atlas.order)} layers.",
+        f"Structure: {_structure(prog)}; {_module_count(prog)}.",
+        f"{format_passes(prog.num_tensors_total, 'tensor')} ({format_bytes(prog.tensor_fsize_total)}) computed; "
+        f"{prog.num_tensors_saved:,} ({format_bytes(prog.tensor_fsize_saved)}) kept{_named(prog)}.",
+        f"{format_passes(prog.parameter_reads, 'parameter operation')}; {prog.total_params:,} numbers "
+        f"({format_bytes(prog.total_params_fsize)}) in {format_passes(prog.total_param_tensors, 'parameter')}.",
+        _cost(prog),
+        f"Random seed: {prog.random_seed_used}",
+    ]
+    if inside := prog.elapsed_time_function_calls:
+        rows.append(f"Time: {format_duration(prog.elapsed_time_total)}, {format_duration(inside)} of it in operations")
+    if graph.guards:
+        rows.append(f"{_facts(graph)}: a replay in which it changes has left the recorded path.")
+    if graph.changes:
+        rows.append(f"The model writes {', '.join(address for address, _ in graph.changes[:6])}.")
+    return "\n    ".join(rows).split("\n")
+
+
+def _facts(graph: Graph) -> str:
+    """What the recorded path depends on, by kind."""
+    counts = Counter(guard.kind for guard in graph.guards)
+    read = counts.pop("content", 0)
+    words = [f"Content read in Python {format_passes(read, 'time')}"] if read else []
+    others = ", ".join(format_passes(count, kind) for kind, count in sorted(counts.items()))
+    return ", and ".join([*words, *([f"{'facts' if read else 'Facts'} that may be read ({others})"] if others else [])])
+
+
+def _named(prog: ProgramMetadata) -> str:
+    """How many layers `save=` named, where it did not name all: of inputs, state and outputs more is kept."""
+    named = prog.saved_labels if prog._lens.record.saved is not None else []
+    return f", {format_passes(len(named), 'layer')} of it by `save=`" if named else ""
+
+
+def _structure(prog: ProgramMetadata) -> str:
+    loops = f"recurrent (at most {prog.model_max_recurrent_loops} passes)"
+    words = [loops if prog.model_is_recurrent else "purely feedforward"]
+    words.append("with branching" if prog.model_is_branching else "without branching")
+    return ", ".join([*words, *(["with conditions"] if prog.model_has_conditional_branching else [])])
+
+
+def _module_count(prog: ProgramMetadata) -> str:
+    calls = prog._lens.module_calls.counts
+    idle = sum(1 for count in calls.values() if not count)
+    return format_passes(len(calls), "module") + (f", {idle} of them not called" if idle else "")
+
+
+def _cost(prog: ProgramMetadata) -> str:
+    unknown = prog.uncounted
+    least = "at least " if unknown else ""
+    more = f"; not counted: {', '.join(unknown[:5])}{', ...' if len(unknown) > 5 else ''}" if unknown else ""
+    return f"Cost: {least}{format_flops(prog.flops, prog.macs)}{more}"
+
+
+def _modules(prog: ProgramMetadata, most: int) -> list[str]:
+    """The tree of module calls by address; those that have none below them share lines."""
+    calls = prog._lens.module_calls
+    below: dict[str, dict[str, None]] = {}
+    for name, scope in calls.scopes.items():
+        del name
+        below.setdefault(scope.parent.address if scope.parent else "", {}).setdefault(scope.address)
+    rows: list[str] = []
+    _branch("", below, 2, rows, set())
+    if not rows:
+        return []
+    cut = rows if len(rows) <= most else [*rows[: most - 1], f"        ... ({len(rows) - most + 1} more lines)"]
+    return ["    Module hierarchy:", *cut]
+
+
+def _branch(parent: str, below: dict[str, dict[str, None]], depth: int, rows: list[str], seen: set[str]) -> None:
+    pad = "    " * depth
+    leaves: list[str] = []
+
+    def flush() -> None:
+        rows.extend(wrap(", ".join(leaves), WIDTH, initial_indent=pad, subsequent_indent=pad) if leaves else [])
+        leaves.clear()
+
+    for address in below.get(parent, {}):
+        if address in below and address not in seen:
+            flush()
+            rows.append(f"{pad}{address}:")
+            _branch(address, below, depth + 1, rows, seen | {address})
+        else:
+            leaves.append(address)
+    flush()
+
+
+def _layers(prog: ProgramMetadata, most: int) -> list[str]:
+    labels, passes = prog._lens.atlas.order, prog._lens.atlas.passes
+    width = len(str(len(labels)))
+    numbers: list[int | None] = list(range(len(labels)))
+    if len(labels) > most:
+        numbers = [*numbers[: most // 2], None, *numbers[-most // 2 :]]
+    rows = []
+    for number in numbers:
+        if number is None:
+            rows.append(f"        {'...':>{width}}")
+            continue
+        layer, turn = Label.of(labels[number])
+        several = f"  (pass {turn} of {len(passes[layer])})" if turn else ""
+        rows.append(f"        {number:{width}d}: {labels[number]}{several}")
+    return rows
+
+
+def as_html(prog: ProgramMetadata) -> str:
+    """The summary for a notebook: its head, and tables that unfold."""
+    rows: list[tuple[Any, ...]] = []
+    for number, place in enumerate(prog._lens.atlas.places):
+        layer = prog._layer(place)
+        meanings = ", ".join(map(str, prog._lens.meanings(place)))
+        rows.append((number, place.label, meanings, layer.module, str(layer.source.text) if layer.source else ""))
+    layers = Table(("#", "layer", "value", "module", "line"), tuple(rows))._repr_html_()
+    head = html.escape("\n".join(_head(prog)))
+    modules = prog.modules
+    return (
+        f"<pre>{head}</pre><details><summary>{len(modules)} modules</summary>{modules._repr_html_()}</details>"
+        f"<details><summary>{len(rows)} layers</summary>{layers}</details>"
+    )

@@ -1,0 +1,162 @@
+"""Who stands next to whom among the layers, and how far from the ends.
+
+In: an Atlas. Out: a Kin, by ordinal. Every table here is made in one or two walks over the layers in their order, which
+is an order in which they can run. Sets of ancestors are kept as the bits of one number a layer.
+
+What kind of network a program is: does it run layers again, does it branch?
+
+In: a Graph. Out: counts and answers. Whether it takes decisions is said in conditionals.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from attrs import frozen
+
+from .._ir.graph import Graph
+from .._ir.label import Label
+from .._ir.node import Call, Const, Input
+from .._ir.util import cached_property
+from .index import LayerIndex
+
+Span = tuple[int, int] | None  # least and most steps; None where there is no way
+
+
+@frozen(eq=False)
+class Topology:
+    """Parents and children of each layer, and what follows from them."""
+
+    parents: tuple[tuple[int, ...], ...]
+    children: tuple[tuple[int, ...], ...]
+    is_input: tuple[bool, ...]
+    is_output: tuple[bool, ...]
+    is_born: tuple[bool, ...]  # made inside the model, of no other layer
+
+    @cached_property
+    def from_input(self) -> tuple[Span, ...]:
+        """How many steps from an input: the shortest way and the longest."""
+        return _spans(range(len(self.parents)), self.parents, self.is_input)
+
+    @cached_property
+    def to_output(self) -> tuple[Span, ...]:
+        """How many steps to an output."""
+        return _spans(range(len(self.children) - 1, -1, -1), self.children, self.is_output)
+
+    @cached_property
+    def _roots(self) -> tuple[int, ...]:
+        return tuple([number for number, parents in enumerate(self.parents) if not parents])
+
+    @cached_property
+    def _ends(self) -> tuple[int, ...]:
+        return tuple([number for number, is_end in enumerate(self.is_output) if is_end])
+
+    @cached_property
+    def _root_bits(self) -> tuple[int, ...]:
+        return _bits(range(len(self.parents)), self.parents, self._roots)
+
+    @cached_property
+    def _end_bits(self) -> tuple[int, ...]:
+        return _bits(range(len(self.children) - 1, -1, -1), self.children, self._ends)
+
+    def roots_of(self, number: int) -> tuple[int, ...]:
+        """The layers without parents that it comes from; itself, if it has none."""
+        return tuple([root for bit, root in enumerate(self._roots) if self._root_bits[number] >> bit & 1])
+
+    def ends_of(self, number: int) -> tuple[int, ...]:
+        """The output layers that it leads to."""
+        return tuple([end for bit, end in enumerate(self._ends) if self._end_bits[number] >> bit & 1])
+
+    def siblings(self, number: int) -> tuple[int, ...]:
+        """The layers that share a parent with it."""
+        return _others(number, self.parents, self.children)
+
+    def spouses(self, number: int) -> tuple[int, ...]:
+        """The layers that share a child with it."""
+        return _others(number, self.children, self.parents)
+
+    def ancestors(self, number: int) -> Iterator[int]:
+        """All layers that it comes from, nearest ones not first."""
+        seen, stack = {number}, [number]
+        while stack:
+            for parent in self.parents[stack.pop()]:
+                if parent not in seen:
+                    seen.add(parent)
+                    stack.append(parent)
+                    yield parent
+
+
+def topology_of(atlas: LayerIndex) -> Topology:
+    """The kin of every layer of a program."""
+    places = atlas.places
+    ordinals = atlas.ordinals
+    parents = [tuple([ordinals[label] for label in atlas.parents(place) if label in ordinals]) for place in places]
+    children: list[list[int]] = [[] for _ in places]
+    for number, above in enumerate(parents):
+        for parent in above:
+            children[parent].append(number)
+    nodes = [atlas.graph[place.node] if place.output is None else None for place in places]
+    return Topology(
+        tuple(parents),
+        tuple(map(tuple, children)),
+        tuple([isinstance(node, Input) for node in nodes]),
+        tuple([node is None for node in nodes]),
+        tuple([_is_born(node) and not above for node, above in zip(nodes, parents, strict=True)]),
+    )
+
+
+def _is_born(node: object) -> bool:
+    return isinstance(node, Call) or (isinstance(node, Const) and node.origin.startswith("made from"))
+
+
+def _spans(order: range, before: Sequence[tuple[int, ...]], is_start: Sequence[bool]) -> tuple[Span, ...]:
+    found: list[Span] = [None] * len(before)
+    for number in order:
+        known = [span for other in before[number] if (span := found[other]) is not None]
+        if is_start[number]:
+            found[number] = (0, 0)
+        elif known:
+            found[number] = min([least for least, _ in known]) + 1, max([most for _, most in known]) + 1
+    return tuple(found)
+
+
+def _bits(order: range, before: Sequence[tuple[int, ...]], marked: Sequence[int]) -> tuple[int, ...]:
+    found = [0] * len(before)
+    for bit, number in enumerate(marked):
+        found[number] = 1 << bit
+    for number in order:
+        for other in before[number]:
+            found[number] |= found[other]
+    return tuple(found)
+
+
+def _others(number: int, there: Sequence[tuple[int, ...]], back: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    found = {other for one in there[number] for other in back[one] if other != number}
+    return tuple(sorted(found))
+
+
+def passes(graph: Graph) -> dict[str, int]:
+    """How often each layer runs, by its label without the pass."""
+    names = [Label.of(call.name).layer for call in graph.calls if call.name not in graph.orphans]
+    return dict(Counter(names))
+
+
+def max_recurrent_loops(graph: Graph) -> int:
+    """The most passes of any layer: 1 in a feedforward network."""
+    return max(passes(graph).values(), default=1)
+
+
+def is_recurrent(graph: Graph) -> bool:
+    """Does any layer run more than once?"""
+    return max_recurrent_loops(graph) > 1
+
+
+def is_branching(graph: Graph) -> bool:
+    """Does anything but parameters, buffers and constants go to more than one layer, outputs included?"""
+    ends = Counter(ref.node for ref in dict.fromkeys(graph.output_refs))
+    return any(
+        len([user for user in users if graph.nodes[user].name not in graph.orphans]) + ends[node.name] > 1
+        for node, users in zip(graph.nodes, graph.users, strict=True)
+        if isinstance(node, (Call, Input)) and node.name not in graph.orphans
+    )

@@ -1,0 +1,362 @@
+"""An edit's functions that draw: which of them do, and the state of the generator before each.
+
+In: an edited graph, and how its record is derived. Out: that record, in which each function of the edit that drew is a
+draw as recorded ones are. It draws from the user's generator; drawn anew, it has a stream of its own.
+
+The record of an edited graph: what the edit cannot have changed is shared, the rest is run at once.
+
+In: the Record of a program, a graph made from its graph, and the tensors that the edit brought in. Out: a Record of the
+edited graph, and what it returns. A wrong shape shows here, and not in a later replay; so does a path that the model
+would not have taken. What the edit was is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from attrs import evolve, field, frozen
+
+from .._edit.lower import may_vary
+from .._edit.rewrite import NOTHING, replace
+from .._edit.unchanged_values import origins, unchanged_values
+from .._ir.autograd import as_leaf
+from .._ir.graph import Graph
+from .._ir.label import fresh
+from .._ir.node import Call, Guard, Input, Node, Ref, State, TensorSpec, refs_of, specs_of, value_of
+from .._ir.printer import listing
+from .._ir.runtime import alias
+from .._ir.shared_memory import storage_of, version_of
+from .._ir.target import Target
+from .._ir.trees import thaw
+from ..errors import ShapeMismatch
+from .alias_analysis import detached_views
+from .compile import compile_plan
+from .flag_guards import answer, asked_again
+from .guards import Departure, answered, changed, diverged, misdirected, place, raising, same_result
+from .interpreter import Code
+from .layout_guards import asks_for_view, layouts_altered
+from .move import as_it_came_out
+from .plan import Plan, plan
+from .record import Record, Versions
+from .retention import keeping
+from .runner import begin, run_code
+
+Derived = tuple[Record, Any]
+
+
+@frozen(eq=False)
+class Watched:
+    """Functions of an edit, watched while its record is derived."""
+
+    before: Mapping[str, torch.Tensor]  # the states that are kept already, by key
+    start: torch.Tensor = field(factory=lambda: torch.default_generator.get_state())
+    now: list[torch.Tensor] = field(factory=list)  # the user's generator
+    states: dict[str, torch.Tensor] = field(factory=dict)  # of nodes that drew
+
+    def __call__(self, graph: Graph, names: set[str], derived: Callable[[Graph], Derived]) -> Derived:
+        """What `derived` makes of the graph, whose calls of these names are watched."""
+        self.now[:] = [self.start]
+        self.states.clear()
+        calls = {name: call for name in names if isinstance(call := graph[name], Call)}
+        watched = replace(graph, {name: (self._watching(call),) for name, call in calls.items()}) if calls else graph
+        record, output = derived(watched)
+        torch.default_generator.set_state(self.now[0])
+        if not calls:
+            return record, output
+        keys = {name: fresh(f"draw_of_{name}", self.before) for name in self.states}
+        draws = {**record.draws, **{keys[name]: state for name, state in self.states.items()}}
+
+        def plain(node: Node) -> Node:
+            if node.name not in calls or not isinstance(node, Call):
+                return node
+            key = keys.get(node.name)
+            follows = None if key is None else f"start_of_{node.name}"
+            return evolve(node, target=calls[node.name].target, draws=key, follows=follows)
+
+        made = evolve(record.graph, nodes=tuple(map(plain, record.graph.nodes)))
+        return evolve(record, graph=made, draws=draws), output
+
+    def _watching(self, call: Call) -> Call:
+        function = call.target.function
+
+        def watch(*args: Any, **kwargs: Any) -> Any:
+            outside, state = torch.default_generator.get_state(), self.now[0]
+            torch.default_generator.set_state(state)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.now[0] = torch.default_generator.get_state()
+                torch.default_generator.set_state(outside)
+                if not torch.equal(self.now[0], state):
+                    self.states[call.name] = state
+
+        return evolve(call, target=Target(call.target.name, watch, is_stable=False))
+
+
+Values = dict[Ref, torch.Tensor]
+
+
+@frozen(eq=False)
+class EditAdditions:
+    """What an edit brings in besides nodes: tensors of new or changed sources, live parameters, generator states."""
+
+    values: Mapping[str, torch.Tensor] = field(factory=dict)
+    live: Mapping[str, torch.Tensor] = field(factory=dict)
+    draws: Mapping[str, torch.Tensor] = field(factory=dict)
+
+
+NOTHING_ADDED = EditAdditions()
+
+
+def apply_edit(
+    record: Record,
+    graph: Graph,
+    added: EditAdditions = NOTHING_ADDED,
+    on_divergence: str = "raise",
+    wanted: Mapping[Ref, TensorSpec] = NOTHING,
+) -> tuple[Record, Any]:
+    """A Record of the edited graph, and its output. Values that the edit cannot reach are the very same tensors.
+
+    What calls read must keep its recorded shape and dtype; `wanted` says those of values that are new.
+    """
+    if on_divergence not in ("raise", "ignore"):
+        raise ValueError(
+            f"an edit goes on_divergence='raise' or 'ignore', not {on_divergence!r}: it has no model to run."
+        )
+    work = _Work(record, graph, added, unchanged_values(record.graph, graph, added.values), wanted)
+    departures: list[Departure] = []
+
+    def departed(departure: Departure) -> None:
+        departures.append(departure)
+        if on_divergence == "raise":
+            raise diverged(departure)
+
+    known = work.known()
+    values = {**known, **work.run(known, departed)}
+    for departure in work.departures(values):
+        departed(departure)
+    graph = as_it_came_out(graph, {ref: tensor for ref, tensor in values.items() if ref not in work.same})
+    if departures:
+        graph = evolve(graph, guards=tuple([_as_it_is_now(guard, values) for guard in graph.guards]))
+    made = Record(
+        graph,
+        values,
+        work.versions(values),
+        {**record.draws, **added.draws, **work.drawn},
+        work.live(),
+        account=record.account.untimed(),
+        places=record.places,
+    )
+    made = made if record.saved is None else keeping(made, record.saved)
+    return made, thaw(graph.output, lambda leaf: values[leaf] if type(leaf) is Ref else leaf)
+
+
+def require_choice(on_divergence: str) -> None:
+    """An edited program has no model that could be run with the same edit."""
+    if on_divergence not in ("raise", "ignore"):
+        raise ValueError(f"on_divergence of an edit must be one of 'raise', 'ignore', not {on_divergence!r}.")
+
+
+@frozen(eq=False)
+class _Work:
+    """One derivation: the record before, the graph after, and which values are the same in both."""
+
+    record: Record
+    graph: Graph
+    added: EditAdditions
+    same: dict[Ref, Ref]
+    wanted: Mapping[Ref, TensorSpec]
+    drawn: dict[str, torch.Tensor] = field(factory=dict)  # the states of draws that begin elsewhere now
+
+    def known(self) -> Values:
+        """The values that are there before anything runs."""
+        old = self.record.values
+        shared = {new: old[ref] for new, ref in self.same.items() if ref in old}
+        return shared | {Ref(name): tensor for name, tensor in self.added.values.items()}
+
+    def run(self, known: Values, departed: Callable[[Departure], None]) -> Values:
+        """Everything else."""
+        graph = self.graph
+        made, code = self._compiled(known)
+        begun = begin(
+            code, lambda ref: as_leaf(self.record.value(self.same[ref]) if ref in self.same else known[ref]), departed
+        )
+        refs = [ref for position in made.run for ref in refs_of(graph.nodes[position])]
+        with raising(graph, lambda: code.executed, departed):
+            try:
+                ran = run_code(graph, begun)
+            except Exception as error:
+                self.require_shapes(begun.tensors(refs), error)
+                for departure in self.led_away(known | begun.tensors(refs)):  # what is wrong may only follow from that
+                    departed(departure)
+                raise
+        found = ran.tensors(refs)
+        self.require_shapes(found)
+        self.drawn.update(ran.states_begun)
+        return found | self._states_begun()
+
+    def _states_begun(self) -> Values:
+        """What calls that run a draw again themselves are given: the state in which it begins now."""
+        drawn, states = self.graph.drawn, self.graph.states
+        return {ref: self.drawn[key] for key in self.drawn for ref in states.get(drawn[key], ())}
+
+    def _compiled(self, known: Values) -> tuple[Plan, Code]:
+        graph, recorded = self.graph, self._recorded_guards()
+        is_known = bytearray([all(ref in known for ref in refs_of(node)) for node in graph.nodes])
+        unknown = [position for position, mark in enumerate(is_known) if not mark]
+        made = plan(graph, unknown, is_known, unknown, keep=range(len(graph)))
+        made = evolve(made, guards=tuple([number for number in made.guards if number in recorded]))
+        pairs = [zip(graph.guards[n].refs, recorded[n].refs, strict=True) for n in made.guards]
+        before = dict(pair for guard in pairs for pair in guard)
+        draws = {**self.record.draws, **self.added.draws}
+        return made, compile_plan(graph, made, draws, lambda ref: self.record.value(before[ref]))
+
+    def require_shapes(self, values: Values, cause: Exception | None = None) -> None:
+        """What calls read has its recorded shape, but for what content decides: of that a guard tells."""
+        old, graph = self.record.graph, self.graph
+        before = {ref: meaning for node in old.calls for ref, meaning in specs_of(node).items()}
+        before |= {Ref(n.name): before[tree] for n in old.calls if type(tree := value_of(n)) is Ref and tree in before}
+        before |= self.wanted
+        now = as_it_came_out(graph, values)
+        decided, ends = self._decided_otherwise(now, before, values), frozenset(graph.output_refs)
+        for node in now.calls:
+            for ref, meaning in specs_of(node).items():
+                wanted = before.get(ref)
+                if (
+                    ref not in values
+                    or wanted is None
+                    or node.is_dynamic
+                    or node.name in decided
+                    or not (graph.users[graph.positions[node.name]] or (node.edited and ref not in ends))
+                ):
+                    continue
+                elsewhere = bool(node.edited) and wanted.device != meaning.device
+                if elsewhere or (wanted.shape, wanted.dtype) != (meaning.shape, meaning.dtype):
+                    now_is = f"{meaning} on {meaning.device}" if elsewhere else f"{meaning}"
+                    raise ShapeMismatch(
+                        f"after the edit `{ref}` is {now_is}; what reads it was recorded with {wanted}.\n"
+                        f"{listing(now, node.name, node.edited)}\n"
+                        f"Give a value of shape {wanted.shape} and dtype {wanted.dtype}, or capture the changed model."
+                    ) from cause
+
+    @staticmethod
+    def _decided_otherwise(now: Graph, before: Mapping[Ref, TensorSpec], values: Values) -> frozenset[str]:
+        """What follows from calls to which their content gives another shape than the recorded one."""
+        other = [
+            node.name
+            for node in now.calls
+            if node.is_dynamic
+            and any(before.get(ref, new).sizes != new.sizes for ref, new in specs_of(node).items() if ref in values)
+        ]
+        return now.descendants(other) if other else frozenset()
+
+    def departures(self, values: Values) -> Iterator[Departure]:
+        """Where the edit leads away from the recorded path, and no guard tells."""
+        yield from self.led_away(values)
+        yield from self.handed_back(values)
+        yield from self.answered_otherwise(values)
+        yield from self.laid_out_otherwise(values)
+
+    def handed_back(self, values: Values) -> Iterator[Departure]:
+        """Functions of the user's that hand on the very memory that they are given, where the model writes through it:
+        what a program writes is a copy, and which of the two shares it nobody could say.
+        """
+        functions = [call for call in self.graph.edited if may_vary(call)]
+        if not functions or not detached_views(self.graph, ()):
+            return
+        for call in functions:
+            if shares_memory(values, refs_of(call), call.refs):
+                yield handed_back(call)
+
+    def led_away(self, values: Values) -> Iterator[Departure]:
+        """Edits of calls whose memory the model writes later, or through which it takes gradients."""
+        old, graph = self.record.graph, self.graph
+        for edited in graph.edited:
+            if edited.name not in old or refs_of(edited)[0] in self.same:
+                continue
+            call = old[edited.name]
+            if not isinstance(call, Call) or edited is call:
+                continue
+            yield from misdirected(call, self._is_cut_off(edited.name))
+
+    def answered_otherwise(self, values: Values) -> Iterator[Departure]:
+        """What the model asks of the layouts and flags of values that the edit has altered."""
+        for guard in self.graph.asked:
+            if guard.refs and (ref := guard.refs[0]) in values and ref not in self.same:
+                yield from asked_again(guard, values[ref])
+                if asks_for_view(guard) and self._is_made_by_an_edit(ref):
+                    yield from filter(None, (changed(guard, answer(guard, values[ref])),))
+
+    def _is_made_by_an_edit(self, ref: Ref) -> bool:
+        """Does an edit's own call give it? An alias stands for what it was made of."""
+        node = self.graph[ref.node]
+        return isinstance(node, Call) and bool(node.edited) and node.target.function is not alias
+
+    def laid_out_otherwise(self, values: Values) -> Iterator[Departure]:
+        """What hangs on how values lie in memory that the edit has altered."""
+        old, instead = self.record, dict(self._read_instead())
+        meanings = {ref: meaning for node in old.graph.nodes for ref, meaning in specs_of(node).items()}
+        new = {ref: tensor for ref, tensor in values.items() if ref not in self.same}
+        places = {ref: instead.get(ref, ref) for ref in new}
+        before = {ref: old.values[was] for ref, was in places.items() if was in old.values}
+        strides = {ref: meanings[was].strides for ref, was in places.items() if was in meanings}
+        edited = {*instead, *self.graph.edited_refs, *[Ref(name) for name in self.added.values]}
+        yield from layouts_altered(self.graph, before, strides, new, edited)
+
+    def _read_instead(self) -> Iterator[tuple[Ref, Ref]]:
+        """What the model's calls read now, and what they read before."""
+        old = self.record.graph
+        for call in self.graph.calls:
+            was = old[call.name] if call.name in old and not call.edited else None
+            if isinstance(was, Call) and was.refs != call.refs and len(was.refs) == len(call.refs):
+                yield from zip(call.refs, was.refs, strict=True)
+
+    def _is_cut_off(self, name: str) -> bool:
+        """Does the model take a gradient through this node that has no way any more to where it starts?"""
+        given = [call.arguments for call in self.graph.again if name in call.through]
+        return any(name not in self.graph.descendants([ref.node for ref in one.starts]) for one in given)
+
+    def _recorded_guards(self) -> dict[int, Guard]:
+        """What each guard was before the edit, by its number now; those that the edit brought agree with it anyway."""
+        left, found = list(self.record.graph.guards), {}
+        for number, guard in enumerate(self.graph.guards):
+            if left and _same_fact(left[0], guard):
+                found[number] = left.pop(0)
+        return found
+
+    def versions(self, values: Values) -> Versions:
+        """The write counters of all values; those of shared ones as they were when they were recorded."""
+        old, same = self.record.versions, self.same
+        return Versions((ref, old[same[ref]] if ref in same else version_of(t)) for ref, t in values.items())
+
+    def live(self) -> dict[str, torch.Tensor]:
+        """The model's own parameters and inputs, and those that the edit brought."""
+        was = origins(self.record.graph, self.graph)
+        sources = {node.name for node in self.graph.nodes if isinstance(node, (State, Input))}
+        kept = sources.difference(self.added.values)
+        known = {name: self.record.live.get(was.get(name, name)) for name in kept}
+        return {name: tensor for name, tensor in known.items() if tensor is not None} | dict(self.added.live)
+
+
+def shares_memory(values: Mapping[Ref, torch.Tensor], some: Iterable[Ref], others: Iterable[Ref]) -> bool:
+    """Do values of some lie in the memory of others?"""
+    memory = {storage_of(values[ref]) for ref in others if ref in values} - {None}
+    return any(ref in values and storage_of(values[ref]) in memory for ref in some)
+
+
+def handed_back(call: Call) -> Departure:
+    """A function of the user's hands on the memory that it is given, and the model writes there."""
+    what = f"the memory of {call.name}, which the model writes,"
+    return Departure(what, "that of one tensor", "handed on by a function, which a program cannot follow", call.source)
+
+
+def _same_fact(one: Guard, other: Guard) -> bool:
+    """Are these one guard, before and after an edit? What it reads may have another name."""
+    return place(one) == place(other) and same_result(one.result, other.result)
+
+
+def _as_it_is_now(guard: Guard, values: Values) -> Guard:
+    """The guard with what the model would meet now: the derived program goes this way."""
+    return answered(guard, values.__getitem__) if all(ref in values for ref in guard.refs) else guard

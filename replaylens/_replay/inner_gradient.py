@@ -1,0 +1,126 @@
+"""A gradient taken inside a forward, as one pure call.
+
+In: the stretch of the program between what is differentiated and by what, as a Graph, and the values that it reads.
+Out: the gradients. The stretch is run again to give them, so that they depend on nothing but what comes in, and can be
+differentiated again, vmapped and patched like any other value.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from attrs import evolve, frozen
+
+from .._ir.graph import Graph
+from .._ir.node import Ref, refs_in
+from .._ir.torch_private import peek_interpreter_stack
+from .._ir.trees import remake
+from .plan import plan
+from .runner import Patches, Values, run
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def differentiate(
+    graph: Graph,
+    starts: Tensors,
+    others: Tensors,
+    cotangents: tuple[Any, ...],
+    states: dict[str, torch.Tensor],
+    keep_graph: bool,
+    there: tuple[Tensors, Tensors] | tuple[()] = (),
+    patches: Patches = MappingProxyType({}),
+    is_alive: bool = False,
+    reached: tuple[bool, ...] = (),
+) -> tuple[Any, ...]:
+    """The gradients of the graph's first output group with respect to its second.
+
+    The graph's inputs are the starts, then the others. Its output is (outputs, with respect to what). Patches at nodes
+    of the stretch, by their number among its calls, take part: gradients go through them.
+
+    Of a gradient that is differentiated again, `there` is that output as the program itself computed it, and `is_alive`
+    says that all of the stretch has run just now, with gradients. Then these are differentiated, as the model does:
+    what else reads the stretch adds its gradient to theirs before it goes further back. Run again the stretch gets its
+    own gradients apart, which add up to the same but for the last bits.
+
+    `reached` says which of the gradients there were when recorded: where that is otherwise now, a model raises, or is
+    given None for a tensor, which it may ask for.
+    """
+    stretch = _Stretch(graph, starts, others, cotangents, states, patches)
+    if is_alive and there and not patches and _is_one_history(*there):
+        found = torch.autograd.grad(*there, list(cotangents), create_graph=True, allow_unused=True)
+    elif peek_interpreter_stack() is None:
+        found = stretch.gradients(keep_graph)
+    else:
+        found = stretch.by_transform()
+    if peek_interpreter_stack() is not None:
+        return found  # transforms give zeros for None
+    for number, (was, now) in enumerate(zip(reached, found, strict=False)):
+        if was is not (now is not None):
+            raise RuntimeError(
+                f"The differentiated Tensor at index {number} appears to not have been used in the graph."
+                if was
+                else f"The differentiated Tensor at index {number} is used in the graph, and was not when recorded."
+            )
+    return found
+
+
+def _is_one_history(outputs: Tensors, targets: Tensors) -> bool:
+    """Can gradients go back through what has run, as they are?"""
+    if peek_interpreter_stack() is not None or torch.compiler.is_compiling():
+        return False
+    return all(value.requires_grad for value in (*outputs, *targets))
+
+
+@frozen(eq=False)
+class _Stretch:
+    """A stretch of the program that is run again, with what comes in and goes back."""
+
+    graph: Graph
+    starts: Tensors
+    others: Tensors
+    cotangents: tuple[Any, ...]
+    states: dict[str, torch.Tensor]
+    patches: Patches
+
+    def gradients(self, keep_graph: bool) -> tuple[Any, ...]:
+        with torch.enable_grad():
+            begun = [s if s.requires_grad and keep_graph else s.detach().requires_grad_() for s in self.starts]
+            ran = self.run(tuple(begun))
+            outputs, targets = (ran.listed(tree) for tree in self.graph.output)
+            slopes = list(self.cotangents)
+            return torch.autograd.grad(outputs, targets, slopes, create_graph=keep_graph, allow_unused=True)
+
+    def by_transform(self) -> Any:
+        """The same under `torch.func` transforms, which do not let `torch.autograd.grad` through."""
+        graph, starts = self.graph, self.starts
+        targets = refs_in(graph.output[1])
+        if any(graph.positions[ref.node] >= len(starts) for ref in targets):
+            raise NotImplementedError(
+                "a gradient with respect to a value inside the differentiated stretch, under torch.func"
+            )
+        outputs, pull = torch.func.vjp(  # type: ignore[misc]
+            lambda *begun: tuple(self.run(begun).listed(graph.output[0])), *starts
+        )
+        slopes = zip(outputs, self.cotangents, strict=True)
+        return pull(tuple([torch.ones_like(output) if slope is None else slope for output, slope in slopes]))
+
+    def run(self, starts: Tensors) -> Values:
+        graph, given = self.graph, (*starts, *self.others)
+        wanted = [graph.positions[ref.node] for ref in graph.output_refs]
+        patches = {
+            len(given) + number: _renamed(graph, len(given) + number, each) for number, each in self.patches.items()
+        }
+        made = plan(graph, wanted, frozenset(range(len(given))), tuple(patches), keep=wanted)
+        supply = lambda ref: given[graph.positions[ref.node]]  # noqa: E731
+        return run(graph, made, self.states, supply, lambda ref: starts[0], patches=patches)
+
+
+def _renamed(graph: Graph, position: int, patch: Any) -> Any:
+    """The patch for the node of the stretch that stands for a node of the program."""
+    name = graph.nodes[position].name
+    return tuple(
+        [(remake(tree, lambda leaf: evolve(leaf, node=name) if type(leaf) is Ref else leaf), fn) for tree, fn in patch]
+    )

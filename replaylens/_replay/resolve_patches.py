@@ -1,0 +1,342 @@
+"""A user's patches as changes of a program's values.
+
+In: what was given for which sites, and the graph. Out: functions from a node's value to its new value, which check that
+the new one is of the recorded shape and dtype. References are bound to what they have there. Then, for one replay, the
+functions that stand in the slots of its env.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, cast
+
+import torch
+from attrs import frozen
+
+from .._edit.bind import bind
+from .._edit.patch import Apply, Chain, From, Patch, Set, keeps_layout, patch_of
+from .._edit.patch_ops import of_own_copies
+from .._edit.select import CURE, is_named
+from .._ir.copies import as_it_lay
+from .._ir.graph import Graph
+from .._ir.location import Location
+from .._ir.node import Call, Node, Ref, TensorSpec, refs_in, specs_of
+from .._ir.printer import listing
+from .._ir.shared_memory import storage_of
+from .._ir.torch_private import peek_interpreter_stack
+from .._ir.trees import freeze_deep
+from .._ir.value_source import ValueSource
+from ..errors import BadPart, BadPatch, ReplaylensError, ShapeMismatch
+from .alias_analysis import detached_views
+from .deferred import Remembered
+from .flag_guards import ReplacedValues
+from .guards import Departure
+from .inputs import made_ordinary
+from .request import Change
+
+Changes = dict[int, tuple[Change, ...]]
+
+
+def changes_of(
+    graph: Graph, patch: Any, start: Location | None, sites: Callable[[Any], tuple[Location, ...]]
+) -> tuple[Changes, dict[Ref, Change]]:
+    """Patches at nodes, by position, and at outputs of the program. `sites` finds what a key means."""
+    wanted = _wanted(graph, patch, start, sites)
+    changed: Changes = {}
+    ends: dict[Ref, Change] = {}
+    keys: dict[tuple[bool, Ref], Any] = {}  # an output of the program is another value than the node that gives it
+    for site, key, what in wanted:
+        try:
+            made = change_at(graph, site, what)
+        except BadPart as error:
+            if is_named(key, site):
+                raise
+            raise BadPart(f"{error}\n{key!r} means this layer too. {CURE}") from error
+        for value in {(site.output is not None, ref) for ref in refs_in(made.tree)}:
+            if value in keys:
+                both = f"under {keys[value]!r} and {key!r}"
+                raise ReplaylensError(f"two patches for {site.label}, {both}. Give one, or a list of both.")
+            keys[value] = key
+        if site.output is not None:
+            ends[site.output] = made
+        else:
+            position = graph.positions[site.node]
+            changed[position] = (*changed.get(position, ()), made)
+    return changed, ends
+
+
+def _wanted(
+    graph: Graph, patch: Any, start: Location | None, sites: Callable[[Any], tuple[Location, ...]]
+) -> list[tuple[Location, Any, Any]]:
+    """What was given for each site, and under which key."""
+    if patch is None:
+        return []
+    if isinstance(patch, Mapping):
+        pairs = [(site, key, what) for key, what in patch.items() for site in sites(key)]
+        return [(one, key, each) for site, key, what in pairs for one, each in _spread(graph, site, what)]
+    if start is None:
+        raise ReplaylensError("a bare patch needs from_= to say where. Or give a mapping: patch={'relu_3': tensor}.")
+    return [(one, start.name, each) for one, each in _spread(graph, start, patch)]
+
+
+def _spread(graph: Graph, site: Location, what: Any) -> list[tuple[Location, Any]]:
+    """What was given for a site, for each of the tensors that a module hands on there, and that something reads."""
+    each, read = site.each, [one for one in site.each if not _is_read_inside_alone(graph, one)]
+    if not read:
+        raise BadPatch(
+            f"nothing outside of the module reads what {site.name!r} hands on: patched there, nothing would change. "
+            f"Inside it is {site.label!r}."
+        )
+    if len(each) == 1:
+        return [(site, what)]
+    named = ", ".join(f"{one.name!r} ({one.part})" for one in each)
+    if not isinstance(what, (Patch, ValueSource, torch.Tensor)) and (_are_values(what) or isinstance(what, tuple)):
+        flat: list[torch.Tensor] = []
+        freeze_deep(what, flat.append)
+        if len(flat) != len(each):
+            raise ShapeMismatch(
+                f"{site.name!r} hands on {len(each)} tensors, {named}; {len(flat)} were given. Give as many."
+            )
+        return [(one, new) for one, new in zip(each, flat, strict=True) if one in read]
+    patch = patch_of(what)
+    if patch.parts or _takes_one(patch):
+        raise BadPatch(f"{site.name!r} hands on {len(each)} tensors, and {patch!r} is for one. Name the one: {named}.")
+    return [(one, what) for one in read]
+
+
+def _is_read_inside_alone(graph: Graph, place: Location) -> bool:
+    """Is it a module's, and does nothing read it but the module itself? A forward hook there changes nothing."""
+    if place.scope is None or place.names:
+        return False
+    mine = set(refs_in(place.tree(graph)))
+    users = graph.users[graph.positions[place.node]]
+    readers = [graph.nodes[user] for user in users if not mine.isdisjoint(graph.refs[user])]
+    ends = {*graph.output_refs, *[ref for _, ref in graph.changes]}
+    if not readers or mine & ends or any(mine.intersection(guard.refs) for guard in graph.guards):
+        return False
+    return all(isinstance(r, Call) and r.scope is not None and place.scope in r.scope.stack for r in readers)
+
+
+def _takes_one(patch: Patch) -> bool:
+    """Is it, or begins it with, one given tensor?"""
+    steps = patch.patches if isinstance(patch, Chain) else (patch,)
+    return any(isinstance(one, Set) and isinstance(one.value, torch.Tensor) for one in steps)
+
+
+def change_at(graph: Graph, site: Location, what: Any) -> Change:
+    """What was given for a site as a function from its value to its new value, with the result's meaning required."""
+    node = graph[site.node]
+    patched = _Patched(graph, node, site.tree(graph), specs_of(node), site.name)
+    is_laid_out = keeps_layout(what)
+
+    def make(value: Any) -> Any:
+        try:
+            new = free(value)
+        except (BadPart, BadPatch, ShapeMismatch) as error:
+            raise _with_place(error, graph, node.name, what) from error
+        new = patched.checked(value, new)
+        return as_it_lay(value, new) if is_laid_out else new
+
+    try:
+        free, follows, holds = patched.new_value(what)
+    except (BadPart, BadPatch) as error:
+        raise _with_place(error, graph, node.name, what) from error
+    return Change(make, follows, patched.tree, free, what, holds)
+
+
+def _with_place(error: Exception, graph: Graph, name: str, what: Any) -> Exception:
+    note = repr(what) if isinstance(what, Patch) else "patched"
+    return type(error)(f"the patch at `{name}`: {error}\n{listing(graph, name, note)}")
+
+
+New = tuple[Callable[[Any], Any], bool, tuple[torch.Tensor, ...]]  # new value from old, does it follow, what it holds
+
+
+@frozen(eq=False)
+class _Patched:
+    """What a patch is for: one value of a node, or a tree of several."""
+
+    graph: Graph
+    node: Node
+    tree: Any
+    meanings: dict[Ref, TensorSpec]
+    name: str  # of the site, in references
+
+    def new_value(self, what: Any) -> New:
+        """What was given, as a function from the old value to the new one."""
+        ordinary = partial(made_ordinary, self.graph)
+        if _are_values(what):
+            given = ordinary(what)
+            return (lambda value: given), False, ()
+        patch = patch_of(what)
+        if isinstance(patch, Apply) and patch.part is None:
+            return partial(of_own_copies, patch.fn), True, ()
+        if type(self.tree) is not Ref:
+            return self._for_each(patch, ordinary)
+        for part in patch.parts:
+            part.shape(self.meanings[self.tree].shape)  # also where nothing needs the value: it is an error there too
+        bound = bind(patch, self.name)
+        is_whole = bound.part is None and isinstance(bound, (Set, From))
+        if is_whole and isinstance(new := bound.terms()[1][0], torch.Tensor):
+            laid = ordinary(new)
+            return (lambda value: laid), False, (laid,)
+        return _with_ordinary(bound, ordinary), bound.follows, _tensors_of(bound)
+
+    def _for_each(self, patch: Patch, ordinary: Callable[[Any], Any]) -> New:
+        """The patch at each of the floating tensors that a node gives."""
+        refs, node, meanings = refs_in(self.tree), self.node.name, self.meanings
+        if isinstance(patch, Set) and isinstance(patch.value, torch.Tensor):
+            raise self._too_few()
+        if patch.parts:
+            raise BadPatch(
+                f"{node} gives {len(refs)} tensors, and {patch!r} is for part of one. Name one of them by the address "
+                "of a module that gives it, or patch what reads it."
+            )
+        bound = [bind(patch, self.name, n) if meanings[r].dtype.is_floating_point else None for n, r in enumerate(refs)]
+        if not any(bound):
+            raise BadPatch(
+                f"{node} gives {len(refs)} tensors, none of a floating type. Give a tuple of tensors, or a function."
+            )
+        made = [None if one is None else _with_ordinary(one, ordinary) for one in bound]
+
+        def each(value: Any) -> Any:
+            flat: list[torch.Tensor] = []
+            freeze_deep(value, flat.append)
+            return tuple([old if one is None else one(old) for one, old in zip(made, flat, strict=True)])
+
+        holds = tuple([tensor for one in bound if one is not None for tensor in _tensors_of(one)])
+        return each, any(one is None or one.follows for one in bound), holds
+
+    def _too_few(self) -> ShapeMismatch:
+        return ShapeMismatch(f"{self.node.name} gives several tensors; a patch for it must give as many.")
+
+    def checked(self, old: Any, new: Any) -> Any:
+        """The new value, if it is of the recorded shape and dtype."""
+        if isinstance(new, torch.Tensor):
+            if type(self.tree) is not Ref:
+                raise self._too_few()
+            return self._fitting(self.tree, old, new)
+        if isinstance(new, (tuple, list)) and isinstance(old, (tuple, list)) and len(new) == len(old):
+            refs = refs_in(self.tree)
+            return tuple(map(self._fitting, refs, old, new)) if len(refs) == len(new) else new
+        raise ShapeMismatch(
+            f"the patch at `{self.node.name}` gives {type(new).__name__}, not a tensor.\n"
+            f"{listing(self.graph, self.node.name)}"
+        )
+
+    def _fitting(self, ref: Ref, old: Any, new: Any) -> torch.Tensor:
+        if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+            self._require_dense(old, new)
+        meaning = self.meanings[ref]
+        shape = tuple(new.shape) if isinstance(new, torch.Tensor) else None
+        if shape != meaning.shape or new.dtype != meaning.dtype:
+            what = TensorSpec.of(new) if isinstance(new, torch.Tensor) else type(new).__name__
+            raise ShapeMismatch(
+                f"the patch at `{self.node.name}` gives {what}; what uses it was recorded with {meaning}.\n"
+                f"{listing(self.graph, self.node.name, f'patched with {what}')}\nGive a tensor of shape "
+                f"{meaning.shape} and dtype {meaning.dtype}."
+            )
+        return cast(torch.Tensor, new)
+
+    def _require_dense(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """What reads a value cannot read one without numbers, nor mostly a sparse one in the place of a dense one.
+        Where nothing reads it, only what the model asks of it is another answer.
+        """
+        graph, name = self.graph, self.node.name
+        if new.device != old.device:
+            fact = f"a tensor on {new.device}; what uses it was recorded on {old.device}"
+            cure = "Give its numbers: a tensor on meta has none." if new.is_meta else f"Give it on {old.device}."
+        elif old.layout is torch.strided and new.layout is not torch.strided and graph.users[graph.positions[name]]:
+            fact = f"a tensor of the layout {new.layout}; what uses it was recorded with a dense one"
+            cure = "Give a dense one."
+        else:
+            return
+        raise ShapeMismatch(f"the patch at `{name}` gives {fact}.\n{listing(graph, name, 'patched')}\n{cure}")
+
+
+def _with_ordinary(bound: Patch, ordinary: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A patch, with its tensors as a replay takes them."""
+    function, args, kwargs = bound.terms()
+    given = [ordinary(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
+    if all(one is other for one, other in zip(args, given, strict=True)):
+        return bound
+    return lambda value: function(value, *given, **kwargs)
+
+
+def _tensors_of(bound: Patch) -> tuple[torch.Tensor, ...]:
+    return tuple([arg for arg in bound.terms()[1] if isinstance(arg, torch.Tensor)])
+
+
+def _are_values(what: Any) -> bool:
+    """Is it no patch but several tensors, one for each that a node gives, or what is refused for what it is?"""
+    if isinstance(what, list):
+        return all(isinstance(one, torch.Tensor) for one in what)
+    return not isinstance(what, (Patch, ValueSource, torch.Tensor)) and not callable(what)
+
+
+def bound_patches(
+    graph: Graph, patch: Any, sites: Callable[[Any], tuple[Location, ...]]
+) -> list[tuple[Location, list[tuple[Any, Patch]]]]:
+    """A mapping of patches as the patches of one tensor each, bound: for each site the values and what is for them.
+
+    What is wrong with them, `changes_of` and a replay with it say.
+    """
+    wanted = _wanted(graph, patch, None, sites)
+    return [(site, _bound(graph[site.node], site.tree(graph), site.name, what)) for site, _, what in wanted]
+
+
+def _bound(node: Any, tree: Any, name: str, what: Any) -> list[tuple[Any, Patch]]:
+    if _are_values(what):
+        flat: list[torch.Tensor] = []
+        freeze_deep(what, flat.append)
+        return [(ref, Set(tensor)) for ref, tensor in zip(refs_in(tree), flat, strict=True)]
+    patch, meanings = patch_of(what), specs_of(node)
+    if type(tree) is Ref or (isinstance(patch, Apply) and patch.part is None):
+        return [(tree, bind(patch, name))]
+    floating = [pair for pair in enumerate(refs_in(tree)) if meanings[pair[1]].dtype.is_floating_point]
+    return [(ref, bind(patch, name, number)) for number, ref in floating]
+
+
+@frozen(eq=False)
+class Applying:
+    """The patches of one replay, as the functions that it calls. What they give is remembered, and looked at: how it
+    lies in memory may lead away from the recorded path. Where that is ignored it is laid as recorded.
+    """
+
+    graph: Graph
+    writes_views: bool  # does the model write through views?
+    instead: ReplacedValues
+    departed: Callable[[Departure], None]
+    remembered: Remembered
+
+    def function(self, position: int, number: int, change: Change) -> Callable[[Any], Any]:
+        """What is called with the value of a node, and gives the value that the replay goes on with."""
+        return self.remembered.watched(position, number, partial(self._applied, change), change.is_steady)
+
+    def _applied(self, change: Change, old: Any) -> Any:
+        new, tree = change(old), change.tree
+        if peek_interpreter_stack() is not None:
+            return new
+        if isinstance(new, torch.Tensor):
+            return self._looked_at(tree, old, new)
+        refs = refs_in(tree)
+        if not isinstance(new, (tuple, list)) or len(refs) != len(new):
+            return new
+        olds = old if isinstance(old, (tuple, list)) and len(old) == len(new) else [None] * len(new)
+        return tuple([self._looked_at(*one) for one in zip(refs, olds, new, strict=True)])
+
+    def _looked_at(self, ref: Ref, old: Any, new: torch.Tensor) -> torch.Tensor:
+        if self.writes_views and _is_handed_back(old, new) and detached_views(self.graph, (ref,)):
+            what = f"the memory of {ref}, which the model writes through it,"
+            self.departed(Departure(what, "shared", "shared again"))
+        found = [*map(self.departed, self.instead.departures(ref, old, new))]
+        return self.instead.lay(ref, new) if found else new
+
+
+def _is_handed_back(old: Any, new: torch.Tensor) -> bool:
+    """Does a patch hand on the very memory that it was given?"""
+    if new is old:
+        return True
+    dense = isinstance(old, torch.Tensor) and new.layout is old.layout is torch.strided
+    return dense and storage_of(new) == storage_of(old)

@@ -1,0 +1,298 @@
+"""A metric as more program: what it computes of the output becomes nodes after the model's own.
+
+In: the record of a program, and the record of the metric on that program's output. Out: one record of both, whose
+output is the metric's. So a sweep sees what the metric reads, and computes nothing else.
+
+How far long work has come: a bar by tqdm, where it is installed and somebody is looking.
+
+In: how many things there are to do. Out: a function to call when some are done.
+
+Many replays at once: the variants in passes, and what came of each, in their own order.
+
+In: a record (with the metric, if there is one, as its last nodes), and for each variant its changes. Out: the values of
+the output for each, stacked. What a variant that left the recorded path gives is asked of `alone`, one by one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from attrs import define, evolve, field, frozen
+
+from .._ir.graph import Graph
+from .._ir.node import Call, Const, Generator, Guard, Input, Node, Ref, Source, TensorSpec, refs_in, remade
+from .._ir.shared_memory import version_of
+from .._ir.torch_private import pytree
+from .._ir.trees import freeze_deep, keyed, leaves, remake, thaw, walk
+from .._ir.validate import require_lawful
+from .._replay.guards import Departure
+from .._replay.record import Cache, Record, Versions
+from .._replay.request import Change
+from ..errors import BadMetric
+from .chunks import Plan, chunks, plan
+from .engine import Variant, run
+from .prepared_program import PreparedProgram
+from .sparse_rows import Delta, dense, lane_value
+
+
+def with_metric(record: Record, metric: Record) -> Record:
+    """The record of a program that goes on to compute the metric."""
+    graph, more = record.graph, metric.graph
+    outputs = dict(walk(graph.output, keyed))
+    known = {ref.node: outputs[path[2:]] for path, ref in walk(more.inputs, keyed) if type(ref) is Ref}
+    names = {node.name: f"metric.{node.name}" for node in more.nodes if node.name not in known}
+
+    def moved(leaf: Any) -> Any:
+        if type(leaf) is Ref:
+            return known[leaf.node] if leaf.node in known else Ref(names[leaf.node], leaf.path)
+        return Generator(f"metric.{leaf.key}") if type(leaf) is Generator else leaf
+
+    added = [_moved(node, names[node.name], moved) for node in more.nodes if not isinstance(node, Input)]
+    joined = require_lawful(evolve(graph, nodes=(*graph.nodes, *added), output=remake(more.output, moved), changes=()))
+    values = dict(record.values)
+    values.update({moved(ref): tensor for ref, tensor in metric.values.items() if ref.node in names})
+    versions = Versions((ref, count) for ref, count in record.versions.items())
+    versions.update({moved(ref): count for ref, count in metric.versions.items() if ref.node in names})
+    draws = {**record.draws, **{f"metric.{key}": state for key, state in metric.draws.items()}}
+    return Record(joined, values, versions, draws, record.live, places=record.places)
+
+
+def _moved(node: Node, name: str, moved: Any) -> Node:
+    if not isinstance(node, Call):
+        return evolve(node, name=name)
+    return remade(
+        node,
+        moved,
+        name=name,
+        returns=remake(node.returns, moved),
+        result=remake(node.result, moved),
+        draws=None if node.draws is None else f"metric.{node.draws}",
+        follows=None if node.draws is None else f"metric.{node.follows or 'start'}",
+        through=tuple([f"metric.{inner}" for inner in node.through]),
+    )
+
+
+def why_impure(graph: Graph) -> str:
+    """Why a metric is not nothing but tensor operations, the same for every variant, whatever the contents; else
+    empty. What it reads of tensors of its own is the same for all.
+    """
+    varying = graph.descendants([node.name for node in graph.input_nodes])
+    if draws := [call for call in graph.calls if call.draws is not None]:
+        return f"it draws random numbers, by {draws[0].kind}{_at(draws[0].source)}"
+    for guard in graph.guards:
+        if any(ref.node in varying for ref in _deciding(graph, guard)):
+            what = "has a shape that depends on contents" if guard.kind == "shape" else "is read in Python"
+            return f"{guard.refs[0].node} {what}{_at(guard.source)}"
+    if graph.changes:
+        return f"it writes to {graph.changes[0][0]}"
+    ends = list(leaves(graph.output))
+    return "" if ends and all(type(leaf) is Ref for leaf in ends) else "it gives what is no tensor"
+
+
+def _at(source: Source | None) -> str:
+    return f" ({source})" if source is not None else ""
+
+
+def _deciding(graph: Graph, guard: Guard) -> tuple[Ref, ...]:
+    """What a guard's answer depends on: of an index by a mask it is the mask."""
+    if guard.kind != "shape":
+        return guard.refs
+    calls = [node for ref in guard.refs if isinstance(node := graph[ref.node], Call)]
+    trees = [call.args[1:] if call.kind in ("getitem", "maskedselect") else (call.args, call.kwargs) for call in calls]
+    return tuple(refs_in(tuple(trees)))
+
+
+def with_fixed_masks(record: Record) -> Record:
+    """The record of a metric in which an index by a mask of its own is one by the places that are chosen."""
+    graph = record.graph
+    varying = graph.descendants([node.name for node in graph.input_nodes])
+    nodes: list[Node] = []
+    values: dict[Ref, torch.Tensor] = {}
+
+    def chosen(item: Any) -> Any:
+        """An index by a mask as indices, one for each of its axes."""
+        if type(item) is not Ref or item.node in varying or record.values[item].dtype is not torch.bool:
+            return (item,)
+        found = record.values[item].nonzero(as_tuple=True)
+        names = [f"{item.node}_axis_{len(values) + n}" for n in range(len(found))]
+        nodes.extend([Const(name, "a mask", TensorSpec.of(tensor)) for name, tensor in zip(names, found, strict=True)])
+        values.update({Ref(name): tensor for name, tensor in zip(names, found, strict=True)})
+        return tuple([Ref(name) for name in names])
+
+    for node in graph.nodes:
+        if isinstance(node, Call) and node.kind == "getitem" and node.is_dynamic:
+            index = node.args[1] if type(node.args[1]) is tuple else (node.args[1],)
+            items = tuple([one for item in index for one in chosen(item)])
+            node = evolve(node, args=(node.args[0], items), is_dynamic=False)
+        nodes.append(node)
+    if not values:
+        return record
+    versions = Versions((*record.versions.items(), *[(ref, version_of(tensor)) for ref, tensor in values.items()]))
+    return Record(evolve(graph, nodes=tuple(nodes)), {**record.values, **values}, versions, record.draws)
+
+
+PATIENCE = 2.0  # seconds before a bar is shown that was not asked for
+
+
+@contextmanager
+def bar(total: int, wanted: bool | None, unit: str = "variant") -> Iterator[Callable[[int], None]]:
+    """`tick(n)`: n more are done. `wanted` None: a bar on a terminal or in a notebook, when it takes long."""
+    if wanted is False or (wanted is None and not _is_watched()):
+        yield lambda count: None
+        return
+    try:
+        tqdm = importlib.import_module("tqdm.auto").tqdm
+    except ImportError:
+        if wanted:
+            raise ImportError("a progress bar needs tqdm: pip install 'replaylens[progress]'") from None
+        yield lambda count: None
+        return
+    with tqdm(total=total, unit=unit, delay=0 if wanted else PATIENCE) as shown:
+        yield lambda count: shown.update(count) and None
+
+
+def _is_watched() -> bool:
+    return sys.stderr is not None and (sys.stderr.isatty() or "ipykernel" in sys.modules)
+
+
+Changes = dict[int, tuple[Change, ...]]
+_MACHINE: Cache[None, PreparedProgram] = Cache()
+
+
+@define(eq=False)
+class Batch:
+    """Variants of one record, to be run together."""
+
+    record: Record
+    variants: list[Variant]
+    count: int  # of all variants, those among them that are run elsewhere
+    memory: float | None = None
+    machine: PreparedProgram = field(init=False)
+    departures: dict[int, Departure] = field(factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        graph = self.record.graph
+        known = _MACHINE.get(self.record, None)
+        if known is None:
+            known = _MACHINE.put(
+                self.record, None, PreparedProgram(self.record, tuple(dict.fromkeys(graph.output_refs)))
+            )
+        else:
+            self.record.require_steady()
+        self.machine = known
+        self.machine.prepare([position for variant in self.variants for position, _ in variant.changes])
+
+    @property
+    def plan(self) -> Plan:
+        return plan(self.machine, self.variants, self.memory)
+
+    def run(self, tick: Callable[[int], None]) -> Iterator[tuple[list[int], dict[Ref, Delta]]]:
+        """Pass by pass: which variants, and where the output's values differ. Those that departed are left out."""
+        for chunk in chunks(self.machine, self.variants, self.memory):
+            found = run(self.machine, chunk, self.departures.__setitem__)
+            yield [variant.number for variant in chunk], found
+            tick(len(chunk))
+
+    def stacked(self, tick: Callable[[int], None]) -> Any:
+        """The output for every variant: its tensors with the variants as a new first axis."""
+        refs = self.machine.ends
+        count = self.count
+        made = {ref: self._recorded(ref).expand(count, *self._recorded(ref).shape).clone() for ref in refs}
+        for _, found in self.run(tick):
+            for ref, delta in found.items():
+                whole = dense(delta, self._recorded(ref))
+                made[ref][list(whole.pairs.lanes)] = whole.data
+        return thaw(self.record.graph.output, lambda leaf: made[leaf] if type(leaf) is Ref else leaf)
+
+    def each(self, read: Callable[[Any], Any], tick: Callable[[int], None]) -> list[Any]:
+        """`read` of every variant's output, one by one; None for those that departed."""
+        results: list[Any] = [None] * self.count
+        tree = self.record.graph.output
+        for lanes, found in self.run(tick):
+            for lane in lanes:
+                if lane not in self.departures:
+                    results[lane] = read(thaw(tree, self._reader(found, lane)))
+        return results
+
+    def _reader(self, found: dict[Ref, Delta], lane: int) -> Callable[[Any], Any]:
+        def leaf(value: Any) -> Any:
+            if type(value) is not Ref:
+                return value
+            delta = found.get(value)
+            return self._recorded(value) if delta is None else lane_value(delta, lane, self._recorded(value))
+
+        return leaf
+
+    def _recorded(self, ref: Ref) -> torch.Tensor:
+        return self.machine.values[self.machine.slot[ref]]
+
+
+def variants_of(changes: Sequence[Changes]) -> list[Variant]:
+    """Variants from what a replay takes: position -> changes."""
+    return [
+        Variant(number, tuple([(position, change) for position, several in each.items() for change in several]))
+        for number, each in enumerate(changes)
+    ]
+
+
+@frozen(eq=False)
+class Replays:
+    """What many replays at once gave: `values[n]` belongs to `keys[n]`."""
+
+    keys: tuple[Any, ...]
+    values: Any  # a tensor with the variants along its first axis, or a structure of such
+    baseline: Any  # the same without any change
+    departures: dict[Any, Departure]  # the variants that left the recorded path
+    one_by_one: tuple[str, ...]  # what could not be run for all variants at once, and why
+
+    def __getitem__(self, key: Any) -> Any:
+        number = self.keys.index(key)
+        return pytree.tree_map(lambda value: value[number] if isinstance(value, torch.Tensor) else value, self.values)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+
+def as_tensors(result: Any) -> Any:
+    """A result with its numbers as tensors."""
+
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) and hasattr(value, "item") and getattr(value, "shape", None) == ():
+            value = value.item()  # a number of numpy's
+        if type(value) is float:
+            return torch.tensor(value, dtype=torch.float64)
+        return torch.tensor(value) if type(value) in (int, bool) else value
+
+    return pytree.tree_map(leaf, result)
+
+
+def stacked_results(results: Sequence[Any]) -> Any:
+    """Results of the same structure as one, whose tensors and numbers have one more axis in front."""
+    columns: list[list[torch.Tensor]] = []
+    tree: Any = None
+    for result in reversed([as_tensors(result) for result in results]):
+        column: list[torch.Tensor] = []
+        tree = freeze_deep(result, partial(_slot, column))
+        columns.insert(0, column)
+    if not columns[0]:
+        raise BadMetric(f"a metric must give tensors or numbers, not {type(results[0]).__name__}.")
+    stacks = [torch.stack(several) for several in zip(*columns, strict=True)]
+    return thaw(tree, lambda leaf: stacks[leaf.number] if type(leaf) is TensorSlot else leaf)
+
+
+def _slot(column: list[torch.Tensor], tensor: torch.Tensor) -> TensorSlot:
+    column.append(tensor.detach())
+    return TensorSlot(len(column) - 1)
+
+
+@frozen
+class TensorSlot:
+    """Where a tensor stood."""
+
+    number: int

@@ -1,0 +1,324 @@
+"""Variants of a program, each as a replay takes it, run together: with a metric as more program where it is one.
+
+In: a record, the changes of each variant, how to capture a metric, and how to replay one variant alone. Out: Replays.
+Whatever does not go at once goes one by one, and is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from attrs import define, field, frozen
+
+from .._edit.patch import keeps_layout
+from .._ir.equality import same_content
+from .._ir.graph import Graph
+from .._ir.label import Label
+from .._ir.node import Call, Input, Ref, specs_of
+from .._ir.ops import Quirk, info
+from .._ir.runtime import looks_at_memory
+from .._ir.shared_memory import version_of
+from .._ir.trees import freeze_deep, leaves, thaw
+from .._ir.value_source import Unpickled
+from .._ir.world import restoring
+from .._ir.write import Write
+from .._replay.alias_analysis import detached_views
+from .._replay.flag_guards import heeded
+from .._replay.guards import diverged
+from .._replay.record import Cache, Record
+from .._replay.replay import led_astray
+from .._replay.request import Change
+from .._replay.supply import Run
+from ..errors import CaptureError, DivergedReplay, ReplaylensError
+from .batch_runner import (
+    Batch,
+    Changes,
+    Replays,
+    as_tensors,
+    bar,
+    stacked_results,
+    variants_of,
+    why_impure,
+    with_fixed_masks,
+    with_metric,
+)
+from .chunks import Plan
+
+Metric = Callable[[Any], Any]
+_ALONE: Cache[None, str] = Cache()  # why nothing can go at once; empty where it can
+_METRIC: Cache[None, tuple[Record, Record]] = Cache()  # of the last metric: its record, and that of both
+
+
+@define(eq=False)
+class BatchedSweep:
+    """Variants to be run at once; those that change an output itself go alone."""
+
+    record: Record
+    keys: tuple[Any, ...]
+    changes: Sequence[Changes]
+    loners: frozenset[int]  # numbers of variants that only a replay of their own can do
+    metric: Metric | None
+    output: Any  # of the program, as it was recorded
+    capture: Callable[[Metric, Any], Record]
+    alone: Callable[[int], Run]  # a variant in a replay of its own
+    memory: float | None = None
+    many: Batch = field(init=False)
+    is_program: bool = field(init=False)
+    notes: list[str] = field(factory=list)
+
+    def __attrs_post_init__(self) -> None:
+        graph = self.record.graph
+        why = _ALONE.get(self.record, None)
+        if why is None:
+            why = _ALONE.put(self.record, None, shares_nothing(graph) or _of_a_class(self.record))
+        if why:
+            self.notes.append(f"everything: {why}")
+            self.loners = frozenset(range(len(self.keys)))
+        self.loners |= _heeding(graph, self.changes)
+        if delicate := [call for call in graph.calls if call.through or isinstance(call, Write)]:
+            self._leave([n for n, each in enumerate(self.changes) if not can_share(graph, delicate, each)], _DELICATE)
+        self._leave_to_themselves([call.name for call in graph.told], _TOLD)
+        self._leave_to_themselves(_quantized(graph), _QUANTIZED)
+        self.loners |= {n for n, each in enumerate(self.changes) if any(led_astray(graph, each))}
+        if graph.shifts:
+            self._leave([n for n, each in enumerate(self.changes) if _shifts_draws(graph, each)], _SHIFTING)
+        whole = self._with_metric() if self.metric is not None else self.record
+        self.is_program = whole is not None
+        together = [number for number, each in enumerate(self.changes) if each and number not in self.loners]
+        every = variants_of(self.changes)
+        grouped = [every[number] for number in together]
+        self.many = Batch(whole or self.record, grouped, len(self.keys), self.memory)
+
+    def _leave_to_themselves(self, names: Sequence[str], why: str) -> None:
+        """Variants that reach one of these nodes are replayed alone."""
+        if not names:
+            return
+        above = self.record.graph.marked_ancestors(names)
+        self._leave([n for n, each in enumerate(self.changes) if any(above[position] for position in each)], why)
+
+    def _leave(self, numbers: Sequence[int], why: str) -> None:
+        self.loners = self.loners.union(numbers)
+        names = _layers(self.record.graph, [self.changes[number] for number in numbers])
+        self.notes.extend(f"{name}: {why}" for name in names)
+
+    def _with_metric(self) -> Record | None:
+        """The program with the metric, if that is nothing but tensor operations."""
+        assert self.metric is not None
+        try:
+            made = self.capture(self.metric, apart(self.output))
+            why = why_impure(made.graph) or shares_nothing(made.graph) or _of_a_class(made) or _quantizes(made.graph)
+        except CaptureError as error:
+            why = str(error).partition("\n")[0]
+        if why:
+            self.notes.append(f"the metric: {why}")
+            return None
+        before, whole = _METRIC.get(self.record, None) or (None, None)
+        if before is None or not _same(before, made):  # the same function may read another number or tensor now
+            whole = with_metric(self.record, with_fixed_masks(made))
+            _METRIC.put(self.record, None, (made, whole))
+        return whole
+
+    @property
+    def plan(self) -> Plan:
+        return self.many.plan
+
+    def run(self, on_divergence: str, tick: Callable[[int], None]) -> Replays:
+        """All of them, in the order of their keys."""
+        self.record.require_steady()  # it may have been planned long ago
+        baseline = self.output if self.metric is None else self._measured(self.output)
+        if len(self.loners) == len(self.keys):
+            return self._done(self._all_alone(tick), baseline)
+        try:
+            values = self._at_once(tick)
+        except ReplaylensError:
+            raise
+        except Exception as error:  # whatever went wrong together goes right alone, or raises there
+            self.notes.append(f"everything: together it raised {type(error).__name__}: {error}")
+            return self._done(self._all_alone(tick), baseline)
+        for number in sorted({*self.loners, *self.many.departures}):
+            _put(values, number, self._alone(number), self.keys[number])
+        return self._done(values, baseline)
+
+    def _all_alone(self, tick: Callable[[int], None]) -> Any:
+        results = []
+        for number in range(len(self.keys)):
+            results.append(self._alone(number))
+            tick(1)
+        return stacked_results(results)
+
+    def _alone(self, number: int) -> Any:
+        """What a variant comes to by itself. Whether it leaves the recorded path is said by its own replay."""
+        suspected = self.many.departures.pop(number, None)
+        try:
+            run = self.alone(number)
+        except DivergedReplay as error:
+            if suspected is None:
+                raise
+            raise diverged(suspected, f"in the variant {self.keys[number]!r}, ") from error
+        if run.departures:
+            self.many.departures[number] = run.departures[0]
+        return self._measured(run.output)
+
+    def _at_once(self, tick: Callable[[int], None]) -> Any:
+        if self.metric is None or self.is_program:
+            return self.many.stacked(tick)
+        found = self.many.each(self._measured, tick)
+        blank = self._measured(self.output)
+        return stacked_results([blank if one is None else one for one in found])
+
+    def _measured(self, output: Any) -> Any:
+        with torch.no_grad():
+            return output if self.metric is None else self.metric(apart(output))
+
+    def _done(self, values: Any, baseline: Any) -> Replays:
+        names = dict.fromkeys(Label.of(name).layer for name in self.many.machine.alone)
+        alone = [f"{name}: no rule to run it for all at once" for name in names]
+        departures = {self.keys[number]: departure for number, departure in self.many.departures.items()}
+        return Replays(self.keys, values, baseline, departures, (*self.notes, *alone))
+
+
+def _same(before: Record, now: Record) -> bool:
+    """Do two captures of a metric compute the same of the same?"""
+    if before.graph != now.graph or before.draws or now.draws:
+        return False
+    refs = [ref for ref in now.values if not isinstance(now.graph[ref.node], Input)]
+    return all(
+        before.versions[ref] == version_of(before.values[ref]) and same_content(before.values[ref], now.values[ref])
+        for ref in refs
+    )
+
+
+def _quantized(graph: Graph) -> list[str]:
+    """The nodes that give integers which mean numbers on a scale: several scales make no one tensor."""
+    return [n.name for n in graph.nodes if any(one.dtype in _ON_A_SCALE for one in specs_of(n).values())]
+
+
+def _quantizes(graph: Graph) -> str:
+    found = _quantized(graph)
+    return f"{found[0]} is quantised, on a scale of its own for each variant" if found else ""
+
+
+def _of_a_class(record: Record) -> str:
+    """Why values of a class of the user's stay apart: what that does in torch's functions, no stack of them does."""
+    for ref, value in record.values.items():
+        if type(value) is not torch.Tensor and _has_functions(type(value)):
+            return f"{ref} is a {type(value).__name__}, which changes what torch's functions do"
+    return ""
+
+
+def _has_functions(kind: Any) -> bool:
+    """Does a class of tensors say itself what torch's functions do with it?"""
+    doors = getattr(kind.__torch_function__, "__func__", kind.__torch_function__), kind.__torch_dispatch__
+    return any(door not in _PLAIN_DOORS for door in doors)
+
+
+def _shifts_draws(graph: Graph, changes: Changes) -> bool:
+    """May a variant make a call take more or fewer random numbers, so that later ones draw others?"""
+    below = graph.descendants([graph.nodes[position].name for position in changes])
+    return any(graph.nodes[before].name in below for before in graph.shifts.values())
+
+
+def _heeding(graph: Graph, changes: Sequence[Changes]) -> frozenset[int]:
+    """The variants that are asked for what runs that go together cannot tell: where nothing but a fact hangs on a
+    change, and where the model asks for flags that a patch may alter. How memory lies is asked where variants join.
+    """
+    places = {position for each in changes for position in each}
+    needed = graph.marked_ancestors([ref.node for ref in graph.wanted_refs])
+    only = {position for position in heeded(graph, places) if not needed[position]}
+    flags = [guard for guard in graph.asked if guard.kind == "flags" and guard.refs]
+    catches = bool(graph.catches and graph.asked)
+    above = graph.marked_ancestors([ref.node for guard in flags for ref in guard.refs])
+    flagged = {position for position in places if above[position] or (catches and graph.reached[position])}
+    return frozenset(
+        number
+        for number, each in enumerate(changes)
+        if not only.isdisjoint(each)
+        or any(not all(map(_keeps_flags, each[position])) for position in flagged.intersection(each))
+    )
+
+
+def _keeps_flags(change: Change) -> bool:
+    """Does the new value need gradients exactly where the old one does?"""
+    return change.follows and keeps_layout(change.what) and not any(tensor.requires_grad for tensor in change.holds)
+
+
+def shares_nothing(graph: Graph) -> str:
+    """Why nothing of this program can be run for several variants at once; empty where it can."""
+    for call in graph.calls:
+        for function in call.functions:
+            if looks_at_memory(function):
+                return f"{call.name} looks at memory by its geometry"
+            if info(function).has(Quirk.CALLBACK):
+                return f"{call.name} calls Python for every number"
+        if any(meaning.strides is None for meaning in call.meaning):
+            return f"{call.name} gives a tensor that is not dense"
+    return ""
+
+
+def can_share(graph: Graph, delicate: Sequence[Call], changes: Changes) -> bool:
+    """Can a variant run with others? Not where a call must know of its patches: one that takes a gradient through what
+    is patched, or that writes through a view which a patch parts from its memory.
+    """
+    if not delicate:
+        return True
+    names = {graph.nodes[position].name for position in changes}
+    values = {leaf for several in changes.values() for one in several for leaf in leaves(one.tree) if type(leaf) is Ref}
+    return not (any(names.intersection(call.through) for call in delicate) or detached_views(graph, values))
+
+
+_PLAIN_DOORS: tuple[Any, ...] = (
+    torch.Tensor.__torch_function__.__func__,  # type: ignore[attr-defined]
+    torch.nn.Parameter.__torch_function__,
+    torch.Tensor.__torch_dispatch__,
+)
+_ON_A_SCALE = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4))
+_QUANTIZED = "patched there, quantised values lie on another scale"
+_SHIFTING = "patched there, a draw takes another count of random numbers, and later ones move"
+_TOLD = "behind it a custom function asks whether gradients are needed, which those that go together have none of"
+_DELICATE = "patched there, a gradient that the model takes itself is another, or a view is parted from its memory"
+
+
+def _layers(graph: Graph, changes: Sequence[Changes]) -> tuple[str, ...]:
+    """What is changed, each layer once, whatever its passes."""
+    return tuple(dict.fromkeys(Label.of(graph.nodes[p].name).layer for each in changes for p in each))
+
+
+def apart(output: Any) -> Any:
+    """The output in memory of its own: a metric may write to it, and may hold the recorded one besides."""
+    return thaw(freeze_deep(output, lambda tensor: tensor.detach().clone()), lambda leaf: leaf)
+
+
+def _put(values: Any, number: int, result: Any, key: Any) -> None:
+    """One variant's result in its place."""
+    found: list[list[torch.Tensor]] = [[], []]
+    for tensors, tree in zip(found, (values, as_tensors(result)), strict=True):
+        freeze_deep(tree, tensors.append)
+    whole, mine = [[tuple(t.shape) for t in tensors] for tensors in ([v[0] for v in found[0]], found[1])]
+    if whole != mine:
+        raise DivergedReplay(
+            f"the variant {key!r} leaves the recorded path and gives tensors of the shapes {mine}, where the others "
+            f"give {whole}: they cannot be stacked.\n"
+            "Pass a metric that gives one shape, or replay this variant alone."
+        )
+    for stack, one in zip(*found, strict=True):
+        stack[number] = one
+
+
+@frozen(eq=False)
+class PendingSweep(Unpickled):
+    """Many replays that were asked for, and not run yet."""
+
+    together: BatchedSweep
+    on_divergence: str
+
+    @property
+    def plan(self) -> Plan:
+        """What it will cost."""
+        return self.together.plan
+
+    def run(self, progress: bool | None = None) -> Replays:
+        """Carry them out. A bar shows how far it is where it takes long, and tqdm is there."""
+        with bar(len(self.together.keys), progress) as tick:
+            return restoring(lambda: self.together.run(self.on_divergence, tick))

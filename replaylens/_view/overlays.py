@@ -1,0 +1,216 @@
+"""A Scene of a recorded program with all that is to be laid over it.
+
+In: a record, its Atlas, what is to be seen (Look), and what lies over it (Over). Out: a Scene, for a drawing or a page.
+
+What is laid over a picture: numbers as colours, what a replay ran and changed.
+
+In: a Scene or a Sketch, and facts by the labels of layers. Out: one that has them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from attrs import evolve, frozen
+
+from .._edit.patch import shown
+from .._ir.capture_metadata import Parameter
+from .._ir.graph import Graph
+from .._ir.location import Location
+from .._ir.node import Ref, State
+from .._layers.index import LayerIndex
+from .._layers.layer import Layer
+from .._replay.gradients import values_with_grad
+from .._replay.record import Record
+from .._replay.supply import Run
+from ..errors import CannotDraw, NoGradient, NoSuchLayer, NotSaved
+from .grouping import ViewOptions, scene
+from .layer_change import LayerChange, compare
+from .layer_graph import DataLink, LayerGraph, layer_graph
+from .program_diff import program_diff
+from .scene import Glyph, Roles, Scene
+from .values import tensors_in
+
+Layers = Callable[[Location], Any]  # the Layer of a place
+
+
+@frozen(kw_only=True, eq=False)
+class Overlay:
+    """What is laid over a picture."""
+
+    values: Mapping[Any, float] | Callable[[Any], float | None] | None = None  # a number for each layer
+    run: Run | None = None  # a replay of this program
+    against: tuple[Record, LayerIndex] | None = None  # another program
+    gradients: bool = False
+    begins: frozenset[str] | None = None  # the nodes where a backward pass began; all outputs, if there was none
+
+
+def compose(record: Record, atlas: LayerIndex, layers: Layers, look: ViewOptions, over: Overlay) -> Scene:
+    """The picture of a program, and what lies over it."""
+    graph = record.graph
+    drawn = layer_graph(graph, atlas, look.buffers)
+    if over.against is not None:
+        drawn = program_diff(layer_graph(over.against[0].graph, over.against[1], look.buffers), drawn)
+    if over.run is not None:
+        _require_of(over.run, record)
+        patched = patched_in(graph, atlas, over.run)
+        drawn = with_replay(drawn, executed_in(atlas, over.run), patched)
+    if over.gradients:
+        look = evolve(look, gradients=_flowing(record, over.begins), begins=over.begins)
+    made = _with_unread(scene(graph, atlas, look, drawn), record.account.unread)
+    if over.against is not None:
+        made = evolve(made, legend="green: only here; red: only in the other; orange: another operation or shape")
+    if over.run is not None:
+        changes = _changes(record, atlas, layers, over.run, {*executed_in(atlas, over.run), *patched})
+        made = with_numbers(made, changes, "change against the recorded run")
+    if over.values is not None:
+        made = with_numbers(made, _numbers(over.values, atlas, layers))
+    return made
+
+
+def _with_unread(made: Scene, unread: tuple[Parameter, ...]) -> Scene:
+    """The title counts parameters that no layer read, too: of the whole model, or of the module that is drawn."""
+    within = f"{made.module.partition(':')[0]}." if made.module else ""
+    own = [one for one in unread if any(name.startswith(within) for name in (one.address, *one.aliases))]
+    totals = evolve(
+        made.totals,
+        parameters=made.totals.parameters + sum([one.count for one in own]),
+        parameter_bytes=made.totals.parameter_bytes + sum([one.nbytes for one in own]),
+    )
+    return evolve(made, totals=totals)
+
+
+def _flowing(record: Record, begins: frozenset[str] | None) -> frozenset[Ref]:
+    """The values through which gradients flow, from the output back, or from where a backward pass began."""
+    graph, flowing = record.graph, values_with_grad(record)
+    used = graph.ancestors([ref.node for ref in graph.output_refs if ref in flowing] if begins is None else begins)
+    found = frozenset([ref for ref in flowing if ref.node in used])
+    if not found:
+        raise NoGradient("no gradient flows from the output of this program: there is none to draw.")
+    return found
+
+
+def _numbers(values: Any, atlas: LayerIndex, layers: Layers) -> dict[str, float]:
+    """The numbers by the labels of layers, whatever names they were given by."""
+    if callable(values):
+        found = {place.label: values(layers(place)) for place in atlas.places}
+    elif isinstance(values, Mapping):
+        found = {atlas.find(name).label: number for name, number in values.items()}
+    else:
+        kind = type(values).__name__
+        raise CannotDraw(f"values are a mapping from names of layers to numbers, or a function of a layer, not {kind}.")
+    return {label: _number(label, number) for label, number in found.items() if number is not None}
+
+
+def _number(label: str, number: Any) -> float:
+    try:
+        return float(number)
+    except (TypeError, ValueError, RuntimeError):
+        what = f"a tensor of shape {tuple(number.shape)}" if hasattr(number, "shape") else repr(number)
+        raise CannotDraw(f"a layer is coloured by one number, and the value of {label} is {what}.") from None
+
+
+def _require_of(run: Run, record: Record) -> None:
+    """Can this run be laid over the picture of this program?"""
+    if not isinstance(run, Run):
+        raise CannotDraw(f"run= takes what `prog.replay()` gives, not {type(run).__name__}.")
+    if run.origin is None or run.origin.program.graph is not record.graph:
+        raise CannotDraw("this run is one of another program: `run.draw()` draws it over the program that it is of.")
+    if run.program is not None:
+        raise CannotDraw(
+            "in this run the model took another path: `run.draw()` draws it, as a difference to the recorded one."
+        )
+
+
+def executed_in(atlas: LayerIndex, run: Run) -> list[str]:
+    """The layers that a replay ran."""
+    ran = frozenset(run.executed)
+    return [place.label for place in atlas.places if place.node in ran]
+
+
+def _changes(record: Record, atlas: LayerIndex, layers: Layers, run: Run, labels: set[str]) -> dict[str, float]:
+    """How much layers changed in a replay."""
+    full = with_all_values(run)
+    found = [compared(layers(place), full) for place in atlas.places if place.label in labels]
+    return {change.label: change.change for change in found if change.change is not None}
+
+
+def compared(layer: Layer, run: Run) -> LayerChange:
+    """How much a layer's value in a run differs from the recorded one."""
+    try:
+        value = run[layer.label]
+    except NoSuchLayer:
+        return LayerChange(layer.label, None, note="did not run on the path that the model took")
+    try:
+        old = layer.value
+    except NotSaved:
+        return LayerChange(layer.label, None, note="the recorded value was not kept")
+    return compare(layer.label, tensors_in(old), tensors_in(value))
+
+
+def with_all_values(run: Run) -> Run:
+    """The same replay with every value kept. Fresh draws cannot be repeated: such a run has what it kept."""
+    return run.hold_all()
+
+
+def patched_in(graph: Graph, atlas: LayerIndex, run: Run) -> dict[str, str]:
+    """The layers that a replay was given other values for, and in which words."""
+    assert run.origin is not None
+    request, found = run.origin.request, {}
+    for position, changes in request.changed.items():
+        found[graph.nodes[position].name] = "; ".join(dict.fromkeys(shown(change.what) for change in changes))
+    for place in atlas.places:
+        if place.output in request.ends:
+            found[place.label] = shown(request.ends[place.output].what)
+    for position in request.given:
+        node = graph.nodes[position]
+        if isinstance(node, State) and node.kind == "parameter":
+            readers = [graph.nodes[user].name for user in graph.users[position]]
+            found |= {name: f"other {node.address}" for name in readers if name not in found}
+        else:
+            found[node.name] = "another value"
+    return found
+
+
+def with_numbers(scene: Scene, numbers: Mapping[str, float], legend: str = "") -> Scene:
+    """The picture with a number for each layer that has one. What stands for several layers shows the one that is
+    farthest from zero.
+    """
+    glyphs = tuple([_with_number(glyph, numbers) for glyph in scene.glyphs])
+    shown = [glyph.value for glyph in glyphs if glyph.value is not None and math.isfinite(glyph.value)]
+    span = (min(shown), max(shown)) if shown else (0.0, 0.0)
+    odd = sum(glyph.value is not None and not math.isfinite(glyph.value) for glyph in glyphs)
+    said = f"{legend or 'colours'}: {span[0]:.4g} to {span[1]:.4g}{f'; not finite at {odd}' if odd else ''}"
+    return evolve(scene, glyphs=glyphs, span=span, legend=said)
+
+
+def _with_number(glyph: Glyph, numbers: Mapping[str, float]) -> Glyph:
+    found = [numbers[label] for label in glyph.layers if label in numbers]
+    return evolve(glyph, value=max(found, key=_distance)) if found else glyph
+
+
+def _distance(number: float) -> float:
+    return math.inf if math.isnan(number) else abs(number)
+
+
+def with_replay(drawn: LayerGraph, ran: Iterable[str], patched: Mapping[str, str]) -> LayerGraph:
+    """The layers with what a replay ran, and what was patched in it: layer -> the patch in words."""
+    ran = frozenset(ran)
+    dots = []
+    for dot in drawn.dots:
+        roles: Roles = frozenset({"rerun"} if dot.label in ran else ()) | (
+            {"edited"} if dot.label in patched else set()
+        )
+        note = "; ".join(filter(None, [dot.note, patched.get(dot.label)]))
+        dots.append(evolve(dot, roles=dot.roles | roles, note=note) if roles else dot)
+    stained = ran.union(patched)
+    lines = [_stained(line, stained, patched) for line in drawn.lines]
+    return LayerGraph(tuple(dots), tuple(lines))
+
+
+def _stained(line: DataLink, stained: frozenset[str], patched: Mapping[str, str]) -> DataLink:
+    if line.edge in patched:
+        return evolve(line, roles=line.roles | {"edited"}, note=patched[line.edge])
+    return evolve(line, roles=line.roles | {"rerun"}) if {line.tail, line.head} <= stained else line
