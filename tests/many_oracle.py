@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from internals import engine, prepared_program as machine
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import replaylens as rl
-from replaylens._sweep import engine, prepared_program as machine
 
 
 @contextmanager

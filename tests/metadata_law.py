@@ -9,15 +9,25 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from replaylens._check.report import Finding, at_name, at_node
-from replaylens._ir.graph import Graph
-from replaylens._ir.label import Label
-from replaylens._ir.location import Location
-from replaylens._ir.node import Call, Input, Node, Ref, Scope, State, refs_in
-from replaylens._ir.trees import leaves
-from replaylens._layers.index import LayerIndex
-from replaylens._layers.program_facts import ProgramFacts
-from replaylens._layers.topology import Span
+from internals import (
+    Call,
+    Finding,
+    Graph,
+    Input,
+    Label,
+    LayerIndex,
+    Location,
+    Node,
+    ProgramFacts,
+    Ref,
+    Scope,
+    Span,
+    State,
+    at_name,
+    at_node,
+    leaves,
+    refs_in,
+)
 
 Reads = Mapping[str, Iterable[str]]  # label -> labels
 

@@ -26,15 +26,13 @@ from typing import Any
 import numpy as np
 import torch
 from attrs import evolve, fields, frozen, has
+from internals import Input, snapshot as collecting, writes_views
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils._pytree import tree_map
 from zoo import Case, silence
 
 import replaylens as rl
-from replaylens._capture import snapshot as collecting
-from replaylens._ir.node import Input
-from replaylens._replay.alias_analysis import writes_views
 
 Build = Callable[[], Case]
 Law = Callable[[Build], str]

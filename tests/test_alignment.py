@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from internals import Alignment, BatchedOp, PreparedProgram, close, taken_rows
 from torch.nn import functional as F
 
 import replaylens as rl
-from replaylens._sweep.alignment import Alignment, close
-from replaylens._sweep.batched_ops import BatchedOp
-from replaylens._sweep.demand import taken_rows
-from replaylens._sweep.prepared_program import PreparedProgram
 
 Tensor = torch.Tensor
 Case = tuple[Callable[..., Any], list[Any], str]

@@ -11,17 +11,25 @@ import pytest
 import torch
 import zoo
 from attrs import evolve
+from internals import (
+    Call,
+    ModelUnderTest,
+    OpClass,
+    Ref,
+    Target,
+    audit,
+    comparison_of,
+    other_inputs,
+    plain_calls,
+    replayed_calls,
+    under_check,
+    witness,
+)
 from oracle import belongings, generators, tensors
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import replaylens as rl
-from replaylens._check.aten_audit import OpClass, audit, comparison_of, plain_calls, replayed_calls
-from replaylens._check.hook_comparison import witness
-from replaylens._check.model_under_test import ModelUnderTest, under_check
-from replaylens._check.replay_comparison import other_inputs
-from replaylens._ir.node import Call, Ref
-from replaylens._ir.target import Target
 
 MODES = {"with_gradients": torch.enable_grad, "without_gradients": torch.no_grad}
 

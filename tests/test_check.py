@@ -10,15 +10,13 @@ import pytest
 import torch
 from attrs import evolve
 from hypothesis import HealthCheck, given, settings
+from internals import LAWS, MODEL_LAWS, Call, CheckReport, Finding, LawResult, Ref, refs_of
 from metadata_law import wrong_metadata
 from random_programs import programs
 from torch import nn
 from zoo import MODELS, is_refused_so
 
 import replaylens as rl
-from replaylens._check.check import LAWS, MODEL_LAWS
-from replaylens._check.report import CheckReport, Finding, LawResult
-from replaylens._ir.node import Call, Ref, refs_of
 
 
 def captured(name):

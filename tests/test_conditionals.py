@@ -1,11 +1,10 @@
 """What a model read to choose its way, and what kind of network a program is."""
 
 import torch
+from internals import Conditionals, is_branching, is_recurrent, max_recurrent_loops, passes
 from torch import nn
 
 import replaylens as rl
-from replaylens._layers.conditionals import Conditionals
-from replaylens._layers.topology import is_branching, is_recurrent, max_recurrent_loops, passes
 
 
 def x():

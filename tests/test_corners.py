@@ -8,12 +8,11 @@ import sys
 
 import pytest
 import torch
+from internals import freeze_deep, others_than
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import replaylens as rl
-from replaylens._check.perturbations import others_than
-from replaylens._ir.trees import freeze_deep
 from replaylens.cli import main
 from replaylens.errors import CaptureError, UnannouncedWrite
 

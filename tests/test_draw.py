@@ -14,15 +14,11 @@ import graphviz
 import pytest
 import torch
 from drawn_models import PICTURES, Shared, Stack, Towers, captured, figures, stack
+from internals import PAPER, ViewOptions, back_edges, compare, scene, visualize
 from torch import nn
 from zoo import MODELS, is_refused_so
 
 import replaylens as rl
-from replaylens._torchlens.drawing import visualize
-from replaylens._view.grouping import ViewOptions, scene
-from replaylens._view.layer_change import compare
-from replaylens._view.scene import back_edges
-from replaylens._view.theme import PAPER
 
 GOLDEN = Path(__file__).parent / "golden"
 needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="graphviz's dot is not installed")

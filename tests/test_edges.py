@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from internals import problems
 from oracle import assert_same
 from torch import nn
 from torch.nn import functional as F
 
 import replaylens as rl
-from replaylens._ir.validate import problems
 
 Edge = rl.Edge
 

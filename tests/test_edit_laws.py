@@ -14,16 +14,12 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings, strategies as st
+from internals import Call, Ref, detached_views, original_call, problems, prune, replace
 from oracle import assert_same, assert_same_gradients, gradients
 from random_programs import Program, programs
 from zoo import MODELS
 
 import replaylens as rl
-from replaylens._edit.rewrite import prune, replace
-from replaylens._ir.node import Call, Ref
-from replaylens._ir.validate import problems
-from replaylens._ir.write import original_call
-from replaylens._replay.alias_analysis import detached_views
 
 EXAMPLES = os.environ.get("REPLAYLENS_EXAMPLES")
 many = settings(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
+from internals import problems
 from oracle import assert_same
 from random_programs import programs
 from torch import nn
@@ -15,7 +16,6 @@ from torch.nn import functional as F
 from zoo import MODELS, is_refused_so, silence
 
 import replaylens as rl
-from replaylens._ir.validate import problems
 
 
 class Net(nn.Module):

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from internals import problems
 from oracle import assert_same
 from torch import nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import replaylens as rl
-from replaylens._ir.validate import problems
 
 
 class Block(nn.Module):

@@ -6,16 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from internals import Call, Graph, Input, Ref, Target, TensorSpec, require_lawful
 from oracle import assert_same
 from torch import nn
 from torch.nn import functional as F
 
 import replaylens as rl
 from replaylens import errors
-from replaylens._ir.graph import Graph
-from replaylens._ir.node import Call, Input, Ref, TensorSpec
-from replaylens._ir.target import Target
-from replaylens._ir.validate import require_lawful
 
 
 def x(seed=0):

@@ -12,6 +12,7 @@ from typing import Any
 import library_models
 import pytest
 import torch
+from internals import edits as rounding
 from oracle import assert_same, tensors
 from torch import Tensor, nn
 from torch.func import jvp, vmap
@@ -21,7 +22,6 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils._pytree import tree_leaves, tree_map
 
 import replaylens as rl
-from replaylens._replay import edits as rounding
 
 VALUES = {torch.float32: 2e-6, torch.float64: 1e-14, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 GRADIENTS = {torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 2**-5, torch.float16: 2**-8}

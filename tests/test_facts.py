@@ -11,11 +11,11 @@ import sys
 import pytest
 import torch
 from attrs import evolve
+from internals import unguarded_shapes
 from torch import nn
 from torch.nn import functional as F
 
 import replaylens as rl
-from replaylens._ir.validate import unguarded_shapes
 
 RECORDED = torch.tensor([1.0, -2.0, 3.0, 4.0, -1.0])
 OTHER = torch.tensor([1.0, 2.0, 3.0, 4.0, -1.0])

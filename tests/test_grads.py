@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from internals import writes_views
 from oracle import CannotAsk, assert_same, differentiable, plain_bits, reseed, tensors, unasked
 from torch import nn
 from torch.nn import functional as F
@@ -11,7 +12,6 @@ from torch.overrides import TorchFunctionMode
 from zoo import CAPTURE_REFUSED, GRADIENTS_REFUSED, MODELS, is_refused_so, silence
 
 import replaylens as rl
-from replaylens._replay.alias_analysis import writes_views
 
 
 def x(seed=0, *shape):

@@ -9,15 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attrs import evolve
+from internals import Call, Quirk_of_quirks as Quirk, info, model_under_test, writes as twins
 from oracle import assert_same, belongings, generators
 from torch import Tensor, nn
 
 import replaylens as rl
-from replaylens._capture import writes as twins
-from replaylens._check import model_under_test
-from replaylens._ir.node import Call
-from replaylens._ir.ops import info
-from replaylens._ir.quirks import Quirk
 
 
 class Tripled(torch.autograd.Function):

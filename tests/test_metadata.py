@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from internals import FIELDS, Alias, Layer, TorchLensNames
 from supplementary_table import MODEL, OPERATION
 from torch import nn
 from torch.nn import functional as F
@@ -16,9 +17,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import replaylens as rl
-from replaylens._layers.fields import FIELDS
-from replaylens._layers.layer import Layer
-from replaylens._torchlens.names import Alias, TorchLensNames
 
 HERE = Path(__file__)
 

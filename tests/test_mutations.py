@@ -10,16 +10,11 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
+from internals import LAWS, Call, Ref, Scope, Target, Versions, plain_call, reading, renamed as renamed_node
 from metadata_law import wrong_metadata
 from torch import nn
 
 import replaylens as rl
-from replaylens._check.check import LAWS
-from replaylens._edit.rewrite import reading, renamed as renamed_node
-from replaylens._ir.node import Call, Ref, Scope
-from replaylens._ir.target import Target
-from replaylens._ir.write import plain_call
-from replaylens._replay.record import Versions
 
 
 class Everything(nn.Module):

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from internals import Label
 from torch import nn
 from torch.nn import functional as F
 
 import replaylens as rl
-from replaylens._ir.label import Label
 
 ALEXNET = """
 input_1_0 conv2d_1_1 relu_1_2 maxpool2d_1_3 conv2d_2_4 relu_2_5 maxpool2d_2_6 conv2d_3_7 relu_3_8 conv2d_4_9 relu_4_10

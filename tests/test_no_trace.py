@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo  # a dispatch mode loads it at its first call, with or without a capture
+from internals import provenance as origins, snapshot as collecting, top_saving_hooks
 from oracle import assert_same, belongings, generators, reseed, surroundings
 from torch import nn
 from torch.nn import functional as F
@@ -23,8 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import replaylens as rl
-from replaylens._capture import provenance as origins, snapshot as collecting
-from replaylens._ir.torch_private import top_saving_hooks
 
 
 def x(seed=0):

@@ -7,10 +7,9 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.functional as F
+from internals import Handling, Quirk_of_ops as Quirk, info, kind_of, of_kind, rule_of
 
 import replaylens as rl
-from replaylens._capture.dispatch import Handling, rule_of
-from replaylens._ir.ops import Quirk, info, kind_of, of_kind
 
 OLDER = frozenset("has_names names rename rename_ refine_names align_to".split())  # named tensors, which went
 NEWER = frozenset(() if hasattr(F, "linear_cross_entropy") else ("linear_cross_entropy",))

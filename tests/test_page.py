@@ -11,14 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from internals import Track, cards, pictures, rows_of, scene, statistics
 from torch import nn
 from zoo import MODELS, silence
 
 import replaylens as rl
-from replaylens._view.grouping import scene
-from replaylens._view.layered_layout import Track, rows_of
-from replaylens._view.page import cards
-from replaylens._view.values import pictures, statistics
 
 EVIL = "</script><img src=x onerror=alert(1)>&\"'"
 

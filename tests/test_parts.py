@@ -8,9 +8,9 @@ import pytest
 import torch
 from einops import rearrange
 from hypothesis import given, settings, strategies as st
+from internals import Part
 
 from replaylens import errors
-from replaylens._edit.part import Part
 
 
 def tensor(*shape, dtype=torch.float32):

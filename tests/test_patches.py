@@ -6,10 +6,7 @@ import pickle
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-
-from replaylens import errors
-from replaylens._edit.part import Part
-from replaylens._edit.patch import (
+from internals import (
     Add,
     Apply,
     Chain,
@@ -17,16 +14,19 @@ from replaylens._edit.patch import (
     From,
     Mean,
     Noise,
+    Part,
     Patch,
     Project,
     Resample,
     Rotate,
     Scale,
     Set,
+    ValueSource,
     Zero,
     patch_of,
 )
-from replaylens._ir.value_source import ValueSource
+
+from replaylens import errors
 
 
 def tensor(*shape, seed=0, dtype=torch.float32):

@@ -4,12 +4,12 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from internals import residual_branches
 from oracle import assert_same
 from torch import nn
 from torch.nn import functional as F
 
 import replaylens as rl
-from replaylens._study.paths import residual_branches
 
 WIDTH, HEADS = 16, 4
 HEAD = WIDTH // HEADS

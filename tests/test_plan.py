@@ -7,11 +7,7 @@ are calls. Plans are told in letters too.
 import pytest
 import torch
 from hypothesis import given, strategies as st
-
-from replaylens._ir.graph import Graph
-from replaylens._ir.node import Call, Guard, Input, Ref, State, TensorSpec
-from replaylens._ir.target import Target
-from replaylens._replay.plan import plan
+from internals import Call, Graph, Guard, Input, Ref, State, Target, TensorSpec, plan
 
 SCALAR = TensorSpec((), torch.float32, "cpu", ())
 FORKS = "x a(x) b(x) c(ab) d(c) e(b)"

@@ -4,11 +4,10 @@ import sys
 
 import pytest
 import torch
+from internals import Diff, LayerChange
 from torch import nn
 
 import replaylens as rl
-from replaylens._view.layer_change import LayerChange
-from replaylens._view.run_diff import Diff
 
 matplotlib = pytest.importorskip("matplotlib")
 matplotlib.use("Agg")

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
+from internals import writes_views
 from oracle import as_it_lies, assert_same, assert_same_gradients, gradients
 from random_programs import Program, programs, twin
 from torch.utils._pytree import tree_map
 
 import replaylens as rl
-from replaylens._replay.alias_analysis import writes_views
 
 EXAMPLES = os.environ.get("REPLAYLENS_EXAMPLES")
 many = settings(

@@ -3,11 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from internals import _is_close, _names_scripts
 from torch import nn
 
 import replaylens as rl
-from replaylens._capture.provenance import _names_scripts
-from replaylens._replay.edits import _is_close
 
 
 def random(*shape):

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from internals import format_duration
 from torch import nn
 from torch.nn import functional as F
 from zoo import MODELS, silence
 
 import replaylens as rl
-from replaylens._layers.format import format_duration
 
 HERE = Path(__file__)
 

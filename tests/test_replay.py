@@ -9,15 +9,12 @@ from contextlib import contextmanager, suppress
 
 import pytest
 import torch
+from internals import Ref, Request, execute, plan
 from oracle import assert_same, belongings, generators, surroundings
 from torch import nn
 from torch.nn import functional as F
 
 import replaylens as rl
-from replaylens._ir.node import Ref
-from replaylens._replay.plan import plan
-from replaylens._replay.replay import execute
-from replaylens._replay.request import Request
 
 
 def x(seed=0):

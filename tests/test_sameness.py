@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from internals import difference, same
 
 import replaylens as rl
-from replaylens._ir.equality import difference, same
 
 
 def quantized(scale):

@@ -9,12 +9,12 @@ import oracle
 import pytest
 import torch
 import torch.nn.functional as F
+from internals import format_bytes
 from oracle import assert_same
 from torch import nn
 from zoo import MODELS, silence
 
 import replaylens as rl
-from replaylens._layers.format import format_bytes
 
 
 class Small(nn.Module):

@@ -8,13 +8,13 @@ import pickle
 
 import pytest
 import torch
+from internals import model_state
 from oracle import assert_same
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 import replaylens as rl
-from replaylens._ir import model_state
 
 
 def x(seed=0):

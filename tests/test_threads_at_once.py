@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from internals import scopes, turns, world
 from torch import nn
 
 import replaylens as rl
-from replaylens._capture import scopes
-from replaylens._ir import turns, world
 
 
 @pytest.fixture(autouse=True)

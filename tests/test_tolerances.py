@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from internals import BATCHED, REARRANGED, REPEATED, is_close_number
 
 import replaylens as rl
-from replaylens._ir.tolerances import BATCHED, REARRANGED, REPEATED, is_close_number
 
 HOME = Path(rl.__file__).parent
 COMPARING = {"allclose", "isclose", "assert_close"}

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from internals import torch_private
 from torch import nn
 
 import replaylens as rl
-from replaylens._ir import torch_private
 
 
 def taken(model, *inputs):

@@ -12,25 +12,25 @@ from pathlib import Path
 import pytest
 import torch
 from attrs import evolve
-
-import replaylens as rl
-from replaylens._ir.graph import InnerGradient
-from replaylens._ir.node import Ref
-from replaylens._ir.target import Target
-from replaylens._ir.validate import problems
-from replaylens._ir.write import (
+from internals import (
     Derived,
     Hole,
+    InnerGradient,
     Nth,
+    Ref,
     Step,
+    Target,
     Write,
     WriteArguments,
     mutate,
     original_call,
     packed,
     plain_call,
+    problems,
     unpacked,
 )
+
+import replaylens as rl
 
 PACKAGE = Path(rl.__file__).parent
 X = torch.arange(6.0).reshape(2, 3)
