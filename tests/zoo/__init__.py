@@ -6,6 +6,7 @@ identical: one can be captured and the other run plainly beside it. Nothing here
 Most models are one forward function; `m.fc` is a `Linear(4, 4)` and `x` is a `(3, 4)` batch unless it says otherwise.
 """
 
+# isort: off  # tests take every n-th model in the order of this registration
 from . import (
     callables as callables,
     containers as containers,
@@ -22,6 +23,8 @@ from . import (
     view_writes as view_writes,
     writes as writes,
 )
+
+# isort: on
 from .case import MODELS as MODELS, Case as Case, silence as silence
 from .refusals import (
     CAPTURE_REFUSED as CAPTURE_REFUSED,
