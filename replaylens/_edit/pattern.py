@@ -1,7 +1,7 @@
-"""The language of parts: `"b [t] ([head] d)"`, one side of an einops pattern whose bracketed axes are addressed.
+"""The grammar of parts: `"b [t] ([head] d)"`, one side of an einops pattern whose bracketed axes are addressed.
 
-In: a pattern, a shape, the sizes that were given. Out: the axes that the shape has in the pattern's words, packed axes
-taken apart. Which indices of an axis are meant, and tensors, are not known here.
+In: a pattern, a shape, the sizes that were given. Out: the axes of the shape in the pattern's words, packed axes
+unpacked. Indices and tensors are not known here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TOKEN = re.compile(r"\s*(\.\.\.|[()\[\]]|\w+)")
 
 @frozen
 class Name:
-    """An axis as the pattern writes it. `1` is the name of an axis of size one."""
+    """An axis as written in the pattern. `1` is the name of an axis of size one."""
 
     word: str
     is_bracketed: bool = False
@@ -32,7 +32,7 @@ class Name:
 
 @frozen
 class Pattern:
-    """What each axis of a tensor is made of: one name, or several that are packed. None stands for `...`."""
+    """What each axis of a tensor consists of: one name, or several that are packed. None stands for `...`."""
 
     groups: tuple[tuple[Name, ...] | None, ...]
     packed: tuple[bool, ...]
@@ -47,7 +47,7 @@ class Pattern:
 
 
 class Axis(NamedTuple):
-    """One axis of a shape, packed ones taken apart: its name, its size, and the axis of the tensor that it lies in."""
+    """One unpacked axis of a shape: its name, its size, and the tensor's axis that it is part of."""
 
     name: str
     size: int
@@ -57,7 +57,7 @@ class Axis(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def parse(text: str) -> Pattern:
-    """The pattern that a text writes, or an error that shows where it does not."""
+    """The pattern that a text writes, or an error that shows why it is not one."""
     groups: list[tuple[Name, ...] | None] = []
     packed: list[bool] = []
     inside: list[Name] | None = None
@@ -128,7 +128,7 @@ def _unreadable(text: str, fact: str) -> BadPart:
 
 
 def axes_of(pattern: Pattern, shape: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[Axis, ...]:
-    """The axes that a shape has in the pattern's words. The size of one axis in each packed group is worked out."""
+    """The axes of a shape in the pattern's words. In each packed group the size of one axis is inferred."""
     named = len(pattern.groups) - (None in pattern.groups)
     if len(shape) < named or (len(shape) > named and None not in pattern.groups):
         least = "at least " if None in pattern.groups else ""

@@ -1,9 +1,10 @@
 """What torch's schemas and tags do not tell of its functions: groups of names, each with its reason.
 
-`add` stands for the function, the method, `add_` and `x += y`; `add_` for nothing but that. How to add a quirk:
-1. find what asks the book the wrong thing: a `Quirk` here, or a field of `OpInfo` in `ops.py`, which a group completes;
-2. write the function's name into that group, or a group of its own with the reason above it;
-3. leave the smallest model that went wrong in `tests/zoo.py`;
+`add` stands for the function, the method, `add_` and `x += y`; `add_` for nothing but that. To add a quirk:
+
+1. find the wrong answer of the operator book, a `Quirk` here or a field of `OpInfo` in `ops.py` that a group feeds;
+2. add the function's name to that group, or to a new one with the reason above it;
+3. leave the smallest model that went wrong in `tests/zoo`;
 4. run `tests/test_ops.py`: it knows which groups exclude each other, and which names this torch has.
 """
 
@@ -13,7 +14,7 @@ import enum
 
 
 class Quirk(enum.Enum):
-    """A group of functions. "Besides" says what needs no name, as `ops.py` knows it by schema, tag or spelling."""
+    """A group of functions. "Besides" in its comment names those that `ops.py` knows by schema, tag or spelling."""
 
     names: frozenset[str]
 
