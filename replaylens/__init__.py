@@ -6,6 +6,7 @@ prog.replay(from_="relu_3", patch=torch.zeros_like)  # only what the change can 
 print(prog.code)                                     # the program, as Python
 """
 
+from . import _loading as _loading
 from ._check.report import CheckReport as CheckReport
 from ._edit.edges import Edge as Edge
 from ._edit.part import Part as Part

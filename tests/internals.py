@@ -67,7 +67,7 @@ from replaylens._ir.node import (
     refs_in as refs_in,
     refs_of as refs_of,
 )
-from replaylens._ir.ops import info as info, kind_of as kind_of, of_kind as of_kind
+from replaylens._ir.ops import Quirk as Quirk, info as info, kind_of as kind_of, of_kind as of_kind
 from replaylens._ir.target import Target as Target
 from replaylens._ir.tolerances import (
     BATCHED as BATCHED,

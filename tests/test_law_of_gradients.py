@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attrs import evolve
-from internals import Call, Quirk_of_quirks as Quirk, info, model_under_test, writes as twins
+from internals import Call, Quirk, info, model_under_test, writes as twins
 from oracle import assert_same, belongings, generators
 from torch import Tensor, nn
 

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.functional as F
-from internals import Handling, Quirk_of_ops as Quirk, info, kind_of, of_kind, rule_of
+from internals import Handling, Quirk, info, kind_of, of_kind, rule_of
 
 import replaylens as rl
 

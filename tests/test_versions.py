@@ -223,7 +223,7 @@ def test_what_captures_a_forward_knows_nothing_of_layers():
 
 # -- private names of torch ---------------------------------------------------------------------------------------------
 
-HOME = PACKAGE / "_core" / "torch_private.py"
+HOME = PACKAGE / "_ir" / "torch_private.py"
 
 
 def chains(tree):
