@@ -529,7 +529,7 @@ WRONG = {
     "the mean of one row": (
         lambda: Mean()(X[:1]),
         errors.BadPatch,
-        "Mean changes nothing: there is one value only along axis 0 of the shape (1, 6, 5).\n"
+        "Mean changes nothing: there is only one value along axis 0 of the shape (1, 6, 5).\n"
         "Name other axes (over=), or the values to take the mean of (of=).",
     ),
     "the mean over an axis that is not there": (

@@ -31,7 +31,7 @@ def bypassed(graph: Graph, name: str, to: Any, resolve: Callable[[Any], Ref]) ->
     if isinstance(node, Call) and node.target.function is alias:
         return graph
     if isinstance(node, Call) and type(value_of(node)) is not Ref:
-        raise BadEdit(f"{node.name} gives several tensors, and hands on one at most. Bypass what reads it.")
+        raise BadEdit(f"{node.name} gives several tensors, and can return only one. Bypass what reads it.")
     graph, name = with_plain(graph, node.name, still_writes=False)
     call = graph[name]
     assert isinstance(call, Call)
@@ -68,7 +68,7 @@ def _handed_on(graph: Graph, call: Call, to: Any, resolve: Callable[[Any], Ref])
         first = fitting[0]
         raise BadEdit(
             f"{call.name} reads {len(fitting)} values of its shape: {', '.join(map(str, fitting))}.\n"
-            f"Say which it is to hand on: bypass({call.name!r}, to={computed.index(first)}), or to={first.node!r}."
+            f"Say which one it should return: bypass({call.name!r}, to={computed.index(first)}), or to={first.node!r}."
         )
     return fitting[0]
 
@@ -95,4 +95,4 @@ def _misfit_text(graph: Graph, call: Call, refs: list[Ref]) -> str:
         return f"{ref} ({found})"
 
     reads = ", ".join(map(shown, refs)) or "nothing"
-    return f"{call.name} gives {shape_of(call.meaning)}, and reads {reads}: it cannot hand that on."
+    return f"{call.name} gives {shape_of(call.meaning)}, and reads {reads}: it cannot return that."

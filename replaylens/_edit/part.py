@@ -34,7 +34,7 @@ def frozen_axes(pattern: Pattern, axes: Mapping[str, Any]) -> tuple[Indices, Siz
     bracketed = {name.word: name.is_bracketed for name in pattern.names}
     if unknown := next((word for word in axes if word not in bracketed), None):
         has = f"its axes are {', '.join(bracketed)}" if bracketed else "it names no axis"
-        raise BadPart(f'no axis of "{pattern}" is called {unknown!r}: {has}.')
+        raise BadPart(f'the pattern "{pattern}" has no axis {unknown!r}: {has}.')
     indices: dict[str, Index] = {}
     sizes: dict[str, int] = {}
     try:
@@ -68,7 +68,7 @@ def _frozen_index(name: str, given: Any) -> tuple[Index, int | None]:
     elif _is_number(index):
         return operator.index(index), None
     raise BadPart(
-        f"{name}={described(given)} is no index: give a number, a list of them, a slice, or a mask of one axis"
+        f"{name}={described(given)} is not an index: give a number, a list of them, a slice, or a mask of one axis"
     )
 
 
@@ -79,7 +79,7 @@ def _frozen_size(name: str, given: Any) -> int:
             f"{name}={described(given)} is an index, and {name} is not addressed: write [{name}] to address it"
         )
     if not _is_number(size) or size < 1:
-        raise BadPart(f"{name}={described(given)} is no size of an axis: {name} is not in brackets")
+        raise BadPart(f"{name}={described(given)} is not the size of an axis: {name} is not in brackets")
     return operator.index(size)
 
 

@@ -68,7 +68,7 @@ def mean(value: Tensor, of: Tensor | None = None, *, over: tuple[Any, ...] = (0,
     apart = source if part is None else source.reshape([axis.size for axis in part.axes(source.shape)])
     if of is None and all(apart.shape[axis] == 1 for axis in axes):
         raise BadPatch(
-            f"Mean changes nothing: there is one value only along {_words(over)} of the shape {tuple(value.shape)}.\n"
+            f"Mean changes nothing: there is only one value along {_words(over)} of the shape {tuple(value.shape)}.\n"
             "Name other axes (over=), or the values to take the mean of (of=)."
         )
     found = apart.mean(axes, keepdim=True)
@@ -375,7 +375,8 @@ def _require_floating(word: str, value: Tensor) -> None:
     if is_narrow(value.dtype):
         raise BadPatch(
             f"{word} needs arithmetic, and torch has none for {value.dtype}.\n"
-            "Patch the wider value that it was made from, or give `lambda t: (t.float() * 2).to(t.dtype)` or its like."
+            "Patch the wider value that it was made from, or give a function such as "
+            "`lambda t: (t.float() * 2).to(t.dtype)`."
         )
 
 

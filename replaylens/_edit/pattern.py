@@ -74,7 +74,7 @@ def parse(text: str) -> Pattern:
             inside = None
         elif token == "..." and inside is None:
             if None in groups:
-                raise _unreadable(text, "`...` stands twice")
+                raise _unreadable(text, "`...` occurs twice")
             groups.append(None)
             packed.append(False)
         elif token == "[" or token.isidentifier() or token == "1":
@@ -83,7 +83,7 @@ def parse(text: str) -> Pattern:
             name = Name(tokens[position], True) if token == "[" else Name(token)
             position += 2 if token == "[" else 0
             if not name.word.isidentifier() and (name.is_bracketed or name.word != "1"):
-                raise _unreadable(text, f"{name.word!r} is no name of an axis")
+                raise _unreadable(text, f"{name.word!r} is not the name of an axis")
             if inside is not None:
                 inside.append(name)
             else:
@@ -96,7 +96,7 @@ def parse(text: str) -> Pattern:
     made = Pattern(tuple(groups), tuple(packed))
     words = [name.word for name in made.names]
     if twice := next((word for word in words if words.count(word) > 1), None):
-        raise _unreadable(text, f"the axis {twice} stands twice")
+        raise _unreadable(text, f"the axis {twice} occurs twice")
     return made
 
 
@@ -113,17 +113,17 @@ def _tokens(text: str) -> list[str]:
 
 def _reason(token: str, packed: bool) -> str:
     if token == "(":
-        return "parentheses stand inside parentheses"
+        return "parentheses are nested"
     if token == "...":
-        return "`...` stands inside parentheses"
+        return "`...` is inside parentheses"
     if token == ")":
         return "a parenthesis is closed that was not opened"
-    return "a bracket is closed that was not opened" if token == "]" else f"{token!r} is no name of an axis"
+    return "a bracket is closed that was not opened" if token == "]" else f"{token!r} is not the name of an axis"
 
 
 def _unreadable(text: str, fact: str) -> BadPart:
     return BadPart(
-        f'{fact} in the pattern "{text}".\nWrite one as einops does, what is meant in brackets: "b [c] h w".'
+        f'{fact} in the pattern "{text}".\nWrite it as in einops, with the addressed axes in brackets: "b [c] h w".'
     )
 
 

@@ -148,8 +148,8 @@ class _Slicing:
                 )
             if isinstance(node, Call) and node.is_shared:
                 raise BadEdit(
-                    f"`{node.scope}` hands on {ref} in a container that something else holds as well: what reads it "
-                    "from there is not known, and a slice cannot begin there.\n"
+                    f"`{node.scope}` returns {ref} in a container that something else holds too: what reads it "
+                    "there is unknown, and a slice cannot begin there.\n"
                     f"Begin at {refs_in(node.args)[0]}, or behind it."
                 )
 

@@ -30,9 +30,9 @@ def with_plain(graph: Graph, name: str, still_writes: bool = True) -> tuple[Grap
     """
     node = graph[name]
     if not isinstance(node, Call):
-        raise BadEdit(f"{name} is no operation, but {_what(node)}. Give it another value: set_state, with_patch.")
+        raise BadEdit(f"{name} is not an operation but {_what(node)}. Give it another value: set_state, with_patch.")
     if isinstance(node, InnerGradient):
-        raise BadEdit(f"{name} is a gradient that the model takes: nothing else can stand in its place.")
+        raise BadEdit(f"{name} is a gradient that the model takes: it cannot be replaced.")
     if node.target.function is fill_new:
         function, args, _ = original_call(node)
         return replace(graph, {name: (evolve(node, target=function, args=args),)}), name
@@ -59,7 +59,7 @@ def _split(graph: Graph, call: Write, still_writes: bool) -> tuple[Graph, str]:
     )
     whole, written, memory = value_of(call), call.gives.targets, call.gives.bases
     if type(whole) is not Ref or (whole in written and len(written) > 1):
-        raise BadEdit(f"{call.name} writes {len(written)} tensors: nothing else can stand in its place.")
+        raise BadEdit(f"{call.name} writes {len(written)} tensors: it cannot be replaced.")
     plain = evolve(plain, meaning=(specs_of(call)[whole],))
     if whole in written and still_writes:
         value = fresh(beside(call.name, "value"), graph.positions)

@@ -102,7 +102,7 @@ def mutate(
             strided = target.layout is torch.strided and not target.is_nested
             if value is None and strided and target.untyped_storage().data_ptr() != copy.untyped_storage().data_ptr():
                 raise ReplaylensError(
-                    f"{function.short} wrote into a copy: a view of what is written is none on these values"
+                    f"{function.short} wrote into a copy: on these values, a view of what it writes is a copy"
                 )
     return Written(result, written, copies)
 
