@@ -41,7 +41,7 @@ from .open_forms.attention import (
     scaled_dot_product_attention,
     transformer_encoder_layer,
 )
-from .open_forms.recurrent import gru, gru_cell, lstm, lstm_cell, rnn_relu, rnn_relu_cell, rnn_tanh, rnn_tanh_cell
+from .open_forms.recurrent import cell, gru_step, lstm_step, network, relu_step, tanh_step
 from .rewrite import Splice, splice_all
 
 OpenForm = Callable[..., Opened]
@@ -53,14 +53,14 @@ OPEN_FORMS: dict[str, OpenForm] = {
     "flex_attention": flex_attention,
     "_native_multi_head_attention": native_multi_head_attention,
     "_transformer_encoder_layer_fwd": transformer_encoder_layer,
-    "lstm": lstm,
-    "gru": gru,
-    "rnn_tanh": rnn_tanh,
-    "rnn_relu": rnn_relu,
-    "lstm_cell": lstm_cell,
-    "gru_cell": gru_cell,
-    "rnn_tanh_cell": rnn_tanh_cell,
-    "rnn_relu_cell": rnn_relu_cell,
+    "lstm": network(lstm_step),
+    "gru": network(gru_step),
+    "rnn_tanh": network(tanh_step),
+    "rnn_relu": network(relu_step),
+    "lstm_cell": cell(lstm_step),
+    "gru_cell": cell(gru_step),
+    "rnn_tanh_cell": cell(tanh_step),
+    "rnn_relu_cell": cell(relu_step),
     "layer_norm": open_layer_norm,
     "rms_norm": open_rms_norm,
 }

@@ -173,11 +173,7 @@ hooks_of_all_modules = tuple(
 OPERATOR_PLACES = tuple(
     (path, _name(path, "a torch function is found again by its name", "those of another place are kept as they are"))
     for path in ("torch._C._nn", "torch._C._fft", "torch._C._linalg", "torch._C._special", "torch._C._sparse")
-) + (
-    ("torch._VF", _name("torch._VF", "the same", "the same")),
-    ("torch._C", torch._C),
-    ("torch.Tensor", TensorBase),
-)
+) + (("torch._VF", _name("torch._VF", "the same", "the same")), ("torch._C", torch._C), ("torch.Tensor", TensorBase))
 
 
 def set_swap_of_tensors(swap: Any) -> None:

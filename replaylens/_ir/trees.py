@@ -218,27 +218,25 @@ def _freeze_deep(value: Any, leaf: Leaf, seen: dict[int, Any]) -> Any:
             return BackReference(known.loop)
         return known
     begun = seen[id(value)] = _Open(len(seen))
-    if kind is tuple:
-        frozen_value: Any = tuple([_freeze_deep(item, leaf, seen) for item in value])
-    elif kind is list:
-        frozen_value = Branch(list, tuple([_freeze_deep(item, leaf, seen) for item in value]))
+    keys: tuple[Any, ...] | None = None
+    like: Any = None
+    items: Iterable[Any] | None = None
+    if kind is tuple or kind is list or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        items = value
     elif kind is dict:
-        frozen_value = Branch(dict, tuple([_freeze_deep(item, leaf, seen) for item in value.values()]), tuple(value))
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        frozen_value = Branch(kind, tuple([_freeze_deep(item, leaf, seen) for item in value]))
-    elif kind in pytree.SUPPORTED_NODES and kind is not slice:
-        items, spec = _pytree_items(value)
-        frozen_value = Branch(kind, tuple([_freeze_deep(item, leaf, seen) for item in items]), like=spec)
-    elif isinstance(value, tuple) and hasattr(kind, "n_sequence_fields"):  # torch's named results that pytree has not
-        frozen_value = Branch(kind, tuple([_freeze_deep(item, leaf, seen) for item in value]))
+        items, keys = value.values(), tuple(value)
     elif kind is slice:
-        frozen_value = Branch(
-            slice, tuple([_freeze_deep(x, leaf, seen) for x in (value.start, value.stop, value.step)])
-        )
+        items = value.start, value.stop, value.step
+    elif kind in pytree.SUPPORTED_NODES:
+        items, like = _pytree_items(value)
+    elif isinstance(value, tuple) and hasattr(kind, "n_sequence_fields"):  # torch's named results that pytree has not
+        items = value
     elif kind is MappingProxyType:
-        content = dict(value)
-        seen.setdefault(0, []).append(content)  # kept alive, so that no other object gets its id
-        frozen_value = Branch(kind, (_freeze_deep(content, leaf, seen),))
+        items = (dict(value),)
+        seen.setdefault(0, []).append(items)  # kept alive, so that no other object gets its id
+    if items is not None:
+        inner = tuple([_freeze_deep(item, leaf, seen) for item in items])
+        frozen_value: Any = inner if kind is tuple else Branch(kind, inner, keys, like)
     elif isinstance(value, (list, tuple, dict, set, frozenset, deque)):
         frozen_value = _freeze_contents(value, leaf, seen)
     else:

@@ -89,65 +89,32 @@ Step = Callable[[Tensor, States, Weights], Named]
 # ---- the fused functions -----------------------------------------------------------------------------------------
 
 
-def lstm(*args: Any, **kwargs: Any) -> Opened:
-    """`torch.lstm`: all outputs, the last hidden states, the last cells."""
-    outputs, (hidden, cell), named = _network(lstm_step, *args, **kwargs)
-    return Opened((outputs, hidden, cell), named)
+def network(step: Step) -> Callable[..., Opened]:
+    """`torch.lstm` and its relatives: all outputs, then the last states. In the overload for packed sequences, their
+    batch sizes come second.
+    """
+
+    def opened(*args: Any, **kwargs: Any) -> Opened:
+        second = args[1] if len(args) > 1 else None
+        is_packed = "batch_sizes" in kwargs or (isinstance(second, Tensor) and not second.is_floating_point())
+        outputs, states, named = (_packed if is_packed else _padded)(step, *args, **kwargs)
+        return Opened((outputs, *states), named)
+
+    return opened
 
 
-def gru(*args: Any, **kwargs: Any) -> Opened:
-    """`torch.gru`: all outputs, the last hidden states."""
-    outputs, (hidden,), named = _network(gru_step, *args, **kwargs)
-    return Opened((outputs, hidden), named)
+def cell(step: Step) -> Callable[..., Opened]:
+    """`torch.lstm_cell` and its relatives: one step."""
 
+    def opened(input: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None) -> Opened:
+        states = (hx,) if isinstance(hx, Tensor) else tuple(hx)
+        made = step(linear(input, w_ih, b_ih), states, Weights(w_ih, w_hh, b_ih, b_hh))
+        return Opened((made["hidden"], made["cell"]) if "cell" in made else made["hidden"], dict(made))
 
-def rnn_tanh(*args: Any, **kwargs: Any) -> Opened:
-    """`torch.rnn_tanh`: all outputs, the last hidden states."""
-    outputs, (hidden,), named = _network(tanh_step, *args, **kwargs)
-    return Opened((outputs, hidden), named)
-
-
-def rnn_relu(*args: Any, **kwargs: Any) -> Opened:
-    """`torch.rnn_relu`: all outputs, the last hidden states."""
-    outputs, (hidden,), named = _network(relu_step, *args, **kwargs)
-    return Opened((outputs, hidden), named)
-
-
-def lstm_cell(
-    input: Tensor, hx: Sequence[Tensor], w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
-) -> Opened:
-    """`torch.lstm_cell`: one step."""
-    made = lstm_step(linear(input, w_ih, b_ih), tuple(hx), Weights(w_ih, w_hh, b_ih, b_hh))
-    return Opened((made["hidden"], made["cell"]), dict(made))
-
-
-def gru_cell(input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None) -> Opened:
-    """`torch.gru_cell`: one step."""
-    made = gru_step(linear(input, w_ih, b_ih), (hx,), Weights(w_ih, w_hh, b_ih, b_hh))
-    return Opened(made["hidden"], dict(made))
-
-
-def rnn_tanh_cell(input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None) -> Opened:
-    """`torch.rnn_tanh_cell`: one step."""
-    made = tanh_step(linear(input, w_ih, b_ih), (hx,), Weights(w_ih, w_hh, b_ih, b_hh))
-    return Opened(made["hidden"], dict(made))
-
-
-def rnn_relu_cell(input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None) -> Opened:
-    """`torch.rnn_relu_cell`: one step."""
-    made = relu_step(linear(input, w_ih, b_ih), (hx,), Weights(w_ih, w_hh, b_ih, b_hh))
-    return Opened(made["hidden"], dict(made))
+    return opened
 
 
 # ---- layers, directions, steps -----------------------------------------------------------------------------------
-
-
-def _network(step: Step, *args: Any, **kwargs: Any) -> tuple[Tensor, States, dict[str, list[Named]]]:
-    """Outputs, last states and named values. In the overload for packed sequences, their batch sizes come second."""
-    second = args[1] if len(args) > 1 else None
-    if "batch_sizes" in kwargs or (isinstance(second, Tensor) and not second.is_floating_point()):
-        return _packed(step, *args, **kwargs)
-    return _padded(step, *args, **kwargs)
 
 
 def _padded(
