@@ -26,7 +26,7 @@ def bypassed(graph: Graph, name: str, to: Any, resolve: Callable[[Any], Ref]) ->
     or numbers.
     """
     node = graph[name]
-    while isinstance(node, Call) and node.edits is not None:  # a patch: what it patches is meant
+    while isinstance(node, Call) and node.edits is not None:  # a patch stands for what it patches
         node = graph[node.edits]
     if isinstance(node, Call) and node.target.function is alias:
         return graph

@@ -17,7 +17,7 @@ from ..errors import NoSuchLayer
 from .select import Names, Selection, Where, is_named, sites
 
 _WHOLE = ("all", "none")
-_LABEL = re.compile(r"[a-z0-9]+_\d+(_\d+)?(:\d+)?")  # the form of a layer's name: no mere part of one is meant by it
+_LABEL = re.compile(r"[a-z0-9]+_\d+(_\d+)?(:\d+)?")  # a whole label, never part of one
 
 
 @frozen

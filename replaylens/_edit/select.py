@@ -285,7 +285,7 @@ def _distinct(names: Names, found: list[Location]) -> tuple[Location, ...]:
     several = [site for site in found if site.names]
     found = [site for site in found if not site.names]
     kept: dict[Any, Location] = {}
-    for site in several:  # what a module hands on goes before the layers that it is
+    for site in several:  # a module's output takes precedence over the layers that give it
         if not any({*site.refs} & {*other.refs} for other in kept.values()):
             kept[site.refs] = site
             nodes = {ref.node for ref in site.refs}

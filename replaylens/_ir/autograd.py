@@ -93,9 +93,7 @@ def as_leaf(tensor: torch.Tensor) -> torch.Tensor:
     """The same value without a history but with its `requires_grad`, on which torch's choice of kernels depends."""
     if not tensor.requires_grad or tensor.is_inference():
         return tensor
-    with (
-        outside_of_transforms()
-    ):  # a recorded value stands outside of what runs now, and such a transform forbids the flag
+    with outside_of_transforms():  # recorded values are outside of a running transform, which forbids setting the flag
         return tensor.detach().requires_grad_()
 
 
@@ -150,7 +148,7 @@ def _saved_by(function: Any) -> list[torch.Tensor]:
     for name in ("saved_tensors", *[name for name in dir(function) if name.startswith("_saved_")]):
         try:
             value = getattr(function, name, None)
-        except RuntimeError:  # it was written in a way that torch notices, or let go of: torch raises in the backward
+        except RuntimeError:  # written in a way that torch notices, or freed: torch raises in the backward
             continue
         values = value if isinstance(value, (tuple, list)) else (value,)
         found.extend(tensor for tensor in values if isinstance(tensor, torch.Tensor))

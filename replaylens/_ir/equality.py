@@ -15,7 +15,7 @@ from .trees import fingerprint
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-_FEW = 8  # along each axis
+_FEW = 8  # along each axis: what differs mostly does so there
 
 
 def same(one: Any, other: Any, zeros: bool = False) -> bool:
@@ -33,9 +33,7 @@ def same(one: Any, other: Any, zeros: bool = False) -> bool:
         return len(parts_of(one)) == len(parts_of(other)) and all(same(mine, theirs, zeros) for mine, theirs in pairs)
     mine, theirs = plain(one), plain(other)
     near = tuple([slice(0, _FEW) for _ in mine.shape])
-    return _agree(mine[near], theirs[near], zeros) and _agree(
-        mine, theirs, zeros
-    )  # what differs mostly does so at once
+    return _agree(mine[near], theirs[near], zeros) and _agree(mine, theirs, zeros)
 
 
 def same_content(one: torch.Tensor, other: torch.Tensor) -> bool:

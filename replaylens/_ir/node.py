@@ -344,7 +344,7 @@ def remade(node: Reads, leaf: Callable[[Any], Any], **changes: Any) -> Reads:
     return evolve(node, args=args, kwargs=tuple([(key, remake(tree, leaf)) for key, tree in node.kwargs]), **changes)
 
 
-ITSELF = "the very tensor"  # the answer if a call returns its argument unchanged, as `contiguous` can
+ITSELF = "the very tensor"  # the answer if a call may return its argument itself, as `contiguous` does
 
 
 def identifier(name: str) -> str:

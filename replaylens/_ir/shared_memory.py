@@ -45,9 +45,9 @@ def versions_of(tensors: list[torch.Tensor]) -> list[int]:
 class Overlaps:
     """Pairs of names, each in alphabetical order."""
 
-    same: frozenset[Pair] = frozenset()  # one and the same object
-    meeting: frozenset[Pair] = frozenset()  # look at some same element, in objects of their own
-    touched: frozenset[str] = frozenset()  # those that the model writes, or asks for their address
+    same: frozenset[Pair] = frozenset()  # the same object
+    meeting: frozenset[Pair] = frozenset()  # different objects that share an element
+    touched: frozenset[str] = frozenset()  # written by the model, or asked for their address
 
     @staticmethod
     def among(tensors: Mapping[str, torch.Tensor], new: frozenset[str], deep: bool) -> Overlaps:
@@ -134,8 +134,7 @@ def fills_its_memory(tensor: torch.Tensor) -> bool:
     """True if its elements lie side by side, in any order, without a gap."""
     if tensor.layout is not torch.strided:
         return False
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return not tensor.numel() or (span == tensor.numel() and not overlaps_itself(tensor))
+    return not tensor.numel() or (span(tensor) == tensor.numel() and not overlaps_itself(tensor))
 
 
 def _cross(one: tuple[int, int], other: tuple[int, int]) -> bool:
