@@ -29,17 +29,18 @@ class SignatureParameter:
     """One argument that a function takes."""
 
     name: str  # as it is written in a call
-    meaning: str  # one name for what torch calls by several
+    canonical: str  # one name for what torch calls by several
     is_needed: bool
     by_name_only: bool = False
     is_rest: bool = False  # *args
 
     @staticmethod
     def of(name: str, is_needed: bool, by_name_only: bool = False, is_rest: bool = False) -> SignatureParameter:
-        return SignatureParameter(name, meaning(name), is_needed, by_name_only, is_rest)
+        return SignatureParameter(name, canonical(name), is_needed, by_name_only, is_rest)
 
 
-def meaning(name: str) -> str:
+def canonical(name: str) -> str:
+    """One name for what torch calls by several."""
     return _SAME.get(name, name)
 
 
@@ -151,16 +152,16 @@ def fitted(graph: Graph, call: Call, function: Callable[..., Any], with_args: bo
 
 def _by_name(given: Iterable[_GivenArgument], wanted: Iterable[SignatureParameter]) -> dict[str, Any]:
     known = {one.name: one.tree for one in given if one.name and not one.is_computed}
-    found = {one.name: known[one.meaning] for one in wanted if one.meaning in known}
+    found = {one.name: known[one.canonical] for one in wanted if one.canonical in known}
     return {name: tree for name, tree in found.items() if tree is not None}
 
 
 def given_to(graph: Graph, call: Call) -> tuple[_GivenArgument, ...]:
     """The arguments of a call, with their names in its signature."""
     count = sum(bool(refs_in(arg)) for arg in call.args)
-    names = [one.meaning for one in parameters(call.target.function, count) or () if not one.is_rest]
+    names = [one.canonical for one in parameters(call.target.function, count) or () if not one.is_rest]
     pairs = [(names[n] if n < len(names) else "", tree) for n, tree in enumerate(call.args)]
-    pairs += [(meaning(key), tree) for key, tree in call.kwargs]
+    pairs += [(canonical(key), tree) for key, tree in call.kwargs]
     found = []
     for name, tree in pairs:
         refs = refs_in(tree)
