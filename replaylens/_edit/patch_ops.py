@@ -360,8 +360,7 @@ def _require_same_kind(word: str, new: Any, old: Tensor, part: Part | None) -> T
         raise ShapeMismatch(f"{word} gives {type(new).__name__}, not a tensor.")
     if new.shape != old.shape or new.dtype != old.dtype:
         raise ShapeMismatch(
-            f"{word} gives {_kind(new)}; {f'the part {part}' if part else 'the value'} is {_kind(old)}.\n"
-            "Give one of that shape and dtype."
+            f"{word} gives {_kind(new)}; {_patched(part)} is {_kind(old)}.\nGive one of that shape and dtype."
         )
     return new
 
@@ -391,7 +390,7 @@ def _operand(word: str, given: Any, old: Tensor, part: Part | None) -> Any:
         require_number(old, given)
     elif given.dtype != old.dtype or not broadcasts(given.shape, old.shape):
         raise ShapeMismatch(
-            f"{word} was given {_kind(given)}; {f'the part {part}' if part else 'the value'} is {_kind(old)}.\n"
+            f"{word} was given {_kind(given)}; {_patched(part)} is {_kind(old)}.\n"
             "Give one of that dtype, whose shape broadcasts to that shape."
         )
     return given
@@ -407,16 +406,15 @@ def _axis(word: str, old: Tensor, value: Tensor, along: str | int | None, part: 
         return names.index(along)
     axis = -1 if along is None else along
     if not -old.dim() <= axis < old.dim():
-        raise BadPatch(f"{word} along axis {axis}: {f'the part {part}' if part else 'the value'} is {_kind(old)}.")
+        raise BadPatch(f"{word} along axis {axis}: {_patched(part)} is {_kind(old)}.")
     return axis
 
 
 def _along_axis(word: str, rows: Tensor, old: Tensor, axis: int, part: Part | None) -> Tensor:
     """Directions, checked to be as long as the axis that they lie along."""
     if old.dim() == 0 or rows.shape[-1] != old.shape[axis] or rows.dtype != old.dtype:
-        where = f"the part {part}" if part else "the value"
         raise ShapeMismatch(
-            f"{word} was given directions {_kind(rows)}; {where} is {_kind(old)}.\n"
+            f"{word} was given directions {_kind(rows)}; {_patched(part)} is {_kind(old)}.\n"
             "Give directions of that dtype, as long as the axis that they lie along."
         )
     return rows
@@ -424,6 +422,10 @@ def _along_axis(word: str, rows: Tensor, old: Tensor, axis: int, part: Part | No
 
 def _kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(map(str, tensor.shape))}]"
+
+
+def _patched(part: Part | None) -> str:
+    return f"the part {part}" if part else "the value"
 
 
 def _words(over: tuple[Any, ...]) -> str:

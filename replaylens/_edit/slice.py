@@ -204,9 +204,10 @@ class _Slicing:
     def _nodes(self, called: dict[Ref, str], refs: dict[Ref, Ref]) -> tuple[list[Node], list[int]]:
         """The slice's nodes, and how many of them come before each position of the whole graph."""
         graph = self.graph
-        nodes: list[Node] = (
-            [] if self.starts is None else [self._input(n, ref, called) for n, ref in enumerate(self.starts_once)]
-        )
+        nodes: list[Node] = []
+        if self.starts is not None:
+            for number, ref in enumerate(self.starts_once):
+                nodes.append(Input(called[ref], (number,), specs_of(graph[ref.node])[ref]))
         places = [len(nodes)]
         held: dict[str, list[Node]] = {}
         for ref in self.constants:
@@ -220,9 +221,6 @@ class _Slicing:
             nodes.extend(held.get(node.name, ()))
             places.append(len(nodes))
         return nodes, places
-
-    def _input(self, number: int, ref: Ref, called: dict[Ref, str]) -> Input:
-        return Input(called[ref], (number,), specs_of(self.graph[ref.node])[ref])
 
 
 def _is_differentiated(node: Node) -> bool:

@@ -230,20 +230,21 @@ class Graph:
 
     def descendants(self, names: Iterable[str]) -> frozenset[str]:
         """Every node that one of these can reach, themselves included."""
-        marks = self._spread([self.positions[name] for name in names], self.reached)
-        return frozenset([node.name for node, mark in zip(self.nodes, marks, strict=True) if mark])
+        return self._marked(self._spread(names, self.reached))
 
     def ancestors(self, names: Iterable[str]) -> frozenset[str]:
         """Every node that can reach one of these, themselves included."""
-        marks = self._spread([self.positions[name] for name in names], self.parents)
-        return frozenset([node.name for node, mark in zip(self.nodes, marks, strict=True) if mark])
+        return self._marked(self.marked_ancestors(names))
 
     def marked_ancestors(self, names: Iterable[str]) -> bytearray:
         """A one for each position whose node can reach one of these, themselves included."""
-        return self._spread([self.positions[name] for name in names], self.parents)
+        return self._spread(names, self.parents)
 
-    def _spread(self, start: list[int], along: tuple[tuple[int, ...], ...]) -> bytearray:
-        marks, stack = bytearray(len(self.nodes)), list(start)
+    def _marked(self, marks: bytearray) -> frozenset[str]:
+        return frozenset([node.name for node, mark in zip(self.nodes, marks, strict=True) if mark])
+
+    def _spread(self, names: Iterable[str], along: tuple[tuple[int, ...], ...]) -> bytearray:
+        marks, stack = bytearray(len(self.nodes)), [self.positions[name] for name in names]
         while stack:
             position = stack.pop()
             if not marks[position]:
