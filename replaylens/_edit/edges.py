@@ -73,7 +73,7 @@ def tapped(graph: Graph, sender: tuple[Ref, ...], readers: Sequence[str]) -> tup
 
 
 def is_tap(call: Any) -> bool:
-    """True for a node that `tapped` made and nothing has patched yet."""
+    """True for a node that stands for an edge, as long as nothing has patched it."""
     return isinstance(call, Call) and call.kind == "edge" and call.target.function is alias
 
 

@@ -143,7 +143,7 @@ NO_SIGHT = Sight(None)
 
 Look = tuple[
     int | None, Layout | None, bytes | None, int, memoryview | None
-]  # the fields of a Sight; taken at every capture
+]  # the same as a plain tuple; taken at every capture
 NO_LOOK: Look = (None, None, None, 0, None)
 
 

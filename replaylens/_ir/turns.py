@@ -63,9 +63,9 @@ def with_turn(
     install: Callable[[], Any] = _nothing,
     uninstall: Callable[[], Any] = _nothing,
 ) -> T:
-    """Return `work(turn)`, run while no other thread is inside these modules or enters them. `install` makes them call
-    `come`, `uninstall` stops that. A function and not a context manager, as an interrupt can come between a block and
-    its `__exit__`.
+    """Return `work(turn)`, run while no other thread is inside these modules or enters them. `install` makes calls of
+    the modules wait for turns, `uninstall` stops that. A function and not a context manager, as an interrupt can come
+    between a block and its `__exit__`.
     """
     turn, draws = Turn(get_ident(), frozenset()), one_draws._is_owned()  # type: ignore[attr-defined]
 
