@@ -175,7 +175,7 @@ def test_a_slice_is_a_program_and_a_module_trains_the_models_own_parameters():
     [
         (lambda: prog.swap("nothing", F.gelu), rl.NoSuchLayer, "no layer is called 'nothing'"),
         (lambda: prog.swap("conv2d_1", lambda x, *rest: x), rl.ShapeMismatch, "what reads it was recorded with"),
-        (lambda: prog.bypass("conv2d_1"), rl.ReplaylensError, "it cannot hand that on"),
+        (lambda: prog.bypass("conv2d_1"), rl.ReplaylensError, "it cannot return that"),
         (
             lambda: prog.rewire("relu_1", "conv2d_2", to="relu_2"),
             rl.ReplaylensError,

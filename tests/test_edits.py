@@ -329,10 +329,10 @@ def test_a_function_that_does_not_fit_is_told_what_there_is(net, x):
 def test_what_is_no_operation_cannot_be_swapped(net, x):
     prog = capture(net, x)
     assert said(rl.BadEdit, lambda: prog.swap("input_1", F.relu)) == (
-        "input_1_0 is no operation, but an input. Give it another value: set_state, with_patch."
+        "input_1_0 is not an operation but an input. Give it another value: set_state, with_patch."
     )
     assert said(rl.BadEdit, lambda: prog.swap("head.weight", F.relu)) == (
-        "head.weight is no operation, but the parameter head.weight. Give it another value: set_state, with_patch."
+        "head.weight is not an operation but the parameter head.weight. Give it another value: set_state, with_patch."
     )
 
 
@@ -415,7 +415,7 @@ def test_which_of_two_values_is_handed_on_must_be_said(net, x):
     prog = capture(net, x)
     assert said(rl.BadEdit, lambda: prog.bypass("add_1")) == (
         "add_1_4 reads 2 values of its shape: input_1_0, linear_2_3.\n"
-        "Say which it is to hand on: bypass('add_1_4', to=0), or to='input_1_0'."
+        "Say which one it should return: bypass('add_1_4', to=0), or to='input_1_0'."
     )
     assert_same(prog.bypass("add_1", to=0)["add_1"].value, x)
     assert_same(prog.bypass("add_1", to=-1)["add_1"].value, prog["linear_2"].value)
@@ -430,7 +430,7 @@ def test_which_of_two_values_is_handed_on_must_be_said(net, x):
 
 def test_a_value_of_another_shape_is_not_handed_on(net, x):
     assert said(rl.BadEdit, lambda: capture(net, x).bypass("head")) == (
-        "linear_5_9 gives float32[2, 3], and reads add_2_8 (float32[2, 8]): it cannot hand that on."
+        "linear_5_9 gives float32[2, 3], and reads add_2_8 (float32[2, 8]): it cannot return that."
     )
 
 

@@ -147,7 +147,7 @@ def test_the_names_of_what_is_read():
 WRONG = {
     "a name that is not there": (
         lambda: Part("b [c] h w", k=7),
-        "no axis of \"b [c] h w\" is called 'k': its axes are b, c, h, w.",
+        "the pattern \"b [c] h w\" has no axis 'k': its axes are b, c, h, w.",
     ),
     "another rank": (
         lambda: Part("b [c] h w", c=3).read(tensor(2, 6)),
@@ -192,11 +192,11 @@ WRONG = {
     ),
     "a size that is none": (
         lambda: Part("b c", c=-1),
-        'c=-1 is no size of an axis: c is not in brackets.\n    in the part "b c"',
+        'c=-1 is not the size of an axis: c is not in brackets.\n    in the part "b c"',
     ),
     "an index that is none": (
         lambda: Part("b [c]", c=1.5),
-        'c=1.5 is no index: give a number, a list of them, a slice, or a mask of one axis.\n    in the part "b [c]"',
+        'c=1.5 is not an index: give a number, a list of them, a slice, or a mask of one axis.\n    in the part "b [c]"',
     ),
     "another size": (
         lambda: Part("b [c] h", c=0, h=5).read(tensor(2, 6, 4)),
@@ -218,12 +218,12 @@ WRONG = {
     "an open bracket": (
         lambda: Part("b [c h"),
         'a bracket holds one name in the pattern "b [c h".\n'
-        'Write one as einops does, what is meant in brackets: "b [c] h w".',
+        'Write it as in einops, with the addressed axes in brackets: "b [c] h w".',
     ),
     "a name twice": (
         lambda: Part("b b"),
-        'the axis b stands twice in the pattern "b b".\n'
-        'Write one as einops does, what is meant in brackets: "b [c] h w".',
+        'the axis b occurs twice in the pattern "b b".\n'
+        'Write it as in einops, with the addressed axes in brackets: "b [c] h w".',
     ),
     "no pattern": (
         lambda: Part(3),
@@ -244,15 +244,15 @@ def test_a_wrong_part_is_answered_with_pattern_and_shape(name):
     ("pattern", "fact"),
     [
         ("b $c", "'$' has no meaning"),
-        ("b 2", "'2' is no name of an axis"),
-        ("b [1]", "'1' is no name of an axis"),
+        ("b 2", "'2' is not the name of an axis"),
+        ("b [1]", "'1' is not the name of an axis"),
         ("b []", "a bracket holds one name"),
         ("b [c d]", "a bracket holds one name"),
         ("b [(c d)]", "a bracket holds one name"),
         ("b c]", "a bracket is closed that was not opened"),
-        ("... ...", "`...` stands twice"),
-        ("(b ...)", "`...` stands inside parentheses"),
-        ("(b (c d))", "parentheses stand inside parentheses"),
+        ("... ...", "`...` occurs twice"),
+        ("(b ...)", "`...` is inside parentheses"),
+        ("(b (c d))", "parentheses are nested"),
         ("(b c", "a parenthesis is not closed"),
         ("b c)", "a parenthesis is closed that was not opened"),
     ],

@@ -317,7 +317,7 @@ def test_a_reference_is_looked_up_when_a_patch_is_bound():
     for patch in patches:
         bound = patch.bound(look)
         assert bound(X).shape == X.shape and bound.bound(look) == bound
-        with pytest.raises(errors.BadPatch, match="is bound to no site"):
+        with pytest.raises(errors.BadPatch, match="is not bound to a site"):
             patch(X)
     assert seen == [other] * 5
     assert From(other).bound(look) == From(OTHER) and From(other) == From(other) != From(ValueSource())
@@ -529,7 +529,7 @@ WRONG = {
     "the mean of one row": (
         lambda: Mean()(X[:1]),
         errors.BadPatch,
-        "Mean changes nothing: there is one value only along axis 0 of the shape (1, 6, 5).\n"
+        "Mean changes nothing: there is only one value along axis 0 of the shape (1, 6, 5).\n"
         "Name other axes (over=), or the values to take the mean of (of=).",
     ),
     "the mean over an axis that is not there": (
@@ -598,12 +598,12 @@ WRONG = {
     "a direction of no length": (
         lambda: Project(torch.zeros(5)),
         errors.BadPatch,
-        "Project along a direction of length zero: leave out what follows from the others.",
+        "Project along a direction of length zero: remove those that depend linearly on others.",
     ),
     "directions that depend on one another": (
         lambda: Project(torch.stack([V, 2 * V])),
         errors.BadPatch,
-        "Project along 2 directions that span only 1: leave out what follows from the others.",
+        "Project along 2 directions that span only 1: remove those that depend linearly on others.",
     ),
     "an axis that the part has not": (
         lambda: Project(V, "b [t] d", t=2, along="t")(X),
@@ -640,7 +640,7 @@ WRONG = {
     "a number for a patch": (
         lambda: patch_of(3),
         errors.BadPatch,
-        "3 is no patch. Give a tensor, a function, or a patch such as Set(3).",
+        "3 is not a patch. Give a tensor, a function, or a patch such as Set(3).",
     ),
     "no patches": (
         lambda: patch_of([]),

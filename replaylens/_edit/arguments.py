@@ -1,15 +1,10 @@
-"""What arguments a function takes, as far as anything knows: a Python function's own signature, torch's schema.
+"""The arguments of a recorded call, and how another function in its place is given them.
 
-In: any callable. Out: its parameters in order, or None. Torch's names for one thing (`self` and `input`, `train` and
-`training`) are one name here.
-
-What a call was given, and how another function is given the same.
-
-In: a recorded call, and a function that is to stand in its place. Out: the function's arguments, as trees of Refs.
-
-The function gets the tensors that the call computes with, in order. All else that the call was given (parameters and
-buffers, numbers, flags) it gets by name, where its signature has an argument of that name: `dim` of a softmax,
-`kernel_size` of a pooling, `weight` and `bias` of a linear layer.
+In: a recorded call and a function. Out: the function's arguments as trees of Refs. It gets the tensors that the call
+computes with, in order. What else the call was given (parameters and buffers, numbers, flags) it gets by name, where
+its signature has that name: `dim` of a softmax, `kernel_size` of a pooling, `weight` and `bias` of a linear layer.
+Signatures are those of Python functions and of torch's schemas, whose pairs of names for one thing (`self` and `input`,
+`train` and `training`) are treated as one name.
 """
 
 from __future__ import annotations
@@ -34,22 +29,25 @@ class SignatureParameter:
     """One argument that a function takes."""
 
     name: str  # as it is written in a call
-    meaning: str  # one name for what torch calls by several
+    canonical: str  # one name for what torch calls by several
     is_needed: bool
     by_name_only: bool = False
     is_rest: bool = False  # *args
 
     @staticmethod
     def of(name: str, is_needed: bool, by_name_only: bool = False, is_rest: bool = False) -> SignatureParameter:
-        return SignatureParameter(name, meaning(name), is_needed, by_name_only, is_rest)
+        return SignatureParameter(name, canonical(name), is_needed, by_name_only, is_rest)
 
 
-def meaning(name: str) -> str:
+def canonical(name: str) -> str:
+    """One name for what torch calls by several."""
     return _SAME.get(name, name)
 
 
 def parameters(function: Callable[..., Any], tensors: int = 1) -> tuple[SignatureParameter, ...] | None:
-    """What a function takes; of a torch function with several forms the one that begins with so many tensors."""
+    """What a function takes; for a torch function with several overloads, the one that begins with this
+    many tensors.
+    """
     if isinstance(function, torch.nn.Module):
         function = function.forward
     found = _of_signature(function)
@@ -78,7 +76,7 @@ def _of_signature(function: Callable[..., Any]) -> tuple[SignatureParameter, ...
 
 
 def _of_schema(function: Callable[..., Any], tensors: int) -> tuple[SignatureParameter, ...] | None:
-    """By the name of a torch function: its form that begins with this number of tensors, else its first."""
+    """By the name of a torch function: its overload that begins with this many tensors, else its first."""
     word = getattr(function, "__name__", "").strip("_")
     module = getattr(function, "__module__", None) or getattr(getattr(function, "__objclass__", None), "__module__", "")
     if not word or not str(module or "torch").startswith("torch"):
@@ -92,7 +90,7 @@ def _of_schema(function: Callable[..., Any], tensors: int) -> tuple[SignaturePar
 
 
 def _of_overrides(function: Callable[..., Any]) -> tuple[SignatureParameter, ...] | None:
-    """The signature that torch itself keeps of it, to test that it can be overridden."""
+    """The signature that torch itself keeps to test that a function can be overridden."""
     known = torch.overrides.get_testing_overrides().get(function)
     return _of_signature(known) if known is not None else None
 
@@ -114,12 +112,12 @@ class Arguments:
 
     @property
     def refs(self) -> tuple[Ref, ...]:
-        """The same, each once."""
+        """The values among them, each once."""
         return tuple(dict.fromkeys(self.in_order))
 
 
 @frozen
-class _Given:
+class _GivenArgument:
     """One argument of a recorded call."""
 
     name: str  # "" where nothing knows it
@@ -129,7 +127,9 @@ class _Given:
 
 
 def fitted(graph: Graph, call: Call, function: Callable[..., Any], with_args: bool = True) -> Arguments:
-    """What a function is given in the place of a call; without `with_args` the tensors that it computes with alone."""
+    """The arguments of a function in the place of a call; without `with_args` only the tensors that the call computes
+    with.
+    """
     given = given_to(graph, call)
     computed = tuple([one.tree for one in given if one.is_computed])
     accepted = parameters(function, len(computed))
@@ -147,33 +147,33 @@ def fitted(graph: Graph, call: Call, function: Callable[..., Any], with_args: bo
     needed = sum(one.is_needed for one in positional)
     if len(computed) < len(tensors) <= len(positional) and needed <= len(tensors):
         return Arguments(tensors)
-    raise BadEdit(_misfit(call, function, given, positional, missing))
+    raise BadEdit(_misfit_text(call, function, given, positional, missing))
 
 
-def _by_name(given: Iterable[_Given], wanted: Iterable[SignatureParameter]) -> dict[str, Any]:
+def _by_name(given: Iterable[_GivenArgument], wanted: Iterable[SignatureParameter]) -> dict[str, Any]:
     known = {one.name: one.tree for one in given if one.name and not one.is_computed}
-    found = {one.name: known[one.meaning] for one in wanted if one.meaning in known}
+    found = {one.name: known[one.canonical] for one in wanted if one.canonical in known}
     return {name: tree for name, tree in found.items() if tree is not None}
 
 
-def given_to(graph: Graph, call: Call) -> tuple[_Given, ...]:
-    """The arguments of a call, with the names that they have in its signature."""
+def given_to(graph: Graph, call: Call) -> tuple[_GivenArgument, ...]:
+    """The arguments of a call, with their names in its signature."""
     count = sum(bool(refs_in(arg)) for arg in call.args)
-    names = [one.meaning for one in parameters(call.target.function, count) or () if not one.is_rest]
+    names = [one.canonical for one in parameters(call.target.function, count) or () if not one.is_rest]
     pairs = [(names[n] if n < len(names) else "", tree) for n, tree in enumerate(call.args)]
-    pairs += [(meaning(key), tree) for key, tree in call.kwargs]
+    pairs += [(canonical(key), tree) for key, tree in call.kwargs]
     found = []
     for name, tree in pairs:
         refs = refs_in(tree)
         is_computed = any(not isinstance(graph[ref.node], State) for ref in refs)
-        found.append(_Given(name, tree, bool(refs), is_computed))
+        found.append(_GivenArgument(name, tree, bool(refs), is_computed))
     return tuple(found)
 
 
-def _misfit(
+def _misfit_text(
     call: Call,
     function: Callable[..., Any],
-    given: Iterable[_Given],
+    given: Iterable[_GivenArgument],
     positional: list[SignatureParameter],
     missing: list[str],
 ) -> str:
@@ -189,7 +189,7 @@ def _misfit(
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """What a person calls a function: `gelu`, `lambda`, `Linear`."""
+    """What people call a function: `gelu`, `lambda`, `Linear`."""
     inner = getattr(function, "func", function)
     word = getattr(inner, "__name__", type(inner).__name__)
     return str(word).strip("<>")

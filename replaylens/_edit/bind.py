@@ -1,7 +1,7 @@
-"""A patch bound to a site: tensors in the place of its references.
+"""Binds a patch to a site: tensors take the place of its sources.
 
-In: a patch, and the name of the site in the programs and runs that it takes from. Out: the patch that is a pure
-function of one tensor; or an error that says what is not there.
+In: a patch, and the name that its site has in the programs and runs that it takes values from. Out: a patch that is a
+pure function of one tensor, or an error that says what is missing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from .patch import Patch
 
 
 def bind(patch: Patch, name: str, number: int | None = None) -> Patch:
-    """The patch with what its references have at the site of this name; of several tensors the one of this number."""
+    """The patch with what its sources have at the site of this name; where they have several tensors, the one with this
+    number.
+    """
 
     def look(source: ValueSource) -> torch.Tensor:
         try:
@@ -40,21 +42,21 @@ def bind(patch: Patch, name: str, number: int | None = None) -> Patch:
 
 
 def refers(what: Any) -> bool:
-    """Does it take what a program or run has at each site? Then it means nothing at a site that these do not have."""
+    """True if it takes what a program or run has at each site, and so means nothing at sites that these lack."""
     if isinstance(what, (list, tuple)):
         return any(refers(one) for one in what)
     if not isinstance(what, Patch):
         return isinstance(what, ValueSource)
 
     def look(source: ValueSource) -> torch.Tensor:
-        raise _Refers
+        raise _AskedSource
 
     try:
         what.bound(look)
-    except _Refers:
+    except _AskedSource:
         return True
     return False
 
 
-class _Refers(Exception):
-    """A patch looked at a reference."""
+class _AskedSource(Exception):
+    """A patch asked for the value of a source."""

@@ -1,7 +1,7 @@
-"""A node that hands on one of the values that it reads.
+"""Makes a node return one of the values that it reads.
 
-In: a Graph, the name of a call, and which of its values is meant where that is not plain. Out: a Graph in which the
-call is an alias of it. What the call wrote in place it no longer writes.
+In: a Graph, the name of a call, and which of its values is meant if that is ambiguous. Out: a Graph in which the call
+is an alias of that value. What the call wrote in place, it writes no more.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from .unwrite import with_plain
 
 
 def bypassed(graph: Graph, name: str, to: Any, resolve: Callable[[Any], Ref]) -> Graph:
-    """The call hands on the value that it reads: the only one of its shape, or the one that `to` names or numbers."""
+    """The graph in which the call returns a value that it reads: the only one of its shape, or the one that `to` names
+    or numbers.
+    """
     node = graph[name]
-    while isinstance(node, Call) and node.edits is not None:  # a patch: what it patches is meant
+    while isinstance(node, Call) and node.edits is not None:  # a patch stands for what it patches
         node = graph[node.edits]
     if isinstance(node, Call) and node.target.function is alias:
         return graph
     if isinstance(node, Call) and type(value_of(node)) is not Ref:
-        raise BadEdit(f"{node.name} gives several tensors, and hands on one at most. Bypass what reads it.")
+        raise BadEdit(f"{node.name} gives several tensors, and can return only one. Bypass what reads it.")
     graph, name = with_plain(graph, node.name, still_writes=False)
     call = graph[name]
     assert isinstance(call, Call)
@@ -57,16 +59,16 @@ def _handed_on(graph: Graph, call: Call, to: Any, resolve: Callable[[Any], Ref])
     if to is not None:
         ref = _named(call, computed, read, to, resolve)
         if _kind(graph, ref) != _kind(graph, Ref(call.name)):
-            raise BadEdit(_misfit(graph, call, [ref]))
+            raise BadEdit(_misfit_text(graph, call, [ref]))
         return ref
     fitting = [ref for ref in computed if _kind(graph, ref) == _kind(graph, Ref(call.name))]
     if not fitting:
-        raise BadEdit(_misfit(graph, call, computed))
+        raise BadEdit(_misfit_text(graph, call, computed))
     if len(fitting) > 1:
         first = fitting[0]
         raise BadEdit(
             f"{call.name} reads {len(fitting)} values of its shape: {', '.join(map(str, fitting))}.\n"
-            f"Say which it is to hand on: bypass({call.name!r}, to={computed.index(first)}), or to={first.node!r}."
+            f"Say which one it should return: bypass({call.name!r}, to={computed.index(first)}), or to={first.node!r}."
         )
     return fitting[0]
 
@@ -87,10 +89,10 @@ def _kind(graph: Graph, ref: Ref) -> Any:
     return meaning.shape, meaning.dtype, meaning.device
 
 
-def _misfit(graph: Graph, call: Call, refs: list[Ref]) -> str:
+def _misfit_text(graph: Graph, call: Call, refs: list[Ref]) -> str:
     def shown(ref: Ref) -> str:
         found: TensorSpec = specs_of(graph[ref.node])[ref]
         return f"{ref} ({found})"
 
     reads = ", ".join(map(shown, refs)) or "nothing"
-    return f"{call.name} gives {shape_of(call.meaning)}, and reads {reads}: it cannot hand that on."
+    return f"{call.name} gives {shape_of(call.meaning)}, and reads {reads}: it cannot return that."

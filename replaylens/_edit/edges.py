@@ -1,7 +1,7 @@
-"""Edge: what one node reads from another. And values read elsewhere than recorded.
+"""Edges: what one node reads from another, and reading another value instead.
 
-In: a Graph, a value, and who reads it. Out: a Graph in which they read it through a node of its own, or read another
-one; or an error that says what they read.
+In: a Graph, a value, and its readers. Out: a Graph in which they read it through a node of its own, or read another
+value; or an error that says what they read.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def _as_key(name: Any) -> Any:
 
 @frozen
 class Edge:
-    """The value that a receiver reads from a sender, and only the receiver: a key of a mapping of patches.
+    """The value that a receiver, and nobody else, reads from a sender: a key of a mapping of patches.
 
-    Both are named as layers are. The receiver may be several, or `"output"`, the program's own output.
+    Both are named as layers are. There may be several receivers, and `"output"` is the program's own output.
 
     >>> Edge("relu_1", "linear_2")
     Edge('relu_1', 'linear_2')
@@ -44,9 +44,9 @@ class Edge:
 
 
 def tapped(graph: Graph, sender: tuple[Ref, ...], readers: Sequence[str]) -> tuple[Graph, tuple[str, ...]]:
-    """The graph with a node for what some nodes read from one, and only they; and the names of such nodes.
+    """The graph with a node for what some nodes read from one, read by them alone; and the names of such nodes.
 
-    Of a sender of several values there is one for each value that they read.
+    A sender of several values gets one node for each value that they read.
     """
     require_readers(graph, sender, readers)
     read = [ref for ref in sender if any(ref in reads_of(graph, reader) for reader in readers)]
@@ -73,12 +73,12 @@ def tapped(graph: Graph, sender: tuple[Ref, ...], readers: Sequence[str]) -> tup
 
 
 def is_tap(call: Any) -> bool:
-    """Is this a node for what some nodes read from another, that nothing has changed?"""
+    """True for a node that stands for an edge, as long as nothing has patched it."""
     return isinstance(call, Call) and call.kind == "edge" and call.target.function is alias
 
 
 def reads_of(graph: Graph, reader: str) -> tuple[Ref, ...]:
-    """What a node reads, or the program's output, each value once."""
+    """The values that a node, or the program's output, reads, each once."""
     if reader == OUTPUT:
         return tuple(dict.fromkeys(graph.output_refs))
     node = graph[reader]
@@ -86,7 +86,7 @@ def reads_of(graph: Graph, reader: str) -> tuple[Ref, ...]:
 
 
 def require_readers(graph: Graph, sender: Sequence[Ref], readers: Sequence[str]) -> None:
-    """Each of them reads from the sender."""
+    """Raise unless each of them reads from the sender."""
     for reader in readers:
         reads = reads_of(graph, reader)
         if not any(ref in reads for ref in sender):
@@ -101,7 +101,7 @@ def require_readers(graph: Graph, sender: Sequence[Ref], readers: Sequence[str])
 
 
 def rewired(graph: Graph, readers: Sequence[str], old: Ref, new: Ref) -> Graph:
-    """Some nodes, or the output, read another value in the place of one."""
+    """The graph in which some nodes, or the output, read another value in place of this one."""
     require_readers(graph, (old,), readers)
     for reader in readers:
         if reader != OUTPUT and graph.positions[new.node] >= graph.positions[reader]:

@@ -1,12 +1,16 @@
-"""A fused operation rewritten as the open ones that it stands for: attention, LSTMs, normalisations.
+"""Rewrites fused operations as the open ones that they stand for: attention, LSTMs, normalizations.
 
-In: a Graph, the calls to open, and what their open forms did when they were captured. Out: a Graph in which those
-operations stand in the calls' places, in their modules and on their lines of source. Open forms are plain functions of
-tensors (open_attention.py, open_recurrent.py, open_norms.py); how one is captured, and on what, is not known here.
+In: a Graph, the calls to open, and captures of their open forms. Out: a Graph with those operations in the calls'
+places, in their modules and on their source lines. Open forms are plain functions of tensors (open_forms/); how they
+are captured, and on what values, is not known here.
 
-The call's value keeps the call's name. What lies inside is called by what it is: `pattern_1_12` of
-`scaleddotproductattention_1_12`, `hidden_l0_1_3:5` in the fifth step of `lstm_1_3`; and `matmul_1_of_lstm_1_3` where an
-open form has no word for it.
+The call's value keeps the call's name. What lies inside is named for what it is: `pattern_1_12` in
+`scaleddotproductattention_1_12`, `hidden_l0_1_3:5` in the fifth step of `lstm_1_3`; and `matmul_1_of_lstm_1_3` where
+the open form has no word for it.
+
+How to add an open form: a function in open_forms/ with the fused function's signature, which returns `Opened(result,
+{word: tensor})`; its line in `OPEN_FORMS`; a test in tests/test_expand.py. Its result is compared with the recorded
+value when a program is expanded, so a wrong one is refused.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ from .open_forms.attention import (
     scaled_dot_product_attention,
     transformer_encoder_layer,
 )
-from .open_forms.recurrent import gru, gru_cell, lstm, lstm_cell, rnn_relu, rnn_relu_cell, rnn_tanh, rnn_tanh_cell
+from .open_forms.recurrent import cell, gru_step, lstm_step, network, relu_step, tanh_step
 from .rewrite import Splice, splice_all
 
 OpenForm = Callable[..., Opened]
@@ -49,14 +53,14 @@ OPEN_FORMS: dict[str, OpenForm] = {
     "flex_attention": flex_attention,
     "_native_multi_head_attention": native_multi_head_attention,
     "_transformer_encoder_layer_fwd": transformer_encoder_layer,
-    "lstm": lstm,
-    "gru": gru,
-    "rnn_tanh": rnn_tanh,
-    "rnn_relu": rnn_relu,
-    "lstm_cell": lstm_cell,
-    "gru_cell": gru_cell,
-    "rnn_tanh_cell": rnn_tanh_cell,
-    "rnn_relu_cell": rnn_relu_cell,
+    "lstm": network(lstm_step),
+    "gru": network(gru_step),
+    "rnn_tanh": network(tanh_step),
+    "rnn_relu": network(relu_step),
+    "lstm_cell": cell(lstm_step),
+    "gru_cell": cell(gru_step),
+    "rnn_tanh_cell": cell(tanh_step),
+    "rnn_relu_cell": cell(relu_step),
     "layer_norm": open_layer_norm,
     "rms_norm": open_rms_norm,
 }
@@ -67,7 +71,7 @@ KINDS = {"safesoftmax": "softmax"}  # what a reader calls them
 
 @frozen(eq=False)
 class Expanded:
-    """A graph with calls opened, and what the parts of their captured open forms are called in it."""
+    """A graph with calls opened, and the names in it of the parts of their captured open forms."""
 
     graph: Graph
     names: dict[str, dict[str, str]]  # call -> node of its open form -> node of the graph
@@ -88,7 +92,7 @@ def expandable(graph: Graph) -> tuple[Call, ...]:
 
 
 def chosen(graph: Graph, what: Any, named: Callable[[Any], Iterable[str]]) -> list[str]:
-    """The calls that are to be opened: all of a type, or those that have an open form among what else is `named` so."""
+    """The names of the calls to open: all of a kind, else those with an open form among what the key is `named`."""
     able = {call.name: call.kind for call in expandable(graph)}
     if found := [name for name, kind in able.items() if kind == what]:
         return found  # although a module may be called so too
@@ -104,15 +108,15 @@ def chosen(graph: Graph, what: Any, named: Callable[[Any], Iterable[str]]) -> li
 
 
 def _patched(graph: Graph, name: str) -> str:
-    """What a patch patches, where a name means a patch; else the name."""
+    """The patched node, if the name is that of a patch; else the name."""
     node = graph[name]
     return _patched(graph, node.edits) if isinstance(node, Call) and node.edits is not None else name
 
 
 def expand(graph: Graph, seen: Mapping[str, Graph], shared: Mapping[str, Mapping[Ref, Ref]]) -> Expanded:
-    """The graph with calls opened. `seen` is what `as_called` of each call did, captured on what the call was given.
+    """The graph with calls opened. `seen` maps a call to the capture of its `as_called` on the call's arguments.
 
-    `shared` are values of those graphs that the program has already.
+    `shared` are values of those captures that the program already has.
     """
     naming, names, draws = FreshNames(graph), {}, {}
     subs: dict[str, tuple[Graph, Splice]] = {}
@@ -127,7 +131,7 @@ def expand(graph: Graph, seen: Mapping[str, Graph], shared: Mapping[str, Mapping
 
 
 def _ready(graph: Graph, call: Call) -> Graph:
-    """The captured open form of a call, with the call's value as output: a tree like the call's."""
+    """The captured open form of a call, with the call's value as its output."""
     parts = dict(zip(specs_of(call), graph.output[0].items, strict=True))
     nodes = [
         evolve(node, kind=_kind(node), is_differentiated=call.is_differentiated) if isinstance(node, Call) else node
@@ -144,9 +148,11 @@ def _kind(node: Node) -> str:
 
 
 def as_called(call: Call) -> Callable[..., Any]:
-    """A function that gives what the call gave, in its dtypes and memory layout: a list; and the named values inside.
+    """A function that gives what the call gave, in the same dtypes and memory layout, as a list; and the named values
+    inside.
 
-    Layout matters: where a model's `contiguous()` had nothing to do its program has only the `view` that came next.
+    Layout matters: where a model's `contiguous()` had nothing to do, its program contains only the `view` that
+    followed.
     """
     form = open_form(call.target)
     assert form is not None
@@ -160,7 +166,9 @@ def as_called(call: Call) -> Callable[..., Any]:
 
 
 def _in_autocast(call: Call, form: OpenForm, args: Any, kwargs: Any) -> Opened:
-    """Autocast lowers the arguments of attention as a whole; what happens inside is beyond it."""
+    """The open form's result under the call's autocast, which casts the arguments of attention as a whole and nothing
+    inside.
+    """
     mode = next((mode for mode in call.context.autocast if call.meaning[0].device.startswith(mode[0])), None)
     if mode is None or not info(call.target).has(Quirk.ATTENTION):
         return form(*args, **kwargs)
@@ -175,7 +183,7 @@ def _in_autocast(call: Call, form: OpenForm, args: Any, kwargs: Any) -> Opened:
 
 
 def _fitted(tensor: torch.Tensor, meaning: TensorSpec) -> torch.Tensor:
-    """The tensor in this dtype, and its dimensions in this order in memory."""
+    """The tensor in this dtype, with its dimensions in this order in memory."""
     tensor, wanted = tensor.to(meaning.dtype), meaning.strides
     dims = range(tensor.dim())
     if wanted is None or all(tensor.stride(dim) == wanted[dim] for dim in dims if tensor.shape[dim] > 1):
@@ -188,7 +196,7 @@ def _fitted(tensor: torch.Tensor, meaning: TensorSpec) -> torch.Tensor:
 
 
 class FreshNames:
-    """Names for what stands in the place of calls, none of them taken."""
+    """Unused names for what takes the place of calls."""
 
     def __init__(self, graph: Graph) -> None:
         self.taken = {node.name for node in graph.nodes}
@@ -201,7 +209,7 @@ class FreshNames:
             self.passes[label.layer] = max(self.passes[label.layer], label.number if label.turn else 0)
 
     def inside(self, call: Call, graph: Graph) -> dict[str, str]:
-        """A name for each node of a call's captured open form, whose output is (what the call gave, named values)."""
+        """A name for each node of a call's captured open form, whose output is (the call's value, named values)."""
         given, named = graph.output
         found: dict[str, str] = {}
         if type(call.returns) is Ref:
@@ -220,7 +228,7 @@ class FreshNames:
         return found
 
     def _name_steps(self, found: dict[str, str], graph: Graph, call: Call, group: str, steps: tuple[Any, ...]) -> None:
-        """Steps are passes of the same layers. What lies between the named values of a step belongs to it."""
+        """Steps are passes of the same layers. What lies between the named values of a step belongs to that step."""
         base, own_pass = Label.of(self._own(call))
         for step in steps:
             words = {ref.node: word for word, ref in zip(step.keys, step.items, strict=True)}
@@ -236,14 +244,14 @@ class FreshNames:
                 found[node.name] = self._new(label, str(self.passes[label]) if len(steps) > 1 or own_pass else "")
 
     def _own(self, call: Call) -> str:
-        """What a call is called, or was before it was patched."""
+        """The call's name, as it was before patches."""
         name = call.name
         while name in self.patches:
             name = self.patches[name]
         return name
 
     def _label(self, word: str, base: str) -> str:
-        """`pattern_1_12` for the pattern of `scaleddotproductattention_1_12`, if no other layer is called so."""
+        """`pattern_1_12` for the pattern of `scaleddotproductattention_1_12`, unless another layer has that name."""
         label = f"{word}_{base.partition('_')[2]}"
         is_free = label not in self.taken and self.owners.setdefault(Label.of(label).short, base) in (base, label)
         return label if is_free else f"{word}_of_{base}"

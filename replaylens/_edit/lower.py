@@ -1,8 +1,8 @@
-"""A patch at a value, as nodes of the graph.
+"""Turns a patch into nodes of the graph.
 
-In: a Graph, one of its values (what a node gives, or one of several) and a patch that is bound. Out: a Graph in which
-the patched value stands under the old name, and the patch's tensors, by the names of the constants that hold them. The
-patch is asked for `terms()` and its words; nothing else is known of it.
+In: a Graph, one of its values and a bound patch. Out: a Graph in which the patched value has the old name, and the
+patch's tensors by the names of the constants that hold them. Nothing is known of the patch but its `terms()` and its
+text.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from .rewrite import renamed, replace
 
 @frozen(eq=False)
 class Lowered:
-    """A graph with a patch in it, and the tensors of the new constants."""
+    """A graph with a patch in it, and the tensors of its new constants."""
 
     graph: Graph
     tensors: Mapping[str, torch.Tensor] = field(factory=dict)
 
 
 def lower(graph: Graph, name: str, patches: Sequence[tuple[Any, Patch]]) -> Lowered:
-    """Patches at a node: one in the place of its value, or some at one each of the several values that it gives."""
+    """Patches at a node: of its whole value, or of some of the several values that it gives."""
     whole = value_of(graph[name])
     if any(tree != whole for tree, _ in patches):
         return _lower_parts(graph, name, [(tree, _steps(patch)) for tree, patch in patches])
@@ -67,7 +67,7 @@ def _lower(graph: Graph, name: str, patch: Patch) -> Lowered:
 
 
 def _lower_parts(graph: Graph, name: str, patches: Sequence[tuple[Ref, Sequence[Patch]]]) -> Lowered:
-    """Patches at some of the values that a node gives, and a node that gives them all again."""
+    """Patches of some of the values that a node gives, and a node that gives all of them again."""
     node = graph[name]
     before = fresh(beside(name, "before"), graph.positions)
     old, whole = renamed(node, before), value_of(node)
@@ -88,7 +88,7 @@ def _lower_parts(graph: Graph, name: str, patches: Sequence[tuple[Ref, Sequence[
 
 
 def in_their_layout(graph: Graph, names: Iterable[str]) -> Graph:
-    """The graph, some of whose patches give what they make in memory as what they are made of lies."""
+    """The graph, with these patches giving their results in the memory layout of the values that they change."""
     made = {}
     for name in names:
         call = graph[name]
@@ -98,7 +98,7 @@ def in_their_layout(graph: Graph, names: Iterable[str]) -> Graph:
 
 
 def _stand_in(graph: Graph, node: Node, nodes: tuple[Node, ...], refs: Mapping[Ref, Ref]) -> Graph:
-    """The old node under another name, and what stands for it."""
+    """The graph with the old node under another name, followed by what takes its place."""
     changes: dict[str, Any] = {}
     if isinstance(node, Input):
         whole, old = Ref(node.name), Ref(nodes[0].name)
@@ -135,7 +135,7 @@ def _gather(node: Node, before: str, whole: Any, parts: Any, edited: str) -> tup
 
 
 def _numbered(name: str, tree: Any, path: tuple[int, ...] = ()) -> Any:
-    """The tree of values that a call of this name gives, each where it stands in the tree."""
+    """The tree of values that a call of this name gives, each at its place in the tree."""
     if type(tree) is Ref:
         return Ref(name, path)
     items = tree if type(tree) is tuple else getattr(tree, "items", None)
@@ -157,7 +157,7 @@ def _lower_several(graph: Graph, node: Node, old: Node, to_old: Mapping[Ref, Ref
 
 
 def apply_to_several(values: Any, fn: Callable[[Any], Any]) -> tuple[Any, ...]:
-    """What a function makes of several values at once. It gets copies, and must give as many of the same shapes."""
+    """What a function makes of several values at once. It gets copies, and must return as many of the same shapes."""
     made = of_own_copies(fn, values)
     before, after = _tensors(values), _tensors(made)
     if [_kind(tensor) for tensor in before] != [_kind(tensor) for tensor in after]:
@@ -178,7 +178,7 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 def may_vary(node: Node) -> bool:
-    """Is it an edit's function, which may count, draw, or read something else each time that it is called?"""
+    """True for an edit's function, which may count, draw, or read something else at each call."""
     if not isinstance(node, Call) or not node.edited:
         return False
     return any(callable(leaf) for leaf in leaves(node.trees))
@@ -190,7 +190,7 @@ def may_vary(node: Node) -> bool:
 def _patch_call(
     graph: Graph, name: str, reads: Ref, patch: Patch, node: Node
 ) -> tuple[Call, dict[str, torch.Tensor], list[Const]]:
-    """The call that a patch of this node is, its tensors, and the constants for them."""
+    """The call that a patch of this node becomes, its tensors, and the constants for them."""
     function, args, kwargs = patch.terms()
     taken, constants, given = set(graph.positions), [], []
     tensors: dict[str, torch.Tensor] = {}
@@ -215,7 +215,7 @@ def _patch_call(
 
 
 def _call_at(graph: Graph, name: str, reads: Ref, node: Node) -> Call:
-    """A call on a value of a node, with the same kind of value, where the node lies."""
+    """An alias of one of a node's values, with its spec, scope and source."""
     known = next(m for ref, m in specs_of(node).items() if ref.path == reads.path or is_tap(node))
     return Call(
         name,

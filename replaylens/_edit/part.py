@@ -1,19 +1,12 @@
-"""Indices of axes as plain numbers: what a user gives, frozen.
+"""Part: part of a tensor, in einops notation: `Part("b [c] h w", c=[3, 7])`.
 
-In: numbers, lists, ranges, slices, tensors of positions, masks. Out: an int, a tuple of ints or a slice, and its text.
-Whether an axis is that long is not known here.
+In: a pattern whose bracketed axes are addressed, their indices, and sizes that cannot be inferred. Out: the part of a
+tensor, the tensor with another part, a mask. What a part means on a shape is computed once and cached. Reading and
+writing are out-of-place torch calls, so that `torch.func.vmap` may batch either operand. Three steps:
 
-Positions in a tensor: reading them, writing them, a mask of them.
-
-In: the axes of a shape, packed ones taken apart, and the positions that are meant on each; a device. Out: torch calls
-that read and write there. None of them writes in place, so that `torch.func.vmap` may batch either of what they are
-given. Patterns are not known here.
-
-Part: which part of a tensor is meant, in einops words: `Part("b [c] h w", c=[3, 7])`.
-
-In: a pattern whose bracketed axes are addressed, their indices, and sizes where they cannot be worked out. Out: the
-part of a tensor, the tensor with another part, a mask. What is done with it is not known here. What a part means on a
-shape is worked out once, and cached.
+    Part("b [c] h w", c=[3, 7])  a pattern and plain indices; of any shape
+    Positions                    on a shape: the positions on each axis, packed axes unpacked
+    Access                       on a shape and device: slices, index tensors and masks, ready to use
 """
 
 from __future__ import annotations
@@ -37,11 +30,11 @@ Sizes = tuple[tuple[str, int], ...]
 
 
 def frozen_axes(pattern: Pattern, axes: Mapping[str, Any]) -> tuple[Indices, Sizes]:
-    """Indices of bracketed axes and sizes of others, in the order of the pattern."""
+    """Indices of bracketed axes and sizes of other axes, in the order of the pattern."""
     bracketed = {name.word: name.is_bracketed for name in pattern.names}
     if unknown := next((word for word in axes if word not in bracketed), None):
         has = f"its axes are {', '.join(bracketed)}" if bracketed else "it names no axis"
-        raise BadPart(f'no axis of "{pattern}" is called {unknown!r}: {has}.')
+        raise BadPart(f'the pattern "{pattern}" has no axis {unknown!r}: {has}.')
     indices: dict[str, Index] = {}
     sizes: dict[str, int] = {}
     try:
@@ -75,7 +68,7 @@ def _frozen_index(name: str, given: Any) -> tuple[Index, int | None]:
     elif _is_number(index):
         return operator.index(index), None
     raise BadPart(
-        f"{name}={described(given)} is no index: give a number, a list of them, a slice, or a mask of one axis"
+        f"{name}={described(given)} is not an index: give a number, a list of them, a slice, or a mask of one axis"
     )
 
 
@@ -86,7 +79,7 @@ def _frozen_size(name: str, given: Any) -> int:
             f"{name}={described(given)} is an index, and {name} is not addressed: write [{name}] to address it"
         )
     if not _is_number(size) or size < 1:
-        raise BadPart(f"{name}={described(given)} is no size of an axis: {name} is not in brackets")
+        raise BadPart(f"{name}={described(given)} is not the size of an axis: {name} is not in brackets")
     return operator.index(size)
 
 
@@ -115,7 +108,7 @@ Shape = tuple[int, ...]
 
 
 class Positions(NamedTuple):
-    """A part on a shape: the sizes of the axes taken apart, and the positions that are meant on each.
+    """A part on a shape: the sizes of the unpacked axes, and the positions on each.
 
     A position is a number, several in order, or None for the whole axis.
     """
@@ -139,7 +132,7 @@ class Positions(NamedTuple):
 
 
 class Access(NamedTuple):
-    """Positions on a shape and a device, ready to read and write by a few torch calls that work under any transform."""
+    """Positions on a shape and device, ready to read and write with a few torch calls that work under any transform."""
 
     part: str
     whole: Shape
@@ -163,7 +156,9 @@ class Access(NamedTuple):
         return tensor
 
     def write(self, tensor: torch.Tensor, new: Any) -> torch.Tensor:
-        """Spread over the whole tensor, then chosen by the mask: in one piece, so that vmap may batch either."""
+        """Spread the new values over the whole tensor and choose by the mask: one piece, so that vmap may
+        batch either.
+        """
         if not isinstance(new, torch.Tensor):
             require_number(tensor, new)
             return tensor.masked_fill(self.mask, new)
@@ -192,7 +187,7 @@ class Access(NamedTuple):
 
 
 def require_number(tensor: torch.Tensor, number: Any) -> None:
-    """Can a tensor hold this number as it is?"""
+    """Raise unless a tensor of this dtype can hold the number as it is."""
     dtype = tensor.dtype
     kinds = [bool, int, float, complex]
     kind = 3 if dtype.is_complex else 2 if dtype.is_floating_point else 0 if dtype is torch.bool else 1
@@ -204,12 +199,12 @@ _ARTICLES = ("True or False", "an int", "a number", "a number")
 
 
 def broadcasts(shape: Shape, to: Shape) -> bool:
-    """Does a tensor of this shape fill one of the other, as in an assignment?"""
+    """True if a tensor of this shape can be assigned to one of the other."""
     return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(shape[::-1], to[::-1], strict=False))
 
 
 def access(part: str, here: Positions, whole: Shape, device: torch.device) -> Access:
-    """How to get at these positions in tensors of a shape, on a device. `part` is what errors call them."""
+    """How to read and write these positions in tensors of a shape on a device. `part` is their name in errors."""
     full = here.full
     plain: list[int | slice] = []
     gathers, spreads, dropped = [], [], []
@@ -252,7 +247,7 @@ def access(part: str, here: Positions, whole: Shape, device: torch.device) -> Ac
 
 
 def _packed(mask: torch.Tensor, axes: tuple[Axis, ...], rank: int) -> torch.Tensor:
-    """The mask with the tensor's own axes again: whole where an axis is addressed, size one elsewhere."""
+    """The mask with the tensor's own axes: full size where an axis is addressed, size one elsewhere."""
     addressed = {axis.within for axis, size in zip(axes, mask.shape, strict=True) if size > 1 or axis.is_bracketed}
     mask = mask.expand([axis.size if axis.within in addressed else 1 for axis in axes])
     sizes = [[axis.size for axis in axes if axis.within == n] if n in addressed else [1] for n in range(rank)]
@@ -260,7 +255,7 @@ def _packed(mask: torch.Tensor, axes: tuple[Axis, ...], rank: int) -> torch.Tens
 
 
 def _comparable(indices: Indices) -> tuple[Any, ...]:
-    """Slices have no hash before Python 3.12."""
+    """Indices with slices as tuples, as slices have no hash before Python 3.12."""
     return tuple([(n, ("slice", i.start, i.stop, i.step) if isinstance(i, slice) else i) for n, i in indices])
 
 
@@ -287,18 +282,18 @@ class Part:
 
     @property
     def open_axes(self) -> tuple[str, ...]:
-        """The bracketed axes that have no index yet."""
+        """The bracketed axes without an index."""
         given = dict(self.indices)
         return tuple([n.word for n in self._parsed.names if n.is_bracketed and n.word not in given])
 
     @property
     def axis_names(self) -> tuple[str, ...]:
-        """All names that the pattern writes, in order."""
+        """All names in the pattern, in order."""
         dots = ["..."] if None in self._parsed.groups else []
         return (*[name.word for name in self._parsed.names], *dots)
 
     def at(self, **axes: Any) -> Part:
-        """The same part with more indices, or sizes."""
+        """The same part with further indices, or sizes."""
         if twice := next((word for word in axes if word in dict((*self.indices, *self.sizes_given))), None):
             raise BadPart(f"{twice} has a value already in the part {self}.")
         indices, sizes = frozen_axes(self._parsed, axes)
@@ -309,39 +304,39 @@ class Part:
         return made
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The part of this tensor: its axes in order, packed ones taken apart, those with one index dropped."""
+        """The part of this tensor: its axes in order, packed ones unpacked, those with a single index dropped."""
         return self.on(tensor).read(tensor)
 
     def write(self, tensor: torch.Tensor, new: torch.Tensor | float) -> torch.Tensor:
-        """The tensor with something else in this part, as `tensor[part] = new` would have it. Nothing is changed."""
+        """The tensor with this part replaced, as by `tensor[part] = new`. Nothing is changed in place."""
         return self.on(tensor).write(tensor, new)
 
     def take(self, tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        """The tensor with what the source has in this part. The source broadcasts to the tensor's axes, taken apart."""
+        """The tensor with the source's values in this part. The source broadcasts to the tensor's unpacked axes."""
         return self.on(tensor).take(tensor, source)
 
     def on(self, tensor: torch.Tensor) -> Access:
-        """The part on tensors of this one's shape and device, for who reads and writes both."""
+        """The part on tensors of this one's shape and device, to read and write both."""
         return _located(self, tensor.shape, tensor.device)
 
     def mask(self, shape: Shape, device: torch.device | str = "cpu") -> torch.Tensor:
-        """True where the part is; broadcasts to the shape."""
+        """True within the part; broadcasts to the shape."""
         return _located(self, tuple(shape), torch.device(device)).mask
 
     def shape(self, shape: Shape) -> Shape:
-        """The shape of the part of a tensor of this shape."""
+        """The shape of this part of a tensor of this shape."""
         return resolved(self, tuple(shape)).shape
 
     def names(self, shape: Shape) -> tuple[str, ...]:
-        """The names of the axes of what `read` gives."""
+        """The names of the axes that `read` gives."""
         return resolved(self, tuple(shape)).names
 
     def sizes(self, shape: Shape) -> dict[str, int]:
-        """The sizes of all axes of a tensor of this shape, packed ones taken apart."""
+        """The sizes of all axes of a tensor of this shape, packed ones unpacked."""
         return {axis.name: axis.size for axis in self.axes(shape)}
 
     def axes(self, shape: Shape) -> tuple[Axis, ...]:
-        """The axes of a tensor of this shape in the pattern's words. No index is looked at."""
+        """The axes of a tensor of this shape in the pattern's words, whatever the indices are."""
         try:
             return axes_of(self._parsed, tuple(shape), dict(self.sizes_given))
         except BadPart as error:
@@ -373,7 +368,7 @@ class Part:
 
 @lru_cache(maxsize=4096)
 def resolved(part: Part, shape: Shape) -> Positions:
-    """What a part means on a shape, every index checked."""
+    """The positions of a part on a shape, every index checked."""
     return _resolve(part, shape)
 
 
@@ -429,7 +424,7 @@ def _located(part: Part, shape: Shape, device: torch.device) -> Access:
 
 
 def as_part(part: Any, axes: Mapping[str, Any]) -> Part | None:
-    """What a patch was given as its part: a pattern and the names of axes, a ready Part, or nothing."""
+    """The part that a patch was given: a pattern and axes by name, a ready Part, or None."""
     if part is None:
         if axes:
             name, value = next(iter(axes.items()))

@@ -1,16 +1,8 @@
-"""What a user gives to a patch, checked as far as that goes before its site is known.
+"""Patches: interventions as frozen values, such as `Zero("b [c] h w", c=[3, 7])` and `Add(v) >> Clamp(max=6)`.
 
-In: anything. Out: plain numbers, tensors, tuples; or an error that says what would have been right.
-
-Tensors as values: equal when they are so bit for bit, and short in print.
-
-In: a tensor, number or anything else that a patch holds. Out: what attrs compares and hashes in its place, and words.
-
-Patch: an intervention as a frozen value: `Zero("b [c] h w", c=[3, 7])`, `From(clean)`, `Add(v) >> Clamp(max=6)`.
-
-In: what a user wants of a value. Out: a value that compares, prints, composes; bound to what its references have at one
-site, it is a pure function of one tensor, and `terms()` says it as a call that a program can hold. Which site it is for
-is not known here.
+In: what a user gives to a patch, checked as far as possible before its site is known. Out: a value that compares by
+content, prints as it was written, and composes. Bound to the values that its sources have at a site (bind.py), it is a
+pure function of one tensor, and `terms()` gives that function as a call that a program can hold.
 """
 
 from __future__ import annotations
@@ -27,26 +19,29 @@ from .._ir.tolerances import unit_error
 from .._ir.torch_private import peek_interpreter_stack
 from .._ir.value_source import ValueSource
 from ..errors import BadPart, BadPatch
-from . import patch_ops as acts
+from . import patch_ops
 from .part import Part, as_part
 
+# -- checks of arguments, and how they compare and print ---------------------------------------------------------------
 
-def operand(word: str, given: Any) -> Any:
-    """A tensor, or a plain number."""
+
+def as_operand(word: str, given: Any) -> Any:
+    """The tensor, or plain number, that was given; anything else is refused."""
     number = given.item() if not isinstance(given, torch.Tensor) and hasattr(given, "item") else given
     if not isinstance(number, (torch.Tensor, int, float, complex)):
         raise BadPatch(f"{word} takes a tensor or a number, not {shown(given)}.")
     return number
 
 
-def source_of(word: str, given: Any) -> Any:
+def as_source(word: str, given: Any) -> Any:
+    """The tensor or `ValueSource` that was given; anything else is refused."""
     if not isinstance(given, (torch.Tensor, ValueSource)):
         raise BadPatch(f"{word} takes a program, a run, a layer or a tensor, not {shown(given)}.")
     return given
 
 
-def axes_over(over: Any, part: Part | None) -> tuple[Any, ...]:
-    """Names of axes, or numbers."""
+def as_axes(over: Any, part: Part | None) -> tuple[Any, ...]:
+    """Axes by name or number, as a tuple; names must occur in the pattern."""
     axes = tuple(over.split()) if isinstance(over, str) else (over,) if isinstance(over, int) else tuple(over)
     if not axes:
         raise BadPatch("Mean over no axis. Name some of the pattern's, or give their numbers.")
@@ -59,7 +54,8 @@ def axes_over(over: Any, part: Part | None) -> tuple[Any, ...]:
     return axes
 
 
-def permutation_of(given: Any) -> tuple[int, ...] | None:
+def as_permutation(given: Any) -> tuple[int, ...] | None:
+    """An order of rows as a tuple: each row exactly once."""
     if given is None:
         return None
     order = tuple(given.tolist() if hasattr(given, "tolist") else given)
@@ -68,29 +64,30 @@ def permutation_of(given: Any) -> tuple[int, ...] | None:
     return order
 
 
-def directions(given: Any) -> torch.Tensor:
-    """One direction (d,), or several (k, d) of which none follows from the others."""
+def as_directions(given: Any) -> torch.Tensor:
+    """One direction (d,), or several linearly independent ones (k, d)."""
     if not isinstance(given, torch.Tensor) or given.dim() not in (1, 2):
         raise BadPatch(f"Project takes one direction (d,) or several (k, d), not {shown(given)}.")
     if not (given.is_floating_point() or given.is_complex()):
         raise BadPatch(f"Project takes directions of a floating type, not {given.dtype}.")
-    if not _is_hidden(given):
+    if not _is_unreadable(given):
         rows = _wide(given).reshape(-1, given.shape[-1])
         if not bool(rows.isfinite().all()):
             raise BadPatch("Project along a direction that holds NaN or infinite numbers.")
         rank = int(torch.linalg.matrix_rank(rows))
         if rank < len(rows):
             fact = "a direction of length zero" if len(rows) == 1 else f"{len(rows)} directions that span only {rank}"
-            raise BadPatch(f"Project along {fact}: leave out what follows from the others.")
+            raise BadPatch(f"Project along {fact}: remove those that depend linearly on others.")
     return given
 
 
-def orthonormal(basis: Any) -> torch.Tensor:
+def as_basis(basis: Any) -> torch.Tensor:
+    """A matrix (k, d) whose rows are orthonormal, up to rounding in its dtype."""
     if not isinstance(basis, torch.Tensor) or basis.dim() != 2:
         raise BadPatch(f"Rotate takes a basis (k, d), one direction a row, not {shown(basis)}.")
     if not (basis.is_floating_point() or basis.is_complex()):
         raise BadPatch(f"Rotate takes a basis of a floating type, not {basis.dtype}.")
-    if not _is_hidden(basis):
+    if not _is_unreadable(basis):
         rows = _wide(basis)
         error = float((rows @ rows.mH - torch.eye(len(rows), device=rows.device)).abs().max()) if len(rows) else 0.0
         if not error <= unit_error(basis.dtype):
@@ -106,13 +103,13 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
-def _is_hidden(tensor: torch.Tensor) -> bool:
-    """Can its content not be looked at, as under vmap?"""
+def _is_unreadable(tensor: torch.Tensor) -> bool:
+    """True if its content cannot be read, as under vmap."""
     return tensor.is_meta or peek_interpreter_stack() is not None
 
 
 class _Content:
-    """A tensor or number as what it is equal to: bit for bit."""
+    """A tensor or number that equals another if both agree bit for bit: what attrs compares in the place of a field."""
 
     __slots__ = ("value",)
 
@@ -127,11 +124,13 @@ class _Content:
         return hash((tuple(value.shape), value.dtype)) if isinstance(value, torch.Tensor) else hash(repr(value))
 
 
-def content(value: Any) -> Any:
+def by_content(value: Any) -> Any:
+    """The `eq=` key of fields that may hold tensors, whose own `==` gives no truth value."""
     return _Content(value) if isinstance(value, (torch.Tensor, int, float, complex)) else value
 
 
 def shown(value: Any) -> str:
+    """A short text for a value in an error message or a `repr`."""
     if isinstance(value, torch.Tensor):
         return f"<tensor {tuple(value.shape)}>"
     if isinstance(value, tuple) and value and all(isinstance(one, str) for one in value):
@@ -141,49 +140,79 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 and "\n" not in text else f"<{type(value).__name__}>"
 
 
-Look = Callable[[ValueSource], Any]  # what a reference has at the site that a patch is bound to
+# -- the base classes --------------------------------------------------------------------------------------------------
+
+Look = Callable[[ValueSource], Any]  # gives the value that a source has at the site a patch is bound to
 Terms = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 @frozen(repr=False)
 class Patch:
-    """An intervention as a frozen value. `patch(value)` gives the new value of one tensor; nothing is written.
+    """An intervention as a frozen value. `patch(value)` gives the new value of one tensor; nothing is written in place.
 
-    Patches compare by content, print as they are written, and compose: `a >> b` is b after a, as is the list `[a, b]`.
+    Patches compare by content, print as they were written, and compose: `a >> b` applies a, then b, as does `[a, b]`.
+
+    How to add one. The function, in patch_ops.py: pure, found by its name, of the value, the tensors and the literals:
+
+        def flip(value: Tensor, threshold: Operand, part: Part | None = None) -> Tensor:
+            return _changed(value, part, "Flip", lambda old: torch.where(old > threshold, -old, old))
+
+    The patch, here. Its `__init__` is written out because its signature is what users read; `by_content` makes tensors
+    comparable; `terms` gives the call:
+
+        @frozen(init=False, repr=False)
+        class Flip(PartPatch):
+            threshold: torch.Tensor | float = field(eq=by_content)
+            _positional = ("threshold",)
+
+            def __init__(self, threshold: torch.Tensor | float, /, part: Part | str | None = None, **axes: Any) -> None:
+                self.__attrs_init__(as_operand("Flip", threshold), part=as_part(part, axes))
+
+            def terms(self) -> Terms:
+                return patch_ops.flip, (self.threshold,), self._part_argument
+
+    What else there is to decide:
+
+    - `follows`: `_replaces = True` if the new value does not depend on the old one, unless only a part is replaced, as
+      with `Set`. Wrongly True costs time; wrongly False cuts gradients, and replays take the value for a constant.
+    - `bound` and `of_site`, if it may hold a `ValueSource`, as `From` does: `bound` puts the source's tensor in its
+      place, and `of_site` says of each tensor of `terms()` whether it is a value of the patched site from elsewhere.
+      `Rotate` turns exactly these into its coordinates; all others it takes as they are.
+    - `_positional` and `_part_by_name`, only for `repr`: which fields are written without their names, before the part;
+      and `_part_by_name = True` where optional fields come before it, so that the part is written `part=`.
+
+    Then `replaylens/__init__.py`, a section in docs/interventions.md, and a test in tests/test_patches.py.
     """
-
-    _first: ClassVar[tuple[str, ...]] = ()  # what is always written, before the pattern
-    _has_optional: ClassVar[bool] = False  # what may be written before the pattern
 
     @property
     def part(self) -> Part | None:
-        """Which part of the value it is for; None for all of it."""
+        """The part of the value that it changes; None for all of it."""
         return None
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """All parts of the value that it is for, where it is for parts."""
+        """All parts that it changes; empty if it changes the whole value."""
         return () if self.part is None else (self.part,)
 
     @property
     def follows(self) -> bool:
-        """Is anything of the old value in the new one?"""
+        """True if the new value depends on the old one."""
         return True
 
     def bound(self, look: Look) -> Patch:
-        """The same with tensors for its references: `look(reference)` is what a reference has at this site."""
+        """The same patch with tensors in place of its sources: `look(source)` gives what a source has at the site."""
         return self
 
     def terms(self) -> Terms:
         """`(function, args, kwargs)` such that `patch(value) == function(value, *args, **kwargs)`.
 
-        The function is pure and has a stable name; tensors stand directly among the args, the rest is hashable.
+        The function is pure and has a stable name. Tensors stand directly among the args; everything else is hashable.
         """
         raise NotImplementedError
 
     @property
     def of_site(self) -> tuple[bool, ...]:
-        """For each of the tensors among the args of `terms()`: is it another value of the site?"""
+        """For each tensor among the args of `terms()`: True if it is another value of the same site."""
         return tuple([False for arg in self.terms()[1] if isinstance(arg, torch.Tensor)])
 
     @property
@@ -198,11 +227,10 @@ class Patch:
         return self._with(part=part)
 
     def _with(self, **changes: Any) -> Any:
+        """`attrs.evolve`, past the public `__init__`, whose signature is another one."""
         made = object.__new__(type(self))
         values = {one.name: getattr(self, one.name) for one in fields(type(self))}
-        made.__attrs_init__(  # type: ignore[attr-defined]
-            **{**values, **changes}
-        )
+        made.__attrs_init__(**{**values, **changes})  # type: ignore[attr-defined]
         return made
 
     def __call__(self, value: torch.Tensor) -> torch.Tensor:
@@ -215,74 +243,86 @@ class Patch:
     def __rrshift__(self, other: Any) -> Chain:
         return Chain((*_flat(patch_of(other)), *_flat(self)))
 
+
+@frozen(repr=False)
+class PartPatch(Patch):
+    """A patch of a whole value, or of one part of it."""
+
+    part: Part | None = field(default=None, kw_only=True)
+    _replaces: ClassVar[bool] = False  # nothing of the old value, or of the old part, is in the new one
+    _positional: ClassVar[tuple[str, ...]] = ()
+    _part_by_name: ClassVar[bool] = False
+
+    @property
+    def follows(self) -> bool:
+        return self.part is not None or not self._replaces
+
+    @property
+    def _part_argument(self) -> dict[str, Any]:
+        return {} if self.part is None else {"part": self.part}
+
     def __repr__(self) -> str:
-        words = [shown(getattr(self, name)) for name in self._first]
+        words = [shown(getattr(self, name)) for name in self._positional]
         for one in fields(type(self)):
             value = getattr(self, one.name)
-            if one.name not in (*self._first, "part") and not same(value, one.default) and value != one.default:
+            if one.name not in (*self._positional, "part") and not same(value, one.default) and value != one.default:
                 words.append(f"{one.name}={shown(value)}")
         if self.part is not None:
-            at = len(self._first) if self._first or not self._has_optional else len(words)
-            words.insert(at, ("part=" if self._has_optional else "") + self.part.arguments)
+            at, word = (len(words), "part=") if self._part_by_name else (len(self._positional), "")
+            words.insert(at, word + self.part.arguments)
         return f"{type(self).__name__}({', '.join(words)})"
 
 
+# -- the patches -------------------------------------------------------------------------------------------------------
+
+
 @frozen(init=False, repr=False)
-class Set(Patch):
+class Set(PartPatch):
     """This tensor or number. A bare tensor means `Set`.
 
     >>> Set(torch.zeros(8, 768), "b [t] d", t=-1)
     Set(<tensor (8, 768)>, 'b [t] d', t=-1)
     """
 
-    value: torch.Tensor | float = field(eq=content)
-    part: Part | None
-    _first = ("value",)
+    value: torch.Tensor | float = field(eq=by_content)
+    _positional = ("value",)
+    _replaces = True
 
     def __init__(self, value: torch.Tensor | float, /, part: Part | str | None = None, **axes: Any) -> None:
-        self.__attrs_init__(operand("Set", value), as_part(part, axes))
-
-    @property
-    def follows(self) -> bool:
-        return self.part is not None
+        self.__attrs_init__(as_operand("Set", value), part=as_part(part, axes))
 
     def terms(self) -> Terms:
-        return acts.set_value, (self.value,), _at(self.part)
+        return patch_ops.set_value, (self.value,), self._part_argument
 
 
 @frozen(init=False, repr=False)
-class Zero(Patch):
+class Zero(PartPatch):
     """Zeros."""
 
-    part: Part | None
+    _replaces = True
 
     def __init__(self, part: Part | str | None = None, /, **axes: Any) -> None:
-        self.__attrs_init__(as_part(part, axes))
-
-    @property
-    def follows(self) -> bool:
-        return self.part is not None
+        self.__attrs_init__(part=as_part(part, axes))
 
     def terms(self) -> Terms:
-        return acts.zero, (), _at(self.part)
+        return patch_ops.zero, (), self._part_argument
 
 
 @frozen(init=False, repr=False)
-class Mean(Patch):
-    """The mean over some axes: of the value itself, or of what a reference has at the site.
+class Mean(PartPatch):
+    """The mean over some axes: of the value itself, or of what another program, run, layer or tensor has at the site.
 
-    `over` names axes of the pattern (`"b h w"`) or numbers those of the tensor; the batch, if nothing is said. Along
-    them a reference may have another size. The mean is that of the whole value, also where only a part gets it.
+    `over` takes names of the pattern's axes (`"b h w"`) or numbers of the tensor's; by default the batch axis. Along
+    these axes `of` may have another size. The mean is that of the whole value, even if only a part is set to it.
     """
 
     over: tuple[Any, ...] = (0,)
-    part: Part | None = None
-    of: Any = field(default=None, eq=content)
-    _has_optional = True
+    of: Any = field(default=None, eq=by_content)
+    _part_by_name = True
 
     def __init__(self, over: Any = (0,), part: Part | str | None = None, of: Any = None, **axes: Any) -> None:
         made = as_part(part, axes)
-        self.__attrs_init__(axes_over(over, made), made, None if of is None else source_of("Mean(of=)", of))
+        self.__attrs_init__(as_axes(over, made), None if of is None else as_source("Mean(of=)", of), part=made)
 
     @property
     def follows(self) -> bool:
@@ -297,27 +337,23 @@ class Mean(Patch):
 
     def terms(self) -> Terms:
         of = () if self.of is None else (_require_bound(self, self.of),)
-        return acts.mean, of, {"over": self.over, **_at(self.part)}
+        return patch_ops.mean, of, {"over": self.over, **self._part_argument}
 
 
 @frozen(init=False, repr=False)
-class From(Patch):
-    """What another program, run, layer or tensor has here: activation patching.
+class From(PartPatch):
+    """The value that another program, run, layer or tensor has here: activation patching.
 
-    Of a program or run it is the value at this very site; a layer or a tensor of the site's shape is taken as it is.
-    A bare layer of another program means `From`.
+    A program or run gives its value at the same site; a layer or a tensor of the site's shape is taken as it is. A bare
+    layer of another program means `From`.
     """
 
-    source: Any = field(eq=content)
-    part: Part | None
-    _first = ("source",)
+    source: Any = field(eq=by_content)
+    _positional = ("source",)
+    _replaces = True
 
     def __init__(self, source: Any, /, part: Part | str | None = None, **axes: Any) -> None:
-        self.__attrs_init__(source_of("From", source), as_part(part, axes))
-
-    @property
-    def follows(self) -> bool:
-        return self.part is not None
+        self.__attrs_init__(as_source("From", source), part=as_part(part, axes))
 
     @property
     def of_site(self) -> tuple[bool, ...]:
@@ -327,111 +363,105 @@ class From(Patch):
         return self._with(source=look(self.source)) if isinstance(self.source, ValueSource) else self
 
     def terms(self) -> Terms:
-        return acts.take_from, (_require_bound(self, self.source),), _at(self.part)
+        return patch_ops.take_from, (_require_bound(self, self.source),), self._part_argument
 
 
 @frozen(init=False, repr=False)
-class Resample(Patch):
-    """The rows of the batch (axis 0) in another order: each gets what another one has.
+class Resample(PartPatch):
+    """The rows of the batch (axis 0) in another order.
 
-    The order is drawn by the seed, from a generator of its own, and is never the one that changes nothing.
+    The order is drawn from a generator of its own with this seed, and is never the identity.
     """
 
     permutation: tuple[int, ...] | None = None
-    part: Part | None = None
     seed: int = 0
-    _has_optional = True
+    _part_by_name = True
 
     def __init__(self, permutation: Any = None, part: Part | str | None = None, *, seed: int = 0, **axes: Any) -> None:
-        self.__attrs_init__(permutation_of(permutation), as_part(part, axes), seed)
+        self.__attrs_init__(as_permutation(permutation), seed, part=as_part(part, axes))
 
     def terms(self) -> Terms:
-        return acts.resample, (), {"permutation": self.permutation, "seed": self.seed, **_at(self.part)}
+        return patch_ops.resample, (), {"permutation": self.permutation, "seed": self.seed, **self._part_argument}
 
 
 @frozen(init=False, repr=False)
-class Add(Patch):
+class Add(PartPatch):
     """The value plus a vector or number: steering. It broadcasts to the part."""
 
-    vector: torch.Tensor | float = field(eq=content)
-    part: Part | None
-    _first = ("vector",)
+    vector: torch.Tensor | float = field(eq=by_content)
+    _positional = ("vector",)
 
     def __init__(self, vector: torch.Tensor | float, /, part: Part | str | None = None, **axes: Any) -> None:
-        self.__attrs_init__(operand("Add", vector), as_part(part, axes))
+        self.__attrs_init__(as_operand("Add", vector), part=as_part(part, axes))
 
     def terms(self) -> Terms:
-        return acts.add, (self.vector,), _at(self.part)
+        return patch_ops.add, (self.vector,), self._part_argument
 
 
 @frozen(init=False, repr=False)
-class Scale(Patch):
+class Scale(PartPatch):
     """The value times a number or tensor, which broadcasts to the part."""
 
-    k: torch.Tensor | float = field(eq=content)
-    part: Part | None
-    _first = ("k",)
+    k: torch.Tensor | float = field(eq=by_content)
+    _positional = ("k",)
 
     def __init__(self, k: torch.Tensor | float, /, part: Part | str | None = None, **axes: Any) -> None:
-        self.__attrs_init__(operand("Scale", k), as_part(part, axes))
+        self.__attrs_init__(as_operand("Scale", k), part=as_part(part, axes))
 
     def terms(self) -> Terms:
-        return acts.scale, (self.k,), _at(self.part)
+        return patch_ops.scale, (self.k,), self._part_argument
 
 
 @frozen(init=False, repr=False)
-class Noise(Patch):
+class Noise(PartPatch):
     """The value plus normal noise. The same seed gives the same noise, whatever the global generator does."""
 
-    std: torch.Tensor | float = field(eq=content)
-    part: Part | None
+    std: torch.Tensor | float = field(eq=by_content)
     seed: int = 0
-    _first = ("std",)
+    _positional = ("std",)
 
     def __init__(
         self, std: torch.Tensor | float, /, part: Part | str | None = None, *, seed: int = 0, **axes: Any
     ) -> None:
         if isinstance(std, (int, float)) and std < 0:
             raise BadPatch(f"Noise of a deviation below zero: {std}.")
-        self.__attrs_init__(operand("Noise", std), as_part(part, axes), seed)
+        self.__attrs_init__(as_operand("Noise", std), seed, part=as_part(part, axes))
 
     def terms(self) -> Terms:
-        return acts.noise, (self.std,), {"seed": self.seed, **_at(self.part)}
+        return patch_ops.noise, (self.std,), {"seed": self.seed, **self._part_argument}
 
 
 @frozen(init=False, repr=False)
-class Clamp(Patch):
-    """The value held between two bounds, of which one may be missing."""
+class Clamp(PartPatch):
+    """The value clamped between two bounds, one of which may be omitted."""
 
-    min: torch.Tensor | float | None = field(default=None, eq=content)
-    max: torch.Tensor | float | None = field(default=None, eq=content)
-    part: Part | None = None
-    _has_optional = True
+    min: torch.Tensor | float | None = field(default=None, eq=by_content)
+    max: torch.Tensor | float | None = field(default=None, eq=by_content)
+    _part_by_name = True
 
     def __init__(self, min: Any = None, max: Any = None, part: Part | str | None = None, **axes: Any) -> None:
         if min is None and max is None:
             raise BadPatch("Clamp without a bound: give min=, max= or both.")
-        low, high = (None if bound is None else operand("Clamp", bound) for bound in (min, max))
+        low, high = (None if bound is None else as_operand("Clamp", bound) for bound in (min, max))
         if isinstance(low, (int, float)) and isinstance(high, (int, float)) and low > high:
             raise BadPatch(f"Clamp between {low} and {high}: the lower bound is above the upper one.")
-        self.__attrs_init__(low, high, as_part(part, axes))
+        self.__attrs_init__(low, high, part=as_part(part, axes))
 
     def terms(self) -> Terms:
-        return acts.clamp, (self.min, self.max), _at(self.part)
+        return patch_ops.clamp, (self.min, self.max), self._part_argument
 
 
 @frozen(init=False, repr=False)
-class Project(Patch):
-    """What the value is along one direction (d,) or several (k, d); with `off=True` all but that.
+class Project(PartPatch):
+    """The projection of the value onto one direction (d,) or several (k, d); with `off=True` what is left without it.
 
-    They lie along the last axis of the part, or along the one that `along` names, and are made orthonormal.
+    Directions lie along the last axis of the part, or along the axis `along`. They need not be orthonormal.
     """
 
-    direction: torch.Tensor = field(eq=content)
-    part: Part | None
+    direction: torch.Tensor = field(eq=by_content)
     off: bool = False
     along: str | int | None = None
-    _first = ("direction",)
+    _positional = ("direction",)
 
     def __init__(
         self,
@@ -446,27 +476,26 @@ class Project(Patch):
         made = as_part(part, axes)
         if isinstance(along, str) and made is None:
             raise BadPatch(f"Project along {along!r} needs a pattern that names it. Give one, or the axis as a number.")
-        self.__attrs_init__(directions(direction), made, off, along)
+        self.__attrs_init__(as_directions(direction), off, along, part=made)
 
     def terms(self) -> Terms:
-        return acts.project, (self.direction,), {"off": self.off, "along": self.along, **_at(self.part)}
+        return patch_ops.project, (self.direction,), {"off": self.off, "along": self.along, **self._part_argument}
 
 
 @frozen(init=False, repr=False)
-class Rotate(Patch):
+class Rotate(PartPatch):
     """Another patch on some coordinates of the value: `x + (then(z) - z) @ basis`, where `z = x @ basis.T`.
 
-    The basis is (k, d), its rows orthonormal; they lie along the last axis of the part. `From(other)` inside takes the
-    other's coordinates: distributed interchange. Gradients reach the basis, so that it can be learned.
+    The basis is (k, d) with orthonormal rows, which lie along the last axis of the part. `then=From(other)` takes the
+    other value's coordinates: a distributed interchange intervention. Gradients reach the basis, so it can be learned.
     """
 
-    basis: torch.Tensor = field(eq=content)
+    basis: torch.Tensor = field(eq=by_content)
     then: Patch
-    part: Part | None
-    _first = ("basis", "then")
+    _positional = ("basis", "then")
 
     def __init__(self, basis: torch.Tensor, then: Any, /, part: Part | str | None = None, **axes: Any) -> None:
-        self.__attrs_init__(orthonormal(basis), patch_of(then), as_part(part, axes))
+        self.__attrs_init__(as_basis(basis), patch_of(then), part=as_part(part, axes))
 
     @property
     def of_site(self) -> tuple[bool, ...]:
@@ -480,24 +509,23 @@ class Rotate(Patch):
         tensors: list[torch.Tensor] = []
         then = _step(self.then, tensors)
         sites = tuple([number for number, is_site in enumerate(self.then.of_site) if is_site])
-        return acts.rotate, (self.basis, *tensors), {"then": then, "of_site": sites, **_at(self.part)}
+        return patch_ops.rotate, (self.basis, *tensors), {"then": then, "of_site": sites, **self._part_argument}
 
 
 @frozen(init=False, repr=False)
-class Apply(Patch):
-    """What a function makes of the value. It must give the same shape and dtype. A bare callable means `Apply`."""
+class Apply(PartPatch):
+    """A function of the value, which must return the same shape and dtype. A bare callable means `Apply`."""
 
     fn: Callable[..., Any]
-    part: Part | None
-    _first = ("fn",)
+    _positional = ("fn",)
 
     def __init__(self, fn: Any, /, part: Part | str | None = None, **axes: Any) -> None:
         if not callable(fn) or isinstance(fn, (torch.Tensor, Patch, ValueSource)):
             raise BadPatch(f"Apply takes a function of the value, not {shown(fn)}.")
-        self.__attrs_init__(fn, as_part(part, axes))
+        self.__attrs_init__(fn, part=as_part(part, axes))
 
     def terms(self) -> Terms:
-        return acts.apply, (self.fn,), _at(self.part)
+        return patch_ops.apply, (self.fn,), self._part_argument
 
 
 @frozen(repr=False)
@@ -527,15 +555,15 @@ class Chain(Patch):
     def terms(self) -> Terms:
         tensors: list[torch.Tensor] = []
         steps = tuple([_step(patch, tensors) for patch in self.patches])
-        return acts.chain, tuple(tensors), {"steps": steps}
+        return patch_ops.chain, tuple(tensors), {"steps": steps}
 
     def __repr__(self) -> str:
         return " >> ".join(map(repr, self.patches))
 
 
 def patch_of(what: Any) -> Patch:
-    """What a user gives as a patch: a bare tensor means `Set`, a layer, program or run `From`, a list a chain of
-    patches, a callable `Apply`.
+    """The patch that a user's value means: a bare tensor `Set`, a layer, program or run `From`, a list a `Chain`, a
+    callable `Apply`.
     """
     if isinstance(what, Patch):
         return what
@@ -549,12 +577,12 @@ def patch_of(what: Any) -> Patch:
         return Chain(tuple([patch for one in what for patch in _flat(patch_of(one))]))
     if callable(what):
         return Apply(what)
-    raise BadPatch(f"{shown(what)} is no patch. Give a tensor, a function, or a patch such as Set({shown(what)}).")
+    raise BadPatch(f"{shown(what)} is not a patch. Give a tensor, a function, or a patch such as Set({shown(what)}).")
 
 
 def keeps_layout(what: Any) -> bool:
-    """Does it change numbers, so that what it gives lies in memory as the old value did? A whole tensor, and a function
-    of the whole value, bring a layout of their own.
+    """True if its result takes the memory layout of the old value. A whole tensor, and a function of the whole value,
+    bring their own layout.
     """
     if isinstance(what, list):
         what = patch_of(what)
@@ -567,24 +595,22 @@ def _flat(patch: Patch) -> tuple[Patch, ...]:
     return patch.patches if isinstance(patch, Chain) else (patch,)
 
 
-def _at(part: Part | None) -> dict[str, Any]:
-    return {} if part is None else {"part": part}
-
-
-def _step(patch: Patch, tensors: list[torch.Tensor]) -> acts.PatchStep:
-    """A patch as a literal, its tensors put aside."""
+def _step(patch: Patch, tensors: list[torch.Tensor]) -> patch_ops.PatchStep:
+    """A patch as a literal inside another patch; its tensors are appended to `tensors`."""
     function, args, kwargs = patch.terms()
     slots = []
     for arg in args:
         if isinstance(arg, torch.Tensor):
-            slots.append(acts.PatchOperand(len(tensors)))
+            slots.append(patch_ops.PatchOperand(len(tensors)))
             tensors.append(arg)
         else:
             slots.append(arg)
-    return acts.PatchStep(Target.of(function), tuple(slots), tuple(kwargs.items()))
+    return patch_ops.PatchStep(Target.of(function), tuple(slots), tuple(kwargs.items()))
 
 
 def _require_bound(patch: Patch, source: Any) -> torch.Tensor:
     if not isinstance(source, torch.Tensor):
-        raise BadPatch(f"{patch!r} is bound to no site. Replay a program with it, or call `patch.bound(look)` first.")
+        raise BadPatch(
+            f"{patch!r} is not bound to a site. Replay a program with it, or call `patch.bound(look)` first."
+        )
     return source

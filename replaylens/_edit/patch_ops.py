@@ -1,8 +1,8 @@
 """What each patch does to one tensor: pure functions with stable names, which a program can hold as its calls.
 
-In: a value, the tensors of the patch, its literals and its part. Out: the new value, of the same shape and dtype; the
-rest of the value is the same to the last bit. Nothing that comes in is written, gradients flow to all of it, and all of
-it may be batched by `torch.func.vmap`. Sites, programs and names are not known here.
+In: a value, the patch's tensors, its literals and its part. Out: the new value, of the same shape and dtype; outside
+the part it is the same to the last bit. No argument is written to, gradients flow to all of them, and all may be
+batched by `torch.func.vmap`. Sites, programs and names are not known here.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ Operand = torch.Tensor | float
 
 
 def set_value(value: Tensor, new: Operand, part: Part | None = None) -> Tensor:
-    """The value with something else in its place, or in a part of it."""
+    """The value, or a part of it, replaced."""
     if part is not None:
         return part.write(value, new)
     if isinstance(new, Tensor):
-        _require_alike("Set", new, value, None)
+        _require_same_kind("Set", new, value, None)
         return new
     require_number(value, new)
     return torch.full_like(value, new)
 
 
 def zero(value: Tensor, part: Part | None = None) -> Tensor:
-    """Zeros in the place of the value, or of a part of it."""
+    """The value, or a part of it, replaced by zeros."""
     if part is None:
         return torch.zeros_like(value)
     if is_narrow(value.dtype):
@@ -49,7 +49,7 @@ def zero(value: Tensor, part: Part | None = None) -> Tensor:
 
 
 def take_from(value: Tensor, source: Tensor, part: Part | None = None) -> Tensor:
-    """The value with what another one of its shape has, or has in a part."""
+    """The value, or a part of it, replaced by that of another one of its shape."""
     if source.shape != value.shape or source.dtype != value.dtype:
         more = "" if part is None else ": the part is taken of both"
         raise ShapeMismatch(
@@ -59,16 +59,16 @@ def take_from(value: Tensor, source: Tensor, part: Part | None = None) -> Tensor
 
 
 def mean(value: Tensor, of: Tensor | None = None, *, over: tuple[Any, ...] = (0,), part: Part | None = None) -> Tensor:
-    """The value's mean over some axes, or that of another one, in the place of the value or of a part of it."""
+    """The value, or a part of it, replaced by its own mean over some axes, or that of another value."""
     _require_floating("Mean", value)
     source = value if of is None else of
     if source.dtype != value.dtype:
-        _require_alike("Mean(of=)", source, value, part)
+        _require_same_kind("Mean(of=)", source, value, part)
     axes = _mean_axes(source, over, part)
     apart = source if part is None else source.reshape([axis.size for axis in part.axes(source.shape)])
     if of is None and all(apart.shape[axis] == 1 for axis in axes):
         raise BadPatch(
-            f"Mean changes nothing: there is one value only along {_words(over)} of the shape {tuple(value.shape)}.\n"
+            f"Mean changes nothing: there is only one value along {_words(over)} of the shape {tuple(value.shape)}.\n"
             "Name other axes (over=), or the values to take the mean of (of=)."
         )
     found = apart.mean(axes, keepdim=True)
@@ -76,13 +76,13 @@ def mean(value: Tensor, of: Tensor | None = None, *, over: tuple[Any, ...] = (0,
     if len(found.shape) != len(wanted) or not broadcasts(found.shape, wanted):
         raise ShapeMismatch(
             f"Mean over {_words(over)} of a tensor of shape {tuple(source.shape)} does not fit the value, "
-            f"which is {tuple(value.shape)}{_of(part)}."
+            f"which is {tuple(value.shape)}{_at_part(part)}."
         )
     return found.expand(wanted).contiguous() if part is None else part.take(value, found)
 
 
 def _mean_axes(source: Tensor, over: tuple[Any, ...], part: Part | None) -> list[int]:
-    """Axes by their names in the pattern, or by their numbers in the tensor, as numbers of the axes taken apart."""
+    """Axes by their names in the pattern, or their numbers in the tensor, as numbers of the unpacked axes."""
     rank = source.dim()
     if not rank:
         raise BadPatch("Mean over axis 0: the value is a single number.")
@@ -98,7 +98,7 @@ def _mean_axes(source: Tensor, over: tuple[Any, ...], part: Part | None) -> list
 def resample(
     value: Tensor, permutation: tuple[int, ...] | None = None, seed: int = 0, part: Part | None = None
 ) -> Tensor:
-    """The value with the rows of its batch in another order, or a part of it so."""
+    """The value, or a part of it, with the rows of its batch in another order."""
     if value.dim() == 0 or value.shape[0] < 2:
         raise BadPatch(
             f"Resample needs a batch of at least two to take other rows from; the value is {tuple(value.shape)}."
@@ -113,7 +113,7 @@ def resample(
 
 @lru_cache(maxsize=256)
 def _order(rows: int, seed: int) -> tuple[int, ...]:
-    """An order drawn from a generator of its own; never the one that changes nothing."""
+    """An order drawn from a generator of its own; never the identity."""
     with outside_of_transforms():
         generator = torch.Generator().manual_seed(seed)
         while True:
@@ -123,19 +123,21 @@ def _order(rows: int, seed: int) -> tuple[int, ...]:
 
 
 def add(value: Tensor, vector: Operand, part: Part | None = None) -> Tensor:
-    """The value plus a vector, or a part of it so."""
+    """The value, or a part of it, plus a vector."""
     _require_floating("Add", value)
     return _changed(value, part, "Add", lambda old: old + _operand("Add", vector, old, part))
 
 
 def scale(value: Tensor, k: Operand, part: Part | None = None) -> Tensor:
-    """The value times k, or a part of it so."""
+    """The value, or a part of it, times k."""
     _require_floating("Scale", value)
     return _changed(value, part, "Scale", lambda old: old * _operand("Scale", k, old, part))
 
 
 def noise(value: Tensor, std: Operand, seed: int = 0, part: Part | None = None) -> Tensor:
-    """The value plus normal noise of this deviation. The same seed gives the same noise, whatever else is drawn."""
+    """The value plus normal noise with this standard deviation. The same seed gives the same noise, whatever else is
+    drawn.
+    """
     _require_floating("Noise", value)
 
     def noisy(old: Tensor) -> Tensor:
@@ -148,7 +150,7 @@ def noise(value: Tensor, std: Operand, seed: int = 0, part: Part | None = None) 
 
 
 def clamp(value: Tensor, min: Operand | None = None, max: Operand | None = None, part: Part | None = None) -> Tensor:
-    """The value held between two bounds, or a part of it so."""
+    """The value, or a part of it, clamped between two bounds."""
     if value.dtype is torch.bool or value.is_complex():
         raise BadPatch(f"Clamp needs values that have an order, not {value.dtype}.")
 
@@ -164,13 +166,13 @@ def clamp(value: Tensor, min: Operand | None = None, max: Operand | None = None,
 def project(
     value: Tensor, direction: Tensor, *, off: bool = False, along: str | int | None = None, part: Part | None = None
 ) -> Tensor:
-    """What the value is along one or several directions, or all but that."""
+    """The projection of the value onto one or several directions, or what is left without it."""
     _require_floating("Project", value)
 
     def projected(old: Tensor) -> Tensor:
         axis = _axis("Project", old, value, along, part)
         here = old.movedim(axis, -1)
-        with _exactly(value):
+        with _without_autocast(value):
             rows = _orthonormal(_along_axis("Project", direction, old, axis, part))
             found = (here @ rows.mH) @ rows
         return (here - found if off else found).movedim(-1, axis)
@@ -179,7 +181,7 @@ def project(
 
 
 def _orthonormal(rows: Tensor) -> Tensor:
-    """An orthonormal basis of what the rows span."""
+    """An orthonormal basis of the rows' span."""
     wide = rows.to(torch.float32) if rows.dtype in (torch.bfloat16, torch.float16) else rows
     if wide.dim() == 1 or wide.shape[0] == 1:
         wide = wide.reshape(1, -1)
@@ -189,7 +191,7 @@ def _orthonormal(rows: Tensor) -> Tensor:
 
 @frozen
 class PatchStep:
-    """A patch inside another one, as a literal: its function and arguments. A Slot stands for each tensor."""
+    """A patch inside another one, as a literal: its function and arguments, with a PatchOperand for each tensor."""
 
     target: Target
     args: tuple[Any, ...]
@@ -217,13 +219,13 @@ def rotate(
 ) -> Tensor:
     """The value with its coordinates in some directions patched: `x + (then(z) - z) @ basis`, where `z = x @ basis.T`.
 
-    Those of the tensors that are `of_site` are other values of the site: their coordinates are meant.
+    Tensors numbered in `of_site` are other values of the same site: they are taken by their coordinates.
     """
     _require_floating("Rotate", value)
 
     def turned(old: Tensor) -> Tensor:
         rows = _along_axis("Rotate", basis, old, -1, part)
-        with _exactly(value):
+        with _without_autocast(value):
             inner = [
                 (t if part is None else part.read(t)) @ rows.mH if n in of_site else t for n, t in enumerate(tensors)
             ]
@@ -234,15 +236,16 @@ def rotate(
 
 
 def apply(value: Tensor, fn: Callable[[Tensor], Tensor], part: Part | None = None) -> Tensor:
-    """What a function makes of the value, or of a part of it. It gets a copy, and may write to it."""
+    """What a function makes of the value, or of a part of it. It gets a copy, which it may write to."""
     return _changed(value, part, "Apply", lambda old: of_own_copies(fn, old))
 
 
 def of_own_copies(fn: Callable[[Any], Any], values: Any) -> Any:
-    """What a function makes of a value, or of several. It gets copies, and may write to them; where it hands a copy
-    on as it got it, or a view of the whole of it, that is the value itself.
+    """What a function makes of a value, or of several. It gets copies, which it may write to. If it returns a copy
+    unchanged, or a view of the whole of it, that is the value itself.
 
-    In the model a hook that writes by `.data` or numpy changes what the call before it may have saved for its backward.
+    In the model, a hook that writes through `.data` or numpy changes what the preceding call may have saved for its
+    backward. Gradients through such a patch are refused.
     """
     if torch.compiler.is_compiling():
         return fn(own_copy(values) if isinstance(values, Tensor) else thaw(freeze_deep(values, own_copy), _same))
@@ -257,20 +260,20 @@ def of_own_copies(fn: Callable[[Any], Any], values: Any) -> Any:
         return copy
 
     copies = copied(values) if isinstance(values, Tensor) else thaw(freeze_deep(values, copied), _same)
-    made = _handed_back(fn(copies), pairs)
+    made = _with_unchanged_values(fn(copies), pairs)
     if made is values:
         return values
-    if not any(_is_spoilt(*one) for one in given):
+    if not any(_changed_saved_value(*one) for one in given):
         return made
     return thaw(freeze_deep(made, lambda tensor: without_way_back(tensor, _UNSEEN)), _same)
 
 
-def _handed_back(made: Any, pairs: list[tuple[Tensor, Tensor]]) -> Any:
-    """What a function made of copies; where it left these as they were, the values themselves, or views of them."""
+def _with_unchanged_values(made: Any, pairs: list[tuple[Tensor, Tensor]]) -> Any:
+    """What a function made of copies, with the values themselves, or views of them, where it left copies unchanged."""
 
     def leaf(new: Tensor) -> Tensor:
         for copy, old in pairs:
-            if (new is copy or _is_a_view_of(new, copy)) and _is_as_given(new, old):
+            if (new is copy or _is_whole_view_of(new, copy)) and _is_unchanged(new, old):
                 own = old if new.requires_grad == old.requires_grad else old.detach()
                 return own if new is copy or new._base is None else own.view_as(own)
         return new
@@ -280,8 +283,8 @@ def _handed_back(made: Any, pairs: list[tuple[Tensor, Tensor]]) -> Any:
     return thaw(freeze_deep(made, leaf), _same) if isinstance(made, (tuple, list)) else made
 
 
-def _is_a_view_of(new: Tensor, copy: Tensor) -> bool:
-    """Is it another tensor over the very same memory, such as `value.detach()`?"""
+def _is_whole_view_of(new: Tensor, copy: Tensor) -> bool:
+    """True if it is another tensor over exactly the same memory, such as `value.detach()`."""
     if type(new) is not Tensor or new.layout is not torch.strided or copy.layout is not torch.strided:
         return False
     if new.requires_grad and new.is_leaf:
@@ -289,16 +292,18 @@ def _is_a_view_of(new: Tensor, copy: Tensor) -> bool:
     return peek_interpreter_stack() is None and new.data_ptr() == copy.data_ptr() and new.numel() == copy.numel() > 0
 
 
-def _is_as_given(copy: Tensor, value: Tensor) -> bool:
-    """Did a function leave the copy as it was? It may write by `.data`, which no counter shows."""
+def _is_unchanged(copy: Tensor, value: Tensor) -> bool:
+    """True if a function left its copy unchanged. It may have written through `.data`, which no counter shows."""
     if peek_interpreter_stack() is not None or value.layout is not torch.strided or value.is_nested:
         return False
     alike = copy.requires_grad <= value.requires_grad and copy.stride() == value.stride()
     return alike and same(copy, value)
 
 
-def _is_spoilt(old: Tensor, there: Tensor, version: int) -> bool:
-    """Was the copy written in a way that torch does not see, where a hook would have written what its maker saved?"""
+def _changed_saved_value(old: Tensor, there: Tensor, version: int) -> bool:
+    """True if the copy was written unseen by torch, where a hook would have changed what the value's own call had
+    saved.
+    """
     if there._version != version or same_content(old, there):
         return False
     memory = old.untyped_storage()._cdata if old.layout is torch.strided else None
@@ -316,19 +321,19 @@ def _same(leaf: Any) -> Any:
 
 
 def own_copy(tensor: Tensor) -> Tensor:
-    """A copy that a user's function may write: laid out alike, but where elements share memory."""
+    """A copy that a user's function may write to, in the same layout unless elements share memory."""
     if torch.compiler.is_compiling() or (tensor.layout is torch.strided and 0 in tensor.stride()):
         return tensor.clone()
     return writable_copy(tensor)
 
 
 def is_act(function: Callable[..., Any]) -> bool:
-    """Is it one of the functions that patches stand for?"""
+    """True for the functions of this module, which patches stand for."""
     return getattr(function, "__module__", None) == __name__
 
 
 def chain(value: Tensor, *tensors: Tensor, steps: tuple[PatchStep, ...]) -> Tensor:
-    """Several patches, one after the other."""
+    """Several patches, one after another."""
     for step in steps:
         value = step(value, tensors)
     return value
@@ -336,27 +341,26 @@ def chain(value: Tensor, *tensors: Tensor, steps: tuple[PatchStep, ...]) -> Tens
 
 def _changed(value: Tensor, part: Part | None, word: str, change: Callable[[Tensor], Tensor]) -> Tensor:
     if part is None:
-        return _require_alike(word, change(value), value, None)
+        return _require_same_kind(word, change(value), value, None)
     here = part.on(value)
     old = here.read(value)
-    return here.write(value, _require_alike(word, change(old), old, part))
+    return here.write(value, _require_same_kind(word, change(old), old, part))
 
 
-def _exactly(value: Tensor) -> Any:
-    """Without autocast: the model's own precision is no reason to round what a patch computes."""
+def _without_autocast(value: Tensor) -> Any:
+    """Without autocast: the model's precision is no reason to round what a patch computes."""
     if torch.compiler.is_compiling() or not is_any_autocast_on():
         return nullcontext()
     return torch.autocast(value.device.type, enabled=False)
 
 
-def _require_alike(word: str, new: Any, old: Tensor, part: Part | None) -> Tensor:
-    """A patch changes neither shape nor dtype."""
+def _require_same_kind(word: str, new: Any, old: Tensor, part: Part | None) -> Tensor:
+    """The new value, which must have the shape and dtype of the old one."""
     if not isinstance(new, Tensor):
         raise ShapeMismatch(f"{word} gives {type(new).__name__}, not a tensor.")
     if new.shape != old.shape or new.dtype != old.dtype:
         raise ShapeMismatch(
-            f"{word} gives {_kind(new)}; {f'the part {part}' if part else 'the value'} is {_kind(old)}.\n"
-            "Give one of that shape and dtype."
+            f"{word} gives {_kind(new)}; {_patched(part)} is {_kind(old)}.\nGive one of that shape and dtype."
         )
     return new
 
@@ -370,29 +374,30 @@ def _require_floating(word: str, value: Tensor) -> None:
     if is_narrow(value.dtype):
         raise BadPatch(
             f"{word} needs arithmetic, and torch has none for {value.dtype}.\n"
-            "Patch the wider value that it was made from, or give `lambda t: (t.float() * 2).to(t.dtype)` or its like."
+            "Patch the wider value that it was made from, or give a function such as "
+            "`lambda t: (t.float() * 2).to(t.dtype)`."
         )
 
 
 def is_narrow(dtype: torch.dtype) -> bool:
-    """Is it a floating type of a byte, in which torch keeps numbers and computes nothing?"""
+    """True for one-byte floating types, which torch stores but does not compute in."""
     return dtype.is_floating_point and dtype.itemsize == 1
 
 
 def _operand(word: str, given: Any, old: Tensor, part: Part | None) -> Any:
-    """A number or tensor that fits what it is put together with."""
+    """A number or tensor that fits what it is combined with."""
     if not isinstance(given, Tensor):
         require_number(old, given)
     elif given.dtype != old.dtype or not broadcasts(given.shape, old.shape):
         raise ShapeMismatch(
-            f"{word} was given {_kind(given)}; {f'the part {part}' if part else 'the value'} is {_kind(old)}.\n"
+            f"{word} was given {_kind(given)}; {_patched(part)} is {_kind(old)}.\n"
             "Give one of that dtype, whose shape broadcasts to that shape."
         )
     return given
 
 
 def _axis(word: str, old: Tensor, value: Tensor, along: str | int | None, part: Part | None) -> int:
-    """Which axis of what was read is meant."""
+    """The number of the axis that is meant, in what was read."""
     if isinstance(along, str):
         assert part is not None
         names = part.on(value).names
@@ -401,16 +406,15 @@ def _axis(word: str, old: Tensor, value: Tensor, along: str | int | None, part: 
         return names.index(along)
     axis = -1 if along is None else along
     if not -old.dim() <= axis < old.dim():
-        raise BadPatch(f"{word} along axis {axis}: {f'the part {part}' if part else 'the value'} is {_kind(old)}.")
+        raise BadPatch(f"{word} along axis {axis}: {_patched(part)} is {_kind(old)}.")
     return axis
 
 
 def _along_axis(word: str, rows: Tensor, old: Tensor, axis: int, part: Part | None) -> Tensor:
-    """Directions that have as many entries as the axis that they lie along."""
+    """Directions, checked to be as long as the axis that they lie along."""
     if old.dim() == 0 or rows.shape[-1] != old.shape[axis] or rows.dtype != old.dtype:
-        where = f"the part {part}" if part else "the value"
         raise ShapeMismatch(
-            f"{word} was given directions {_kind(rows)}; {where} is {_kind(old)}.\n"
+            f"{word} was given directions {_kind(rows)}; {_patched(part)} is {_kind(old)}.\n"
             "Give directions of that dtype, as long as the axis that they lie along."
         )
     return rows
@@ -420,9 +424,13 @@ def _kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(map(str, tensor.shape))}]"
 
 
+def _patched(part: Part | None) -> str:
+    return f"the part {part}" if part else "the value"
+
+
 def _words(over: tuple[Any, ...]) -> str:
     return " ".join(map(str, over)) if isinstance(over[0], str) else f"axis {', '.join(map(str, over))}"
 
 
-def _of(part: Part | None) -> str:
+def _at_part(part: Part | None) -> str:
     return f" at {part}" if part is not None else ""

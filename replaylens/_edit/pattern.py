@@ -1,7 +1,7 @@
-"""The language of parts: `"b [t] ([head] d)"`, one side of an einops pattern whose bracketed axes are addressed.
+"""The grammar of parts: `"b [t] ([head] d)"`, one side of an einops pattern whose bracketed axes are addressed.
 
-In: a pattern, a shape, the sizes that were given. Out: the axes that the shape has in the pattern's words, packed axes
-taken apart. Which indices of an axis are meant, and tensors, are not known here.
+In: a pattern, a shape, the sizes that were given. Out: the axes of the shape in the pattern's words, packed axes
+unpacked. Indices and tensors are not known here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TOKEN = re.compile(r"\s*(\.\.\.|[()\[\]]|\w+)")
 
 @frozen
 class Name:
-    """An axis as the pattern writes it. `1` is the name of an axis of size one."""
+    """An axis as written in the pattern. `1` is the name of an axis of size one."""
 
     word: str
     is_bracketed: bool = False
@@ -32,7 +32,7 @@ class Name:
 
 @frozen
 class Pattern:
-    """What each axis of a tensor is made of: one name, or several that are packed. None stands for `...`."""
+    """What each axis of a tensor consists of: one name, or several that are packed. None stands for `...`."""
 
     groups: tuple[tuple[Name, ...] | None, ...]
     packed: tuple[bool, ...]
@@ -47,7 +47,7 @@ class Pattern:
 
 
 class Axis(NamedTuple):
-    """One axis of a shape, packed ones taken apart: its name, its size, and the axis of the tensor that it lies in."""
+    """One unpacked axis of a shape: its name, its size, and the tensor's axis that it is part of."""
 
     name: str
     size: int
@@ -57,7 +57,7 @@ class Axis(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def parse(text: str) -> Pattern:
-    """The pattern that a text writes, or an error that shows where it does not."""
+    """The pattern that a text writes, or an error that shows why it is not one."""
     groups: list[tuple[Name, ...] | None] = []
     packed: list[bool] = []
     inside: list[Name] | None = None
@@ -74,7 +74,7 @@ def parse(text: str) -> Pattern:
             inside = None
         elif token == "..." and inside is None:
             if None in groups:
-                raise _unreadable(text, "`...` stands twice")
+                raise _unreadable(text, "`...` occurs twice")
             groups.append(None)
             packed.append(False)
         elif token == "[" or token.isidentifier() or token == "1":
@@ -83,7 +83,7 @@ def parse(text: str) -> Pattern:
             name = Name(tokens[position], True) if token == "[" else Name(token)
             position += 2 if token == "[" else 0
             if not name.word.isidentifier() and (name.is_bracketed or name.word != "1"):
-                raise _unreadable(text, f"{name.word!r} is no name of an axis")
+                raise _unreadable(text, f"{name.word!r} is not the name of an axis")
             if inside is not None:
                 inside.append(name)
             else:
@@ -96,7 +96,7 @@ def parse(text: str) -> Pattern:
     made = Pattern(tuple(groups), tuple(packed))
     words = [name.word for name in made.names]
     if twice := next((word for word in words if words.count(word) > 1), None):
-        raise _unreadable(text, f"the axis {twice} stands twice")
+        raise _unreadable(text, f"the axis {twice} occurs twice")
     return made
 
 
@@ -113,22 +113,22 @@ def _tokens(text: str) -> list[str]:
 
 def _reason(token: str, packed: bool) -> str:
     if token == "(":
-        return "parentheses stand inside parentheses"
+        return "parentheses are nested"
     if token == "...":
-        return "`...` stands inside parentheses"
+        return "`...` is inside parentheses"
     if token == ")":
         return "a parenthesis is closed that was not opened"
-    return "a bracket is closed that was not opened" if token == "]" else f"{token!r} is no name of an axis"
+    return "a bracket is closed that was not opened" if token == "]" else f"{token!r} is not the name of an axis"
 
 
 def _unreadable(text: str, fact: str) -> BadPart:
     return BadPart(
-        f'{fact} in the pattern "{text}".\nWrite one as einops does, what is meant in brackets: "b [c] h w".'
+        f'{fact} in the pattern "{text}".\nWrite it as in einops, with the addressed axes in brackets: "b [c] h w".'
     )
 
 
 def axes_of(pattern: Pattern, shape: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[Axis, ...]:
-    """The axes that a shape has in the pattern's words. The size of one axis in each packed group is worked out."""
+    """The axes of a shape in the pattern's words. In each packed group the size of one axis is inferred."""
     named = len(pattern.groups) - (None in pattern.groups)
     if len(shape) < named or (len(shape) > named and None not in pattern.groups):
         least = "at least " if None in pattern.groups else ""

@@ -1,13 +1,8 @@
-"""The moves that every edit is made of: put nodes in the place of others, read another value, remove, splice, prune.
+"""The moves that every edit consists of: replace nodes, read another value, remove, splice, prune.
 
-In: a lawful Graph, and what is to be another. Out: a lawful Graph. Nodes that an edit does not touch keep their names,
-guards their places, and calls that run others again (a gradient taken inside the forward) run what now stands there.
-No tensor is touched here: meanings of changed nodes are brought up to date when the edited graph is run.
-
-Calls that run others again (a gradient taken inside the forward), after those others have changed.
-
-In: the graph before an edit and after it. Out: the edited graph, in which such a call holds the stretch as it is now.
-How a gradient is taken is not known here: a stretch is a Graph among the call's arguments, with what goes into it.
+In: a lawful Graph and a change. Out: a lawful Graph. Nodes that an edit does not touch keep their names, guards keep
+their places, and calls that run others again (a gradient inside the forward) run what is now in their place. No tensor
+is touched here: specs of changed nodes are updated when the edited graph runs.
 """
 
 from __future__ import annotations
@@ -71,7 +66,7 @@ def _swap(refs: Refs) -> Any:
 
 
 def replace(graph: Graph, instead: Mapping[str, Sequence[Node]], refs: Refs = NOTHING, **changes: Any) -> Graph:
-    """Other nodes in the place of some: for each name the nodes that stand there now, in their order.
+    """Put other nodes in the place of some: for each name, the nodes that take its place, in order.
 
     All other nodes, guards and outputs read through `refs`. `changes` are other fields of the graph, taken as they are.
     """
@@ -80,7 +75,7 @@ def replace(graph: Graph, instead: Mapping[str, Sequence[Node]], refs: Refs = NO
     for node in graph.nodes:
         nodes.extend(instead[node.name] if node.name in instead else (reading(node, refs),))
         places.append(len(nodes))
-    guards, asked = ([_moved(guard, places, refs) for guard in many] for many in (graph.guards, graph.asked))
+    guards, asked = ([_moved_guard(guard, places, refs) for guard in many] for many in (graph.guards, graph.asked))
     fields: dict[str, Any] = {"guards": tuple(guards), "asked": tuple(asked)}
     if graph.written.intersection(refs):
         fields["written"] = frozenset([refs.get(ref, ref) for ref in graph.written])
@@ -92,35 +87,35 @@ def replace(graph: Graph, instead: Mapping[str, Sequence[Node]], refs: Refs = NO
     return require_lawful(recompute_region(graph, evolve(graph, **{"nodes": tuple(nodes), **fields, **changes}), refs))
 
 
-def _moved(guard: Guard, places: Sequence[int], refs: Refs) -> Guard:
+def _moved_guard(guard: Guard, places: Sequence[int], refs: Refs) -> Guard:
     guard, position = guard_reading(guard, refs), places[guard.position]
     return evolve(guard, position=position) if position != guard.position else guard
 
 
 def guard_reading(guard: Guard, refs: Refs) -> Guard:
-    """The same guard, on other values."""
+    """The same guard, reading other values."""
     return remade(guard, _swap(refs)) if any(ref in refs for ref in guard.refs) else guard
 
 
 def insert_after(graph: Graph, name: str, nodes: Sequence[Node], refs: Refs = NOTHING) -> Graph:
-    """Further nodes behind one; everything else reads through `refs`, the node and the new ones as they say."""
+    """Insert nodes behind one. Everything else reads through `refs`; the node and the new ones read as they are."""
     return replace(graph, {name: (graph[name], *nodes)}, refs)
 
 
 def rewire(graph: Graph, readers: Iterable[str], refs: Refs) -> Graph:
-    """Some nodes, or the program's "output", read other values; all the rest reads what it read."""
+    """Let some nodes, or the program's "output", read other values; everything else reads what it read."""
     names = set(readers)
     instead = {name: (reading(graph[name], refs),) for name in names if name != "output"}
     return replace(graph, instead, output=remake(graph.output, _swap(refs)) if "output" in names else graph.output)
 
 
 def remove(graph: Graph, name: str, refs: Refs) -> Graph:
-    """Without a node; `refs` says what is read in the place of each of its values."""
+    """Remove a node; `refs` says what is read in the place of each of its values."""
     return replace(graph, {name: ()}, refs)
 
 
 def prune(graph: Graph, keep: Iterable[str] = ()) -> Graph:
-    """Without what nothing needs: no output, guard, write of the model, nor what is to be kept. Inputs stay."""
+    """Remove what no output, guard or write to state needs and `keep` does not name. Inputs stay."""
     ends = [
         ref.node
         for ref in (*graph.wanted_refs, *(ref for guard in (*graph.guards, *graph.asked) for ref in guard.refs))
@@ -133,15 +128,15 @@ def prune(graph: Graph, keep: Iterable[str] = ()) -> Graph:
 
 
 def without(graph: Graph, names: Iterable[str]) -> Graph:
-    """Without some nodes that nothing reads any more, and without what was known of them alone."""
+    """Remove nodes that nothing reads any more, and what was known of them alone."""
     gone = frozenset(names)
     if not gone:
         return graph
-    outputs = tuple([(scope, tree) for scope, tree in graph.module_outputs if not gone & _named(tree)])
+    outputs = tuple([(scope, tree) for scope, tree in graph.module_outputs if not gone & _nodes_in(tree)])
     return replace(graph, dict.fromkeys(gone, ()), module_outputs=outputs, orphans=graph.orphans - gone)
 
 
-def _named(tree: Any) -> set[str]:
+def _nodes_in(tree: Any) -> set[str]:
     return {leaf.node for leaf in refs_in(tree)}
 
 
@@ -159,11 +154,11 @@ def unread_sources(old: Graph, new: Graph) -> frozenset[str]:
 
 @frozen
 class Splice:
-    """How a graph is put in the place of a node.
+    """How a graph takes the place of a node.
 
-    `given` is what its inputs stand for: the tensors that the node reads, each once, if not said otherwise. `shared`
-    are values that the program has already: the nodes that give them do not come along. `names` are names that some
-    nodes are to have, `draws` other keys for generator states.
+    `given` is what its inputs stand for: by default the tensors that the node reads, each once. `shared` are values
+    that the program already has: their nodes do not come along. `names` are the names of some of the new nodes, `draws`
+    other keys for generator states.
     """
 
     given: tuple[Ref, ...] | None = None
@@ -177,14 +172,14 @@ def splice(graph: Graph, name: str, sub: Graph, how: Splice = Splice()) -> Graph
     """The calls of a graph in the place of one node.
 
     The output of `sub` is the node's value: a tensor for a tensor; for a node of several values a tree of the same
-    shape. New nodes are called `matmul_1_of_{name}` and lie where the node lay; the last one that gives its value
-    carries its name, or one more that gathers the parts. State and constants of `sub` come along.
+    shape. New nodes are called `matmul_1_of_{name}` and have the node's scope and source. The last one carries its name
+    if it gives its value; else one more does, which gathers the parts. State and constants of `sub` come along.
     """
     return splice_all(graph, {name: (sub, how)})
 
 
 def splice_all(graph: Graph, subs: Mapping[str, tuple[Graph, Splice]]) -> Graph:
-    """Graphs in the places of several nodes, in one move. Their new names must not meet."""
+    """Graphs in the places of several nodes, in one move. Their new names must be distinct."""
     instead: dict[str, Sequence[Node]] = {}
     guards: list[tuple[str, Guard]] = []  # with the first of the new nodes, from which they are counted
     moved: dict[str, Sequence[Node]] = {}
@@ -192,14 +187,14 @@ def splice_all(graph: Graph, subs: Mapping[str, tuple[Graph, Splice]]) -> Graph:
         node = graph[name]
         assert isinstance(node, Call)
         called, swap = names_within(graph, name, sub, how), inward(graph, name, sub, how)
-        nodes = [_settled(inner, node, called, swap, how) for inner in sub.nodes if inner.name in called]
+        nodes = [_spliced_node(inner, node, called, swap, how) for inner in sub.nodes if inner.name in called]
         if name not in called.values():
             nodes.append(_gather(node, sub, swap, how.edited))
         reads = [ref for new in nodes if isinstance(new, Call) for ref in new.refs]
-        late = [source for source in _late(graph, name, reads) if source.name not in moved]
+        late = [source for source in _sources_behind(graph, name, reads) if source.name not in moved]
         moved.update({source.name: () for source in late})
         instead[name] = (*late, *nodes)
-        guards += [(nodes[0].name, _placed(guard, sub, called, nodes, swap)) for guard in sub.guards]
+        guards += [(nodes[0].name, _spliced_guard(guard, sub, called, nodes, swap)) for guard in sub.guards]
     made = replace(graph, {**instead, **moved})
     placed = [evolve(guard, position=guard.position + made.positions[first]) for first, guard in guards]
     return require_lawful(
@@ -211,14 +206,14 @@ def splice_all(graph: Graph, subs: Mapping[str, tuple[Graph, Splice]]) -> Graph:
     )
 
 
-def _late(graph: Graph, name: str, reads: Iterable[Ref]) -> list[Node]:
-    """State and constants that stand behind a node, and that are read there now."""
+def _sources_behind(graph: Graph, name: str, reads: Iterable[Ref]) -> list[Node]:
+    """State and constants that stand behind a node that now reads them."""
     behind = dict.fromkeys(ref.node for ref in reads if graph.positions.get(ref.node, -1) > graph.positions[name])
     return [graph[other] for other in behind]
 
 
 def names_within(graph: Graph, name: str, sub: Graph, how: Splice = Splice()) -> dict[str, str]:
-    """What each node of `sub` that comes along is called when it is spliced in the place of a node."""
+    """The name of each node of `sub` that comes along, when it is spliced in the place of a node."""
     taken, last = set(graph.positions), _last(graph[name], sub)
     found: dict[str, str] = {}
     for node in sub.nodes:
@@ -235,7 +230,7 @@ def names_within(graph: Graph, name: str, sub: Graph, how: Splice = Splice()) ->
 
 
 def inward(graph: Graph, name: str, sub: Graph, how: Splice = Splice()) -> Callable[[Any], Any]:
-    """What a Ref or generator of `sub` is in the program."""
+    """A function from a Ref or generator of `sub` to that of the program."""
     node = graph[name]
     assert isinstance(node, Call)
     given = tuple(dict.fromkeys(node.refs)) if how.given is None else how.given
@@ -253,8 +248,8 @@ def inward(graph: Graph, name: str, sub: Graph, how: Splice = Splice()) -> Calla
     return swap
 
 
-def _settled(inner: Node, node: Call, called: Mapping[str, str], swap: Callable[[Any], Any], how: Splice) -> Node:
-    """A node of `sub` as it stands in the program."""
+def _spliced_node(inner: Node, node: Call, called: Mapping[str, str], swap: Callable[[Any], Any], how: Splice) -> Node:
+    """A node of `sub` as it is in the program."""
     if not isinstance(inner, Call):
         return renamed(inner, called[inner.name])
     return remade(
@@ -265,7 +260,7 @@ def _settled(inner: Node, node: Call, called: Mapping[str, str], swap: Callable[
         result=remake(inner.result, swap),
         through=tuple([called[name] for name in inner.through]),
         draws=how.draws.get(inner.draws, inner.draws) if inner.draws is not None else None,
-        follows=_followed(inner, node, how),
+        follows=_draw_before(inner, node, how),
         is_seeded=node.is_seeded if node.draws is not None else inner.is_seeded,
         scope=node.scope,
         source=node.source,
@@ -273,8 +268,8 @@ def _settled(inner: Node, node: Call, called: Mapping[str, str], swap: Callable[
     )
 
 
-def _followed(inner: Call, node: Call, how: Splice) -> str | None:
-    """Which draw comes before one of `sub`. The first stands where the node's own did, or has its own stream."""
+def _draw_before(inner: Call, node: Call, how: Splice) -> str | None:
+    """The draw before one of `sub`. Its first draw follows what the node's own did, or starts a stream of its own."""
     if inner.draws is None:
         return None
     if inner.follows is not None:
@@ -313,7 +308,7 @@ def _last(node: Node, sub: Graph) -> str | None:
     return call.name if value_of(renamed(call, node.name)) == value_of(node) else None
 
 
-def _placed(
+def _spliced_guard(
     guard: Guard, sub: Graph, called: Mapping[str, str], nodes: Sequence[Node], swap: Callable[[Any], Any]
 ) -> Guard:
     """A guard of a spliced graph: behind the last of the new nodes that came before it."""
@@ -323,7 +318,7 @@ def _placed(
 
 
 def recompute_region(old: Graph, new: Graph, refs: Mapping[Ref, Ref]) -> Graph:
-    """The new graph, its calls with a `through` brought up to date. `refs`: values that are other ones everywhere."""
+    """The new graph with its calls that run others again updated. `refs`: values replaced by others everywhere."""
     fixed = {
         call.name: _with_stretch(old, new, call, refs)
         for call in new.again
@@ -360,7 +355,7 @@ def _with_stretch(old: Graph, new: Graph, call: InnerGradient, refs: Mapping[Ref
 
 
 def _outward(call: InnerGradient, refs: Mapping[Ref, Ref]) -> Any:
-    """What a Ref inside the stretch stands for outside."""
+    """A function from a Ref inside the stretch to that of the program."""
     stretch, reads = call.arguments.stretch, (*call.arguments.starts, *call.arguments.others)
     given = {node.name: ref for node, ref in zip(stretch.input_nodes, reads, strict=True)}
     called = {inner.name: name for inner, name in zip(stretch.calls, call.through, strict=True)}
@@ -375,7 +370,7 @@ def _outward(call: InnerGradient, refs: Mapping[Ref, Ref]) -> Any:
 
 
 def _members(old: Graph, new: Graph, call: InnerGradient, ends: Iterable[str], roots: Iterable[Ref]) -> list[Call]:
-    """The calls of the stretch: those that were in it, and new ones on a way from its start to its ends."""
+    """The calls of the stretch: those that were in it, and new ones on a path from its start to its ends."""
     stay = {name for name in call.through if name in new}
     below = new.descendants([*stay, *(ref.node for ref in roots)])
     above = new.ancestors(ends)
@@ -392,7 +387,7 @@ def _stretch_of(new: Graph, stretch: Graph, reads: tuple[Ref, ...], members: lis
             return leaf
         return inside[leaf] if leaf in inside else evolve(leaf, node=called[leaf.node])
 
-    nodes: list[Node] = [Input(inside[ref].node, (n,), _meaning(new, ref)) for n, ref in enumerate(reads)]
+    nodes: list[Node] = [Input(inside[ref].node, (n,), _spec_of(new, ref)) for n, ref in enumerate(reads)]
     for member in members:
         nodes.append(
             remade(
@@ -409,7 +404,7 @@ def _stretch_of(new: Graph, stretch: Graph, reads: tuple[Ref, ...], members: lis
     return evolve(stretch, nodes=tuple(nodes), output=output)
 
 
-def _meaning(graph: Graph, ref: Ref) -> TensorSpec:
+def _spec_of(graph: Graph, ref: Ref) -> TensorSpec:
     node = graph[ref.node]
     if not isinstance(node, Call):
         return node.meaning

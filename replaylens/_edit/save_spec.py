@@ -1,7 +1,7 @@
-"""Which layers' values are to be saved, in a user's words.
+"""Which layers' values are to be saved.
 
-In: what was given as `save=`: "all", "none", names, types, parts of names, ordinals, functions of a layer, lists that
-mix them. Out: a Wish; and, once the layers have names, the labels that it means. What is saved is not known here.
+In: the user's `save=`: "all", "none", names, types, parts of names, ordinals, functions of a layer, lists that mix
+them. Out: a SaveSpec; and, once layers have names, the labels that it means.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..errors import NoSuchLayer
 from .select import Names, Selection, Where, is_named, sites
 
 _WHOLE = ("all", "none")
-_LABEL = re.compile(r"[a-z0-9]+_\d+(_\d+)?(:\d+)?")  # the form of a layer's name: no mere part of one is meant by it
+_LABEL = re.compile(r"[a-z0-9]+_\d+(_\d+)?(:\d+)?")  # a whole label, never part of one
 
 
 @frozen
@@ -29,20 +29,22 @@ class SaveSpec:
 
     @staticmethod
     def of(save: Any) -> SaveSpec:
-        """What a user's `save=` means."""
+        """The meaning of a user's `save=`."""
         keys = list(_flat(save))
         words = {key for key in keys if isinstance(key, str)}
         return SaveSpec(tuple([key for key in keys if not (isinstance(key, str) and key in _WHOLE)]), "all" in words)
 
     @cached_property
     def _words(self) -> tuple[frozenset[str], tuple[str, ...]]:
-        """The names that are meant as they stand, and what need only be a part of one."""
+        """The names that are meant literally, and those that need only be part of one."""
         words = [key if isinstance(key, str) else getattr(key, "label", "") for key in self.keys]
         exact = {word.partition(":")[0] for word in words if word}
         return frozenset(exact), tuple([word for word in words if word and not _LABEL.fullmatch(word)])
 
     def may_mean(self, names: Iterable[str], ordinal: int | None = None) -> bool:
-        """Does it mean a layer of these names, as far as can be told while the model runs? Functions are not asked."""
+        """True if it may mean a layer of these names, as far as is known while the model runs. Functions
+        are not asked.
+        """
         exact, loose = self._words
         if ordinal is not None and ordinal in [key for key in self.keys if type(key) is int]:
             return True
@@ -52,11 +54,11 @@ class SaveSpec:
         """The labels of the layers that it means. A key that finds nothing is an error."""
         if self.everything:
             return names.order
-        found = {label for key in self.keys for label in _meant(names, layer, key)}
+        found = {label for key in self.keys for label in _labels_of(names, layer, key)}
         return tuple([label for label in names.order if label in found])
 
     def names_itself(self, names: Names, layer: Callable[[str], Any]) -> tuple[str, ...]:
-        """The labels of those layers that it names one by one: not by a type, a part of a name, or a function."""
+        """The labels of layers that it names one by one: not by type, part of a name, or function."""
         found: list[str] = []
         for key in self.keys:
             is_loose = callable(key) or isinstance(key, (Selection, Where))
@@ -71,7 +73,7 @@ def _is_known(names: Names, key: str) -> bool:
 
 
 def _flat(save: Any) -> Iterator[Any]:
-    """The single keys of what was given."""
+    """The single keys of a `save=`."""
     if isinstance(save, (list, tuple, set, frozenset)):
         for key in save:
             yield from _flat(key)
@@ -84,8 +86,8 @@ def _flat(save: Any) -> Iterator[Any]:
         )
 
 
-def _meant(names: Names, layer: Callable[[str], Any], key: Any) -> list[str]:
-    """The labels that one key means: first as any key of layers; a word that is none, as a part of names."""
+def _labels_of(names: Names, layer: Callable[[str], Any], key: Any) -> list[str]:
+    """The labels that one key means: first as any key of layers; failing that, as a part of names."""
     if callable(key) and not isinstance(key, (Selection, Where)):
         return [label for label in names.order if key(layer(label))]
     if isinstance(key, (Selection, Where)) and not len(getattr(key, "labels", "x")):
@@ -100,7 +102,7 @@ def _meant(names: Names, layer: Callable[[str], Any], key: Any) -> list[str]:
 
 
 def _has_part(layer: Any, word: str) -> bool:
-    """Is the word a part of the layer's label, or of the address of a module whose output it is?"""
+    """True if the word is part of the layer's label, or of the address of a module whose output it is."""
     return bool(word) and any(word in name for name in (layer.label, *layer.output_of))
 
 

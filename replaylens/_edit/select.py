@@ -1,8 +1,7 @@
-"""Which layers: the keys of a mapping of patches, and selections.
+"""Which layers a user's key means: a key of a mapping of patches, or a selection.
 
-In: the names that a program's layers have, and a key in a user's words: a name, a type of operation, a glob, a
-predicate, a selection. Out: Locations, each with the name under which another program would be asked
-for it; or an error that says what was found instead. Values and patches are not known here.
+In: the names of a program's layers, and a key: a name, a type of operation, a glob, a predicate, a selection. Out:
+Locations, each with the name to ask another program for; or an error that says what was found instead.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ CURE = (
 
 
 class Names(Protocol):
-    """What is asked of the names of a program's layers."""
+    """What selecting needs of the names of a program's layers."""
 
     @property
     def graph(self) -> Graph: ...
@@ -50,7 +49,7 @@ class Names(Protocol):
 
 @frozen
 class Where:
-    """A key that means all layers for which a predicate holds."""
+    """A key for all layers for which a predicate holds."""
 
     predicate: Callable[[Any], Any]
 
@@ -67,8 +66,8 @@ def where(predicate: Callable[[Any], Any]) -> Where:
 
 @frozen(repr=False)
 class Selection:
-    """Some layers of a program, in its order. It is a value: `len`, iteration and indexing, `|`, `&`, `-`, and a key of
-    a mapping of patches.
+    """Some layers of a program, in its order. A value with `len`, iteration, indexing, `|`, `&` and `-`, and a key of a
+    mapping of patches.
     """
 
     labels: tuple[str, ...]
@@ -76,7 +75,7 @@ class Selection:
     _layer: Callable[[str], Any] = field(eq=False)
 
     def assert_count(self, count: int) -> Selection:
-        """Itself, if it has so many layers."""
+        """Itself, if it has this many layers."""
         if len(self) != count:
             raise WrongCount(f"{len(self)} layers are selected, not {count}: {_some(self.labels)}.")
         return self
@@ -163,16 +162,16 @@ def _state(names: Names, pattern: str) -> list[str]:
 
 
 def _is_in(names: Names, pattern: str, call: str) -> bool:
-    """Does a glob match a call of a module, `features.6:1`, with or without its number, under any of its names?"""
+    """True if a glob matches a module call such as `features.6:1`, with or without its number, under any of
+    its names.
+    """
     address, number = Label.of(call)
     known = (address, *names.other_addresses.get(address, ()))
     return any(matches(one, pattern) or matches(f"{one}:{number}", pattern) for one in known)
 
 
 def _inputs_of(names: Names, layer: Callable[[str], Any], pattern: str) -> set[str]:
-    """The layers that something reads that the pattern means: a layer by its label, or a module that they lie outside
-    of.
-    """
+    """The layers read by what the pattern means: by a layer, by its label, or from outside by a module."""
     found: set[str] = set()
     meant = {site.label for site in _by_labels(names, pattern)}
     for label in names.order:
@@ -185,7 +184,7 @@ def _inputs_of(names: Names, layer: Callable[[str], Any], pattern: str) -> set[s
 
 
 def sites(names: Names, layer: Callable[[str], Any], key: Any) -> tuple[Location, ...]:
-    """The sites that a key of a mapping means, in the program's order. A key that finds nothing is an error."""
+    """The locations that a key of a mapping means, in the program's order. A key that finds nothing is an error."""
     if isinstance(key, Selection):
         found = [names.find(label) for label in key.labels]
     elif isinstance(key, Where):
@@ -196,11 +195,13 @@ def sites(names: Names, layer: Callable[[str], Any], key: Any) -> tuple[Location
         found = [names.find(key)]
     if not found:
         raise NoSuchLayer(f"{key!r} finds none of the {len(names.order)} layers. `prog.layers` lists them all.")
-    return _each_once(names, found)
+    return _distinct(names, found)
 
 
 def _named(names: Names, layer: Callable[[str], Any], key: str) -> list[Location]:
-    """What a name means: exactly that layer, all passes of it, all of a type, all that a glob matches."""
+    """The locations that a name means: exactly that layer, all its passes, all of a type, or all that a
+    glob matches.
+    """
     if key in names.by_label or key in names.module_places:
         return [evolve(names.find(key), name=key)]
     if places := names.aliases.get(key):
@@ -220,7 +221,7 @@ def _named(names: Names, layer: Callable[[str], Any], key: str) -> list[Location
 
 
 def _why_none(names: Names, key: str) -> str:
-    """Why a type or a glob finds no layer, where that can be said."""
+    """Why a type or a glob finds no layer; empty if unknown."""
     if found := _state(names, key) or [node.name for node in names.graph.state_nodes if node.kind == key]:
         return (
             f"{key!r} finds no layer that the model computed, but only its state: {_some(found)}. Parameters and "
@@ -234,12 +235,12 @@ def _why_none(names: Names, key: str) -> str:
 
 
 def is_named(key: Any, site: Location) -> bool:
-    """Does a key name this very layer, or all its passes, and not a type, a glob or a selection of layers?"""
+    """True if a key names this very layer, or all its passes, and is not a type, a glob or a selection."""
     return site.is_every_pass or not isinstance(key, (str, Selection, Where)) or site.name == key
 
 
 def _by_glob(names: Names, pattern: str) -> list[Location]:
-    """What all modules hand on, and all layers, that a glob matches; no parameters and buffers."""
+    """The outputs of all modules, and all layers, that a glob matches; parameters and buffers excluded."""
     every = {
         f"{address}:{number}"
         for address, calls in names.module_calls.items()
@@ -251,18 +252,18 @@ def _by_glob(names: Names, pattern: str) -> list[Location]:
     modules = [
         evolve(place, name=name, is_every_pass=name in every)
         for name, place in known.items()
-        if not _is_second(name, known)
+        if not _has_shorter_name(name, known)
     ]
     return [*modules, *_by_labels(names, pattern)]
 
 
-def _is_second(address: str, known: dict[str, Any]) -> bool:
-    """Is it the longer name of what has a shorter one: `features.6:1` of a module that is called once?"""
+def _has_shorter_name(address: str, known: dict[str, Any]) -> bool:
+    """True for the longer of two names: `features.6:1` of a module that is called once."""
     return address.rpartition(":")[0] in known
 
 
 def _by_labels(names: Names, pattern: str) -> list[Location]:
-    """The layers whose labels a glob matches, in any of their forms."""
+    """The layers whose labels, in any of their forms, a glob matches."""
     other: dict[str, list[str]] = {}
     for alias, places in names.aliases.items():
         for place in places:
@@ -276,15 +277,15 @@ def _by_labels(names: Names, pattern: str) -> list[Location]:
     ]
 
 
-def _each_once(names: Names, found: list[Location]) -> tuple[Location, ...]:
-    """Without the second names of one value: a program's output is also a node, a part of a node lies in it."""
+def _distinct(names: Names, found: list[Location]) -> tuple[Location, ...]:
+    """Without second names of one value: a program's output is also a node, a part lies within its node."""
     if len(found) == 1:
         return tuple(found)
     whole = {site.node for site in found if site.output is None and site.part is None}
     several = [site for site in found if site.names]
     found = [site for site in found if not site.names]
     kept: dict[Any, Location] = {}
-    for site in several:  # what a module hands on goes before the layers that it is
+    for site in several:  # a module's output takes precedence over the layers that give it
         if not any({*site.refs} & {*other.refs} for other in kept.values()):
             kept[site.refs] = site
             nodes = {ref.node for ref in site.refs}

@@ -1,8 +1,8 @@
 """A slice of a graph: from some values to others.
 
-In: a Graph, the values at which the slice begins and what it gives. Out: a Graph whose inputs are the former and whose
-output is the latter, with just the nodes between. What else it needs, and comes from the inputs of the whole program,
-it holds as constants; what is computed from parameters alone is computed in the slice too, so that it trains.
+In: a Graph, the values where the slice begins and those that it gives. Out: a Graph with the former as inputs and the
+latter as output, and exactly the nodes between. Whatever else it needs that depends on the whole program's inputs
+becomes a constant; what is computed from parameters alone is computed in the slice too, so that it can be trained.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ def slice_of(graph: Graph, starts: Sequence[Any] | None, output: Any) -> Slice:
 
 
 class _Slicing:
-    """What of a graph is needed, what is held, and how things are called then."""
+    """Which nodes a slice needs, which values become constants, and their names."""
 
     def __init__(self, graph: Graph, starts: Sequence[Any] | None, output: Any) -> None:
         self.graph, self.starts, self.output = graph, starts, output
         inputs = [Ref(node.name) for node in graph.input_nodes]
-        self.begins = tuple(dict.fromkeys(inputs if starts is None else refs_in(tuple(starts))))
-        self._require_free()
-        self.below = self._below()
+        self.starts_once = tuple(dict.fromkeys(inputs if starts is None else refs_in(tuple(starts))))
+        self._require_unwritten()
+        self.dependents = self._dependents()
         self.of_inputs = graph.descendants([node.name for node in graph.input_nodes])
         self.nodes: set[str] = set()  # that come along
-        self.held: dict[Ref, None] = {}  # values that are constants
+        self.constants: dict[Ref, None] = {}  # values that are constants
         self._take(refs_in(output))
         self._require_reached()
         self._require_whole_gradients()
@@ -58,12 +58,12 @@ class _Slicing:
         there = [g for g in graph.guards if g.kind == "shape" and g.position == last + 1 and self._can_change(g)]
         self.guards += [g for g in there if all(ref.node in self.nodes for ref in g.refs)]
         self._take([ref for _, ref in self.changes])
-        self._take([ref for ref in graph.written if ref in self.below and self._is_copy(ref, last)])
+        self._take([ref for ref in graph.written if ref in self.dependents and self._is_copy(ref, last)])
 
     def made(self) -> Slice:
         """The slice."""
         graph, starts = self.graph, self.starts
-        called = self._called()
+        called = self._names()
         refs = {ref: Ref(name) for ref, name in called.items()}
         swap = lambda leaf: refs.get(leaf, leaf) if type(leaf) is Ref else leaf  # noqa: E731
         nodes, places = self._nodes(called, refs)
@@ -82,7 +82,7 @@ class _Slicing:
                 [(scope, remake(t, swap)) for scope, t in graph.module_outputs if there.issuperset(refs_in(t))]
             ),
             changes=tuple([(address, refs.get(ref, ref)) for address, ref in self.changes]),
-            apart=graph.apart if starts is None else frozenset([refs[ref] for ref in self.begins]),
+            apart=graph.apart if starts is None else frozenset([refs[ref] for ref in self.starts_once]),
             orphans=graph.orphans & {node.name for node in nodes},
             shares_inputs=graph.shares_inputs and starts is None,
             left=graph.left if starts is None and self.output == graph.output else None,
@@ -90,9 +90,9 @@ class _Slicing:
         values = {ref: ref for node in made.nodes for ref in refs_of(node)} | {new: old for old, new in refs.items()}
         return Slice(require_lawful(made), values)
 
-    def _below(self) -> set[Ref]:
-        """Every value that depends on the beginnings, themselves included."""
-        found = set(self.begins)
+    def _dependents(self) -> set[Ref]:
+        """Every value that depends on the starts, themselves included."""
+        found = set(self.starts_once)
         for call in self.graph.calls:
             again = [ref for name in call.through for ref in refs_of(self.graph[name])]
             again += self._drawn_before(call)
@@ -101,17 +101,17 @@ class _Slicing:
         return found
 
     def _can_change(self, guard: Guard) -> bool:
-        """Does a guard read what depends on the beginnings, or on parameters alone?"""
-        return any(ref in self.below or ref.node not in self.of_inputs for ref in guard.refs)
+        """True if a guard reads what depends on the starts, or on parameters alone."""
+        return any(ref in self.dependents or ref.node not in self.of_inputs for ref in guard.refs)
 
     def _take(self, stack: list[Ref]) -> None:
-        """Take along what these values need, back to the beginnings and to what is held."""
+        """Add what these values need, back to the starts and to constants."""
         while stack:
             ref = stack.pop()
-            if ref in self.begins or ref.node in self.nodes:
+            if ref in self.starts_once or ref.node in self.nodes:
                 continue
-            if ref not in self.below and ref.node in self.of_inputs:
-                self.held[ref] = None
+            if ref not in self.dependents and ref.node in self.of_inputs:
+                self.constants[ref] = None
                 continue
             self._take_node(self.graph[ref.node], stack)
 
@@ -120,8 +120,8 @@ class _Slicing:
         if not isinstance(node, Call):
             return
         stack.extend(node.refs)
-        stack.extend([ref for ref in self._drawn_before(node) if ref in self.below])
-        if inside := [ref for ref in self.begins if ref.node in node.through]:
+        stack.extend([ref for ref in self._drawn_before(node) if ref in self.dependents])
+        if inside := [ref for ref in self.starts_once if ref.node in node.through]:
             raise BadEdit(
                 f"{node.name} is a gradient that the model takes through {inside[0]}: a slice cannot begin there.\n"
                 "Begin before it, or behind the gradient."
@@ -131,13 +131,15 @@ class _Slicing:
                 self._take_node(self.graph[name], stack)
 
     def _drawn_before(self, node: Call) -> tuple[Ref, ...]:
-        """What the draw gives that may shift this one."""
+        """The values of the draw that may shift this one."""
         before = self.graph.shifts.get(self.graph.positions[node.name])
         return refs_of(self.graph.nodes[before]) if before is not None else ()
 
-    def _require_free(self) -> None:
-        """No beginning shares memory with what the model writes later: another value would not be written with it."""
-        for ref in self.begins:
+    def _require_unwritten(self) -> None:
+        """Refuse starts that share memory with what the model writes later: another value would not be
+        written with it.
+        """
+        for ref in self.starts_once:
             node = self.graph[ref.node]
             if isinstance(node, Call) and node.is_overwritten:
                 raise BadEdit(
@@ -146,14 +148,14 @@ class _Slicing:
                 )
             if isinstance(node, Call) and node.is_shared:
                 raise BadEdit(
-                    f"`{node.scope}` hands on {ref} in a container that something else holds as well: what reads it "
-                    "from there is not known, and a slice cannot begin there.\n"
+                    f"`{node.scope}` returns {ref} in a container that something else holds too: what reads it "
+                    "there is unknown, and a slice cannot begin there.\n"
                     f"Begin at {refs_in(node.args)[0]}, or behind it."
                 )
 
     def _require_whole_gradients(self) -> None:
-        """No beginning stands inside a gradient of the model's that ends in the slice: it was of the recorded value."""
-        inside = [ref for ref in self.begins if _is_differentiated(self.graph[ref.node])]
+        """Refuse starts inside a gradient of the model that ends in the slice: it is that of the recorded value."""
+        inside = [ref for ref in self.starts_once if _is_differentiated(self.graph[ref.node])]
         whole = self.output == self.graph.output
         if inside and (whole or not all(_is_differentiated(self.graph[name]) for name in self.nodes)):
             raise BadEdit(
@@ -162,52 +164,53 @@ class _Slicing:
             )
 
     def _is_copy(self, ref: Ref, last: int) -> bool:
-        """Is it a copy that would be a view of what it copies, were that laid out otherwise?"""
+        """True for a copy that would be a view, if its argument had another layout."""
         node = self.graph[ref.node]
         is_copy = isinstance(node, Call) and of_kind(node.kind).has(Quirk.COPY_OR_VIEW)
         return is_copy and self.graph.positions[ref.node] <= last
 
     def _require_reached(self) -> None:
-        """Every beginning leads somewhere."""
+        """Refuse starts that the output does not depend on."""
         read = {ref for name in self.nodes for ref in self.graph[name].refs} | set(refs_in(self.output))
-        idle = [ref for ref in self.begins if ref not in read]
+        idle = [ref for ref in self.starts_once if ref not in read]
         if self.starts is not None and idle:
             ends = ", ".join(dict.fromkeys(str(ref) for ref in refs_in(self.output)))
             raise BadEdit(f"{ends} does not depend on {idle[0]}, where the slice was to begin.")
 
     def _last(self) -> int:
-        """The position of the last node that the output needs; beyond all, where it is the program's own output."""
+        """The position of the last node that the output needs; the end, if it is the program's own output."""
         graph = self.graph
         return len(graph) if self.output == graph.output else max((graph.positions[n] for n in self.nodes), default=-1)
 
     def _writes(self, last: int) -> tuple[tuple[str, Ref], ...]:
-        """What the model writes to its state on this stretch."""
+        """The writes to state within the slice."""
         graph = self.graph
-        first = -1 if self.starts is None else min(graph.positions[ref.node] for ref in self.begins)
+        first = -1 if self.starts is None else min(graph.positions[ref.node] for ref in self.starts_once)
         return tuple(
             (address, ref)
             for address, ref in graph.changes
-            if first < graph.positions[ref.node] <= last and (ref in self.below or ref.node not in self.of_inputs)
+            if first < graph.positions[ref.node] <= last and (ref in self.dependents or ref.node not in self.of_inputs)
         )
 
-    def _called(self) -> dict[Ref, str]:
-        """What the node is called that stands for each beginning and each value that is held."""
+    def _names(self) -> dict[Ref, str]:
+        """The name of the node for each start and each constant."""
         found: dict[Ref, str] = {}
-        for ref in (*self.begins, *self.held):
+        for ref in (*self.starts_once, *self.constants):
             whole = not ref.path and ref.node not in self.nodes
             part = "_".join(map(str, ref.path))
             found[ref] = ref.node if whole else fresh(beside(ref.node, f"part_{part}"), self.graph.positions)
         return found
 
     def _nodes(self, called: dict[Ref, str], refs: dict[Ref, Ref]) -> tuple[list[Node], list[int]]:
-        """The nodes of the slice, and how many of them come before each place of the whole graph."""
+        """The slice's nodes, and how many of them come before each position of the whole graph."""
         graph = self.graph
-        nodes: list[Node] = (
-            [] if self.starts is None else [self._input(n, ref, called) for n, ref in enumerate(self.begins)]
-        )
+        nodes: list[Node] = []
+        if self.starts is not None:
+            for number, ref in enumerate(self.starts_once):
+                nodes.append(Input(called[ref], (number,), specs_of(graph[ref.node])[ref]))
         places = [len(nodes)]
         held: dict[str, list[Node]] = {}
-        for ref in self.held:
+        for ref in self.constants:
             meaning = specs_of(graph[ref.node])[ref]
             held.setdefault(ref.node, []).append(Const(called[ref], f"recorded value of {ref}", meaning))
         for node in graph.nodes:
@@ -218,9 +221,6 @@ class _Slicing:
             nodes.extend(held.get(node.name, ()))
             places.append(len(nodes))
         return nodes, places
-
-    def _input(self, number: int, ref: Ref, called: dict[Ref, str]) -> Input:
-        return Input(called[ref], (number,), specs_of(self.graph[ref.node])[ref])
 
 
 def _is_differentiated(node: Node) -> bool:

@@ -1,7 +1,7 @@
 """Which values of an edited graph are those of the graph before.
 
-In: two graphs, the second made from the first. Out: for each value that must come out the same, the one that it is. A
-node gives the same value if it is the same call on the same values, whatever it and they are called now.
+In: two graphs, the second made from the first. Out: for each value that must come out the same, the old one that it is.
+A node gives the same value if it is the same call on the same values, whatever their names are now.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def unchanged_values(old: Graph, new: Graph, others: Container[str] = ()) -> dic
 
 
 def origins(old: Graph, new: Graph) -> dict[str, str]:
-    """For each node of the new graph what it was called in the old one, if it was there, in the order of the new one.
+    """For each node of the new graph its name in the old one, if it was there, in the new order.
 
-    A patch takes the name of the node that it patches, which goes on under the name that the patch says.
+    A patch takes the name of the node that it patches, which lives on under the name in the patch's `edits`.
     """
     now = {call.edits: call.name for call in new.calls if call.edits is not None and call.edits not in old}
     found: dict[str, str] = {}
@@ -52,7 +52,7 @@ def origins(old: Graph, new: Graph) -> dict[str, str]:
 
 
 def _drawn_before(graph: Graph, node: Node) -> tuple[Ref, ...]:
-    """What the draw gives that may shift this one."""
+    """The values of the draw that may shift this one."""
     before = graph.shifts.get(graph.positions[node.name]) if graph.shifts else None
     return refs_of(graph.nodes[before]) if before is not None else ()
 

@@ -1,8 +1,8 @@
-"""Calls that write in place, taken apart: a pure call that gives the new value, and what writes it.
+"""Splits an in-place call into a plain call that gives the new value, and the write of it.
 
-In: a Graph and the name of any call. Out: a Graph in which a plain call, of plain arguments, gives what that call gave;
-who edits it need not know that the model wrote in place. In-place activations write what the plain call gives to the
-memory that they wrote; a call that writes something by the way (the statistics of a batch norm) no longer does.
+In: a Graph and the name of any call. Out: a Graph in which a plain call, of plain arguments, gives what that call gave,
+so that whoever edits it need not know of in-place writes. An in-place activation then writes what the plain call gives;
+a call with a side effect (the statistics of a batch norm) loses it.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from .rewrite import replace
 def with_plain(graph: Graph, name: str, still_writes: bool = True) -> tuple[Graph, str]:
     """The graph, and the name of the plain call in it that gives the value of a call.
 
-    A call whose value is what it wrote goes on writing, what the plain call gives, unless it is not to.
+    A call whose value is what it wrote still writes the plain call's result, unless `still_writes` is False.
     """
     node = graph[name]
     if not isinstance(node, Call):
-        raise BadEdit(f"{name} is no operation, but {_what(node)}. Give it another value: set_state, with_patch.")
+        raise BadEdit(f"{name} is not an operation but {_what(node)}. Give it another value: set_state, with_patch.")
     if isinstance(node, InnerGradient):
-        raise BadEdit(f"{name} is a gradient that the model takes: nothing else can stand in its place.")
+        raise BadEdit(f"{name} is a gradient that the model takes: it cannot be replaced.")
     if node.target.function is fill_new:
         function, args, _ = original_call(node)
         return replace(graph, {name: (evolve(node, target=function, args=args),)}), name
-    return _opened(graph, node, still_writes) if isinstance(node, Write) else (graph, name)
+    return _split(graph, node, still_writes) if isinstance(node, Write) else (graph, name)
 
 
 def _what(node: Node) -> str:
     return f"the {node.kind} {node.address}" if isinstance(node, State) else f"an {type(node).__name__.lower()}"
 
 
-def _opened(graph: Graph, call: Write, still_writes: bool) -> tuple[Graph, str]:
+def _split(graph: Graph, call: Write, still_writes: bool) -> tuple[Graph, str]:
     function, args, kwargs = original_call(call)
     read = _Views(graph, call)
     plain = plain_call(
@@ -59,7 +59,7 @@ def _opened(graph: Graph, call: Write, still_writes: bool) -> tuple[Graph, str]:
     )
     whole, written, memory = value_of(call), call.gives.targets, call.gives.bases
     if type(whole) is not Ref or (whole in written and len(written) > 1):
-        raise BadEdit(f"{call.name} writes {len(written)} tensors: nothing else can stand in its place.")
+        raise BadEdit(f"{call.name} writes {len(written)} tensors: it cannot be replaced.")
     plain = evolve(plain, meaning=(specs_of(call)[whole],))
     if whole in written and still_writes:
         value = fresh(beside(call.name, "value"), graph.positions)
@@ -77,14 +77,14 @@ NO_KWARGS = Branch(dict, (), ())
 
 
 class _Views:
-    """What a call that writes read, as values: views of the memory that it wrote are derived by calls of their own."""
+    """What an in-place call read, as values: views of the storage that it wrote are derived by calls of their own."""
 
     def __init__(self, graph: Graph, call: Write) -> None:
         self.call, self.taken = call, set(graph.positions)
         self.made: list[Call] = []
 
     def plain(self, tree: Any) -> Any:
-        """An argument, with Refs in the place of views and targets."""
+        """An argument with Refs in the place of views and targets."""
         if type(tree) is tuple:
             return tuple([self.plain(item) for item in tree])
         if not isinstance(tree, Branch):
@@ -95,7 +95,7 @@ class _Views:
         return evolve(tree, items=self.plain(tree.items)) if view is None else self.view(view)
 
     def view(self, derived: Derived) -> Ref:
-        """A view of memory that the call wrote, as it was before."""
+        """A view of the storage that the call wrote, as it was before."""
         ref: Ref = self.call.arguments.bases[derived.base]
         for step in derived.steps:
             ref = self._step(unpacked(step), ref)

@@ -1,7 +1,7 @@
-"""Tensors' places in autograd's graph: leaves, histories, and what the steps of a backward pass have saved.
+"""Tensors' places in autograd's graph: leaves, histories, and what the nodes of a backward pass have saved.
 
-Torch reads what a step (`grad_fn`) saved in its backward as it is by then; a write by `.data` or numpy moves no counter
-that it looks at.
+Torch's backward reads saved tensors as they are when it runs. A write through `.data` or numpy advances no version
+counter, so torch does not notice it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .torch_private import outside_of_transforms, peek_interpreter_stack
 
 
 def history_of(tensor: torch.Tensor) -> str | None:
-    """What autograd would do for a tensor, by name; None where it has no history, or one that torch will not show."""
+    """The name of a tensor's `grad_fn`; None if it has none, or one that torch refuses to show."""
     try:
         return type(tensor.grad_fn).__name__ if tensor.grad_fn is not None else None
     except RuntimeError:  # a view that was made without gradients and written with them
@@ -30,8 +30,8 @@ OTHER_KIND = (
 )
 
 
-class _Standing(torch.autograd.Function):
-    """One tensor's content, another one's place in the history."""
+class _WithHistoryOf(torch.autograd.Function):
+    """One tensor's content with another's autograd history."""
 
     generate_vmap_rule = True
 
@@ -42,12 +42,12 @@ class _Standing(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Of what kind both are."""
+        """Note the shapes and dtypes of both."""
         ctx.kinds = [(tuple(value.shape), value.dtype) for value in inputs]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """To the place, unchanged."""
+        """The gradient goes to the place, unchanged."""
         if ctx.kinds[0] != ctx.kinds[1]:
             raise NotDifferentiable(OTHER_KIND)
         return grads[0], None
@@ -59,14 +59,14 @@ class _Standing(torch.autograd.Function):
 
 
 def standing(place: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
-    """What `place.data = content` makes of a tensor: the new content, the gradient goes where it went."""
+    """What `place.data = content` makes of a tensor: new content, while the gradient goes where it went before."""
     if not place.requires_grad and peek_interpreter_stack() is None and forward_ad._current_level < 0:
         return content.detach()
-    return _Standing.apply(place, content.detach())  # type: ignore[no-untyped-call]
+    return _WithHistoryOf.apply(place, content.detach())  # type: ignore[no-untyped-call]
 
 
 def hooked(tensor: torch.Tensor, hook: Callable[..., Any]) -> torch.Tensor:
-    """The tensor, with a hook on the gradient that comes back to it. A parameter of the model's may have it already."""
+    """The tensor with a hook on its gradient. Unchanged if it has this hook already, as a parameter can."""
     if not tensor.requires_grad or any(known is hook for known in (tensor._backward_hooks or {}).values()):
         return tensor
     same = tensor.view_as(tensor)
@@ -75,14 +75,14 @@ def hooked(tensor: torch.Tensor, hook: Callable[..., Any]) -> torch.Tensor:
 
 
 def needing(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as one that needs gradients: a leaf, if it did not. A transform has no leaves of torch's own."""
+    """The tensor as one that requires grad: a new leaf, if it did not. Inside a transform torch has no leaves."""
     if tensor.requires_grad:
         return tensor
     return fresh_leaf(tensor) if peek_interpreter_stack() is None else tensor.detach()
 
 
 def new_parameter(tensor: torch.Tensor) -> torch.Tensor:
-    """What `nn.Parameter` makes of a tensor: a leaf of its own, over the same memory."""
+    """What `nn.Parameter` makes of a tensor: a leaf of its own over the same memory."""
     if peek_interpreter_stack() is not None:
         return tensor.detach()
     is_kept = not tensor.is_inference() or torch.is_inference_mode_enabled()
@@ -90,19 +90,15 @@ def new_parameter(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """The same value without a history, and with its flag: torch chooses kernels by whether a tensor needs
-    gradients.
-    """
+    """The same value without a history but with its `requires_grad`, on which torch's choice of kernels depends."""
     if not tensor.requires_grad or tensor.is_inference():
         return tensor
-    with (
-        outside_of_transforms()
-    ):  # a recorded value stands outside of what runs now, and such a transform forbids the flag
+    with outside_of_transforms():  # recorded values are outside of a running transform, which forbids setting the flag
         return tensor.detach().requires_grad_()
 
 
 def fresh_leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """The same value as a leaf of autograd's graph: gradients end here."""
+    """The same value as a leaf: gradients end here."""
     if tensor.is_inference():
         with torch.inference_mode(False):
             return tensor.clone().requires_grad_()
@@ -110,10 +106,10 @@ def fresh_leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def placed(value: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-    """The value at a place of its own in autograd's graph: the gradient there is that of what reads this node alone.
+    """The value as a node of its own in autograd's graph, so that its gradient is that of what reads this node alone.
 
-    What has no history becomes a leaf. A call may give one of its arguments back, the very object (dropout in eval
-    mode does): `others` are those that it must be told from.
+    A value without a history becomes a leaf. A call may return one of its arguments, as dropout does in eval mode:
+    `others` are the tensors that it must not be identical with.
     """
     if not value.requires_grad:
         return fresh_leaf(value)
@@ -125,7 +121,7 @@ def placed(value: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
 
 
 def all_placed(count: int, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The first `count` values, each at a place of its own; one object that stands several times stays one."""
+    """The first `count` values, each as a node of its own; an object that occurs several times stays one."""
     made: dict[int, torch.Tensor] = {}
     for value in values[:count]:
         if id(value) not in made:
@@ -137,7 +133,9 @@ DEEPEST = 6  # how many steps of a backward pass one torch function may take
 
 
 def saved_below(function: Any, is_it: Callable[[torch.Tensor], bool], stops: set[Any], depth: int = DEEPEST) -> bool:
-    """Is what is asked for among what a step of a backward pass saved, or those that follow it within the same call?"""
+    """True if the predicate holds for a tensor saved by this autograd node, or by those that follow it within the same
+    call.
+    """
     if function is None or function in stops or not depth:
         return False
     if any(map(is_it, _saved_by(function))):
@@ -150,15 +148,15 @@ def _saved_by(function: Any) -> list[torch.Tensor]:
     for name in ("saved_tensors", *[name for name in dir(function) if name.startswith("_saved_")]):
         try:
             value = getattr(function, name, None)
-        except RuntimeError:  # it was written in a way that torch notices, or let go of: torch raises in the backward
+        except RuntimeError:  # written in a way that torch notices, or freed: torch raises in the backward
             continue
         values = value if isinstance(value, (tuple, list)) else (value,)
         found.extend(tensor for tensor in values if isinstance(tensor, torch.Tensor))
     return found
 
 
-class _NoWayBack(torch.autograd.Function):
-    """The same value; a gradient that comes back to it is refused."""
+class _RefusingGradient(torch.autograd.Function):
+    """The same value; a gradient that reaches it is refused."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, why: str) -> torch.Tensor:
@@ -168,10 +166,10 @@ class _NoWayBack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """None is right."""
+        """Refuse."""
         raise NotDifferentiable(ctx.why)
 
 
 def without_way_back(value: torch.Tensor, why: str) -> torch.Tensor:
-    """The value. Who takes a gradient through it is told why there is none."""
-    return _NoWayBack.apply(value, why) if value.requires_grad else value  # type: ignore[no-untyped-call]
+    """The value, through which taking a gradient raises `NotDifferentiable` with this reason."""
+    return _RefusingGradient.apply(value, why) if value.requires_grad else value  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
 """What is known of a recorded forward besides its program: when it ran, how long, with which seed, on which model.
 
-Nothing that a replay needs is here. A fact of a call is found under its node; programs made by edits know of
-their model and of the forward that they descend from, but have no times of their own calls.
+No replay needs any of it. Facts of a call are stored under its node; programs made by edits know their model and the
+forward that they descend from, but have no times of their own calls.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NONE: Mapping[Any, Any] = MappingProxyType({})
 
 @frozen
 class Parameter:
-    """A parameter of the model, or a buffer, read in the forward or not."""
+    """A parameter or buffer of the model, read in the forward or not."""
 
     address: str
     shape: tuple[int, ...]
@@ -30,19 +30,19 @@ class Parameter:
 
     @property
     def count(self) -> int:
-        """How many numbers it holds."""
+        """The number of its elements."""
         return torch.Size(self.shape).numel()
 
     @property
     def nbytes(self) -> int:
-        """How many bytes they take."""
+        """Its size in bytes."""
         return self.count * self.dtype.itemsize
 
 
 @frozen
 class CaptureMetadata:
-    """How a forward was recorded. `modules` are the addresses of those of the model, called or not; of its
-    parameters those that no call reads are here, and others are nodes.
+    """How a forward was recorded. `modules` are the addresses of all modules, called or not. Parameters that no call
+    reads are listed here; others are nodes.
     """
 
     seed: int | None = None  # of torch's default generator when the forward began
@@ -59,7 +59,7 @@ class CaptureMetadata:
     called_from: Source | None = None  # the line that asked for the capture
 
     def untimed(self) -> CaptureMetadata:
-        """The same for a program whose calls ran another time, when nobody looked at a clock."""
+        """The same for a program whose calls ran again untimed."""
         return evolve(self, nanoseconds=(), gradients=NONE)
 
 

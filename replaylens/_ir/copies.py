@@ -1,4 +1,4 @@
-"""Copies of tensors that lie in memory as the tensors do, or as is asked."""
+"""Copies of tensors in the same memory layout, or in a given one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def writable_copy(tensor: torch.Tensor, batched: torch.Tensor | None = None) -> 
 
 
 def copy_in_place(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that lies in memory as the tensor does, its offset included."""
+    """A copy with the same strides and storage offset."""
     offset = tensor.storage_offset() if tensor.layout is torch.strided else 0
     if tensor.is_conj():
         return copy_in_place(tensor.conj()).conj()
@@ -46,7 +46,7 @@ def copy_in_place(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def detached_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in the same layout, without a history."""
+    """A copy in the same layout, without autograd history."""
     made = tensor.detach()
     if made.layout is not torch.strided or made.is_quantized or made.is_contiguous() or made.is_meta:
         return made.clone()
@@ -55,7 +55,7 @@ def detached_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def in_layout(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
-    """The tensor in another memory layout, where that is one in which each element has its place."""
+    """The tensor with other strides; unchanged if these would make elements overlap."""
     if strides is None or tensor.layout is not torch.strided or tensor.stride() == strides:
         return tensor
     place = tensor.detach().new_empty_strided(tuple(tensor.shape), strides)
@@ -63,8 +63,8 @@ def in_layout(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Te
 
 
 def as_it_lay(old: Any, new: Any) -> Any:
-    """New numbers in memory as the old value lies in it: what stands in its gaps is there, for `as_strided` may look at
-    them. Gradients go the way of the new numbers.
+    """The new tensor in the memory layout of the old one, whose gaps keep their content, as `as_strided` may read them.
+    Gradients flow to the new tensor.
     """
     if isinstance(new, (tuple, list)) and isinstance(old, (tuple, list)) and len(old) == len(new):
         return tuple([as_it_lay(one, other) for one, other in zip(old, new, strict=True)])

@@ -1,7 +1,7 @@
-"""Are two values the same? To the last bit, where NaN is NaN.
+"""Bitwise equality of values, where NaN equals NaN.
 
-In: two tensors of any kind. Out: whether they are one value, and if not, how far apart. Layouts are no difference: what
-is compared is what could be read. What users set on tensors is compared as text.
+In: two tensors of any kind. Out: whether they are the same value, and if not, how far apart. Layout makes no
+difference: what is compared is what can be read. Attributes that users set on tensors are compared as text.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from .trees import fingerprint
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-_FEW = 8  # along each axis
+_FEW = 8  # along each axis: what differs mostly does so there
 
 
 def same(one: Any, other: Any, zeros: bool = False) -> bool:
-    """Equal in type of numbers, shape and every bit; NaN equals NaN. With `zeros`, -0.0 equals 0.0 too."""
+    """True if dtype, shape and every bit agree; NaN equals NaN. With `zeros`, -0.0 equals 0.0 too."""
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return one is other or (type(one) is type(other) and repr(one) == repr(other))
     if one is other:
@@ -33,13 +33,11 @@ def same(one: Any, other: Any, zeros: bool = False) -> bool:
         return len(parts_of(one)) == len(parts_of(other)) and all(same(mine, theirs, zeros) for mine, theirs in pairs)
     mine, theirs = plain(one), plain(other)
     near = tuple([slice(0, _FEW) for _ in mine.shape])
-    return _agree(mine[near], theirs[near], zeros) and _agree(
-        mine, theirs, zeros
-    )  # what differs mostly does so at once
+    return _agree(mine[near], theirs[near], zeros) and _agree(mine, theirs, zeros)
 
 
 def same_content(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """The same in every number, NaN included; 0.0 is -0.0. For tensors under a capture, too."""
+    """True if every number agrees, where NaN equals NaN and 0.0 equals -0.0. Also works for tensors under a capture."""
     if one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:
         return False
     if one.is_meta:
@@ -51,7 +49,7 @@ def same_content(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What must agree before numbers are looked at."""
+    """What has to agree before numbers are compared."""
     shape = tensor.dim() if tensor.is_nested else tuple(tensor.shape)
     return shape, tensor.dtype, tensor.layout, tensor.device, tensor.is_nested
 
@@ -74,7 +72,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def attached(tensor: torch.Tensor) -> str | None:
-    """What Python code has hung on a tensor, as text that differs where it does. Tensors in it go by their content."""
+    """What Python code has set on a tensor, as text that differs where it does. Tensors in it enter by content."""
     own = vars(tensor)
     return _shown({key: own[key] for key in sorted(own)}) if own else None
 
@@ -90,7 +88,7 @@ def _shown(value: Any) -> str:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    """Few words for every bit of a tensor."""
+    """A hash of every bit of a tensor."""
     if tensor.is_meta or tensor.is_nested:
         return "" if tensor.is_meta else " ".join(map(_digest, parts_of(tensor)))
     numbers = plain(tensor).cpu().contiguous()
@@ -98,7 +96,7 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def difference(one: torch.Tensor, other: torch.Tensor) -> float | None:
-    """The largest absolute difference, where both are numbers of one shape."""
+    """The largest absolute difference, if both are numbers of one shape."""
     if kind_of(one) != kind_of(other) or one.is_nested or one.is_meta or not one.numel():
         return None
     apart = (plain(one).to(torch.float64) - plain(other).to(torch.float64)).abs()
@@ -106,7 +104,7 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float | None:
 
 
 def _agree(one: torch.Tensor, other: torch.Tensor, zeros: bool) -> bool:
-    """The same bits; where both are NaN, any."""
+    """True if all bits agree, or both are NaN."""
     word = one.dtype if one.dtype == torch.bool else _WORDS[one.element_size()]
     if torch.equal(one.view(word), other.view(word)):
         return True

@@ -1,10 +1,9 @@
-"""The grammar of labels: how nodes, and calls of modules, are called.
+"""The grammar of labels: the names of nodes, and of calls of modules.
 
 A label is `{type}_{n-th layer of its type}_{n-th layer}`, with `:pass` where a layer runs more than once. A parameter
-is
-called by its address. What edits add is named after what it stands beside (`relu_1_2_before`) or lies in
-(`matmul_1_of_lstm_1_3`), and a prime marks a name that another has already. Calls of modules are written in the same
-way: `features.6:2`. Which node has which label is for _layers/naming.py to say.
+is named by its address. What edits add is named after the node beside it (`relu_1_2_before`) or around it
+(`matmul_1_of_lstm_1_3`); a prime marks a name that was taken. Calls of modules look alike: `features.6:2`. Which node
+gets which label is decided in _layers/naming.py.
 """
 
 from __future__ import annotations
@@ -40,20 +39,20 @@ class Label(NamedTuple):
 
     @property
     def numbers(self) -> tuple[int, int] | None:
-        """The numbers among the layers of its type and among all: (3, 7) for `conv2d_3_7`."""
+        """The numbers among the layers of its type and among all layers: (3, 7) for `conv2d_3_7`."""
         kind, *numbers = self.layer.rsplit("_", 2)
         is_numbered = len(numbers) == 2 and numbers[0].isdigit() and numbers[1].isdigit() and "." not in kind
         return (int(numbers[0]), int(numbers[1])) if is_numbered else None
 
 
 def beside(name: str, word: str) -> str:
-    """A name next to another one: `relu_1_2_before`; `linear_1_1_before:2` for a second pass."""
+    """A name derived from another one: `relu_1_2_before`; `linear_1_1_before:2` for a second pass."""
     layer, turn = Label.of(name)
     return str(Label(f"{layer}_{word}", turn))
 
 
 def fresh(wanted: str, taken: Iterable[str]) -> str:
-    """The name, or the first of `{name}_2`, `{name}_3` ... that nobody has."""
+    """The name, or the first of `{name}_2`, `{name}_3` ... that is not taken."""
     names = taken if isinstance(taken, (set, frozenset, dict)) else set(taken)
     name, number = wanted, 2
     while name in names:
@@ -62,7 +61,7 @@ def fresh(wanted: str, taken: Iterable[str]) -> str:
 
 
 def primed(name: str, taken: Collection[str]) -> str:
-    """The name, with as many primes as it needs to be nobody else's."""
+    """The name, with as many primes as make it unique."""
     while name in taken:
         name += "'"
     return name

@@ -1,10 +1,10 @@
-"""Where the model holds its parameters, buffers and other tensors, and what stood there when it was captured.
+"""Where a model holds its tensors, and whether what was recorded there is still there unchanged.
 
-In: a module, and the name or path of a tensor in it. Out: a StatePlace, which says what stands there now, puts another
-tensor there, and tells whether what was recorded is overwritten. Torch's write counters miss much: `p.data = other`,
-`model.double()`, `load_state_dict(assign=True)`, fused optimizers, the statistics of a batch norm. So the place, the
-address in memory, how the tensor lies there and a few samples of what stands there are compared too. Fused optimizers
-are heard of when they step.
+In: a module, and the name or path of a tensor in it. Out: a StatePlace, which gives the tensor that is there now, puts
+another one there, and tells whether the recorded one was overwritten. Torch's version counters miss much: `p.data =
+other`, `model.double()`, `load_state_dict(assign=True)`, fused optimizers, the statistics of a batch norm. So the
+tensor object, its address, its layout and a few samples of its content are compared too; fused optimizers report their
+steps through a hook.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from .trees import own, own_attributes
 
 PLAIN = frozenset((torch.Tensor, nn.Parameter))
 SAMPLES = 16
-WHOLE = 32  # so many words of memory are compared whole
-_MOST = 200_000  # tensors of which something is remembered by id: no weak reference, or torch could not swap them
+WHOLE = 32  # up to this many words are compared whole
+_MOST = 200_000  # of tensors remembered by id: a weak reference would keep torch from swapping them
 
 
 class _Steps:
-    """The steps of fused optimizers, which torch's write counters miss: how many there were, and the last for each
+    """The steps of fused optimizers, which torch's version counters miss: their number, and the last one of each
     tensor.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self.last: dict[int, int] = {}  # by id, also of a tensor that is gone: one in its place was looked at later
-        self.others = 0  # the last step of those that were let go of
+        self.last: dict[int, int] = {}  # by id; a tensor that reuses an id was recorded later
+        self.others = 0  # the last step of those forgotten
         register_optimizer_step_post_hook(self.note)
 
     def note(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -56,12 +56,12 @@ class _Steps:
             self.last, self.others = {}, self.count
 
     def put_back(self, tensor: torch.Tensor, count: int) -> None:
-        """What the last steps wrote is put back: the last one that counts was this one."""
+        """Declare the last steps of a tensor undone: its last one was this."""
         if id(tensor) in self.last:
             self.last[id(tensor)] = count
 
     def last_of(self, tensor: torch.Tensor) -> int:
-        """Which step was the last that wrote a tensor; 0 of one that none has written."""
+        """The number of the last step that wrote a tensor; 0 if none has."""
         return self.last.get(id(tensor), self.others)
 
 
@@ -69,7 +69,7 @@ FUSED = _Steps()
 
 
 def fused_steps() -> int:
-    """How many steps fused optimizers have taken until now."""
+    """The number of steps that fused optimizers have taken so far."""
     return FUSED.count
 
 
@@ -77,42 +77,40 @@ Layout = tuple[Any, ...]
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:
-    """How a tensor lies at its address: `p.data = p.data.t()` leaves it there, and makes it another."""
+    """How a tensor lies at its address: `p.data = p.data.t()` keeps the address and makes it another tensor."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.is_neg(), tensor.is_conj()
 
 
 def same_layouts(tensors: list[torch.Tensor]) -> Callable[..., bool]:
-    """Asks of these tensors whether they lie as they do now: all at once, in C. It may say no where autograd's flags or
-    torch's modes are others.
+    """A predicate that tells of tensors whether their layouts are those of these, all at once in C. It may answer False
+    where autograd's flags or torch's modes differ.
     """
     if TensorGuards is not None:
         return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    then = [*map(_lying, tensors)]
+    then = [*map(_layout_with_device, tensors)]
 
     def lie(*tensors: torch.Tensor) -> bool:
         with suppress(RuntimeError, NotImplementedError):  # sparse and wrapped ones
-            return [*map(_lying, tensors)] == then
+            return [*map(_layout_with_device, tensors)] == then
         return False
 
     return lie
 
 
-def _lying(tensor: torch.Tensor) -> Any:
+def _layout_with_device(tensor: torch.Tensor) -> Any:
     return type(tensor), tensor.untyped_storage().device, layout_of(tensor)
 
 
 @frozen(eq=False)
 class Sight:
-    """A tensor as it was looked at: its address in memory, how it lies there, and samples of what stood there, spread
-    over all of it.
-    """
+    """A tensor as it once was: its address, its layout, and samples of its content, spread over all of it."""
 
-    address: int | None  # None where torch does not say
+    address: int | None  # None if torch does not say
     layout: Layout | None = None
-    samples: bytes | None = None  # of this tensor, among those of others
+    samples: bytes | None = None  # of this tensor, possibly among others'
     begin: int = 0
-    live: memoryview | None = None  # the memory itself, to be compared again and again
-    steps: int = 0  # of fused optimizers, until then
+    live: memoryview | None = None  # the memory itself, to compare again and again
+    steps: int = 0  # of fused optimizers so far
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not Sight:
@@ -127,8 +125,8 @@ class Sight:
         return self.samples[self.begin : self.begin + self.live.nbytes]
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Does this very tensor lie there still, with the same samples? The address comes first: memory that it has
-        left may be gone.
+        """True if this same tensor still has that address, layout and samples. The address comes first: memory that a
+        tensor has left may be freed.
         """
         if self.address is None:
             return True
@@ -136,30 +134,32 @@ class Sight:
         return lies and self.is_unstepped(tensor) and (self.live is None or self.live.tobytes() == self.seen)
 
     def is_unstepped(self, tensor: torch.Tensor) -> bool:
-        """Has no fused optimizer written it since?"""
+        """True if no fused optimizer has written it since."""
         return FUSED.last_of(tensor) <= self.steps
 
 
 NO_SIGHT = Sight(None)
 
 
-Look = tuple[int | None, Layout | None, bytes | None, int, memoryview | None]  # of a Sight; taken at every capture
+Look = tuple[
+    int | None, Layout | None, bytes | None, int, memoryview | None
+]  # the same as a plain tuple; taken at every capture
 NO_LOOK: Look = (None, None, None, 0, None)
 
 
 def sight_of(tensor: torch.Tensor) -> Sight:
-    """A look at a tensor."""
+    """The state of a tensor now."""
     return as_sight(look_at(tensor), fused_steps())
 
 
 def as_sight(look: Look, steps: int) -> Sight:
-    """A look as it is compared, taken after so many steps of fused optimizers."""
+    """The state of a tensor in comparable form, taken after this number of fused steps."""
     return Sight(*look, steps) if look[0] is not None else NO_SIGHT
 
 
 def looks_at(tensors: list[torch.Tensor]) -> Callable[[], Iterable[Look]]:
-    """A look at each of the tensors of a model, taken now and parted when it is asked for. Of those that lie where they
-    lay at the last look, all at once in C.
+    """The state of each of a model's tensors, taken now and split up when asked for. For tensors that lie where they
+    lay the last time, it is taken all at once in C.
     """
     known = _together.get(id(tensors[0])) if tensors else None
     if known is not None and known.are_there(tensors):
@@ -173,7 +173,7 @@ def looks_at(tensors: list[torch.Tensor]) -> Callable[[], Iterable[Look]]:
 
 
 class _Together:
-    """Where tensors lay that were looked at, and how. Whichever tensors lie there now, a look at them is the same."""
+    """Addresses and layouts of several tensors, to sample all at once. Valid for any tensors that lie the same way."""
 
     def __init__(self, tensors: list[torch.Tensor], looks: list[Any]) -> None:
         self.addresses, self.layouts, _, _, self.live = zip(*looks, strict=True)
@@ -181,12 +181,14 @@ class _Together:
         self.samples = _sampler(self.addresses, self.live)
 
     def are_there(self, tensors: list[torch.Tensor]) -> bool:
-        """Do these tensors lie there, as those did? How they lie is asked first: not every tensor has an address."""
+        """True if these tensors have those layouts and addresses. Layouts come first: not every tensor has
+        an address.
+        """
         many = len(tensors) == len(self.addresses)
         return many and self.lie(*tensors) and (*map(_address, tensors),) == self.addresses
 
     def looks(self, samples: list[bytes]) -> Iterator[Look]:
-        """The look at each of them, of samples that were taken of all."""
+        """The state of each, from samples that were taken of all."""
         ends = dict.fromkeys(_KINDS, 0)
         kinds = dict(zip(_KINDS, samples, strict=True))
         for address, layout, live in zip(self.addresses, self.layouts, self.live, strict=True):
@@ -196,8 +198,8 @@ class _Together:
 
 
 def _sampler(addresses: Iterable[int], windows: Iterable[memoryview]) -> Callable[[], list[bytes]]:
-    """What reads all windows at once, and gives what is in those of each width, one after another. With numpy it is a
-    single gather, from all the memory that there is between the first and the last of them.
+    """A function that reads all windows at once and gives the content of those of each word width, joined. With numpy
+    this is a single gather over the memory from the first to the last window.
     """
     lying = [*zip(addresses, windows, strict=True)]
     of_width = [[pair for pair in lying if pair[1].itemsize == wide] for wide in _KINDS]
@@ -224,17 +226,17 @@ _MODELS = 64
 
 
 def look_at(tensor: torch.Tensor) -> Look:
-    """Where a tensor lies, and samples of what stands there. Cheap: a capture does it for each that the model holds.
+    """Address, layout and samples of a tensor. Cheap, as a capture does it for each tensor of the model.
 
-    What is known may be of a tensor that went, whose id this one has: it may have no address.
+    The cache goes by id, which may be that of a tensor that no longer exists.
     """
     known = _known.get(id(tensor))
     if known is None or not known[1](tensor) or known[0] != tensor.data_ptr():
-        return _first_look(tensor)
+        return _look_at_anew(tensor)
     return known[0], known[2], known[3].tobytes(), 0, known[3]
 
 
-def _first_look(tensor: torch.Tensor) -> Look:
+def _look_at_anew(tensor: torch.Tensor) -> Look:
     if type(tensor) not in PLAIN:
         return None, (None, None, tensor.dtype), None, 0, None
     try:
@@ -251,13 +253,13 @@ def _first_look(tensor: torch.Tensor) -> Look:
     return address, layout, live.tobytes(), 0, live
 
 
-# By the id of a tensor, which another may have by now: an address, how a tensor lies there, what shows samples of it.
+# id of a tensor, which another may have by now -> address, layout check, layout, window of samples
 _known: dict[int, tuple[int, Callable[..., bool], Layout, memoryview]] = {}
 
 
 def _window(address: int, size: int) -> memoryview:
-    """Samples of so many bytes of memory, without a copy: nothing is read here. An odd step does not stay within one
-    column.
+    """Samples of this many bytes of memory, as a view: nothing is read yet. The step is odd so as not to stay within
+    one column.
     """
     wide = next(wide for wide in _KINDS if not size % wide and not address % wide)
     count = size // wide
@@ -270,24 +272,24 @@ _memory_at.argtypes, _memory_at.restype, _READ = (c_void_p, c_ssize_t, c_int), p
 _KINDS: dict[int, Literal["Q", "I", "H", "B"]] = {8: "Q", 4: "I", 2: "H", 1: "B"}  # of words, by their width
 
 
-# Of a module and a key: the kind, the tensor that stands there, and a look at it.
+# ((module, key), kind, the tensor there, its state)
 PlaceNote = tuple[tuple[Any, str], str, torch.Tensor | None, Look]
 
 
 @frozen(eq=False)
 class StatePlace:
-    """A place in a module, and the tensor that stood there when the forward was over. It does not hold the module."""
+    """A place in a module, and the tensor that was there when the forward ended. It does not keep the module alive."""
 
-    key: str  # the name of a parameter or buffer; the path to another tensor
-    kind: str  # "parameter" | "buffer" | "attribute"; "input" of what was given, which stands nowhere
+    key: str  # name of a parameter or buffer; path of another tensor
+    kind: str  # "parameter" | "buffer" | "attribute"; "input" for one that no module holds
     tensor: torch.Tensor | None
     held: tuple[dict[str, Any], ...]  # the module's parameters and buffers; or its attributes
     sight: Sight = NO_SIGHT
-    dtype: torch.dtype | None = None  # what it was of, when it stood there
+    dtype: torch.dtype | None = None  # its dtype then
 
     @classmethod
     def noted(cls, note: PlaceNote, homes: dict[int, Any], steps: int) -> StatePlace:
-        """The place of which a capture took note. `homes`: the dicts of modules that are known, by their ids."""
+        """The place that a capture noted. `homes` are the dicts of known modules, by the modules' ids."""
         (module, key), kind, tensor, look = note
         held: Any = (vars(module),) if kind == "attribute" else homes.get(id(module))
         if held is None:
@@ -295,7 +297,7 @@ class StatePlace:
         return cls(key, kind, tensor, held, as_sight(look, steps), look[1][2] if look[1] is not None else None)
 
     def now(self) -> torch.Tensor | None:
-        """What stands there now."""
+        """The tensor that is there now."""
         if self.kind == "attribute":
             return attribute_at(self.held[0], self.key)
         for tensors in self.held:
@@ -304,7 +306,7 @@ class StatePlace:
         return None
 
     def put(self, tensor: torch.Tensor | None) -> None:
-        """Let another tensor stand there, as an assignment in the forward does."""
+        """Put another tensor there, as an assignment in the forward does."""
         if self.kind == "attribute":
             put_attribute(self.held[0], self.key, tensor)
         else:
@@ -312,21 +314,21 @@ class StatePlace:
 
     @property
     def home(self) -> dict[str, Any] | None:
-        """The dict in which the tensor stands that stood there; None where it stands in none."""
+        """The dict that still holds the recorded tensor; None if no dict does."""
         homes: Iterable[Any] = () if self.kind == "attribute" or self.tensor is None else self.held
         mine = (home for home in homes if isinstance(home, dict) and home.get(self.key) is self.tensor)
         return next(mine, None)  # those of TorchScript are no dicts
 
-    def stands(self) -> bool:
-        """Does the same stand there as then, or nothing as then?"""
+    def is_unchanged(self) -> bool:
+        """True if the recorded tensor is there unchanged, or still none."""
         return self.now() is self.tensor and (self.tensor is None or self.sight.holds(self.tensor))
 
     def is_as_it_was(self) -> bool:
-        """Does the very tensor stand there still, in the same memory, with the same samples?"""
-        return self.tensor is not None and self.stands()
+        """True if there was a tensor, and it is there unchanged."""
+        return self.tensor is not None and self.is_unchanged()
 
     def is_whole_elsewhere(self) -> bool:
-        """Stands another tensor there now, and is the one that stood there as it was?"""
+        """True if another tensor is there now, but the recorded one is unchanged."""
         return self.tensor is not None and self.now() is not self.tensor and self.sight.holds(self.tensor)
 
     @property
@@ -341,7 +343,7 @@ class StatePlace:
 
 
 class Standing:
-    """Whether all of some places are as they were. Asked at every replay: so the questions are put in C, by kind."""
+    """Tells whether all of some places are unchanged. Asked at every replay, so it is done in C, kind by kind."""
 
     def __init__(self, places: Iterable[StatePlace]) -> None:
         self.places = list(places)
@@ -359,7 +361,7 @@ class Standing:
         self.steps = -1  # of fused optimizers, when they were last asked for
 
     def __bool__(self) -> bool:
-        """The addresses come before the samples: memory that a tensor has left may be gone."""
+        """True if all are unchanged. Addresses come before samples: memory that a tensor has left may be freed."""
         now: Iterable[Any] = map(dict.get, self.homes, self.keys)  # type: ignore[arg-type]
         return (
             all(map(operator.is_, now, self.tensors))
@@ -367,7 +369,7 @@ class Standing:
             and ((self.lies is not None and self.lies(*self.lying)) or self._lie())
             and (self._same_samples() if self.samples is None else self.samples() == self.seen)
             and (self.steps == FUSED.count or self._are_unstepped())
-            and all(place.stands() for place in self.others)
+            and all(place.is_unchanged() for place in self.others)
         )
 
     def _are_unstepped(self) -> bool:
@@ -380,7 +382,7 @@ class Standing:
         return all(layout_of(t) == sight.layout for t, sight in zip(self.lying, self.sights, strict=True))
 
     def _same_samples(self) -> bool:
-        """One by one. From then on all together."""
+        """Compare one by one; from then on all at once."""
         seen = [(sight.address or 0, sight.seen, sight.live) for sight in self.sights if sight.live is not None]
         samples = _sampler([address for address, _, _ in seen], [live for _, _, live in seen])
         now = samples()
@@ -394,11 +396,11 @@ _address: Any = torch.Tensor.data_ptr
 
 
 def attribute_at(attributes: dict[str, Any], path: str) -> torch.Tensor | None:
-    """The tensor that a path leads to among a module's attributes: `anchors[2]`, `cache['keys'].last`."""
-    key, rest = _parted(path)
+    """The tensor at a path among a module's attributes: `anchors[2]`, `cache['keys'].last`."""
+    key, rest = _split_path(path)
     thing = attributes.get(key)
     while rest:
-        step = next(((text, value) for text, value, _ in members(thing) if _begins(rest, text)), None)
+        step = next(((text, value) for text, value, _ in members(thing) if _is_next_step(rest, text)), None)
         if step is None:
             return None
         rest, thing = rest[len(step[0]) :], step[1]
@@ -406,8 +408,8 @@ def attribute_at(attributes: dict[str, Any], path: str) -> torch.Tensor | None:
 
 
 def put_attribute(attributes: dict[str, Any], path: str, tensor: torch.Tensor | None) -> None:
-    """Let a path lead to another tensor."""
-    key, rest = _parted(path)
+    """Put a tensor at a path."""
+    key, rest = _split_path(path)
     attributes[key] = _put(attributes.get(key), rest, tensor)
 
 
@@ -415,22 +417,24 @@ def _put(thing: Any, path: str, tensor: torch.Tensor | None) -> Any:
     if not path:
         return tensor
     for text, value, put in members(thing):
-        if _begins(path, text):
+        if _is_next_step(path, text):
             return put(_put(value, path[len(text) :], tensor))
     return thing
 
 
-def _parted(path: str) -> tuple[str, str]:
+def _split_path(path: str) -> tuple[str, str]:
     ends = [place for mark in ".[" if (place := path.find(mark)) >= 0]
     return (path[: min(ends)], path[min(ends) :]) if ends else (path, "")
 
 
-def _begins(path: str, text: str) -> bool:
+def _is_next_step(path: str, text: str) -> bool:
     return path.startswith(text) and path[len(text) : len(text) + 1] in ("", ".", "[")
 
 
 def members(thing: Any) -> Iterator[tuple[str, Any, Callable[[Any], Any]]]:
-    """What is in a container or an object: its name there, its value, and what gives the whole with another value."""
+    """What a container or object holds: its path there, its value, and a function that returns the whole with another
+    value in its place.
+    """
     if isinstance(thing, tuple):
         for number, value in enumerate(thing):
             yield f"[{number}]", value, partial(_with_item, thing, number)
@@ -439,7 +443,7 @@ def members(thing: Any) -> Iterator[tuple[str, Any, Callable[[Any], Any]]]:
             yield f"[{number}]", value, partial(_set_item, thing, thing, number)
     elif isinstance(thing, (set, frozenset)):
         for number, value in enumerate(list(thing)):
-            yield f"[{number}]", value, partial(_exchange, thing, value)
+            yield f"[{number}]", value, partial(_replace_member, thing, value)
     elif isinstance(thing, dict):
         for key, value in list(dict.items(thing)):
             yield f"[{key!r}]", value, partial(_set_item, thing, thing, key)
@@ -467,7 +471,7 @@ def _with_item(thing: Any, number: int, value: Any) -> Any:
     return type(thing)(*items) if hasattr(thing, "_fields") else tuple(items)
 
 
-def _exchange(thing: Any, old: Any, value: Any) -> Any:
+def _replace_member(thing: Any, old: Any, value: Any) -> Any:
     if isinstance(thing, frozenset):
         return thing - {old} | {value}
     thing.discard(old)

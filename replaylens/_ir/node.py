@@ -1,7 +1,7 @@
 """The four kinds of node, and the facts that a node carries. Frozen, comparable, hashable; no tensor inside.
 
-`Node` is closed: a new kind is a decision, and every match must learn it. Two kinds of Call have names for what they
-are given: a `Write` (write.py) and an `InnerGradient` (graph.py).
+`Node` is a closed union: a new kind is a design decision, and every match has to learn it. Two subclasses of Call name
+their arguments: `Write` (write.py) and `InnerGradient` (graph.py).
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ def refs_in(tree: Arg) -> list[Ref]:
 
 @frozen
 class Generator:
-    """In a call's arguments: a random generator in the state that the call's `draws` names."""
+    """In a call's arguments: a random generator in the state named by the call's `draws`."""
 
     key: str
 
 
 @frozen
 class GeneratorLeft:
-    """Where a forward leaves torch's default generator: behind a draw, or as it found it (None); in the recorded state
-    of the key `fixed`, where a seed decides that.
+    """Where a forward leaves torch's default generator: behind the draw `follows`, or as it was (None). `fixed` is the
+    key of the recorded state where a seed decides it.
     """
 
     follows: str | None
@@ -56,33 +56,33 @@ class GeneratorLeft:
 
 @frozen
 class TensorSpec:
-    """What is known of a tensor without looking at its content."""
+    """What is known of a tensor without its content."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: str
     strides: tuple[int, ...] | None
-    stored: int | None = None  # of a sparse tensor: how many of its elements are stored
+    stored: int | None = None  # how many elements a sparse tensor stores
     layout: torch.layout = torch.strided
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """All sizes that content may decide on: of a sparse tensor, how much it stores too."""
+        """All sizes that can depend on content: the shape, and how many elements a sparse tensor stores."""
         return self.shape if self.stored is None else (*self.shape, self.stored)
 
     @property
     def kind(self) -> tuple[tuple[int, ...], torch.dtype, str]:
-        """What a tensor in its place must be, too."""
+        """What a tensor that replaces it must agree in."""
         return self.shape, self.dtype, self.device
 
     @property
     def nbytes(self) -> int:
-        """How many bytes its elements take."""
+        """The size of its elements in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
     @property
     def is_differentiable(self) -> bool:
-        """Can it have a gradient? Integers and bools have none."""
+        """True if it can have a gradient: integers and bools cannot."""
         return self.dtype.is_floating_point or self.dtype.is_complex
 
     @staticmethod
@@ -98,7 +98,7 @@ class TensorSpec:
 
 
 def stored_by(tensor: torch.Tensor) -> int | None:
-    """How many elements a sparse tensor stores: a size of it that content decides."""
+    """How many elements a sparse tensor stores, which depends on content; None for other tensors."""
     if tensor.layout not in _SPARSE or tensor.is_meta:
         return None
     return int(tensor._nnz())
@@ -114,7 +114,7 @@ class Source:
     file: str
     line: int
     function: str
-    caller: Source | None = field(default=None, eq=False, repr=False)  # up to the line that called the model
+    caller: Source | None = field(default=None, eq=False, repr=False)  # outwards, up to the line that called the model
 
     @property
     def stack(self) -> tuple[Source, ...]:
@@ -127,12 +127,12 @@ class Source:
 
     @property
     def text(self) -> str:
-        """The line itself, without indentation; empty where the file cannot be read."""
+        """The line itself without indentation; empty if the file cannot be read."""
         return linecache.getline(self.file, self.line).strip()
 
     @property
     def inline(self) -> str:
-        """Where it is and what it says, within a line: `model.py:41  return self.proj(x)`."""
+        """Its place and text, for use within a line: `model.py:41  return self.proj(x)`."""
         return f"{self.file.rsplit('/', 1)[-1]}:{self.line}  {self.text}"
 
     @property
@@ -169,7 +169,7 @@ class Scope:
 
     @property
     def stack(self) -> tuple[Scope, ...]:
-        """The module calls that it lies in, outermost first, itself last."""
+        """The module calls that contain it, outermost first, itself last."""
         return (*self.parent.stack, self) if self.parent else (self,)
 
     def __str__(self) -> str:
@@ -178,12 +178,12 @@ class Scope:
 
 @frozen
 class Context:
-    """The modes under which a call ran and must run again."""
+    """The modes under which a call ran and has to run again."""
 
     grad: bool = False
     inference: bool = False
     autocast: tuple[tuple[str, torch.dtype, bool], ...] = ()  # device type, dtype, weight cache on
-    settings: Settings = ()  # which kernels torch may take, where that is not what it does by itself
+    settings: Settings = ()  # switches that decide between kernels, where not at their defaults
 
 
 NO_MODES = Context()
@@ -191,20 +191,18 @@ NO_MODES = Context()
 
 @frozen
 class Input:
-    """A tensor that the model was given. `path` leads to it in `(args, kwargs)`."""
+    """A tensor that was passed to the model, at `path` in `(args, kwargs)`."""
 
     name: str
     path: tuple[Any, ...]
     meaning: TensorSpec
-    python_type: type | None = None  # its class, which the model can ask for; None where that says nothing
+    python_type: type | None = None  # its class, if that can matter to the model
     refs: ClassVar[tuple[Ref, ...]] = ()  # it reads nothing
 
 
 @frozen
 class State:
-    """A parameter, a buffer or another tensor that hangs on the model. Tied ones are one node with several
-    addresses.
-    """
+    """A parameter, a buffer or another tensor held by the model. Tied ones are one node with several addresses."""
 
     name: str
     address: str
@@ -216,7 +214,7 @@ class State:
 
 @frozen
 class Const:
-    """A tensor from outside the model and its inputs: `origin` says how it is known to be one."""
+    """A tensor from outside the model and its inputs. `origin` says how that is known."""
 
     name: str
     origin: str
@@ -229,8 +227,8 @@ class Const:
 class Call:
     """A torch function applied to arguments: trees whose leaves are Refs or literals.
 
-    `returns` is what the function gives, as a tree of this node's own Refs; `result` what the model saw of it, where
-    that is another thing (a call that wrote in place also gives the new value of what it wrote).
+    `returns` is what the function returns, as a tree of this node's own Refs. `result` is what the model saw of it,
+    where that differs: a call that wrote in place also returns the new value of what it wrote.
     """
 
     name: str
@@ -242,35 +240,37 @@ class Call:
     result: Arg = None
     meaning: tuple[TensorSpec, ...] = ()  # of each tensor in `returns`, in order
     draws: str | None = None
-    follows: str | None = None  # the draw that left the generator as this one found it; None: none of the forward's
-    is_seeded: bool = False  # the forward, or whoever made the generator, fixed what is drawn: it is never drawn anew
+    follows: str | None = None  # the draw whose end state this one starts from; None: none of the forward's
+    is_seeded: bool = False  # a seed fixes what is drawn: it is never drawn anew
     context: Context = NO_MODES
-    is_dynamic: bool = False  # its output's shape depends on content
-    through: tuple[str, ...] = ()  # nodes that it runs again itself, to take a gradient through them
-    is_overwritten: bool = False  # a view whose memory the model writes later, and which it reads again then
-    is_differentiated: bool = False  # the model takes gradients through it in a way that a patch here would miss
-    is_shared: bool = False  # what a module hands on in a container that others hold: who reads it there, nobody knows
-    is_twice: bool = False  # what a module hands on as two tensors that are one, which the model writes later
+    is_dynamic: bool = False  # the shape of its output depends on content
+    through: tuple[str, ...] = ()  # nodes it runs again itself, to differentiate through them
+    is_overwritten: bool = False  # a view whose storage is written later, and which is read after that
+    is_differentiated: bool = False  # an inner gradient through it would miss a patch here
+    is_shared: bool = False  # a module's output, in a container with unknown further readers
+    is_twice: bool = False  # two outputs of a module that are one tensor, written later
     scope: Scope | None = None
     source: Source | None = None
-    edited: str = ""  # what an edit made of it, in short: "Zero('b [c] h w', c=[3])", "was relu"
-    edits: str | None = None  # of a patch: the node whose value it changes
+    edited: str = ""  # the edit that made it: "Zero('b [c] h w', c=[3])", "was relu"
+    edits: str | None = None  # for a patch: the node whose value it changes
 
     @property
     def refs(self) -> tuple[Ref, ...]:
-        """What it reads, in the order of its arguments."""
+        """The values it reads, in the order of its arguments."""
         if not self.kwargs and all(type(arg) is Ref or type(arg) in ATOMS for arg in self.args):
             return tuple([arg for arg in self.args if type(arg) is Ref])
         return tuple(refs_in(self.trees))
 
     @property
     def trees(self) -> tuple[tuple[Arg, ...], tuple[Arg, ...]]:
-        """The trees of its arguments, the named ones without their names."""
+        """The trees of its arguments, those by name without their names."""
         return self.args, tuple([value for _, value in self.kwargs])
 
     @property
     def functions(self) -> tuple[Target, ...]:
-        """All that it runs: its target, and the functions among its arguments, which a write calls for its views."""
+        """Every function it runs: its target, and those among its arguments, which a write calls to derive
+        its views.
+        """
         return self.target, *leaves_of(Target, self.args)
 
 
@@ -278,7 +278,7 @@ Node = Input | State | Const | Call
 
 
 def value_of(node: Node) -> Arg:
-    """The value of a node as the model saw it: a Ref, or a tree of them."""
+    """The value of a node as the model saw it: a Ref, or a tree of Refs."""
     if not isinstance(node, Call):
         return Ref(node.name)
     return node.result if node.result is not None else node.returns
@@ -292,7 +292,7 @@ def refs_of(node: Node) -> tuple[Ref, ...]:
 
 
 def specs_of(node: Node) -> dict[Ref, TensorSpec]:
-    """What is known of each value that a node gives."""
+    """The spec of each value that a node gives."""
     if not isinstance(node, Call):
         return {Ref(node.name): node.meaning}
     return dict(zip(refs_in(node.returns), node.meaning, strict=True))
@@ -300,13 +300,13 @@ def specs_of(node: Node) -> dict[Ref, TensorSpec]:
 
 @frozen
 class Guard:
-    """A fact that the model, or Python beside it, can have read: the recorded path holds while it stays the same.
+    """A fact that the model, or Python beside it, may have read: the recorded path is valid as long as it holds.
 
-    It is a question asked of values, and what the answer was. `kind` says how it is asked:
+    It is a question about values together with its recorded answer. `kind` says how it is asked:
 
-    content    `target(*args)` took content out of torch: `bool(t)`, `.item()`, `.numpy()`. `result` is what the model
-               read, where that is a plain number, a bool or a string; else the content is compared as a whole.
-    shape      the sizes of `args`, which the call `target` gave: content decides on them, and any Python may read them.
+    content    `target(*args)` read content into Python: `bool(t)`, `.item()`, `.numpy()`. `result` is what the model
+               read, if that is a number, a bool or a string; else the content is compared as a whole.
+    shape      the sizes of `args`, which the call `target` gave and which depend on content: any Python may read them.
     exception  the name of the exception that `target(*args)` raised and the model caught; None where it raised none.
     message    the same with its text, where the model keeps the exception and can read it.
     completion `args`, which nothing needs, were computed: the call `target` that gives them raised nothing.
@@ -321,13 +321,13 @@ class Guard:
     has_result: bool = field(default=False, kw_only=True)
     kind: str = field(default="content", kw_only=True)
     position: int = field(default=0, kw_only=True)  # how many nodes came before it
-    taken: Source | None = field(default=None, kw_only=True)  # of a truth value: the line that the model went on to
+    taken: Source | None = field(default=None, kw_only=True)  # for a truth value: the line executed next
     scope: Scope | None = field(default=None, kw_only=True)
     source: Source | None = field(default=None, kw_only=True)
 
     @property
     def compares_content(self) -> bool:
-        """Is what it reads compared as a whole with what was recorded?"""
+        """True if what it reads is compared as a whole with what was recorded."""
         return self.kind == "content" and not self.has_result
 
     @property
@@ -339,14 +339,14 @@ Reads = TypeVar("Reads", bound=Call | Guard)
 
 
 def remade(node: Reads, leaf: Callable[[Any], Any], **changes: Any) -> Reads:
-    """A call or a guard with `leaf(x)` in the place of every leaf x of its arguments."""
+    """A call or guard with `leaf(x)` in the place of every leaf x of its arguments."""
     args = tuple([remake(arg, leaf) for arg in node.args])
     return evolve(node, args=args, kwargs=tuple([(key, remake(tree, leaf)) for key, tree in node.kwargs]), **changes)
 
 
-ITSELF = "the very tensor"  # the answer to a call that gives its argument back where it lies in memory as is asked
+ITSELF = "the very tensor"  # the answer if a call may return its argument itself, as `contiguous` does
 
 
 def identifier(name: str) -> str:
-    """A node's name as it is written in code: the second pass `linear_1_1:2` is `linear_1_1_p2`."""
+    """A node's name as an identifier: the second pass `linear_1_1:2` becomes `linear_1_1_p2`."""
     return name.replace(":", "_p")

@@ -1,8 +1,8 @@
-"""The operator book: what is known of one torch function, by its schemas, its tags, and `quirks.py`.
+"""The operator book: what is known of a torch function, from its schemas, its tags, and `quirks.py`.
 
-In: a function, a method, a property, an operator, a Target, or a name. Out: an OpInfo, worked out at the first question
-and kept. A new operator of torch's or of a library's is treated rightly by its schema and tags, without a line here;
-`quirks.py` says how to write down what they do not tell.
+In: a function, a method, a property, an operator, a Target, or a name. Out: an OpInfo, computed at the first question
+and cached. New operators of torch or of a library are treated rightly by their schemas and tags, without a line here;
+`quirks.py` says how to add what these do not tell.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class OpInfo:
     """What is known of one torch function."""
 
     name: str
-    is_torchs: bool  # else of a library: what is known of torch's names is nothing to it
-    overloads: tuple[Any, ...]  # of ATen's under its name, or its own
-    packet: tuple[Any, ...]  # the same; of one overload all that go by its name, as tags may stand at others
+    is_torchs: bool  # else a library's: what is known of torch's names does not apply
+    overloads: tuple[Any, ...]  # ATen's under its name, or its own
+    packet: tuple[Any, ...]  # all overloads of that name, as tags may be on others
     quirks: frozenset[Quirk] = _by(lambda op: _quirks(op))
-    giving: tuple[Any, ...] = _by(lambda op: tuple(filter(_gives_tensors, op.overloads)))  # and has no `out=`
+    giving: tuple[Any, ...] = _by(lambda op: tuple(filter(_gives_tensors, op.overloads)))  # without those with `out=`
     tags: str = _by(lambda op: str([one.tags for one in op.overloads]))
     is_pointwise: bool = _by(lambda op: bool(op.giving) and all("pointwise" in str(one.tags) for one in op.giving))
     is_reduction: bool = _by(lambda op: "Tag.reduction" in op.tags)
@@ -60,11 +60,11 @@ class OpInfo:
     is_free: bool = _by(lambda op: bool(_MOVING & op.quirks) or op.reads_shape_of_first or op.gives_view)
 
     def has(self, quirk: Quirk) -> bool:
-        """Does it stand in this group?"""
+        """True if the function is in this group."""
         return quirk in self.quirks
 
     def given(self, word: str, args: tuple[Any, ...], kwargs: dict[str, Any], default: Any = None) -> Any:
-        """What a call gives for an argument, by its name in the schema."""
+        """The value that a call passes for an argument, by its name in the schema."""
         places = [argument.name for one in self.overloads[:1] for argument in one._schema.arguments]
         place = places.index(word) if word in places else len(args)
         return args[place] if place < len(args) else kwargs.get(word, default)
@@ -84,12 +84,12 @@ def info(function: Any) -> OpInfo:
 
 
 def kind_of(name: str) -> str:
-    """What a person calls an operation: `max_pool2d` is `maxpool2d`, `__getitem__` is `getitem`, `add_` is `add`."""
+    """What people call an operation: `maxpool2d` for `max_pool2d`, `getitem` for `__getitem__`, `add` for `add_`."""
     return name.replace("_", "").lower() or "call"
 
 
 def of_kind(kind: str) -> OpInfo:
-    """What is known of the function that a person calls so."""
+    """What is known of the function that people call so."""
     return _of_name(_by_kind().get(kind, kind))
 
 
@@ -133,7 +133,7 @@ def _quirks(op: OpInfo) -> frozenset[Quirk]:
 
 
 def stems(name: str) -> tuple[str, ...]:
-    """An operation without the marks of writing, and of the operators of Python's: `add` of `add_`, of `__iadd__`."""
+    """An operation's name without the marks of writing and of Python operators: `add` for `add_` and `__iadd__`."""
     if not name.startswith("__") or name == "__index__":  # which gives a number, and is not `index`
         return name, name.rstrip("_") if name != "__index__" else name
     plain = f"__{name[3:]}"
@@ -148,13 +148,13 @@ def _is_in_place(name: str) -> bool:
 
 
 _FRESH = frozenset((Quirk.ONE_KERNEL, Quirk.KERNEL_BY_PRODUCTS, Quirk.ATTENTION))
-# What consists of other calls; what takes sparse tensors, which may share their indices with what is made of them.
-_LOOKED_AT = ("CompositeImplicitAutograd", "SparseCPU", "SparseCsrCPU")
+# Composites; and kernels for sparse tensors, whose results may share indices with their arguments.
+_MAY_ALIAS = ("CompositeImplicitAutograd", "SparseCPU", "SparseCsrCPU")
 
 
 def _returns_fresh(op: OpInfo) -> bool:
-    """Is its output new memory, whatever it is given? One kernel that looks at an argument's memory says so in its
-    schema; what consists of other calls does not.
+    """True if its output is new memory whatever it is given. The schema of a single kernel says if it returns an alias;
+    that of a composite function does not.
     """
     if op.name.startswith("__") or _FRESH & op.quirks:
         return not op.name.startswith("__")
@@ -169,7 +169,7 @@ def _is_fresh(overload: Any) -> bool:
     if not reads or schema.is_mutable or any(out.alias_info is not None for out in schema.returns):
         return False
     try:
-        return not any(has_kernel(overload.name(), key) for key in _LOOKED_AT)
+        return not any(has_kernel(overload.name(), key) for key in _MAY_ALIAS)
     except RuntimeError:  # one of TorchScript's alone
         return False
 

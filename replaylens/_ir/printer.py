@@ -1,6 +1,6 @@
 """A Graph as readable Python: one line a node, the user's source line above each block.
 
-In: a Graph. Out: text. The same lines serve `print(prog.code)` and the listings inside error messages.
+In: a Graph. Out: text. `print(prog.code)` and the listings in error messages consist of the same lines.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .write import Derived, Hole, Write, original_call, unpacked
 
 
 def code(graph: Graph) -> str:
-    """The whole program as a Python function. Parameters are written by their dotted names."""
+    """The whole program as a Python function. Parameters appear under their dotted names."""
     arguments = ", ".join(identifier(node.name) for node in graph.input_nodes)
     name = graph.model_name if graph.model_name.isidentifier() and not iskeyword(graph.model_name) else "program"
     lines, last = [f"def {name}({arguments}):"], None
@@ -36,7 +36,7 @@ def code(graph: Graph) -> str:
 
 
 def _without_paths(text: str, graph: Graph) -> str:
-    """A call that wrote in place gives what it wrote and the memory that it wrote to: two names, not two paths."""
+    """The code with two names instead of paths for a write: what it wrote, and the base."""
     for call in graph.calls:
         if isinstance(call, Write) and len(call.arguments.bases) == 1 and call.result in (None, Ref(call.name, (1, 0))):
             name = identifier(call.name)
@@ -48,7 +48,7 @@ def _without_paths(text: str, graph: Graph) -> str:
 
 
 def line(node: Node) -> str:
-    """One node as an assignment, with the shape of what it gives."""
+    """A node as an assignment, with the shape of what it gives."""
     shapes = ", ".join(map(str, node.meaning)) if isinstance(node, Call) else str(node.meaning)
     if not isinstance(node, Call):
         return f"{identifier(node.name)}  # {type(node).__name__.lower()}, {shapes}"
@@ -113,7 +113,7 @@ def _branch(tree: Branch, write: Write | None) -> str:
 
 
 def _view(view: Derived, bases: tuple[Any, ...]) -> str:
-    """A view of what is written: `linear_1_1.t()[0]`."""
+    """A view of a written storage: `linear_1_1.t()[0]`."""
     text = expression(bases[view.base])
     for step in view.steps:
         function, args, kwargs, part, _ = unpacked(step)
@@ -139,7 +139,7 @@ def _index(tree: Any, in_call: bool = False) -> str:
 
 
 def listing(graph: Graph, name: str, note: str = "", around: int = 1) -> str:
-    """The lines next to a node, with an arrow at it: what an error message shows."""
+    """The lines around a node, with an arrow at it, for error messages."""
     position = graph.positions[name]
     node = graph.nodes[position]
     source = node.source if isinstance(node, Call) else None

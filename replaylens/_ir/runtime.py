@@ -1,4 +1,4 @@
-"""The functions that programs call besides the model's own, and what guards ask of those.
+"""The functions that programs call besides the model's own, and what guards ask of these.
 
 Each is pure and found by its name. A call of one that takes a `function` stands for the model's call of that function.
 """
@@ -20,7 +20,7 @@ from .world import drawing_alone
 
 
 def as_strided_from(tensor: torch.Tensor, shape: Any, strides: Any, shift: int) -> torch.Tensor:
-    """A view of a tensor's memory by geometry, its place relative to the tensor's own."""
+    """A view of a tensor's memory by sizes and strides, at an offset relative to the tensor's own."""
     return tensor.as_strided(shape, strides, tensor.storage_offset() + shift)
 
 
@@ -28,15 +28,15 @@ _BY_GEOMETRY = frozenset("resize resize_ resize_as resize_as_ resized _reshape_a
 
 
 def looks_at_memory(target: Target) -> bool:
-    """Does it look at memory by numbers of its own, and not at what it is given in the order of its elements?"""
+    """True if it addresses memory by numbers of its own, and not in the order of its argument's elements."""
     return "as_strided" in target.name or target.short in _BY_GEOMETRY
 
 
 def resized(
     tensor: torch.Tensor, shape: tuple[int, ...], is_filled: bool = False, strides: tuple[int, ...] | None = None
 ) -> torch.Tensor:
-    """The tensor with another number of elements: the first ones in memory stay, new ones are undefined, if torch fills
-    none.
+    """The tensor with another number of elements: the first in memory stay; new ones are zero unless torch
+    fills them.
     """
     made = tensor.new_zeros((math.prod(shape),))
     if is_filled:
@@ -53,8 +53,8 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def what_is_raised(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Exception | None:
-    """The exception that a call raises on these values, None if it raises none. It changes nothing: it gets copies of
-    what it might write, and the generator is put back.
+    """The exception that a call raises on these values, or None. Changes nothing: the call gets copies, and the
+    generator is restored.
     """
     leaf = lambda value: detached_copy(value) if isinstance(value, torch.Tensor) else value  # noqa: E731
     trees = freeze(args, leaf), freeze(kwargs, leaf)
@@ -76,7 +76,7 @@ def kind_of(error: Exception | None) -> str | None:
 
 
 def message_of(error: Exception | None) -> str | None:
-    """What an exception says. Addresses in memory in it say nothing."""
+    """The text of an exception, without memory addresses."""
     return None if error is None else f"{kind_of(error)}: {_ADDRESS.sub('0x', str(error))}"
 
 
@@ -100,9 +100,7 @@ def fill_new(function: Target, dtypes: tuple[torch.dtype, ...], /, *args: Any, *
 
 
 def blank(function: Target, /, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """What `torch.empty` and its kin give, filled with zeros: undefined memory is no value that could be given
-    again.
-    """
+    """`torch.empty` and its relatives, filled with zeros: uninitialized memory cannot be reproduced."""
     made = function.function(*args, **kwargs)
     return clear(made)
 
@@ -113,12 +111,12 @@ def filled(function: Target, /, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def fills_memory() -> bool:
-    """Does torch fill memory that it was not told to fill?"""
+    """True if torch fills uninitialized memory."""
     return torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
 
 
 def fill(made: Any) -> Any:
-    """What torch fills it with: not-a-number, or the largest whole number."""
+    """Fill a tensor as torch does: with NaN, or the largest integer."""
     if not made.numel() or made.layout is not torch.strided or made.is_quantized:
         return made
     is_whole = not (made.is_floating_point() or made.is_complex() or made.dtype is torch.bool)
@@ -128,35 +126,35 @@ def fill(made: Any) -> Any:
 
 
 def clear(made: Any) -> Any:
-    """Zeros in a tensor that was just allocated."""
+    """Zero a tensor that was just allocated."""
     with torch.no_grad():
         return made.zero_() if made.numel() and made.layout is torch.strided and not made.is_quantized else made
 
 
 def alias(tensor: torch.Tensor, number: int | None = None) -> torch.Tensor:
-    """The tensor itself: what a module that hands its input on computes; or the n-th that a module hands on, where the
-    module itself has read or kept it.
+    """The tensor itself: what a module that returns its input computes. `number` tells apart several outputs of a
+    module that has itself read or kept the tensor.
     """
     return tensor
 
 
 def read_in_another_thread(*values: Any) -> None:
-    """Stands for what a thread besides the forward's own did with values: it can have read all of them."""
+    """Stands for what another thread did with these values: it may have read all of them."""
 
 
 def gathered(*parts: Any) -> tuple[Any, ...]:
-    """Values of several nodes, as the parts of one."""
+    """Values of several nodes as the parts of one."""
     return parts
 
 
 def laid_out(function: Target, value: Any, *args: Any, **kwargs: Any) -> Any:
-    """What a patch makes of a value, in memory as that lies."""
+    """A patch's result in the memory layout of the value that it replaces."""
     return as_it_lay(value, function.function(value, *args, **kwargs))
 
 
 def outside_inference(tensor: torch.Tensor) -> torch.Tensor:
-    """What was made within inference mode and is given there, for a replay that runs outside of it: a copy that
-    autograd may save. Else the tensor itself.
+    """A copy that autograd may save, for a tensor made in inference mode and passed there to a replay that runs outside
+    of it. Any other tensor itself.
     """
     if not tensor.is_inference() or not torch.is_inference_mode_enabled():
         return tensor

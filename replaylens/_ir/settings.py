@@ -1,7 +1,7 @@
-"""Switches of torch's, for the whole process or thread, that decide which kernel computes a call: as they are, and set.
+"""Torch's process- and thread-wide switches that decide which kernel computes a call: read, and set for a block.
 
-In: nothing, or settings as a Context has them. Out: those that are not as torch has them at its beginning, by name; a
-stretch under others. Torch shows reads and writes of them to nobody, so that each call is asked what is on.
+In: nothing, or settings as a Context has them. Out: those that differ from torch's state at import, by name; a block
+under others. Torch reports changes of them to nobody, so every call reads them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .world import freed, in_children, let_go, surely
 Settings = tuple[tuple[str, Any], ...]
 
 _DTYPE = "default dtype"
-SMALLEST = 2.2250738585072014e-308  # half of it is no normal number: zero where such are flushed, which each call minds
+SMALLEST = 2.2250738585072014e-308  # half of it is subnormal: zero where such numbers are flushed
 
 
 class _Switch(NamedTuple):
@@ -44,7 +44,7 @@ class _Switch(NamedTuple):
 def _precision() -> str:
     try:
         return str(matmul_precision())
-    except RuntimeError:  # the model says it by `fp32_precision`: torch wants one of the two ways
+    except RuntimeError:  # set through `fp32_precision`: torch refuses to mix the two APIs
         return ""
 
 
@@ -89,7 +89,7 @@ _USUAL = dict(zip(_SWITCHES, _usual, strict=True))
 
 
 def settings(default_dtype: torch.dtype | None = None) -> Settings:
-    """What is set to something else than it was at the beginning, and another default dtype than this one."""
+    """The settings that differ from those at import, and a default dtype that differs from this one."""
     now, dtype = _now(), _default_dtype()
     if now == _usual and (default_dtype is None or dtype is default_dtype):
         return ()
@@ -102,12 +102,12 @@ _MKLDNN, _CUDNN, _PRECISION = (_USUAL[name] for name in ("mkldnn", "cudnn", "mat
 
 
 def are_usual() -> bool:
-    """Is all as it was at the beginning? For calls that mind everything, as attention does."""
+    """True if all settings are as at import: for calls that depend on all of them, such as attention."""
     return not settings()
 
 
 def products_are_usual() -> bool:
-    """The same of what products, convolutions and the like go by."""
+    """The same for what products, convolutions and the like depend on."""
     try:
         return allows_mkldnn() is _MKLDNN and allows_cudnn() is _CUDNN and matmul_precision() == _PRECISION
     except RuntimeError:
@@ -120,9 +120,9 @@ def _kept(value: Any) -> Any:
 
 @contextmanager
 def under(wanted: Settings) -> Iterator[None]:
-    """These within, and all else as it was at the beginning; afterwards all is as it was before.
+    """A block under these settings, with all others as at import; afterwards everything is as before.
 
-    Most of them are those of the whole process: another thread that wants others waits, if not for ever.
+    Most are process-wide: another thread that wants other ones waits, though not forever.
     """
     was_owned = _changes._is_owned()  # type: ignore[attr-defined]
     if not was_owned:

@@ -1,7 +1,7 @@
-"""Which tensors are one object, and which look at the same memory.
+"""Which tensors are one object, and which share memory.
 
-In: tensors by name. Out: pairs of names. A program remembers these facts of its inputs and of what its model holds:
-where one of them is written, or asked for its address, other tensors that share memory otherwise give other values.
+In: tensors by name. Out: pairs of names. A program remembers these facts of its inputs and its state: where one of them
+is written, or asked for its address, tensors that share memory otherwise give other values.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Pair = tuple[str, str]
 
 
 def storage_of(tensor: torch.Tensor) -> int | None:
-    """What names the memory that a tensor lies in."""
+    """An identifier of the storage that a tensor lies in; None for tensors without a single one."""
     try:
         return tensor.untyped_storage()._cdata
     except (RuntimeError, NotImplementedError):  # sparse and nested ones have no one memory
@@ -45,13 +45,13 @@ def versions_of(tensors: list[torch.Tensor]) -> list[int]:
 class Overlaps:
     """Pairs of names, each in alphabetical order."""
 
-    same: frozenset[Pair] = frozenset()  # one and the same object
-    meeting: frozenset[Pair] = frozenset()  # look at some same element, in objects of their own
-    touched: frozenset[str] = frozenset()  # those that the model writes, or asks for their address
+    same: frozenset[Pair] = frozenset()  # the same object
+    meeting: frozenset[Pair] = frozenset()  # different objects that share an element
+    touched: frozenset[str] = frozenset()  # written by the model, or asked for their address
 
     @staticmethod
     def among(tensors: Mapping[str, torch.Tensor], new: frozenset[str], deep: bool) -> Overlaps:
-        """The facts of those in `new`, with each other and with all others. `deep`: of their memory, too."""
+        """The facts of the tensors in `new`, with each other and with all others; with `deep` of their memory too."""
         same: set[Pair] = set()
         by_id: dict[int, str] = {}
         for name in sorted(new):
@@ -76,7 +76,7 @@ def _meeting(tensors: Mapping[str, torch.Tensor], new: frozenset[str]) -> frozen
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """The first address that a tensor looks at, and the first after it; None where it has none to compare."""
+    """The first address that a tensor occupies and the first after it; None where there is none to compare."""
     if is_wrapped(tensor) or tensor.layout is not torch.strided or isinstance(tensor, FakeTensor):
         return None
     try:
@@ -87,7 +87,9 @@ def extent(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 
 def begin_together(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Do two tensors begin at the same address? Of sparse ones all parts; others without an address hold the same."""
+    """True if two tensors begin at the same address. For sparse ones all their parts; for others without an address
+    their content is compared.
+    """
     try:
         return one.data_ptr() == other.data_ptr()
     except RuntimeError:
@@ -99,7 +101,7 @@ def begin_together(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a sparse one is made of; none of any other."""
+    """The tensors that a sparse one consists of; none for any other."""
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -110,14 +112,14 @@ def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def span(tensor: torch.Tensor) -> int:
-    """How many elements of its memory lie between its first and its last, both counted."""
+    """The number of elements of its memory from its first to its last element, inclusive."""
     if not tensor.numel():
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """May two of its elements be one in memory? What is expanded is, and what `unfold` gives."""
+    """True if two of its elements may share memory, as in expanded tensors and those that `unfold` gives."""
     if tensor.layout is not torch.strided or not tensor.numel():
         return False
     room = 1
@@ -129,11 +131,10 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def fills_its_memory(tensor: torch.Tensor) -> bool:
-    """Do its numbers lie one beside the other, in whatever order, with no gap?"""
+    """True if its elements lie side by side, in any order, without a gap."""
     if tensor.layout is not torch.strided:
         return False
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return not tensor.numel() or (span == tensor.numel() and not overlaps_itself(tensor))
+    return not tensor.numel() or (span(tensor) == tensor.numel() and not overlaps_itself(tensor))
 
 
 def _cross(one: tuple[int, int], other: tuple[int, int]) -> bool:
@@ -141,7 +142,7 @@ def _cross(one: tuple[int, int], other: tuple[int, int]) -> bool:
 
 
 def _meet(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Do two tensors whose extents cross look at any same element? Yes, where that would be dear to find out."""
+    """True if two tensors whose extents overlap share an element, or if finding out would be expensive."""
     if one.dtype != other.dtype or span(one) + span(other) > 10_000_000:
         return True
     shift = (other.data_ptr() - one.data_ptr()) // one.element_size()

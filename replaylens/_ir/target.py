@@ -1,6 +1,6 @@
 """A callable and the stable dotted name by which it is found again.
 
-In: any callable that a model called. Out: a Target, equal to every other Target of the same name. What a Target means
+In: any callable that a model called. Out: a Target, equal to every other Target of the same name. What the call means
 to the program (is it pure, does it draw) is not known here.
 """
 
@@ -35,12 +35,12 @@ class Target:
 
     @staticmethod
     def of(function: Callable[..., Any] | Target) -> Target:
-        """The target of a function. Those that are kept are kept for good: a patch is a Target already."""
+        """The target of a function. Targets are cached for good."""
         return function if isinstance(function, Target) else _target_of(function)
 
     @staticmethod
     def named(name: str) -> Target:
-        """The target that this name leads to, as after loading a saved program."""
+        """The target that a name leads to, as after loading a saved program."""
         return Target(name, resolve(name))
 
     @property

@@ -1,9 +1,9 @@
-"""How close is close enough? All tolerances of the package, with their reasons.
+"""All tolerances of the package, with their reasons.
 
-What a replay promises, and what a check asks, is the same bits (sameness.py). Only where other kernels, or another
-order of additions, compute what is one thing in mathematics, last bits may differ. The error of a sum goes by its
-largest summands, which may cancel: so a share of the largest number in the tensor is allowed, also to small numbers
-beside it.
+What a replay promises and a check demands is equality to the last bit (equality.py). Only where other kernels, or
+another order of additions, compute mathematically equal results may last bits differ. The error of a sum scales with
+its largest summands, which may cancel: so a share of the largest number in the tensor is allowed even for small
+numbers.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from attrs import frozen
 
 @frozen
 class Tolerance:
-    """How far numbers may lie apart: a share of each, a share of the largest in their tensor, an amount; added up."""
+    """How far numbers may be apart: a share of each, plus a share of the largest in their tensor, plus an amount."""
 
     of_each: float = 0.0
     of_largest: float = 0.0
     absolute: float = 0.0
 
     def holds(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        """Are two tensors of one shape and dtype so close? Shares are of the other; NaN equals NaN."""
+        """True if two tensors of one shape and dtype are this close. Shares are of the other; NaN equals NaN."""
         if torch.equal(one, other):
             return True
         amount = self.absolute + (self.of_largest * largest(other) if self.of_largest else 0.0)
@@ -31,12 +31,14 @@ class Tolerance:
 
 
 def largest(tensor: torch.Tensor) -> float:
-    """The largest finite absolute value in a tensor of numbers."""
+    """The largest finite absolute value in a tensor."""
     return float(tensor.detach().abs().nan_to_num(0.0, 0.0, 0.0).max()) if tensor.numel() else 0.0
 
 
 def is_close_number(one: float, other: float) -> bool:
-    """Is a number that left torch the same up to rounding? It has none beside it, so near zero an amount is let be."""
+    """True if a number that left torch is the same up to rounding. There is no tensor around it to scale by, so near
+    zero a fixed amount is allowed.
+    """
     return math.isclose(one, other, rel_tol=REARRANGED.of_largest, abs_tol=1e-6)
 
 
@@ -60,7 +62,7 @@ REARRANGED_NARROW = Tolerance(of_largest=0.05)  # where steps in between are rou
 BATCHED = Tolerance(of_each=1e-4, of_largest=1e-4)
 BATCHED_NARROW = Tolerance(of_each=2e-2, of_largest=2e-2)  # float16, bfloat16
 
-# A first look, which only saves proofs: what fails it is never proved, what passes is.
+# A cheap first test, which only saves proofs: what fails it is not tried, what passes is proved.
 LIKELY = Tolerance(of_each=1e-3, absolute=1e-6)
 
 # An amount, for outputs of layers that normalise: their numbers are about one.

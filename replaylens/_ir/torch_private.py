@@ -1,8 +1,8 @@
-"""Every private name of torch that replaylens uses: what it is for, and what is done where a torch has it not.
+"""Every private name of torch that replaylens uses: what it is for, and what is done where torch lacks it.
 
 Out: the names, without their underscores, and `NAMES`, a table of them. Nothing else in the package says `torch._...`
-or takes an underscored name out of a module of torch; attributes of tensors, modules and storages are in `ATTRIBUTES`.
-A torch that lacks a name without which no number could be trusted is refused at import, with all that it lacks.
+or imports an underscored name from torch; private attributes of tensors, modules and storages are in `ATTRIBUTES`. A
+torch without a name that correctness depends on is refused at import, with a list of all that it lacks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @frozen
 class Private:
-    """One private name. `without` is what is done where it is missing; "" where replaylens cannot do without it."""
+    """One private name. `without` says what is done where it is missing; "" if replaylens cannot do without it."""
 
     path: str
     purpose: str
@@ -42,7 +42,7 @@ class Private:
 
 
 def _found(path: str) -> Any:
-    """What stands at a dotted path; None where nothing does."""
+    """The object at a dotted path; None if there is none."""
     parts = path.split(".")
     for count in range(len(parts) - 1, 0, -1):
         try:
@@ -89,8 +89,8 @@ _entered_where_all_is_seen.__exit__(None, None, None)
 
 
 def see_functions(is_seen: bool, is_all_off: bool) -> None:
-    """Let torch's functions come to modes and subclasses as `is_function_mode_seen` and `sees_no_function_mode` said
-    that they do. To leave a block once more is to set what was there before it.
+    """Restore whether torch's functions reach modes and subclasses, as `is_function_mode_seen` and
+    `sees_no_function_mode` reported it. To leave such a block once more is to set what was there before it.
     """
     _entered_where_all_is_seen.__exit__(None, None, None)
     if not is_seen:
@@ -173,15 +173,11 @@ hooks_of_all_modules = tuple(
 OPERATOR_PLACES = tuple(
     (path, _name(path, "a torch function is found again by its name", "those of another place are kept as they are"))
     for path in ("torch._C._nn", "torch._C._fft", "torch._C._linalg", "torch._C._special", "torch._C._sparse")
-) + (
-    ("torch._VF", _name("torch._VF", "the same", "the same")),
-    ("torch._C", torch._C),
-    ("torch.Tensor", TensorBase),
-)
+) + (("torch._VF", _name("torch._VF", "the same", "the same")), ("torch._C", torch._C), ("torch.Tensor", TensorBase))
 
 
 def set_swap_of_tensors(swap: Any) -> None:
-    """Let another function exchange two tensors: `torch.utils.swap_tensors` asks for it at each call."""
+    """Replace the function that exchanges two tensors: `torch.utils.swap_tensors` looks it up at each call."""
     torch._C._swap_tensor_impl = swap
 
 
@@ -198,18 +194,18 @@ _FROM_PYTHON: tuple[Any, ...] = tuple(
 
 
 def set_way_to_modes(way: Any) -> None:
-    """Let torch's Python functions come to a function mode by another way."""
+    """Replace the function through which torch's Python functions reach a function mode."""
     for module in _FROM_PYTHON:
         module.handle_torch_function = way
 
 
 def compiler_if_loaded(module: str = "torch._dynamo") -> Any:
-    """A module of the compiler's, which takes seconds to load: None where nobody has loaded it."""
+    """A module of the compiler, which takes seconds to import; None if nobody has imported it."""
     return sys.modules.get(module)
 
 
 def default_device() -> str:
-    """Where new tensors go."""
+    """The device of new tensors."""
     return str(torch.get_default_device())
 
 

@@ -1,9 +1,17 @@
-"""Nested arguments and results: walk, map, freeze and rebuild.
+"""Nested arguments and results: freeze, walk, map and rebuild.
 
-In: whatever a model passes around: tensors in lists, tuples, dicts, sets, slices and classes made of them, named
+In: whatever a model passes around: tensors in lists, tuples, dicts, sets, slices and classes derived from them, named
 tuples, dataclasses, attrs classes, `ModelOutput`s, caches, plain objects with attributes. Out: a frozen tree of the
-same shape, whose leaves are what a function made of the tensors, and from which an equal object can be built again.
-What the leaves mean is not known here.
+same shape, whose leaves are what a function made of the tensors, and from which an equal object can be built.
+
+    freeze([x, {"mask": m}], leaf) == Branch(list, (leaf(x), Branch(dict, (leaf(m),), keys=("mask",))))
+
+In a frozen tree, exactly tuples and Branches are inner nodes; everything else, a list included, is a leaf.
+`thaw(freeze(v, f), g)` is v with `g(f(t))` in place of each tensor t, as long as g leaves literals alone. `freeze`
+opens only what torch functions accept, `freeze_deep` any object with a tensor somewhere below it; what holds no tensor
+stays itself. `freeze_deep` freezes a container once, so one that occurs in several places is the same Branch in all of
+them: the functions called `..._shared` keep that, the others need not. A container that holds itself has a `loop`
+number, and a BackReference stands inside it.
 """
 
 from __future__ import annotations
@@ -37,22 +45,20 @@ _OPAQUE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType
 
 @frozen
 class Branch:
-    """A container in a frozen tree. `kind` is its class, `keys` the names of its items where they have names.
+    """A container in a frozen tree: its class, its items, and the names of these where they have any.
 
-    `like` is an object of the same class to copy what is not in the tree from; it takes no part in comparisons.
+    `like` is an object of the same class, to copy from what is not in the tree. It takes no part in comparisons.
     """
 
     kind: type
     items: tuple[Any, ...]
     keys: tuple[Any, ...] | None = None
     like: Any = field(default=None, eq=False, repr=False)
-    loop: int | None = None  # its number, if it holds itself: there an Again stands
-    count: int | None = (
-        None  # of a class made of a list, a dict or the like: how many of the items lie in it as in that
-    )
+    loop: int | None = None  # its number, if it holds itself: a BackReference stands there
+    count: int | None = None  # for a subclass of list, dict ...: how many items are elements; the rest are attributes
 
     def build(self, items: list[Any]) -> Any:
-        """The container again, around other items."""
+        """The container with other items."""
         kind = self.kind
         if kind is list:
             return items
@@ -72,14 +78,14 @@ class Branch:
         return self.filled(self.empty(), items)
 
     def empty(self) -> Any:
-        """A container of the kind with nothing in it."""
+        """An empty container of this class."""
         kind: Any = self.kind
         return kind.__new__(kind)
 
     def filled(self, copied: Any, items: list[Any]) -> Any:
-        """An empty container of the kind, with these items in it."""
+        """An empty container of this class, filled with these items."""
         if self.count is not None:
-            _fill(copied, (self.keys or ())[: self.count], items[: self.count], self.like)
+            _fill_container(copied, (self.keys or ())[: self.count], items[: self.count], self.like)
             return self._with_attributes(copied, items)
         if self.kind is list:
             copied.extend(items)
@@ -98,12 +104,14 @@ class Branch:
 
 
 def _unwritable(kind: Any) -> Any:
-    """Of a class made of a tuple or a frozen set: that."""
+    """The immutable builtin that a class derives from, tuple or frozenset; else None."""
     return next((base for base in (tuple, frozenset) if issubclass(kind, base)), None)
 
 
-def _fill(copied: Any, keys: tuple[Any, ...], items: list[Any], like: Any) -> None:
-    """Put items into a container as Python's own class does it: what a user's class makes of them, it has made."""
+def _fill_container(copied: Any, keys: tuple[Any, ...], items: list[Any], like: Any) -> None:
+    """Fill a container through its builtin base class: the user's overrides have already done their work on the
+    original.
+    """
     if isinstance(copied, list):
         list.extend(copied, items)
     elif isinstance(copied, set):
@@ -120,16 +128,16 @@ def _fill(copied: Any, keys: tuple[Any, ...], items: list[Any], like: Any) -> No
 
 @frozen
 class BackReference:
-    """In a frozen tree: the very container of this number, in which it stands."""
+    """In a frozen tree: the enclosing container with this number."""
 
     loop: int
 
 
 def freeze(value: Any, leaf: Leaf) -> Any:
-    """A call's arguments as a frozen tree: every tensor becomes `leaf(tensor)`, the rest stays as it is.
+    """A call's arguments as a frozen tree: every tensor becomes `leaf(tensor)`, everything else stays as it is.
 
-    Only what torch functions accept is opened: lists, tuples, dicts and slices. Arrays are copied: whose they are may
-    write there later.
+    Only what torch functions accept is opened: lists, tuples, dicts and slices. Arrays are copied, as their owner may
+    write to them later.
     """
     kind = type(value)
     if isinstance(value, torch.Tensor):
@@ -146,14 +154,14 @@ def freeze(value: Any, leaf: Leaf) -> Any:
         return Branch(dict, tuple([freeze(item, leaf) for item in value.values()]), tuple(value))
     if isinstance(value, tuple) and not isinstance(value, torch.Size):
         return Branch(kind, tuple([freeze(item, leaf) for item in value]))
-    if isinstance(value, list):  # of a user's own class: torch reads it as any other
+    if isinstance(value, list):  # a subclass: torch reads it like any list
         return Branch(list, tuple([freeze(item, leaf) for item in value]))
     return copy(value) if is_array(kind) else value  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=4096)
 def is_array(kind: type) -> bool:
-    """Are its objects numbers that others may write: numpy's arrays, Python's own, and their like?"""
+    """True for classes of mutable arrays of numbers: numpy's, Python's own, and similar ones."""
     numpys = (f"{base.__module__}.{base.__qualname__}" == "numpy.ndarray" for base in kind.__mro__)
     return issubclass(kind, (bytearray, array)) or any(numpys)
 
@@ -163,16 +171,16 @@ def freeze_deep(value: Any, leaf: Leaf) -> Any:
     try:
         return _freeze_deep(value, leaf, {})
     except RecursionError:
-        raise _too_deep() from None
+        raise _too_deep_error() from None
 
 
 def require_room(tree: Any) -> None:
-    """Refuse a frozen tree that Python's stack has no room for where it is walked later: two frames for each level."""
+    """Refuse a frozen tree too deep for Python's stack where it is walked later, at two frames a level."""
     level, depth = [tree], 0
     while level := list({id(item): item for one in level for item in _items_of(one)}.values()):
         depth += 1
     if depth > _SURELY_SHALLOW and 2 * depth + _frames() + _SPARE_FRAMES > sys.getrecursionlimit():
-        raise _too_deep()
+        raise _too_deep_error()
 
 
 _SURELY_SHALLOW, _SPARE_FRAMES = 50, 60
@@ -183,14 +191,14 @@ def _items_of(tree: Any) -> tuple[Any, ...]:
 
 
 def _frames() -> int:
-    """How many frames stand on the stack now."""
+    """The current depth of the stack."""
     frame, number = sys._getframe(), 1
     while (outer := frame.f_back) is not None:
         frame, number = outer, number + 1
     return number
 
 
-def _too_deep() -> CaptureError:
+def _too_deep_error() -> CaptureError:
     return CaptureError(
         f"a value is nested deeper than Python's stack is: {sys.getrecursionlimit()} calls.\n"
         "Nest less, or give Python more room by `sys.setrecursionlimit`."
@@ -210,27 +218,25 @@ def _freeze_deep(value: Any, leaf: Leaf, seen: dict[int, Any]) -> Any:
             return BackReference(known.loop)
         return known
     begun = seen[id(value)] = _Open(len(seen))
-    if kind is tuple:
-        frozen_value: Any = tuple([_freeze_deep(item, leaf, seen) for item in value])
-    elif kind is list:
-        frozen_value = Branch(list, tuple([_freeze_deep(item, leaf, seen) for item in value]))
+    keys: tuple[Any, ...] | None = None
+    like: Any = None
+    items: Iterable[Any] | None = None
+    if kind is tuple or kind is list or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        items = value
     elif kind is dict:
-        frozen_value = Branch(dict, tuple([_freeze_deep(item, leaf, seen) for item in value.values()]), tuple(value))
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        frozen_value = Branch(kind, tuple([_freeze_deep(item, leaf, seen) for item in value]))
-    elif kind in pytree.SUPPORTED_NODES and kind is not slice:
-        items, spec = _taken_apart(value)
-        frozen_value = Branch(kind, tuple([_freeze_deep(item, leaf, seen) for item in items]), like=spec)
-    elif isinstance(value, tuple) and hasattr(kind, "n_sequence_fields"):  # torch's named results that pytree has not
-        frozen_value = Branch(kind, tuple([_freeze_deep(item, leaf, seen) for item in value]))
+        items, keys = value.values(), tuple(value)
     elif kind is slice:
-        frozen_value = Branch(
-            slice, tuple([_freeze_deep(x, leaf, seen) for x in (value.start, value.stop, value.step)])
-        )
+        items = value.start, value.stop, value.step
+    elif kind in pytree.SUPPORTED_NODES:
+        items, like = _pytree_items(value)
+    elif isinstance(value, tuple) and hasattr(kind, "n_sequence_fields"):  # torch's named results that pytree has not
+        items = value
     elif kind is MappingProxyType:
-        content = dict(value)
-        seen.setdefault(0, []).append(content)  # held, so that no other object gets its id
-        frozen_value = Branch(kind, (_freeze_deep(content, leaf, seen),))
+        items = (dict(value),)
+        seen.setdefault(0, []).append(items)  # kept alive, so that no other object gets its id
+    if items is not None:
+        inner = tuple([_freeze_deep(item, leaf, seen) for item in items])
+        frozen_value: Any = inner if kind is tuple else Branch(kind, inner, keys, like)
     elif isinstance(value, (list, tuple, dict, set, frozenset, deque)):
         frozen_value = _freeze_contents(value, leaf, seen)
     else:
@@ -241,8 +247,10 @@ def _freeze_deep(value: Any, leaf: Leaf, seen: dict[int, Any]) -> Any:
     return frozen_value
 
 
-def _taken_apart(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """What a container that torch knows holds. Torch's function is part of a cycle: it would hold the container on."""
+def _pytree_items(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """The items of a container that pytree knows, and its spec. Torch's function is part of a reference cycle and would
+    keep the container alive, so it sees it through a list that is emptied.
+    """
     whole = [value]
     items, spec = pytree.tree_flatten(value, is_leaf=lambda other: other is not whole[0])
     whole.clear()
@@ -258,7 +266,7 @@ class _Open:
 
 
 def _freeze_object(value: Any, leaf: Leaf, seen: dict[int, Any]) -> Any:
-    """An object with attributes: a branch if a tensor hangs somewhere below it, else the object itself."""
+    """An object with attributes: a Branch if there is a tensor somewhere below it, else the object itself."""
     attributes = attributes_of(value)
     if not attributes:
         return value
@@ -269,7 +277,9 @@ def _freeze_object(value: Any, leaf: Leaf, seen: dict[int, Any]) -> Any:
 
 
 def _freeze_contents(value: Any, leaf: Leaf, seen: dict[int, Any]) -> Any:
-    """A container of a class that torch does not know: a branch if a tensor is in it, or hangs on it, else itself."""
+    """A container of a class that pytree does not know: a Branch if its items or attributes hold a tensor,
+    else itself.
+    """
     keys = tuple(dict.keys(value)) if isinstance(value, dict) else tuple(range(len(value)))
     held = [*(dict.values(value) if isinstance(value, dict) else value)]
     attributes = attributes_of(value)
@@ -281,7 +291,7 @@ def _freeze_contents(value: Any, leaf: Leaf, seen: dict[int, Any]) -> Any:
 
 
 def attributes_of(value: Any) -> list[tuple[str, Any]]:
-    """The attributes that an object has itself, those in slots among them, with their names."""
+    """The names and values of an object's own attributes, slots included."""
     if type(value).__module__ in ("builtins", "numpy", "torch"):
         return []
     found = list(own_attributes(value).items())
@@ -294,13 +304,13 @@ def attributes_of(value: Any) -> list[tuple[str, Any]]:
 
 
 def own_attributes(value: Any) -> dict[str, Any]:
-    """The attributes that an object has itself, by name."""
+    """An object's own `__dict__`."""
     found: dict[str, Any] = own(value, "__dict__", {})
     return found
 
 
 def own(value: Any, name: str, otherwise: Any) -> Any:
-    """An attribute as the object has it, without the user's `__getattr__`, which may do and raise anything."""
+    """An attribute without the user's `__getattr__`, which may do and raise anything."""
     try:
         return object.__getattribute__(value, name)
     except AttributeError:
@@ -308,7 +318,7 @@ def own(value: Any, name: str, otherwise: Any) -> Any:
 
 
 def fingerprint(value: Any, depth: int = 0) -> str:
-    """What can be seen of an object that holds no tensor, as text: it tells when the object was changed in place."""
+    """A text that changes if an object without tensors is changed in place, as far as its attributes and items show."""
     kind = type(value)
     if kind in ATOMS and kind is not torch.Generator:
         return f"{kind.__name__}:{value!r}"
@@ -341,7 +351,7 @@ def thaw(tree: Any, leaf: Leaf) -> Any:
 
 
 def remake(tree: Any, leaf: Leaf) -> Any:
-    """The same frozen tree with `leaf(x)` in place of every leaf x. Shared parts need not stay shared."""
+    """The frozen tree with `leaf(x)` in place of every leaf x. Shared branches need not stay shared."""
     kind = type(tree)
     if kind is tuple:
         return tuple([remake(item, leaf) for item in tree])
@@ -351,30 +361,30 @@ def remake(tree: Any, leaf: Leaf) -> Any:
 
 
 def remake_shared(tree: Any, leaf: Leaf) -> Any:
-    """The same, where a container that stands in several places stays one."""
-    return _once(tree, leaf, lambda one, items: evolve(one, items=tuple(items)), {})
+    """The same, but a container that occurs in several places stays one."""
+    return _map_shared(tree, leaf, lambda one, items: evolve(one, items=tuple(items)), {})
 
 
 def thaw_shared(tree: Any, leaf: Leaf) -> Any:
-    """The value of a frozen tree, where a container that stands in several places is one object, as in the original."""
+    """The value of a frozen tree; a container that occurs in several places is one object, as in the original."""
     if any(type(one) is BackReference for one in leaves(tree)):
         return thaw(tree, leaf)
-    return _once(tree, leaf, lambda one, items: one.build(items), {})
+    return _map_shared(tree, leaf, lambda one, items: one.build(items), {})
 
 
-def _once(tree: Any, leaf: Leaf, build: Callable[[Branch, list[Any]], Any], made: dict[int, Any]) -> Any:
+def _map_shared(tree: Any, leaf: Leaf, build: Callable[[Branch, list[Any]], Any], made: dict[int, Any]) -> Any:
     kind = type(tree)
     if kind is tuple:
-        return tuple([_once(item, leaf, build, made) for item in tree])
+        return tuple([_map_shared(item, leaf, build, made) for item in tree])
     if kind is not Branch:
         return leaf(tree)
     if id(tree) not in made:
-        made[id(tree)] = build(tree, [_once(item, leaf, build, made) for item in tree.items])
+        made[id(tree)] = build(tree, [_map_shared(item, leaf, build, made) for item in tree.items])
     return made[id(tree)]
 
 
 def bare(tree: Any) -> Any:
-    """The same frozen tree, holding none of the objects that it was made from, and so none of their tensors."""
+    """The same frozen tree without references to the objects that it was made from, and so to their tensors."""
     kind = type(tree)
     if kind is not tuple and kind is not Branch:
         return tree
@@ -390,18 +400,18 @@ def bare(tree: Any) -> Any:
 
 
 def _hollow(tree: Branch) -> Any:
-    """An object to copy from in the place of the one that a branch was made from, with nothing in it."""
+    """An empty object that takes the place of `Branch.like`."""
     if tree.count is None:
         return tree.empty()
     if _unwritable(tree.kind) is not None:
         return None
     made = tree.empty()
-    _fill(made, (), [], tree.like)
+    _fill_container(made, (), [], tree.like)
     return made
 
 
 def part_at(value: Any, path: Iterable[Any]) -> Any:
-    """What is inside a value, step by step."""
+    """The item at the end of a path of indices or keys."""
     for step in path:
         value = value[step]
     return value
@@ -415,7 +425,7 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 
 def leaves_of(kind: type[T], tree: Any) -> list[T]:
-    """The leaves of a frozen tree that are exactly of a class, from left to right."""
+    """The leaves of a frozen tree whose type is exactly this class, from left to right."""
     found: list[Any] = []
     _gather((tree,), found)
     return [leaf for leaf in found if type(leaf) is kind]
@@ -444,23 +454,23 @@ Steps = Callable[[Any], Iterable[tuple[Any, Any]]]
 
 
 def numbered(tree: Any) -> Iterable[tuple[int, Any]]:
-    """What a container holds, by number."""
+    """The items of a container by number."""
     return enumerate(_items_of(tree))
 
 
 def keyed(tree: Any) -> Iterable[tuple[Any, Any]]:
-    """What a container holds, by its keys where it has them."""
+    """The items of a container by key, or by number where they have none."""
     return zip(tree.keys, tree.items, strict=True) if type(tree) is Branch and tree.keys else numbered(tree)
 
 
 def named(tree: Any) -> Iterable[tuple[Any, Any]]:
-    """The same, where also mappings that torch takes apart have keys."""
+    """The same, with the keys of mappings that pytree takes apart."""
     keys = _keys(tree) if type(tree) is Branch else None
     return zip(keys, tree.items, strict=True) if keys else numbered(tree)
 
 
 def walk(tree: Any, steps: Steps = numbered, at: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Every leaf of a frozen tree with the way to it: `(0, 2)`, or `(0, "mask")` by `steps` that are keys."""
+    """Every leaf of a frozen tree with its path: `(0, 2)`, or `(0, "mask")` where `steps` gives keys."""
     if type(tree) is not tuple and type(tree) is not Branch:
         yield at, tree
         return
@@ -469,7 +479,7 @@ def walk(tree: Any, steps: Steps = numbered, at: tuple[Any, ...] = ()) -> Iterat
 
 
 def _keys(tree: Branch) -> tuple[Any, ...] | None:
-    """The names of what it holds; of a mapping that torch takes apart, its keys."""
+    """The keys of a Branch, including those of a mapping that pytree takes apart."""
     if tree.keys is not None or not isinstance(tree.like, pytree.TreeSpec) or not issubclass(tree.kind, Mapping):
         return tree.keys
     context = tree.like.context[1] if issubclass(tree.kind, defaultdict) else tree.like.context

@@ -1,14 +1,17 @@
-"""A model is one thread's while it is run once more: what hangs on it is changed meanwhile, and put back.
+"""Exclusive access of one thread to a model, while what hangs on the model is changed for a live run and put back.
 
-In: threads that come to a module, and one that wants some modules for itself. It waits until no other thread is in the
-middle of them; whoever comes later waits until it is done. Nobody waits for a thread that stands still: that one may be
-waiting for the one that waits, as where a patch hands its work to another thread. After a fork what a thread that is
-not there had changed is put back.
+This is a readers-writer lock whose readers take nothing: whether a thread is inside a forward is read off its stack, so
+that an ordinary `model(x)` costs only a look at an (almost always empty) list.
 
     thread A, in `model(x)`           thread B, `rl.run(model, x)`         thread C
-    in the model's middle             a Turn: waits for A to leave         comes to the model, and waits for B's turn
-    leaves it                         is_alone: changes, runs, puts back   ...
-                                      over                                 goes on, and finds the model as it was
+    inside the model                  takes a Turn, waits for A            calls the model, waits for B's turn
+    leaves it                         is_exclusive: changes, runs, restores    ...
+                                      done                                 goes on, and finds the model as it was
+
+Guaranteed: while a Turn `is_exclusive`, no other thread runs or enters its modules; when it ends, for whatever reason,
+the modules are as before; after a fork, the child undoes what threads of the parent had changed. Not guaranteed:
+exclusion of a thread that stands still. It may itself be waiting for the owner, as where a patch hands work to another
+thread, so nobody waits for it: deadlock is worse.
 """
 
 from __future__ import annotations
@@ -31,35 +34,38 @@ T = TypeVar("T")
 
 
 def _nothing() -> None:
-    """Nothing was changed yet."""
+    """Do nothing."""
 
 
 @define(eq=False)
 class Turn:
-    """Some modules, by id, and the thread that has them for itself."""
+    """Exclusive access of one thread to some modules, given by id: taken, or waited for."""
 
     thread: int
     modules: frozenset[int]
     undo: Callable[[], None] = _nothing  # puts back what the thread has changed so far
-    is_alone: bool = False  # nobody else is in the middle of them
-    over: Event = field(factory=Event)
-    among: set[int] = field(factory=set)  # other threads that it waits for itself, as it seems
+    is_exclusive: bool = False  # no other thread is inside them
+    done: Event = field(factory=Event)
+    waits_for: set[int] = field(factory=set)  # threads that seem to be waited for by the owner, and so do not wait
 
 
-turns: list[Turn] = []  # those that are taken, and those that wait for other threads to leave
-calls: dict[CodeType, Callable[[dict[str, Any]], Iterable[int]]] = {}  # what is inside which modules while it runs
-_waiting: dict[object, int] = {}  # threads that wait here, and run nothing
-_begun = [0]  # how many threads have had modules for themselves
+turns: list[Turn] = []  # taken, or waiting for other threads to leave
+calls: dict[
+    CodeType, Callable[[dict[str, Any]], Iterable[int]]
+] = {}  # code -> the modules, by id, that a frame of it is inside, from its locals
+_waiting: dict[object, int] = {}  # threads that wait here, and so run nothing
+_begun = [0]  # how many turns have become exclusive
 
 
 def with_turn(
     modules: Callable[[], Iterable[Any]],
     work: Callable[[Turn], T],
-    told: Callable[[], Any] = _nothing,
-    left: Callable[[], Any] = _nothing,
+    install: Callable[[], Any] = _nothing,
+    uninstall: Callable[[], Any] = _nothing,
 ) -> T:
-    """What some work gives, while no other thread is in the middle of these modules, or comes to them. `told` lets
-    them ask, `left` lets them go by. A function, for an interrupt can come between a block and its `__exit__`.
+    """Return `work(turn)`, run while no other thread is inside these modules or enters them. `install` makes calls of
+    the modules wait for turns, `uninstall` stops that. A function and not a context manager, as an interrupt can come
+    between a block and its `__exit__`.
     """
     turn, draws = Turn(get_ident(), frozenset()), one_draws._is_owned()  # type: ignore[attr-defined]
 
@@ -67,10 +73,10 @@ def with_turn(
         _waiting.pop(turn, None)
         if turn in turns:
             turns.remove(turn)
-        turn.over.set()
+        turn.done.set()
         if not draws:
             let_go(one_draws)
-        left()
+        uninstall()
 
     def take() -> T:
         _waiting[turn] = turn.thread
@@ -78,38 +84,38 @@ def with_turn(
             one_draws.acquire()
         turn.modules = frozenset(map(id, modules()))
         turns.append(turn)
-        told()
-        _await_others(turn, draws)
+        install()
+        _wait_for_others(turn, draws)
         _waiting.pop(turn)
         return work(turn)
 
     return ending(take, leave)
 
 
-def _await_others(turn: Turn, draws: bool) -> None:
-    """Until no thread is in the middle of the modules, but for those that stand still. Others may draw meanwhile, if
-    this thread was not drawing already.
+def _wait_for_others(turn: Turn, draws: bool) -> None:
+    """Wait until no thread is inside the modules, except threads that stand still. Others may draw random numbers
+    meanwhile, unless this thread already was doing so.
     """
-    standing: dict[int, _Standing] = {}
-    while [other for other in _inside(turn) if not standing.setdefault(other, _Standing(other)).still()]:
+    standing: dict[int, _StandstillWatch] = {}
+    while [other for other in _inside(turn) if not standing.setdefault(other, _StandstillWatch(other)).still()]:
         if not draws:
             one_draws.release()
         sleep(0.001)
         if not draws:
             one_draws.acquire()
     _begun[0] += 1
-    turn.is_alone = True
+    turn.is_exclusive = True
 
 
 def _inside(turn: Turn) -> list[int]:
-    """The other threads that are in the middle of its modules."""
+    """The other threads that are inside its modules."""
     stacks, idle = _stacks(), {turn.thread, *list(_waiting.values())}
     return [thread for thread, frames in stacks if thread not in idle and _are_inside(frames, turn.modules)]
 
 
 def _stacks() -> list[tuple[int, list[FrameType]]]:
-    """The frames of each thread. In C alone, and without the collector, which runs Python code of anybody's: where
-    another thread goes on meanwhile, what is behind one of its frames is garbage.
+    """The frames of each thread. Computed in C alone with the collector off: if another thread ran meanwhile, the links
+    behind its frames would be garbage.
     """
     one, other = tee(chain.from_iterable(map(methodcaller("items"), starmap(sys._current_frames, ((),)))))
     upwards = map(chain, zip(map(itemgetter(1), other)), repeat(repeat("f_back")))
@@ -134,20 +140,22 @@ def _are_inside(frames: list[FrameType], modules: frozenset[int]) -> bool:
 
 
 def come(modules: Iterable[int]) -> None:
-    """Called where a call of these modules begins, in each thread: lets those that have them for themselves end first.
+    """Wait for threads with exclusive access to these modules. Called in each thread where a call of the modules
+    begins.
 
-    One that does not have them yet waits for this thread, if it is in the middle of them, or draws.
+    A thread whose access is not yet exclusive waits for this one instead, if this one is inside the modules or is
+    drawing.
     """
     modules, called_by = frozenset(modules), sys._getframe(1)
     while turn := next((turn for turn in list(turns) if _comes_first(turn, modules, called_by)), None):
-        _await(turn)
+        _wait_for(turn)
 
 
 def _comes_first(turn: Turn, modules: frozenset[int], called_by: FrameType) -> bool:
     here = get_ident()
-    if turn.thread == here or here in turn.among or turn.modules.isdisjoint(modules):
+    if turn.thread == here or here in turn.waits_for or turn.modules.isdisjoint(modules):
         return False
-    if turn.is_alone:
+    if turn.is_exclusive:
         return True
     outer = _own_stack()
     del outer[: outer.index(called_by) + 1]
@@ -155,34 +163,34 @@ def _comes_first(turn: Turn, modules: frozenset[int], called_by: FrameType) -> b
 
 
 def settled(judge: Callable[[], T]) -> T:
-    """The answer to a question about what hangs on models, as it is while no other thread has changed it."""
+    """Return `judge()`, an answer about what hangs on models, computed while no other thread had changed it."""
     here = get_ident()
     while True:
         before = _begun[0]
-        turn = next((t for t in list(turns) if t.is_alone and t.thread != here and here not in t.among), None)
+        turn = next((t for t in list(turns) if t.is_exclusive and t.thread != here and here not in t.waits_for), None)
         if turn is not None:
-            _await(turn)
+            _wait_for(turn)
             continue
         answer = judge()
         if _begun[0] == before:
             return answer
 
 
-def _await(turn: Turn) -> None:
-    here, standing, token = get_ident(), _Standing(turn.thread), object()
+def _wait_for(turn: Turn) -> None:
+    here, standing, token = get_ident(), _StandstillWatch(turn.thread), object()
 
     def wait() -> None:
         _waiting[token] = here
-        while not turn.over.wait(0.02) and turn in turns:
+        while not turn.done.wait(0.02) and turn in turns:
             if standing.still():
-                turn.among.add(here)
+                turn.waits_for.add(here)
                 return
 
     ending(wait, partial(_waiting.pop, token, None))
 
 
-class _Standing:
-    """Has a thread been standing still, so that it may be waiting for this one?"""
+class _StandstillWatch:
+    """Tells whether a thread has been standing still, and so may be waiting for this one."""
 
     def __init__(self, thread: int) -> None:
         self.thread, self.done = thread, 0
@@ -191,8 +199,8 @@ class _Standing:
         self.path = f"/proc/self/task/{known.native_id}/stat" if known is not None else ""
 
     def still(self) -> bool:
-        """Asked again and again: for a quarter of a second it has been in one of Python's own ways to wait, or for two
-        it had no work for a processor.
+        """True if, over repeated calls, it has been in one of Python's own waiting functions for a quarter of a second,
+        or has used no processor time for two.
         """
         now, frame = monotonic(), sys._current_frames().get(self.thread)
         if frame is None:
@@ -209,7 +217,7 @@ _WAITS = frozenset(("threading", "queue", "selectors"))
 
 
 def _done(path: str) -> int:
-    """The work of a thread so far, in hundredths of a second; 0 on systems that do not tell it."""
+    """The processor time of a thread so far in hundredths of a second; 0 on systems that do not tell."""
     try:
         with open(path, "rb") as file:
             words = file.read().rpartition(b")")[2].split()
@@ -218,15 +226,15 @@ def _done(path: str) -> int:
     return int(words[11]) + int(words[12])
 
 
-def _in_a_child() -> None:
-    """The other threads are not there: what they had changed is put back for them."""
+def _undo_in_child() -> None:
+    """Undo, in a forked child, what threads that do not exist here had changed."""
     for turn in [turn for turn in reversed(turns) if turn.thread != get_ident()]:
         turns.remove(turn)
         turn.undo()
     for turn in turns:
-        turn.over = Event()
+        turn.done = Event()
     for token in [token for token, thread in list(_waiting.items()) if thread != get_ident()]:
         del _waiting[token]
 
 
-in_children(_in_a_child)
+in_children(_undo_in_child)

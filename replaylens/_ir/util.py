@@ -1,20 +1,9 @@
-"""A mapping that nobody can change. Copies of it, and what is loaded of a pickle, are plain ordered dicts.
+"""Small helpers that know nothing of programs: a read-only mapping, lock-free cached properties, optional libraries,
+notes on exceptions on every Python, and globs of dotted names.
 
-Properties that are worked out when they are first asked for.
-
-Python's own hold a lock on 3.10 and 3.11, one for all objects of a class: a child that is forked while another thread
-works one out would wait for ever. What two threads work out at once here is the same twice.
-
-Libraries that only some functions need.
-
-Notes on exceptions, which Python shows beneath them; before Python 3.11 they are kept, for those who look.
-
-In: an exception and a line on it. Out: the exception has it in `__notes__`.
-
-Globs of dotted names: `*` stays within one level, `**` crosses dots.
-
-In: a pattern and a name. Out: does it match? `layer4.*` means `layer4.0`, not `layer4.0.conv1`; `layer4.**` both;
-`**.attn` every module called `attn`, on whatever level. `?` is one sign that is no dot, `[ab]` one of these.
+In a glob, `*` stays within one level and `**` crosses dots: `layer4.*` means `layer4.0` but not `layer4.0.conv1`;
+`layer4.**` means both; `**.attn` every module called `attn`, on any level. `?` is one character other than a dot,
+`[ab]` one of these.
 """
 
 from __future__ import annotations
@@ -32,7 +21,7 @@ T = TypeVar("T")
 
 
 class FrozenMapping(Mapping[str, T]):
-    """Named values, to be read."""
+    """A read-only mapping. Copies of it, and what is loaded from a pickle, are plain ordered dicts."""
 
     __slots__ = ("_values",)
 
@@ -62,7 +51,9 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class cached_property(functools.cached_property[T_co]):
-    """As Python's own from 3.12 on."""
+    """Python's own as of 3.12. Before, it held one lock for all objects of a class, and a child forked while another
+    thread held it would wait forever. Here two threads may compute the same value twice.
+    """
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         if instance is None:
@@ -75,7 +66,7 @@ class cached_property(functools.cached_property[T_co]):
 
 
 def optional(module: str, extra: str) -> Any:
-    """A library, or an error that says how to get it."""
+    """A library, or an error that says how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -84,7 +75,7 @@ def optional(module: str, extra: str) -> Any:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """What replaylens knows of an exception that is not its own. One that takes no notes stays as it is."""
+    """Add a note to an exception that is not replaylens's own. One that takes no notes stays as it is."""
     with suppress(AttributeError, TypeError):
         if hasattr(error, "add_note"):
             error.add_note(note)
@@ -101,12 +92,12 @@ SIGNS = "*?["
 
 
 def is_glob(word: str) -> bool:
-    """Does a word have a sign of a glob?"""
+    """True if a word contains a glob character."""
     return any(sign in word for sign in SIGNS)
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Does the whole name match?"""
+    """True if the whole name matches."""
     return _compiled(pattern).fullmatch(name) is not None
 
 

@@ -1,7 +1,15 @@
-"""What a well-formed Graph obeys.
+"""The laws of a well-formed Graph.
 
-In: a Graph. Out: every breach, in program order, as data. A builder asks before it gives a graph away, an edit after
-every move.
+In: a Graph. Out: every violation, in program order, as data. Whoever builds a graph checks it before handing it on, and
+every edit checks what it made. The laws:
+
+- each name is given once, and each value is read after the node that gives it;
+- a call that takes a generator names the generator's recorded state;
+- a guard stands behind the nodes that it reads;
+- a call that runs others again stands behind them;
+- `Write` and `InnerGradient` have the arguments that their classes describe, and no other call runs `mutate`.
+
+One more holds of captured graphs only: each shape that depends on content has a guard (`unguarded_shapes`).
 """
 
 from __future__ import annotations
@@ -19,12 +27,12 @@ from .trees import Branch, leaves, leaves_of
 from .write import Derived, Hole, Nth, Write, WriteArguments, Written, mutate, places, unpacked
 
 MUTATE = Target.of(mutate)
-_well_formed: WeakValueDictionary[int, Call] = WeakValueDictionary()  # writes are frozen: each is asked once
+_well_formed: WeakValueDictionary[int, Call] = WeakValueDictionary()  # writes are frozen, so each is checked once
 
 
 @frozen
 class Problem:
-    """One breach: the node at which it shows, and what is wrong there."""
+    """One violation: the node at which it shows, the law, and the fact."""
 
     node: str
     law: str
@@ -35,7 +43,7 @@ class Problem:
 
 
 def problems(graph: Graph) -> tuple[Problem, ...]:
-    """All breaches of all laws, in program order."""
+    """All violations of all laws, in program order."""
     found = (
         *_single_assignment(graph),
         *_reads_what_is_there(graph),
@@ -48,7 +56,7 @@ def problems(graph: Graph) -> tuple[Problem, ...]:
 
 
 def require_lawful(graph: Graph) -> Graph:
-    """The graph itself, or `UnlawfulGraph` with the list of what is wrong."""
+    """The graph itself, or `UnlawfulGraph` with a list of what is wrong."""
     if found := problems(graph):
         listing = "\n".join(f"  {problem}" for problem in found[:20])
         raise UnlawfulGraph(f"the graph breaks {len(found)} laws:\n{listing}")
@@ -98,7 +106,7 @@ def _guards_are_in_place(graph: Graph) -> Iterator[Problem]:
 
 
 def unguarded_shapes(graph: Graph) -> Iterator[Problem]:
-    """Shapes that content decides and that no guard asks for: a program that was captured has none."""
+    """Shapes that depend on content and that no guard checks: a captured program has none."""
     asked = {ref for guard in graph.guards if guard.kind == "shape" for ref in guard.refs}
     for call in graph.calls:
         if call.is_dynamic and not asked.issuperset(specs_of(call)):
@@ -116,19 +124,19 @@ def _kinds_of_call_are_well_formed(graph: Graph) -> Iterator[Problem]:
     for call in graph.calls:
         if isinstance(call, Write):
             if _well_formed.get(id(call)) is not call:
-                faults = [Problem(call.name, "write", fact) for fact in _faults_of_a_write(call)]
+                faults = [Problem(call.name, "write", fact) for fact in _faults_of_write(call)]
                 yield from faults
                 if not faults:
                     _well_formed[id(call)] = call
         elif isinstance(call, InnerGradient):
-            yield from (Problem(call.name, "inner gradient", fact) for fact in _faults_of_a_gradient(call))
+            yield from (Problem(call.name, "inner gradient", fact) for fact in _faults_of_gradient(call))
         elif call.target == MUTATE:
             yield Problem(call.name, "write", "writes in place and is no Write")
         elif call.through:
             yield Problem(call.name, "inner gradient", "runs others again and is no InnerGradient")
 
 
-def _faults_of_a_write(write: Write) -> Iterator[str]:
+def _faults_of_write(write: Write) -> Iterator[str]:
     if write.target != MUTATE:
         yield f"is a Write and calls {write.target.short}"
     if len(write.args) != len(WriteArguments._fields) or write.kwargs:
@@ -158,7 +166,7 @@ def _faults_of_a_write(write: Write) -> Iterator[str]:
         yield "does not give what it wrote, and each base"
 
 
-def _faults_of_a_gradient(call: InnerGradient) -> Iterator[str]:
+def _faults_of_gradient(call: InnerGradient) -> Iterator[str]:
     if len(call.args) != len(GradientArguments._fields) or not isinstance(call.args[0], Graph):
         yield f"is given {len(call.args)} arguments, not {', '.join(GradientArguments._fields)}"
         return

@@ -1,7 +1,4 @@
-"""Reference: something that has values of its own, which a patch may take: a Program, a Run, a Layer.
-
-It stands this low because patches know no more of it than this.
-"""
+"""What patches may take values from: a Program, a Run, a Layer. Patches know no more of these than this base class."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from .trees import freeze_deep, thaw
 
 
 class Unpickled:
-    """A base for what holds functions of the user's and of torch's: it can be copied, and cannot be pickled."""
+    """Base class of what holds functions of the user and of torch: it can be copied, but not pickled."""
 
     __slots__ = ()
 
@@ -31,7 +28,7 @@ class Unpickled:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """The same with tensors of its own. What these were made of is not copied: a program, functions, requests."""
+        """The same with tensors of its own. Programs, functions and requests that it refers to are not copied."""
         made = memo[id(self)] = object.__new__(type(self))
         for one in fields(type(self)):  # type: ignore[arg-type]
             object.__setattr__(made, one.name, _copied(getattr(self, one.name), memo))
@@ -63,10 +60,10 @@ def _plain(leaf: Any) -> Any:
 
 
 class ValueSource(Unpickled):
-    """A base for what `From(...)` and `Mean(of=...)` read. Its subclasses say which value they have under a name."""
+    """Base class of what `From(...)` and `Mean(of=...)` read. Subclasses say which value they have under a name."""
 
     __slots__ = ()
 
     def _value_for(self, name: str) -> Any:
-        """The value that it has at the site of this name, or an error that says so if it has none."""
+        """Its value at the site of this name, or an error that says it has none."""
         raise NotImplementedError

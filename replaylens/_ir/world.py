@@ -1,8 +1,9 @@
-"""How torch's modes stand, to be put back wherever an interrupt came.
+"""Interrupts and forks: torch's modes, and locks, are put back wherever a KeyboardInterrupt arrives.
 
-A KeyboardInterrupt can come between any two bytecodes: also after a mode was entered and before anybody would leave it,
-or in the middle of leaving. So whoever runs code for a user notes the modes first, and puts them back, twice, when
-anything raises: what the first time did not come to, the second one does. After a fork a child has locks of its own.
+An interrupt can arrive between any two bytecodes: after a mode was entered and before the `with` statement knows it, or
+in the middle of leaving. So code that runs for a user notes the modes first and restores them twice when anything is
+raised: the second pass does what an interrupt cut short in the first. This works because every restoring function here
+is idempotent. A forked child gets fresh locks.
 """
 
 from __future__ import annotations
@@ -34,17 +35,19 @@ T = TypeVar("T")
 _DEVICES = ("cpu", "cuda")
 
 
-one_draws = RLock()  # held while the global generator is set for one draw after another
+one_draws = RLock()  # held while a capture or replay sets the global generator draw by draw
 
 
 def let_go(lock: Any) -> None:
-    """The lock is free of this thread, however often it took it."""
+    """Release a lock that this thread holds, however often it acquired it."""
     while lock._is_owned():
         lock.release()
 
 
 def alone(lock: Any, work: Callable[[], T]) -> T:
-    """What some work gives, of one thread at a time. Where an interrupt keeps the lock, the next work frees it."""
+    """Return `work()`, run while this thread holds the lock. If an interrupt leaves it held, the next call
+    releases it.
+    """
 
     def locked() -> T:
         lock.acquire()
@@ -54,7 +57,7 @@ def alone(lock: Any, work: Callable[[], T]) -> T:
 
 
 def ending(work: Callable[[], T], leave: Callable[[], Any]) -> T:
-    """What some work gives. `leave`, which may be called again, is called to its end, wherever an interrupt comes."""
+    """Return `work()`, and call the idempotent `leave` to its end wherever an interrupt arrives."""
     try:
         try:
             return work()
@@ -65,7 +68,7 @@ def ending(work: Callable[[], T], leave: Callable[[], Any]) -> T:
 
 
 class World:
-    """The modes of this thread as they are now."""
+    """The modes of this thread at the time of construction."""
 
     __slots__ = ("autocast", "dispatches", "dtype", "functions", "grad", "owned", "seen", "transforms")
 
@@ -78,7 +81,7 @@ class World:
         self.autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
 
     def put_back(self) -> None:
-        """As they were. Nothing happens where they are."""
+        """Restore them. Does nothing where they are unchanged."""
         while vmap_ends is not None and len(interpreter_stack() or ()) > self.transforms:
             vmap_ends()  # no other transform is begun by hand
             warn_of_vmap_fallbacks(True)
@@ -101,8 +104,8 @@ class World:
 
 @contextmanager
 def drawing_alone(patience: float = -1) -> Iterator[None]:
-    """Within, no other thread's capture or replay sets the global generator; or one does that took longer than so many
-    seconds.
+    """While entered, no other thread's capture or replay sets the global generator, unless acquiring takes longer than
+    `patience` seconds.
     """
     was_owned, taken = one_draws._is_owned(), [True]  # type: ignore[attr-defined]
 
@@ -125,14 +128,16 @@ def drawing_alone(patience: float = -1) -> Iterator[None]:
 
 
 def users_state() -> torch.Tensor:
-    """The state of the global generator, as no replay has set it; or that of one that takes long."""
+    """The state of the global generator as the user left it, not as a replay has set it, unless that replay takes over
+    a second.
+    """
     with drawing_alone(1.0):
         return torch.default_generator.get_state()
 
 
 def uncollected(work: Callable[[], T]) -> T:
-    """What some work gives that is done in C alone: no other thread runs meanwhile, for the collector, which runs
-    Python code of anybody's, does not come.
+    """Return `work()`, which runs in C alone, with the collector off. No other thread runs meanwhile, as finalizers are
+    the only Python code that could.
     """
     collects = gc.isenabled()
     try:
@@ -144,7 +149,7 @@ def uncollected(work: Callable[[], T]) -> T:
 
 
 def surely(leave: Callable[[], Any]) -> None:
-    """Does something that can be begun again, to its end, also where an interrupt comes in the middle."""
+    """Call the idempotent `leave` to its end, again if an interrupt arrives within."""
     try:
         leave()
     except BaseException:
@@ -153,7 +158,7 @@ def surely(leave: Callable[[], Any]) -> None:
 
 
 def restoring(work: Callable[[], T]) -> T:
-    """What some work gives. Torch's modes are left as they were, wherever an interrupt comes."""
+    """Return `work()`, with torch's modes left as they were wherever an interrupt arrives."""
     world = World()
     try:
         return work()
@@ -163,11 +168,11 @@ def restoring(work: Callable[[], T]) -> T:
 
 
 def in_children(begin_again: Callable[[], Any]) -> None:
-    """Is called in each child after a fork: other threads, and what they held, are not there."""
+    """Register a function to be called in each forked child, where other threads and what they held do not exist."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=begin_again)
 
 
 def freed(lock: Any) -> None:
-    """A lock of a forked child that a thread of its parent may have held."""
+    """Reinitialize a lock in a forked child, as a thread of the parent may have held it."""
     lock._at_fork_reinit()

@@ -1,9 +1,9 @@
-"""A write in place as a pure call, and what the model itself called beneath such wrappers.
+"""In-place writes as pure calls, and the model's own call beneath such wrappers.
 
-A `Write` is the node, `mutate` what it runs. That copies what is written, derives the views that the call was given
-from the copy, and lets the call write there. It gives what the call gave and the new values. Gradients pass as they do
-through the write itself, and it works under `torch.func.vmap` where the written value is shared by all variants and
-what is written into it is not. No other module knows in which order the arguments of `mutate` stand.
+A `Write` is the node, `mutate` the function that it runs: it copies the written storages, derives from the copies the
+views that the call was given, and lets the call write there. It returns what the call returned, and the new values.
+Gradients flow as they do through the in-place call. Under `torch.func.vmap` it also works where the written value is
+shared by all variants and the values written into it are not. No other module knows the order of `mutate`'s arguments.
 """
 
 from __future__ import annotations
@@ -25,15 +25,13 @@ from .trees import Branch, leaves, thaw
 
 
 class Hole(enum.Enum):
-    """Where the viewed tensor stands among the arguments of a view step."""
+    """Marks the place of the viewed tensor among the arguments of a view step."""
 
     HERE = "tensor"
 
 
 class Step(NamedTuple):
-    """One view call: `function(*args, **kwargs)` with the tensor in the hole; `part` of its result where it has
-    several.
-    """
+    """One view call, `function(*args, **kwargs)` with the tensor in the hole. `part` selects one of several results."""
 
     function: Target
     args: Any
@@ -43,35 +41,35 @@ class Step(NamedTuple):
 
 
 class Derived(NamedTuple):
-    """A tensor that shares memory with what is written: the base's number, and the views that lead from it."""
+    """A tensor that aliases what is written: the number of its base, and the view calls that lead from there to it."""
 
     base: int
     steps: tuple[Step, ...]
 
 
 class Nth(NamedTuple):
-    """Among the arguments of a call that writes: its n-th target, the very object that is written."""
+    """Among the arguments of a call that writes: its n-th target, the very tensor object that is written."""
 
     number: int
 
 
 class WriteArguments(NamedTuple):
-    """What `mutate` is given, in its order. In a node trees of Refs, in a recording of Handles."""
+    """The arguments of `mutate`, in order: trees of Refs in a node, of ValueIds in a recording."""
 
     function: Target  # what the model called
-    bases: Any  # the memory that it wrote, whole, as it was before
-    args: Any  # the model's own arguments: an `Nth` for each that is written, or reads what is written meanwhile ...
-    kwargs: Any  # ... and a `Derived` without steps for a base that is only read
-    targets: Any  # a `Derived` for each Nth: first those that are written, then those that are only read
-    values: Any  # what each target held as a value of its own, where it is a view; else None
+    bases: Any  # the storages that it wrote, each as one whole tensor, as they were before
+    args: Any  # the model's own arguments, with a TargetIndex for each that is written, or aliases what is written ...
+    kwargs: Any  # ... and a DerivedView without steps for a base that is only read
+    targets: Any  # a DerivedView for each TargetIndex: first those that are written, then those that are only read
+    values: Any  # for each target that is a view, its own recorded value; else None
 
 
 class Written(NamedTuple):
-    """What `mutate` gives."""
+    """What `mutate` returns."""
 
-    result: Any  # what the call gave that it was not given
-    targets: Any  # the new values of what it was told to write
-    bases: Any  # ... and of the memory that those lie in
+    result: Any  # what the call returned, besides tensors that it was given
+    targets: Any  # the new values of what it wrote
+    bases: Any  # the new values of the storages that these lie in
 
 
 def mutate(
@@ -82,30 +80,35 @@ def mutate(
     targets: tuple[Derived, ...],
     values: tuple[torch.Tensor | None, ...],
 ) -> Written:
-    """Call a function that writes, on copies of what it writes. Nothing that came in is changed.
+    """Call a function that writes in place, on copies of what it writes. Nothing that was passed in changes.
 
-    `values` are what targets that are views held before, if a patch may have come between them and their base: such a
-    value is a tensor of its own, as the one that a hook gives back, and the write goes there and not to the base.
+    `values` holds the recorded value of each target that is a view, where a patch may have replaced it. Such a value is
+    a tensor of its own, like one that a forward hook returns: the write goes to it and not to the base.
     """
-    batched = _batched_among((bases, args, kwargs))
+    batched = _first_batched((bases, args, kwargs))
     with torch.enable_grad():  # the old value's gradient passes through, also where the write itself has none
         copies = tuple([writable_copy(base, batched) for base in bases])
-    written = tuple([_apart(_derive(copies, target), v) for target, v in zip(targets, values, strict=True)])
+    pairs = zip(targets, values, strict=True)
+    written = tuple([_derive(copies, view) if held is None else writable_copy(held) for view, held in pairs])
     given, named = _concrete(args, copies, written), _concrete(kwargs, copies, written)
-    result = _into(named.pop("out"), function, given, named) if "out" in named else function.function(*given, **named)
+    result = (
+        _call_with_out(named.pop("out"), function, given, named)
+        if "out" in named
+        else function.function(*given, **named)
+    )
     if peek_interpreter_stack() is None:
         for target, where, value in zip(written, targets, values, strict=True):
             copy = copies[where.base]
             strided = target.layout is torch.strided and not target.is_nested
             if value is None and strided and target.untyped_storage().data_ptr() != copy.untyped_storage().data_ptr():
                 raise ReplaylensError(
-                    f"{function.short} wrote into a copy: a view of what is written is none on these values"
+                    f"{function.short} wrote into a copy: on these values, a view of what it writes is a copy"
                 )
     return Written(result, written, copies)
 
 
 def _concrete(value: Any, bases: tuple[torch.Tensor, ...], written: tuple[torch.Tensor, ...]) -> Any:
-    """The arguments with tensors in the place of what stands for them."""
+    """The arguments, with tensors in the place of what stands for them."""
     if isinstance(value, Nth):
         return written[value.number]
     if isinstance(value, Derived):
@@ -121,19 +124,14 @@ def _concrete(value: Any, bases: tuple[torch.Tensor, ...], written: tuple[torch.
 
 
 def _tuple_of(kind: type, items: list[Any]) -> Any:
-    """A tuple of a kind. Named ones take their items one by one, torch's named results (`torch.sort`) in a list."""
+    """A tuple of a class. Named tuples take their items one by one, torch's named results (`torch.sort`) a list."""
     return getattr(kind, "_make", kind)(items)
 
 
-def _apart(view: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor:
-    """The view that is to be written, or a copy of the value that a patch has put in its place, whatever numbers that
-    has.
+def _call_with_out(out: Any, function: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`function(..., out=out)`. Torch forbids it under vmap, and mostly where gradients flow: there the result is
+    copied.
     """
-    return view if value is None else writable_copy(value)
-
-
-def _into(out: Any, function: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`function(..., out=out)`. Torch forbids it under vmap, and mostly where gradients flow: then by copying."""
     given = (*args, *kwargs.values())
     flows = torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in (*given, out))
     if not flows and peek_interpreter_stack() is None:
@@ -171,13 +169,13 @@ def take_step(tensor: torch.Tensor, step: Step) -> torch.Tensor:
     return made
 
 
-def _batched_among(value: Any) -> torch.Tensor | None:
+def _first_batched(value: Any) -> torch.Tensor | None:
     if peek_interpreter_stack() is None:
         return None
     if isinstance(value, torch.Tensor):
         return value if is_batched(value) else None
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
-    return next((found for item in items if (found := _batched_among(item)) is not None), None)
+    return next((found for item in items if (found := _first_batched(item)) is not None), None)
 
 
 # -- the node ----------------------------------------------------------------------------------------------------------
@@ -185,26 +183,29 @@ def _batched_among(value: Any) -> torch.Tensor | None:
 
 @frozen
 class Write(Call):
-    """A call of `mutate`. All that reads, moves or runs calls takes it for a call of that pure function.
+    """A call of `mutate`. Whatever reads, moves or runs calls may treat it as a call of that pure function.
 
-    `x[0].add_(y)`, of an x that somebody reads later, is written down so:
+    `x[0].add_(y)`, where x is read again later, is recorded as
 
         Write(
             name="add_1_3", target=mutate,
             args=WriteArguments(
-                function=torch.Tensor.add_, bases=(x,), args=(Nth(0), y), kwargs={},
-                targets=(Derived(base=0, steps=(<[0]>,)),), values=(getitem_1_2,),
+                function=torch.Tensor.add_, bases=(x,), args=(TargetIndex(0), y), kwargs={},
+                targets=(DerivedView(base=0, steps=(<[0]>,)),), values=(getitem_1_2,),
             ),
-            returns=Written(result=None, targets=(add_1_3[1][0],), bases=(add_1_3[2][0],)),
+            returns=WriteResults(result=None, targets=(add_1_3[1][0],), bases=(add_1_3[2][0],)),
             result=add_1_3[1][0],
         )
 
-    What is written is `x`, copied. `getitem_1_2`, the value that `x[0]` had for the program, is named beside the way to
-    it for one case alone: a patch has put another tensor there. Then the model, with a hook in the place of the patch,
-    would write to that tensor and leave x as it is, and so does the replay; elsewhere `keeping` drops the value. Who
-    reads `x` after this reads `add_1_3[2][0]`, and another view of it is derived from there.
+    `mutate` copies `x`, derives `x[0]` from the copy and calls `add_` there. Later readers of `x` read `add_1_3[2][0]`,
+    and other views of `x` are derived from that.
 
-    Laws (laws.py): each number leads to a base or a target, each step has one hole, each target one value or None.
+    `values` is for one case alone: a patch has replaced `getitem_1_2`. With a hook in the patch's place the model would
+    write to the hook's tensor and leave `x` as it is, so the replay does the same. Where the value is not patched,
+    `keeping` drops it.
+
+    Invariants, checked by validate.py: each number names a base or a target; each view step has exactly one hole; each
+    target has one value or None; a result is given for each written target and for each base.
     """
 
     @property
@@ -214,23 +215,23 @@ class Write(Call):
 
     @property
     def gives(self) -> Written:
-        """What it gives by name, as trees of its own Refs."""
+        """What it returns by name, as trees of its own Refs."""
         return Written(*self.returns)
 
     @property
     def writes_out(self) -> bool:
-        """Does it write the tensor that it is given as `out=`? Torch refuses that where gradients are needed."""
+        """True if it writes the tensor passed as `out=`, which torch refuses where gradients are needed."""
         return "out" in (self.arguments.kwargs.keys or ())
 
     @property
     def is_handed_on(self) -> bool:
-        """Is its value, as the model saw it, the tensor that was written?"""
+        """True if its value, as the model saw it, is the tensor that was written."""
         written = self.gives.targets
         return all(leaf in written for leaf in leaves(value_of(self)) if type(leaf) is Ref)
 
     @property
     def only_read(self) -> tuple[Ref, ...]:
-        """The values of views of the written memory that it reads and does not write."""
+        """The values of views of the written storage that it reads and does not write."""
         further = self.arguments.values[len(self.gives.targets) :]
         return tuple([value for value in further if type(value) is Ref])
 
@@ -239,35 +240,35 @@ class Write(Call):
         return evolve(self, args=tuple(self.arguments._replace(**changes)))
 
     def keeping(self, values: Set[Ref]) -> Write:
-        """The write with only these values of its targets. All other targets are derived from their memory."""
+        """The write with only these values of its targets. All other targets are derived from their bases."""
         known = self.arguments.values
         if not any(type(value) is Ref for value in known):
             return self
         return self.given(values=tuple([value if value in values else None for value in known]))
 
     def view(self, tree: Any) -> Derived | None:
-        """The view of written memory that stands at a place among the model's arguments, None where none does."""
+        """The view of a written storage that stands at a place among the model's arguments; None if none does."""
         place = unpacked(tree)
         return unpacked(self.arguments.targets[place.number]) if type(place) is Nth else place
 
     def value(self, tree: Any) -> Ref | None:
-        """What the target at a place held as a value of its own."""
+        """The recorded value of the target that stands at a place among the model's arguments."""
         place = unpacked(tree)
         return self.arguments.values[place.number] if type(place) is Nth else None
 
 
 def packed(place: Nth | Derived | Step) -> Branch:
-    """What stands for a view, as a part of a frozen tree."""
+    """A target or view as a part of a frozen tree."""
     return Branch(type(place), tuple(place))
 
 
 def unpacked(tree: Any) -> Any:
-    """The `Nth`, `Derived` or `Step` that a part of a frozen tree is, with its fields by name; None if it is none."""
+    """The target, view or step that a part of a frozen tree is, with named fields; None if it is none."""
     return tree.kind(*tree.items) if type(tree) is Branch and tree.kind in (Nth, Derived, Step) else None
 
 
 def plain_call(call: Call, **changes: Any) -> Call:
-    """The call as one of another function, and so no write any more."""
+    """The call as a plain `Call` with other fields, no longer a write."""
     return Call(**{each.name: getattr(call, each.name) for each in fields(Call)} | changes)
 
 
@@ -275,23 +276,19 @@ def plain_call(call: Call, **changes: Any) -> Call:
 
 
 class Original(NamedTuple):
-    """A call as the model made it. Among the arguments of a write stand `Nth` and `Derived`."""
+    """A call as the model made it. The arguments of a write contain targets and views."""
 
     target: Target
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
-_WRAPPERS = {
-    laid_out: 1,
-    blank: 1,
-    filled: 1,
-    fill_new: 2,
-}  # how many arguments come before the model's; first its function
+# Of functions that take the model's: how many arguments come before the model's own. The first is its function.
+_WRAPPERS = {laid_out: 1, blank: 1, filled: 1, fill_new: 2}
 
 
 def original_call(call: Call) -> Original:
-    """What the model called, beneath what was put around it to make it pure; elsewhere the call itself."""
+    """The model's call, without the wrapper that made it pure."""
     if isinstance(call, Write):
         given = call.arguments
         return Original(given.function, given.args, dict(zip(given.kwargs.keys or (), given.kwargs.items, strict=True)))
@@ -300,7 +297,7 @@ def original_call(call: Call) -> Original:
 
 
 def places(tree: Any) -> list[Nth | Derived]:
-    """All that stands for tensors in the written memory, in a tree of the model's own arguments."""
+    """All targets and views in a tree of the model's own arguments."""
     if type(tree) is Branch and tree.kind in (Nth, Derived):
         return [unpacked(tree)]
     items = tree if type(tree) is tuple else tree.items if type(tree) is Branch else ()
@@ -308,12 +305,12 @@ def places(tree: Any) -> list[Nth | Derived]:
 
 
 def holds_tensor(tree: Any) -> bool:
-    """Does a tensor stand in a tree of the model's own arguments, or what stands for one?"""
+    """True if a tree of the model's own arguments contains a tensor, or what stands for one."""
     return any(type(leaf) is Ref for leaf in leaves(tree)) or bool(places(tree))
 
 
 def concrete(call: Call, tree: Any, fill: Callable[[Any], Any]) -> Any:
-    """A tree of the model's own arguments as they were: with values in the place of Refs and of views."""
+    """A tree of the model's own arguments with values in the place of Refs, targets and views."""
     value = thaw(tree, fill)
     if not isinstance(call, Write) or not holds_tensor(tree):
         return value

@@ -1,21 +1,12 @@
-"""What the open form of a fused function gives, and what all of them need.
+"""Attention and normalizations as the open torch operations that their fused forms stand for.
 
-An open form is a plain function that takes what the fused one takes, and is written in open torch operations.
+In: the arguments of a fused function. Out: what it returns, and names for what it hides. Attention: the `scores`,
+scaled and masked, and the `pattern`, their softmax, of shape (..., heads, queries, keys). Normalizations: the `scale`
+by which features are multiplied, one number for each group normalized together, and the `normalized` features before
+weight and bias. Plain functions of tensors.
 
-Normalisations as the open torch operations that their fused forms stand for.
-
-In: the arguments of a fused function. Out: what it gives, and names for what it hides: the `scale` by which features
-are multiplied (one number for each group that is normalised together), and the `normalized` features, before weight
-and bias. Plain functions of tensors; nothing of graphs is known here.
-
-Attention as the open torch operations that its fused forms stand for.
-
-In: the arguments of a fused function. Out: what it gives, and names for what it hides: the attention `scores` (scaled
-and masked) and the `pattern`, which is their softmax, of shape (..., heads, queries, keys). Plain functions of tensors;
-nothing of graphs is known here.
-
-A query that may look nowhere gets zeros and passes no gradient on, as it does in the fused functions: that is what
-`torch._safe_softmax` is for. Half precision is computed in float32 in between, as they do.
+A query that may attend to nothing gets zeros and passes no gradient on, as in the fused functions: hence
+`torch._safe_softmax`. Half precision is computed in float32 in between, as they do.
 """
 
 from __future__ import annotations
@@ -32,9 +23,8 @@ from ..._ir.torch_private import safe_softmax
 
 
 class Opened(NamedTuple):
-    """What the fused function gives, and the values inside that have a name.
-
-    A name stands for a tensor, or for a list of steps: dicts of names and tensors, the same in each.
+    """What a fused function returns, and named values inside it: tensors, or lists of steps with the same names in
+    each.
     """
 
     result: Any
@@ -42,7 +32,7 @@ class Opened(NamedTuple):
 
 
 def in_full(tensor: Tensor) -> Tensor:
-    """Half precision in float32: fused functions compute so, and round once at the end."""
+    """Half precision as float32: fused functions compute so, and round once at the end."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
@@ -58,7 +48,7 @@ def open_layer_norm(
     x, dims = in_full(input), tuple(range(-len(normalized_shape), 0))
     centered = x - x.mean(dims, keepdim=True)
     scale = torch.rsqrt((centered * centered).mean(dims, keepdim=True) + eps)
-    return _opened(input, {"centered": centered, "scale": scale, "normalized": centered * scale}, weight, bias)
+    return _normalized(input, {"centered": centered, "scale": scale, "normalized": centered * scale}, weight, bias)
 
 
 def open_rms_norm(
@@ -67,10 +57,10 @@ def open_rms_norm(
     """`x / sqrt(mean(x * x) + eps) * weight` over the last dimensions."""
     x, dims = in_full(input), tuple(range(-len(normalized_shape), 0))
     scale = torch.rsqrt((x * x).mean(dims, keepdim=True) + (torch.finfo(x.dtype).eps if eps is None else eps))
-    return _opened(input, {"scale": scale, "normalized": x * scale}, weight, None)
+    return _normalized(input, {"scale": scale, "normalized": x * scale}, weight, None)
 
 
-def _opened(input: Tensor, named: dict[str, Any], weight: Tensor | None, bias: Tensor | None) -> Opened:
+def _normalized(input: Tensor, named: dict[str, Any], weight: Tensor | None, bias: Tensor | None) -> Opened:
     output = named["normalized"]
     if weight is not None:
         output = output * weight
@@ -117,7 +107,7 @@ def flash_attention_for_cpu(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> Opened:
-    """The ATen operator below it on a CPU, which also gives what its backward needs."""
+    """The ATen operator beneath it on a CPU, which also returns what its backward needs."""
     output, named = scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
     return Opened((output, torch.logsumexp(named["scores"], -1)), named)
 
@@ -133,7 +123,7 @@ def attention_math(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Opened:
-    """The ATen operator that gives the pattern itself, after dropout, beside the output."""
+    """The ATen operator that also returns the pattern, after dropout."""
     if dropout_mask is not None:
         raise NotImplementedError("attention with a dropout mask of its own")
     output, named = scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -184,9 +174,9 @@ def native_multi_head_attention(
     average_attn_weights: bool = True,
     mask_type: int | None = None,
 ) -> Opened:
-    """The fast path of `nn.MultiheadAttention`: (batch, length, features), True in a mask leaves a key out.
+    """The fast path of `nn.MultiheadAttention`: (batch, length, features), True in a mask excludes a key.
 
-    Unlike the others it gives NaN for a query that may look nowhere.
+    Unlike the others it gives NaN for a query that may attend to nothing.
     """
     thirds = zip((query, key, value), qkv_weight.chunk(3), qkv_bias.chunk(3), strict=True)
     projected = [linear(given, weight, bias) for given, weight, bias in thirds]

@@ -1,9 +1,9 @@
-"""Recurrent networks as the open torch operations that `torch.lstm`, `torch.gru` and their kin stand for.
+"""Recurrent networks as the open torch operations that `torch.lstm`, `torch.gru` and their relatives stand for.
 
-In: the arguments of a fused function, for padded or packed sequences. Out: what it gives, and names for what it hides:
-for each layer and direction (`l0`, `l0_reverse`, as torch's own parameters are called) the steps in the order in which
-they run (the reverse direction runs from the end), and in each step `hidden`, `cell`, `forget_gate`... Plain functions
-of tensors; nothing of graphs is known here.
+In: the arguments of a fused function, for padded or packed sequences. Out: what it returns, and names for what it
+hides: for each layer and direction (`l0`, `l0_reverse`, as torch names its parameters) the steps in the order in which
+they run, backwards in the reverse direction, and in each step `hidden`, `cell`, `forget_gate` ... Plain functions of
+tensors.
 """
 
 from __future__ import annotations
@@ -89,65 +89,32 @@ Step = Callable[[Tensor, States, Weights], Named]
 # ---- the fused functions -----------------------------------------------------------------------------------------
 
 
-def lstm(*args: Any, **kwargs: Any) -> Opened:
-    """`torch.lstm`: all outputs, the last hidden states, the last cells."""
-    outputs, (hidden, cell), named = _network(lstm_step, *args, **kwargs)
-    return Opened((outputs, hidden, cell), named)
+def network(step: Step) -> Callable[..., Opened]:
+    """`torch.lstm` and its relatives: all outputs, then the last states. In the overload for packed sequences, their
+    batch sizes come second.
+    """
+
+    def opened(*args: Any, **kwargs: Any) -> Opened:
+        second = args[1] if len(args) > 1 else None
+        is_packed = "batch_sizes" in kwargs or (isinstance(second, Tensor) and not second.is_floating_point())
+        outputs, states, named = (_packed if is_packed else _padded)(step, *args, **kwargs)
+        return Opened((outputs, *states), named)
+
+    return opened
 
 
-def gru(*args: Any, **kwargs: Any) -> Opened:
-    """`torch.gru`: all outputs, the last hidden states."""
-    outputs, (hidden,), named = _network(gru_step, *args, **kwargs)
-    return Opened((outputs, hidden), named)
+def cell(step: Step) -> Callable[..., Opened]:
+    """`torch.lstm_cell` and its relatives: one step."""
 
+    def opened(input: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None) -> Opened:
+        states = (hx,) if isinstance(hx, Tensor) else tuple(hx)
+        made = step(linear(input, w_ih, b_ih), states, Weights(w_ih, w_hh, b_ih, b_hh))
+        return Opened((made["hidden"], made["cell"]) if "cell" in made else made["hidden"], dict(made))
 
-def rnn_tanh(*args: Any, **kwargs: Any) -> Opened:
-    """`torch.rnn_tanh`: all outputs, the last hidden states."""
-    outputs, (hidden,), named = _network(tanh_step, *args, **kwargs)
-    return Opened((outputs, hidden), named)
-
-
-def rnn_relu(*args: Any, **kwargs: Any) -> Opened:
-    """`torch.rnn_relu`: all outputs, the last hidden states."""
-    outputs, (hidden,), named = _network(relu_step, *args, **kwargs)
-    return Opened((outputs, hidden), named)
-
-
-def lstm_cell(
-    input: Tensor, hx: Sequence[Tensor], w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
-) -> Opened:
-    """`torch.lstm_cell`: one step."""
-    made = lstm_step(linear(input, w_ih, b_ih), tuple(hx), Weights(w_ih, w_hh, b_ih, b_hh))
-    return Opened((made["hidden"], made["cell"]), dict(made))
-
-
-def gru_cell(input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None) -> Opened:
-    """`torch.gru_cell`: one step."""
-    made = gru_step(linear(input, w_ih, b_ih), (hx,), Weights(w_ih, w_hh, b_ih, b_hh))
-    return Opened(made["hidden"], dict(made))
-
-
-def rnn_tanh_cell(input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None) -> Opened:
-    """`torch.rnn_tanh_cell`: one step."""
-    made = tanh_step(linear(input, w_ih, b_ih), (hx,), Weights(w_ih, w_hh, b_ih, b_hh))
-    return Opened(made["hidden"], dict(made))
-
-
-def rnn_relu_cell(input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None) -> Opened:
-    """`torch.rnn_relu_cell`: one step."""
-    made = relu_step(linear(input, w_ih, b_ih), (hx,), Weights(w_ih, w_hh, b_ih, b_hh))
-    return Opened(made["hidden"], dict(made))
+    return opened
 
 
 # ---- layers, directions, steps -----------------------------------------------------------------------------------
-
-
-def _network(step: Step, *args: Any, **kwargs: Any) -> tuple[Tensor, States, dict[str, list[Named]]]:
-    """Outputs, last states and named values. The overload for packed sequences has their batch sizes second."""
-    second = args[1] if len(args) > 1 else None
-    if "batch_sizes" in kwargs or (isinstance(second, Tensor) and not second.is_floating_point()):
-        return _packed(step, *args, **kwargs)
-    return _padded(step, *args, **kwargs)
 
 
 def _padded(
@@ -180,7 +147,7 @@ def _packed(
     train: bool,
     bidirectional: bool,
 ) -> tuple[Tensor, States, dict[str, list[Named]]]:
-    """Sequences of several lengths, the longest first: step t is for the first `batch_sizes[t]` of them."""
+    """Sequences of several lengths, the longest first: step t covers the first `batch_sizes[t]` of them."""
     sizes = batch_sizes.tolist()
     options = has_biases, num_layers, dropout if train else 0.0, bidirectional
     return _stack(step, data, lambda rows: rows.split(sizes), torch.cat, hx, params, *options)
@@ -198,7 +165,7 @@ def _stack(
     p: float,
     bidirectional: bool,
 ) -> tuple[Tensor, States, dict[str, list[Named]]]:
-    """Layer upon layer. `part` and `join` go from all inputs to those of the steps, and back."""
+    """Layer upon layer. `part` splits all inputs into those of the steps, `join` is its inverse."""
     directions = ("", "_reverse") if bidirectional else ("",)
     begun = list(zip(*[state.unbind() for state in ((hx,) if isinstance(hx, Tensor) else hx)], strict=True))
     weights = _weights(params, has_biases, len(begun))
@@ -221,7 +188,7 @@ def _stack(
 
 
 def _weights(params: Sequence[Tensor], has_biases: bool, count: int) -> list[Weights]:
-    """The flat list of parameters, by layer and direction; one more than usual in each is an LSTM's projection."""
+    """The flat list of parameters by layer and direction. An LSTM's projection is an additional one in each."""
     each = len(params) // count
     rows = [tuple(params[n * each : (n + 1) * each]) for n in range(count)]
     if has_biases:
@@ -230,7 +197,7 @@ def _weights(params: Sequence[Tensor], has_biases: bool, count: int) -> list[Wei
 
 
 def _run(step: Step, inputs: list[Tensor], states: States, weights: Weights) -> tuple[list[Named], States]:
-    """Step after step. Sequences that are over leave the batch, at its end; those that begin later join there."""
+    """Step after step. Sequences that end leave the batch at its end; those that begin later join there."""
     begun, steps = states, []
     over: list[States] = []
     states = tuple([state[: len(inputs[0])] for state in begun]) if len(inputs[0]) < len(begun[0]) else begun
