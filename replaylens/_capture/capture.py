@@ -39,15 +39,16 @@ from .aliasing import Alias, may_overlap
 from .bytecode import is_torch_code
 from .checkpoints import leave_checkpoints, recomputed_writes
 from .custom_functions import by_its_class
+from .freeze import account_of, freeze, last_name
 from .grad_hooks import note_hooks
 from .leaf_flags import note_flags
 from .memory_saving import memory_saving_tracer, settle
 from .output_aliases import hand_on
 from .provenance import Moment, Provenance, is_older, marking_older_objects, reaches_scripts, tensors_behind
 from .recorder import RetraceAtDispatch
-from .recording import Recording, SourceRecord, ValueId, account_of, address_of, freeze, last_name, line_of, timed
+from .recording import Recording, SourceRecord, ValueId, address_of, timed
 from .rng import lent_generators
-from .scopes import boundary, callers, listening, outermost
+from .scopes import boundary, callers, line_of, listening, outermost
 from .snapshot import ForwardState, RngState, Snapshot, turn_back
 from .state_changes import (
     altered,
@@ -114,7 +115,7 @@ def record(
     tracer = Tracer if wish.everything else memory_saving_tracer(wish)
     captured = trace_twice(Forward(model, args, kwargs, beginning, tracer, Tracer, failed, begun), put_back, origins)
     settle(captured.recording)
-    beginning.generators = tuple(captured.recording.generators.values())
+    beginning.generators = tuple(captured.recording.rng.generators.values())
     beginning.lent = frozenset(map(id, lent_generators(model, args, kwargs)))
     beginning.snapshot.flags = flags_of(captured.recording)
     return captured
@@ -131,7 +132,7 @@ calls[record.__code__] = _modules_of
 
 def flags_of(recording: Recording) -> list[tuple[torch.Tensor, bool]]:
     """Of the leaves whose flag the forward turned: how it was before."""
-    return [(tensor, flag) for _, flag, tensor in recording.turned.values()]
+    return [(tensor, flag) for _, flag, tensor in recording.autograd.turned.values()]
 
 
 def trace_twice(forward: Forward, put_back: Callable[[Recording, ForwardState], None], origins: Provenance) -> Captured:
@@ -184,8 +185,8 @@ def _look(forward: Forward, recording: Recording, origins: Provenance, deep: boo
         recording.ambient, recording.is_deep = tracer.context(), deep
         recording.default_device = default_device()
         recording.model = forward.model if isinstance(forward.model, FunctionType) else None
-        recording.takes_any_keyword = _takes_any_keyword(forward.model)
-        recording.called_from = callers(sys._getframe())
+        recording.input_facts.takes_any_keyword = _takes_any_keyword(forward.model)
+        recording.run.called_from = callers(sys._getframe())
         recording.inputs, args, kwargs = _take_inputs(tracer, forward.args, forward.kwargs)
         watch = tracer.watch if tracer.deep and tracer.watch is not None else nullcontext()
         counters = counters_of(origins, forward.beginning.snapshot)
@@ -215,19 +216,19 @@ def _take_ends(forward: Forward, tracer: Tracer, output: Any) -> None:
     _require_open(tracer, recording.output)
     note_hooks(tracer)
     note_writes_from_outside(tracer)
-    if recording.turned:
+    if recording.autograd.turned:
         note_flags(tracer)
     take_changes(tracer, forward.beginning.snapshot)
     if tracer.leaves_changes:
-        recording.altered = altered(tracer, forward.beginning.snapshot)
-    recording.computed_again = recomputed_writes(tracer)
+        recording.state.altered = altered(tracer, forward.beginning.snapshot)
+    recording.state.computed_again = recomputed_writes(tracer)
     _take_touched(tracer)
     _require_one_memory(tracer)
     _require_one_storage(tracer, forward.beginning.snapshot)
-    recording.left = tracer.draws.left()
+    recording.rng.left = tracer.draws.left()
     beginning = forward.beginning
-    recording.drawn_elsewhere = (*beginning.dice.moved(), *beginning.snapshot.drew(), *tracer.draws.elsewhere)
-    recording.doubts = tracer.draws.doubts
+    recording.rng.drawn_elsewhere = (*beginning.dice.moved(), *beginning.snapshot.drew(), *tracer.draws.elsewhere)
+    recording.rng.unknown_states = tracer.draws.doubts
     recording.versions = _require_announced(tracer)
     if tracer.leaves_changes:
         keep_by_value(tracer)
@@ -238,7 +239,7 @@ def _take_ends(forward: Forward, tracer: Tracer, output: Any) -> None:
     modules = [scope.module for scope in recording.scopes]
     own = any(module._backward_hooks or module._backward_pre_hooks for module in modules)
     if own or (modules and any(hooks_of_all_modules)):
-        recording.one_way.append("a module's backward hook")
+        recording.autograd.forward_only.append("a module's backward hook")
 
 
 def _require_open(tracer: Tracer, tree: Any) -> None:
@@ -312,14 +313,14 @@ def record_of(captured: Captured) -> Record:
     hand_on(captured.recording)
     recording, made = captured.recording, freeze(captured.recording)
     homes: dict[int, Any] = {}  # of each module, by id
-    notes, steps = recording.places(), recording.steps
+    notes, steps = recording.state.places(), recording.state.fused_steps
     places = {address_of(made.addresses, note[0]): StatePlace.noted(note, homes, steps) for note in notes}
     graph = _as_it_was(made.graph, places, recording)
     values: dict[Ref, torch.Tensor] = {}
     live: dict[str, torch.Tensor] = {}
     for ref, handle in made.handles.items():
-        if handle not in recording.gone:
-            values[ref] = recording.given.get(handle, recording.values[handle])
+        if handle not in recording.freed:
+            values[ref] = recording.input_facts.copies.get(handle, recording.values[handle])
     for source, node in zip(recording.records, graph.nodes, strict=True):
         if isinstance(node, State) and isinstance(source, SourceRecord):
             value = values[Ref(node.name)]
@@ -330,10 +331,12 @@ def record_of(captured: Captured) -> Record:
         elif isinstance(node, Input) and _is_written_leaf(source, values.get(Ref(node.name))):
             live[node.name] = source.tensor  # type: ignore[union-attr]
     names = {handle: ref.node for ref, handle in made.handles.items()}
-    lent = {address_of(made.addresses, where): (names[source], first) for where, source, first in recording.lent}
+    lent = {
+        address_of(made.addresses, where): (names[source], first) for where, source, first in recording.state.in_inputs
+    }
     versions = Versions((ref, recording.versions[handle]) for ref, handle in made.handles.items() if ref in values)
     account = account_of(recording, made)
-    return Record(graph, values, versions, recording.draws, live, account=account, places=places, lent=lent)
+    return Record(graph, values, versions, recording.rng.draws, live, account=account, places=places, lent=lent)
 
 
 def _is_written_leaf(source: Any, value: torch.Tensor | None) -> bool:
@@ -430,7 +433,7 @@ def _take_inputs(tracer: Tracer, args: Any, kwargs: Any) -> tuple[Any, Any, Any]
             tensor = swapped[id(tensor)]
         elif own(tensor):
             swapped[id(tensor)] = made = tensor.view_as(tensor)
-            tracer.double(tensor, made)
+            tracer.note_alias(tensor, made)
             tensor = made
             tracer.memory.keep_alive.append(tensor)
         known = tracer.memory.read(tensor)
@@ -438,17 +441,17 @@ def _take_inputs(tracer: Tracer, args: Any, kwargs: Any) -> tuple[Any, Any, Any]
             return known
         counter.append(tensor)
         handle = tracer.recording.keep(tensor)
-        if id(tensor) not in tracer.doubled:
-            tracer.recording.input_types[handle] = type(tensor)
+        if id(tensor) not in tracer.aliased:
+            tracer.recording.input_facts.types[handle] = type(tensor)
         tracer.recording.records.append(SourceRecord("input", handle, (len(counter) - 1,), None, tensor))
-        tracer.memory.know(tensor, handle)
+        tracer.memory.register(tensor, handle)
         return handle
 
     tree = freeze_deep((tuple(args), dict(kwargs)), leaf)
     plain = [(path, item) for path, item in walk(tree, named) if type(item) is not ValueId and type(item) not in ATOMS]
     given = [(path, tracer.recording.values[item]) for path, item in walk(tree, named) if type(item) is ValueId]
     hung = [(path, text) for path, tensor in given if (text := attached(tensor)) is not None]
-    tracer.recording.literals = (*[(path, fingerprint(item)) for path, item in plain], *hung)
+    tracer.recording.input_facts.literals = (*[(path, fingerprint(item)) for path, item in plain], *hung)
     if swapped:
         args, kwargs = thaw_shared(tree, lambda leaf: tracer.recording.values[leaf] if type(leaf) is ValueId else leaf)
     return tree, *tracer.given(tree, args, kwargs)
@@ -456,15 +459,15 @@ def _take_inputs(tracer: Tracer, args: Any, kwargs: Any) -> tuple[Any, Any, Any]
 
 def _take_touched(tracer: Tracer) -> None:
     """Which sources hold memory that was written, or whose address was asked for."""
-    tracer.recording.written.update(tracer.memory.written)
-    tracer.recording.writes = tracer.memory.written
+    tracer.recording.aliasing.written.update(tracer.memory.written)
+    tracer.recording.aliasing.writes = tracer.memory.written
     if not tracer.memory.written and not tracer.exposed:
         return
     for record in tracer.recording.records:
         if isinstance(record, SourceRecord):
             known = tracer.memory.live.get(id(record.tensor))
             if isinstance(known, Alias) and (known.base.version or known.base.exposed is not None):
-                tracer.recording.touched.add(record.returns)
+                tracer.recording.aliasing.touched.add(record.returns)
 
 
 def _watch_arrays(tracer: Tracer, snapshot: Snapshot) -> None:
@@ -480,8 +483,8 @@ def _watch_arrays(tracer: Tracer, snapshot: Snapshot) -> None:
         found = extent(tensor)
         if found is not None and any(found[0] < end and start < found[1] for start, end in bounds):
             tracer.read(tensor)
-            tracer.memory.expose(tensor, is_told=False)
-            tracer.memory.entry(tensor).base.is_kept = tracer.exposed = True
+            tracer.memory.expose(tensor, is_content_read=False)
+            tracer.memory.alias_of(tensor).base.is_kept = tracer.exposed = True
 
 
 def _bounds_of(array: Any) -> tuple[int, int]:
@@ -501,7 +504,7 @@ def _require_one_memory(tracer: Tracer) -> None:
     memory = tracer.memory
     if not memory.bases:
         return
-    rewritten = {id(base) for base, _ in memory.rewritten}
+    rewritten = {id(base) for base, _ in memory.external_writes}
     bases = {id(one.base): one.base for one in memory.live.values() if isinstance(one, Alias)}
     for key, base in bases.items():
         if base.exposed is None or (key not in rewritten and same_content(base.root, base.exposed)):
@@ -569,7 +572,7 @@ def _require_announced(tracer: Tracer) -> list[int]:
     counters = versions_of(values)
     if counters == tracer.recording.versions:
         return counters
-    for tensor, _ in tracer.memory.unannounced():
+    for tensor, _ in tracer.memory.unannounced_writes():
         if not tracer.deep:
             raise RetraceAtDispatch
         raise UnannouncedWrite(
@@ -614,7 +617,7 @@ def put_back(recording: Recording, beginning: ForwardState) -> None:
 
 def put_generators_back(recording: Recording) -> None:
     """Every generator as it was before the first draw."""
-    for generator, state in recording.generators.values():
+    for generator, state in recording.rng.generators.values():
         generator.set_state(state)
 
 

@@ -24,9 +24,8 @@ from ..errors import UnannouncedWrite
 from .aliasing import Alias, AliasTracker, CopiedBeforeWrite, Storage
 from .bytecode import words
 from .dispatch import Handling, Rule
-from .opaque_regions import reads_of
 from .recorder import Recorder, tensors_in
-from .recording import Recording, SourceRecord, ValueId, handles_in
+from .recording import Recording, SourceRecord, ValueId, handles_in, reads_of
 from .user_code import reached
 from .writes import Writing, append_write, write_record
 
@@ -56,9 +55,9 @@ def apply_call(tracer: Recorder, kind: type, call: Callable[..., Any], args: Any
     if kind.__name__ == "CheckpointFunction" and kind.__module__ == "torch.utils.checkpoint":
         return _checkpointed(tracer, args[0], args[2:])
     if kind.__name__ == "BackwardHookFunction":
-        tracer.recording.one_way.append("a module's backward hook")
+        tracer.recording.autograd.forward_only.append("a module's backward hook")
         return call(*args, **kwargs)
-    if _is_told(kind):
+    if _reads_flags(kind):
         _ask_flags(tracer, args, kwargs)
     with drawing_alone():  # it is one call, which may draw
         body = _Body(tracer, kind, args, kwargs)
@@ -75,7 +74,7 @@ def _checkpointed(tracer: Recorder, body: Callable[..., Any], given: tuple[Any, 
         with nullcontext() if is_needed else torch.no_grad():
             return body(*given)
     finally:
-        tracer.recording.checkpointed.update(range(first, len(tracer.recording.records)))
+        tracer.recording.checkpoints.records.update(range(first, len(tracer.recording.records)))
 
 
 def _ask_flags(tracer: Recorder, args: Any, kwargs: Any) -> list[torch.Tensor]:
@@ -88,7 +87,7 @@ def _ask_flags(tracer: Recorder, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 @lru_cache(maxsize=4096)
-def _is_told(kind: Any) -> bool:
+def _reads_flags(kind: Any) -> bool:
     """Does the forward of a custom function read `ctx.needs_input_grad`?"""
     bodies = [vars(one).get(name) for one in kind.__mro__ for name in ("forward", "setup_context")]
     return any("needs_input_grad" in words(function.__code__) for function in reached(bodies))
@@ -98,7 +97,7 @@ def _is_told(kind: Any) -> bool:
 class _Stood:
     """How an argument's memory stood before the body ran."""
 
-    entry: Alias
+    alias: Alias
     handle: ValueId
     version: int
     base: Storage
@@ -109,15 +108,15 @@ class _Stood:
 
     @staticmethod
     def of(memory: AliasTracker, tensor: torch.Tensor) -> _Stood:
-        entry = memory.entry(tensor)
-        base = entry.base
+        alias = memory.alias_of(tensor)
+        base = alias.base
         return _Stood(
-            entry, entry.handle, entry.version, base, list(base.held), base.handle, base.version, base.exposed
+            alias, alias.handle, alias.version, base, list(base.held), base.handle, base.version, base.exposed
         )
 
     def put_back(self) -> None:
         """As if the body had not run yet. What numpy wrote is told by what was there when it got hold of it."""
-        self.entry.handle, self.entry.version = self.handle, self.version
+        self.alias.handle, self.alias.version = self.handle, self.version
         self.base.handle, self.base.version = self.base_handle, self.base_version
         self.base.held = list(self.held)
         self.base.derived.clear()
@@ -141,8 +140,8 @@ class _Body:
             self.is_kept = _marks_dirty(kind)
             self.copied: list[CopiedBeforeWrite] = []
             if self.is_kept:
-                for base in {id(base): base for base in [memory.entry(t).base for t in self.tensors]}.values():
-                    memory.share(base)
+                for base in {id(base): base for base in [memory.alias_of(t).base for t in self.tensors]}.values():
+                    memory.join_aliases(base)
                     self.copied.append(CopiedBeforeWrite.of(memory, base))
             self.stood = [_Stood.of(memory, tensor) for tensor in self.tensors]
         self.site = tracer.site()
@@ -163,9 +162,9 @@ class _Body:
         is_closed = _is_closed(recording, self.mark, own) and _is_plain(self.args, self.kwargs)
         self._require_announced(dirty, unseen)
         if (wrote and not dirty) or not is_closed:
-            memory.uncount(wrote)  # torch counts the write of a dirty argument once more
+            memory.distrust_counter(wrote)  # torch counts the write of a dirty argument once more
             if any(isinstance(t, torch.Tensor) and t.is_floating_point() for t in self.args):
-                recording.one_way.append(self.kind.__name__)
+                recording.autograd.forward_only.append(self.kind.__name__)
             return out
         self._take_back(dirty, unseen)
         with without_function_modes(), tracer.at_work():
@@ -174,7 +173,7 @@ class _Body:
 
     def _require_announced(self, dirty: list[torch.Tensor], unseen: list[_Stood]) -> None:
         """All that was written is marked dirty, and what it held before is known."""
-        marked = [self.tracer.memory.entry(tensor).base for tensor in dirty]
+        marked = [self.tracer.memory.alias_of(tensor).base for tensor in dirty]
         if all(any(stood.base is base for base in marked) for stood in unseen) or self.tracer.in_aten:
             return
         raise UnannouncedWrite(
@@ -187,17 +186,17 @@ class _Body:
         recording, memory, (records, guards, values) = self.tracer.recording, self.tracer.memory, self.mark
         if not self.is_kept:
             for stood in unseen:
-                memory.restore_held(stood.base)
+                memory.restore_exposed(stood.base)
         if dirty:
             del memory.written[self.writes :]
             for stood in self.stood:
                 stood.put_back()
-        memory.take_back(values)
+        memory.rollback(values)
         del recording.records[records:], recording.guards[guards:]
         del recording.values[values:], recording.versions[values:]
-        recording.overwritten = {handle for handle in recording.overwritten if handle < values}
-        recording.hooks = [hook for hook in recording.hooks if hook[0] < values]
-        for table in (recording.view_of, recording.gradients, memory.same_as):
+        recording.aliasing.overwritten = {handle for handle in recording.aliasing.overwritten if handle < values}
+        recording.autograd.hooks = [hook for hook in recording.autograd.hooks if hook[0] < values]
+        for table in (recording.aliasing.view_of, recording.autograd.histories, memory.same_data_as):
             for handle in [handle for handle in table if handle >= values]:
                 del table[handle]
 
@@ -221,7 +220,7 @@ class _Body:
         for base in exposed:  # what was written from outside is the call's own value now
             base.exposed = None
         for base in writing.bases:
-            tracer.memory.share(base)
+            tracer.memory.join_aliases(base)
         append_write(tracer, rule, writing, write_record(tracer, writing, True), out, self.site, key)
         for base in exposed:
             base.exposed = base.root.detach().clone()

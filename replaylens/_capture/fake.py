@@ -33,10 +33,11 @@ from ..errors import CaptureError, ReplaylensError
 from .aliasing import AliasTracker, Storage
 from .capture import Forward, require_supported, trace_twice
 from .dispatch import Rule
+from .freeze import account_of, freeze
 from .output_aliases import hand_on
 from .provenance import Moment, Provenance
 from .recorder import RetraceAtDispatch
-from .recording import Recording, account_of, freeze
+from .recording import Recording
 from .rng import Draw, DrawLog, draws_nothing
 from .snapshot import ForwardState, ModelState, RngState, Snapshot
 from .tracer import Tracer
@@ -77,7 +78,7 @@ class FakeTracer(Tracer):
     def __init__(self, recording: Recording, origins: Provenance, date: Moment, deep: bool, unknown: str) -> None:
         super().__init__(recording, origins, date, deep, unknown)
         self.memory = _Blank(recording)
-        self.draws = _Undrawn(recording.draws, recording.generators, recording.follows)
+        self.draws = _Undrawn(recording.rng.draws, recording.rng.generators, recording.rng.follows)
         self.is_special = True  # every call comes to the slower door
 
     def _special_door(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:

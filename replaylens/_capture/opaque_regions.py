@@ -29,9 +29,10 @@ from .._ir.trees import Branch
 from .._replay.inner_gradient import differentiate
 from ..errors import CaptureError
 from .dispatch import Handling, Rule
+from .freeze import call_of, frozen_context
 from .grad_hooks import HOOK_TWICE, settle_hooks
 from .recorder import Recorder
-from .recording import CallRecord, Recording, SourceRecord, ValueId, call_of, frozen_context, handles_in, parts_of
+from .recording import CallRecord, Recording, ValueId, parts_of, reads_of
 
 
 class AtenWatch(TorchDispatchMode):
@@ -137,7 +138,7 @@ def backward_call(tracer: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
     for old in before:
         if old is not None:
             tracer.read(old)
-            tracer.memory.preserve(tracer.memory.entry(old).base)
+            tracer.memory.copy_on_write(tracer.memory.alias_of(old).base)
     with _no_calls(tracer):
         result = func(*args, **kwargs)
     returns = tracer.outputs(tuple(expected))
@@ -145,7 +146,7 @@ def backward_call(tracer: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
     for tensor, old, new in zip(inputs, before, returns, strict=True):
         if new is not None:
             if isinstance(tensor, torch.nn.Parameter) and id(tensor) in tracer.origins.started_at:
-                tracer.recording.collected = True
+                tracer.recording.autograd.accumulates = True
             _accumulate(tracer, tensor, old, new)
     return result
 
@@ -158,15 +159,15 @@ def _accumulate(tracer: Recorder, tensor: torch.Tensor, old: torch.Tensor | None
     if old is None:
         _require_equal(tracer, (grad,), (recording.values[new],))
         recording.values[new], recording.versions[new] = grad, version_of(grad)
-        memory.know(grad, new)
+        memory.register(grad, new)
         return
     handle = recording.keep(grad)
     reads = [memory.read(old), new]
     tracer.append(torch.Tensor.add, Rule(Handling.LEAF, "add"), reads, {}, handle, tracer.site(), None, False)
     if grad is old:
-        memory.wrote(memory.entry(old).base, handle)
+        memory.note_write(memory.alias_of(old).base, handle)
     else:
-        memory.know(grad, handle)
+        memory.register(grad, handle)
 
 
 def _collectors(tracer: Recorder, outputs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
@@ -206,14 +207,14 @@ def _stretch(
     if not between:
         return None
     if keep_graph and any(getattr(recording.records[n], "function", None) is hooked for n in between):
-        recording.one_way.append(HOOK_TWICE)
+        recording.autograd.forward_only.append(HOOK_TWICE)
     inside = {int(h) for n in between for _, h in parts_of(recording.records[n].returns)}
     roots = list(dict.fromkeys(start for start in starts if int(start) not in inside))
     reads = [h for n in between for h in reads_of(recording.records[n])]
     others = list(dict.fromkeys(h for h in reads if int(h) not in inside and h not in roots))
     graph = _graph_of(recording, between, [*roots, *others], ends, starts)
     drawn = dict.fromkeys(d for n in between if (d := getattr(recording.records[n], "draws", None)) is not None)
-    states = {key: tracer.source("constant", recording.draws[key].clone(), "a generator's state") for key in drawn}
+    states = {key: tracer.source("constant", recording.rng.draws[key].clone(), "a generator's state") for key in drawn}
     pulled = tuple([tracer.read(c) if isinstance(c, torch.Tensor) else None for c in cotangents])
     values = recording.values
     drawn_states = {key: values[h] for key, h in states.items()}
@@ -251,14 +252,6 @@ def _producers(recording: Recording) -> dict[int, int]:
     return {int(handle): n for n, record in enumerate(recording.records) for _, handle in parts_of(record.returns)}
 
 
-def reads_of(record: CallRecord | SourceRecord) -> list[ValueId]:
-    """The values that a record reads."""
-    if isinstance(record, SourceRecord):
-        return []
-    trees = (*record.args, *(record.kwargs or {}).values())
-    return handles_in(trees)
-
-
 def _ancestors(recording: Recording, producers: dict[int, int], ends: list[ValueId], stops: set[int]) -> set[int]:
     """Every Handle that these depend on, themselves included, down to the leaves of the differentiation."""
     found: set[int] = set()
@@ -289,7 +282,7 @@ def _graph_of(
     recording: Recording, between: list[int], reads: list[ValueId], ends: list[ValueId], starts: list[ValueId]
 ) -> Graph:
     refs: dict[ValueId, Ref] = {handle: Ref(f"value_{int(handle)}") for handle in reads}
-    nodes: list[Any] = [Input(refs[h].node, (n,), recording.meaning(h)) for n, h in enumerate(reads)]
+    nodes: list[Any] = [Input(refs[h].node, (n,), recording.spec(h)) for n, h in enumerate(reads)]
     for number in between:
         record = recording.records[number]
         assert isinstance(record, CallRecord)
@@ -302,7 +295,7 @@ def _graph_of(
     for number in between:
         record = recording.records[number]
         assert isinstance(record, CallRecord)
-        follows = recording.follows.get(record.draws or "", (None, False))[0]
+        follows = recording.rng.follows.get(record.draws or "", (None, False))[0]
         nodes.append(call_of(recording, record, f"call_{number}", to_ref, follows=follows, is_seeded=True))
     output = (tuple([refs[end] for end in ends]), tuple([refs[start] for start in starts]))
     ambient = frozen_context(recording.ambient)

@@ -41,9 +41,9 @@ from .bytecode import is_torch_code
 from .dispatch import Rule, is_new_memory
 from .provenance import Moment, Provenance, is_older, thread_marks
 from .questions import Asked
-from .recording import PLAIN, CallRecord, GuardRecord, Recording, Site, SourceRecord, ValueId, user_line
+from .recording import PLAIN, CallRecord, GuardRecord, Recording, Site, SourceRecord, ValueId
 from .rng import DrawLog, as_drawn
-from .scopes import callers, user_frame
+from .scopes import callers, user_frame, user_line
 
 _grad_enabled = torch.is_grad_enabled
 _inference = torch.is_inference_mode_enabled
@@ -118,7 +118,7 @@ class Recorder(TorchFunctionMode):
         self.wrapped = origins.wrapped
         self.date = date
         self.unknown = unknown
-        self.draws = DrawLog(recording.draws, recording.generators, recording.follows)
+        self.draws = DrawLog(recording.rng.draws, recording.rng.generators, recording.rng.follows)
         self.scope = -1
         self.forward: CodeType | None = None  # the code of the running module's forward
         self.forwards: dict[type, CodeType | None] = {}  # by the class of a module
@@ -138,7 +138,7 @@ class Recorder(TorchFunctionMode):
         self.differentiating = False  # inside torch.func.grad and its kin
         self.exposed = False
         self.threads = thread_marks()
-        self.doubled: set[int] = set()  # objects that a call handed on, and the aliases that were given for them
+        self.aliased: set[int] = set()  # objects that a call handed on, and the aliases that were given for them
         self.aliases: dict[int, HandOff] = {}  # of those, the aliases
         self.outer_modes = _dispatch_modes()
         self.plain_contexts = (False, False, (), ()), (True, False, (), ())  # without gradients and with them
@@ -271,20 +271,20 @@ class Recorder(TorchFunctionMode):
             return None  # a view made here could not be written later, where gradients are on again
         try:
             made = torch.ops.aten.alias.default(out)
-            self.double(out, made)
+            self.note_alias(out, made)
             return made
         except (RuntimeError, NotImplementedError):
             return None
 
-    def double(self, original: torch.Tensor, made: torch.Tensor) -> None:
+    def note_alias(self, original: torch.Tensor, made: torch.Tensor) -> None:
         """The model is given an alias, for what it takes for the very same object."""
         of = self.aliases.get(id(original)) or HandOff(0, original._is_view(), original.requires_grad)
         self.aliases[id(made)] = of._replace(depth=of.depth + 1)
-        self.doubled.update((id(original), id(made)))
+        self.aliased.update((id(original), id(made)))
 
     def require_single(self, tensor: torch.Tensor, rule: Rule) -> None:
         """Refuse to reshape an object of which the model holds what it takes for the very same one."""
-        if id(tensor) in self.doubled:
+        if id(tensor) in self.aliased:
             raise CaptureError(
                 f"`{rule.kind}` gives another shape or memory to what dropout or nn.Identity handed on, or to an input "
                 f"that is the model's own tensor.{self.where()}\n"
@@ -339,30 +339,30 @@ class Recorder(TorchFunctionMode):
                 )
             known = self.memory.live.get(id(tensor))
             if known is not None and any(tensor is other for other in tensors):
-                return self.know_again(tensor)
-            base = self.memory.base_at(storage_of(tensor), tensors)
+                return self.register_again(tensor)
+            base = self.memory.storage_at(storage_of(tensor), tensors)
             handle = self.recording.keep(tensor)
             if tensor.layout is not torch.strided:
-                self.memory.lend(tensor, tensors)
+                self.memory.note_sparse(tensor, tensors)
             if base is None:
-                self.memory.know(tensor, handle)
+                self.memory.register(tensor, handle)
             else:
-                self.know_view(tensor, handle, base, func, args, kwargs, tensors, part)
+                self.register_result_view(tensor, handle, base, func, args, kwargs, tensors, part)
             return handle
 
         returns = number_parts(out, leaf, ())
         return returns if found else None
 
-    def know_again(self, tensor: torch.Tensor) -> ValueId:
+    def register_again(self, tensor: torch.Tensor) -> ValueId:
         """A call with several outputs gave an argument back among them: the same object, now that output's value."""
-        entry = self.memory.entry(tensor)
-        entry.handle = handle = self.recording.keep(tensor)
-        if not entry.steps:
-            entry.base.handle = handle
-        entry.base.held.append(handle)
+        alias = self.memory.alias_of(tensor)
+        alias.handle = handle = self.recording.keep(tensor)
+        if not alias.steps:
+            alias.base.handle = handle
+        alias.base.held.append(handle)
         return handle
 
-    def know_view(
+    def register_result_view(
         self,
         tensor: Any,
         handle: ValueId,
@@ -375,23 +375,26 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         source = next((t for t in tensors if self.base_of(t) is base), None)
         if source is None:  # it shares memory with something that is no argument
-            self.memory.look(tensor, base, (geometry_step(tensor, base),), handle)
+            self.memory.register_view(tensor, base, (geometry_step(tensor, base),), handle)
             return
-        entry, name = self.memory.entry(source), getattr(func, "__name__", "")
+        alias, name = self.memory.alias_of(source), getattr(func, "__name__", "")
         above = tuple(
-            [other.handle for t in tensors if self.base_of(t) is base and (other := self.memory.entry(t)).steps]
+            [other.handle for t in tensors if self.base_of(t) is base and (other := self.memory.alias_of(t)).steps]
         )
         if above:
-            self.recording.view_of[handle] = above
+            self.recording.aliasing.view_of[handle] = above
         plain = tensor.layout is torch.strided and tensor.dtype == source.dtype == base.root.dtype
         of_several = sum(self.base_of(t) is base for t in tensors) > 1
         if plain and len(part) == 1 and not of_several and info(func).gives_several_views:
-            steps: tuple[Any, ...] = (*entry.steps, self.memory.part_step(source, tensor, name, args, kwargs, part[0]))
+            steps: tuple[Any, ...] = (
+                *alias.steps,
+                self.memory.select_step(source, tensor, name, args, kwargs, part[0]),
+            )
         elif plain and ("as_strided" in name or part or of_several or not any(source is value for value in args)):
             steps = (geometry_step(tensor, base),)
         else:
-            steps = (*entry.steps, self.memory.step(func, args, kwargs, source, part))
-        self.memory.look(tensor, base, steps, handle)
+            steps = (*alias.steps, self.memory.view_step(func, args, kwargs, source, part))
+        self.memory.register_view(tensor, base, steps, handle)
 
     def base_of(self, tensor: torch.Tensor) -> Storage | None:
         known = self.memory.live.get(id(tensor))
@@ -402,7 +405,7 @@ class Recorder(TorchFunctionMode):
 
         def leaf(tensor: torch.Tensor, part: tuple[int, ...]) -> ValueId:
             handle = self.recording.keep(tensor)
-            self.memory.know(tensor, handle)
+            self.memory.register(tensor, handle)
             return handle
 
         return number_parts(out, leaf, ())
@@ -426,7 +429,7 @@ class Recorder(TorchFunctionMode):
         values, versions = recording.values, recording.versions
         handle = memory.live[number] = ValueId(len(values))
         values.append(tensor)
-        memory.begun[number] = count = version_of(tensor)
+        memory.counters_at_start[number] = count = version_of(tensor)
         versions.append(count)
         recording.records.append(_tuple(SourceRecord, ("parameter", handle, where, None, tensor)))
         return handle
@@ -450,7 +453,7 @@ class Recorder(TorchFunctionMode):
         if kind in ("buffer", "attribute"):
             self.stateful.append(record)
         self.memory.live[id(tensor)] = handle
-        self.memory.begun[id(tensor)] = version_of(tensor)
+        self.memory.counters_at_start[id(tensor)] = version_of(tensor)
         return handle
 
     def _origin(self, tensor: torch.Tensor) -> ValueId:
@@ -460,7 +463,7 @@ class Recorder(TorchFunctionMode):
         if state is not None and not self.origins.was_there(tensor):
             state = None  # assigned in the forward: it is what it was made from
         key = storage_of(tensor) if state is not None and self.memory.written else None
-        base = self.memory.base_anywhere(tensor) if state is None else self.memory.bases.get(key or 0)
+        base = self.memory.find_storage(tensor) if state is None else self.memory.bases.get(key or 0)
         if base is not None and not self._is_own(tensor, base):
             return self.alias_without_call(tensor, base)
         if state is not None:
@@ -472,9 +475,9 @@ class Recorder(TorchFunctionMode):
             return self.source("constant", tensor, "older than the capture")
         if (own := self.origins.over(storage_of(tensor))) is not None:  # `nn.Parameter(self.weight)`
             self.read(own)
-            return self.alias_without_call(tensor, self.memory.entry(own).base)
+            return self.alias_without_call(tensor, self.memory.alias_of(own).base)
         if self.draws.holds(tensor):
-            self.recording.generator_read["torch.get_rng_state"] = None
+            self.recording.rng.generator_read["torch.get_rng_state"] = None
             return self.source("constant", tensor, "a generator's state")
         if self.from_outside(tensor):
             return self.memory.read(tensor)  # type: ignore[return-value]
@@ -486,15 +489,15 @@ class Recorder(TorchFunctionMode):
             raise RetraceAtDispatch
         raise UnknownOrigin(self._unknown_text(tensor))
 
-    def storages_of(self, base: Storage) -> set[int | None]:
+    def known_storages_of(self, base: Storage) -> set[int | None]:
         """Where the calls before found what is in this memory."""
         return {storage_of(base.root)}
 
-    def standing_for(self, tensor: torch.Tensor) -> torch.Tensor:
+    def substitute_for(self, tensor: torch.Tensor) -> torch.Tensor:
         """What stands for a tensor of the model's: it does so itself, but in a live run."""
         return tensor
 
-    def written_unseen(self, tensor: torch.Tensor) -> None:
+    def refuse_unseen_write(self, tensor: torch.Tensor) -> None:
         """A tensor was written by a call that the function layer did not see, such as `z.real = y` or `set_`."""
         if not self.deep:
             raise RetraceAtDispatch
@@ -513,7 +516,7 @@ class Recorder(TorchFunctionMode):
         """Is it an array of numpy's or its like? What is written to it can be read outside of torch at any time."""
         if _owns_memory(tensor) or tensor.grad_fn is not None:
             return False
-        twin = self.memory.overlapping(tensor)
+        twin = self.memory.overlapping_storage(tensor)
         if twin is not None and (twin.exposed is None or twin.version):
             raise CaptureError(
                 f"a tensor shares its memory with another one through numpy, dlpack or the like.{self.where()}\n"
@@ -522,8 +525,8 @@ class Recorder(TorchFunctionMode):
         self.source("constant", tensor, OUTSIDE)
         self.memory.expose(tensor)
         if twin is not None:
-            self.memory.entry(tensor).base.twin = twin
-            twin.twin = self.memory.entry(tensor).base
+            self.memory.alias_of(tensor).base.twin = twin
+            twin.twin = self.memory.alias_of(tensor).base
         return True
 
     def _is_alone(self) -> bool:
@@ -533,7 +536,7 @@ class Recorder(TorchFunctionMode):
     def alias_without_call(self, tensor: torch.Tensor, base: Storage) -> ValueId:
         """`nn.Parameter(x)`, `x.as_subclass(...)`: a new object over known memory."""
         root, plain = base.root, (torch.Tensor, nn.Parameter)
-        self.recording.aliased |= base.version > 0 and self.memory.is_input(base)
+        self.recording.aliasing.shares_inputs |= base.version > 0 and self.memory.is_input(base)
         steps: tuple[Any, ...] = ()
         if tensor.dtype != root.dtype or (tensor.shape, tensor.stride(), tensor.storage_offset()) != (
             root.shape,
@@ -549,10 +552,10 @@ class Recorder(TorchFunctionMode):
         if type(tensor) is not type(root) and (type(tensor) not in plain or type(root) not in plain):
             steps = (*steps, step_tree(torch.Tensor.as_subclass, (Hole.HERE, type(tensor)), None, (), _grad_enabled()))
         handle = base.handle
-        self.memory.look(tensor, base, steps, handle)
+        self.memory.register_view(tensor, base, steps, handle)
         if steps:
-            entry = self.memory.entry(tensor)
-            entry.version = -1
+            alias = self.memory.alias_of(tensor)
+            alias.version = -1
             return self.read(tensor)
         return handle
 
@@ -595,9 +598,9 @@ class Recorder(TorchFunctionMode):
             raise CaptureError(f"a dispatch mode of the model's own is on; what it does cannot be seen.{self.where()}")
         hooks: Any = _saved_hooks(False)
         if hooks is not None and not hooks[0].__module__.startswith("torch."):
-            self.recording.one_way.append("saved_tensors_hooks")
+            self.recording.autograd.forward_only.append("saved_tensors_hooks")
         if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
-            self.recording.checkpointed.add(len(self.recording.records))
+            self.recording.checkpoints.records.add(len(self.recording.records))
         if key[2]:
             return self._autocast_context(key)
         known = self.contexts.get(key)

@@ -26,6 +26,7 @@ from torch.autograd import Function
 from torch.autograd.function import FunctionMeta
 from torch.overrides import handle_torch_function
 
+from .._ir.node import Source
 from .._ir.torch_private import (
     FunctionBase,
     SingleLevelFunction,
@@ -42,7 +43,7 @@ from .._ir.turns import Turn, calls, come, turns, with_turn
 from .._ir.world import alone, freed, in_children
 from . import threads
 from .bytecode import is_torch_code, torch_code
-from .recording import Site
+from .recording import Recording, Site
 
 T = TypeVar("T")
 
@@ -320,3 +321,50 @@ def callers(frame: FrameType | None) -> Site | None:
     for line in reversed(lines):
         site = line if site is None else (*line, site)
     return site
+
+
+def user_line(recording: Recording, site: Site | None, scope: int) -> Source | None:
+    """The user's line: the nearest that leads to a call, from within the modules that it lies in or from without. That
+    which a frozen node has, and of the call itself where none is the user's.
+    """
+    own = site
+    while (found := _nearest(site)) is None and scope >= 0:
+        site, scope = recording.scopes[scope].site, recording.scopes[scope].parent
+    return line_of(own if found is None else found)
+
+
+def _nearest(site: Site | None) -> Site | None:
+    """The first of a site's lines, outwards, that is the user's."""
+    while site is not None and is_torch_code(site[0]):
+        site = site[2] if len(site) > 2 else None
+    return site
+
+
+def with_callers(site: Site | None, outer: Source | None) -> Source | None:
+    """The user's line at a site, whose callers lead on to `outer`; `outer` itself where the site is torch's own."""
+    sites, at = [], site
+    while at is not None:
+        if not is_torch_code(at[0]):
+            sites.append(at)
+        at = at[2] if len(at) > 2 else None
+    for at in reversed(sites):
+        outer = line_of(at, outer)
+    return outer
+
+
+def line_of(site: Site | None, caller: Source | None = None) -> Source | None:
+    """The line of Python at a code object and instruction."""
+    if site is None:
+        return None
+    code, instruction = site[:2]
+    key = id(code), instruction, id(caller)
+    known = _lines.get(key)
+    if known is None or known[0] is not code or known[1].caller is not caller:
+        line = next((n for start, end, n in code.co_lines() if n and start <= instruction < end), code.co_firstlineno)
+        known = code, Source(code.co_filename, line, getattr(code, "co_qualname", code.co_name), caller)
+        _lines[key] = known
+    return known[1]
+
+
+# By id, with the object beside it: a code object's own hash reads all of its constants, every time.
+_lines: dict[tuple[int, int, int], tuple[CodeType, Source]] = {}

@@ -119,7 +119,7 @@ class Tracer(Recorder):
     """One capture of one thread."""
 
     alone = ALONE  # references to a tensor that a module gives and has not kept
-    has_stand_ins = False
+    has_substitutes = False
 
     def __init__(self, recording: Recording, origins: Provenance, date: Moment, deep: bool, unknown: str) -> None:
         super().__init__(recording, origins, date, deep, unknown)
@@ -134,8 +134,8 @@ class Tracer(Recorder):
             rule = self._learn(func)
         how = rule.how
         if how is PASS:
-            if self.has_stand_ins and rule.special:
-                args = self.stood_for(args)
+            if self.has_substitutes and rule.special:
+                args = self.substituted_args(args)
             return func(*args, **kwargs) if kwargs else func(*args)
         try:
             if self.is_special or _peek() is not None:
@@ -152,7 +152,7 @@ class Tracer(Recorder):
             self._raised(rule, func, args, kwargs or {}, error)
             raise
 
-    def stood_for(self, args: Any) -> Any:
+    def substituted_args(self, args: Any) -> Any:
         """The arguments of a read: see live.py for a look in which other tensors stand for the user's."""
         return args
 
@@ -187,7 +187,7 @@ class Tracer(Recorder):
         if self.script_is_open:
             return self.leaf(rule, func, args, {}, stands_for=alias)
         if self.grad_mode and args[0].requires_grad:
-            self.recording.one_way.append("a scripted function")
+            self.recording.autograd.forward_only.append("a scripted function")
         return self.leaf(rule, func, args, {})
 
     def _open_or_call(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
@@ -330,12 +330,12 @@ class Tracer(Recorder):
         if tensor is not None:
             reads = [self.read(tensor)]
             result = func(*args, **kwargs)
-            is_told = not info(func).has(Quirk.TELLS_ADDRESS)
-            if is_told:
+            is_content_read = not info(func).has(Quirk.TELLS_ADDRESS)
+            if is_content_read:
                 self.guard(torch.Tensor.numpy if rule.kind == "numpy" else func, reads, {}, None, False)
-            self.memory.expose(tensor, is_told)
+            self.memory.expose(tensor, is_content_read)
             if "storage" in rule.kind:
-                self.memory.expose_beside(tensor)
+                self.memory.expose_whole_storage(tensor)
             self.exposed = True
             return result
         return func(*args, **kwargs)
@@ -407,7 +407,7 @@ class Tracer(Recorder):
         if id(result) in self.memory.live:
             return result
         handle = self.recording.keep(result)
-        self.memory.know(result, handle)
+        self.memory.register(result, handle)
         self.append(copied, Rule(Handling.LEAF, "clone"), [source], {}, handle, self.site(), None, False)
         return result
 
@@ -425,12 +425,14 @@ class Tracer(Recorder):
         while getattr(func, "__code__", None) is not None and frame.f_code in (func.__code__, _HANDLES.__code__):
             frame = frame.f_back  # it is written in Python, and has called this itself
         code = frame.f_code
-        is_told = info(code.co_name).has(Quirk.HANDS_ON_FLAGS)
-        if is_told and not (_grad_enabled() or self.recording.ambient[0]):
-            self.recording.one_way.append(f"`{code.co_name}`: it was told that no gradient will be asked for.")
-        if is_told or shows_flags(code) or not is_torch_code(code):
+        reads_flags = info(code.co_name).has(Quirk.HANDS_ON_FLAGS)
+        if reads_flags and not (_grad_enabled() or self.recording.ambient[0]):
+            self.recording.autograd.forward_only.append(
+                f"`{code.co_name}`: it was told that no gradient will be asked for."
+            )
+        if reads_flags or shows_flags(code) or not is_torch_code(code):
             if rule.kind == "grad_fn" and not _STEP_HOOKS.isdisjoint(code.co_names):
-                self.recording.one_way.append(HOOK_ON_STEP)
+                self.recording.autograd.forward_only.append(HOOK_ON_STEP)
             known = in_short(answer)
             if known not in (True, False) and asks_for_none(code, frame.f_lasti):
                 known = SOME
@@ -481,7 +483,7 @@ class Tracer(Recorder):
 
     def _special_grad_mode(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         if not self.recording.ambient[0] and not args[0] and not _grad_enabled():
-            self.recording.hidden_no_grad = True  # a no_grad block where nothing had a gradient anyway
+            self.recording.autograd.hidden_no_grad = True  # a no_grad block where nothing had a gradient anyway
         self.grad_mode = args[0]
         return func(*args, **kwargs)
 
@@ -599,7 +601,7 @@ class Tracer(Recorder):
         """
         is_beneath = _peek() is not None
         if (is_beneath or forward_ad._current_level >= 0) and _is_differentiating():
-            self.recording.differentiated.add(self.scope)
+            self.recording.hand_offs.differentiated.add(self.scope)
         if is_beneath:
             return out, freeze_deep(out, self._read_wrapped), ()
         if type(out) in PLAIN and len(self.recording.records) == records and given[0] and out is given[0][0]:
@@ -632,7 +634,7 @@ class Tracer(Recorder):
         for handle in [handle for handle, times in count.items() if times > 1]:
             known = self.memory.live.get(id(self.recording.values[handle]))
             first = known.base.first if isinstance(known, Alias) else handle
-            self.recording.twice[handle] = first, len(self.memory.written)
+            self.recording.hand_offs.twice[handle] = first, len(self.memory.written)
 
     def is_meant(self, handle: ValueId, names: _Renaming) -> bool:
         """Is a value that a module gives to be another one for those to whom it is given?"""
@@ -658,7 +660,7 @@ class Tracer(Recorder):
             except (RuntimeError, NotImplementedError):
                 return tensor
             source = self.read(tensor)
-            self.double(tensor, made)
+            self.note_alias(tensor, made)
             returns = self.results(made, alias, (tensor,), {}, [tensor])
             self.append(alias, _IDENTITY, [source, number], {}, returns, None, None, False)
         return made
@@ -689,7 +691,7 @@ class Tracer(Recorder):
         """A custom function runs whose `apply` torch does not show: its body is recorded, its backward is not."""
         differentiates = torch.is_grad_enabled() or not self.recording.ambient[0]
         if differentiates and not self.in_leaf:
-            self.recording.one_way.append(BOUND_BEFORE.format(name=kind.__name__))
+            self.recording.autograd.forward_only.append(BOUND_BEFORE.format(name=kind.__name__))
 
     def handing_over(self) -> Site:
         """The line that leads to another thread."""

@@ -131,15 +131,15 @@ class Writing(NamedTuple):
     kwargs: Any
     tensors: list[torch.Tensor]  # all that it was given
     targets: list[torch.Tensor]  # those of them that it writes, each object once
-    entries: list[Alias]  # where each target lies
+    aliases: list[Alias]  # where each target lies
     bases: list[Storage]  # the memory that they lie in, each once
 
     @staticmethod
     def of(recorder: Recorder, func: Any, args: Any, kwargs: Any, targets: list[torch.Tensor]) -> Writing:
         targets = list({id(target): target for target in targets}.values())
-        entries = [recorder.memory.entry(target) for target in targets]
-        bases = list({id(entry.base): entry.base for entry in entries}.values())
-        return Writing(func, args, kwargs, tensors_in(args, kwargs), targets, entries, bases)
+        aliases = [recorder.memory.alias_of(target) for target in targets]
+        bases = list({id(alias.base): alias.base for alias in aliases}.values())
+        return Writing(func, args, kwargs, tensors_in(args, kwargs), targets, aliases, bases)
 
 
 def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, targets: list[torch.Tensor]) -> Any:
@@ -149,7 +149,7 @@ def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, tar
 
     1. All arguments are read first. That gives a tensor that came from nowhere its source, and derives views that are
        out of date; both are calls of their own, which must stand before this one.
-    2. What may share memory with a target is known by then: it is given an entry in the same base, else nobody would
+    2. What may share memory with a target is known by then: it is given an alias in the same base, else nobody would
        know that this write changes it.
     3. The bases are shared (`share`): inputs and state in the same memory become views of it. From here on the memory
        has one value, which is what the record reads.
@@ -163,27 +163,27 @@ def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, tar
     for tensor in tensors:
         recorder.read(tensor)
     writing = Writing.of(recorder, func, args, kwargs, targets)
-    targets, entries, bases = writing.targets, writing.entries, writing.bases
+    targets, aliases, bases = writing.targets, writing.aliases, writing.bases
     site = recorder.site()
     draw = recorder.draws.around(rule.may_draw, func, args, kwargs)
     for tensor in tensors:  # any argument may share memory with a target
         if recorder.base_of(tensor) is None and any(storage_of(tensor) == storage_of(b.root) for b in bases):
-            recorder.memory.entry(tensor)
+            recorder.memory.alias_of(tensor)
     for base in bases:
-        recorder.memory.share(base)
-    if recorder.memory.strayed is not None:
-        recorder.written_unseen(recorder.memory.strayed)
-    if any(map(_is_standing, [step for entry in entries for step in entry.steps])):
-        recorder.recording.one_way.append(WRITTEN_STANDING)
+        recorder.memory.join_aliases(base)
+    if recorder.memory.unseen_alias is not None:
+        recorder.refuse_unseen_write(recorder.memory.unseen_alias)
+    if any(map(_is_standing, [step for alias in aliases for step in alias.steps])):
+        recorder.recording.autograd.forward_only.append(WRITTEN_STANDING)
     for base in bases:  # else this write would hide it
         if base.counter is not None and version_of(base.root) != base.counter:
-            recorder.written_unseen(base.root)
-    if any(recorder.memory.is_lent(base.root) for base in bases):
+            recorder.refuse_unseen_write(base.root)
+    if any(recorder.memory.is_in_sparse(base.root) for base in bases):
         raise CaptureError(
             f"`{rule.kind}` writes memory that a sparse tensor was made of.{recorder.where()}\n"
             "A program cannot say that both change. Make the sparse tensor of a copy (`values.clone()`)."
         )
-    for base in {id(entry.base): entry.base for entry in entries if _is_by_data(entry)}.values():
+    for base in {id(alias.base): alias.base for alias in aliases if _is_by_data(alias)}.values():
         note_late_write(recorder, base)
     _note_forks(recorder, writing)
     record = write_record(recorder, writing, draw.draws is not None)
@@ -214,16 +214,16 @@ def _note_forks(recorder: Recorder, writing: Writing) -> None:
     """What is written through a detached alias has a history there, and another one, or none, elsewhere in memory."""
     recording = recorder.recording
     tensors, bases = writing.tensors, writing.bases
-    there = [recorder.memory.entry(tensor) for tensor in tensors if recorder.base_of(tensor) in bases]
-    detached = [entry for entry in there if entry.is_detached]
-    if any(entry.base.is_forked for entry in detached):  # it is derived from the memory again, to be written
-        recording.one_way.append(FORKED)
-    written = [entry for entry in detached if any(entry.tensor is target for target in writing.targets)]
+    there = [recorder.memory.alias_of(tensor) for tensor in tensors if recorder.base_of(tensor) in bases]
+    detached = [alias for alias in there if alias.is_detached]
+    if any(alias.base.is_forked for alias in detached):  # it is derived from the memory again, to be written
+        recording.autograd.forward_only.append(FORKED)
+    written = [alias for alias in detached if any(alias.tensor is target for target in writing.targets)]
     if written and (_grad_enabled() or not recording.ambient[0]):
-        others = [t for t in tensors if not any(t is entry.tensor for entry in detached)]
+        others = [t for t in tensors if not any(t is alias.tensor for alias in detached)]
         if any(may_flow(recording, recorder.read(tensor)) for tensor in others):
-            for entry in written:
-                entry.base.is_forked = True
+            for alias in written:
+                alias.base.is_forked = True
 
 
 def _is_standing(step: Any) -> bool:
@@ -235,16 +235,16 @@ def _in_memory(steps: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple([_DETACH if _is_standing(step) else step for step in steps])
 
 
-def _is_by_data(entry: Alias) -> bool:
+def _is_by_data(alias: Alias) -> bool:
     """Is it an alias of a tensor by `.data`, whose writes torch does not count?"""
-    return any(getattr(unpacked(step).function.function, "__self__", None) is torch.Tensor.data for step in entry.steps)
+    return any(getattr(unpacked(step).function.function, "__self__", None) is torch.Tensor.data for step in alias.steps)
 
 
 def write_record(recorder: Recorder, writing: Writing, may_draw: bool) -> WriteArguments | FunctionalCall:
     """What the pure call for a write reads, before it happens: what `mutate` is given, or a functional twin's call."""
-    func, args, kwargs, tensors, targets, entries, bases = writing
+    func, args, kwargs, tensors, targets, aliases, bases = writing
     shared = [t for t in tensors if recorder.base_of(t) in bases and not any(t is x for x in targets)]
-    if len(targets) == 1 and not entries[0].steps and not shared and not may_draw:
+    if len(targets) == 1 and not aliases[0].steps and not shared and not may_draw:
         target = targets[0]
         lost = _may_have_history(recorder, target) and not _grad_enabled()
         others = [tensor for tensor in tensors if tensor is not target]
@@ -252,29 +252,29 @@ def write_record(recorder: Recorder, writing: Writing, may_draw: bool) -> WriteA
             function, arguments, named = twin
             return function, *recorder.read_all(arguments, named)
     numbers = {id(base): number for number, base in enumerate(bases)}
-    sources = [t for t in shared if recorder.memory.entry(t).steps and not _reads_apart(func, args, t, targets)]
+    sources = [t for t in shared if recorder.memory.alias_of(t).steps and not _reads_apart(func, args, t, targets)]
     viewed = [*targets, *{id(source): source for source in sources}.values()]
-    entries = [*entries, *[recorder.memory.entry(source) for source in viewed[len(targets) :]]]
-    recorder.recording.overwritten.update(_parting(recorder, [entry for entry in entries if entry.steps]))
+    aliases = [*aliases, *[recorder.memory.alias_of(source) for source in viewed[len(targets) :]]]
+    recorder.recording.aliasing.overwritten.update(_parting(recorder, [alias for alias in aliases if alias.steps]))
 
     def leaf(tensor: torch.Tensor) -> Any:
         for number, one in enumerate(viewed):
             if tensor is one:
                 return packed(Nth(number))
         base = recorder.base_of(tensor)
-        if base is not None and id(base) in numbers and not recorder.memory.entry(tensor).steps:
+        if base is not None and id(base) in numbers and not recorder.memory.alias_of(tensor).steps:
             return packed(Derived(numbers[id(base)], ()))
         return recorder.read(tensor)
 
     tree = Branch(dict, tuple([freeze(value, leaf) for value in kwargs.values()]), tuple(kwargs))
-    written = tuple([packed(Derived(numbers[id(e.base)], _in_memory(e.steps))) for e in entries])
+    written = tuple([packed(Derived(numbers[id(e.base)], _in_memory(e.steps))) for e in aliases])
     return WriteArguments(
         function=Target.of(func),
         bases=tuple([base.handle for base in bases]),
         args=tuple([freeze(value, leaf) for value in args]),
         kwargs=tree,
         targets=written,
-        values=tuple([entry.handle if entry.steps and not _repeats(entry.tensor) else None for entry in entries]),
+        values=tuple([alias.handle if alias.steps and not _repeats(alias.tensor) else None for alias in aliases]),
     )
 
 
@@ -301,7 +301,7 @@ def _lineage(recorder: Recorder, view: ValueId) -> set[ValueId]:
     while stack:
         if (handle := stack.pop()) not in found:
             found.add(handle)
-            stack.extend(recorder.recording.view_of.get(handle, ()))
+            stack.extend(recorder.recording.aliasing.view_of.get(handle, ()))
     return found
 
 
@@ -336,12 +336,12 @@ def append_write(
 ) -> None:
     """Write down a call that wrote, and what holds from then on. `key`: of the generator's state before it drew."""
     for base in writing.bases:
-        recorder.memory.wrote(base, recorder.recording.keep(base.root), not recorder.in_aten)
+        recorder.memory.note_write(base, recorder.recording.keep(base.root), not recorder.in_aten)
     whole = tuple([base.handle for base in writing.bases])
     if beneath_checkpoint():
         again = {id(base.root): None for base in writing.bases}
-        recorder.recording.written_again.update(again | dict.fromkeys(whole))
-    views = _renewed(recorder, writing.targets, writing.entries)
+        recorder.recording.checkpoints.written.update(again | dict.fromkeys(whole))
+    views = _renewed(recorder, writing.targets, writing.aliases)
     if not isinstance(record, WriteArguments):
         function, reads, named = record
         recorder.append(function, rule, reads, named, whole[0], site, key, False, writing.func)
@@ -361,17 +361,17 @@ def append_write(
     recorder.recording.records.append(made)
 
 
-def _renewed(recorder: Recorder, targets: Any, entries: Any) -> tuple[ValueId, ...]:
+def _renewed(recorder: Recorder, targets: Any, aliases: Any) -> tuple[ValueId, ...]:
     """The values that hold after a write: of what it was told to write, which may be views."""
     views = []
-    for target, entry in zip(targets, entries, strict=True):
-        before = entry.handle
-        entry.handle = recorder.recording.keep(target) if entry.steps else entry.base.handle
-        entry.version = entry.base.version
-        views.append(entry.handle)
-        if entry.steps:
-            recorder.recording.view_of[entry.handle] = (before,)
-            entry.base.held.append(entry.handle)
+    for target, alias in zip(targets, aliases, strict=True):
+        before = alias.handle
+        alias.handle = recorder.recording.keep(target) if alias.steps else alias.base.handle
+        alias.version = alias.base.version
+        views.append(alias.handle)
+        if alias.steps:
+            recorder.recording.aliasing.view_of[alias.handle] = (before,)
+            alias.base.held.append(alias.handle)
     return tuple(views)
 
 
@@ -382,12 +382,12 @@ def _fresh_result(
     memory = recorder.memory
     if memory.live.get(id(tensor)) is not None and any(tensor is other for other in tensors):
         return None
-    base = memory.base_at(storage_of(tensor), tensors)
+    base = memory.storage_at(storage_of(tensor), tensors)
     handle = fresh[id(tensor)] = recorder.recording.keep(tensor)
     if base is None:
-        memory.know(tensor, handle)
+        memory.register(tensor, handle)
     else:
-        memory.look(tensor, base, (geometry_step(tensor, base),), handle)
+        memory.register_view(tensor, base, (geometry_step(tensor, base),), handle)
     return handle
 
 
@@ -404,7 +404,7 @@ def _outgrown(recorder: Recorder, rule: Rule, writing: Writing, out: Any, site: 
     """`out=` of another size: torch gave it new memory, so it is an output like any other."""
     given = writing.kwargs.get("out")
     outs = list(given) if isinstance(given, (tuple, list)) else [given]
-    if given is None or any(len(_entries_on(recorder, recorder.memory.entry(t).base)) > 1 for t in writing.targets):
+    if given is None or any(len(_aliases_on(recorder, recorder.memory.alias_of(t).base)) > 1 for t in writing.targets):
         raise CaptureError(f"`{rule.kind}` changed the size of memory that other tensors look at.{recorder.where()}")
     if rule.is_undefined:
         raise CaptureError(
@@ -421,8 +421,8 @@ def _outgrown(recorder: Recorder, rule: Rule, writing: Writing, out: Any, site: 
     return out
 
 
-def _entries_on(recorder: Recorder, base: Storage) -> list[Alias]:
-    return [entry for entry in recorder.memory.live.values() if isinstance(entry, Alias) and entry.base is base]
+def _aliases_on(recorder: Recorder, base: Storage) -> list[Alias]:
+    return [alias for alias in recorder.memory.live.values() if isinstance(alias, Alias) and alias.base is base]
 
 
 def _forget(recorder: Recorder, tensor: torch.Tensor) -> None:
@@ -430,7 +430,7 @@ def _forget(recorder: Recorder, tensor: torch.Tensor) -> None:
     if isinstance(known, Alias):
         recorder.memory.bases = {key: base for key, base in recorder.memory.bases.items() if base is not known.base}
     recorder.memory.keep_alive.append(tensor)
-    recorder.memory.moved.add(id(tensor))
+    recorder.memory.detached.add(id(tensor))
 
 
 def reshape(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
@@ -440,22 +440,22 @@ def reshape(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) -
         return turn(recorder, func, args, kwargs)
     recorder.require_single(tensor, rule)
     recorder.read(tensor)
-    entry = recorder.memory.entry(tensor)
+    alias = recorder.memory.alias_of(tensor)
     pure = getattr(torch.Tensor, func.__name__[:-1]) if not isinstance(func, OpOverload) else None
     if pure is None:
         pure = getattr(torch.ops.aten, func._schema.name.split("::")[1][:-1])
     with torch.enable_grad():
-        step = recorder.memory.step(pure, args, kwargs, tensor, ())
-    site, source = recorder.site(), entry.handle
-    base, steps = entry.base, entry.steps
-    recorder.memory.part_from(tensor)
+        step = recorder.memory.view_step(pure, args, kwargs, tensor, ())
+    site, source = recorder.site(), alias.handle
+    base, steps = alias.base, alias.steps
+    recorder.memory.detach_alias(tensor)
     out = func(*args, **kwargs)
     if func.__name__ == "as_strided_":
         steps, step = (), geometry_step(tensor, base)
     handle = recorder.recording.keep(tensor)
-    if entry.steps:
-        recorder.recording.view_of[handle] = (source,)
-    recorder.memory.look(tensor, base, (*steps, step), handle)
+    if alias.steps:
+        recorder.recording.aliasing.view_of[handle] = (source,)
+    recorder.memory.register_view(tensor, base, (*steps, step), handle)
     base.counter = version_of(base.root)
     fill: Callable[[Any], Any] = lambda leaf: source if leaf is Hole.HERE else leaf  # noqa: E731
     reads = [fill(value) for value in unpacked(step).args]
@@ -477,20 +477,20 @@ def assign(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) ->
     tensor, value = args[0], args[1] if len(args) > 1 else kwargs.get("source")
     recorder.require_single(tensor, rule)
     old = recorder.read(tensor)
-    left = recorder.memory.entry(tensor).base
+    left = recorder.memory.alias_of(tensor).base
     is_raw = not isinstance(value, torch.Tensor) or len(args) > 2
     if is_raw and (tensor.requires_grad or may_flow(recorder.recording, old)):
         raise _raw(recorder, rule)
     source = old if is_raw else recorder.read(value)
     note_late_write(recorder, left, exchanged=tensor)
     is_announced = left.counter == version_of(left.root)
-    recorder.memory.part_from(tensor)
+    recorder.memory.detach_alias(tensor)
     result = func(*args, **kwargs)
     if is_announced:  # its aliases are counted with it, though nothing was written; beneath autograd only later
         left.counter = None if recorder.in_aten else version_of(left.root)
     if is_raw:
         recorder.memory.live.pop(id(tensor))
-        found = recorder.memory.base_anywhere(tensor)
+        found = recorder.memory.find_storage(tensor)
         if found is None:
             raise _raw(recorder, rule)
         if _is_from_outside(recorder, found):
@@ -500,13 +500,13 @@ def assign(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) ->
         else:
             recorder.alias_without_call(tensor, found)
         return result
-    base, steps = recorder.memory.entry(value).base, recorder.memory.entry(value).steps
+    base, steps = recorder.memory.alias_of(value).base, recorder.memory.alias_of(value).steps
     straight = tensor.requires_grad or may_flow(recorder.recording, old)  # the gradient goes where it went before
     step = step_tree(standing, (old, Hole.HERE), None, (), True) if straight else _DETACH
     handle = recorder.recording.keep(tensor)
     if steps:
-        recorder.recording.view_of[handle] = (source,)
-    recorder.memory.look(tensor, base, (*steps, step), handle)
+        recorder.recording.aliasing.view_of[handle] = (source,)
+    recorder.memory.register_view(tensor, base, (*steps, step), handle)
     function, reads = (standing, [old, source]) if straight else (torch.Tensor.detach, [source])
     recorder.append(function, Rule(Handling.LEAF, "data"), reads, {}, handle, recorder.site(), None, False)
     if straight:
@@ -534,14 +534,14 @@ def resize(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) ->
     before, room = geometry_of(tensor), tensor.untyped_storage().nbytes()
     if kwargs.get("memory_format") is not None:  # then it lies anew also where its shape stays, if it lay otherwise
         recorder.ask("layout", torch.Tensor.stride, (tensor,), {}, tensor.stride())
-    recorder.memory.part_from(tensor)
-    recorder.memory.preserve(recorder.memory.entry(tensor).base)
+    recorder.memory.detach_alias(tensor)
+    recorder.memory.copy_on_write(recorder.memory.alias_of(tensor).base)
     result = func(*args, **kwargs)
     if geometry_of(tensor) == before:
         return result
-    if len(_entries_on(recorder, recorder.memory.entry(tensor).base)) > 1:
+    if len(_aliases_on(recorder, recorder.memory.alias_of(tensor).base)) > 1:
         raise CaptureError(f"`{rule.kind}` changed the size of memory that other tensors look at.{recorder.where()}")
-    source = recorder.memory.entry(tensor).handle
+    source = recorder.memory.alias_of(tensor).handle
     _forget(recorder, tensor)
     is_filled = fills_memory()
     if tensor.numel() > recorder.recording.values[source].numel() and tensor.untyped_storage().nbytes() == room:
@@ -558,7 +558,7 @@ def resize(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) ->
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     (fill if is_filled else clear)(flat[was.numel() :])
     handle = recorder.recording.keep(tensor)
-    recorder.memory.know(tensor, handle)
+    recorder.memory.register(tensor, handle)
     reads: list[Any] = [source, tuple(tensor.shape), is_filled, tensor.stride()]
     reads = reads[: 4 if not tensor.is_contiguous() else 3 if is_filled else 2]
     recorder.append(resized, rule, reads, {}, handle, recorder.site(), None, False)

@@ -40,13 +40,12 @@ from ..aliasing import Alias, Storage
 from ..checkpoints import in_checkpoint, without_recomputation
 from ..custom_functions import BOUND_BEFORE
 from ..dispatch import Handling, Rule
-from ..opaque_regions import reads_of
 from ..output_aliases import is_handing
 from ..provenance import Moment, Provenance
 from ..recorder import tensors_in
-from ..recording import CallRecord, Recording, SourceRecord, ValueId, handles_in, parts_of, user_line
+from ..recording import CallRecord, Recording, SourceRecord, ValueId, handles_in, parts_of, reads_of
 from ..rng import Draw, generator_of
-from ..scopes import addresses, listening
+from ..scopes import addresses, listening, user_line
 from ..threads import Elsewhere, following
 from ..tracer import Tracer
 from .call_sites import CallSite, CallSiteCounter, handoff_site
@@ -87,7 +86,7 @@ class LiveTracer(Tracer):
 
     alone = -1  # every output of a module is looked at: a patch may be meant for what it hands on
     leaves_changes = False
-    has_stand_ins = True
+    has_substitutes = True
 
     def __init__(
         self, recording: Recording, origins: Provenance, date: Moment, deep: bool, unknown: str, stage: LiveSetup
@@ -112,18 +111,18 @@ class LiveTracer(Tracer):
 
     # -- the door ------------------------------------------------------------------------------------------------------
 
-    def stood_for(self, args: Any) -> Any:
+    def substituted_args(self, args: Any) -> Any:
         """What is asked for its shape or its like: what stands for a parameter has its own."""
         return self.stand_ins.among(tuple(args))
 
-    def standing_for(self, tensor: torch.Tensor) -> torch.Tensor:
+    def substitute_for(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor that got other memory or another shape did so in what stands for it."""
         return self.stand_ins.of(tensor)
 
-    def storages_of(self, base: Storage) -> set[int | None]:
+    def known_storages_of(self, base: Storage) -> set[int | None]:
         """What is written is a copy: the calls before have saved what that stands for."""
         parted = {key for key, (other, _) in self.stand_ins.parted.items() if other is base}
-        return super().storages_of(base) | parted
+        return super().known_storages_of(base) | parted
 
     def _fresh(self, rule: Rule, func: Any, args: Any, depth: int = 2) -> Any:
         args = self.stand_ins.met(args)
@@ -155,9 +154,9 @@ class LiveTracer(Tracer):
         self._require_asked_of_its_own(word, tensor)
         return super().answer(word, func, tensor)
 
-    def double(self, original: torch.Tensor, made: torch.Tensor) -> None:
+    def note_alias(self, original: torch.Tensor, made: torch.Tensor) -> None:
         """An alias of a copy stands for what was copied, too."""
-        super().double(original, made)
+        super().note_alias(original, made)
         if (known := self.copied.get(id(original))) is not None and known[1]() is original:
             self._note_copy(known[0], made)
 
@@ -372,7 +371,7 @@ class LiveTracer(Tracer):
                 old = record.returns
                 (new,), key = self.made(aim, (recording.values[old],))
                 handle = recording.keep(new)
-                self.memory.know(new, handle)
+                self.memory.register(new, handle)
                 self.append_patch(aim, number, [old], [handle], key)
                 self.stand_ins.share(record.tensor, new)
         for record in list(recording.records) if self.stage.lent else ():
@@ -570,7 +569,7 @@ class LiveTracer(Tracer):
         instead: dict[int, torch.Tensor] = {}
         for value, holder, new in zip(values, holders, news, strict=True):
             if new is value:  # one of several values, and not patched
-                handles.append(self.know_again(holder))
+                handles.append(self.register_again(holder))
             elif aliases_its_input(value, new):
                 function = alias if new.requires_grad else torch.Tensor.detach
                 with self._looking_away():
@@ -578,11 +577,11 @@ class LiveTracer(Tracer):
                 handles.append(self.results(view, function, (holder,), {}, [holder]))
                 self._note_copy(new, view)
                 instead[id(holder)] = view
-            elif any(holder is tensor for tensor in done.written) and not self.memory.entry(holder).steps:
+            elif any(holder is tensor for tensor in done.written) and not self.memory.alias_of(holder).steps:
                 handles.append(self._overwritten(holder, new))
             else:
                 handles.append(self.recording.keep(new))
-                self.memory.know(new, handles[-1])
+                self.memory.register(new, handles[-1])
                 instead[id(holder)] = new
                 if any(holder is tensor for tensor in tensors_in((done.given,), {})):
                     self.stand_ins.share(holder, new)
@@ -630,12 +629,12 @@ class LiveTracer(Tracer):
 
     def _overwritten(self, tensor: torch.Tensor, new: torch.Tensor) -> ValueId:
         """The new value in the memory that a call wrote in place: all that look at it see it."""
-        entry, memory = self.memory.entry(tensor), self.memory
-        memory.preserve(entry.base)
+        entry, memory = self.memory.alias_of(tensor), self.memory
+        memory.copy_on_write(entry.base)
         with self._looking_away(), torch.set_grad_enabled(torch.is_grad_enabled() and not _is_held(tensor)):
             tensor.copy_(new)
         handle = self.recording.keep(entry.base.root)
-        memory.wrote(entry.base, handle)
+        memory.note_write(entry.base, handle)
         entry.handle, entry.version = handle, entry.base.version
         return handle
 
@@ -645,7 +644,7 @@ class LiveTracer(Tracer):
             known = self.memory.live.get(id(tensor))
             if known is None or (known.handle if isinstance(known, Alias) else known) != handle:
                 continue
-            if done.is_hidden and self.memory.entry(tensor).steps:
+            if done.is_hidden and self.memory.alias_of(tensor).steps:
                 raise self.refusal(aim, "it is a view, and lies beneath torch's functions")
             return tensor
         raise self.refusal(aim, "no tensor that the model can be given holds its value")
