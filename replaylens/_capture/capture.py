@@ -194,7 +194,7 @@ def _look(forward: Forward, recording: Recording, origins: Provenance, deep: boo
         with eager_compiler(), deeper_stack(), listening(tracer), tracer, watch:
             with timed(recording), _told_of_failure(forward, recording), followed(tracer):
                 output = _call(forward.model, args, kwargs, tracer)
-            with without_function_modes(), tracer.at_work():
+            with without_function_modes(), tracer.beneath_leaf():
                 tracer.note_other_threads()
                 tracer.note_asked()
                 require_seen(tracer, counters)

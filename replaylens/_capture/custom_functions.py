@@ -133,7 +133,7 @@ class _Body:
     def __init__(self, tracer: Recorder, kind: type, args: Any, kwargs: Any) -> None:
         self.tracer, self.kind, self.args, self.kwargs = tracer, kind, args, kwargs
         recording, memory = tracer.recording, tracer.memory
-        with without_function_modes(), tracer.at_work():
+        with without_function_modes(), tracer.beneath_leaf():
             self.reads, self.named = tracer.read_all(args, kwargs)
             self.state = torch.default_generator.get_state()
             self.tensors = tensors_in(args, kwargs)
@@ -153,7 +153,7 @@ class _Body:
         tracer, recording, memory = self.tracer, self.tracer.recording, self.tracer.memory
         own = {int(h) for h in handles_in((*self.reads, *self.named.values()))}
         wrote = [first for first in memory.written[self.writes :] if first < self.mark[2]]
-        with without_function_modes(), tracer.at_work():
+        with without_function_modes(), tracer.beneath_leaf():
             unseen = [stood for stood in self.stood if stood.is_rewritten_unseen]
             for copied in self.copied:
                 if not any(stood.base is copied.base for stood in unseen):
@@ -167,7 +167,7 @@ class _Body:
                 recording.autograd.forward_only.append(self.kind.__name__)
             return out
         self._take_back(dirty, unseen)
-        with without_function_modes(), tracer.at_work():
+        with without_function_modes(), tracer.beneath_leaf():
             self._write_down(out, dirty)
         return out
 

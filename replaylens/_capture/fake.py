@@ -81,13 +81,13 @@ class FakeTracer(Tracer):
         self.draws = _Undrawn(recording.rng.draws, recording.rng.generators, recording.rng.follows)
         self.is_special = True  # every call comes to the slower door
 
-    def _special_door(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
+    def _in_region(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         if _dispatch_modes() < self.outer_modes:  # how the mode makes fake tensors is no call of the model's
             return func(*args, **kwargs)
         if self.watch is None and not self.functorch and _peek() is None and forward_ad._current_level < 0:
             return self._open_or_call(rule, func, args, kwargs)
         try:
-            return super()._special_door(rule, func, args, kwargs)
+            return super()._in_region(rule, func, args, kwargs)
         finally:
             self.is_special = True
 

@@ -46,14 +46,14 @@ def _keep_as_it_was(recorder: Recorder, source: ValueId, tensor: torch.Tensor, f
     values = recorder.recording.values
     is_given = any(isinstance(r, SourceRecord) and r.returns == source for r in recorder.recording.records)
     if values[source] is tensor and not is_given:
-        with recorder.at_work():
+        with recorder.beneath_leaf():
             values[source] = tensor.detach().requires_grad_(flag)
 
 
 def _written_down(recorder: Recorder, tensor: torch.Tensor, function: Any, *reads: ValueId) -> ValueId:
     """The call that stands for the turn: what it gives has the content of the last thing that it reads."""
     flag = function is not torch.Tensor.detach
-    with recorder.at_work():
+    with recorder.beneath_leaf():
         handle = recorder.recording.keep(tensor.detach().requires_grad_(flag))
     recorder.memory.same_data_as[handle] = reads[-1]
     rule = Rule(Handling.LEAF, "requiresgrad")

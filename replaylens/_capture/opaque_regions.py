@@ -219,7 +219,7 @@ def _stretch(
     values = recording.values
     drawn_states = {key: values[h] for key, h in states.items()}
     begins, rest = tuple([values[h] for h in roots]), tuple([values[h] for h in others])
-    with tracer.at_work(), _saving_apart():  # a custom function that it runs again is no call of the model's
+    with tracer.beneath_leaf(), _saving_apart():  # a custom function that it runs again is no call of the model's
         expected = differentiate(graph, begins, rest, cotangents, drawn_states, False)
     tree = Branch(dict, tuple(states.values()), tuple(states))
     there = (tuple(ends), tuple(starts)) if keep_graph else ()
@@ -235,7 +235,7 @@ def _no_calls(tracer: Recorder) -> Iterator[None]:
     """Modules and custom functions that run within, as a checkpoint computes again, are no calls of the forward's."""
     recording = tracer.recording
     scopes, outputs = len(recording.scopes), len(recording.scope_outputs)
-    with tracer.at_work():
+    with tracer.beneath_leaf():
         yield
     recording.scopes[scopes:] = [scope._replace(is_void=True) for scope in recording.scopes[scopes:]]
     del recording.scope_outputs[outputs:]

@@ -1,7 +1,7 @@
-"""What a capture does with one operation: read its arguments, run it, and write down what it was.
+"""One operation: read its arguments, run it, record it.
 
-In: a call and its rule. Out: records in the Recording, values in the Memory. Which calls are operations is decided in
-tracer.py; calls that write are in writes.py.
+In: a call and its Rule. Out: records in the Recording, values in the AliasTracker. tracer.py decides which calls are
+operations; writes.py records those that write.
 """
 
 from __future__ import annotations
@@ -62,11 +62,13 @@ _ANSWERS = (bool, int, str, tuple, torch.layout)
 
 
 class RetraceAtDispatch(BaseException):
-    """A tensor was born in the forward, and the function layer did not see how. Look again at every ATen call."""
+    """Raised where a tensor was made in the forward and the function layer did not see how: the model is run once more,
+    and every ATen call is recorded.
+    """
 
 
 class ThreadRead(NamedTuple):
-    """A tensor that another thread read, its value then if that was known, and where; no tensor: anything."""
+    """A tensor that another thread read, its value then if known, and where; no tensor stands for any."""
 
     tensor: torch.Tensor | None
     handle: ValueId | None
@@ -75,15 +77,17 @@ class ThreadRead(NamedTuple):
 
 
 class HandOff(NamedTuple):
-    """What stands for an object that a call handed on: how many aliases lie between, and what that object was."""
+    """Describes an alias that the model got in place of the very object: how many aliases lie between, and what
+    autograd said of the object.
+    """
 
     depth: int
     is_view: bool
     requires_grad: bool
 
     def original(self, tensor: torch.Tensor) -> tuple[Any, int]:
-        """The leaf that it stands for; else the function of autograd that gave the object that it stands for, and the
-        number of that among what the function gave.
+        """The leaf that the alias stands for; otherwise the grad_fn of the object, and its number among that node's
+        outputs.
         """
         node: Any = tensor.grad_fn
         number = 0
@@ -93,7 +97,7 @@ class HandOff(NamedTuple):
 
 
 class Recorder(TorchFunctionMode):
-    """What the parts of a capture share: the recording, the memory, and where the model is."""
+    """The state of a capture and its basic steps: the recording, the alias tracker, and where the model is."""
 
     # Python looks up attributes of an object fast while its dict has at most thirty: these few are not in it.
     __slots__ = (
@@ -150,15 +154,15 @@ class Recorder(TorchFunctionMode):
         self.depth = 0  # of torch's stack of function modes, where this one was entered
 
     def aten(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An ATen call that lies under no recorded call: see Tracer."""
+        """Record an ATen call that lies beneath no recorded call (see Tracer)."""
         raise NotImplementedError
 
     def leave_functorch(self) -> None:
-        """The stretch inside functorch is over: see Tracer."""
+        """End a stretch inside functorch (see Tracer)."""
         raise NotImplementedError
 
     def given(self, tree: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """What the model is called with, when the inputs are known: see live.py for a look that changes it."""
+        """The arguments for the model, once the inputs are known; a patched run changes them."""
         return args, kwargs
 
     def __enter__(self) -> Recorder:
@@ -170,8 +174,8 @@ class Recorder(TorchFunctionMode):
             super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def at_work(self) -> Any:
-        """Within, ATen calls are the tracer's own or lie beneath a call that it records: a dispatch mode looks away."""
+    def beneath_leaf(self) -> Any:
+        """Within, ATen calls are the tracer's own or lie beneath a recorded call: the dispatch mode ignores them."""
         self.in_leaf += 1
         try:
             yield
@@ -179,8 +183,8 @@ class Recorder(TorchFunctionMode):
             self.in_leaf -= 1
 
     @contextmanager
-    def seeing(self) -> Any:
-        """Within, the mode sees calls again although one of its own is being handled."""
+    def reentered(self) -> Any:
+        """Within, the mode sees calls although it is handling one."""
         work, self.in_leaf, depth = self.in_leaf, 0, count_function_modes()
         _push(self)
         try:
@@ -191,7 +195,9 @@ class Recorder(TorchFunctionMode):
             self.in_leaf = work
 
     def leaf(self, rule: Rule, func: Any, args: Any, kwargs: Any, stands_for: Any = None) -> Any:
-        """One operation that does not write: its output may be a view, it may draw, its shape may depend on content."""
+        """Record an operation that does not write. Its output may be a view, it may draw, its shape may depend on
+        content.
+        """
         reads, named = self.read_all(args, kwargs)
         site = self.site()
         draw = self.draws.around(rule.may_draw, func, args, kwargs)
@@ -207,7 +213,7 @@ class Recorder(TorchFunctionMode):
             empty(out)
             reads = [Target.of(func), *reads]
         if isinstance(out, torch.Tensor) and any(out is tensor for tensor in tensors):
-            own = self.own_name(rule, out)
+            own = self.identity_alias(rule, out)
             if own is None:
                 if rule.kind == "contiguous" or "memory_format" in kwargs:
                     self.ask("layout", func, args, kwargs, ITSELF)
@@ -217,7 +223,7 @@ class Recorder(TorchFunctionMode):
         returns = self.results(out, func, args, kwargs, tensors)
         if returns is None:
             if tensors and draw.key is None and not self.functorch:
-                self.told(func, reads, named, out)
+                self.guard_result(func, reads, named, out)
             return out
         func = made if is_undefined else func
         if not tensors and torch.get_default_dtype() != self.recording.default_dtype and isinstance(out, torch.Tensor):
@@ -225,8 +231,8 @@ class Recorder(TorchFunctionMode):
         self.append(func, rule, reads, named, returns, site, draw.key, rule.is_dynamic)
         return out
 
-    def told(self, func: Any, reads: Any, named: Any, out: Any) -> None:
-        """A call that read tensors and gave none: what it said, or that it raised nothing, is all that it is for."""
+    def guard_result(self, func: Any, reads: Any, named: Any, out: Any) -> None:
+        """Guard what a call that read tensors and returned none gave: its numbers, or that it did not raise."""
         if out is None:
             self.guard(func, reads, named, None, True, "exception")
         elif type(out) in _NUMBERS:
@@ -240,7 +246,7 @@ class Recorder(TorchFunctionMode):
         self.recording.guards.append(record)
 
     def ask(self, kind: str, func: Any, args: Any, kwargs: Any, answer: Any) -> None:
-        """Write down a question whose answer no content decides. Nothing is read for it: no node comes of it."""
+        """Record a question whose answer depends on no content, such as a stride. It becomes a guard and no node."""
         tensor = args[0] if args else None
         if not isinstance(tensor, torch.Tensor) or not isinstance(answer, _ANSWERS):
             return
@@ -253,17 +259,18 @@ class Recorder(TorchFunctionMode):
         )
 
     def guard_site(self) -> Site | None:
-        """The user's line that runs."""
+        """The innermost line of the user's that is running."""
         site = self.site()
         scope = self.scope
         while (site is None or is_torch_code(site[0])) and scope >= 0:
             site, scope = self.recording.scopes[scope].site, self.recording.scopes[scope].parent
         return site
 
-    def own_name(self, rule: Rule, out: torch.Tensor) -> torch.Tensor | None:
-        """Dropout in evaluation gives its argument back: an alias of it, so that its value has a name of its own.
+    def identity_alias(self, rule: Rule, out: torch.Tensor) -> torch.Tensor | None:
+        """An alias of the argument that an identity (dropout in evaluation) returned, so that its output is a value of
+        its own.
 
-        None for calls like `contiguous`: they stay the argument, and are no node. A model may ask `x.to(...) is x`.
+        None for calls like `contiguous`: they return the argument, and are no node. A model may test `x.to(...) is x`.
         """
         if not rule.is_identity or type(out) not in PLAIN:
             return None
@@ -277,13 +284,13 @@ class Recorder(TorchFunctionMode):
             return None
 
     def note_alias(self, original: torch.Tensor, made: torch.Tensor) -> None:
-        """The model is given an alias, for what it takes for the very same object."""
+        """The model is given an alias that it takes for the object itself."""
         of = self.aliases.get(id(original)) or HandOff(0, original._is_view(), original.requires_grad)
         self.aliases[id(made)] = of._replace(depth=of.depth + 1)
         self.aliased.update((id(original), id(made)))
 
     def require_single(self, tensor: torch.Tensor, rule: Rule) -> None:
-        """Refuse to reshape an object of which the model holds what it takes for the very same one."""
+        """Refuse to reshape a tensor of which the model holds an alias that it takes for the object itself."""
         if id(tensor) in self.aliased:
             raise CaptureError(
                 f"`{rule.kind}` gives another shape or memory to what dropout or nn.Identity handed on, or to an input "
@@ -326,7 +333,7 @@ class Recorder(TorchFunctionMode):
         self.recording.records.append(record)
 
     def results(self, out: Any, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
-        """Handles for all tensors in an output, as a tree of its shape; None where it has none."""
+        """ValueIds for all tensors in an output, as a tree of its shape; None if it has none."""
         found = False
 
         def leaf(tensor: torch.Tensor, part: tuple[int, ...]) -> ValueId:
@@ -354,7 +361,9 @@ class Recorder(TorchFunctionMode):
         return returns if found else None
 
     def register_again(self, tensor: torch.Tensor) -> ValueId:
-        """A call with several outputs gave an argument back among them: the same object, now that output's value."""
+        """A call returned an argument among several outputs: the same object, which now holds the value of that
+        output.
+        """
         alias = self.memory.alias_of(tensor)
         alias.handle = handle = self.recording.keep(tensor)
         if not alias.steps:
@@ -373,6 +382,7 @@ class Recorder(TorchFunctionMode):
         tensors: list[Any],
         part: Any,
     ) -> None:
+        """The output of a call shares memory with `base`: find the view steps that lead to it."""
         source = next((t for t in tensors if self.base_of(t) is base), None)
         if source is None:  # it shares memory with something that is no argument
             self.memory.register_view(tensor, base, (geometry_step(tensor, base),), handle)
@@ -401,7 +411,7 @@ class Recorder(TorchFunctionMode):
         return known.base if isinstance(known, Alias) else None
 
     def outputs(self, out: Any) -> Any:
-        """Handles for the outputs of a call whose outputs are new memory."""
+        """ValueIds for the outputs of a call that returns new memory."""
 
         def leaf(tensor: torch.Tensor, part: tuple[int, ...]) -> ValueId:
             handle = self.recording.keep(tensor)
@@ -413,14 +423,14 @@ class Recorder(TorchFunctionMode):
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def read(self, tensor: torch.Tensor) -> ValueId:
-        """The Handle of the value that a tensor holds now."""
+        """The value that a tensor holds now. One that was never seen gets its origin."""
         handle = self.memory.read(tensor)
         if handle is not None:
             return handle
         return self.parameter(tensor) if type(tensor) is _Parameter else self._origin(tensor)
 
     def parameter(self, tensor: torch.Tensor) -> ValueId:
-        """A parameter that is read for the first time: most stand at one place."""
+        """The value of a parameter at its first read: a short cut for those that stand at one address."""
         number, memory = id(tensor), self.memory
         where = self.started_at.get(number)
         if where is None or self.scope < 0 or memory.written:
@@ -440,7 +450,7 @@ class Recorder(TorchFunctionMode):
         return reads, {key: freeze(value, read) for key, value in kwargs.items()} if kwargs else {}
 
     def source(self, kind: str, tensor: torch.Tensor, where: Any) -> ValueId:
-        """A tensor that no call made begins here."""
+        """Record a tensor that no call made."""
         if tensor.is_nested:
             raise CaptureError(
                 f"the forward computes with nested tensors, which have no one shape. Capture it on "
@@ -457,7 +467,11 @@ class Recorder(TorchFunctionMode):
         return handle
 
     def _origin(self, tensor: torch.Tensor) -> ValueId:
-        """What a tensor is that no recorded call made; see origins.py."""
+        """The value of a tensor that no recorded call made, by where it comes from (provenance.py).
+
+        The order matters: state of the model, then known memory, then what is older than the capture. What is left was
+        made in the forward unseen, and must not pass for a constant.
+        """
         running = self.recording.scopes[self.scope].module if self.scope >= 0 else None
         state = self.origins.state(tensor, running)
         if state is not None and not self.origins.was_there(tensor):
@@ -490,11 +504,11 @@ class Recorder(TorchFunctionMode):
         raise UnknownOrigin(self._unknown_text(tensor))
 
     def known_storages_of(self, base: Storage) -> set[int | None]:
-        """Where the calls before found what is in this memory."""
+        """The storages in which earlier calls found this memory; a patched run adds those of substitutes."""
         return {storage_of(base.root)}
 
     def substitute_for(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What stands for a tensor of the model's: it does so itself, but in a live run."""
+        """The tensor that stands for one of the model's: itself, except in a patched run."""
         return tensor
 
     def refuse_unseen_write(self, tensor: torch.Tensor) -> None:
@@ -507,13 +521,15 @@ class Recorder(TorchFunctionMode):
         )
 
     def _is_own(self, tensor: torch.Tensor, base: Storage) -> bool:
-        """Was it there before the capture, over the memory of an input that nobody has written yet? What the model
-        has of its own and what it was given are two things.
+        """True if the tensor existed before the capture, over the memory of an input that is not written yet: then it
+        is state of its own, not a view of the input.
         """
         return base.version == 0 and self.memory.is_input(base) and is_older(tensor, self.date)
 
     def from_outside(self, tensor: torch.Tensor) -> bool:
-        """Is it an array of numpy's or its like? What is written to it can be read outside of torch at any time."""
+        """True if the tensor lies over memory that torch did not allocate, as of a numpy array. It is recorded as a
+        constant then, and exposed: it can be written outside torch at any time.
+        """
         if _owns_memory(tensor) or tensor.grad_fn is not None:
             return False
         twin = self.memory.overlapping_storage(tensor)
@@ -530,11 +546,11 @@ class Recorder(TorchFunctionMode):
         return True
 
     def _is_alone(self) -> bool:
-        """Did no other thread begin, and is there no pool whose workers may have worked?"""
+        """True if no other thread began, and no pool's workers can have worked."""
         return thread_marks() == self.threads and self.threads[-1] is None
 
     def alias_without_call(self, tensor: torch.Tensor, base: Storage) -> ValueId:
-        """`nn.Parameter(x)`, `x.as_subclass(...)`: a new object over known memory."""
+        """Register `nn.Parameter(x)`, `x.as_subclass(...)`: a new object over known memory that no call made."""
         root, plain = base.root, (torch.Tensor, nn.Parameter)
         self.recording.aliasing.shares_inputs |= base.version > 0 and self.memory.is_input(base)
         steps: tuple[Any, ...] = ()
@@ -583,14 +599,14 @@ class Recorder(TorchFunctionMode):
         return self.line(user_frame(frame) or frame)
 
     def line(self, frame: Any) -> Site:
-        """The line at a frame; who called it too, where it is not the forward of the module that runs itself."""
+        """The line at a frame, with its callers where it is not the forward of the running module itself."""
         code = frame.f_code
         if code is self.forward or (is_torch_code(code) and self.forward is not None and is_torch_code(self.forward)):
             return code, frame.f_lasti
         return callers(frame) or (code, frame.f_lasti)
 
     def context(self) -> Any:
-        """The modes that a call runs under, one object for equal ones."""
+        """The modes that a call runs under; one object for equal ones."""
         grad = self.grad_mode if self.in_aten and not self.functorch else _grad_enabled()
         key = grad, _inference(), _autocast(), settings(self.recording.default_dtype)
         watch = self.watch
@@ -617,14 +633,14 @@ class Recorder(TorchFunctionMode):
 
 
 def first_user_frame(frame: Any) -> Any:
-    """The first frame from here upwards that is none of ours."""
+    """The first frame from here outwards that is not ours."""
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_HOME):
         frame = frame.f_back
     return frame
 
 
 def number_parts(value: Any, leaf: Callable[[torch.Tensor, tuple[int, ...]], Any], part: tuple[int, ...]) -> Any:
-    """A call's output as a tree: `leaf` of each tensor and the way to it."""
+    """A call's output as a tree: `leaf(tensor, path)` in place of each tensor."""
     if isinstance(value, torch.Tensor):
         return leaf(value, part)
     if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
@@ -651,7 +667,7 @@ def geometry_of(tensor: torch.Tensor) -> Any:
 
 
 def _owns_memory(tensor: torch.Tensor) -> bool:
-    """Did torch allocate this memory? False for arrays of numpy and the like."""
+    """False if torch did not allocate this memory, as for numpy arrays."""
     try:
         return tensor.untyped_storage().resizable()
     except (RuntimeError, NotImplementedError):

@@ -207,7 +207,7 @@ class _Asked:
             return copies[value]
 
         try:
-            with without_function_modes(), self.recorder.at_work(), torch.enable_grad():
+            with without_function_modes(), self.recorder.beneath_leaf(), torch.enable_grad():
                 args = [thaw(value, leaf) for value in record.args]
                 out = record.function(*args, **{key: thaw(value, leaf) for key, value in (record.kwargs or {}).items()})
         except Exception:

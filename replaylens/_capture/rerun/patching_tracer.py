@@ -145,14 +145,14 @@ class LiveTracer(Tracer):
         closed *= rule.special == "turn"
         return self._asked(FinishedCall(out, (args, kwargs), targets, is_hidden=self.in_aten, closed=closed))
 
-    def answer(self, word: str, func: Any, tensor: torch.Tensor) -> Any:
+    def flag_of(self, word: str, func: Any, tensor: torch.Tensor) -> Any:
         """Of the copy of what a patch gave, what autograd knows of that: a hook would hand on the very tensor."""
         given, copy, version = self.copied.get(id(tensor), (None, lambda: None, 0))
         is_own = word in _OF_THE_COPY or ("hooks" in word and func(tensor) is not None)
         if given is not None and not is_own and copy() is tensor and version_of(tensor) == version:
-            return super().answer(word, func, given)
+            return super().flag_of(word, func, given)
         self._require_asked_of_its_own(word, tensor)
-        return super().answer(word, func, tensor)
+        return super().flag_of(word, func, tensor)
 
     def note_alias(self, original: torch.Tensor, made: torch.Tensor) -> None:
         """An alias of a copy stands for what was copied, too."""
@@ -160,9 +160,9 @@ class LiveTracer(Tracer):
         if (known := self.copied.get(id(original))) is not None and known[1]() is original:
             self._note_copy(known[0], made)
 
-    def walk(self, tensor: torch.Tensor) -> None:
+    def ask_history(self, tensor: torch.Tensor) -> None:
         """Patches stand in that history as they do in no model."""
-        super().walk(tensor)
+        super().ask_history(tensor)
         if self.recording.patched:
             self.refused = DivergedReplay(
                 f"the model walks back through the history of its values, which a patch is a part of.{self.where()}"
@@ -225,9 +225,9 @@ class LiveTracer(Tracer):
 
     def is_renamed(self, tensor: torch.Tensor, handle: ValueId, names: Any, beyond: int) -> bool:
         """What a patch is meant for has a name of its own as it leaves the module."""
-        return self.is_meant(handle, names) or super().is_renamed(tensor, handle, names, beyond)
+        return self.is_patched_output(handle, names) or super().is_renamed(tensor, handle, names, beyond)
 
-    def is_meant(self, handle: ValueId, names: Any) -> bool:
+    def is_patched_output(self, handle: ValueId, names: Any) -> bool:
         """Is a patch meant for what the module hands on?"""
         place, number, aims = self.counted.place(self.scope), names.known.index(handle), self.stage.aims
         spot = handoff_site(*place, number)
@@ -260,7 +260,7 @@ class LiveTracer(Tracer):
             return out
         self.hands_on = True
         try:
-            with self.seeing():
+            with self.reentered():
                 return out.clone()  # an alias of it would be no operation there
         finally:
             self.hands_on = False
@@ -329,10 +329,10 @@ class LiveTracer(Tracer):
         read = {h for one in later for h in reads_of(one)} | set(handles_in(tuple(guards)))
         return names.isdisjoint(read)
 
-    def handing(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
+    def output_alias(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
         """What a module hands on, patched where it is."""
         (own,) = self.stand_ins.met((tensor,))
-        made = super().handing(own, number)
+        made = super().output_alias(own, number)
         if made is own:
             return tensor
         with self._unseen():
@@ -673,7 +673,7 @@ class LiveTracer(Tracer):
             try:
                 while (count := count_function_modes()) and function_mode_at(count - 1) is self:
                     _pop()
-                with self.at_work():
+                with self.beneath_leaf():
                     yield
             finally:
                 seen_again()

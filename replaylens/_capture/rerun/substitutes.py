@@ -175,7 +175,7 @@ class Substitutes:
         base = memory.alias_of(target).base
         memory.join_aliases(base)
         self.parted[key] = base, base.root
-        with without_function_modes(), self.recorder.at_work():
+        with without_function_modes(), self.recorder.beneath_leaf():
             with torch.enable_grad():  # the way of gradients to the user's own tensor stays open
                 root = writable_copy(base.root)
             self._move(base, root)
@@ -191,7 +191,7 @@ class Substitutes:
         steps: tuple[Any, ...] = ()
         if geometry_of(tensor) != geometry_of(root):
             steps = (geometry_step(tensor, Storage(root, base.handle, base.first)),)
-        with without_function_modes(), self.recorder.at_work():
+        with without_function_modes(), self.recorder.beneath_leaf():
             made = take_step(base.root, thaw(steps[0], self._value)) if steps else base.root
         if id(made) not in memory.live:
             memory.register_view(made, base, steps, base.handle)
