@@ -1,8 +1,8 @@
-"""Custom autograd functions: each call of one is one node, which keeps its own backward.
+"""Custom autograd functions: each call is one node, which keeps its own backward.
 
-In: a call of `Function.apply`. Out: its record, in the place of all that its body did; a pure call, or `mutate` where
-it gave back an argument that it had marked dirty. Its body runs under the mode, so that what it reads and writes is
-known.
+In: a call of `Function.apply`. Out: one record in place of all that the body did: a pure call, or `mutate` where the
+function returns an argument that it marked dirty. The body runs under the mode first, which shows what it reads and
+writes; its records are then rolled back.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _function_apply = torch.autograd.Function.__dict__["apply"]
 
 
 def by_its_class(function: Any) -> Any:
-    """An `apply` that was taken from its class before, as the class gives it now: calls of that are shown."""
+    """An `apply` that was taken from its class earlier, as the class gives it now: calls of that one are seen."""
     if type(function) is not BuiltinMethodType or not isinstance(owner := function.__self__, type):
         return function
     return owner.apply if issubclass(owner, torch.autograd.Function) and function.__name__ == "apply" else function
 
 
 def apply_call(tracer: Recorder, kind: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """A custom function: one node, if all that it reads are its arguments. Else the records of its body stay, and
+    """Call a custom function, as one node if it reads nothing but its arguments. Otherwise its body's records stay, and
     gradients through them are refused.
     """
     is_whole = issubclass(kind, torch.autograd.Function)  # else: a part of one, which functorch makes
@@ -65,8 +65,8 @@ def apply_call(tracer: Recorder, kind: type, call: Callable[..., Any], args: Any
 
 
 def _checkpointed(tracer: Recorder, body: Callable[..., Any], given: tuple[Any, ...]) -> Any:
-    """The body of a reentrant checkpoint is the model's own, and recorded openly. It has gradients only where one of
-    the tensors that it is given needs them.
+    """The body of a reentrant checkpoint is the model's own code, and recorded openly. It has gradients only if one of
+    the tensors it is given needs them.
     """
     is_needed = any(tensor.requires_grad for tensor in _ask_flags(tracer, given, {}))
     first = len(tracer.recording.records)
@@ -78,7 +78,9 @@ def _checkpointed(tracer: Recorder, body: Callable[..., Any], given: tuple[Any, 
 
 
 def _ask_flags(tracer: Recorder, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """What is given to a function that asks whether gradients are needed: of each tensor that is a fact."""
+    """Record that the `requires_grad` of each argument was read, by a function that asks whether gradients are
+    needed.
+    """
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
     for tensor in tensors:
         asks: Any = torch.Tensor.requires_grad
@@ -88,14 +90,14 @@ def _ask_flags(tracer: Recorder, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 @lru_cache(maxsize=4096)
 def _reads_flags(kind: Any) -> bool:
-    """Does the forward of a custom function read `ctx.needs_input_grad`?"""
+    """True if the forward of a custom function reads `ctx.needs_input_grad`."""
     bodies = [vars(one).get(name) for one in kind.__mro__ for name in ("forward", "setup_context")]
     return any("needs_input_grad" in words(function.__code__) for function in reached(bodies))
 
 
 @define(eq=False)
-class _Stood:
-    """How an argument's memory stood before the body ran."""
+class _MemoryState:
+    """The memory of an argument as it was before the body ran."""
 
     alias: Alias
     handle: ValueId
@@ -107,15 +109,15 @@ class _Stood:
     exposed: torch.Tensor | None
 
     @staticmethod
-    def of(memory: AliasTracker, tensor: torch.Tensor) -> _Stood:
+    def of(memory: AliasTracker, tensor: torch.Tensor) -> _MemoryState:
         alias = memory.alias_of(tensor)
         base = alias.base
-        return _Stood(
+        return _MemoryState(
             alias, alias.handle, alias.version, base, list(base.held), base.handle, base.version, base.exposed
         )
 
     def put_back(self) -> None:
-        """As if the body had not run yet. What numpy wrote is told by what was there when it got hold of it."""
+        """Restore it. A write by numpy is found again later, by the copy taken when the memory was exposed."""
         self.alias.handle, self.alias.version = self.handle, self.version
         self.base.handle, self.base.version = self.base_handle, self.base_version
         self.base.held = list(self.held)
@@ -123,7 +125,7 @@ class _Stood:
 
     @property
     def is_rewritten_unseen(self) -> bool:
-        """Did numpy or its like write it?"""
+        """True if numpy or the like wrote this memory."""
         return self.base.exposed is not None and not same_content(self.base.root, self.base.exposed)
 
 
@@ -135,7 +137,7 @@ class _Body:
         recording, memory = tracer.recording, tracer.memory
         with without_function_modes(), tracer.beneath_leaf():
             self.reads, self.named = tracer.read_all(args, kwargs)
-            self.state = torch.default_generator.get_state()
+            self.rng_state = torch.default_generator.get_state()
             self.tensors = tensors_in(args, kwargs)
             self.is_kept = _marks_dirty(kind)
             self.copied: list[CopiedBeforeWrite] = []
@@ -143,20 +145,20 @@ class _Body:
                 for base in {id(base): base for base in [memory.alias_of(t).base for t in self.tensors]}.values():
                     memory.join_aliases(base)
                     self.copied.append(CopiedBeforeWrite.of(memory, base))
-            self.stood = [_Stood.of(memory, tensor) for tensor in self.tensors]
+            self.states = [_MemoryState.of(memory, tensor) for tensor in self.tensors]
         self.site = tracer.site()
         self.mark = (len(recording.records), len(recording.guards), len(recording.values))
         self.writes = len(memory.written)
 
     def ended(self, out: Any) -> Any:
-        """What the body gave; its records are taken back if one call can stand for them."""
+        """Return the body's output. Its records are rolled back if one call can stand for them."""
         tracer, recording, memory = self.tracer, self.tracer.recording, self.tracer.memory
         own = {int(h) for h in handles_in((*self.reads, *self.named.values()))}
         wrote = [first for first in memory.written[self.writes :] if first < self.mark[2]]
         with without_function_modes(), tracer.beneath_leaf():
-            unseen = [stood for stood in self.stood if stood.is_rewritten_unseen]
+            unseen = [state for state in self.states if state.is_rewritten_unseen]
             for copied in self.copied:
-                if not any(stood.base is copied.base for stood in unseen):
+                if not any(state.base is copied.base for state in unseen):
                     copied.put_back(recording)
             dirty = [t for t in tensors_in((out,), {}) if any(t is given for given in self.tensors)]
         is_closed = _is_closed(recording, self.mark, own) and _is_plain(self.args, self.kwargs)
@@ -166,31 +168,31 @@ class _Body:
             if any(isinstance(t, torch.Tensor) and t.is_floating_point() for t in self.args):
                 recording.autograd.forward_only.append(self.kind.__name__)
             return out
-        self._take_back(dirty, unseen)
+        self._rollback(dirty, unseen)
         with without_function_modes(), tracer.beneath_leaf():
-            self._write_down(out, dirty)
+            self._record(out, dirty)
         return out
 
-    def _require_announced(self, dirty: list[torch.Tensor], unseen: list[_Stood]) -> None:
-        """All that was written is marked dirty, and what it held before is known."""
+    def _require_announced(self, dirty: list[torch.Tensor], unseen: list[_MemoryState]) -> None:
+        """Refuse writes through numpy to arguments that are not marked dirty."""
         marked = [self.tracer.memory.alias_of(tensor).base for tensor in dirty]
-        if all(any(stood.base is base for base in marked) for stood in unseen) or self.tracer.in_aten:
+        if all(any(state.base is base for base in marked) for state in unseen) or self.tracer.in_aten:
             return
         raise UnannouncedWrite(
             f"{self.kind.__name__} wrote one of its arguments through numpy or the like, and does not mark it dirty."
             f"{self.tracer.where()}\nCall ctx.mark_dirty(x) and return x, or let it write a copy."
         )
 
-    def _take_back(self, dirty: list[torch.Tensor], unseen: list[_Stood]) -> None:
-        """Forget what the body did; what it wrote is as it was before."""
+    def _rollback(self, dirty: list[torch.Tensor], unseen: list[_MemoryState]) -> None:
+        """Forget what the body recorded, and restore the memory of what it wrote."""
         recording, memory, (records, guards, values) = self.tracer.recording, self.tracer.memory, self.mark
         if not self.is_kept:
-            for stood in unseen:
-                memory.restore_exposed(stood.base)
+            for state in unseen:
+                memory.restore_exposed(state.base)
         if dirty:
             del memory.written[self.writes :]
-            for stood in self.stood:
-                stood.put_back()
+            for state in self.states:
+                state.put_back()
         memory.rollback(values)
         del recording.records[records:], recording.guards[guards:]
         del recording.values[values:], recording.versions[values:]
@@ -200,20 +202,20 @@ class _Body:
             for handle in [handle for handle in table if handle >= values]:
                 del table[handle]
 
-    def _write_down(self, out: Any, dirty: list[torch.Tensor]) -> None:
-        """The one call that stands for it."""
+    def _record(self, out: Any, dirty: list[torch.Tensor]) -> None:
+        """Record the one call that stands for the body."""
         tracer, whole = self.tracer, _function_apply.__get__(None, self.kind)
-        key = tracer.draws.keep(torch.default_generator, self.state)
+        key = tracer.draws.keep(torch.default_generator, self.rng_state)
         rule = Rule(Handling.LEAF, self.kind.__name__.lower().replace("_", "") or "function", is_dynamic=True)
         if dirty:
-            return self._write_down_write(whole, rule, out, dirty, key)
+            return self._record_write(whole, rule, out, dirty, key)
         returns = tracer.results(out, whole, self.args, self.kwargs, self.tensors)
         if returns is not None:
             tracer.append(whole, rule, self.reads, self.named, returns, self.site, key, True)
         return None
 
-    def _write_down_write(self, whole: Any, rule: Rule, out: Any, dirty: list[torch.Tensor], key: Any) -> None:
-        """A call that wrote what it marked dirty."""
+    def _record_write(self, whole: Any, rule: Rule, out: Any, dirty: list[torch.Tensor], key: Any) -> None:
+        """Record it as a write of the arguments marked dirty."""
         tracer = self.tracer
         writing = Writing.of(tracer, whole, self.args, self.kwargs, dirty)
         exposed = [base for base in writing.bases if base.exposed is not None]
@@ -227,13 +229,13 @@ class _Body:
 
 
 def _marks_dirty(kind: Any) -> bool:
-    """Does a custom function say that it writes its arguments?"""
+    """True if a custom function calls `ctx.mark_dirty`."""
     bodies = [getattr(getattr(kind, name, None), "__code__", None) for name in ("forward", "setup_context")]
     return any("mark_dirty" in code.co_names for code in bodies if code is not None)
 
 
 def _is_closed(recording: Recording, mark: tuple[int, int, int], own: set[int]) -> bool:
-    """Did the body read nothing but its arguments, and what was made of them?"""
+    """True if the body read nothing but its arguments, and what it made of them."""
     for record in recording.records[mark[0] :]:
         if isinstance(record, SourceRecord):
             if record.kind != "constant":
@@ -246,6 +248,6 @@ def _is_closed(recording: Recording, mark: tuple[int, int, int], own: set[int]) 
 
 
 def _is_plain(args: Any, kwargs: Any) -> bool:
-    """Can these arguments be given again? Modules and functions among them may read anything."""
+    """True if these arguments can be passed again: modules and functions among them may read anything."""
     values = (*args, *kwargs.values())
     return not any(isinstance(value, torch.nn.Module) or hasattr(value, "__code__") for value in values)
