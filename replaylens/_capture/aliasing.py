@@ -341,16 +341,9 @@ class AliasTracker:
         returns: Any = handle
         for index in reversed(part):
             returns = (*([None] * index), returns)
-        record = CallRecord(
-            function.function,
-            function.short.replace("_", "").lower(),
-            tuple([remake(arg, fill) for arg in args]),
-            {key: remake(value, fill) for key, value in zip(kwargs.keys, kwargs.items, strict=True)},
-            returns,
-            (grad,),
-            -1,
-            None,
-        )
+        kind, reads = function.short.replace("_", "").lower(), tuple([remake(arg, fill) for arg in args])
+        named = {key: remake(value, fill) for key, value in zip(kwargs.keys, kwargs.items, strict=True)}
+        record = CallRecord(function.function, kind, reads, named, returns, (grad,), -1, None)
         self.recording.records.append(record)
         return handle
 
@@ -391,7 +384,7 @@ class AliasTracker:
             return tensor.detach().clone()
         view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-        view = view.data  # its write counter is that of a new tensor: `set_` is no write of anybody's
+        view = view.data  # with the write counter of a new tensor: `set_` counted one
         flag = tensor.requires_grad and view.is_floating_point()
         return view.requires_grad_() if flag else view  # the flag chooses kernels in a replay
 
@@ -408,10 +401,9 @@ class AliasTracker:
         if base.exposed is not None:
             if base.twin is not None or base.is_kept:
                 raise CaptureError(
-                    "memory that two tensors, or a tensor and an array that the model keeps, look at through numpy, "
-                    "dlpack or the like is written. "
-                    "Which of them has which "
-                    "value cannot be known. Use torch's own views, or copy."
+                    "memory that two tensors, or a tensor and an array that the model holds, share through "
+                    "numpy, dlpack or the like is written. Which of them holds which value cannot be known. "
+                    "Use views made by torch, or copy."
                 )
             base.exposed = base.root.detach().clone()
             position = len(self.recording.records) + 1  # when the call that wrote it is recorded
@@ -475,14 +467,15 @@ class AliasTracker:
         """
         if base.is_kept:
             raise UnannouncedWrite(
-                f"a tensor {tuple(base.root.shape)} was written by numpy, through an array over its memory that the "
-                "model keeps or was given.\nLet the forward ask the tensor for its array (`tensor.numpy()`), or "
-                "write by torch."
+                f"a tensor {tuple(base.root.shape)} was written by numpy, through an array over its "
+                "memory that the model holds or was given.\n"
+                "Call `tensor.numpy()` inside the forward, or write through torch."
             )
         if not base.is_content_read:
             raise UnannouncedWrite(
-                f"a tensor {tuple(base.root.shape)} was written through its address (`data_ptr()`), by something that "
-                "was not seen.\nDeclare a custom operator that says what it writes (torch.library: mutates_args)."
+                f"a tensor {tuple(base.root.shape)} was written through its address (`data_ptr()`), by "
+                "code that the capture did not see.\n"
+                "Declare a custom operator that says what it writes (torch.library: mutates_args)."
             )
 
     def _check_exposed(self, base: Storage) -> None:
@@ -568,19 +561,19 @@ def geometry_step(tensor: torch.Tensor, base: Storage) -> Any:
     root = base.root
     if tensor.dtype != root.dtype:
         raise CaptureError(
-            f"a tensor of {tensor.dtype} shares memory with one of {root.dtype} in a way that was not seen."
+            f"a tensor of {tensor.dtype} shares memory with one of {root.dtype} by a call that the capture did not see."
         )
     shift = tensor.storage_offset() - root.storage_offset()
     if shift < 0 or shift + _span(tensor) > _span(root):
         shapes = f"tensors of shapes {tuple(tensor.shape)} and {tuple(root.shape)}"
         if shift >= _span(root) or shift + _span(tensor) <= 0:
             raise CaptureError(
-                f"{shapes} lie side by side in one storage, as parts of a larger tensor, and one of them was written. "
-                "Give the model copies of them (`.clone()`), or the larger tensor."
+                f"{shapes} are neighbouring parts of one storage, and one of them was written. Give the "
+                "model copies of them (`.clone()`), or the larger tensor."
             )
         raise CaptureError(
-            f"{shapes} share a part of their memory, and one of them was written. Give the model inputs and buffers "
-            "that do not overlap, or overlap wholly."
+            f"{shapes} partly overlap in memory, and one of them was written. Give the model inputs "
+            "and buffers that do not overlap, or overlap entirely."
         )
     args = (Hole.HERE, tuple(tensor.shape), tensor.stride(), shift)
     return step_tree(as_strided_from, args, None, (), torch.is_grad_enabled())

@@ -179,8 +179,9 @@ class _Body:
         if all(any(state.base is base for base in marked) for state in unseen) or self.tracer.in_aten:
             return
         raise UnannouncedWrite(
-            f"{self.kind.__name__} wrote one of its arguments through numpy or the like, and does not mark it dirty."
-            f"{self.tracer.where()}\nCall ctx.mark_dirty(x) and return x, or let it write a copy."
+            f"{self.kind.__name__} wrote one of its arguments through numpy or the like without "
+            f"marking it dirty.{self.tracer.where()}\n"
+            "Call ctx.mark_dirty(x) and return x, or write a copy."
         )
 
     def _rollback(self, dirty: list[torch.Tensor], unseen: list[_MemoryState]) -> None:

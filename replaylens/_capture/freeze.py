@@ -72,7 +72,7 @@ class Frozen:
 
 
 def freeze(recording: Recording) -> Frozen:
-    """The Graph that a recording stands for."""
+    """The Graph of a recording: nodes named, ValueIds turned into Refs, scopes and lines resolved."""
     return _Freezer(recording).frozen()
 
 
@@ -483,7 +483,7 @@ def _branch_taken(guard: GuardRecord) -> Source | None:
 
 
 def account_of(recording: Recording, made: Frozen) -> CaptureMetadata:
-    """What a recording says of its forward, by the names of the nodes that it became."""
+    """What a recording says of its run, by the names of its nodes."""
     modules = _modules(made.addresses)
     pairs = list(zip(made.graph.nodes, recording.records, strict=True))
     calls = [(node.name, record) for node, record in pairs if isinstance(record, CallRecord)]
@@ -506,7 +506,7 @@ def account_of(recording: Recording, made: Frozen) -> CaptureMetadata:
 
 
 def _modules(addresses: Addresses) -> dict[str, str]:
-    """The class of each, by its address; the model itself is not among them."""
+    """The class of each module by its address, except the model's own."""
     found = {addresses.modules[id(module)]: type(module).__name__ for module in reversed(addresses.listed)}
     return {address: kind for address, kind in reversed(found.items()) if address}
 

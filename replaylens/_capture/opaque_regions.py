@@ -104,7 +104,7 @@ _GRAD_ARGUMENTS = tuple(inspect.signature(torch.autograd.grad).parameters)
 _BACKWARD_ARGUMENTS = ("tensors", "gradient", "retain_graph", "create_graph", "inputs")
 
 
-def differentiate_call(tracer: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
+def differentiate_call(tracer: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
     """`torch.autograd.grad` in the forward: one node that differentiates a stretch of the program."""
     given = dict(zip(_GRAD_ARGUMENTS, args, strict=False)) | kwargs
     outputs, inputs = _as_tuple(given["outputs"]), _as_tuple(given["inputs"])
@@ -123,7 +123,7 @@ def differentiate_call(tracer: Recorder, func: Any, args: Any, kwargs: Any) -> A
     return results
 
 
-def backward_call(tracer: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
+def backward_call(tracer: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
     """`.backward()` in the forward: the gradients of the leaves, and their addition to `.grad`."""
     given = dict(zip(_BACKWARD_ARGUMENTS, args, strict=False)) | kwargs
     outputs = _as_tuple(given.get("tensors", given.get("self")))
@@ -316,8 +316,10 @@ def _require_equal(tracer: Recorder, results: Any, expected: Any) -> None:
     for one, other in zip(results, expected, strict=True):
         if (one is None) != (other is None) or (one is not None and not REPEATED.holds(one, other)):
             raise CaptureError(
-                f"a gradient taken inside the forward came out differently when it was taken again.{tracer.where()}\n"
-                "A hook, or state that the program does not see, takes part in it; so it cannot be replayed."
+                "a gradient taken inside the forward came out differently when it was computed again."
+                f"{tracer.where()}\n"
+                "A hook, or state that the program does not see, takes part in it, so it cannot be "
+                "replayed."
             )
 
 

@@ -139,10 +139,10 @@ class Recorder(TorchFunctionMode):
         self.failed_scope = -1  # the innermost module call that the last exception left
         self.is_special = deep  # a region is open, or a dispatch mode is on
         self.functorch = False
-        self.differentiating = False  # inside torch.func.grad and its kin
+        self.differentiating = False  # inside torch.func.grad or the like
         self.exposed = False
         self.threads = thread_marks()
-        self.aliased: set[int] = set()  # objects that a call handed on, and the aliases that were given for them
+        self.aliased: set[int] = set()  # objects that a call returned as they were, and the aliases given for them
         self.aliases: dict[int, HandOff] = {}  # of those, the aliases
         self.outer_modes = _dispatch_modes()
         self.plain_contexts = (False, False, (), ()), (True, False, (), ())  # without gradients and with them
@@ -293,9 +293,10 @@ class Recorder(TorchFunctionMode):
         """Refuse to reshape a tensor of which the model holds an alias that it takes for the object itself."""
         if id(tensor) in self.aliased:
             raise CaptureError(
-                f"`{rule.kind}` gives another shape or memory to what dropout or nn.Identity handed on, or to an input "
-                f"that is the model's own tensor.{self.where()}\n"
-                "A capture gives such values a name of their own, so that the object is not the same. Reshape a copy."
+                f"`{rule.kind}` gives another shape or memory to a tensor that dropout or nn.Identity "
+                f"returned, or to an input that is the model's own tensor.{self.where()}\n"
+                "The capture puts an alias in the place of such a tensor, so it is not the same object. "
+                "Reshape a copy."
             )
 
     def append(
@@ -312,22 +313,9 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         if draws is not None and "generator" in kwargs:
             kwargs = {**kwargs, "generator": as_drawn(kwargs["generator"], draws)}
+        kind, context, scope, inside, took = rule.kind, self.context(), self.scope, self.differentiating, self.took
         record = CallRecord(
-            func,
-            rule.kind,
-            args,
-            kwargs,
-            returns,
-            self.context(),
-            self.scope,
-            site,
-            draws,
-            dynamic,
-            None,
-            (),
-            self.differentiating,
-            self.took,
-            original,
+            func, kind, args, kwargs, returns, context, scope, site, draws, dynamic, None, (), inside, took, original
         )
         self.took = 0
         self.recording.records.append(record)
@@ -341,8 +329,8 @@ class Recorder(TorchFunctionMode):
             found = True
             if tensor.is_nested:
                 raise CaptureError(
-                    f"the forward makes nested tensors, which have no one shape. Capture it on padded "
-                    f"ones.{self.where()}"
+                    "the forward makes nested tensors, which have no single shape. Capture it on padded ones."
+                    f"{self.where()}"
                 )
             known = self.memory.live.get(id(tensor))
             if known is not None and any(tensor is other for other in tensors):
@@ -453,7 +441,7 @@ class Recorder(TorchFunctionMode):
         """Record a tensor that no call made."""
         if tensor.is_nested:
             raise CaptureError(
-                f"the forward computes with nested tensors, which have no one shape. Capture it on "
+                "the forward computes with nested tensors, which have no single shape. Capture it on "
                 f"padded ones.{self.where()}"
             )
         handle = self.recording.keep(tensor)
@@ -516,8 +504,8 @@ class Recorder(TorchFunctionMode):
         if not self.deep:
             raise RetraceAtDispatch
         raise UnannouncedWrite(
-            f"a tensor {tuple(tensor.shape)} was written by something that was not seen: another thread, an "
-            f"extension, or a call that hides what it writes.{self.where()}"
+            f"a tensor {tuple(tensor.shape)} was written by code that the capture did not see: "
+            f"another thread, an extension, or a call that hides what it writes.{self.where()}"
         )
 
     def _is_own(self, tensor: torch.Tensor, base: Storage) -> bool:
@@ -535,8 +523,9 @@ class Recorder(TorchFunctionMode):
         twin = self.memory.overlapping_storage(tensor)
         if twin is not None and (twin.exposed is None or twin.version):
             raise CaptureError(
-                f"a tensor shares its memory with another one through numpy, dlpack or the like.{self.where()}\n"
-                "Which value is in it when cannot be known. Use torch's own views, or copy."
+                "a tensor shares its memory with another one through numpy, dlpack or the like."
+                f"{self.where()}\n"
+                "Which value it holds when cannot be known. Use views made by torch, or copy."
             )
         self.source("constant", tensor, OUTSIDE)
         self.memory.expose(tensor)
@@ -578,11 +567,11 @@ class Recorder(TorchFunctionMode):
     def _unknown_text(self, tensor: torch.Tensor) -> str:
         what = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
         return (
-            f"a tensor {what} reached an operation, and nothing in this thread was seen to make it."
-            f"{self.where()}\nIt may be the result of another thread, or of code that hides its calls "
-            "from torch. Compute it in "
-            "the forward's own thread, or pass it in as an input; capture(..., unknown='constant') "
-            "keeps such tensors as constants."
+            f"a tensor {what} reached an operation, and no recorded call in this thread made it."
+            f"{self.where()}\n"
+            "It may be the result of another thread, or of code that hides its calls from torch. "
+            "Compute it in the forward's own thread, or pass it in as an input; capture(..., "
+            "unknown='constant') keeps such tensors as constants."
         )
 
     def where(self) -> str:
@@ -611,7 +600,9 @@ class Recorder(TorchFunctionMode):
         key = grad, _inference(), _autocast(), settings(self.recording.default_dtype)
         watch = self.watch
         if _dispatch_modes() != self.outer_modes + (watch is not None and watch.entered and not watch.handling):
-            raise CaptureError(f"a dispatch mode of the model's own is on; what it does cannot be seen.{self.where()}")
+            raise CaptureError(
+                f"the model turned on a dispatch mode of its own, whose effect cannot be seen.{self.where()}"
+            )
         hooks: Any = _saved_hooks(False)
         if hooks is not None and not hooks[0].__module__.startswith("torch."):
             self.recording.autograd.forward_only.append("saved_tensors_hooks")

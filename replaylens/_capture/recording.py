@@ -32,29 +32,29 @@ from .rng import UnknownState
 
 
 class ValueId(int):
-    """The number of a recorded value."""
+    """The number of a recorded value (a variable that holds one is named `handle`)."""
 
     __slots__ = ()
 
 
 def handles_in(tree: Any) -> list[ValueId]:
-    """The Handles among the leaves of a tree, from left to right."""
+    """The ValueIds among the leaves of a tree, from left to right."""
     return leaves_of(ValueId, tree)
 
 
 @frozen
 class Freed:
-    """Stands for a value that was let go of."""
+    """Stands in `Recording.values` for a value that was freed."""
 
     _version: int  # of its tensor: torch's write counter, as long as it was known
 
 
-PLAIN = frozenset((torch.Tensor, FakeTensor))  # a fake tensor is dealt with as the one that it stands for
+PLAIN = frozenset((torch.Tensor, FakeTensor))  # a fake tensor is treated as the plain tensor it imitates
 Site = tuple[Any, ...]  # a line of Python: code object and instruction; and, where it is not plain, who called it
 
 
 class CallRecord(NamedTuple):
-    """A call as it happened. Trees hold Handles where the program will have Refs."""
+    """A call as it happened. Its trees hold ValueIds where the program will have Refs."""
 
     function: Any  # a callable, or a Target
     kind: str
@@ -84,7 +84,7 @@ class SourceRecord(NamedTuple):
 
 
 class GuardRecord(NamedTuple):
-    """A fact that the model read: content that left torch, an exception that it caught."""
+    """A fact that the model read: content that left torch, or an exception that it caught."""
 
     function: Callable[..., Any]
     args: Any
@@ -98,7 +98,7 @@ class GuardRecord(NamedTuple):
 
 
 # What a module call gave: its number, values, how many records there were then; and which of the values lie in
-# containers that somebody else holds as well.
+# containers that others hold as well.
 Handed = tuple[int, Any, int, tuple[ValueId, ...]]
 
 
@@ -132,11 +132,11 @@ class StateChanges:
     """What the forward leaves changed in the model."""
 
     changes: list[tuple[StateKey, ValueId]] = field(factory=list)  # where the state has a new value, and which
-    replaced: list[StateKey] = field(factory=list)  # of changes, those where another tensor object stands
+    replaced: list[StateKey] = field(factory=list)  # of changes, those where the tensor object is another one
     unlike: list[StateKey] = field(factory=list)  # of replaced, those that differ in what no record shows
-    removed: list[StateKey] = field(factory=list)  # where nothing stands any more
-    born: list[StateKey] = field(factory=list)  # where something stands and nothing stood
-    altered: list[StateKey] = field(factory=list)  # where another Python object stands
+    removed: list[StateKey] = field(factory=list)  # where the forward removed what there was
+    born: list[StateKey] = field(factory=list)  # where there was nothing before
+    altered: list[StateKey] = field(factory=list)  # where a Python object is another one
     computed_again: list[StateKey] = field(factory=list)  # of changes, what a checkpoint's backward writes once more
     rearranged: list[torch.nn.Module] = field(factory=list)  # modules whose submodules or their names are others
     moved: dict[str, torch.Tensor] = field(factory=dict)  # the state below these modules, by its new address
@@ -202,7 +202,7 @@ class InputFacts:
     types: dict[ValueId, type] = field(factory=dict)  # the classes of the tensors, as they were given
     literals: tuple[tuple[tuple[Any, ...], str], ...] = ()  # the plain objects among the inputs, by path
     takes_any_keyword: bool = False  # the forward has `**kwargs`
-    copies: dict[ValueId, torch.Tensor] = field(factory=dict)  # tensors of ours in the place of the user's
+    copies: dict[ValueId, torch.Tensor] = field(factory=dict)  # our tensors for inputs that the forward wrote
 
 
 @define(eq=False)
@@ -240,7 +240,7 @@ class Recording:
     ambient: tuple[Any, ...] = ()  # the context in which the forward began
     default_dtype: torch.dtype = torch.float32
     default_device: str = "cpu"
-    is_deep: bool = False  # every ATen call was looked at
+    is_deep: bool = False  # every ATen call was recorded
     took_branch: bool = False  # of a `torch.cond`
     addresses: Callable[[], Addresses] | None = None
     strides: dict[int, tuple[int, ...]] = field(factory=dict)  # of sources, by id, where layouts are asked for
@@ -304,7 +304,7 @@ def address_of(addresses: Addresses, where: tuple[Any, str]) -> str:
 
 
 def parts_of(returns: Any) -> Iterable[tuple[tuple[int, ...], ValueId]]:
-    """Every Handle in what a call gave, with the way to it."""
+    """Every ValueId in what a call returned, with its path."""
     if type(returns) is ValueId:
         return (((), returns),)
     return [(path, leaf) for path, leaf in walk(returns) if type(leaf) is ValueId]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from threading import get_ident
 from types import CodeType, FrameType
@@ -43,7 +43,7 @@ from .._ir.torch_private import (
     swap_of_tensors,
 )
 from .._ir.turns import Turn, calls, come, turns, with_turn
-from .._ir.world import alone, freed, in_children
+from .._ir.world import alone, during, freed, in_children
 from . import threads
 from .bytecode import is_torch_code, torch_code
 from .recording import Recording, Site
@@ -167,18 +167,10 @@ def alone_with(modules: Callable[[], Iterable[nn.Module]], work: Callable[[Turn]
     return with_turn(modules, work, partial(alone, _lock, _put_in), partial(alone, _lock, _take_out_if_idle))
 
 
-@contextmanager
-def listening(listener: Listener) -> Iterator[None]:
+def listening(listener: Listener) -> AbstractContextManager[None]:
     """Within, module calls and custom functions of this thread reach the listener."""
     here = get_ident()
-    try:
-        try:
-            alone(_lock, partial(_enter, here, listener))
-            yield
-        finally:
-            alone(_lock, partial(_leave, here, listener))
-    finally:  # again: an interrupt may have come before, or in it
-        alone(_lock, partial(_leave, here, listener))
+    return during(_lock, partial(_enter, here, listener), partial(_leave, here, listener))
 
 
 def _enter(here: int, listener: Listener) -> None:

@@ -257,28 +257,8 @@ class Tracer(Recorder):
             live[id(out)] = handle
         else:
             handle = self.outputs(out)
-        recording.records.append(
-            _tuple(
-                CallRecord,
-                (
-                    func,
-                    rule.kind,
-                    refs,
-                    None,
-                    handle,
-                    context,
-                    self.scope,
-                    site,
-                    None,
-                    False,
-                    None,
-                    (),
-                    False,
-                    took,
-                    None,
-                ),
-            )
-        )
+        row = (func, rule.kind, refs, None, handle, context, self.scope, site, None, False, None, (), False, took, None)
+        recording.records.append(_tuple(CallRecord, row))
         return out
 
     # -- Python-written torch functions --------------------------------------------------------------------------------
@@ -376,7 +356,10 @@ class Tracer(Recorder):
             if tensor.layout is torch.strided:
                 self.ask("layout", torch.Tensor.stride, (tensor,), {}, tensor.stride())
 
-    # -- calls with a way of their own ---------------------------------------------------------------------------------
+    # -- special calls: `_special_*` by the word of their rule ---------------------------------------------------------
+
+    _special_assign, _special_resize, _special_expose = assign, resize, _expose
+    _special_differentiate, _special_backward = differentiate_call, backward_call
 
     def _opaque(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         """A call of which nothing is known: what it wrote and drew is found by comparison."""
@@ -388,17 +371,11 @@ class Tracer(Recorder):
             out = self.leaf(rule, func, args, kwargs)
         if [version_of(tensor) for tensor in tensors] != before:
             raise UnannouncedWrite(
-                f"`{getattr(func, '__name__', func)}` wrote one of its arguments, and nothing "
-                f"announces that it does.{self.where()}\n"
-                "Declare what it mutates (torch.library: mutates_args), or let it return a new tensor."
+                f"`{getattr(func, '__name__', func)}` wrote one of its arguments without announcing it."
+                f"{self.where()}\n"
+                "Declare what it mutates (torch.library: mutates_args), or return a new tensor."
             )
         return out
-
-    def _special_assign(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        return assign(self, rule, func, args, kwargs)
-
-    def _special_resize(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        return resize(self, rule, func, args, kwargs)
 
     def _special_deepcopy(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         source = self.read(args[0])
@@ -472,9 +449,6 @@ class Tracer(Recorder):
             self.source("constant", result, "made from Python numbers")
         return result
 
-    def _special_expose(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        return self._expose(rule, func, args, kwargs)
-
     def _special_higher_order(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         """`torch.cond`: the branch taken runs under the mode. Other higher-order calls are one operation."""
         if rule.kind == "cond" and len(args) >= 3:
@@ -495,12 +469,6 @@ class Tracer(Recorder):
 
     def _special_turn(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         return turn(self, func, args, kwargs)
-
-    def _special_differentiate(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        return differentiate_call(self, func, args, kwargs)
-
-    def _special_backward(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        return backward_call(self, func, args, kwargs)
 
     # -- regions: functorch, scripts, everything -----------------------------------------------------------------------
 
@@ -621,7 +589,7 @@ class Tracer(Recorder):
         held = objects_held(tree)
         self.in_trees.update(held)
         beyond += held[id(out)]
-        with without_function_modes():  # what is looked at here, the model did not ask
+        with without_function_modes():  # the model did not ask this
             is_whole = self.recording.scopes[self.scope].module is self.origins.root
             if not is_whole and len(set(names.known)) < len(names.known):
                 renewed(out, beyond, _Looking(names), self.in_trees)
@@ -676,7 +644,7 @@ class Tracer(Recorder):
         handle = self.memory.read(tensor)
         if handle is not None:
             return handle
-        with without_function_modes(), self.beneath_leaf():  # what is looked at here, the model did not ask
+        with without_function_modes(), self.beneath_leaf():  # the model did not ask this
             return self.read(tensor) if self.origins.own_among(tensor) or is_older(tensor, self.date) else None
 
     def _read_wrapped(self, tensor: torch.Tensor) -> ValueId | None:
@@ -750,7 +718,8 @@ class Tracer(Recorder):
     def swapped(self) -> None:
         """Two tensors exchanged what they are, and recorded values with them."""
         refusal = CaptureError(
-            f"`torch.utils.swap_tensors` exchanged two tensors, which a program cannot say.{self.where()}\n"
+            "`torch.utils.swap_tensors` exchanged two tensors, which a program cannot express."
+            f"{self.where()}\n"
             "Exchange the names (`a, b = b, a`), or copy the numbers by `copy_`."
         )
         self.refused = self.refused or refusal  # the model may swallow it

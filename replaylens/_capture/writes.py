@@ -184,7 +184,8 @@ def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, tar
     if any(recorder.memory.is_in_sparse(base.root) for base in bases):
         raise CaptureError(
             f"`{rule.kind}` writes memory that a sparse tensor was made of.{recorder.where()}\n"
-            "A program cannot say that both change. Make the sparse tensor of a copy (`values.clone()`)."
+            "A program cannot express that both change. Make the sparse tensor from a copy "
+            "(`values.clone()`)."
         )
     for base in {id(alias.base): alias.base for alias in aliases if _is_data_alias(alias)}.values():
         note_late_write(recorder, base)
@@ -202,7 +203,7 @@ def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, tar
             counter == -1 or version_of(base.root) != counter for base, counter in zip(bases, counters, strict=True)
         ):
             raise CaptureError(
-                f"`{rule.kind}` wrote a part and then raised {error!r}; what it left cannot be known."
+                f"`{rule.kind}` wrote a part of its target and then raised {error!r}; what it left there is unknown."
             ) from error
         for one in copied:
             one.put_back(recorder.recording)
@@ -415,11 +416,12 @@ def _reallocated(recorder: Recorder, rule: Rule, writing: Writing, out: Any, sit
     given = writing.kwargs.get("out")
     outs = list(given) if isinstance(given, (tuple, list)) else [given]
     if given is None or any(len(_aliases_on(recorder, recorder.memory.alias_of(t).base)) > 1 for t in writing.targets):
-        raise CaptureError(f"`{rule.kind}` changed the size of memory that other tensors look at.{recorder.where()}")
+        raise CaptureError(f"`{rule.kind}` changed the size of memory that other tensors share.{recorder.where()}")
     if rule.is_undefined:
         raise CaptureError(
-            f"`{rule.kind}(out=...)` gives its target new memory, whose content is undefined.{recorder.where()}\n"
-            f"Leave `out=` away: what `{rule.kind}` gives alone is the same in every replay."
+            f"`{rule.kind}(out=...)` gives its target new memory, whose content is undefined."
+            f"{recorder.where()}\n"
+            f"Omit `out=`: the result of `{rule.kind}` alone is the same in every replay."
         )
     named = {key: value for key, value in writing.kwargs.items() if key != "out"}
     reads, read_named = recorder.read_all(writing.args, named)
@@ -482,7 +484,7 @@ def _keep_history(recorder: Recorder) -> None:
 
 
 def assign(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-    """`t.data = u`, `t.set_(u)`: from now on the tensor object looks at other memory."""
+    """`t.data = u`, `t.set_(u)`: from now on the tensor object has other memory."""
     tensor, value = args[0], args[1] if len(args) > 1 else kwargs.get("source")
     recorder.require_single(tensor, rule)
     old = recorder.read(tensor)
@@ -524,9 +526,7 @@ def assign(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) ->
 
 
 def _is_from_outside(recorder: Recorder, base: Storage) -> bool:
-    """True for memory that code outside torch filled and no other tensor of the forward looks at, as in
-    `torch.load`.
-    """
+    """True for memory that code outside torch filled and no tensor of the forward shares, as in `torch.load`."""
     if base.version or base.root.numel():
         return False
     sources = [r for r in recorder.recording.records if isinstance(r, SourceRecord) and r.returns == base.first]
@@ -534,7 +534,7 @@ def _is_from_outside(recorder: Recorder, base: Storage) -> bool:
 
 
 def _raw_memory(recorder: Recorder, rule: Rule) -> CaptureError:
-    return CaptureError(f"`{rule.kind}` gives a tensor raw memory, which a program cannot say.{recorder.where()}")
+    return CaptureError(f"`{rule.kind}` gives a tensor raw memory, which a program cannot express.{recorder.where()}")
 
 
 def resize(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
@@ -550,20 +550,22 @@ def resize(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) ->
     if geometry_of(tensor) == before:
         return result
     if len(_aliases_on(recorder, recorder.memory.alias_of(tensor).base)) > 1:
-        raise CaptureError(f"`{rule.kind}` changed the size of memory that other tensors look at.{recorder.where()}")
+        raise CaptureError(f"`{rule.kind}` changed the size of memory that other tensors share.{recorder.where()}")
     source = recorder.memory.alias_of(tensor).handle
     _forget(recorder, tensor)
     is_filled = fills_memory()
     if tensor.numel() > recorder.recording.values[source].numel() and tensor.untyped_storage().nbytes() == room:
         raise CaptureError(
-            f"`{rule.kind}` makes a tensor look again at memory that it had let go.{recorder.where()}\n"
-            "Which numbers are there cannot be said. Keep the larger tensor, and look at a part of it."
+            f"`{rule.kind}` makes a tensor cover memory again that it had given up."
+            f"{recorder.where()}\n"
+            "Its content is unknown. Keep the larger tensor, and use a slice of it."
         )
     was = recorder.recording.values[source]
     if not fills_its_memory(was) and tensor.numel():
         raise CaptureError(
-            f"`{rule.kind}` makes a tensor look at memory between its own numbers.{recorder.where()}\n"
-            "Which numbers are there cannot be said. Resize a contiguous copy."
+            f"`{rule.kind}` makes a tensor cover memory between its own elements."
+            f"{recorder.where()}\n"
+            "Its content is unknown. Resize a contiguous copy."
         )
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     (fill if is_filled else clear)(flat[was.numel() :])
