@@ -477,7 +477,7 @@ def _torch_writes_and_numpy_reads(m, x):
 KEPT_ARRAYS = {
     "written between": (_numpy_writes_between, "written by numpy, through an array"),
     "written unread": (_numpy_writes_unread, "written by numpy, through an array"),
-    "read by numpy": (_torch_writes_and_numpy_reads, "an array that the model keeps"),
+    "read by numpy": (_torch_writes_and_numpy_reads, "an array that the model holds"),
 }
 
 

@@ -401,9 +401,9 @@ class AliasTracker:
         if base.exposed is not None:
             if base.twin is not None or base.is_kept:
                 raise CaptureError(
-                    "memory that two tensors, or a tensor and an array that the model holds, share through "
-                    "numpy, dlpack or the like is written. Which of them holds which value cannot be known. "
-                    "Use views made by torch, or copy."
+                    "memory that two tensors, or a tensor and an array that the model holds, share through numpy, "
+                    "dlpack or the like is written. Which of them holds which value cannot be known. Use views made by "
+                    "torch, or copy."
                 )
             base.exposed = base.root.detach().clone()
             position = len(self.recording.records) + 1  # when the call that wrote it is recorded
@@ -467,14 +467,14 @@ class AliasTracker:
         """
         if base.is_kept:
             raise UnannouncedWrite(
-                f"a tensor {tuple(base.root.shape)} was written by numpy, through an array over its "
-                "memory that the model holds or was given.\n"
+                f"a tensor {tuple(base.root.shape)} was written by numpy, through an array over its memory that the "
+                "model holds or was given.\n"
                 "Call `tensor.numpy()` inside the forward, or write through torch."
             )
         if not base.is_content_read:
             raise UnannouncedWrite(
-                f"a tensor {tuple(base.root.shape)} was written through its address (`data_ptr()`), by "
-                "code that the capture did not see.\n"
+                f"a tensor {tuple(base.root.shape)} was written through its address (`data_ptr()`), by code that the "
+                "capture did not see.\n"
                 "Declare a custom operator that says what it writes (torch.library: mutates_args)."
             )
 
@@ -568,12 +568,12 @@ def geometry_step(tensor: torch.Tensor, base: Storage) -> Any:
         shapes = f"tensors of shapes {tuple(tensor.shape)} and {tuple(root.shape)}"
         if shift >= _span(root) or shift + _span(tensor) <= 0:
             raise CaptureError(
-                f"{shapes} are neighbouring parts of one storage, and one of them was written. Give the "
-                "model copies of them (`.clone()`), or the larger tensor."
+                f"{shapes} are neighbouring parts of one storage, and one of them was written. Give the model copies "
+                "of them (`.clone()`), or the larger tensor."
             )
         raise CaptureError(
-            f"{shapes} partly overlap in memory, and one of them was written. Give the model inputs "
-            "and buffers that do not overlap, or overlap entirely."
+            f"{shapes} partly overlap in memory, and one of them was written. Give the model inputs and buffers "
+            "that do not overlap, or overlap entirely."
         )
     args = (Hole.HERE, tuple(tensor.shape), tensor.stride(), shift)
     return step_tree(as_strided_from, args, None, (), torch.is_grad_enabled())

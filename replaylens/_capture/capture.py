@@ -87,7 +87,7 @@ class Forward:
     kwargs: dict[str, Any]
     beginning: ForwardState
     tracer: Callable[[Recording, Provenance, Moment, bool, str], Tracer] = Tracer
-    second: Callable[[Recording, Provenance, Moment, bool, str], Tracer] | None = None  # of the second run, if another
+    second: Callable[[Recording, Provenance, Moment, bool, str], Tracer] | None = None  # for the second run, if another
     failed: Callable[[Recording, ForwardState], None] | None = None  # called if the forward raises
     begun: Callable[[tuple[Recording, ForwardState]], None] | None = None  # called when a run begins
 
@@ -155,7 +155,7 @@ def _trace_twice(
         raise
     except Exception:
         if compiler_at_start or not compiler_if_loaded():
-            raise  # else: the compiler was loaded in the middle, and did not know of the capture
+            raise  # else the compiler was loaded during the forward, and did not know of the capture
         deep = False
     require_no_iterators(forward.args, forward.kwargs)
     with drawing_alone():
@@ -203,7 +203,7 @@ def _trace_once(forward: Forward, recording: Recording, origins: Provenance, dee
     for tree in (recording.inputs, recording.output, *[handed[1] for handed in recording.scope_outputs]):
         if type(tree) is not ValueId:
             require_room(tree)
-    tracer.watch = None  # they hold each other, and with them every value
+    tracer.watch = None  # a reference cycle, which would keep every value alive
     recording.addresses = origins.addresses
     origins.forget()
     return Captured(recording, output, forward.beginning)
@@ -255,8 +255,7 @@ def _require_open(tracer: Tracer, tree: Any) -> None:
                 continue
             what = "a tensor as a key" if leaf is tensor else f"a {type(leaf).__name__} that holds a tensor"
             raise CaptureError(
-                f"the model returned {what} that the forward computed or received: a replay could not "
-                "replace it.\n"
+                f"the model returned {what} that the forward computed or received: a replay could not replace it.\n"
                 "Return such tensors by themselves, in lists, tuples, dicts or attributes of objects."
             )
 
@@ -266,7 +265,7 @@ def _reporting_failure(forward: Forward, recording: Recording) -> Iterator[None]
     try:
         yield
     except RetraceAtDispatch:
-        raise  # all is put back before the second look
+        raise  # everything is put back before the second run
     except BaseException:
         if forward.failed is not None:
             with without_function_modes():
@@ -303,8 +302,8 @@ def _call(model: Any, args: Any, kwargs: Any, tracer: Tracer) -> Any:
         raise tracer.refused
     if any(isinstance(leaf, GeneratorType) for leaf in leaves(freeze_deep(output, lambda tensor: None))):
         raise CaptureError(
-            "the model returned a generator, which computes after the forward has ended. Capture a "
-            "function that returns a list of it."
+            "the model returned a generator, which computes after the forward has ended. Capture a function "
+            "that returns a list of it."
         )
     return output
 
@@ -384,8 +383,7 @@ def require_no_iterators(args: Any, kwargs: Any) -> None:
     """Refuse inputs that a second forward would find empty."""
     for kind in iterators_in(args, kwargs):
         raise CaptureError(
-            f"the inputs contain an iterator (a {kind}), which a second run of the forward would "
-            "find exhausted.\n"
+            f"the inputs contain an iterator (a {kind}), which a second run of the forward would find exhausted.\n"
             "Pass a list of its items."
         )
 
@@ -413,7 +411,9 @@ def _name_of(model: Any) -> str:
         return type(inner).__name__
     while isinstance(model, partial):
         model = model.func
-    named = model if inspect.isroutine(model) or isinstance(model, type) else None  # others may answer anything
+    named = (
+        model if inspect.isroutine(model) or isinstance(model, type) else None
+    )  # other objects may return anything as `__name__`
     return str(getattr(named, "__name__", type(model).__name__)).strip("<>")
 
 
@@ -516,9 +516,9 @@ def _require_one_memory(tracer: Tracer) -> None:
             known = memory.live.get(id(record.tensor))
             if (not isinstance(known, Alias) or known.base is not base) and may_overlap(record.tensor, base.root):
                 raise CaptureError(
-                    f"memory of a tensor {tuple(base.root.shape)} was written by numpy, or by other code "
-                    f"that torch does not see, and {_article(record.kind)} {tuple(record.tensor.shape)} "
-                    "shares it. Which of them holds which value cannot be known.\n"
+                    f"memory of a tensor {tuple(base.root.shape)} was written by numpy, or by other code that torch "
+                    f"does not see, and {_article(record.kind)} {tuple(record.tensor.shape)} shares it. Which of them "
+                    "holds which value cannot be known.\n"
                     "Pass copies, or write through torch."
                 )
 
@@ -550,9 +550,9 @@ def _require_one_storage(tracer: Tracer, snapshot: Snapshot) -> None:
             if (number in written or other in written) and storage_of(one) != storage_of(two):
                 tensor, what = (two, kind_of_two) if kind_of_two == "input" else (one, kind)
                 raise CaptureError(
-                    f"{_article(what)} {tuple(tensor.shape)} shares memory with another tensor of the "
-                    "forward through numpy, dlpack or the like, and one of them is written: which value it "
-                    "holds when cannot be known.\n"
+                    f"{_article(what)} {tuple(tensor.shape)} shares memory with another tensor of the forward through "
+                    "numpy, dlpack or the like, and one of them is written: which value it holds when cannot be "
+                    "known.\n"
                     "Pass copies, or views made by torch."
                 )
 
@@ -579,9 +579,9 @@ def _require_announced(tracer: Tracer) -> list[int]:
         if not tracer.deep:
             raise RetraceAtDispatch
         raise UnannouncedWrite(
-            f"a tensor {tuple(tensor.shape)} was written during the forward by code that the capture "
-            "did not see: another thread, an extension, or a call that hides from torch. No value "
-            "recorded after the write can be trusted, so there is no program."
+            f"a tensor {tuple(tensor.shape)} was written during the forward by code that the capture did not "
+            "see: another thread, an extension, or a call that hides from torch. No value recorded after the "
+            "write can be trusted, so there is no program."
         )
     return counters
 
@@ -628,7 +628,7 @@ class _ProcessSetting:
     """A setting of the whole process that captures need otherwise: the first changes it, the last puts it back."""
 
     read: Callable[[], Any]
-    change: Callable[[Any], Any]  # is given the user's setting, as is:
+    change: Callable[[Any], Any]  # called with the user's setting, as is `restore`
     restore: Callable[[Any], Any]
     users: dict[object, int] = field(factory=dict)  # a token for each capture, and its thread
     before: list[Any] = field(factory=list)  # the user's setting, while it is changed

@@ -47,7 +47,7 @@ def apply_call(tracer: Recorder, kind: type, call: Callable[..., Any], args: Any
     """Call a custom function, as one node if it reads nothing but its arguments. Otherwise its body's records stay, and
     gradients through them are refused.
     """
-    is_whole = issubclass(kind, torch.autograd.Function)  # else: a part of one, which functorch makes
+    is_whole = issubclass(kind, torch.autograd.Function)  # else a part of one, made by functorch
     if peek_interpreter_stack() is not None or tracer.in_leaf or not is_whole:
         return call(*args, **kwargs)
     if tracer.functorch:
@@ -178,10 +178,10 @@ class _Body:
         marked = [self.tracer.memory.alias_of(tensor).base for tensor in dirty]
         if all(any(state.base is base for base in marked) for state in unseen) or self.tracer.in_aten:
             return
-        raise UnannouncedWrite(
-            f"{self.kind.__name__} wrote one of its arguments through numpy or the like without "
-            f"marking it dirty.{self.tracer.where()}\n"
-            "Call ctx.mark_dirty(x) and return x, or write a copy."
+        raise self.tracer.refusal_here(
+            f"{self.kind.__name__} wrote one of its arguments through numpy or the like without marking it dirty.",
+            "Call ctx.mark_dirty(x) and return x, or write a copy.",
+            kind=UnannouncedWrite,
         )
 
     def _rollback(self, dirty: list[torch.Tensor], unseen: list[_MemoryState]) -> None:
@@ -220,7 +220,7 @@ class _Body:
         tracer = self.tracer
         writing = Writing.of(tracer, whole, self.args, self.kwargs, dirty)
         exposed = [base for base in writing.bases if base.exposed is not None]
-        for base in exposed:  # what was written from outside is the call's own value now
+        for base in exposed:  # what numpy wrote in the body is now a result of the call
             base.exposed = None
         for base in writing.bases:
             tracer.memory.join_aliases(base)

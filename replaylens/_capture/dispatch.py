@@ -39,7 +39,7 @@ class Rule:
     """How one torch function is recorded."""
 
     how: Handling
-    kind: str = ""  # what a person calls it: conv2d, maxpool2d
+    kind: str = ""  # as users write it: conv2d, maxpool2d
     writes: Callable[[tuple[Any, ...], dict[str, Any]], list[torch.Tensor]] | None = None
     reshapes: bool = False  # changes its first argument's geometry, not its content
     may_draw: bool = False
@@ -156,7 +156,7 @@ def _operator_rule(function: Any) -> Rule:
         return Rule(Handling.PASS)
     if op.is_data_dependent:
         return Rule(Handling.ESCAPE, kind)
-    if name == "set_" and "source" in getattr(function, "_overloadname", ""):  # no mode sees it
+    if name == "set_" and "source" in getattr(function, "_overloadname", ""):  # no mode sees the write
         return Rule(Handling.SPECIAL, kind, special="assign")
     if op.reshapes:
         return Rule(Handling.LEAF, kind, writes=_first_tensors, reshapes=True)

@@ -43,7 +43,6 @@ from .._ir.torch_private import (
 )
 from .._ir.trees import Branch
 from .._replay.inner_gradient import differentiate
-from ..errors import CaptureError
 from .dispatch import Handling, Rule
 from .freeze import call_of, frozen_context
 from .grad_hooks import HOOK_TWICE, settle_hooks
@@ -60,7 +59,7 @@ class AtenWatch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.tracer = tracer
         self.entered = False
-        self.handling = 0  # torch takes the mode off its stack meanwhile: it must not be left then
+        self.handling = 0  # torch takes the mode off its stack meanwhile, when it must not be exited
 
     def __enter__(self) -> AtenWatch:
         self.entered = True
@@ -223,7 +222,7 @@ def _stretch(
     values = recording.values
     drawn_states = {key: values[h] for key, h in states.items()}
     begins, rest = tuple([values[h] for h in roots]), tuple([values[h] for h in others])
-    with tracer.beneath_leaf(), _saving_apart():  # a custom function that it runs again is no call of the model's
+    with tracer.beneath_leaf(), _saving_apart():  # custom functions that run again are not calls of the model
         expected = differentiate(graph, begins, rest, cotangents, drawn_states, False)
     tree = Branch(dict, tuple(states.values()), tuple(states))
     there = (tuple(ends), tuple(starts)) if keep_graph else ()
@@ -272,7 +271,7 @@ def _between(recording: Recording, above: set[int], starts: list[ValueId], leaf_
     reached, found = {int(start) for start in starts}, []
     for number, record in enumerate(recording.records):
         gives = [int(h) for _, h in parts_of(record.returns)]
-        made = not any(handle in leaf_starts for handle in gives)  # else it was made before, without a history
+        made = not any(handle in leaf_starts for handle in gives)  # else it was made before the gradient's start
         if made and any(int(h) in reached for h in reads_of(record)) and any(h in above for h in gives):
             reached.update(gives)
             found.append(number)
@@ -312,14 +311,12 @@ def _graph_of(
 
 def _require_equal(tracer: Recorder, results: Any, expected: Any) -> None:
     if any(isinstance(result, FakeTensor) for result in results):
-        return  # without contents there is nothing to compare
+        return  # there is no content to compare
     for one, other in zip(results, expected, strict=True):
         if (one is None) != (other is None) or (one is not None and not REPEATED.holds(one, other)):
-            raise CaptureError(
-                "a gradient taken inside the forward came out differently when it was computed again."
-                f"{tracer.where()}\n"
-                "A hook, or state that the program does not see, takes part in it, so it cannot be "
-                "replayed."
+            raise tracer.refusal_here(
+                "a gradient taken inside the forward came out differently when it was computed again.",
+                "A hook, or state that the program does not see, takes part in it, so it cannot be replayed.",
             )
 
 

@@ -106,7 +106,7 @@ def _refer_to_their_classes() -> bool:
     """
     with torch.inference_mode(False), torch.enable_grad():
         held = torch.zeros(1)
-        product = held * torch.zeros(1, requires_grad=True)  # keeps it for the backward
+        product = held * torch.zeros(1, requires_grad=True)  # saves it for the backward
         return product.grad_fn is not None and any(thing is held for thing in gc.get_referrers(torch.Tensor))
 
 
@@ -158,7 +158,9 @@ def thread_marks() -> tuple[Any, ...]:
     """A value that changes when a thread is started, or when a pool's workers may have worked."""
     pools = sys.modules.get("concurrent.futures.thread")
     known = getattr(pools, "_threads_queues", None)
-    threads = [ref() for ref in known.keyrefs()] if known is not None else []  # at once: others come meanwhile
+    threads = (
+        [ref() for ref in known.keyrefs()] if known is not None else []
+    )  # a copy: other threads add to it meanwhile
     workers = sum(thread is not None and thread.is_alive() for thread in threads)
     counter = getattr(threading, "_counter", None)  # of the names that threads are given
     return repr(getattr(counter, "__self__", counter)), threading.active_count(), workers or None
@@ -328,7 +330,7 @@ class Provenance:
     def rearranged(self) -> Iterator[nn.Module]:
         """The modules whose submodules, or their names, differ from when the capture began."""
         for module, now, first in self.held.modules:
-            if (now if type(now) is dict else dict(now)) != first:  # those of TorchScript are no dicts
+            if (now if type(now) is dict else dict(now)) != first:  # TorchScript's are no dicts
                 yield module
         begun = {id(module) for module, _, first in self.held.modules if first}
         if len(begun) != sum([bool(module._modules) for module, _, _ in self.table]):
@@ -398,7 +400,7 @@ class Provenance:
         for module, _, _ in self.table:
             if path := _path_to(tensor, {k: v for k, v in vars(module).items() if not k.startswith("_")}, set(), 0):
                 return module, path.lstrip(".")
-        for module, first in self.attributes_begun:  # the forward has put something else there since
+        for module, first in self.attributes_begun:  # the forward has replaced it since
             if key := next((key for key, value in first.items() if value is tensor and not key.startswith("_")), None):
                 return module, key
         return None

@@ -35,7 +35,7 @@ from .._ir.torch_private import (
 )
 from .._ir.trees import freeze
 from .._ir.write import Hole
-from ..errors import CaptureError, UnannouncedWrite, UnknownOrigin
+from ..errors import CaptureError, ReplaylensError, UnannouncedWrite, UnknownOrigin
 from .aliasing import OUTSIDE, Alias, AliasTracker, Storage, geometry_step, step_tree
 from .bytecode import is_torch_code
 from .dispatch import Rule, is_new_memory
@@ -99,7 +99,7 @@ class HandOff(NamedTuple):
 class Recorder(TorchFunctionMode):
     """The state of a capture and its basic steps: the recording, the alias tracker, and where the model is."""
 
-    # Python looks up attributes of an object fast while its dict has at most thirty: these few are not in it.
+    # Attribute lookup is fast while an object's dict has at most thirty keys: these are kept out of it.
     __slots__ = (
         "depth",
         "elsewhere",
@@ -111,7 +111,7 @@ class Recorder(TorchFunctionMode):
         "started_at",
         "took",
     )
-    leaves_changes = True  # what the forward writes stays written
+    leaves_changes = True  # the forward's writes to the model are kept
 
     def __init__(self, recording: Recording, origins: Provenance, date: Moment, deep: bool, unknown: str) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Recorder(TorchFunctionMode):
         self.watch: Any = None
         self.deep = deep
         self.in_leaf = 0
-        self.script_is_open = False  # inside a script that stops no gradients itself
+        self.script_is_open = False  # inside a script that detaches nothing itself
         self.refused: BaseException | None = None
         self.failed_scope = -1  # the innermost module call that the last exception left
         self.is_special = deep  # a region is open, or a dispatch mode is on
@@ -147,11 +147,11 @@ class Recorder(TorchFunctionMode):
         self.outer_modes = _dispatch_modes()
         self.plain_contexts = (False, False, (), ()), (True, False, (), ())  # without gradients and with them
         self.contexts: dict[Any, Any] = {(on, False, False, ()): self.plain_contexts[on] for on in (False, True)}
-        self.grad_mode = _grad_enabled()  # as the model set it; beneath a script it is another
+        self.grad_mode = _grad_enabled()  # as the model set it; a script may change it for itself
         self.in_aten = False
         self.elsewhere: list[ThreadRead] = []  # what other threads read
-        self.took = 0  # nanoseconds, of the call that is written down next
-        self.depth = 0  # of torch's stack of function modes, where this one was entered
+        self.took = 0  # nanoseconds, of the call that is recorded next
+        self.depth = 0  # of torch's stack of function modes when this one was entered
 
     def aten(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Record an ATen call that lies beneath no recorded call (see Tracer)."""
@@ -238,7 +238,7 @@ class Recorder(TorchFunctionMode):
         elif type(out) in _NUMBERS:
             self.guard(func, reads, named, out, True)
         elif type(out) in (tuple, list) and out and all(type(one) in _NUMBERS for one in out):
-            self.guard(func, reads, named, None, False)  # several numbers: what they were read from is compared
+            self.guard(func, reads, named, None, False)  # several numbers: the tensors they were read from are compared
 
     def guard(self, func: Any, reads: Any, named: Any, result: Any, plain: bool, kind: str = "content") -> None:
         position = len(self.recording.records)
@@ -292,11 +292,11 @@ class Recorder(TorchFunctionMode):
     def require_single(self, tensor: torch.Tensor, rule: Rule) -> None:
         """Refuse to reshape a tensor of which the model holds an alias that it takes for the object itself."""
         if id(tensor) in self.aliased:
-            raise CaptureError(
-                f"`{rule.kind}` gives another shape or memory to a tensor that dropout or nn.Identity "
-                f"returned, or to an input that is the model's own tensor.{self.where()}\n"
-                "The capture puts an alias in the place of such a tensor, so it is not the same object. "
-                "Reshape a copy."
+            raise self.refusal_here(
+                f"`{rule.kind}` gives another shape or memory to a tensor that dropout or nn.Identity returned, or "
+                "to an input that is the model's own tensor.",
+                "The capture puts an alias in the place of such a tensor, so it is not the same object. Reshape a "
+                "copy.",
             )
 
     def append(
@@ -328,9 +328,8 @@ class Recorder(TorchFunctionMode):
             nonlocal found
             found = True
             if tensor.is_nested:
-                raise CaptureError(
+                raise self.refusal_here(
                     "the forward makes nested tensors, which have no single shape. Capture it on padded ones."
-                    f"{self.where()}"
                 )
             known = self.memory.live.get(id(tensor))
             if known is not None and any(tensor is other for other in tensors):
@@ -372,7 +371,7 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         """The output of a call shares memory with `base`: find the view steps that lead to it."""
         source = next((t for t in tensors if self.base_of(t) is base), None)
-        if source is None:  # it shares memory with something that is no argument
+        if source is None:  # it shares memory with a tensor that is no argument
             self.memory.register_view(tensor, base, (geometry_step(tensor, base),), handle)
             return
         alias, name = self.memory.alias_of(source), getattr(func, "__name__", "")
@@ -440,9 +439,8 @@ class Recorder(TorchFunctionMode):
     def source(self, kind: str, tensor: torch.Tensor, where: Any) -> ValueId:
         """Record a tensor that no call made."""
         if tensor.is_nested:
-            raise CaptureError(
-                "the forward computes with nested tensors, which have no single shape. Capture it on "
-                f"padded ones.{self.where()}"
+            raise self.refusal_here(
+                "the forward computes with nested tensors, which have no single shape. Capture it on padded ones."
             )
         handle = self.recording.keep(tensor)
         site = self.site() if kind == "constant" else None
@@ -463,7 +461,7 @@ class Recorder(TorchFunctionMode):
         running = self.recording.scopes[self.scope].module if self.scope >= 0 else None
         state = self.origins.state(tensor, running)
         if state is not None and not self.origins.was_there(tensor):
-            state = None  # assigned in the forward: it is what it was made from
+            state = None  # assigned in the forward: its origin is what it was made from
         key = storage_of(tensor) if state is not None and self.memory.written else None
         base = self.memory.find_storage(tensor) if state is None else self.memory.bases.get(key or 0)
         if base is not None and not self._is_own(tensor, base):
@@ -503,9 +501,10 @@ class Recorder(TorchFunctionMode):
         """A tensor was written by a call that the function layer did not see, such as `z.real = y` or `set_`."""
         if not self.deep:
             raise RetraceAtDispatch
-        raise UnannouncedWrite(
-            f"a tensor {tuple(tensor.shape)} was written by code that the capture did not see: "
-            f"another thread, an extension, or a call that hides what it writes.{self.where()}"
+        raise self.refusal_here(
+            f"a tensor {tuple(tensor.shape)} was written by code that the capture did not see: another thread, "
+            "an extension, or a call that hides what it writes.",
+            kind=UnannouncedWrite,
         )
 
     def _is_own(self, tensor: torch.Tensor, base: Storage) -> bool:
@@ -522,10 +521,9 @@ class Recorder(TorchFunctionMode):
             return False
         twin = self.memory.overlapping_storage(tensor)
         if twin is not None and (twin.exposed is None or twin.version):
-            raise CaptureError(
-                "a tensor shares its memory with another one through numpy, dlpack or the like."
-                f"{self.where()}\n"
-                "Which value it holds when cannot be known. Use views made by torch, or copy."
+            raise self.refusal_here(
+                "a tensor shares its memory with another one through numpy, dlpack or the like.",
+                "Which value it holds when cannot be known. Use views made by torch, or copy.",
             )
         self.source("constant", tensor, OUTSIDE)
         self.memory.expose(tensor)
@@ -574,6 +572,10 @@ class Recorder(TorchFunctionMode):
             "unknown='constant') keeps such tensors as constants."
         )
 
+    def refusal_here(self, fact: str, cure: str = "", kind: type[ReplaylensError] = CaptureError) -> ReplaylensError:
+        """The error that refuses this capture: the fact, the user's line that runs, the cure."""
+        return kind(fact + self.where() + (f"\n{cure}" if cure else ""))
+
     def where(self) -> str:
         site = self.site()
         if site is None:
@@ -600,9 +602,7 @@ class Recorder(TorchFunctionMode):
         key = grad, _inference(), _autocast(), settings(self.recording.default_dtype)
         watch = self.watch
         if _dispatch_modes() != self.outer_modes + (watch is not None and watch.entered and not watch.handling):
-            raise CaptureError(
-                f"the model turned on a dispatch mode of its own, whose effect cannot be seen.{self.where()}"
-            )
+            raise self.refusal_here("the model turned on a dispatch mode of its own, whose effect cannot be seen.")
         hooks: Any = _saved_hooks(False)
         if hooks is not None and not hooks[0].__module__.startswith("torch."):
             self.recording.autograd.forward_only.append("saved_tensors_hooks")

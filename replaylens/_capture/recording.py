@@ -142,9 +142,8 @@ class StateChanges:
     moved: dict[str, torch.Tensor] = field(factory=dict)  # the state below these modules, by its new address
     places: Callable[[], Iterable[PlaceNote]] = tuple  # where the model holds what it read or wrote
     fused_steps: int = 0  # steps of fused optimizers, until then
-    in_inputs: list[tuple[StateKey, ValueId, torch.Tensor]] = field(
-        factory=list
-    )  # state that was written in the memory of an input: where, that input, the content before
+    # state that was written in the memory of an input: where, that input, the content before
+    in_inputs: list[tuple[StateKey, ValueId, torch.Tensor]] = field(factory=list)
 
 
 @define(eq=False)
@@ -153,9 +152,8 @@ class HandOffs:
 
     is_settled: bool = False
     shared: set[ValueId] = field(factory=set)  # names of values that lie in a container which others hold too
-    twice: dict[ValueId, tuple[ValueId, int]] = field(
-        factory=dict
-    )  # values that a module returned twice: the first value of their memory, the number of writes before
+    # values that a module returned twice: the first value of their memory, the number of writes before
+    twice: dict[ValueId, tuple[ValueId, int]] = field(factory=dict)
     written_twice: set[ValueId] = field(factory=set)  # of twice, those that were written later
     differentiated: set[int] = field(factory=set)  # module calls that returned inside torch.func.grad or the like
 
@@ -166,9 +164,8 @@ class AutogradRecord:
 
     forward_only: list[str] = field(factory=list)  # why gradients are refused: constructs whose backward was not seen
     hidden_no_grad: bool = False  # a no_grad block was entered where the whole model ran without gradients
-    turned: dict[int, tuple[ValueId, bool, torch.Tensor]] = field(
-        factory=dict
-    )  # leaves whose requires_grad the forward changed, by id: value and flag before (leaf_flags.py)
+    # leaves whose requires_grad the forward changed, by id: value and flag before (leaf_flags.py)
+    turned: dict[int, tuple[ValueId, bool, torch.Tensor]] = field(factory=dict)
     left_turned: list[tuple[torch.Tensor, bool]] = field(factory=list)  # of these, the flags that the backward sees
     hooks: list[tuple[ValueId, Any, bool]] = field(factory=list)  # value, torch's handle, was it registered late
     histories: dict[ValueId, str] = field(factory=dict)  # grad_fn of values whose tensor was copied or freed
@@ -286,13 +283,12 @@ class Recording:
 
 @frozen
 class Addresses:
-    """How the model calls its modules and tensors: found once, when the program is frozen."""
+    """The addresses of the model's modules and tensors: found once, when the program is frozen."""
 
     modules: dict[int, str]  # id of a module -> dotted address
     listed: tuple[torch.nn.Module, ...] = ()  # the model's modules, each below the one that has it
-    aliases: Callable[[Any, str, torch.Tensor | None], tuple[str, ...]] = field(
-        default=lambda module, key, tensor: ()
-    )  # further addresses of the same tensor: of what stood there, if none is given
+    # all addresses of a tensor; without one, those of the tensor that the key had when the capture began
+    aliases: Callable[[Any, str, torch.Tensor | None], tuple[str, ...]] = lambda module, key, tensor: ()
     twice: tuple[tuple[str, str], ...] = ()  # further addresses of modules, each with the first
     state: frozenset[str] = frozenset()  # every address of a parameter or buffer
 

@@ -133,7 +133,7 @@ def _traced_question(kind: Any, name: str) -> Any:
 
 
 def _traced_swap(one: Any, other: Any) -> None:
-    swap_of_tensors(one, other)  # it has begun: half of an exchange is worse than a whole one
+    swap_of_tensors(one, other)  # finish it first: half an exchange is worse than a whole one
     stack = _listeners.get(get_ident())
     if stack:
         stack[-1].swapped()

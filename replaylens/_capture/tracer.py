@@ -44,7 +44,7 @@ from .._ir.torch_private import (
 )
 from .._ir.trees import ATOMS, freeze, freeze_deep, thaw
 from .._replay.flag_guards import SOME, WALK, in_short
-from ..errors import CaptureError, ReplaylensError, UnannouncedWrite
+from ..errors import ReplaylensError, UnannouncedWrite
 from .aliasing import Alias
 from .bytecode import asks_for_none, is_torch_code, keeps_exceptions, rebinds
 from .custom_functions import BOUND_BEFORE, apply_call
@@ -119,7 +119,7 @@ _Tensor, _Parameter = torch.Tensor, nn.Parameter
 class Tracer(Recorder):
     """The capture of one thread."""
 
-    alone = ALONE  # references to a tensor that a module gives and has not kept
+    alone = ALONE  # references to an output that the module has not kept
     has_substitutes = False
 
     def __init__(self, recording: Recording, origins: Provenance, date: Moment, deep: bool, unknown: str) -> None:
@@ -143,7 +143,7 @@ class Tracer(Recorder):
                 return self._in_region(rule, func, args, kwargs or {})
             if how is FRESH and not kwargs:
                 return self._fresh(rule, func, args, 2)
-            if how is RELU and not kwargs["inplace"]:  # the commonest Python wrapper: its body is one of two builtins
+            if how is RELU and not kwargs["inplace"]:  # the commonest wrapper: its body is one of two builtins
                 return self._fresh(_RELU, torch.relu, args, 4)
             return self._open_or_call(rule, func, args, kwargs or {})
         except (ReplaylensError, RetraceAtDispatch) as refusal:
@@ -197,7 +197,7 @@ class Tracer(Recorder):
     def _learn(self, func: Any) -> Rule:
         try:
             rule = _rules[func] = rule_of(func)
-        except TypeError:  # a callable without a hash
+        except TypeError:  # an unhashable callable
             rule = Rule(Handling.OPAQUE, getattr(func, "__name__", "call"), may_draw=True)
         return rule
 
@@ -287,7 +287,7 @@ class Tracer(Recorder):
         reads, named = self.read_all(args, kwargs)
         result = self._escape_text(func, args, kwargs) if func in _WORDS else func(*args, **kwargs)
         number = type(result) is str and isinstance(args[0], torch.Tensor) and args[0].dim() == 0
-        plain = type(result) in (bool, int, float, complex) or number  # of larger tensors the content is compared
+        plain = type(result) in (bool, int, float, complex) or number  # the content of larger tensors is compared
         self.guard(func, reads, named, result if plain else None, plain)
         return result
 
@@ -367,13 +367,13 @@ class Tracer(Recorder):
         if targets := _written_by(rule, args, kwargs):
             return write(self, rule, func, args, kwargs, targets)
         before = [version_of(tensor) for tensor in tensors]
-        with self.beneath_leaf():  # a custom Function that it may call is no call of the model's
+        with self.beneath_leaf():  # a custom Function inside it is not the model's call
             out = self.leaf(rule, func, args, kwargs)
         if [version_of(tensor) for tensor in tensors] != before:
-            raise UnannouncedWrite(
-                f"`{getattr(func, '__name__', func)}` wrote one of its arguments without announcing it."
-                f"{self.where()}\n"
-                "Declare what it mutates (torch.library: mutates_args), or return a new tensor."
+            raise self.refusal_here(
+                f"`{getattr(func, '__name__', func)}` wrote one of its arguments without announcing it.",
+                "Declare what it mutates (torch.library: mutates_args), or return a new tensor.",
+                kind=UnannouncedWrite,
             )
         return out
 
@@ -401,7 +401,7 @@ class Tracer(Recorder):
         question = (lambda tensor: func(tensor, *more[0], **more[1])) if any(more) else func
         frame, answer = first_user_frame(_frame(1)), self.flag_of(rule.kind, question, args[0])
         while getattr(func, "__code__", None) is not None and frame.f_code in (func.__code__, _HANDLES.__code__):
-            frame = frame.f_back  # it is written in Python, and has called this itself
+            frame = frame.f_back  # written in Python: the frame is its own
         code = frame.f_code
         reads_flags = info(code.co_name).has(Quirk.HANDS_ON_FLAGS)
         if reads_flags and not (_grad_enabled() or self.recording.ambient[0]):
@@ -460,7 +460,7 @@ class Tracer(Recorder):
 
     def _special_grad_mode(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         if not self.recording.ambient[0] and not args[0] and not _grad_enabled():
-            self.recording.autograd.hidden_no_grad = True  # a no_grad block where nothing had a gradient anyway
+            self.recording.autograd.hidden_no_grad = True  # a no_grad block where gradients are off anyway
         self.grad_mode = args[0]
         return func(*args, **kwargs)
 
@@ -480,7 +480,7 @@ class Tracer(Recorder):
                 self.watch = AtenWatch(self)
                 self.watch.__enter__()
         if func is torch.Tensor.contiguous and (plain := _beneath(args[0])).is_contiguous(*args[1:], **(kwargs or {})):
-            self.ask("layout", func, (plain, *args[1:]), kwargs, ITSELF)  # no ATen call comes of it
+            self.ask("layout", func, (plain, *args[1:]), kwargs, ITSELF)  # it makes no ATen call
         self.differentiating = _is_differentiating()
         if info(func).has(Quirk.FOLDS_BY_FLAGS):
             self._ask_folds(args)
@@ -521,7 +521,7 @@ class Tracer(Recorder):
         """Run a module: what happens until it returns lies in its scope."""
         recording, outer, outer_site, forward = self.recording, self.scope, self.opened_site, self.forward
         if self.wrapped and outer >= 0 and self.wrapped.get(id(module)) is recording.scopes[outer].module:
-            return call(module, *args, **kwargs)  # the compiler's wrapper around it has this call
+            return call(module, *args, **kwargs)  # recorded as a call of the compiler's wrapper
         scopes, frame = recording.scopes, _frame(2)
         site = (frame.f_code, frame.f_lasti) if frame.f_code is forward else self.line(frame)
         self.scope = index = len(scopes)
@@ -549,7 +549,7 @@ class Tracer(Recorder):
             return out
         except BaseException:
             self.failed_scope = max(self.failed_scope, index)
-            if len(recording.records) == records:  # the model may call it again otherwise: that is its first call then
+            if len(recording.records) == records:  # the model may call it again: that is then its first call
                 scopes[index] = ScopeRecord(module, outer, site, is_void=True)
             raise
         finally:
@@ -717,10 +717,9 @@ class Tracer(Recorder):
 
     def swapped(self) -> None:
         """Two tensors exchanged what they are, and recorded values with them."""
-        refusal = CaptureError(
-            "`torch.utils.swap_tensors` exchanged two tensors, which a program cannot express."
-            f"{self.where()}\n"
-            "Exchange the names (`a, b = b, a`), or copy the numbers by `copy_`."
+        refusal = self.refusal_here(
+            "`torch.utils.swap_tensors` exchanged two tensors, which a program cannot express.",
+            "Exchange the names (`a, b = b, a`), or copy the numbers by `copy_`.",
         )
         self.refused = self.refused or refusal  # the model may swallow it
         raise refusal
@@ -751,7 +750,7 @@ class _Renaming:
         self.tracer, self.given, self.records = tracer, given, records
         self.known = handles_in(tree)
         self.made: dict[int, torch.Tensor] = {}
-        self.shared: list[ValueId] = []  # in containers that somebody else holds as well
+        self.shared: list[ValueId] = []  # in containers that others hold as well
         self.copies: dict[int, Any] = {}  # of such containers, by id
 
     def __call__(self, tensor: torch.Tensor, beyond: int) -> torch.Tensor:
@@ -764,7 +763,7 @@ class _Renaming:
         if handle not in self.known or not self.tracer.is_renamed(tensor, handle, self, beyond):
             return tensor
         if handle in self.shared and not self.tracer.is_patched_output(handle, self):
-            return tensor  # it has one name, wherever it lies: that of what others see, too
+            return tensor  # one name wherever it lies: the one that others see, too
         return self._handing(tensor, handle)
 
     def kept(self, container: Any) -> Any:

@@ -37,7 +37,7 @@ from .._ir.target import Target
 from .._ir.torch_private import OpOverload, OpOverloadPacket, kernels
 from .._ir.trees import Branch, freeze
 from .._ir.write import Derived, Hole, Nth, WriteArguments, Written, mutate, packed, unpacked
-from ..errors import CaptureError
+from ..errors import CaptureError, ReplaylensError
 from .aliasing import (
     FORKED,
     OUTSIDE,
@@ -122,7 +122,7 @@ WRITTEN_STANDING = (
     "a write through a tensor that was given other memory by `.data =`: where its gradient goes cannot be said. Write "
     "before the assignment, or assign a copy."
 )
-FunctionalCall = tuple[Any, list[Any], dict[str, Any]]  # a function that writes nothing, and what it is given
+FunctionalCall = tuple[Any, list[Any], dict[str, Any]]  # a pure function, its arguments, its keywords
 _grad_enabled = torch.is_grad_enabled
 _DETACH = step_tree(torch.Tensor.detach, (Hole.HERE,), None, (), True)
 
@@ -133,10 +133,10 @@ class Writing(NamedTuple):
     func: Any
     args: Any
     kwargs: Any
-    tensors: list[torch.Tensor]  # all that it was given
+    tensors: list[torch.Tensor]  # all tensors among its arguments
     targets: list[torch.Tensor]  # those of them that it writes, each object once
-    aliases: list[Alias]  # where each target lies
-    bases: list[Storage]  # the memory that they lie in, each once
+    aliases: list[Alias]  # the Alias of each target
+    bases: list[Storage]  # their storages, each once
 
     @staticmethod
     def of(recorder: Recorder, func: Any, args: Any, kwargs: Any, targets: list[torch.Tensor]) -> Writing:
@@ -178,14 +178,13 @@ def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, tar
         recorder.refuse_unseen_write(recorder.memory.unseen_alias)
     if any(map(_keeps_old_history, [step for alias in aliases for step in alias.steps])):
         recorder.recording.autograd.forward_only.append(WRITTEN_STANDING)
-    for base in bases:  # else this write would hide it
+    for base in bases:  # an unseen write, which this one would hide
         if base.counter is not None and version_of(base.root) != base.counter:
             recorder.refuse_unseen_write(base.root)
     if any(recorder.memory.is_in_sparse(base.root) for base in bases):
-        raise CaptureError(
-            f"`{rule.kind}` writes memory that a sparse tensor was made of.{recorder.where()}\n"
-            "A program cannot express that both change. Make the sparse tensor from a copy "
-            "(`values.clone()`)."
+        raise recorder.refusal_here(
+            f"`{rule.kind}` writes memory that a sparse tensor was made of.",
+            "A program cannot express that both change. Make the sparse tensor from a copy (`values.clone()`).",
         )
     for base in {id(alias.base): alias.base for alias in aliases if _is_data_alias(alias)}.values():
         note_late_write(recorder, base)
@@ -416,12 +415,11 @@ def _reallocated(recorder: Recorder, rule: Rule, writing: Writing, out: Any, sit
     given = writing.kwargs.get("out")
     outs = list(given) if isinstance(given, (tuple, list)) else [given]
     if given is None or any(len(_aliases_on(recorder, recorder.memory.alias_of(t).base)) > 1 for t in writing.targets):
-        raise CaptureError(f"`{rule.kind}` changed the size of memory that other tensors share.{recorder.where()}")
+        raise recorder.refusal_here(f"`{rule.kind}` changed the size of memory that other tensors share.")
     if rule.is_undefined:
-        raise CaptureError(
-            f"`{rule.kind}(out=...)` gives its target new memory, whose content is undefined."
-            f"{recorder.where()}\n"
-            f"Omit `out=`: the result of `{rule.kind}` alone is the same in every replay."
+        raise recorder.refusal_here(
+            f"`{rule.kind}(out=...)` gives its target new memory, whose content is undefined.",
+            f"Omit `out=`: the result of `{rule.kind}` alone is the same in every replay.",
         )
     named = {key: value for key, value in writing.kwargs.items() if key != "out"}
     reads, read_named = recorder.read_all(writing.args, named)
@@ -533,8 +531,8 @@ def _is_from_outside(recorder: Recorder, base: Storage) -> bool:
     return any(record.kind == "constant" for record in sources)
 
 
-def _raw_memory(recorder: Recorder, rule: Rule) -> CaptureError:
-    return CaptureError(f"`{rule.kind}` gives a tensor raw memory, which a program cannot express.{recorder.where()}")
+def _raw_memory(recorder: Recorder, rule: Rule) -> ReplaylensError:
+    return recorder.refusal_here(f"`{rule.kind}` gives a tensor raw memory, which a program cannot express.")
 
 
 def resize(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
@@ -542,7 +540,7 @@ def resize(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) ->
     tensor = args[0]
     recorder.read(tensor)
     before, room = geometry_of(tensor), tensor.untyped_storage().nbytes()
-    if kwargs.get("memory_format") is not None:  # then it lies anew also where its shape stays, if it lay otherwise
+    if kwargs.get("memory_format") is not None:  # a new layout is applied even if the shape stays
         recorder.ask("layout", torch.Tensor.stride, (tensor,), {}, tensor.stride())
     recorder.memory.detach_alias(tensor)
     recorder.memory.copy_on_write(recorder.memory.alias_of(tensor).base)
@@ -550,22 +548,20 @@ def resize(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) ->
     if geometry_of(tensor) == before:
         return result
     if len(_aliases_on(recorder, recorder.memory.alias_of(tensor).base)) > 1:
-        raise CaptureError(f"`{rule.kind}` changed the size of memory that other tensors share.{recorder.where()}")
+        raise recorder.refusal_here(f"`{rule.kind}` changed the size of memory that other tensors share.")
     source = recorder.memory.alias_of(tensor).handle
     _forget(recorder, tensor)
     is_filled = fills_memory()
     if tensor.numel() > recorder.recording.values[source].numel() and tensor.untyped_storage().nbytes() == room:
-        raise CaptureError(
-            f"`{rule.kind}` makes a tensor cover memory again that it had given up."
-            f"{recorder.where()}\n"
-            "Its content is unknown. Keep the larger tensor, and use a slice of it."
+        raise recorder.refusal_here(
+            f"`{rule.kind}` makes a tensor cover memory again that it had given up.",
+            "Its content is unknown. Keep the larger tensor, and use a slice of it.",
         )
     was = recorder.recording.values[source]
     if not fills_its_memory(was) and tensor.numel():
-        raise CaptureError(
-            f"`{rule.kind}` makes a tensor cover memory between its own elements."
-            f"{recorder.where()}\n"
-            "Its content is unknown. Resize a contiguous copy."
+        raise recorder.refusal_here(
+            f"`{rule.kind}` makes a tensor cover memory between its own elements.",
+            "Its content is unknown. Resize a contiguous copy.",
         )
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     (fill if is_filled else clear)(flat[was.numel() :])
