@@ -499,7 +499,7 @@ def account_of(recording: Recording, made: Frozen) -> CaptureMetadata:
         modules=tuple(modules),
         classes=tuple(modules.values()),
         unread=(unread := _unread_parameters(recording, made.addresses)),
-        unread_buffers=_buffers(made, unread),
+        unread_buffers=_unread_buffers(made, unread),
         untrained=frozenset([name for name, tensor in held if not tensor.requires_grad]),
         called_from=with_callers(recording.run.called_from, None),
     )
@@ -511,15 +511,21 @@ def _modules(addresses: Addresses) -> dict[str, str]:
     return {address: kind for address, kind in reversed(found.items()) if address}
 
 
+def _tensors(addresses: Addresses, table: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The `_parameters` or `_buffers` of all modules, with their addresses."""
+    for module in addresses.listed:
+        for key, value in getattr(module, table).items():
+            if value is not None:
+                yield address_of(addresses, (module, key)), value
+
+
 def _unread_parameters(recording: Recording, addresses: Addresses) -> tuple[Parameter, ...]:
     """The parameters that the forward did not read, each once, by its first address."""
     read = {id(record.tensor) for record in recording.records if isinstance(record, SourceRecord)}
     found: dict[int, tuple[torch.Tensor, list[str]]] = {}
-    for module in addresses.listed:
-        prefix = addresses.modules[id(module)]
-        for key, value in module._parameters.items():
-            if value is not None and id(value) not in read:
-                found.setdefault(id(value), (value, []))[1].append(f"{prefix}.{key}" if prefix else key)
+    for address, value in _tensors(addresses, "_parameters"):
+        if id(value) not in read:
+            found.setdefault(id(value), (value, []))[1].append(address)
     return tuple(
         [
             Parameter(names[0], tuple(value.shape), value.dtype, value.requires_grad, tuple(names[1:]))
@@ -528,16 +534,8 @@ def _unread_parameters(recording: Recording, addresses: Addresses) -> tuple[Para
     )
 
 
-def _buffers(made: Frozen, parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
+def _unread_buffers(made: Frozen, parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
     """The buffers that the forward did not read."""
     unread = made.graph.unread.difference([name for one in parameters for name in (one.address, *one.aliases)])
-    if not unread:
-        return ()
-    found = []
-    for module in made.addresses.listed:
-        prefix = made.addresses.modules[id(module)]
-        for key, value in module._buffers.items():
-            address = f"{prefix}.{key}" if prefix else key
-            if value is not None and address in unread:
-                found.append(Parameter(address, tuple(value.shape), value.dtype, False))
-    return tuple(found)
+    held = _tensors(made.addresses, "_buffers") if unread else ()
+    return tuple([Parameter(a, tuple(value.shape), value.dtype, False) for a, value in held if a in unread])

@@ -282,22 +282,19 @@ def _graph_of(
     recording: Recording, between: list[int], reads: list[ValueId], ends: list[ValueId], starts: list[ValueId]
 ) -> Graph:
     """The records between, as a Graph from `reads` to the ends and starts."""
+    calls = [(f"call_{n}", record) for n in between if isinstance(record := recording.records[n], CallRecord)]
     refs: dict[ValueId, Ref] = {handle: Ref(f"value_{int(handle)}") for handle in reads}
     nodes: list[Any] = [Input(refs[h].node, (n,), recording.spec(h)) for n, h in enumerate(reads)]
-    for number in between:
-        record = recording.records[number]
-        assert isinstance(record, CallRecord)
+    for name, record in calls:
         for path, handle in parts_of(record.returns):
-            refs.setdefault(handle, Ref(f"call_{number}", path))
+            refs.setdefault(handle, Ref(name, path))
 
     def to_ref(leaf: Any) -> Any:
         return refs[leaf] if type(leaf) is ValueId else leaf
 
-    for number in between:
-        record = recording.records[number]
-        assert isinstance(record, CallRecord)
+    for name, record in calls:
         follows = recording.rng.follows.get(record.draws or "", (None, False))[0]
-        nodes.append(call_of(recording, record, f"call_{number}", to_ref, follows=follows, is_seeded=True))
+        nodes.append(call_of(recording, record, name, to_ref, follows=follows, is_seeded=True))
     output = (tuple([refs[end] for end in ends]), tuple([refs[start] for start in starts]))
     ambient = frozen_context(recording.ambient)
     return Graph(
