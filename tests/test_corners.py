@@ -288,7 +288,7 @@ def test_memory_that_a_tensor_looks_at_again_is_refused():
     def model(x):
         return x.clone().resize_(2).resize_(3)
 
-    with pytest.raises(CaptureError, match="had let go"):
+    with pytest.raises(CaptureError, match="had given up"):
         rl.capture(model, random(3))
 
 

@@ -391,10 +391,12 @@ def asks_another_thread(x):
 
 def test_a_tensor_of_another_thread():
     assert said(rl.UnknownOrigin, lambda: captured(asks_another_thread)) == (
-        "a tensor float32[3, 4] reached an operation, and nothing in this thread was seen to make it.\n"
+        "a tensor float32[3, 4] reached an operation, and no recorded call in this thread made "
+        "it.\n"
         f"{line('return box[0] + 1')}\n"
-        "It may be the result of another thread, or of code that hides its calls from torch. Compute it in the forward's own thread, "
-        "or pass it in as an input; capture(..., unknown='constant') keeps such tensors as constants."
+        "It may be the result of another thread, or of code that hides its calls from torch. "
+        "Compute it in the forward's own thread, or pass it in as an input; capture(..., "
+        "unknown='constant') keeps such tensors as constants."
     )
 
 
@@ -414,8 +416,9 @@ def test_a_write_by_another_thread():
         return y * 2
 
     assert said(rl.UnannouncedWrite, lambda: captured(model)) == (
-        "a tensor (3, 4) was written during the forward by something that was not seen: another thread, an extension, or a call that "
-        "hides from torch. Nothing recorded after the write can be trusted, so there is no program."
+        "a tensor (3, 4) was written during the forward by code that the capture did not see: "
+        "another thread, an extension, or a call that hides from torch. No value recorded after "
+        "the write can be trusted, so there is no program."
     )
 
 
@@ -432,9 +435,9 @@ def calls_sneaky(x):
 
 def test_an_operator_that_writes_without_saying_so():
     assert said(rl.UnannouncedWrite, lambda: captured(calls_sneaky)) == (
-        "`sneaky` wrote one of its arguments, and nothing announces that it does.\n"
+        "`sneaky` wrote one of its arguments without announcing it.\n"
         f"{line('return torch.ops.replaylens_tests.sneaky(y)')}\n"
-        "Declare what it mutates (torch.library: mutates_args), or let it return a new tensor."
+        "Declare what it mutates (torch.library: mutates_args), or return a new tensor."
     )
 
 
@@ -449,14 +452,14 @@ def test_a_model_in_data_parallel():
 
 def test_a_model_that_cannot_be_called():
     assert said(rl.UnsupportedModel, lambda: rl.capture(7, x())) == (
-        "int cannot be called. Give a module or a function, then its inputs."
+        "int is not callable. Pass a module or a function, then its inputs."
     )
 
 
 def test_a_lazy_module_before_its_first_forward():
     lazy = nn.Sequential(nn.LazyLinear(2), nn.ReLU())
     assert said(rl.UnsupportedModel, lambda: captured(lazy)) == (
-        "a LazyLinear has no parameters yet: they are born in the first forward. Run the model once, then capture it."
+        "a LazyLinear has no parameters yet: its first forward creates them. Run the model once, then capture it."
     )
     lazy(x())
     assert_same(captured(lazy).output, lazy(x()))
@@ -468,7 +471,7 @@ def test_a_lazy_module_before_its_first_forward():
     ids=["itself", "deep_in_the_output"],
 )
 def test_a_generator_as_output(model):
-    assert "generator, which computes after the forward is over" in said(rl.CaptureError, lambda: captured(model))
+    assert "generator, which computes after the forward has ended" in said(rl.CaptureError, lambda: captured(model))
 
 
 # ---- exceptions of the model's own ---------------------------------------------------------------------------------
@@ -573,7 +576,7 @@ def test_an_array_that_two_tensors_look_at_and_one_writes_is_refused(tensor, mod
     with mode():
         text = said(rl.CaptureError, lambda: captured(forward, x()))
     assert text.startswith("a tensor shares its memory with another one through numpy, dlpack or the like.\n")
-    assert text.endswith("\nWhich value is in it when cannot be known. Use torch's own views, or copy.")
+    assert text.endswith("\nWhich value it holds when cannot be known. Use views made by torch, or copy.")
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -337,7 +337,7 @@ CLOSED = {
 
 @pytest.mark.parametrize("what", CLOSED)
 def test_what_a_model_computed_and_returns_where_no_replay_could_put_another_is_refused(what):
-    with pytest.raises(CaptureError, match=rf"the model returned an? {what}.*a replay could put no other"):
+    with pytest.raises(CaptureError, match=rf"the model returned an? {what}.*a replay could not replace it"):
         rl.capture(Packs(lambda h: (h, CLOSED[what](h))), torch.randn(2, 3))
 
 
@@ -407,7 +407,7 @@ def test_inputs_over_one_memory_that_torch_does_not_know_of_are_refused_where_it
         return tensor, share(tensor)
 
     for ask in (rl.capture, rl.run, rl.capture(writes, torch.ones(3), torch.ones(3)).replay):
-        with pytest.raises(rl.CaptureError, match="lies in the memory of another tensor"):
+        with pytest.raises(rl.CaptureError, match="shares memory with another tensor of the forward"):
             ask(*both()) if ask not in (rl.capture, rl.run) else ask(writes, *both())
     assert torch.equal(rl.capture(lambda a, b: a + b, *both()).output, torch.full((3,), 2.0))
 
@@ -454,7 +454,7 @@ OVER_ONE_MEMORY = {
 def test_what_the_model_holds_over_memory_that_is_written_is_refused_where_nothing_reads_it(share, make):
     tensor = torch.ones(3)
     model, x = make(tensor, share(tensor))
-    with pytest.raises(rl.CaptureError, match="lies in the memory of another tensor"):
+    with pytest.raises(rl.CaptureError, match="shares memory with another tensor of the forward"):
         rl.capture(model, x)
 
 
@@ -477,7 +477,7 @@ def _torch_writes_and_numpy_reads(m, x):
 KEPT_ARRAYS = {
     "written between": (_numpy_writes_between, "written by numpy, through an array"),
     "written unread": (_numpy_writes_unread, "written by numpy, through an array"),
-    "read by numpy": (_torch_writes_and_numpy_reads, "an array that the model keeps"),
+    "read by numpy": (_torch_writes_and_numpy_reads, "an array that the model holds"),
 }
 
 
@@ -526,7 +526,7 @@ _SHARING = {
 @pytest.mark.parametrize("sharing", _SHARING)
 @pytest.mark.parametrize("write", [_item, _past_a_read, _memoryview, _storage])
 def test_inputs_over_one_memory_that_numpy_writes_are_refused(write, sharing):
-    with pytest.raises(rl.CaptureError, match="looks at it as well"):
+    with pytest.raises(rl.CaptureError, match="shares it"):
         rl.capture(write, *_SHARING[sharing]())
 
 

@@ -1029,7 +1029,7 @@ def test_a_custom_function_that_writes_its_argument_by_numpy_and_does_not_say_so
         h = x * 1
         return Unsaid.apply(h) + h
 
-    with pytest.raises(rl.CaptureError, match="does not mark it dirty"):
+    with pytest.raises(rl.CaptureError, match="without marking it dirty"):
         rl.capture(model, torch.randn(3))
 
 

@@ -42,9 +42,9 @@ import replaylens as rl
 HOME = str(Path(rl.__file__).parent)
 LEAVES = (
     "collect_new set_aside set_back _count _traced_function _open "
-    "listening _leave _put_in _take_out marking_older_objects _began _ended eager_compiler _compiles_again _recorded_world leave "
-    "begin _run _unseen _looking_away seeing at_work under_check _same_world _look trace_twice run_with_patches capture_without_effects "
-    "open_layers _told_of_failure execute interpret put_back put_generators_back put_own_generators_back __call__ made "
+    "listening _leave _put_in _take_out marking_older_objects _began _ended eager_compiler deeper_stack during changed _recorded_world leave "
+    "begin _run _unseen _looking_away reentered beneath_leaf under_check _same_world _trace_once trace_twice run_with_patches capture_without_effects "
+    "open_layers _reporting_failure execute interpret put_back put_generators_back put_own_generators_back __call__ made "
     "function_apply module_call forward _captured undo surely with_turn alone_with _await_others drawing_alone "
     "users_state see_functions undisturbed _rehearsed _run_with_patches _under_check run check _take_out_if_idle alone let_go"
 ).split()
@@ -164,12 +164,16 @@ def surroundings() -> dict[str, Any]:
         "way to modes": nn.functional.handle_torch_function is torch.overrides.handle_torch_function,
         "listeners": dict(scopes._listeners),
         "collector": (collecting.is_frozen(), gc.get_threshold(), dict(origins._running)),
-        "compiler": (list(capture_module._stances), dict(capture_module._eager)),
-        "locks": (free, scopes._lock._is_owned(), origins._lock._is_owned(), capture_module._compiler_lock._is_owned()),
+        "compiler": (list(capture_module._stance.before), dict(capture_module._stance.users)),
+        "locks": (free, scopes._lock._is_owned(), origins._lock._is_owned(), capture_module._settings_lock._is_owned()),
         "functions seen": (torch._C._is_torch_function_enabled(), torch._C._is_torch_function_all_disabled()),
         "transforms": len(torch._C._functorch.get_interpreter_stack() or ()),
         "turns": (list(turns.turns), dict(turns._waiting)),
-        "stack": (sys.getrecursionlimit(), list(capture_module._limits), dict(capture_module._deeper)),
+        "stack": (
+            sys.getrecursionlimit(),
+            list(capture_module._stack_limit.before),
+            dict(capture_module._stack_limit.users),
+        ),
         "function modes": torch._C._len_torch_function_stack(),
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
         "gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
@@ -340,7 +344,7 @@ def test_a_child_that_is_forked_while_another_thread_captures_has_clean_entries(
 
 @forks
 @forks_among_threads
-@pytest.mark.parametrize("lock", [world.one_draws, scopes._lock, origins._lock, capture_module._compiler_lock])
+@pytest.mark.parametrize("lock", [world.one_draws, scopes._lock, origins._lock, capture_module._settings_lock])
 def test_a_child_that_is_forked_while_another_thread_holds_a_lock_does_not_wait_for_it(lock):
     def work(begun: threading.Event, over: threading.Event) -> None:
         with lock:

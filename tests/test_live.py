@@ -483,9 +483,7 @@ def test_an_iterator_among_the_inputs_is_refused_where_more_than_one_forward_wou
     patch, wanted = {"fc": lambda y: y + 1000}, seeded(forward, fc=four)
     for make in (iter, reversed, lambda rows: (row for row in rows), lambda rows: map(torch.sin, rows)):
         for ask in (rl.run, rl.check):
-            with pytest.raises(
-                rl.CaptureError, match=r"an iterator is among the inputs .*\nGive a list of what it gives"
-            ):
+            with pytest.raises(rl.CaptureError, match=r"the inputs contain an iterator .*\nPass a list of its items"):
                 ask(model, {"all": make(rows)})
         prog = rl.capture(model, {"all": make(rows)})
         with pytest.raises(rl.DivergedReplay, match="the recorded forward has used it up"):

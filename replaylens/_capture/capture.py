@@ -1,6 +1,6 @@
-"""capture(model, *inputs): run the model once, and give back the pure program that it was.
+"""capture(model, *inputs): run the model once and record the pure program that it was.
 
-In: any model or function and its inputs. Out: a Capture: the recording, and what the model returned. The model, its
+In: any model or function and its inputs. Out: a Captured: the recording, and what the model returned. The model, its
 buffers, its hooks, the generators and torch itself are left as a plain forward leaves them.
 """
 
@@ -10,14 +10,14 @@ import inspect
 import operator
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from threading import RLock, get_ident
 from types import FunctionType, GeneratorType, MethodType
 from typing import Any
 
 import torch
-from attrs import evolve, frozen
+from attrs import define, evolve, field, frozen
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
@@ -32,22 +32,23 @@ from .._ir.torch_private import compiler_if_loaded, default_device, hooks_of_all
 from .._ir.trees import ATOMS, fingerprint, freeze_deep, keys_of, leaves, named, require_room, thaw_shared, walk
 from .._ir.turns import calls, come, turns
 from .._ir.util import add_note
-from .._ir.world import alone, drawing_alone, freed, in_children, restoring
+from .._ir.world import drawing_alone, during, freed, in_children, restoring
 from .._replay.record import Record, Versions
 from ..errors import CaptureError, ReplaylensError, UnannouncedWrite, UnsupportedModel
 from .aliasing import Alias, may_overlap
 from .bytecode import is_torch_code
 from .checkpoints import leave_checkpoints, recomputed_writes
 from .custom_functions import by_its_class
+from .freeze import account_of, freeze, last_name
 from .grad_hooks import note_hooks
 from .leaf_flags import note_flags
 from .memory_saving import memory_saving_tracer, settle
 from .output_aliases import hand_on
 from .provenance import Moment, Provenance, is_older, marking_older_objects, reaches_scripts, tensors_behind
 from .recorder import RetraceAtDispatch
-from .recording import Recording, SourceRecord, ValueId, account_of, address_of, freeze, last_name, line_of, timed
+from .recording import Recording, SourceRecord, ValueId, address_of, timed
 from .rng import lent_generators
-from .scopes import boundary, callers, listening, outermost
+from .scopes import boundary, callers, line_of, listening, outermost
 from .snapshot import ForwardState, RngState, Snapshot, turn_back
 from .state_changes import (
     altered,
@@ -70,7 +71,7 @@ from .tracer import Tracer
 
 @frozen(eq=False)
 class Captured:
-    """What one look at a forward gave, and where the forward began, so that the model can be run from there again."""
+    """One traced forward, and the state it began in, from which the model can be run again."""
 
     recording: Recording
     output: Any
@@ -79,16 +80,16 @@ class Captured:
 
 @frozen(eq=False)
 class Forward:
-    """What is to be looked at, and who looks."""
+    """A forward to be traced, and the tracers for it."""
 
     model: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     beginning: ForwardState
     tracer: Callable[[Recording, Provenance, Moment, bool, str], Tracer] = Tracer
-    second: Callable[[Recording, Provenance, Moment, bool, str], Tracer] | None = None  # of a second look, if another
-    failed: Callable[[Recording, ForwardState], None] | None = None  # is told of a look that raises
-    begun: Callable[[tuple[Recording, ForwardState]], None] | None = None  # is told of each look when it begins
+    second: Callable[[Recording, Provenance, Moment, bool, str], Tracer] | None = None  # for the second run, if another
+    failed: Callable[[Recording, ForwardState], None] | None = None  # called if the forward raises
+    begun: Callable[[tuple[Recording, ForwardState]], None] | None = None  # called when a run begins
 
 
 def record(
@@ -101,8 +102,8 @@ def record(
     failed: Callable[[Recording, ForwardState], None] | None = None,
     begun: Callable[[tuple[Recording, ForwardState]], None] | None = None,
 ) -> Captured:
-    """Run the model under the tracer. Looks a second time, at every ATen call, if the first was blind to something, or
-    had let go of a value that turned out to be needed: everything is kept then until the end.
+    """Run the model under the tracer; once more, with every ATen call recorded, if the first run missed something or
+    freed a value that turned out to be needed. The second run frees nothing before it ends.
     """
     require_supported(model)
     origins = Provenance(model)
@@ -114,14 +115,14 @@ def record(
     tracer = Tracer if wish.everything else memory_saving_tracer(wish)
     captured = trace_twice(Forward(model, args, kwargs, beginning, tracer, Tracer, failed, begun), put_back, origins)
     settle(captured.recording)
-    beginning.generators = tuple(captured.recording.generators.values())
+    beginning.generators = tuple(captured.recording.rng.generators.values())
     beginning.lent = frozenset(map(id, lent_generators(model, args, kwargs)))
     beginning.snapshot.flags = flags_of(captured.recording)
     return captured
 
 
 def _modules_of(held: dict[str, Any]) -> list[int]:
-    """The modules that a capture is in the middle of, by id, as its frame has them."""
+    """The ids of the modules that a running capture holds, from the locals of its frame."""
     origins: Provenance | None = held.get("origins")
     return [] if origins is None else list(map(id, origins.modules))
 
@@ -130,47 +131,47 @@ calls[record.__code__] = _modules_of
 
 
 def flags_of(recording: Recording) -> list[tuple[torch.Tensor, bool]]:
-    """Of the leaves whose flag the forward turned: how it was before."""
-    return [(tensor, flag) for _, flag, tensor in recording.turned.values()]
+    """The leaves whose `requires_grad` the forward changed, each with its value before."""
+    return [(tensor, flag) for _, flag, tensor in recording.autograd.turned.values()]
 
 
 def trace_twice(forward: Forward, put_back: Callable[[Recording, ForwardState], None], origins: Provenance) -> Captured:
-    """What a first look gave, or a second one. Torch's modes are left as they were, wherever an interrupt comes."""
+    """What the first run gave, or the second. Torch's modes are left as they were, wherever an interrupt comes."""
     return restoring(partial(_trace_twice, forward, put_back, origins))
 
 
 def _trace_twice(
     forward: Forward, put_back: Callable[[Recording, ForwardState], None], origins: Provenance
 ) -> Captured:
-    """What a first look gave, or a second one, before which all that the first one changed is put back."""
+    """The first run, or the second, before which everything that the first one changed is put back."""
     compiler_at_start = compiler_if_loaded()
     first = Recording(_name_of(forward.model), forward.beginning.naming)
     deep = torch.is_inference_mode_enabled()  # its tensors have no write counters: every write must be seen
     try:
-        return _look(forward, first, origins, deep)
+        return _trace_once(forward, first, origins, deep)
     except RetraceAtDispatch:
         deep = True
     except ReplaylensError:
         raise
     except Exception:
         if compiler_at_start or not compiler_if_loaded():
-            raise  # else: the compiler was loaded in the middle, and did not know of the capture
+            raise  # else the compiler was loaded during the forward, and did not know of the capture
         deep = False
     require_no_iterators(forward.args, forward.kwargs)
     with drawing_alone():
         put_back(first, forward.beginning)
     try:
         again = evolve(forward, tracer=forward.second or forward.tracer)
-        return _look(again, Recording(first.model_name, first.naming), Provenance(forward.model), deep)
+        return _trace_once(again, Recording(first.model_name, first.naming), Provenance(forward.model), deep)
     except RetraceAtDispatch:
         if not deep:
             raise
         raise CaptureError(
-            "a tensor reached an operation whose origin was not seen, not even among the ATen calls."
+            "an operation received a tensor of unknown origin, even though every ATen call was recorded."
         ) from None
 
 
-def _look(forward: Forward, recording: Recording, origins: Provenance, deep: bool) -> Captured:
+def _trace_once(forward: Forward, recording: Recording, origins: Provenance, deep: bool) -> Captured:
     _require_ready(origins)
     if forward.begun is not None:
         forward.begun((recording, forward.beginning))
@@ -184,50 +185,50 @@ def _look(forward: Forward, recording: Recording, origins: Provenance, deep: boo
         recording.ambient, recording.is_deep = tracer.context(), deep
         recording.default_device = default_device()
         recording.model = forward.model if isinstance(forward.model, FunctionType) else None
-        recording.takes_any_keyword = _takes_any_keyword(forward.model)
-        recording.called_from = callers(sys._getframe())
+        recording.input_facts.takes_any_keyword = _takes_any_keyword(forward.model)
+        recording.run.called_from = callers(sys._getframe())
         recording.inputs, args, kwargs = _take_inputs(tracer, forward.args, forward.kwargs)
         watch = tracer.watch if tracer.deep and tracer.watch is not None else nullcontext()
         counters = counters_of(origins, forward.beginning.snapshot)
-        _watch_arrays(tracer, forward.beginning.snapshot)
+        _expose_arrays(tracer, forward.beginning.snapshot)
         with eager_compiler(), deeper_stack(), listening(tracer), tracer, watch:
-            with timed(recording), _told_of_failure(forward, recording), followed(tracer):
+            with timed(recording), _reporting_failure(forward, recording), followed(tracer):
                 output = _call(forward.model, args, kwargs, tracer)
-            with without_function_modes(), tracer.at_work():
+            with without_function_modes(), tracer.beneath_leaf():
                 tracer.note_other_threads()
                 tracer.note_asked()
                 require_seen(tracer, counters)
-                _take_ends(forward, tracer, output)
+                _record_end(forward, tracer, output)
                 output = output_by_value(tracer, output)
     for tree in (recording.inputs, recording.output, *[handed[1] for handed in recording.scope_outputs]):
         if type(tree) is not ValueId:
             require_room(tree)
-    tracer.watch = None  # they hold each other, and with them every value
+    tracer.watch = None  # a reference cycle, which would keep every value alive
     recording.addresses = origins.addresses
     origins.forget()
     return Captured(recording, output, forward.beginning)
 
 
-def _take_ends(forward: Forward, tracer: Tracer, output: Any) -> None:
-    """What the forward gave, and what it wrote."""
+def _record_end(forward: Forward, tracer: Tracer, output: Any) -> None:
+    """Record what the forward returned, and what it left changed."""
     recording = tracer.recording
     recording.output = freeze_deep(output, tracer.read)
     _require_open(tracer, recording.output)
     note_hooks(tracer)
     note_writes_from_outside(tracer)
-    if recording.turned:
+    if recording.autograd.turned:
         note_flags(tracer)
     take_changes(tracer, forward.beginning.snapshot)
     if tracer.leaves_changes:
-        recording.altered = altered(tracer, forward.beginning.snapshot)
-    recording.computed_again = recomputed_writes(tracer)
+        recording.state.altered = altered(tracer, forward.beginning.snapshot)
+    recording.state.computed_again = recomputed_writes(tracer)
     _take_touched(tracer)
     _require_one_memory(tracer)
     _require_one_storage(tracer, forward.beginning.snapshot)
-    recording.left = tracer.draws.left()
+    recording.rng.left = tracer.draws.left()
     beginning = forward.beginning
-    recording.drawn_elsewhere = (*beginning.dice.moved(), *beginning.snapshot.drew(), *tracer.draws.elsewhere)
-    recording.doubts = tracer.draws.doubts
+    recording.rng.drawn_elsewhere = (*beginning.dice.moved(), *beginning.snapshot.drew(), *tracer.draws.elsewhere)
+    recording.rng.unknown_states = tracer.draws.doubts
     recording.versions = _require_announced(tracer)
     if tracer.leaves_changes:
         keep_by_value(tracer)
@@ -238,11 +239,11 @@ def _take_ends(forward: Forward, tracer: Tracer, output: Any) -> None:
     modules = [scope.module for scope in recording.scopes]
     own = any(module._backward_hooks or module._backward_pre_hooks for module in modules)
     if own or (modules and any(hooks_of_all_modules)):
-        recording.one_way.append("a module's backward hook")
+        recording.autograd.forward_only.append("a module's backward hook")
 
 
 def _require_open(tracer: Tracer, tree: Any) -> None:
-    """Is all that the model computed in its output where a program can put other values?"""
+    """Refuse tensors in the output at places where a program cannot put others."""
     closed = [leaf for leaf in leaves(tree) if type(leaf) is not ValueId and type(leaf) not in ATOMS]
     keys = [key for key in keys_of(tree) if isinstance(key, torch.Tensor)]
     own = tracer.origins.known_modules if closed else frozenset()
@@ -254,17 +255,17 @@ def _require_open(tracer: Tracer, tree: Any) -> None:
                 continue
             what = "a tensor as a key" if leaf is tensor else f"a {type(leaf).__name__} that holds a tensor"
             raise CaptureError(
-                f"the model returned {what} which the forward computed or was given: a replay could put no other "
-                "there.\nReturn such tensors by themselves, in lists, tuples, dicts or attributes of objects."
+                f"the model returned {what} that the forward computed or received: a replay could not replace it.\n"
+                "Return such tensors by themselves, in lists, tuples, dicts or attributes of objects."
             )
 
 
 @contextmanager
-def _told_of_failure(forward: Forward, recording: Recording) -> Iterator[None]:
+def _reporting_failure(forward: Forward, recording: Recording) -> Iterator[None]:
     try:
         yield
     except RetraceAtDispatch:
-        raise  # all is put back before the second look
+        raise  # everything is put back before the second run
     except BaseException:
         if forward.failed is not None:
             with without_function_modes():
@@ -274,8 +275,8 @@ def _told_of_failure(forward: Forward, recording: Recording) -> Iterator[None]:
 
 @outermost
 @boundary
-def _ended(model: Any, args: Any, kwargs: Any) -> Any:
-    """Call the model. A checkpoint that it did not leave by itself is over as well."""
+def _run_model(model: Any, args: Any, kwargs: Any) -> Any:
+    """Call the model. A checkpoint that it did not leave itself ends with it."""
     try:
         return model(*args, **kwargs)
     except BaseException as error:
@@ -286,13 +287,13 @@ def _ended(model: Any, args: Any, kwargs: Any) -> Any:
 @boundary
 def _call(model: Any, args: Any, kwargs: Any, tracer: Tracer) -> Any:
     try:
-        output = _ended(by_its_class(model), args, kwargs)
+        output = _run_model(by_its_class(model), args, kwargs)
     except (RetraceAtDispatch, ReplaylensError):
         raise
     except Exception as error:
         if tracer.refused is not None and tracer.refused is not error:
             raise tracer.refused from error
-        _say_where(error, tracer)
+        _note_where(error, tracer)
         raise
     finally:
         if tracer.functorch:
@@ -301,8 +302,8 @@ def _call(model: Any, args: Any, kwargs: Any, tracer: Tracer) -> Any:
         raise tracer.refused
     if any(isinstance(leaf, GeneratorType) for leaf in leaves(freeze_deep(output, lambda tensor: None))):
         raise CaptureError(
-            "the model returned a generator, which computes after the forward is over. Capture a "
-            "function that returns a list of it."
+            "the model returned a generator, which computes after the forward has ended. Capture a function "
+            "that returns a list of it."
         )
     return output
 
@@ -312,14 +313,14 @@ def record_of(captured: Captured) -> Record:
     hand_on(captured.recording)
     recording, made = captured.recording, freeze(captured.recording)
     homes: dict[int, Any] = {}  # of each module, by id
-    notes, steps = recording.places(), recording.steps
+    notes, steps = recording.state.places(), recording.state.fused_steps
     places = {address_of(made.addresses, note[0]): StatePlace.noted(note, homes, steps) for note in notes}
-    graph = _as_it_was(made.graph, places, recording)
+    graph = _with_original_dtypes(made.graph, places, recording)
     values: dict[Ref, torch.Tensor] = {}
     live: dict[str, torch.Tensor] = {}
     for ref, handle in made.handles.items():
-        if handle not in recording.gone:
-            values[ref] = recording.given.get(handle, recording.values[handle])
+        if handle not in recording.freed:
+            values[ref] = recording.input_facts.copies.get(handle, recording.values[handle])
     for source, node in zip(recording.records, graph.nodes, strict=True):
         if isinstance(node, State) and isinstance(source, SourceRecord):
             value = values[Ref(node.name)]
@@ -330,20 +331,22 @@ def record_of(captured: Captured) -> Record:
         elif isinstance(node, Input) and _is_written_leaf(source, values.get(Ref(node.name))):
             live[node.name] = source.tensor  # type: ignore[union-attr]
     names = {handle: ref.node for ref, handle in made.handles.items()}
-    lent = {address_of(made.addresses, where): (names[source], first) for where, source, first in recording.lent}
+    lent = {
+        address_of(made.addresses, where): (names[source], first) for where, source, first in recording.state.in_inputs
+    }
     versions = Versions((ref, recording.versions[handle]) for ref, handle in made.handles.items() if ref in values)
     account = account_of(recording, made)
-    return Record(graph, values, versions, recording.draws, live, account=account, places=places, lent=lent)
+    return Record(graph, values, versions, recording.rng.draws, live, account=account, places=places, lent=lent)
 
 
 def _is_written_leaf(source: Any, value: torch.Tensor | None) -> bool:
-    """Did the forward write a leaf that it was given, so that what it held before is kept by value?"""
+    """True if the forward wrote a leaf among its inputs, so that its content before is kept by value."""
     return value is not None and value is not source.tensor and value.requires_grad and source.tensor.is_leaf
 
 
-def _as_it_was(graph: Graph, places: dict[str, StatePlace], recording: Recording) -> Graph:
-    """The graph with the dtypes and strides that the model's tensors had: `model.double()` may have come before this
-    was asked.
+def _with_original_dtypes(graph: Graph, places: dict[str, StatePlace], recording: Recording) -> Graph:
+    """The graph with the dtypes and strides that the model's tensors had then: `model.double()` may have been called
+    since.
     """
     nodes: list[Node] = list(graph.nodes)
     for position, (node, source) in enumerate(zip(graph.nodes, recording.records, strict=True)):
@@ -366,13 +369,11 @@ def require_supported(model: Any) -> None:
             f"the model is wrapped in {kind}, whose replicas run in threads. Capture `model.module` instead."
         )
     if not callable(model):
-        raise UnsupportedModel(
-            f"{type(model).__name__} cannot be called. Give a module or a function, then its inputs."
-        )
+        raise UnsupportedModel(f"{type(model).__name__} is not callable. Pass a module or a function, then its inputs.")
 
 
 def iterators_in(*trees: Any) -> list[str]:
-    """The kinds of the iterators of Python's own among inputs: a forward that reads one uses it up."""
+    """The kinds of Python's own iterators among inputs, which a forward that reads them uses up."""
     found = leaves(freeze_deep(trees, lambda tensor: None))
     kinds = [type(leaf) for leaf in found if isinstance(leaf, Iterator)]
     return [kind.__name__ for kind in kinds if not isinstance(getattr(kind, "__next__", None), FunctionType)]
@@ -382,8 +383,8 @@ def require_no_iterators(args: Any, kwargs: Any) -> None:
     """Refuse inputs that a second forward would find empty."""
     for kind in iterators_in(args, kwargs):
         raise CaptureError(
-            f"an iterator is among the inputs (a {kind}), which the first of the forwards that this takes would use up."
-            "\nGive a list of what it gives."
+            f"the inputs contain an iterator (a {kind}), which a second run of the forward would find exhausted.\n"
+            "Pass a list of its items."
         )
 
 
@@ -399,8 +400,7 @@ def _require_ready(origins: Provenance) -> None:
         if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
             kind = type(module).__name__
             raise UnsupportedModel(
-                f"a {kind} has no parameters yet: they are born in the first forward. Run the model "
-                "once, then capture it."
+                f"a {kind} has no parameters yet: its first forward creates them. Run the model once, then capture it."
             )
 
 
@@ -411,15 +411,17 @@ def _name_of(model: Any) -> str:
         return type(inner).__name__
     while isinstance(model, partial):
         model = model.func
-    named = model if inspect.isroutine(model) or isinstance(model, type) else None  # others may answer anything
+    named = (
+        model if inspect.isroutine(model) or isinstance(model, type) else None
+    )  # other objects may return anything as `__name__`
     return str(getattr(named, "__name__", type(model).__name__)).strip("<>")
 
 
 def _take_inputs(tracer: Tracer, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-    """A node for each tensor among the inputs; one that is given twice is one node.
+    """Record each tensor among the inputs once, and return them as a tree with the arguments for the model.
 
-    An input that is also a parameter, buffer or attribute of the model is handed on as an alias: what the model reads
-    of its own and what it was given are two things.
+    An input that is also a parameter, buffer or attribute of the model is passed on as an alias: state that the model
+    reads and an input that it gets are two values.
     """
     counter: list[Any] = []
     own = tracer.origins.was_own
@@ -430,7 +432,7 @@ def _take_inputs(tracer: Tracer, args: Any, kwargs: Any) -> tuple[Any, Any, Any]
             tensor = swapped[id(tensor)]
         elif own(tensor):
             swapped[id(tensor)] = made = tensor.view_as(tensor)
-            tracer.double(tensor, made)
+            tracer.note_alias(tensor, made)
             tensor = made
             tracer.memory.keep_alive.append(tensor)
         known = tracer.memory.read(tensor)
@@ -438,38 +440,38 @@ def _take_inputs(tracer: Tracer, args: Any, kwargs: Any) -> tuple[Any, Any, Any]
             return known
         counter.append(tensor)
         handle = tracer.recording.keep(tensor)
-        if id(tensor) not in tracer.doubled:
-            tracer.recording.input_types[handle] = type(tensor)
+        if id(tensor) not in tracer.aliased:
+            tracer.recording.input_facts.types[handle] = type(tensor)
         tracer.recording.records.append(SourceRecord("input", handle, (len(counter) - 1,), None, tensor))
-        tracer.memory.know(tensor, handle)
+        tracer.memory.register(tensor, handle)
         return handle
 
     tree = freeze_deep((tuple(args), dict(kwargs)), leaf)
     plain = [(path, item) for path, item in walk(tree, named) if type(item) is not ValueId and type(item) not in ATOMS]
     given = [(path, tracer.recording.values[item]) for path, item in walk(tree, named) if type(item) is ValueId]
     hung = [(path, text) for path, tensor in given if (text := attached(tensor)) is not None]
-    tracer.recording.literals = (*[(path, fingerprint(item)) for path, item in plain], *hung)
+    tracer.recording.input_facts.literals = (*[(path, fingerprint(item)) for path, item in plain], *hung)
     if swapped:
         args, kwargs = thaw_shared(tree, lambda leaf: tracer.recording.values[leaf] if type(leaf) is ValueId else leaf)
     return tree, *tracer.given(tree, args, kwargs)
 
 
 def _take_touched(tracer: Tracer) -> None:
-    """Which sources hold memory that was written, or whose address was asked for."""
-    tracer.recording.written.update(tracer.memory.written)
-    tracer.recording.writes = tracer.memory.written
+    """Note the sources whose memory was written, or whose address was read."""
+    tracer.recording.aliasing.written.update(tracer.memory.written)
+    tracer.recording.aliasing.writes = tracer.memory.written
     if not tracer.memory.written and not tracer.exposed:
         return
     for record in tracer.recording.records:
         if isinstance(record, SourceRecord):
             known = tracer.memory.live.get(id(record.tensor))
             if isinstance(known, Alias) and (known.base.version or known.base.exposed is not None):
-                tracer.recording.touched.add(record.returns)
+                tracer.recording.aliasing.touched.add(record.returns)
 
 
-def _watch_arrays(tracer: Tracer, snapshot: Snapshot) -> None:
-    """Arrays of numpy's that hang on the model, or are given to it, over memory of its tensors or inputs: Python may
-    write there at any time, and torch does not see it.
+def _expose_arrays(tracer: Tracer, snapshot: Snapshot) -> None:
+    """Expose tensors under numpy arrays that hang on the model or are among its inputs: Python may write there at any
+    time, and torch does not see it.
     """
     arrays = [value for value, _ in snapshot.restored if hasattr(value, "__array_interface__") and value.size]
     if not arrays:
@@ -480,12 +482,12 @@ def _watch_arrays(tracer: Tracer, snapshot: Snapshot) -> None:
         found = extent(tensor)
         if found is not None and any(found[0] < end and start < found[1] for start, end in bounds):
             tracer.read(tensor)
-            tracer.memory.expose(tensor, is_told=False)
-            tracer.memory.entry(tensor).base.is_kept = tracer.exposed = True
+            tracer.memory.expose(tensor, is_content_read=False)
+            tracer.memory.alias_of(tensor).base.is_kept = tracer.exposed = True
 
 
 def _bounds_of(array: Any) -> tuple[int, int]:
-    """The first address that an array of numpy's looks at, and the first after it."""
+    """The first address of a numpy array, and the first one past it."""
     steps = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)]
     start: int = array.__array_interface__["data"][0]
     return start + sum(step for step in steps if step < 0), start + sum(
@@ -494,14 +496,16 @@ def _bounds_of(array: Any) -> tuple[int, int]:
 
 
 def _require_one_memory(tracer: Tracer) -> None:
-    """Refuse what was written from outside of torch, by numpy or through an address, where inputs or tensors of the
-    model's look at the same memory by no call that was seen: their values were recorded as they were found, then or
-    later. A write by torch makes them views of one memory before it happens.
+    """Refuse memory that was written from outside torch if inputs or tensors of the model's share it by no recorded
+    call.
+
+    Their values were recorded as found, before the write or after. (A write by torch makes them views of one base
+    first.)
     """
     memory = tracer.memory
     if not memory.bases:
         return
-    rewritten = {id(base) for base, _ in memory.rewritten}
+    rewritten = {id(base) for base, _ in memory.external_writes}
     bases = {id(one.base): one.base for one in memory.live.values() if isinstance(one, Alias)}
     for key, base in bases.items():
         if base.exposed is None or (key not in rewritten and same_content(base.root, base.exposed)):
@@ -512,9 +516,10 @@ def _require_one_memory(tracer: Tracer) -> None:
             known = memory.live.get(id(record.tensor))
             if (not isinstance(known, Alias) or known.base is not base) and may_overlap(record.tensor, base.root):
                 raise CaptureError(
-                    f"memory of a tensor {tuple(base.root.shape)} was written by numpy, or by others that torch does "
-                    f"not see, and {_article(record.kind)} {tuple(record.tensor.shape)} looks at it as well. Which of "
-                    "them has which value cannot be known.\nGive copies, or write by torch."
+                    f"memory of a tensor {tuple(base.root.shape)} was written by numpy, or by other code that torch "
+                    f"does not see, and {_article(record.kind)} {tuple(record.tensor.shape)} shares it. Which of them "
+                    "holds which value cannot be known.\n"
+                    "Pass copies, or write through torch."
                 )
 
 
@@ -523,8 +528,8 @@ def _article(kind: str) -> str:
 
 
 def _require_one_storage(tracer: Tracer, snapshot: Snapshot) -> None:
-    """Refuse memory that numpy, dlpack or the like made another storage of, when it is written: of inputs, and of all
-    that the model holds, read or not.
+    """Refuse writes to memory that lies under two storages, through numpy or dlpack, of inputs or of anything that the
+    model holds.
     """
     memory = tracer.memory
     if not memory.written:
@@ -545,14 +550,15 @@ def _require_one_storage(tracer: Tracer, snapshot: Snapshot) -> None:
             if (number in written or other in written) and storage_of(one) != storage_of(two):
                 tensor, what = (two, kind_of_two) if kind_of_two == "input" else (one, kind)
                 raise CaptureError(
-                    f"{_article(what)} {tuple(tensor.shape)} lies in the memory of another tensor of the forward's, "
-                    "through numpy, dlpack or the like, and one of them is written: which value is in it when cannot "
-                    "be known.\nGive copies, or views that torch made."
+                    f"{_article(what)} {tuple(tensor.shape)} shares memory with another tensor of the forward through "
+                    "numpy, dlpack or the like, and one of them is written: which value it holds when cannot be "
+                    "known.\n"
+                    "Pass copies, or views made by torch."
                 )
 
 
 def _takes_any_keyword(model: Any) -> bool:
-    """Can the forward see in which order its keywords were given?"""
+    """True if the forward takes `**kwargs`, so that it can see their order."""
     while isinstance(model, partial):
         model = model.func
     found = inspect.getattr_static(type(model), "forward", None) if isinstance(model, nn.Module) else model
@@ -564,25 +570,24 @@ def _takes_any_keyword(model: Any) -> bool:
 
 
 def _require_announced(tracer: Tracer) -> list[int]:
-    """The write counters of all values at the end, if nothing was written that nobody announced."""
+    """The write counters of all values at the end. Refuses writes that no call announced."""
     values = tracer.recording.values
     counters = versions_of(values)
     if counters == tracer.recording.versions:
         return counters
-    for tensor, _ in tracer.memory.unannounced():
+    for tensor, _ in tracer.memory.unannounced_writes():
         if not tracer.deep:
             raise RetraceAtDispatch
         raise UnannouncedWrite(
-            f"a tensor {tuple(tensor.shape)} was written during the forward by something that was not "
-            "seen: another thread, an "
-            "extension, or a call that hides from torch. Nothing recorded after the write can be "
-            "trusted, so there is no program."
+            f"a tensor {tuple(tensor.shape)} was written during the forward by code that the capture did not "
+            "see: another thread, an extension, or a call that hides from torch. No value recorded after the "
+            "write can be trusted, so there is no program."
         )
     return counters
 
 
-def _say_where(error: Exception, tracer: Tracer) -> None:
-    """Say where in the model its own exception came from."""
+def _note_where(error: Exception, tracer: Tracer) -> None:
+    """Add to the model's own exception where in the model it was raised."""
     done = sum(1 for entry in tracer.recording.records if not isinstance(entry, SourceRecord))
     module = tracer.recording.scopes[tracer.failed_scope].module if tracer.failed_scope >= 0 else None
     inside = f" inside {type(module).__name__}" if module is not None else ""
@@ -597,7 +602,7 @@ def _say_where(error: Exception, tracer: Tracer) -> None:
 
 
 def put_back(recording: Recording, beginning: ForwardState) -> None:
-    """Undo what a first look changed, before the second."""
+    """Undo what the first run changed, before the second."""
     put_generators_back(recording)
     beginning.put_back()
     turn_back(flags_of(recording))
@@ -613,85 +618,72 @@ def put_back(recording: Recording, beginning: ForwardState) -> None:
 
 
 def put_generators_back(recording: Recording) -> None:
-    """Every generator as it was before the first draw."""
-    for generator, state in recording.generators.values():
+    """Give every generator the state it had before its first draw."""
+    for generator, state in recording.rng.generators.values():
         generator.set_state(state)
 
 
-@contextmanager
-def deeper_stack() -> Iterator[None]:
-    """Room on Python's stack for the tracer's own frames, two at each module call: what the model alone has room for
-    has room under a capture. Process-wide: put back by the last capture.
-    """
-    token = object()
-    try:
-        try:
-            alone(_compiler_lock, partial(_deepens, token))
-            yield
-        finally:
-            alone(_compiler_lock, partial(_is_shallow_again, token))
-    finally:  # again: an interrupt may have come before, or in it
-        alone(_compiler_lock, partial(_is_shallow_again, token))
+@define(eq=False)
+class _ProcessSetting:
+    """A setting of the whole process that captures need otherwise: the first changes it, the last puts it back."""
+
+    read: Callable[[], Any]
+    change: Callable[[Any], Any]  # called with the user's setting, as is `restore`
+    restore: Callable[[Any], Any]
+    users: dict[object, int] = field(factory=dict)  # a token for each capture, and its thread
+    before: list[Any] = field(factory=list)  # the user's setting, while it is changed
+
+    def changed(self) -> AbstractContextManager[None]:
+        token = object()
+        return during(_settings_lock, partial(self._enter, token), partial(self._leave, token))
+
+    def _enter(self, token: object) -> None:
+        self.users[token] = get_ident()
+        if not self.before:
+            self.before.append(self.read())
+            self.change(self.before[0])
+
+    def _leave(self, token: object) -> None:
+        self.users.pop(token, None)
+        if not self.users and self.before:
+            self.restore(self.before[0])
+            self.before.clear()
+
+    def in_child(self) -> None:
+        """After a fork: only the thread that forked is still there."""
+        for token in [token for token, thread in self.users.items() if thread != get_ident()]:
+            self._leave(token)
 
 
-def _deepens(token: object) -> None:
-    _deeper[token] = get_ident()
-    if not _limits:
-        _limits.append(sys.getrecursionlimit())
-        sys.setrecursionlimit(2 * _limits[0] + 500)
+def deeper_stack() -> AbstractContextManager[None]:
+    """Within, Python's stack has room for the tracer's own frames, two per module call."""
+    return _stack_limit.changed()
 
 
-def _is_shallow_again(token: object) -> None:
-    _deeper.pop(token, None)
-    if not _deeper and _limits:
-        sys.setrecursionlimit(_limits[0])
-        _limits.clear()
+def eager_compiler() -> AbstractContextManager[None]:
+    """Within, compiled modules run eagerly."""
+    return nullcontext() if _dynamo() is None else _stance.changed()
 
 
-_deeper: dict[object, int] = {}  # the captures that want room, and their threads
-_limits: list[int] = []  # the user's limit, while there are some
-_compiler_lock = RLock()
-_eager: dict[object, int] = {}  # the captures that want the compiler to run nothing, and their threads
-_stances: list[Any] = []  # the user's, while there are some
+def _dynamo() -> Any:
+    return compiler_if_loaded("torch._dynamo.eval_frame")
 
 
-@contextmanager
-def eager_compiler() -> Iterator[None]:
-    """Compiled modules run eagerly meanwhile. The stance is process-wide: put back by the last capture."""
-    dynamo, token = compiler_if_loaded("torch._dynamo.eval_frame"), object()
-    if dynamo is None:
-        yield
-        return
-    try:
-        try:
-            alone(_compiler_lock, partial(_compiles_nothing, dynamo, token))
-            yield
-        finally:
-            alone(_compiler_lock, partial(_compiles_again, dynamo, token))
-    finally:  # again: an interrupt may have come before, or in it
-        alone(_compiler_lock, partial(_compiles_again, dynamo, token))
-
-
-def _compiles_nothing(dynamo: Any, token: object) -> None:
-    _eager[token] = get_ident()
-    if not _stances:
-        _stances.append(dynamo._stance)
-        dynamo._set_stance(dynamo.DynamoStance("force_eager"))
-
-
-def _compiles_again(dynamo: Any, token: object) -> None:
-    _eager.pop(token, None)
-    if not _eager and _stances:
-        dynamo._set_stance(_stances[0])
-        _stances.clear()
+_settings_lock = RLock()
+_stack_limit = _ProcessSetting(
+    sys.getrecursionlimit, lambda limit: sys.setrecursionlimit(2 * limit + 500), sys.setrecursionlimit
+)
+_stance = _ProcessSetting(
+    lambda: _dynamo()._stance,
+    lambda _: _dynamo()._set_stance(_dynamo().DynamoStance("force_eager")),
+    lambda stance: _dynamo()._set_stance(stance),
+)
 
 
 def _in_a_child() -> None:
-    freed(_compiler_lock)
-    for token in [token for token, thread in _eager.items() if thread != get_ident()]:
-        _compiles_again(compiler_if_loaded("torch._dynamo.eval_frame"), token)
-    for token in [token for token, thread in _deeper.items() if thread != get_ident()]:
-        _is_shallow_again(token)
+    freed(_settings_lock)
+    _stance.in_child()
+    _stack_limit.in_child()
 
 
 in_children(_in_a_child)

@@ -51,20 +51,20 @@ def recomputed_writes(recorder: Recorder) -> list[tuple[Any, str]]:
     another tensor that is made of what stood there; one that is made of other things comes out the same again.
     """
     recording = recorder.recording
-    again, values = recording.written_again, recording.values
-    found = {id(last): last in again or id(values[last]) in again for _, last in recording.changes}
-    if not all(found.values()) and (recording.checkpointed or _may_be_hidden(recorder)):
+    again, values = recording.checkpoints.written, recording.values
+    found = {id(last): last in again or id(values[last]) in again for _, last in recording.state.changes}
+    if not all(found.values()) and (recording.checkpoints.records or _may_be_hidden(recorder)):
         made = {int(h): n for n, record in enumerate(recording.records) for _, h in parts_of(record.returns)}
-        wheres = {(id(module), key) for (module, key), _ in recording.changes}
-        for _, last in recording.changes:
-            inside = made.get(int(last)) in recording.checkpointed or not recording.checkpointed
+        wheres = {(id(module), key) for (module, key), _ in recording.state.changes}
+        for _, last in recording.state.changes:
+            inside = made.get(int(last)) in recording.checkpoints.records or not recording.checkpoints.records
             found[id(last)] |= inside and _is_made_of(recording, made, last, wheres)
-    return [where for where, last in recording.changes if found[id(last)]]
+    return [where for where, last in recording.state.changes if found[id(last)]]
 
 
 def _may_be_hidden(recorder: Recorder) -> bool:
     """Without gradients a checkpoint leaves no mark. Does the model's code speak of one?"""
-    if recorder.recording.ambient[0] or not recorder.recording.changes:
+    if recorder.recording.ambient[0] or not recorder.recording.state.changes:
         return False
     code = code_of(recorder.recording.model, recorder.origins.modules)
     return any("checkpoint" in name for one in code for name in one.co_names)

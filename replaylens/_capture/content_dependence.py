@@ -1,12 +1,8 @@
-"""Does the shape of what a call gave depend on content? Known from the record, once the forward is over.
+"""Which calls depend on content in more than their values: in the shape they give, or in whether they raise.
 
-In: the nodes of a graph. Out: the same, the calls marked of which it does. Nothing is asked while the model runs: to
-read a shape stays free.
-
-Which calls, that nothing the model gives needs, can raise on other values? The model may catch what they raise.
-
-In: the nodes of a graph, and what is needed of them. Out: guards that have such calls run again when a change reaches
-them. Whatever else runs in a replay shows by itself that it raises.
+In: the nodes of a Graph, once the forward is over. Out: the nodes, marked where the same call on other values can give
+another shape; and completion guards, for calls that can raise on other values and whose result nothing needs (the model
+may catch what they raise). Nothing is asked while the model runs: reading a shape stays free.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ Meaning = Callable[[Ref], TensorSpec]
 
 
 def with_dynamic_shapes(nodes: list[Node]) -> list[Node]:
-    """The nodes, those calls marked of which the same call on other values can give another shape."""
+    """The nodes; `is_dynamic` is set on each call that can give another shape on other values."""
     places = {node.name: number for number, node in enumerate(nodes)}
 
     def meaning(ref: Ref) -> TensorSpec:
@@ -56,13 +52,13 @@ def _is_dynamic(call: Call, meaning: Meaning) -> bool:
 
 
 def _is_known(function: Any) -> bool:
-    """Does a function that torch wrote in Python stand for an operator, whose schema tells?"""
+    """True if a function written in Python by torch stands for an operator, whose schema tells its shape."""
     home = getattr(function, "__module__", None) or ""
     return home.startswith(("torch.nn.functional", "torch._jit_internal")) and bool(info(function).giving)
 
 
 def _keeps_shapes(call: Call) -> bool:
-    """A write in place that gives nothing besides what it wrote: that has the shape that it had."""
+    """True for a write in place that gives nothing besides its targets: these keep their shape."""
     if not isinstance(call, Write) or call.writes_out:
         return False
     return not refs_in(call.gives.result)
@@ -86,7 +82,7 @@ def _decides(op: OpInfo, call: Call, meaning: Meaning) -> bool:
 
 
 def _by_content(index: Any, meaning: Meaning) -> bool:
-    """A mask, or a slice between tensors; whole numbers only say where."""
+    """True for a mask, or a slice whose ends are tensors; index tensors do not decide a shape."""
     if type(index) is Ref:
         return meaning(index).dtype in (torch.bool, torch.uint8)
     if isinstance(index, Branch) and index.kind is slice:
@@ -96,7 +92,7 @@ def _by_content(index: Any, meaning: Meaning) -> bool:
 
 
 def _is_number(leaf: Any, meaning: Meaning) -> bool:
-    """A whole number that is a tensor: torch reads it where it wants a number."""
+    """True for a whole number that is a tensor: torch reads its content where it takes a number."""
     if type(leaf) is not Ref:
         return False
     known = meaning(leaf)
@@ -104,7 +100,7 @@ def _is_number(leaf: Any, meaning: Meaning) -> bool:
 
 
 def _in_places_of_numbers(call: Call) -> Iterator[Any]:
-    """What stands where the operator takes numbers, or takes more than its schema has places for."""
+    """The arguments where the operator takes numbers, and those that its schema has no place for."""
     op = info(call.target)
     places, names = _places_of_numbers(op) if op.giving else ([], {})
     for number, arg in enumerate(call.args):
@@ -120,7 +116,7 @@ _NUMBERS = ("int", "SymInt", "number", "Scalar")  # in the words of a schema
 
 @cache
 def _places_of_numbers(op: OpInfo) -> tuple[list[bool], dict[str, bool]]:
-    """Where an operator takes whole numbers, in order and by name."""
+    """Whether each argument of an operator takes whole numbers, in order and by name."""
     by_place: dict[int, bool] = {}
     by_name: dict[str, bool] = {}
     for overload in op.giving:
@@ -132,8 +128,8 @@ def _places_of_numbers(op: OpInfo) -> tuple[list[bool], dict[str, bool]]:
 
 
 def completions(nodes: list[Node], needed: Iterable[str], catches: bool) -> Iterator[Guard]:
-    """A guard for each call that can raise and that nothing needed depends on. Where the model `catches` nothing, one
-    that raises by memory layouts or flags alone is none of them.
+    """A guard for each call that can raise and that nothing needed depends on. `catches`: the model catches exceptions;
+    otherwise calls that raise by layout or flags alone are left out.
     """
     if not any(isinstance(node, Call) and _can_raise(node, catches) for node in nodes):
         return

@@ -1,7 +1,7 @@
-"""What kind of call is this? One Rule for each torch function, made once and kept.
+"""How each torch function is recorded: one Rule per function, made once and cached.
 
-In: a callable as the function mode sees it. Out: a Rule: pass it on, open it, record it; does it write, draw, let
-content out of torch. What is known of the function is in `_ir/ops.py`.
+In: a callable as the function mode sees it. Out: a Rule: pass it on, open it or record it; whether it writes, draws, or
+reads content. What is known of the function itself is in `_ir/ops.py`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Handling(enum.Enum):
     FRESH = "one operation, whose output never shares memory"
     RELU = "F.relu, opened by hand"
     OPEN = "run its Python body under the mode"
-    OPAQUE = "one operation of which nothing is known beforehand"
+    OPAQUE = "one operation, of which nothing is known"
     ESCAPE = "content leaves torch"
     EXPOSE = "memory leaves torch"
-    SPECIAL = "has a way of its own: see Tracer"
+    SPECIAL = "handled by a method `_special_*` of Tracer"
 
 
 @frozen
@@ -39,18 +39,18 @@ class Rule:
     """How one torch function is recorded."""
 
     how: Handling
-    kind: str = ""  # what a person calls it: conv2d, maxpool2d
+    kind: str = ""  # as users write it: conv2d, maxpool2d
     writes: Callable[[tuple[Any, ...], dict[str, Any]], list[torch.Tensor]] | None = None
     reshapes: bool = False  # changes its first argument's geometry, not its content
     may_draw: bool = False
-    is_dynamic: bool = False  # nothing is known of the shape that it gives: of other calls, dynamic.py knows
-    is_identity: bool = False  # may give its argument back: its value gets a name of its own
+    is_dynamic: bool = False  # nothing is known of its output shape; for others see content_dependence.py
+    is_identity: bool = False  # may return its argument: its output gets an alias
     is_undefined: bool = False  # gives memory with undefined content
     special: str = ""
-    is_usual: Callable[[], bool] | None = None  # are the switches that it goes by as torch has them?
+    is_usual: Callable[[], bool] | None = None  # returns True while the settings that select its kernel are torch's own
 
 
-# What the tracer has a way of its own for: `_special_*`.
+# By the name of the function: the method `_special_*` of Tracer that handles it.
 SPECIALS = {
     "backward": "backward",
     "__deepcopy__": "deepcopy",
@@ -66,7 +66,7 @@ SPECIALS = {
 
 @cache
 def rule_of(function: Callable[..., Any]) -> Rule:
-    """The rule for a function, by its name, its schema and what it is written in."""
+    """The rule of a function, by its name, its schema and the language it is written in."""
     if isinstance(function, (OpOverload, OpOverloadPacket)):
         return _operator_rule(function)
     if isinstance(function, HigherOrderOperator):
@@ -127,7 +127,7 @@ def _named_rule(function: Callable[..., Any], op: OpInfo) -> Rule:
 
 
 def is_new_memory(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Is it `tensor.new(*sizes)`, whose content is undefined? Of a tensor or a list it gives a copy."""
+    """True for `tensor.new(*sizes)`, whose content is undefined. Of a tensor or a list, `new` gives a copy."""
     return getattr(function, "__name__", "") == "new" and all(isinstance(arg, (int, torch.Size)) for arg in args[1:])
 
 
@@ -147,7 +147,7 @@ def _property_rule(op: OpInfo, word: str) -> Rule:
 
 
 def _operator_rule(function: Any) -> Rule:
-    """The rule of a `torch.ops` call: its schema tells."""
+    """The rule of a `torch.ops` call, by its schema."""
     op = info(function)
     name, kind, is_known = op.name, kind_of(op.name), op.is_torchs
     if name in ("lift_fresh", "lift"):
@@ -156,7 +156,7 @@ def _operator_rule(function: Any) -> Rule:
         return Rule(Handling.PASS)
     if op.is_data_dependent:
         return Rule(Handling.ESCAPE, kind)
-    if name == "set_" and "source" in getattr(function, "_overloadname", ""):  # no mode sees it
+    if name == "set_" and "source" in getattr(function, "_overloadname", ""):  # no mode sees the write
         return Rule(Handling.SPECIAL, kind, special="assign")
     if op.reshapes:
         return Rule(Handling.LEAF, kind, writes=_first_tensors, reshapes=True)
@@ -211,7 +211,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def may_open(function: FunctionType) -> bool:
-    """Is this a torch function written in Python that asks `has_torch_function` first, so that its body can run?"""
+    """True for a torch function written in Python that checks `has_torch_function` first, so that its body can run."""
     names = function.__code__.co_names
     asks = any(name.startswith("has_torch_function") for name in names)
     own = function.__globals__.get("__name__") != "torch._jit_internal" and "overrides" not in names

@@ -33,10 +33,11 @@ from ..errors import CaptureError, ReplaylensError
 from .aliasing import AliasTracker, Storage
 from .capture import Forward, require_supported, trace_twice
 from .dispatch import Rule
+from .freeze import account_of, freeze
 from .output_aliases import hand_on
 from .provenance import Moment, Provenance
 from .recorder import RetraceAtDispatch
-from .recording import Recording, account_of, freeze
+from .recording import Recording
 from .rng import Draw, DrawLog, draws_nothing
 from .snapshot import ForwardState, ModelState, RngState, Snapshot
 from .tracer import Tracer
@@ -77,16 +78,16 @@ class FakeTracer(Tracer):
     def __init__(self, recording: Recording, origins: Provenance, date: Moment, deep: bool, unknown: str) -> None:
         super().__init__(recording, origins, date, deep, unknown)
         self.memory = _Blank(recording)
-        self.draws = _Undrawn(recording.draws, recording.generators, recording.follows)
+        self.draws = _Undrawn(recording.rng.draws, recording.rng.generators, recording.rng.follows)
         self.is_special = True  # every call comes to the slower door
 
-    def _special_door(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
+    def _in_region(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         if _dispatch_modes() < self.outer_modes:  # how the mode makes fake tensors is no call of the model's
             return func(*args, **kwargs)
         if self.watch is None and not self.functorch and _peek() is None and forward_ad._current_level < 0:
             return self._open_or_call(rule, func, args, kwargs)
         try:
-            return super()._special_door(rule, func, args, kwargs)
+            return super()._in_region(rule, func, args, kwargs)
         finally:
             self.is_special = True
 

@@ -49,9 +49,9 @@ def hook(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
     function = args[1] if len(args) > 1 else kwargs["hook"]
     site = recorder.site()
     is_late = _is_read(recorder.recording, source)
-    handle = recorder.know_again(tensor)
-    recorder.memory.same_as[handle] = source
-    recorder.recording.hooks.append((handle, removable, is_late))
+    handle = recorder.register_again(tensor)
+    recorder.memory.same_data_as[handle] = source
+    recorder.recording.autograd.hooks.append((handle, removable, is_late))
     recorder.append(hooked, Rule(Handling.LEAF, _HOOK), [source, function], {}, handle, site, None, False)
     _in_turn(recorder.recording)
     return removable
@@ -60,13 +60,13 @@ def hook(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
 def _in_turn(recording: Recording) -> None:
     """Of hooks on one value a gradient comes first to the one that was there first: that is the last of the calls."""
     chain = list(_chain(recording))
-    hooks = {handle: (removable, is_late) for handle, removable, is_late in recording.hooks}
+    hooks = {handle: (removable, is_late) for handle, removable, is_late in recording.autograd.hooks}
     held = [(record.function, record.args[1:], hooks.pop(record.returns, None)) for _, record in chain]
     for (number, record), (function, more, noted) in zip(chain, [*held[1:], held[0]], strict=True):
         recording.records[number] = record._replace(function=function, args=[record.args[0], *more])
         if noted is not None:
             hooks[record.returns] = noted
-    recording.hooks[:] = [(handle, *hooks[handle]) for handle in sorted(hooks)]
+    recording.autograd.hooks[:] = [(handle, *hooks[handle]) for handle in sorted(hooks)]
 
 
 def _chain(recording: Recording) -> Iterator[tuple[int, CallRecord]]:
@@ -101,13 +101,13 @@ def _reads(record: CallRecord) -> list[Any]:
 def settle_hooks(recording: Recording) -> None:
     """Of the hooks that are gone by now only the value stays."""
     staying = []
-    for handle, removable, is_late in recording.hooks:
+    for handle, removable, is_late in recording.autograd.hooks:
         held = removable.hooks_dict_ref()
         if held is not None and removable.id in held:
             staying.append((handle, removable, is_late))
         else:
             _take_out(recording, handle)
-    recording.hooks[:] = staying
+    recording.autograd.hooks[:] = staying
 
 
 def _take_out(recording: Recording, handle: ValueId) -> None:
@@ -120,12 +120,12 @@ def note_hooks(recorder: Recorder) -> None:
     """What no replay can give of the hooks that are there when the forward is over."""
     recording = recorder.recording
     settle_hooks(recording)
-    if any(is_late for _, _, is_late in recording.hooks):
-        recording.one_way.append(HOOK_LATE)
-    for _, removable, _ in recording.hooks:
+    if any(is_late for _, _, is_late in recording.autograd.hooks):
+        recording.autograd.forward_only.append(HOOK_LATE)
+    for _, removable, _ in recording.autograd.hooks:
         hook = (removable.hooks_dict_ref() or {}).get(removable.id)
         if any(_is_of_forward(recorder, tensor) for tensor in _tensors_of(hook)):
-            recording.one_way.append(HOOK_READS)
+            recording.autograd.forward_only.append(HOOK_READS)
 
 
 def _is_of_forward(recorder: Recorder, tensor: torch.Tensor) -> bool:

@@ -12,9 +12,8 @@ import torch
 
 from .._ir.autograd import needing, standing
 from .dispatch import Handling, Rule
-from .opaque_regions import reads_of
 from .recorder import Recorder
-from .recording import CallRecord, SourceRecord, ValueId
+from .recording import CallRecord, SourceRecord, ValueId, reads_of
 
 
 def turn(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
@@ -30,8 +29,8 @@ def turn(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
     source = recorder.read(tensor)
     _keep_as_it_was(recorder, source, tensor, before)
     result = func(*args, **kwargs)
-    first, flag, _ = recorder.recording.turned.setdefault(id(tensor), (source, before, tensor))
-    if wanted == flag and first in recorder.memory.same_content(source):
+    first, flag, _ = recorder.recording.autograd.turned.setdefault(id(tensor), (source, before, tensor))
+    if wanted == flag and first in recorder.memory.equal_values(source):
         _hold(recorder, tensor, first)
     elif not wanted:
         _hold(recorder, tensor, _written_down(recorder, tensor, torch.Tensor.detach, source))
@@ -47,16 +46,16 @@ def _keep_as_it_was(recorder: Recorder, source: ValueId, tensor: torch.Tensor, f
     values = recorder.recording.values
     is_given = any(isinstance(r, SourceRecord) and r.returns == source for r in recorder.recording.records)
     if values[source] is tensor and not is_given:
-        with recorder.at_work():
+        with recorder.beneath_leaf():
             values[source] = tensor.detach().requires_grad_(flag)
 
 
 def _written_down(recorder: Recorder, tensor: torch.Tensor, function: Any, *reads: ValueId) -> ValueId:
     """The call that stands for the turn: what it gives has the content of the last thing that it reads."""
     flag = function is not torch.Tensor.detach
-    with recorder.at_work():
+    with recorder.beneath_leaf():
         handle = recorder.recording.keep(tensor.detach().requires_grad_(flag))
-    recorder.memory.same_as[handle] = reads[-1]
+    recorder.memory.same_data_as[handle] = reads[-1]
     rule = Rule(Handling.LEAF, "requiresgrad")
     recorder.append(function, rule, list(reads), {}, handle, recorder.site(), None, False)
     return handle
@@ -64,7 +63,7 @@ def _written_down(recorder: Recorder, tensor: torch.Tensor, function: Any, *read
 
 def _hold(recorder: Recorder, tensor: torch.Tensor, handle: ValueId) -> None:
     """From here on the tensor holds this value."""
-    entry = recorder.memory.entry(tensor)
+    entry = recorder.memory.alias_of(tensor)
     entry.handle = handle
     if not entry.steps:
         entry.base.handle = handle
@@ -79,9 +78,9 @@ def note_flags(recorder: Recorder) -> None:
     own = {
         record.returns for record in recording.records if isinstance(record, SourceRecord) and record.kind != "input"
     }
-    for first, flag, tensor in recording.turned.values():
+    for first, flag, tensor in recording.autograd.turned.values():
         if first in own and tensor.requires_grad != flag and _is_read_with_gradients(recorder, first, flag):
-            recording.left_turned.append((tensor, not flag))
+            recording.autograd.left_turned.append((tensor, not flag))
 
 
 def _is_read_with_gradients(recorder: Recorder, first: ValueId, flag: bool) -> bool:
@@ -91,7 +90,7 @@ def _is_read_with_gradients(recorder: Recorder, first: ValueId, flag: bool) -> b
     for record in recording.records:
         if not isinstance(record, CallRecord):
             continue
-        if record.kind == "requiresgrad" and first in recorder.memory.same_content(record.args[-1]):
+        if record.kind == "requiresgrad" and first in recorder.memory.equal_values(record.args[-1]):
             values.update({record.returns} if record.function is not torch.Tensor.detach else ())
         elif record.context[0] and not values.isdisjoint(reads_of(record)):
             return True

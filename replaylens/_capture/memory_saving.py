@@ -58,7 +58,7 @@ class MemorySavingTracer(Tracer):
     ) -> None:
         super().__init__(recording, origins, date, deep, unknown)
         self.guess = SaveGuess(wish, recording, addresses(origins.table))
-        self.shedding = ValueDropper(recording, self.memory, self.doubled, self.aliases)
+        self.shedding = ValueDropper(recording, self.memory, self.aliased, self.aliases)
         recording.records = _ObservedList(self._noted)
         recording.scope_outputs = _ObservedList(self._left)
         recording.values = _RecordedValues(self.shedding.forget)
@@ -160,7 +160,7 @@ class ValueDropper:
 
     recording: Recording
     memory: AliasTracker
-    doubled: set[int]
+    aliased: set[int]
     aliases: dict[int, HandOff]
     watched: dict[int, WatchedTensor] = field(factory=dict)  # by the tensor's id
     young: dict[int, int] = field(factory=dict)  # id -> how often it was looked at
@@ -169,7 +169,7 @@ class ValueDropper:
 
     def spare(self, handle: ValueId) -> None:
         """Nobody wants this value."""
-        self.recording.spare.add(handle)
+        self.recording.unwanted.add(handle)
         tensor = _held(self.recording.values, handle)
         if type(tensor) is Freed:
             return
@@ -182,13 +182,13 @@ class ValueDropper:
 
     def keep(self, handle: ValueId) -> None:
         """This value is wanted."""
-        self.recording.spare.discard(handle)
+        self.recording.unwanted.discard(handle)
         tensor = _held(self.recording.values, handle)
         self._drop(id(tensor))
 
     def forget(self, first: int) -> None:
         """The values from this number on were taken back."""
-        gone, spare = self.recording.gone, self.recording.spare
+        gone, spare = self.recording.freed, self.recording.unwanted
         for handle in [handle for handle in gone if handle >= first]:
             del gone[handle]
         spare.difference_update([handle for handle in spare if handle >= first])
@@ -233,11 +233,11 @@ class ValueDropper:
             return False
         self._require_announced(watched.tensor, known)
         for handle in mine:
-            self.recording.let_go(handle)
+            self.recording.free(handle)
         if key is not None and is_listed:
             del self.memory.by_storage[key]
         self.memory.live.pop(number, None)
-        self.doubled.discard(number)
+        self.aliased.discard(number)
         self.aliases.pop(number, None)
         self._drop(number)
         return True

@@ -43,14 +43,13 @@ from .._ir.trees import ATOMS, Branch, attributes_of, leaves, own, own_attribute
 from .._ir.util import cached_property
 from .._ir.write import mutate
 from .aliasing import Alias, AliasTracker
+from .freeze import frozen_context, stale_views
 from .recording import (
     Addresses,
     CallRecord,
     GuardRecord,
     Recording,
     ValueId,
-    bypassed,
-    frozen_context,
     handles_in,
     parts_of,
 )
@@ -220,14 +219,14 @@ def is_handing(record: Any) -> TypeGuard[CallRecord]:
 
 def hand_on(recording: Recording) -> None:
     """Give what modules hand on a name of its own where it needs one, and nowhere else; once."""
-    if recording.is_handed_on:
+    if recording.hand_offs.is_settled:
         return
-    recording.is_handed_on = True
+    recording.hand_offs.is_settled = True
     known = recording.addresses() if recording.addresses else Addresses({})
     recording.addresses = lambda: known
     roots = {number for number, address in known.modules.items() if not address}
-    again = {h for h, (first, count) in recording.twice.items() if first in recording.writes[count:]}
-    recording.written_twice |= {r.returns for r in recording.records if is_handing(r) and r.returns in again}
+    again = {h for h, (first, count) in recording.hand_offs.twice.items() if first in recording.aliasing.writes[count:]}
+    recording.hand_offs.written_twice |= {r.returns for r in recording.records if is_handing(r) and r.returns in again}
     found = _Readers(recording)
     idle = found.idle()
     if idle:
@@ -282,7 +281,7 @@ class _Readers:
                     self.memory.update({h for _, h in parts_of(item.returns)}.difference(leaves(item.result)))
         for guard in recording.guards:
             self._note(guard.position, (*guard.args, *(guard.kwargs or {}).values()))
-        self._note(self.end, (recording.output, tuple([last for _, last in recording.changes])))
+        self._note(self.end, (recording.output, tuple([last for _, last in recording.state.changes])))
         for positions in self.of.values():
             positions.sort()
 
@@ -301,9 +300,13 @@ class _Readers:
         """The aliases that tell nothing apart: nothing else reads what they are of, or nothing reads either later."""
         found: set[int] = set()
         patched = set(self.recording.patched.values())
-        late = bypassed(self.recording)
+        late = stale_views(self.recording)
         for position, record in self.handings:
-            if position in patched or record.returns in late or record.returns in self.recording.written_twice:
+            if (
+                position in patched
+                or record.returns in late
+                or record.returns in self.recording.hand_offs.written_twice
+            ):
                 continue
             if record.is_differentiated and not self.is_made_within(record.args[0]):
                 continue
@@ -334,19 +337,21 @@ def _needed(recording: Recording, found: _Readers, given: list[Any], again: set[
             module = id(recording.scopes[scope].module)
             is_again = (module, leaf) in before
             before.add((module, leaf))
-            is_twice = leaf in again and leaf not in recording.written_twice and every.count(leaf) > 1
-            is_within = scope in recording.differentiated and leaf not in now and not found.is_made_within(leaf)
+            is_twice = leaf in again and leaf not in recording.hand_offs.written_twice and every.count(leaf) > 1
+            is_within = (
+                scope in recording.hand_offs.differentiated and leaf not in now and not found.is_made_within(leaf)
+            )
             if leaf in patched or not (tells_apart or is_memory or is_again or is_twice or is_within or leaf in shared):
                 continue
             handle = ValueId(count + len(new))
             new.append(_New(end, leaf, source, handle, scope, number, turn))
             now[leaf] = (handle, end)
             if is_twice:
-                recording.written_twice.add(handle)
+                recording.hand_offs.written_twice.add(handle)
             if leaf in shared:
-                recording.shared.add(handle)
+                recording.hand_offs.shared.add(handle)
             elif tells_apart and any(_is_looked_at(recording, view, end) for view in views.of(leaf, end)):
-                recording.overwritten.add(handle)
+                recording.aliasing.overwritten.add(handle)
     return new
 
 
@@ -365,7 +370,7 @@ class _Views:
     @cached_property
     def _is_written(self) -> bool:
         records = self.recording.records
-        return bool(self.recording.overwritten) or any(getattr(r, "function", None) is mutate for r in records)
+        return bool(self.recording.aliasing.overwritten) or any(getattr(r, "function", None) is mutate for r in records)
 
     @cached_property
     def _by_memory(self) -> dict[int, list[tuple[ValueId, int]]]:
@@ -377,12 +382,12 @@ class _Views:
         return found
 
     def _key(self, handle: ValueId) -> int | None:
-        return None if handle in self.recording.gone else storage_of(self.recording.values[handle])
+        return None if handle in self.recording.freed else storage_of(self.recording.values[handle])
 
 
 def _is_looked_at(recording: Recording, view: ValueId, end: int) -> bool:
     """Is a view read again, or written through, after its memory was written?"""
-    if view in recording.overwritten:
+    if view in recording.aliasing.overwritten:
         return True
     late = (r for r in recording.records[end:] if isinstance(r, CallRecord) and r.function is mutate)
     return any(view in leaves(tuple(record.args)) for record in late)
@@ -430,10 +435,10 @@ def _keep_as(recording: Recording, old: ValueId, new: ValueId) -> None:
     values: list[Any] = recording.values
     list.append(values, list.__getitem__(values, old))
     recording.versions.append(recording.versions[old])
-    if old in recording.gone:
-        recording.gone[new] = recording.gone[old]
-    if old in recording.gradients:
-        recording.gradients[new] = recording.gradients[old]
+    if old in recording.freed:
+        recording.freed[new] = recording.freed[old]
+    if old in recording.autograd.histories:
+        recording.autograd.histories[new] = recording.autograd.histories[old]
 
 
 def _move(recording: Recording, where: list[int], name: _Naming) -> None:
@@ -450,7 +455,7 @@ def _move(recording: Recording, where: list[int], name: _Naming) -> None:
         for one in recording.asked
     ]
     recording.output = _renamed(recording.output, name, end)
-    recording.changes = [(place, _renamed(last, name, end)) for place, last in recording.changes]
+    recording.state.changes = [(place, _renamed(last, name, end)) for place, last in recording.state.changes]
     recording.scope_outputs = [
         (scope, _renamed(tree, name, stop), where[stop], _renamed(shared, name, stop))
         for scope, tree, stop, shared in recording.scope_outputs
@@ -479,7 +484,7 @@ def _read_at(record: Any, name: _Naming, position: int) -> Any:
 
 def _alias(recording: Recording, one: _New) -> CallRecord:
     """The record of a value that a module hands on. Gradients pass, wherever the module stands."""
-    context, within = _context_of_alias(recording), one.scope in recording.differentiated
+    context, within = _context_of_alias(recording), one.scope in recording.hand_offs.differentiated
     args = [one.source, one.number]
     return CallRecord(alias, "identity", args, {}, one.handle, context, one.scope, None, is_differentiated=within)
 
@@ -521,7 +526,7 @@ def _with_aliases(
         else:
             one, name = own[number], f"handed_{number}"
             context = frozen_context(_context_of_alias(recording))
-            args, meaning = (made[one.source], one.number), (recording.meaning(one.old),)
+            args, meaning = (made[one.source], one.number), (recording.spec(one.old),)
             target = Target.of(alias)
             nodes.append(Call(name, "identity", target, args, (), Ref(name), meaning=meaning, context=context))
     through = tuple(sorted([*[where[n] for n in record.through], *[at[number] for number in own]]))
@@ -541,8 +546,8 @@ def _take_out(recording: Recording, idle: set[int]) -> None:
     where = [bisect_left(kept, n) for n in range(len(recording.records) + 1)]
     recording.records = [_without(_read_at(recording.records[n], name, n), idle, where) for n in kept]
     _move(recording, where, name)
-    of = recording.view_of.items()
-    recording.view_of = {handle: tuple([instead.get(one, one) for one in views]) for handle, views in of}
+    of = recording.aliasing.view_of.items()
+    recording.aliasing.view_of = {handle: tuple([instead.get(one, one) for one in views]) for handle, views in of}
 
 
 def _without(record: Any, idle: set[int], where: list[int]) -> Any:

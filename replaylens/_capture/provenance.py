@@ -1,13 +1,9 @@
-"""Tensors in what a model returned that no frozen tree shows: in closures, iterators, keys, arrays of objects.
+"""Where a tensor comes from that no recorded call made; which tensors hang on an object unseen.
 
-In: a leaf of a frozen output. Out: the tensors behind it. A program could put no other ones there. Of records nothing
-is known here.
-
-Where a tensor comes from that no recorded call made.
-
-In: a tensor of unknown origin, and the module call that is running. Out: what it is: a parameter or buffer, another
-tensor that hangs on the model, a constant that is older than the capture or was made outside torch. Anything else is
-an error: a value that might depend on the input must never pass for a constant.
+In: a tensor, and the module call that is running. Out: a parameter or buffer, another tensor that hangs on the model,
+or a constant that is older than the capture. Anything else is an error: a value that might depend on the input must
+never pass for a constant. `tensors_behind` finds tensors in an output where no program could put others: in closures,
+iterators, arrays of objects.
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from functools import cache, lru_cache, partial
 from itertools import chain, compress
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -33,18 +29,18 @@ from .._ir.model_state import members
 from .._ir.shared_memory import storage_of
 from .._ir.trees import ATOMS, attributes_of, own_attributes
 from .._ir.util import cached_property
-from .._ir.world import alone, freed, in_children
+from .._ir.world import during, freed, in_children
 from .recording import Addresses
 from .scopes import addresses, module_table, other_addresses
 from .snapshot import Held, collect_new, is_frozen, set_aside, set_back
 from .user_code import closed_over
 
-_MOST = 10_000  # objects that are looked at: what holds more is a world of its own
+_MOST = 10_000  # objects that are searched
 _PYTHONS_OWN = frozenset(("builtins", "itertools", "collections"))
 
 
 def tensors_behind(value: Any, own: frozenset[int]) -> Iterator[torch.Tensor]:
-    """The tensors that can be reached from an object, but not through those whose ids are `own`."""
+    """The tensors that can be reached from an object, except through objects whose ids are in `own`."""
     stack, seen = [] if id(value) in own else [value], {id(value): value}
     while stack and len(seen) < _MOST:
         for item in _held(stack.pop()):
@@ -56,7 +52,7 @@ def tensors_behind(value: Any, own: frozenset[int]) -> Iterator[torch.Tensor]:
 
 
 def _held(value: Any) -> list[Any]:
-    """What an object holds itself."""
+    """The objects that an object refers to itself."""
     if isinstance(value, (type, ModuleType)):
         return []
     if isinstance(value, FunctionType):
@@ -82,7 +78,7 @@ _running: dict[object, int] = {}  # the captures that run, and their threads
 
 
 class Moment:
-    """A moment, to tell which tensors are older: those that the collector had set aside by then, or listed at it."""
+    """The start of a capture. A tensor is older if the collector had set it aside by then, or listed it then."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.tensors = tensors  # held, so that no new tensor can take an old one's place in memory
@@ -105,33 +101,27 @@ def _listed_tensors(kinds: Iterable[type] = _KINDS) -> list[torch.Tensor]:
 
 @cache
 def _refer_to_their_classes() -> bool:
-    """Does the collector find tensors by what refers to their classes, also those that C++ holds? To ask for all
-    objects instead is to hold a tuple that another thread is building, which fails there then.
+    """True if the collector finds tensors by the references to their class, also those held by C++. The other way,
+    asking for all objects, also holds a tuple that another thread is building, which fails there.
     """
     with torch.inference_mode(False), torch.enable_grad():
         held = torch.zeros(1)
-        product = held * torch.zeros(1, requires_grad=True)  # keeps it for the backward
+        product = held * torch.zeros(1, requires_grad=True)  # saves it for the backward
         return product.grad_fn is not None and any(thing is held for thing in gc.get_referrers(torch.Tensor))
 
 
-@contextmanager
-def marking_older_objects() -> Iterator[Moment]:
-    """Within, it can be told which objects are older. Gives the date, to be handed to `is_older`.
+def marking_older_objects() -> AbstractContextManager[Moment]:
+    """Within, `is_older` can tell which tensors existed before. Gives the moment it needs.
 
-    What exists now is moved to the collector's permanent generation: a list splice. What it lists afterwards is newer.
-    Where something lies there already (another capture runs, or the user froze the collector) what is listed is noted.
+    Everything that exists is moved to the collector's permanent generation, which is a list splice; what the collector
+    lists afterwards is newer. Where objects lie there already (another capture runs, or the user froze the collector),
+    the tensors are listed instead.
     """
     token = object()
     _refer_to_their_classes()  # asked before the forward: it computes with gradients
     if not _running:
         collect_new()
-    try:
-        try:
-            yield alone(_lock, partial(_began, token))
-        finally:
-            alone(_lock, partial(_ended, token))
-    finally:  # again: an interrupt may have come before, or in it
-        alone(_lock, partial(_ended, token))
+    return during(_lock, partial(_began, token), partial(_ended, token))
 
 
 def _began(token: object) -> Moment:
@@ -160,15 +150,17 @@ in_children(_in_a_child)
 
 
 def is_older(tensor: torch.Tensor, date: Moment) -> bool:
-    """Did this tensor exist at the date?"""
+    """True if this tensor existed at that moment."""
     return id(tensor) in date.ids or not any(other is tensor for other in _listed_tensors((type(tensor),)))
 
 
 def thread_marks() -> tuple[Any, ...]:
-    """What changes when a thread is started, or when a pool's workers may have worked."""
+    """A value that changes when a thread is started, or when a pool's workers may have worked."""
     pools = sys.modules.get("concurrent.futures.thread")
     known = getattr(pools, "_threads_queues", None)
-    threads = [ref() for ref in known.keyrefs()] if known is not None else []  # at once: others come meanwhile
+    threads = (
+        [ref() for ref in known.keyrefs()] if known is not None else []
+    )  # a copy: other threads add to it meanwhile
     workers = sum(thread is not None and thread.is_alive() for thread in threads)
     counter = getattr(threading, "_counter", None)  # of the names that threads are given
     return repr(getattr(counter, "__self__", counter)), threading.active_count(), workers or None
@@ -179,8 +171,8 @@ _parameters, _values = operator.attrgetter("_parameters"), operator.methodcaller
 
 
 class Provenance:
-    """The model's tensors, by identity. The whole model is only walked when the running module does not have the
-    tensor.
+    """The model's tensors by identity, as they were when the forward began. The whole model is walked only if the
+    running module does not have the tensor.
     """
 
     def __init__(self, model: Any) -> None:
@@ -201,7 +193,7 @@ class Provenance:
 
     @cached_property
     def started_at(self) -> dict[int, tuple[nn.Module, str] | None]:
-        """Where each parameter stood when the forward began, by id; None for one that stood at several places."""
+        """Where each parameter stood when the forward began, by id; None for one at several places."""
         held = [(value, (module, key)) for module, _, held in self.held.parameters for key, value in held.items()]
         places = [(id(value), place) for value, place in held if value is not None]
         found: dict[int, Any] = dict(places)
@@ -211,14 +203,14 @@ class Provenance:
         return found
 
     def state(self, tensor: torch.Tensor, running: nn.Module | None) -> tuple[str, tuple[Any, str]] | None:
-        """What kind of state the tensor is, and (module, key), if it is a parameter or a buffer."""
+        """The kind of a parameter or buffer and (module, key); None for other tensors."""
         if running is not None:
             for kind, tensors in (("parameter", running._parameters), ("buffer", running._buffers)):
                 for key, value in list(tensors.items()):
                     if value is tensor and id(running) in self.known_modules:
                         first = self.at_start(running, key) if kind == "buffer" else self._first(running, key, tensor)
                         if first is not tensor:
-                            break  # it was handed on: its name is that of where it stood first
+                            break  # it was moved: its address is the one it had first
                         return kind, (running, key)
         if (began := self.begun_by_id.get(id(tensor))) is not None:
             return "buffer", began
@@ -226,16 +218,16 @@ class Provenance:
         if found is not None and found[0] == "parameter" and self._first(*found[1], tensor) is not tensor:
             return "parameter", self.parameters_by_id.get(id(tensor), found[1])
         if found is None and (began := self.parameters_by_id.get(id(tensor))) is not None:
-            return "parameter", began  # others stand there for a while: `torch.func.functional_call`
+            return "parameter", began  # replaced for a while, as by `torch.func.functional_call`
         return found
 
     def _first(self, module: nn.Module, key: str, now: torch.Tensor) -> Any:
-        """The parameter that a module had under this name when the forward began; this one, if none was noted."""
+        """The parameter at this key when the forward began; `now` if none was noted."""
         return self.parameters_begun.get(id(module), {}).get(key, now)
 
     @cached_property
     def parameters_begun(self) -> dict[int, dict[str, Any]]:
-        """The parameters that each module had when the forward began, by its id."""
+        """The parameters that each module had when the forward began, by the module's id."""
         return {id(module): parameters for module, _, parameters in self.held.parameters}
 
     @cached_property
@@ -249,7 +241,7 @@ class Provenance:
 
     @cached_property
     def begun_by_id(self) -> dict[int, tuple[nn.Module, str]]:
-        """Where each buffer stood when the forward began: the model may hand them on."""
+        """Where each buffer stood when the forward began; the forward may move it."""
         found: dict[int, tuple[nn.Module, str]] = {}
         for module, _, buffers in self.begun:
             for key, value in buffers.items():
@@ -266,7 +258,7 @@ class Provenance:
         return None
 
     def at_start(self, module: nn.Module, key: str) -> torch.Tensor | None:
-        """The buffer that a module had under this name when the forward began; what it has now, if it had none."""
+        """The buffer at this key when the forward began; the one there now, if there was none."""
         buffers = self.begun_by_module.get(id(module), {})
         own = buffers if key in buffers else module._buffers
         return own[key] if key in own else None  # noqa: SIM401  (those of TorchScript have no get)
@@ -277,16 +269,16 @@ class Provenance:
 
     @cached_property
     def wrapped(self) -> dict[int, nn.Module]:
-        """Of modules in a wrapper of the compiler's, which goes by their address: the wrapper, by the module's id."""
+        """The compiler's wrapper of each wrapped module, by the module's id. The wrapper takes the module's address."""
         return {id(module): self.table[p][0] for module, p, name in self.table if name == "_orig_mod" and p >= 0}
 
     def same_parameters(self) -> bool:
-        """Has every module the parameters that it had when the capture began?"""
+        """True if every module has the parameters that it had when the capture began."""
         now = [*chain.from_iterable(map(_values, map(_parameters, self.modules)))]
         return len(now) == len(self.parameters_at_start) and all(map(operator.is_, now, self.parameters_at_start))
 
     def parameters_elsewhere(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-        """The places of parameters where others stand now, or none, and what stood there when the capture began."""
+        """The places that lost the parameter they had when the capture began, each with that parameter."""
         for module, _, _ in () if self.same_parameters() else self.table:
             now, first = module._parameters, self.parameters_begun.get(id(module), {})
             for key, value in first.items():
@@ -294,14 +286,14 @@ class Provenance:
                     yield module, key, value
 
     def new_parameters(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-        """The parameters that stand now where none stood when the capture began."""
+        """The parameters at places that had none when the capture began."""
         for module, _, _ in () if self.same_parameters() else self.table:
             for _, key in _new(module, module._parameters, self.parameters_begun.get(id(module), {})):
                 yield module, key, cast(torch.Tensor, module._parameters[key])
 
     def born(self, same: bool | None = None) -> Iterator[tuple[nn.Module, str]]:
-        """Where parameters and buffers stand now, and nothing stood when the capture began. `same`: are the parameters
-        those that there were, if that is known?
+        """The places of parameters and buffers that were empty when the capture began. `same`: what `same_parameters`
+        gave, if that is known.
         """
         for module, _, _ in () if (self.same_parameters() if same is None else same) else self.table:
             yield from _new(module, module._parameters, self.parameters_begun.get(id(module), {}))
@@ -310,7 +302,7 @@ class Provenance:
                 yield from _new(module, buffers, self.begun_by_module.get(id(module), {}))
 
     def tree_at_start(self) -> dict[str, Place]:
-        """By address, each module that there was when the capture began, and the parameters and buffers that it had."""
+        """The modules when the capture began, by address, with the parameters and buffers that each had."""
         children = {id(module): modules for module, _, modules in self.held.modules}
 
         def held(module: nn.Module) -> dict[str, Any]:
@@ -319,7 +311,7 @@ class Provenance:
         return self._tree(lambda module: children.get(id(module), {}), held)
 
     def tree_now(self) -> dict[str, Place]:
-        """By address, each module that there is now, and the parameters and buffers that it has."""
+        """The modules as they are now, by address, with their parameters and buffers."""
         return self._tree(lambda module: module._modules, lambda module: {**module._parameters, **module._buffers})
 
     def _tree(self, below: Callable[[Any], Any], held: Callable[[Any], dict[str, Any]]) -> dict[str, Place]:
@@ -336,29 +328,31 @@ class Provenance:
         return found
 
     def rearranged(self) -> Iterator[nn.Module]:
-        """The modules that have other modules than when the capture began, or the same ones under other names."""
+        """The modules whose submodules, or their names, differ from when the capture began."""
         for module, now, first in self.held.modules:
-            if (now if type(now) is dict else dict(now)) != first:  # those of TorchScript are no dicts
+            if (now if type(now) is dict else dict(now)) != first:  # TorchScript's are no dicts
                 yield module
         begun = {id(module) for module, _, first in self.held.modules if first}
         if len(begun) != sum([bool(module._modules) for module, _, _ in self.table]):
             yield from (module for module, _, _ in self.table if module._modules and id(module) not in begun)
 
     def was_there(self, tensor: torch.Tensor) -> bool:
-        """Was this object a parameter when the capture began? Buffers are looked up by what was written."""
+        """True unless this is a parameter that did not exist when the capture began. Buffers are told by what was
+        written.
+        """
         return not isinstance(tensor, nn.Parameter) or id(tensor) in self.started_at or bool(self.extra)
 
     def forget(self) -> None:
-        """Let go of what can be worked out again from what the modules held when the forward began."""
+        """Drop all that can be worked out again from what the modules held when the forward began."""
         for name in _WORKED_OUT:
             vars(self).pop(name, None)
 
     def was_own(self, tensor: torch.Tensor) -> bool:
-        """Was this object a parameter or buffer when the capture began, or another tensor that a module held?"""
+        """True if this was a parameter or buffer when the capture began, or hangs on a module."""
         return id(tensor) in self.started_at or id(tensor) in self.begun_by_id or self._hangs_on_a_module(tensor)
 
     def own_among(self, tensor: torch.Tensor) -> bool:
-        """Is this object itself a parameter or buffer of the model, or another tensor that a module of it holds?"""
+        """True if this is a parameter or buffer of the model now, or hangs on a module."""
         if isinstance(tensor, nn.Parameter) and id(tensor) in self.whole:
             return True
         if any(value is tensor for _, _, value in self.buffers()):
@@ -366,7 +360,9 @@ class Provenance:
         return self._hangs_on_a_module(tensor)
 
     def _hangs_on_a_module(self, tensor: torch.Tensor) -> bool:
-        """Is it an attribute, or in one? Of torch's own classes, only modules with something added are looked at."""
+        """True if this is an attribute of a module, or lies in one. Of torch's own classes only modules with added
+        attributes are searched.
+        """
         seen: dict[type, int] = {}
         for module, _, _ in self.table:
             kind, attributes = type(module), vars(module)
@@ -390,7 +386,7 @@ class Provenance:
 
     @property
     def whole(self) -> dict[int, tuple[str, tuple[Any, str]]]:
-        """Every parameter and buffer of the model as it is now."""
+        """Every parameter and buffer of the model as it is now, by id."""
         found: dict[int, tuple[str, tuple[Any, str]]] = {}
         for module, _, _ in self.table:
             for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
@@ -404,7 +400,7 @@ class Provenance:
         for module, _, _ in self.table:
             if path := _path_to(tensor, {k: v for k, v in vars(module).items() if not k.startswith("_")}, set(), 0):
                 return module, path.lstrip(".")
-        for module, first in self.attributes_begun:  # the forward has put something else there since
+        for module, first in self.attributes_begun:  # the forward has replaced it since
             if key := next((key for key, value in first.items() if value is tensor and not key.startswith("_")), None):
                 return module, key
         return None
@@ -419,7 +415,7 @@ class Provenance:
         return Addresses(modules, self._in_order(), self._aliases(holders), twice, every)
 
     def _in_order(self) -> tuple[nn.Module, ...]:
-        """Every module of the model, each followed by those that it has."""
+        """Every module of the model, each followed by its submodules."""
         found: list[nn.Module] = []
         below: dict[int, list[int]] = {}
         for number, (_, parent, _) in enumerate(self.table):
@@ -432,14 +428,14 @@ class Provenance:
         return tuple(found)
 
     def _at_start(self, others: dict[int, list[str]]) -> dict[int, list[str]]:
-        """Of further addresses of modules, those that there were when the capture began."""
+        """Of further module addresses, those that existed when the capture began."""
         if not others or next(self.rearranged(), None) is None:
             return others
         first = self.tree_at_start()
         return {number: [address for address in found if address in first] for number, found in others.items()}
 
     def _holders(self, modules: dict[int, str], others: dict[int, list[str]]) -> list[tuple[Any, list[str]]]:
-        """Every parameter and buffer that there was when the capture began, with all of its addresses."""
+        """Every parameter and buffer of the start of the capture, with all of its addresses."""
         found: dict[int, tuple[Any, list[str]]] = {}
         for module in self.modules:
             prefixes = (modules[id(module)], *others.get(id(module), ()))
@@ -472,12 +468,12 @@ def _new(module: nn.Module, now: Any, first: dict[str, Any]) -> Iterator[tuple[n
 
 
 def reaches_scripts(origins: Provenance) -> bool:
-    """Does the code of the model's modules name a TorchScript function? A function mode sees nothing of such a call."""
+    """True if the code of the model's modules names a TorchScript function: a function mode does not see such calls."""
     kinds: set[Any] = {type(module) for module, _, _ in origins.table}
     return any(_names_scripts(kind) for kind in kinds)
 
 
-# Constructors and the like that torch functions do not show, as a model names them.
+# Constructors and the like that no function mode sees, as a model names them.
 _HIDDEN = frozenset(
     """Tensor FloatTensor DoubleTensor HalfTensor BFloat16Tensor LongTensor IntTensor ShortTensor CharTensor ByteTensor
     BoolTensor DisableTorchFunction DisableTorchFunctionSubclass""".split()
@@ -496,7 +492,7 @@ def _names_scripts(kind: Any) -> bool:
 
 
 def _calls_script(function: Any, depth: int, seen: set[int]) -> bool:
-    """Is a ScriptFunction among the globals that a function names, or that those name in their turn?"""
+    """True if a ScriptFunction is among the globals that a function names, or that those name in turn."""
     if id(function) in seen:
         return False
     seen.add(id(function))
@@ -511,7 +507,7 @@ def _calls_script(function: Any, depth: int, seen: set[int]) -> bool:
 
 
 def _modules_of(model: Any) -> Iterator[nn.Module]:
-    """The modules that a plain function computes with: bound to it, in its closure, or handed to
+    """The modules that a plain function computes with: bound to it, in its closure, or passed to
     `functools.partial`.
     """
     found: dict[int, nn.Module] = {}
@@ -541,7 +537,7 @@ def _modules_of(model: Any) -> Iterator[nn.Module]:
 
 
 def _holds(value: Any, tensor: torch.Tensor) -> bool:
-    """Is it the tensor, or a container with it?"""
+    """True if this is the tensor, or a container with it."""
     kind = type(value)
     if kind is dict:
         value = value.values()
@@ -551,12 +547,12 @@ def _holds(value: Any, tensor: torch.Tensor) -> bool:
 
 
 def path_to(one: Any, thing: Any) -> str | None:
-    """The way from what hangs on a module to a tensor or container in it; None if there is none."""
+    """The path from an attribute of a module to a tensor or container in it; None if there is none."""
     return _path_to(one, thing, set(), 1)
 
 
 def _path_to(tensor: Any, thing: Any, seen: set[int], depth: int) -> str | None:
-    """The way from an object to a tensor that hangs on it: `.anchors[2]`."""
+    """The path from an object to a tensor that hangs on it: `.anchors[2]`."""
     if thing is tensor:
         return ""
     if (

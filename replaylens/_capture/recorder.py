@@ -1,7 +1,7 @@
-"""What a capture does with one operation: read its arguments, run it, and write down what it was.
+"""One operation: read its arguments, run it, record it.
 
-In: a call and its rule. Out: records in the Recording, values in the Memory. Which calls are operations is decided in
-tracer.py; calls that write are in writes.py.
+In: a call and its Rule. Out: records in the Recording, values in the AliasTracker. tracer.py decides which calls are
+operations; writes.py records those that write.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from .._ir.torch_private import (
 )
 from .._ir.trees import freeze
 from .._ir.write import Hole
-from ..errors import CaptureError, UnannouncedWrite, UnknownOrigin
+from ..errors import CaptureError, ReplaylensError, UnannouncedWrite, UnknownOrigin
 from .aliasing import OUTSIDE, Alias, AliasTracker, Storage, geometry_step, step_tree
 from .bytecode import is_torch_code
 from .dispatch import Rule, is_new_memory
 from .provenance import Moment, Provenance, is_older, thread_marks
 from .questions import Asked
-from .recording import PLAIN, CallRecord, GuardRecord, Recording, Site, SourceRecord, ValueId, user_line
+from .recording import PLAIN, CallRecord, GuardRecord, Recording, Site, SourceRecord, ValueId
 from .rng import DrawLog, as_drawn
-from .scopes import callers, user_frame
+from .scopes import callers, user_frame, user_line
 
 _grad_enabled = torch.is_grad_enabled
 _inference = torch.is_inference_mode_enabled
@@ -62,11 +62,13 @@ _ANSWERS = (bool, int, str, tuple, torch.layout)
 
 
 class RetraceAtDispatch(BaseException):
-    """A tensor was born in the forward, and the function layer did not see how. Look again at every ATen call."""
+    """Raised where a tensor was made in the forward and the function layer did not see how: the model is run once more,
+    and every ATen call is recorded.
+    """
 
 
 class ThreadRead(NamedTuple):
-    """A tensor that another thread read, its value then if that was known, and where; no tensor: anything."""
+    """A tensor that another thread read, its value then if known, and where; no tensor stands for any."""
 
     tensor: torch.Tensor | None
     handle: ValueId | None
@@ -75,15 +77,17 @@ class ThreadRead(NamedTuple):
 
 
 class HandOff(NamedTuple):
-    """What stands for an object that a call handed on: how many aliases lie between, and what that object was."""
+    """Describes an alias that the model got in place of the very object: how many aliases lie between, and what
+    autograd said of the object.
+    """
 
     depth: int
     is_view: bool
     requires_grad: bool
 
     def original(self, tensor: torch.Tensor) -> tuple[Any, int]:
-        """The leaf that it stands for; else the function of autograd that gave the object that it stands for, and the
-        number of that among what the function gave.
+        """The leaf that the alias stands for; otherwise the grad_fn of the object, and its number among that node's
+        outputs.
         """
         node: Any = tensor.grad_fn
         number = 0
@@ -93,9 +97,9 @@ class HandOff(NamedTuple):
 
 
 class Recorder(TorchFunctionMode):
-    """What the parts of a capture share: the recording, the memory, and where the model is."""
+    """The state of a capture and its basic steps: the recording, the alias tracker, and where the model is."""
 
-    # Python looks up attributes of an object fast while its dict has at most thirty: these few are not in it.
+    # Attribute lookup is fast while an object's dict has at most thirty keys: these are kept out of it.
     __slots__ = (
         "depth",
         "elsewhere",
@@ -107,7 +111,7 @@ class Recorder(TorchFunctionMode):
         "started_at",
         "took",
     )
-    leaves_changes = True  # what the forward writes stays written
+    leaves_changes = True  # the forward's writes to the model are kept
 
     def __init__(self, recording: Recording, origins: Provenance, date: Moment, deep: bool, unknown: str) -> None:
         super().__init__()
@@ -118,7 +122,7 @@ class Recorder(TorchFunctionMode):
         self.wrapped = origins.wrapped
         self.date = date
         self.unknown = unknown
-        self.draws = DrawLog(recording.draws, recording.generators, recording.follows)
+        self.draws = DrawLog(recording.rng.draws, recording.rng.generators, recording.rng.follows)
         self.scope = -1
         self.forward: CodeType | None = None  # the code of the running module's forward
         self.forwards: dict[type, CodeType | None] = {}  # by the class of a module
@@ -130,35 +134,35 @@ class Recorder(TorchFunctionMode):
         self.watch: Any = None
         self.deep = deep
         self.in_leaf = 0
-        self.script_is_open = False  # inside a script that stops no gradients itself
+        self.script_is_open = False  # inside a script that detaches nothing itself
         self.refused: BaseException | None = None
         self.failed_scope = -1  # the innermost module call that the last exception left
         self.is_special = deep  # a region is open, or a dispatch mode is on
         self.functorch = False
-        self.differentiating = False  # inside torch.func.grad and its kin
+        self.differentiating = False  # inside torch.func.grad or the like
         self.exposed = False
         self.threads = thread_marks()
-        self.doubled: set[int] = set()  # objects that a call handed on, and the aliases that were given for them
+        self.aliased: set[int] = set()  # objects that a call returned as they were, and the aliases given for them
         self.aliases: dict[int, HandOff] = {}  # of those, the aliases
         self.outer_modes = _dispatch_modes()
         self.plain_contexts = (False, False, (), ()), (True, False, (), ())  # without gradients and with them
         self.contexts: dict[Any, Any] = {(on, False, False, ()): self.plain_contexts[on] for on in (False, True)}
-        self.grad_mode = _grad_enabled()  # as the model set it; beneath a script it is another
+        self.grad_mode = _grad_enabled()  # as the model set it; a script may change it for itself
         self.in_aten = False
         self.elsewhere: list[ThreadRead] = []  # what other threads read
-        self.took = 0  # nanoseconds, of the call that is written down next
-        self.depth = 0  # of torch's stack of function modes, where this one was entered
+        self.took = 0  # nanoseconds, of the call that is recorded next
+        self.depth = 0  # of torch's stack of function modes when this one was entered
 
     def aten(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An ATen call that lies under no recorded call: see Tracer."""
+        """Record an ATen call that lies beneath no recorded call (see Tracer)."""
         raise NotImplementedError
 
     def leave_functorch(self) -> None:
-        """The stretch inside functorch is over: see Tracer."""
+        """End a stretch inside functorch (see Tracer)."""
         raise NotImplementedError
 
     def given(self, tree: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """What the model is called with, when the inputs are known: see live.py for a look that changes it."""
+        """The arguments for the model, once the inputs are known; a patched run changes them."""
         return args, kwargs
 
     def __enter__(self) -> Recorder:
@@ -170,8 +174,8 @@ class Recorder(TorchFunctionMode):
             super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def at_work(self) -> Any:
-        """Within, ATen calls are the tracer's own or lie beneath a call that it records: a dispatch mode looks away."""
+    def beneath_leaf(self) -> Any:
+        """Within, ATen calls are the tracer's own or lie beneath a recorded call: the dispatch mode ignores them."""
         self.in_leaf += 1
         try:
             yield
@@ -179,8 +183,8 @@ class Recorder(TorchFunctionMode):
             self.in_leaf -= 1
 
     @contextmanager
-    def seeing(self) -> Any:
-        """Within, the mode sees calls again although one of its own is being handled."""
+    def reentered(self) -> Any:
+        """Within, the mode sees calls although it is handling one."""
         work, self.in_leaf, depth = self.in_leaf, 0, count_function_modes()
         _push(self)
         try:
@@ -191,7 +195,9 @@ class Recorder(TorchFunctionMode):
             self.in_leaf = work
 
     def leaf(self, rule: Rule, func: Any, args: Any, kwargs: Any, stands_for: Any = None) -> Any:
-        """One operation that does not write: its output may be a view, it may draw, its shape may depend on content."""
+        """Record an operation that does not write. Its output may be a view, it may draw, its shape may depend on
+        content.
+        """
         reads, named = self.read_all(args, kwargs)
         site = self.site()
         draw = self.draws.around(rule.may_draw, func, args, kwargs)
@@ -207,7 +213,7 @@ class Recorder(TorchFunctionMode):
             empty(out)
             reads = [Target.of(func), *reads]
         if isinstance(out, torch.Tensor) and any(out is tensor for tensor in tensors):
-            own = self.own_name(rule, out)
+            own = self.identity_alias(rule, out)
             if own is None:
                 if rule.kind == "contiguous" or "memory_format" in kwargs:
                     self.ask("layout", func, args, kwargs, ITSELF)
@@ -217,7 +223,7 @@ class Recorder(TorchFunctionMode):
         returns = self.results(out, func, args, kwargs, tensors)
         if returns is None:
             if tensors and draw.key is None and not self.functorch:
-                self.told(func, reads, named, out)
+                self.guard_result(func, reads, named, out)
             return out
         func = made if is_undefined else func
         if not tensors and torch.get_default_dtype() != self.recording.default_dtype and isinstance(out, torch.Tensor):
@@ -225,14 +231,14 @@ class Recorder(TorchFunctionMode):
         self.append(func, rule, reads, named, returns, site, draw.key, rule.is_dynamic)
         return out
 
-    def told(self, func: Any, reads: Any, named: Any, out: Any) -> None:
-        """A call that read tensors and gave none: what it said, or that it raised nothing, is all that it is for."""
+    def guard_result(self, func: Any, reads: Any, named: Any, out: Any) -> None:
+        """Guard what a call that read tensors and returned none gave: its numbers, or that it did not raise."""
         if out is None:
             self.guard(func, reads, named, None, True, "exception")
         elif type(out) in _NUMBERS:
             self.guard(func, reads, named, out, True)
         elif type(out) in (tuple, list) and out and all(type(one) in _NUMBERS for one in out):
-            self.guard(func, reads, named, None, False)  # several numbers: what they were read from is compared
+            self.guard(func, reads, named, None, False)  # several numbers: the tensors they were read from are compared
 
     def guard(self, func: Any, reads: Any, named: Any, result: Any, plain: bool, kind: str = "content") -> None:
         position = len(self.recording.records)
@@ -240,7 +246,7 @@ class Recorder(TorchFunctionMode):
         self.recording.guards.append(record)
 
     def ask(self, kind: str, func: Any, args: Any, kwargs: Any, answer: Any) -> None:
-        """Write down a question whose answer no content decides. Nothing is read for it: no node comes of it."""
+        """Record a question whose answer depends on no content, such as a stride. It becomes a guard and no node."""
         tensor = args[0] if args else None
         if not isinstance(tensor, torch.Tensor) or not isinstance(answer, _ANSWERS):
             return
@@ -253,17 +259,18 @@ class Recorder(TorchFunctionMode):
         )
 
     def guard_site(self) -> Site | None:
-        """The user's line that runs."""
+        """The innermost line of the user's that is running."""
         site = self.site()
         scope = self.scope
         while (site is None or is_torch_code(site[0])) and scope >= 0:
             site, scope = self.recording.scopes[scope].site, self.recording.scopes[scope].parent
         return site
 
-    def own_name(self, rule: Rule, out: torch.Tensor) -> torch.Tensor | None:
-        """Dropout in evaluation gives its argument back: an alias of it, so that its value has a name of its own.
+    def identity_alias(self, rule: Rule, out: torch.Tensor) -> torch.Tensor | None:
+        """An alias of the argument that an identity (dropout in evaluation) returned, so that its output is a value of
+        its own.
 
-        None for calls like `contiguous`: they stay the argument, and are no node. A model may ask `x.to(...) is x`.
+        None for calls like `contiguous`: they return the argument, and are no node. A model may test `x.to(...) is x`.
         """
         if not rule.is_identity or type(out) not in PLAIN:
             return None
@@ -271,24 +278,25 @@ class Recorder(TorchFunctionMode):
             return None  # a view made here could not be written later, where gradients are on again
         try:
             made = torch.ops.aten.alias.default(out)
-            self.double(out, made)
+            self.note_alias(out, made)
             return made
         except (RuntimeError, NotImplementedError):
             return None
 
-    def double(self, original: torch.Tensor, made: torch.Tensor) -> None:
-        """The model is given an alias, for what it takes for the very same object."""
+    def note_alias(self, original: torch.Tensor, made: torch.Tensor) -> None:
+        """The model is given an alias that it takes for the object itself."""
         of = self.aliases.get(id(original)) or HandOff(0, original._is_view(), original.requires_grad)
         self.aliases[id(made)] = of._replace(depth=of.depth + 1)
-        self.doubled.update((id(original), id(made)))
+        self.aliased.update((id(original), id(made)))
 
     def require_single(self, tensor: torch.Tensor, rule: Rule) -> None:
-        """Refuse to reshape an object of which the model holds what it takes for the very same one."""
-        if id(tensor) in self.doubled:
-            raise CaptureError(
-                f"`{rule.kind}` gives another shape or memory to what dropout or nn.Identity handed on, or to an input "
-                f"that is the model's own tensor.{self.where()}\n"
-                "A capture gives such values a name of their own, so that the object is not the same. Reshape a copy."
+        """Refuse to reshape a tensor of which the model holds an alias that it takes for the object itself."""
+        if id(tensor) in self.aliased:
+            raise self.refusal_here(
+                f"`{rule.kind}` gives another shape or memory to a tensor that dropout or nn.Identity returned, or "
+                "to an input that is the model's own tensor.",
+                "The capture puts an alias in the place of such a tensor, so it is not the same object. Reshape a "
+                "copy.",
             )
 
     def append(
@@ -305,64 +313,52 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         if draws is not None and "generator" in kwargs:
             kwargs = {**kwargs, "generator": as_drawn(kwargs["generator"], draws)}
+        kind, context, scope, inside, took = rule.kind, self.context(), self.scope, self.differentiating, self.took
         record = CallRecord(
-            func,
-            rule.kind,
-            args,
-            kwargs,
-            returns,
-            self.context(),
-            self.scope,
-            site,
-            draws,
-            dynamic,
-            None,
-            (),
-            self.differentiating,
-            self.took,
-            original,
+            func, kind, args, kwargs, returns, context, scope, site, draws, dynamic, None, (), inside, took, original
         )
         self.took = 0
         self.recording.records.append(record)
 
     def results(self, out: Any, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
-        """Handles for all tensors in an output, as a tree of its shape; None where it has none."""
+        """ValueIds for all tensors in an output, as a tree of its shape; None if it has none."""
         found = False
 
         def leaf(tensor: torch.Tensor, part: tuple[int, ...]) -> ValueId:
             nonlocal found
             found = True
             if tensor.is_nested:
-                raise CaptureError(
-                    f"the forward makes nested tensors, which have no one shape. Capture it on padded "
-                    f"ones.{self.where()}"
+                raise self.refusal_here(
+                    "the forward makes nested tensors, which have no single shape. Capture it on padded ones."
                 )
             known = self.memory.live.get(id(tensor))
             if known is not None and any(tensor is other for other in tensors):
-                return self.know_again(tensor)
-            base = self.memory.base_at(storage_of(tensor), tensors)
+                return self.register_again(tensor)
+            base = self.memory.storage_at(storage_of(tensor), tensors)
             handle = self.recording.keep(tensor)
             if tensor.layout is not torch.strided:
-                self.memory.lend(tensor, tensors)
+                self.memory.note_sparse(tensor, tensors)
             if base is None:
-                self.memory.know(tensor, handle)
+                self.memory.register(tensor, handle)
             else:
-                self.know_view(tensor, handle, base, func, args, kwargs, tensors, part)
+                self.register_result_view(tensor, handle, base, func, args, kwargs, tensors, part)
             return handle
 
         returns = number_parts(out, leaf, ())
         return returns if found else None
 
-    def know_again(self, tensor: torch.Tensor) -> ValueId:
-        """A call with several outputs gave an argument back among them: the same object, now that output's value."""
-        entry = self.memory.entry(tensor)
-        entry.handle = handle = self.recording.keep(tensor)
-        if not entry.steps:
-            entry.base.handle = handle
-        entry.base.held.append(handle)
+    def register_again(self, tensor: torch.Tensor) -> ValueId:
+        """A call returned an argument among several outputs: the same object, which now holds the value of that
+        output.
+        """
+        alias = self.memory.alias_of(tensor)
+        alias.handle = handle = self.recording.keep(tensor)
+        if not alias.steps:
+            alias.base.handle = handle
+        alias.base.held.append(handle)
         return handle
 
-    def know_view(
+    def register_result_view(
         self,
         tensor: Any,
         handle: ValueId,
@@ -373,36 +369,40 @@ class Recorder(TorchFunctionMode):
         tensors: list[Any],
         part: Any,
     ) -> None:
+        """The output of a call shares memory with `base`: find the view steps that lead to it."""
         source = next((t for t in tensors if self.base_of(t) is base), None)
-        if source is None:  # it shares memory with something that is no argument
-            self.memory.look(tensor, base, (geometry_step(tensor, base),), handle)
+        if source is None:  # it shares memory with a tensor that is no argument
+            self.memory.register_view(tensor, base, (geometry_step(tensor, base),), handle)
             return
-        entry, name = self.memory.entry(source), getattr(func, "__name__", "")
+        alias, name = self.memory.alias_of(source), getattr(func, "__name__", "")
         above = tuple(
-            [other.handle for t in tensors if self.base_of(t) is base and (other := self.memory.entry(t)).steps]
+            [other.handle for t in tensors if self.base_of(t) is base and (other := self.memory.alias_of(t)).steps]
         )
         if above:
-            self.recording.view_of[handle] = above
+            self.recording.aliasing.view_of[handle] = above
         plain = tensor.layout is torch.strided and tensor.dtype == source.dtype == base.root.dtype
         of_several = sum(self.base_of(t) is base for t in tensors) > 1
         if plain and len(part) == 1 and not of_several and info(func).gives_several_views:
-            steps: tuple[Any, ...] = (*entry.steps, self.memory.part_step(source, tensor, name, args, kwargs, part[0]))
+            steps: tuple[Any, ...] = (
+                *alias.steps,
+                self.memory.select_step(source, tensor, name, args, kwargs, part[0]),
+            )
         elif plain and ("as_strided" in name or part or of_several or not any(source is value for value in args)):
             steps = (geometry_step(tensor, base),)
         else:
-            steps = (*entry.steps, self.memory.step(func, args, kwargs, source, part))
-        self.memory.look(tensor, base, steps, handle)
+            steps = (*alias.steps, self.memory.view_step(func, args, kwargs, source, part))
+        self.memory.register_view(tensor, base, steps, handle)
 
     def base_of(self, tensor: torch.Tensor) -> Storage | None:
         known = self.memory.live.get(id(tensor))
         return known.base if isinstance(known, Alias) else None
 
     def outputs(self, out: Any) -> Any:
-        """Handles for the outputs of a call whose outputs are new memory."""
+        """ValueIds for the outputs of a call that returns new memory."""
 
         def leaf(tensor: torch.Tensor, part: tuple[int, ...]) -> ValueId:
             handle = self.recording.keep(tensor)
-            self.memory.know(tensor, handle)
+            self.memory.register(tensor, handle)
             return handle
 
         return number_parts(out, leaf, ())
@@ -410,14 +410,14 @@ class Recorder(TorchFunctionMode):
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def read(self, tensor: torch.Tensor) -> ValueId:
-        """The Handle of the value that a tensor holds now."""
+        """The value that a tensor holds now. One that was never seen gets its origin."""
         handle = self.memory.read(tensor)
         if handle is not None:
             return handle
         return self.parameter(tensor) if type(tensor) is _Parameter else self._origin(tensor)
 
     def parameter(self, tensor: torch.Tensor) -> ValueId:
-        """A parameter that is read for the first time: most stand at one place."""
+        """The value of a parameter at its first read: a short cut for those that stand at one address."""
         number, memory = id(tensor), self.memory
         where = self.started_at.get(number)
         if where is None or self.scope < 0 or memory.written:
@@ -426,7 +426,7 @@ class Recorder(TorchFunctionMode):
         values, versions = recording.values, recording.versions
         handle = memory.live[number] = ValueId(len(values))
         values.append(tensor)
-        memory.begun[number] = count = version_of(tensor)
+        memory.counters_at_start[number] = count = version_of(tensor)
         versions.append(count)
         recording.records.append(_tuple(SourceRecord, ("parameter", handle, where, None, tensor)))
         return handle
@@ -437,11 +437,10 @@ class Recorder(TorchFunctionMode):
         return reads, {key: freeze(value, read) for key, value in kwargs.items()} if kwargs else {}
 
     def source(self, kind: str, tensor: torch.Tensor, where: Any) -> ValueId:
-        """A tensor that no call made begins here."""
+        """Record a tensor that no call made."""
         if tensor.is_nested:
-            raise CaptureError(
-                f"the forward computes with nested tensors, which have no one shape. Capture it on "
-                f"padded ones.{self.where()}"
+            raise self.refusal_here(
+                "the forward computes with nested tensors, which have no single shape. Capture it on padded ones."
             )
         handle = self.recording.keep(tensor)
         site = self.site() if kind == "constant" else None
@@ -450,17 +449,21 @@ class Recorder(TorchFunctionMode):
         if kind in ("buffer", "attribute"):
             self.stateful.append(record)
         self.memory.live[id(tensor)] = handle
-        self.memory.begun[id(tensor)] = version_of(tensor)
+        self.memory.counters_at_start[id(tensor)] = version_of(tensor)
         return handle
 
     def _origin(self, tensor: torch.Tensor) -> ValueId:
-        """What a tensor is that no recorded call made; see origins.py."""
+        """The value of a tensor that no recorded call made, by where it comes from (provenance.py).
+
+        The order matters: state of the model, then known memory, then what is older than the capture. What is left was
+        made in the forward unseen, and must not pass for a constant.
+        """
         running = self.recording.scopes[self.scope].module if self.scope >= 0 else None
         state = self.origins.state(tensor, running)
         if state is not None and not self.origins.was_there(tensor):
-            state = None  # assigned in the forward: it is what it was made from
+            state = None  # assigned in the forward: its origin is what it was made from
         key = storage_of(tensor) if state is not None and self.memory.written else None
-        base = self.memory.base_anywhere(tensor) if state is None else self.memory.bases.get(key or 0)
+        base = self.memory.find_storage(tensor) if state is None else self.memory.bases.get(key or 0)
         if base is not None and not self._is_own(tensor, base):
             return self.alias_without_call(tensor, base)
         if state is not None:
@@ -472,9 +475,9 @@ class Recorder(TorchFunctionMode):
             return self.source("constant", tensor, "older than the capture")
         if (own := self.origins.over(storage_of(tensor))) is not None:  # `nn.Parameter(self.weight)`
             self.read(own)
-            return self.alias_without_call(tensor, self.memory.entry(own).base)
+            return self.alias_without_call(tensor, self.memory.alias_of(own).base)
         if self.draws.holds(tensor):
-            self.recording.generator_read["torch.get_rng_state"] = None
+            self.recording.rng.generator_read["torch.get_rng_state"] = None
             return self.source("constant", tensor, "a generator's state")
         if self.from_outside(tensor):
             return self.memory.read(tensor)  # type: ignore[return-value]
@@ -486,54 +489,57 @@ class Recorder(TorchFunctionMode):
             raise RetraceAtDispatch
         raise UnknownOrigin(self._unknown_text(tensor))
 
-    def storages_of(self, base: Storage) -> set[int | None]:
-        """Where the calls before found what is in this memory."""
+    def known_storages_of(self, base: Storage) -> set[int | None]:
+        """The storages in which earlier calls found this memory; a patched run adds those of substitutes."""
         return {storage_of(base.root)}
 
-    def standing_for(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What stands for a tensor of the model's: it does so itself, but in a live run."""
+    def substitute_for(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor that stands for one of the model's: itself, except in a patched run."""
         return tensor
 
-    def written_unseen(self, tensor: torch.Tensor) -> None:
+    def refuse_unseen_write(self, tensor: torch.Tensor) -> None:
         """A tensor was written by a call that the function layer did not see, such as `z.real = y` or `set_`."""
         if not self.deep:
             raise RetraceAtDispatch
-        raise UnannouncedWrite(
-            f"a tensor {tuple(tensor.shape)} was written by something that was not seen: another thread, an "
-            f"extension, or a call that hides what it writes.{self.where()}"
+        raise self.refusal_here(
+            f"a tensor {tuple(tensor.shape)} was written by code that the capture did not see: another thread, "
+            "an extension, or a call that hides what it writes.",
+            kind=UnannouncedWrite,
         )
 
     def _is_own(self, tensor: torch.Tensor, base: Storage) -> bool:
-        """Was it there before the capture, over the memory of an input that nobody has written yet? What the model
-        has of its own and what it was given are two things.
+        """True if the tensor existed before the capture, over the memory of an input that is not written yet: then it
+        is state of its own, not a view of the input.
         """
         return base.version == 0 and self.memory.is_input(base) and is_older(tensor, self.date)
 
     def from_outside(self, tensor: torch.Tensor) -> bool:
-        """Is it an array of numpy's or its like? What is written to it can be read outside of torch at any time."""
+        """True if the tensor lies over memory that torch did not allocate, as of a numpy array. It is recorded as a
+        constant then, and exposed: it can be written outside torch at any time.
+        """
         if _owns_memory(tensor) or tensor.grad_fn is not None:
             return False
-        twin = self.memory.overlapping(tensor)
+        twin = self.memory.overlapping_storage(tensor)
         if twin is not None and (twin.exposed is None or twin.version):
-            raise CaptureError(
-                f"a tensor shares its memory with another one through numpy, dlpack or the like.{self.where()}\n"
-                "Which value is in it when cannot be known. Use torch's own views, or copy."
+            raise self.refusal_here(
+                "a tensor shares its memory with another one through numpy, dlpack or the like.",
+                "Which value it holds when cannot be known. Use views made by torch, or copy.",
             )
         self.source("constant", tensor, OUTSIDE)
         self.memory.expose(tensor)
         if twin is not None:
-            self.memory.entry(tensor).base.twin = twin
-            twin.twin = self.memory.entry(tensor).base
+            self.memory.alias_of(tensor).base.twin = twin
+            twin.twin = self.memory.alias_of(tensor).base
         return True
 
     def _is_alone(self) -> bool:
-        """Did no other thread begin, and is there no pool whose workers may have worked?"""
+        """True if no other thread began, and no pool's workers can have worked."""
         return thread_marks() == self.threads and self.threads[-1] is None
 
     def alias_without_call(self, tensor: torch.Tensor, base: Storage) -> ValueId:
-        """`nn.Parameter(x)`, `x.as_subclass(...)`: a new object over known memory."""
+        """Register `nn.Parameter(x)`, `x.as_subclass(...)`: a new object over known memory that no call made."""
         root, plain = base.root, (torch.Tensor, nn.Parameter)
-        self.recording.aliased |= base.version > 0 and self.memory.is_input(base)
+        self.recording.aliasing.shares_inputs |= base.version > 0 and self.memory.is_input(base)
         steps: tuple[Any, ...] = ()
         if tensor.dtype != root.dtype or (tensor.shape, tensor.stride(), tensor.storage_offset()) != (
             root.shape,
@@ -549,22 +555,26 @@ class Recorder(TorchFunctionMode):
         if type(tensor) is not type(root) and (type(tensor) not in plain or type(root) not in plain):
             steps = (*steps, step_tree(torch.Tensor.as_subclass, (Hole.HERE, type(tensor)), None, (), _grad_enabled()))
         handle = base.handle
-        self.memory.look(tensor, base, steps, handle)
+        self.memory.register_view(tensor, base, steps, handle)
         if steps:
-            entry = self.memory.entry(tensor)
-            entry.version = -1
+            alias = self.memory.alias_of(tensor)
+            alias.version = -1
             return self.read(tensor)
         return handle
 
     def _unknown_text(self, tensor: torch.Tensor) -> str:
         what = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
         return (
-            f"a tensor {what} reached an operation, and nothing in this thread was seen to make it."
-            f"{self.where()}\nIt may be the result of another thread, or of code that hides its calls "
-            "from torch. Compute it in "
-            "the forward's own thread, or pass it in as an input; capture(..., unknown='constant') "
-            "keeps such tensors as constants."
+            f"a tensor {what} reached an operation, and no recorded call in this thread made it."
+            f"{self.where()}\n"
+            "It may be the result of another thread, or of code that hides its calls from torch. "
+            "Compute it in the forward's own thread, or pass it in as an input; capture(..., "
+            "unknown='constant') keeps such tensors as constants."
         )
+
+    def refusal_here(self, fact: str, cure: str = "", kind: type[ReplaylensError] = CaptureError) -> ReplaylensError:
+        """The error that refuses this capture: the fact, the user's line that runs, the cure."""
+        return kind(fact + self.where() + (f"\n{cure}" if cure else ""))
 
     def where(self) -> str:
         site = self.site()
@@ -580,24 +590,24 @@ class Recorder(TorchFunctionMode):
         return self.line(user_frame(frame) or frame)
 
     def line(self, frame: Any) -> Site:
-        """The line at a frame; who called it too, where it is not the forward of the module that runs itself."""
+        """The line at a frame, with its callers where it is not the forward of the running module itself."""
         code = frame.f_code
         if code is self.forward or (is_torch_code(code) and self.forward is not None and is_torch_code(self.forward)):
             return code, frame.f_lasti
         return callers(frame) or (code, frame.f_lasti)
 
     def context(self) -> Any:
-        """The modes that a call runs under, one object for equal ones."""
+        """The modes that a call runs under; one object for equal ones."""
         grad = self.grad_mode if self.in_aten and not self.functorch else _grad_enabled()
         key = grad, _inference(), _autocast(), settings(self.recording.default_dtype)
         watch = self.watch
         if _dispatch_modes() != self.outer_modes + (watch is not None and watch.entered and not watch.handling):
-            raise CaptureError(f"a dispatch mode of the model's own is on; what it does cannot be seen.{self.where()}")
+            raise self.refusal_here("the model turned on a dispatch mode of its own, whose effect cannot be seen.")
         hooks: Any = _saved_hooks(False)
         if hooks is not None and not hooks[0].__module__.startswith("torch."):
-            self.recording.one_way.append("saved_tensors_hooks")
+            self.recording.autograd.forward_only.append("saved_tensors_hooks")
         if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
-            self.recording.checkpointed.add(len(self.recording.records))
+            self.recording.checkpoints.records.add(len(self.recording.records))
         if key[2]:
             return self._autocast_context(key)
         known = self.contexts.get(key)
@@ -614,14 +624,14 @@ class Recorder(TorchFunctionMode):
 
 
 def first_user_frame(frame: Any) -> Any:
-    """The first frame from here upwards that is none of ours."""
+    """The first frame from here outwards that is not ours."""
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_HOME):
         frame = frame.f_back
     return frame
 
 
 def number_parts(value: Any, leaf: Callable[[torch.Tensor, tuple[int, ...]], Any], part: tuple[int, ...]) -> Any:
-    """A call's output as a tree: `leaf` of each tensor and the way to it."""
+    """A call's output as a tree: `leaf(tensor, path)` in place of each tensor."""
     if isinstance(value, torch.Tensor):
         return leaf(value, part)
     if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
@@ -648,7 +658,7 @@ def geometry_of(tensor: torch.Tensor) -> Any:
 
 
 def _owns_memory(tensor: torch.Tensor) -> bool:
-    """Did torch allocate this memory? False for arrays of numpy and the like."""
+    """False if torch did not allocate this memory, as for numpy arrays."""
     try:
         return tensor.untyped_storage().resizable()
     except (RuntimeError, NotImplementedError):

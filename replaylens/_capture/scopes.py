@@ -1,21 +1,24 @@
-"""Where we are: which module call, which line of the user's code.
+"""Where the model is: in which module call, at which line of the user's code.
 
-In: module calls as they happen. Out: for each the module, which call of it, from where, and what it gave. While
-captures run, `nn.Module.__call__` is one function of ours, which looks for a capture of its own thread and else
-passes on; it is counted, and put back when the last capture ends. (Global forward hooks cost six times as much and
-see a module's output before the user's own hooks have changed it.) So is `apply` of a custom `autograd.Function`, one
-class below `Function` itself: an `apply` that was taken from its class before (`swish = Swish.apply`) comes by there.
-From torch 2.14 on such an `apply` is bound to C and comes by nowhere: only that it asks its class for the backward is
-seen. So is what exchanges two tensors (`torch.utils.swap_tensors`), which no torch function shows, what leads to other
-threads (threads.py), and the way from torch's Python functions (`F.relu`) to a function mode, which costs more than
-the call where torch goes it.
+In: module calls as they happen. Out: for each call the module, its number, the line it was made from, and its output.
+
+While captures run, these entries into torch are ours. Each looks for a capture of its own thread and otherwise passes
+on; they are put back when the last capture ends.
+
+* `nn.Module.__call__`: global forward hooks cost six times as much, and see an output before the user's hooks change
+  it.
+* `Function.apply`, one class below `Function` itself, where an `apply` that was taken from its class earlier (`swish =
+  Swish.apply`) comes by too. From torch 2.14 on such an `apply` is bound to C, and all that is seen of it is that it
+  asks its class for the backward.
+* `torch.utils.swap_tensors`, which no function mode sees, and the entries to other threads (threads.py).
+* the way from Python-written torch functions (`F.relu`) to a function mode, which in torch costs more than the call.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from threading import get_ident
 from types import CodeType, FrameType
@@ -26,6 +29,7 @@ from torch.autograd import Function
 from torch.autograd.function import FunctionMeta
 from torch.overrides import handle_torch_function
 
+from .._ir.node import Source
 from .._ir.torch_private import (
     FunctionBase,
     SingleLevelFunction,
@@ -39,16 +43,16 @@ from .._ir.torch_private import (
     swap_of_tensors,
 )
 from .._ir.turns import Turn, calls, come, turns, with_turn
-from .._ir.world import alone, freed, in_children
+from .._ir.world import alone, during, freed, in_children
 from . import threads
 from .bytecode import is_torch_code, torch_code
-from .recording import Site
+from .recording import Recording, Site
 
 T = TypeVar("T")
 
 
 class Listener(Protocol):
-    """A capture, as the shared entries below know it."""
+    """A capture, as the entries below know it."""
 
     def module_call(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
 
@@ -72,19 +76,19 @@ _outermost: set[int] = set()
 
 
 def boundary(function: Any) -> Any:
-    """Marks the functions beyond which a line's callers are known otherwise: by the module call that it lies in."""
+    """Mark a function where a line's callers end: further out they are known by the module call."""
     _boundaries.add(id(function.__code__))
     return function
 
 
 def outermost(function: Any) -> Any:
-    """Marks the function that calls the model."""
+    """Mark the function that calls the model."""
     _outermost.add(id(function.__code__))
     return function
 
 
 def model_frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """The frames from here outwards that are the model's own, none of torch's."""
+    """The frames from here outwards, as far as the call of the model, without torch's own."""
     while frame is not None and id(frame.f_code) not in _outermost:
         if not is_torch_code(frame.f_code):
             yield frame
@@ -122,21 +126,21 @@ def _seen(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _traced_question(kind: Any, name: str) -> Any:
-    """What is asked of the class of a custom function. Only `apply` asks for the backward."""
+    """An attribute of a custom function's class is read. Only `apply` reads the backward class."""
     if name == "_backward_cls" and not _bodies.get(get_ident()) and (stack := _listeners.get(get_ident())):
         stack[-1].function_unseen(kind)
     return _asked_of(kind, name)
 
 
 def _traced_swap(one: Any, other: Any) -> None:
-    swap_of_tensors(one, other)  # it has begun: half of an exchange is worse than a whole one
+    swap_of_tensors(one, other)  # finish it first: half an exchange is worse than a whole one
     stack = _listeners.get(get_ident())
     if stack:
         stack[-1].swapped()
 
 
 def _traced_function(function: Any, relevant: Any, *args: Any, **kwargs: Any) -> Any:
-    """What `handle_torch_function` does where the capture's own mode is the innermost one, in a third of the time."""
+    """`handle_torch_function` where the capture's mode is the innermost one, in a third of the time."""
     stack, number = _listeners.get(get_ident()), count_function_modes()
     mode: Any = stack[-1] if stack else None
     if not stack or not number or function_mode_at(number - 1) is not mode:
@@ -157,24 +161,16 @@ calls.update(dict.fromkeys((_module_call.__code__, _traced_call.__code__), lambd
 
 
 def alone_with(modules: Callable[[], Iterable[nn.Module]], work: Callable[[Turn], T]) -> T:
-    """What some work gives, while no other thread runs these modules: those that do end first, those that come to them
-    later wait.
+    """The result of some work that runs while no other thread runs these modules: earlier calls end first, later ones
+    wait.
     """
     return with_turn(modules, work, partial(alone, _lock, _put_in), partial(alone, _lock, _take_out_if_idle))
 
 
-@contextmanager
-def listening(listener: Listener) -> Iterator[None]:
-    """Module calls and custom functions of this thread are told to the listener."""
+def listening(listener: Listener) -> AbstractContextManager[None]:
+    """Within, module calls and custom functions of this thread reach the listener."""
     here = get_ident()
-    try:
-        try:
-            alone(_lock, partial(_enter, here, listener))
-            yield
-        finally:
-            alone(_lock, partial(_leave, here, listener))
-    finally:  # again: an interrupt may have come before, or in it
-        alone(_lock, partial(_leave, here, listener))
+    return during(_lock, partial(_enter, here, listener), partial(_leave, here, listener))
 
 
 def _enter(here: int, listener: Listener) -> None:
@@ -198,7 +194,7 @@ def _put_in() -> None:
 
 
 def _leave(here: int, listener: Listener) -> None:
-    """The listener, and those that came after it in its thread, listen no more."""
+    """Remove the listener, and those that were added after it in its thread."""
     stack = _listeners.get(here, [])
     at = next((number for number, other in enumerate(stack) if other is listener), None)
     if at is not None:
@@ -230,7 +226,7 @@ def _take_out() -> None:
 
 
 def _in_a_child() -> None:
-    """Of all the threads that listened only the one that forked is there."""
+    """After a fork only the thread that forked exists."""
     freed(_lock)
     threads.in_a_child()
     for other in [thread for thread in _listeners if thread != get_ident()]:
@@ -272,7 +268,7 @@ def addresses(table: list[tuple[nn.Module, int, str]]) -> dict[int, str]:
 
 
 def other_addresses(table: list[tuple[nn.Module, int, str]], first: dict[int, str]) -> dict[int, list[str]]:
-    """The further dotted addresses of modules that stand at several places of the tree, or below such ones."""
+    """The further addresses of modules that stand at several places, or below such modules."""
     found: dict[int, list[str]] = {}
     stack: list[tuple[nn.Module, int, tuple[tuple[int, str], ...]]] = []
     stack += [(module, id(module), ((id(module), name),)) for module, parent, name in table if parent < 0]
@@ -293,7 +289,7 @@ def other_addresses(table: list[tuple[nn.Module, int, str]], first: dict[int, st
 
 
 def user_frame(frame: FrameType | None, depth: int = 6) -> FrameType | None:
-    """The nearest frame that is not torch's, within a few."""
+    """The nearest frame outside torch, within a few."""
     for _ in range(depth):
         if frame is None:
             return None
@@ -306,7 +302,7 @@ def user_frame(frame: FrameType | None, depth: int = 6) -> FrameType | None:
 
 
 def callers(frame: FrameType | None) -> Site | None:
-    """The line at a frame, and the user's lines that it was called from, as far as the module call that it lies in."""
+    """The line at a frame, and the user's lines that led to it, as far as the module call that it lies in."""
     lines: list[tuple[CodeType, int]] = []
     while frame is not None:
         code = frame.f_code
@@ -320,3 +316,50 @@ def callers(frame: FrameType | None) -> Site | None:
     for line in reversed(lines):
         site = line if site is None else (*line, site)
     return site
+
+
+def user_line(recording: Recording, site: Site | None, scope: int) -> Source | None:
+    """The user's line nearest to a call, inside its modules or around them; the call's own line if none is the
+    user's.
+    """
+    own = site
+    while (found := _nearest(site)) is None and scope >= 0:
+        site, scope = recording.scopes[scope].site, recording.scopes[scope].parent
+    return line_of(own if found is None else found)
+
+
+def _nearest(site: Site | None) -> Site | None:
+    """The first of a site's lines, outwards, that is the user's."""
+    while site is not None and is_torch_code(site[0]):
+        site = site[2] if len(site) > 2 else None
+    return site
+
+
+def with_callers(site: Site | None, outer: Source | None) -> Source | None:
+    """The user's line at a site, whose callers lead on to `outer`; `outer` itself where the site is torch's own."""
+    sites, at = [], site
+    while at is not None:
+        if not is_torch_code(at[0]):
+            sites.append(at)
+        at = at[2] if len(at) > 2 else None
+    for at in reversed(sites):
+        outer = line_of(at, outer)
+    return outer
+
+
+def line_of(site: Site | None, caller: Source | None = None) -> Source | None:
+    """The line of Python at a code object and instruction."""
+    if site is None:
+        return None
+    code, instruction = site[:2]
+    key = id(code), instruction, id(caller)
+    known = _lines.get(key)
+    if known is None or known[0] is not code or known[1].caller is not caller:
+        line = next((n for start, end, n in code.co_lines() if n and start <= instruction < end), code.co_firstlineno)
+        known = code, Source(code.co_filename, line, getattr(code, "co_qualname", code.co_name), caller)
+        _lines[key] = known
+    return known[1]
+
+
+# By id, with the object beside it: a code object's own hash reads all of its constants, every time.
+_lines: dict[tuple[int, int, int], tuple[CodeType, Source]] = {}

@@ -39,10 +39,9 @@ from .._ir.trees import ATOMS, freeze_deep, leaves, thaw
 from .._ir.write import take_step
 from .._replay.layout_guards import geometry
 from .aliasing import OUTSIDE, Alias, Storage
-from .opaque_regions import reads_of
 from .provenance import Place, Provenance, path_to
 from .recorder import Recorder
-from .recording import CallRecord, Freed, Recording, SourceRecord, ValueId, handles_in
+from .recording import CallRecord, Freed, Recording, SourceRecord, ValueId, handles_in, reads_of
 from .snapshot import Snapshot
 from .user_code import code_of, is_only_fed, is_stored_first
 
@@ -51,7 +50,7 @@ _MISSING = object()
 
 def altered(recorder: Recorder, snapshot: Snapshot) -> list[tuple[Any, str]]:
     """Where Python objects stand on modules that are others now, or hold others, and are read: (module, key)."""
-    unlike = [where for where in recorder.recording.unlike if where[0] is not None]
+    unlike = [where for where in recorder.recording.state.unlike if where[0] is not None]
     found = {(id(module), key): (module, key) for module, key in (*_changed(snapshot), *unlike)}
     if not found:
         return []
@@ -124,14 +123,14 @@ def note_late_write(
     """
     recording = recorder.recording
     held = set(held) or {*base.held, base.handle}
-    memory = recorder.storages_of(base)
+    memory = recorder.known_storages_of(base)
 
     def is_it(tensor: torch.Tensor) -> bool:
         return storage_of(tensor) in memory if exchanged is None else tensor is exchanged
 
     asked = _Asked(recorder, held, is_it, exchanged is not None)
     if asked.is_made_by_what_saved_it(base.root) or any(map(asked.is_saved_by, asked.records)):
-        recording.one_way.append(LATE_WRITE)
+        recording.autograd.forward_only.append(LATE_WRITE)
 
 
 def note_writes_from_outside(recorder: Recorder) -> None:
@@ -143,8 +142,8 @@ def note_writes_from_outside(recorder: Recorder) -> None:
         if base.exposed is not None and not same_content(base.root, base.exposed):
             memory.require_announced(base)
             note_late_write(recorder, base)
-            memory.restore_held(base)
-    for base, held in memory.rewritten:
+            memory.restore_exposed(base)
+    for base, held in memory.external_writes:
         note_late_write(recorder, base, held=held)
 
 
@@ -184,7 +183,7 @@ class _Asked:
         if not recording.ambient[0] or any(map(_may_need_gradients_elsewhere, reads)):
             return self.would_be_saved_by(record)
         if any(isinstance(value, Freed) for value in given):
-            return any(h in recording.gradients for h in _given(record))
+            return any(h in recording.autograd.histories for h in _given(record))
         stops = {value.grad_fn for value in reads if _has_history(value)}
         return any(saved_below(value.grad_fn, self.is_it, stops) for value in given if _has_history(value))
 
@@ -208,7 +207,7 @@ class _Asked:
             return copies[value]
 
         try:
-            with without_function_modes(), self.recorder.at_work(), torch.enable_grad():
+            with without_function_modes(), self.recorder.beneath_leaf(), torch.enable_grad():
                 args = [thaw(value, leaf) for value in record.args]
                 out = record.function(*args, **{key: thaw(value, leaf) for key, value in (record.kwargs or {}).items()})
         except Exception:
@@ -280,19 +279,19 @@ def require_seen(recorder: Recorder, counters: Counters) -> None:
     for tensor, before, after in zip(tensors, then, now, strict=True):
         if after != before and not _is_seen(recorder, tensor, before):
             recorder.deep |= isinstance(tensor, nn.Parameter)  # what it held is gone: no second look can begin there
-            recorder.written_unseen(tensor)
+            recorder.refuse_unseen_write(tensor)
 
 
 def _is_seen(recorder: Recorder, tensor: torch.Tensor, counter: int) -> bool:
     memory, recording = recorder.memory, recorder.recording
     known = memory.live.get(id(tensor))
     by_script = recorder.has_scripts and isinstance(known, Alias) and known.base.version > 0
-    if recorder.standing_for(tensor) is not tensor and not by_script:
+    if recorder.substitute_for(tensor) is not tensor and not by_script:
         return False  # what is seen is done to what stands for it, but by TorchScript, which holds its own
-    if (first := memory.begun.get(id(tensor))) is not None:
+    if (first := memory.counters_at_start.get(id(tensor))) is not None:
         silent = isinstance(tensor, nn.Parameter) and type(known) is ValueId and recording.values[known] is tensor
         return first == counter and not silent  # others are asked for all values at the end
-    if known is not None or id(tensor) in memory.moved:
+    if known is not None or id(tensor) in memory.detached:
         return True
     base = memory.bases.get(storage_of(tensor) or 0)
     return base is not None and base.version > 0
@@ -302,7 +301,7 @@ def take_changes(recorder: Recorder, snapshot: Snapshot) -> None:
     """Which parameters, buffers and other tensors of the model hold another value than at the start."""
     recording, memory = recorder.recording, recorder.memory
     same = recorder.origins.same_parameters()
-    quiet = same and not memory.written and not memory.parted
+    quiet = same and not memory.written and not memory.has_detached
     sources = recorder.stateful if quiet else [r for r in recording.records if isinstance(r, SourceRecord)]
     firsts: Firsts = {id(s.tensor): s.returns for s in sources if s.kind not in ("input", "constant")}
     live = memory.live
@@ -325,8 +324,8 @@ def take_changes(recorder: Recorder, snapshot: Snapshot) -> None:
         _take_moved(recorder)
     if recorder.leaves_changes:
         made = (*recorder.origins.born(same), *_made_attributes(snapshot))
-        recording.born.extend(where for where in made if _is_asked_for(recorder, where))
-        recording.rearranged.extend(rearranged)
+        recording.state.born.extend(where for where in made if _is_asked_for(recorder, where))
+        recording.state.rearranged.extend(rearranged)
     _take_attributes(recorder, snapshot, [s for s in sources if s.kind == "attribute"], firsts)
 
 
@@ -370,16 +369,16 @@ def _take_moved(recorder: Recorder) -> None:
     firsts = {id(s.tensor): s.returns for s in sources if s.kind not in ("input", "constant")}
     first, now = origins.tree_at_start(), origins.tree_now()
     moved = {id(module) for a in {*first, *now} for module in _exchanged(first.get(a), now.get(a))}
-    recording.changes = [note for note in recording.changes if id(note[0][0]) not in moved]
-    recording.removed = [where for where in recording.removed if id(where[0]) not in moved]
-    recording.replaced = [where for where in recording.replaced if id(where[0]) not in moved]
+    recording.state.changes = [note for note in recording.state.changes if id(note[0][0]) not in moved]
+    recording.state.removed = [where for where in recording.state.removed if id(where[0]) not in moved]
+    recording.state.replaced = [where for where in recording.state.replaced if id(where[0]) not in moved]
     for address in dict.fromkeys([*first, *now]):
         (before, held_then), (after, held_now) = first.get(address, (None, {})), now.get(address, (None, {}))
         for key in dict.fromkeys([*held_then, *held_now]) if {id(before), id(after)} & moved else ():
             where, tensor = f"{address}.{key}".lstrip("."), held_now.get(key)
             _compare(recorder, (None, where), held_then.get(key), tensor, firsts)
             if tensor is not None:
-                recording.moved[where] = tensor
+                recording.state.moved[where] = tensor
 
 
 def _exchanged(first: Place | None, now: Place | None) -> Iterator[nn.Module]:
@@ -410,20 +409,20 @@ def _compare(
     """Note what became of the tensor at a place."""
     if now is None:
         if first is not None:
-            recorder.recording.removed.append(where)
+            recorder.recording.state.removed.append(where)
         return
     last = _last(recorder, now, is_same=now is first)
     if last is None:
         return
-    same = recorder.memory.same_content(last)
+    same = recorder.memory.equal_values(last)
     if first is not None and firsts.get(id(first)) in same:
         return
     last = same[-1]
-    recorder.recording.changes.append((where, last))
+    recorder.recording.state.changes.append((where, last))
     if now is not first:
-        recorder.recording.replaced.append(where)
+        recorder.recording.state.replaced.append(where)
         if first is not None and _is_unlike(recorder, first, now, id(first) in firsts):
-            recorder.recording.unlike.append(where)
+            recorder.recording.state.unlike.append(where)
 
 
 def _is_unlike(recorder: Recorder, first: torch.Tensor, now: torch.Tensor, is_read: bool) -> bool:
@@ -445,7 +444,7 @@ def _looks(tensor: torch.Tensor) -> Any:
 def _last(recorder: Recorder, now: torch.Tensor, is_same: bool) -> ValueId | None:
     """The value that a tensor of the model holds at the end; None for one that stands where it stood, unwritten."""
     memory = recorder.memory
-    if (known := memory.read(recorder.standing_for(now))) is not None:
+    if (known := memory.read(recorder.substitute_for(now))) is not None:
         return known
     if not is_same:
         return recorder.read(now)
@@ -456,37 +455,37 @@ def _last(recorder: Recorder, now: torch.Tensor, is_same: bool) -> ValueId | Non
 def keep_by_value(recorder: Recorder) -> None:
     """Copies of what stood before and stands now where the forward wrote: the model writes there again."""
     recording, memory = recorder.recording, recorder.memory
-    if not recording.changes and not recording.removed:
+    if not recording.state.changes and not recording.state.removed:
         return
     read = {_key(record.where): record for record in recorder.stateful}
-    for where in (*[where for where, _ in recording.changes], *recording.removed):
+    for where in (*[where for where, _ in recording.state.changes], *recording.state.removed):
         record = read.get(_key(where))
         if record is None:
             continue
         known = memory.live.get(id(record.tensor))
-        if id(record.tensor) in memory.moved:  # its alias counts the writes of what the object looks at now
+        if id(record.tensor) in memory.detached:  # its alias counts the writes of what the object looks at now
             _keep(recorder, record.returns)
         elif isinstance(known, Alias) and known.base.version:
-            memory.preserve(known.base)
+            memory.copy_on_write(known.base)
         elif recording.values[record.returns] is record.tensor:
             if isinstance(known, Alias) and not known.steps:
-                memory.preserve(known.base)
+                memory.copy_on_write(known.base)
             else:
                 _keep(recorder, record.returns)
     begun = {id(record.tensor) for record in recording.records if isinstance(record, SourceRecord)}
     begun |= {id(tensor) for tensor in recorder.origins.parameters_at_start}
-    for where, handle in recording.changes:
-        now = recording.moved[where[1]] if where[0] is None else _standing(where)
+    for where, handle in recording.state.changes:
+        now = recording.state.moved[where[1]] if where[0] is None else _standing(where)
         known = memory.live.get(id(now))
         if isinstance(known, Alias) and known.base.version:
-            memory.preserve(known.base)
+            memory.copy_on_write(known.base)
         elif where[0] is None and id(now) in begun:
             continue  # it was the model's own before, and is referred to as such
         elif (
             where[0] is None or _key(where) in read or held(*where) is not None
         ):  # a stashed activation is only referred to
             if isinstance(known, Alias) and id(known.base.root) not in begun:
-                memory.preserve(known.base)  # what it was made of lies there too
+                memory.copy_on_write(known.base)  # what it was made of lies there too
             else:
                 _keep(recorder, handle)
 
@@ -499,17 +498,17 @@ def keep_arrays(recorder: Recorder) -> None:
     for tensor in outside:
         known = memory.live.get(id(tensor))
         if isinstance(known, Alias):
-            memory.preserve(known.base)
+            memory.copy_on_write(known.base)
 
 
 def output_by_value(recorder: Recorder, output: Any) -> Any:
     """What the model returned, with copies of what lies in memory that its next forward writes."""
     recording = recorder.recording
-    if not recorder.leaves_changes or not (recording.changes or recording.removed):
+    if not recorder.leaves_changes or not (recording.state.changes or recording.state.removed):
         return output
     written = {
         storage_of(now)
-        for where, handle in recording.changes
+        for where, handle in recording.state.changes
         if (now := _standing(where)) is not None and _is_copied(recording, handle, now)
     }
     tree, copies = freeze_deep(output, _Returned), dict[int, torch.Tensor]()
@@ -528,7 +527,7 @@ class _Returned:
 
 def _is_copied(recording: Recording, handle: ValueId, tensor: torch.Tensor) -> bool:
     """Was a copy kept of this value, and not the tensor itself?"""
-    if handle in recording.gone or (key := storage_of(tensor)) is None:
+    if handle in recording.freed or (key := storage_of(tensor)) is None:
         return False
     return storage_of(recording.values[handle]) != key
 
@@ -557,11 +556,11 @@ def _standing(where: Where) -> torch.Tensor | None:
 def _keep(recorder: Recorder, handle: ValueId) -> None:
     """A copy of one value in the place of the tensor that the model holds."""
     recording = recorder.recording
-    if handle in recording.gone:
+    if handle in recording.freed:
         return
     value = recording.values[handle]
     if (history := history_of(value)) is not None:
-        recording.gradients[handle] = history
+        recording.autograd.histories[handle] = history
     with torch.no_grad():
         copy = writable_copy(value.detach())
     flag = value.requires_grad and copy.is_floating_point() and not copy.is_inference()
@@ -574,10 +573,10 @@ def take_lent(recorder: Recorder) -> None:
     recording, memory = recorder.recording, recorder.memory
     recording_value = lambda leaf: recording.values[leaf] if type(leaf) is ValueId else leaf  # noqa: E731
     given = {}
-    for record in recording.records if recording.aliased or recording.changes else ():
+    for record in recording.records if recording.aliasing.shares_inputs or recording.state.changes else ():
         if isinstance(record, SourceRecord) and record.kind == "input":
             given[storage_of(record.tensor)] = record
-    for where, _ in recording.changes if given else ():
+    for where, _ in recording.state.changes if given else ():
         now = _standing(where)
         known = memory.live.get(id(now))
         if now is None or not isinstance(known, Alias) or (source := given.get(storage_of(now))) is None:
@@ -586,7 +585,7 @@ def take_lent(recorder: Recorder) -> None:
             first = writable_copy(recording.values[known.base.first].detach())
             for step in known.steps:
                 first = take_step(first, thaw(step, recording_value))
-        recording.lent.append((where, source.returns, first))
+        recording.state.in_inputs.append((where, source.returns, first))
 
 
 def keep_inputs(recording: Recording) -> None:
@@ -596,7 +595,7 @@ def keep_inputs(recording: Recording) -> None:
     for record in takewhile(is_input, recording.records):  # they come first
         value = values[record.returns]
         if type(value) is torch.Tensor and not value.requires_grad and not value.is_inference():
-            recording.given[record.returns] = value.detach()
+            recording.input_facts.copies[record.returns] = value.detach()
 
 
 def _stands(record: SourceRecord) -> bool:
@@ -606,19 +605,19 @@ def _stands(record: SourceRecord) -> bool:
 def note_places(recorder: Recorder) -> None:
     """Where the model holds what the forward read or wrote, and what it looks like there."""
     recording = recorder.recording
-    recording.steps = fused_steps()
+    recording.state.fused_steps = fused_steps()
     sources = [record for record in recording.records if type(record) is SourceRecord]
     found = [record for record in sources if record[0] == "parameter" or _stands(record)]
     tensors = [record.tensor for record in found]
     standing = partial(_standing_notes, found, looks_at(tensors))
     others: list[PlaceNote] = []
-    begun = recorder.origins.begun_by_module if recording.changes or recording.removed else {}
-    for where in (*[where for where, _ in recording.changes], *recording.removed):
+    begun = recorder.origins.begun_by_module if recording.state.changes or recording.state.removed else {}
+    for where in (*[where for where, _ in recording.state.changes], *recording.state.removed):
         module, key = where
         if isinstance(module, nn.Module):
             own = key in module._buffers or key in module._parameters or key in begun.get(id(module), ())
             others.append((where, "buffer" if own else "attribute", None, NO_LOOK))
-    recording.places = lambda: (*standing(), *others)
+    recording.state.places = lambda: (*standing(), *others)
 
 
 def _standing_notes(found: list[SourceRecord], looks: Callable[[], Iterable[Look]]) -> Iterator[PlaceNote]:

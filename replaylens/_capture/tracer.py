@@ -1,10 +1,11 @@
-"""Torch functions written in Python, opened: a copy that does not ask whether somebody overrides it runs its body.
+"""The TorchFunctionMode of a capture: it sees each torch call of its thread, passes it on, and records what it was.
 
-The one TorchFunctionMode: sees each torch call of its thread, passes it on, and writes down what it was.
+In: calls. Out: a Recording. dispatch.py knows what kind of call it is, aliasing.py which value a tensor holds,
+opaque_regions.py what no function mode sees. A torch function that is written in Python is opened: its body runs under
+the mode, and the builtins that it calls are the operations.
 
-In: calls. Out: a Recording. What kind of call it is, the rules say; which value a tensor holds, the memory; where the
-blind stretches are, the regions. A call is passed on exactly as it came; only dropout in evaluation and `nn.Identity`,
-which hand their argument on, give an alias instead, so that their value has a name of its own.
+A call is passed on exactly as it came, with one exception: dropout in evaluation and `nn.Identity` return their
+argument, and the model gets an alias of it instead, so that their output is a value of its own.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from .._ir.torch_private import (
 )
 from .._ir.trees import ATOMS, freeze, freeze_deep, thaw
 from .._replay.flag_guards import SOME, WALK, in_short
-from ..errors import CaptureError, ReplaylensError, UnannouncedWrite
+from ..errors import ReplaylensError, UnannouncedWrite
 from .aliasing import Alias
 from .bytecode import asks_for_none, is_torch_code, keeps_exceptions, rebinds
 from .custom_functions import BOUND_BEFORE, apply_call
@@ -76,8 +77,8 @@ _globals: dict[int, dict[str, Any]] = {}
 
 
 def opened(function: FunctionType) -> Callable[..., Any]:
-    """A copy of a Python-written torch function that does not ask whether somebody overrides it, and so runs its
-    body.
+    """A copy of a Python-written torch function whose `has_torch_function` checks all answer False, so that its body
+    runs.
     """
     made = _opened.get(function)
     if made is None:
@@ -116,10 +117,10 @@ _Tensor, _Parameter = torch.Tensor, nn.Parameter
 
 
 class Tracer(Recorder):
-    """One capture of one thread."""
+    """The capture of one thread."""
 
-    alone = ALONE  # references to a tensor that a module gives and has not kept
-    has_stand_ins = False
+    alone = ALONE  # references to an output that the module has not kept
+    has_substitutes = False
 
     def __init__(self, recording: Recording, origins: Provenance, date: Moment, deep: bool, unknown: str) -> None:
         super().__init__(recording, origins, date, deep, unknown)
@@ -134,15 +135,15 @@ class Tracer(Recorder):
             rule = self._learn(func)
         how = rule.how
         if how is PASS:
-            if self.has_stand_ins and rule.special:
-                args = self.stood_for(args)
+            if self.has_substitutes and rule.special:
+                args = self.substituted_args(args)
             return func(*args, **kwargs) if kwargs else func(*args)
         try:
             if self.is_special or _peek() is not None:
-                return self._special_door(rule, func, args, kwargs or {})
+                return self._in_region(rule, func, args, kwargs or {})
             if how is FRESH and not kwargs:
                 return self._fresh(rule, func, args, 2)
-            if how is RELU and not kwargs["inplace"]:  # the commonest Python wrapper: its body is one of two builtins
+            if how is RELU and not kwargs["inplace"]:  # the commonest wrapper: its body is one of two builtins
                 return self._fresh(_RELU, torch.relu, args, 4)
             return self._open_or_call(rule, func, args, kwargs or {})
         except (ReplaylensError, RetraceAtDispatch) as refusal:
@@ -152,12 +153,12 @@ class Tracer(Recorder):
             self._raised(rule, func, args, kwargs or {}, error)
             raise
 
-    def stood_for(self, args: Any) -> Any:
-        """The arguments of a read: see live.py for a look in which other tensors stand for the user's."""
+    def substituted_args(self, args: Any) -> Any:
+        """The arguments of a read; a patched run puts its substitutes in the place of the user's tensors."""
         return args
 
-    def _special_door(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        """The way in while a region is open: functorch, forward-mode gradients, or a dispatch mode that looks on."""
+    def _in_region(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call while a region is open: functorch, forward-mode gradients, or a dispatch mode."""
         if _peek() is not None or forward_ad._current_level >= 0:
             return self._in_functorch(func, args, kwargs)
         if self.functorch and (self.watch is None or not self.watch.handling):
@@ -168,12 +169,12 @@ class Tracer(Recorder):
         return self._open_or_call(rule, func, args, kwargs)
 
     def _watched_call(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        """A call while a dispatch mode is on. An ATen call that is seen here comes from a script or a hidden
-        stretch.
+        """A call while a dispatch mode is on. An ATen call that comes here is made by a script or beneath a
+        transform.
         """
         outer, self.in_aten = self.in_aten, isinstance(func, OpOverload)
         try:
-            with self.at_work():
+            with self.beneath_leaf():
                 if func is _aten_detach and not self.functorch:
                     return self._script_detach(rule, func, args)
                 return self._open_or_call(rule, func, args, kwargs)
@@ -181,13 +182,11 @@ class Tracer(Recorder):
             self.in_aten = outer
 
     def _script_detach(self, rule: Rule, func: Any, args: Any) -> Any:
-        """The executor of scripts detaches what goes into and out of its own gradients: that is no stop of the
-        model's.
-        """
+        """A detach by the executor of scripts, around gradients of its own: it stops no gradient of the model's."""
         if self.script_is_open:
             return self.leaf(rule, func, args, {}, stands_for=alias)
         if self.grad_mode and args[0].requires_grad:
-            self.recording.one_way.append("a scripted function")
+            self.recording.autograd.forward_only.append("a scripted function")
         return self.leaf(rule, func, args, {})
 
     def _open_or_call(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
@@ -198,7 +197,7 @@ class Tracer(Recorder):
     def _learn(self, func: Any) -> Rule:
         try:
             rule = _rules[func] = rule_of(func)
-        except TypeError:  # a callable without a hash
+        except TypeError:  # an unhashable callable
             rule = Rule(Handling.OPAQUE, getattr(func, "__name__", "call"), may_draw=True)
         return rule
 
@@ -225,7 +224,7 @@ class Tracer(Recorder):
     # -- one operation -------------------------------------------------------------------------------------------------
 
     def _fresh(self, rule: Rule, func: Any, args: Any, depth: int = 2) -> Any:
-        """The commonest call: a builtin whose output is new memory. Written for speed: nothing here is called twice."""
+        """The commonest call: a builtin whose output is new memory. Written for speed: helpers are inlined."""
         live, refs = self.memory.live, []
         for value in args:
             kind = type(value)
@@ -258,28 +257,8 @@ class Tracer(Recorder):
             live[id(out)] = handle
         else:
             handle = self.outputs(out)
-        recording.records.append(
-            _tuple(
-                CallRecord,
-                (
-                    func,
-                    rule.kind,
-                    refs,
-                    None,
-                    handle,
-                    context,
-                    self.scope,
-                    site,
-                    None,
-                    False,
-                    None,
-                    (),
-                    False,
-                    took,
-                    None,
-                ),
-            )
-        )
+        row = (func, rule.kind, refs, None, handle, context, self.scope, site, None, False, None, (), False, took, None)
+        recording.records.append(_tuple(CallRecord, row))
         return out
 
     # -- Python-written torch functions --------------------------------------------------------------------------------
@@ -306,19 +285,19 @@ class Tracer(Recorder):
 
     def _escape(self, func: Any, args: Any, kwargs: Any) -> Any:
         reads, named = self.read_all(args, kwargs)
-        result = self._in_words(func, args, kwargs) if func in _WORDS else func(*args, **kwargs)
+        result = self._escape_text(func, args, kwargs) if func in _WORDS else func(*args, **kwargs)
         number = type(result) is str and isinstance(args[0], torch.Tensor) and args[0].dim() == 0
-        plain = type(result) in (bool, int, float, complex) or number  # of larger tensors the content is compared
+        plain = type(result) in (bool, int, float, complex) or number  # the content of larger tensors is compared
         self.guard(func, reads, named, result if plain else None, plain)
         return result
 
-    def _in_words(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The text of a tensor, which says whether it needs gradients and what gave it: so this is asked with it."""
+    def _escape_text(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The text of a tensor. It shows requires_grad and grad_fn, so these are asked with it."""
         text, tensor = func(*args, **kwargs), args[0]
         if type(text) is not str or not isinstance(tensor, torch.Tensor) or _is_number(func, tensor):
             return text
-        given, made = self.answer("grad_fn", _GRAD_FN, tensor), tensor.grad_fn
-        self.ask("flags", _requires_grad, (tensor,), {}, self.answer("requires_grad", _requires_grad, tensor))
+        given, made = self.flag_of("grad_fn", _GRAD_FN, tensor), tensor.grad_fn
+        self.ask("flags", _requires_grad, (tensor,), {}, self.flag_of("requires_grad", _requires_grad, tensor))
         self.ask("flags", _GRAD_FN, (tensor,), {}, in_short(given))
         if made is None or given is made:
             return text
@@ -327,38 +306,38 @@ class Tracer(Recorder):
 
     def _expose(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         tensor = next((value for value in args if isinstance(value, torch.Tensor)), None)
-        if tensor is not None:
-            reads = [self.read(tensor)]
-            result = func(*args, **kwargs)
-            is_told = not info(func).has(Quirk.TELLS_ADDRESS)
-            if is_told:
-                self.guard(torch.Tensor.numpy if rule.kind == "numpy" else func, reads, {}, None, False)
-            self.memory.expose(tensor, is_told)
-            if "storage" in rule.kind:
-                self.memory.expose_beside(tensor)
-            self.exposed = True
-            return result
-        return func(*args, **kwargs)
+        if tensor is None:
+            return func(*args, **kwargs)
+        reads = [self.read(tensor)]
+        result = func(*args, **kwargs)
+        is_content_read = not info(func).has(Quirk.TELLS_ADDRESS)
+        if is_content_read:
+            self.guard(torch.Tensor.numpy if rule.kind == "numpy" else func, reads, {}, None, False)
+        self.memory.expose(tensor, is_content_read)
+        if "storage" in rule.kind:
+            self.memory.expose_whole_storage(tensor)
+        self.exposed = True
+        return result
 
     def _raised(self, rule: Rule, func: Any, args: Any, kwargs: Any, error: Exception) -> None:
-        """An operation raised. If the model catches that, what it does then holds as long as the same is raised: with
-        the same text, if it keeps the exception.
+        """An operation raised, and the model may catch that: a guard holds that it raises again, with the same text if
+        the model keeps the exception.
 
-        What a call within this one raised is known from there; gradients and transforms raise by what is no content.
+        What a call within this one raised is guarded there. Gradients and transforms do not raise because of content.
         """
         if self.functorch or _was_seen(error, _DOORS) or not (tensors := tensors_in(args, kwargs)):
             return
         if rule.special in _BY_NO_CONTENT:
             if rule.special in _BY_FLAGS:
-                with without_function_modes(), self.at_work():
-                    self._came_of_flags(tensors)
+                with without_function_modes(), self.beneath_leaf():
+                    self._ask_flags_of(tensors)
             return
         try:
-            with without_function_modes(), self.at_work():
+            with without_function_modes(), self.beneath_leaf():
                 reads, named = self.read_all(args, kwargs)
                 again = what_is_raised(func, *args, **kwargs) if rule.how is not Handling.OPAQUE else error
                 if kind_of(again) != kind_of(error):
-                    self._came_of_flags(tensors_in(args, kwargs))
+                    self._ask_flags_of(tensors_in(args, kwargs))
                     return
         except (ReplaylensError, RetraceAtDispatch) as refusal:
             self.refused = self.refused or refusal
@@ -369,37 +348,34 @@ class Tracer(Recorder):
         else:
             self.guard(func, reads, named, kind_of(error), True, "exception")
 
-    def _came_of_flags(self, tensors: list[torch.Tensor]) -> None:
-        """What was raised came of gradients or memory, and not of values: that is what the model asked for."""
+    def _ask_flags_of(self, tensors: list[torch.Tensor]) -> None:
+        """An exception came of flags or memory layout, not of content: record those as asked by the model."""
         for tensor in tensors:
             for word in (torch.Tensor.requires_grad, torch.Tensor.is_leaf):
                 self.ask("flags", word.__get__, (tensor,), {}, word.__get__(tensor))  # type: ignore[attr-defined]
             if tensor.layout is torch.strided:
                 self.ask("layout", torch.Tensor.stride, (tensor,), {}, tensor.stride())
 
-    # -- calls with a way of their own ---------------------------------------------------------------------------------
+    # -- special calls: `_special_*` by the word of their rule ---------------------------------------------------------
+
+    _special_assign, _special_resize, _special_expose = assign, resize, _expose
+    _special_differentiate, _special_backward = differentiate_call, backward_call
 
     def _opaque(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        """A call of which nothing is known: what it wrote and drew is found by looking."""
+        """A call of which nothing is known: what it wrote and drew is found by comparison."""
         tensors = tensors_in(args, kwargs)
         if targets := _written_by(rule, args, kwargs):
             return write(self, rule, func, args, kwargs, targets)
         before = [version_of(tensor) for tensor in tensors]
-        with self.at_work():  # a custom Function that it may call is no call of the model's
+        with self.beneath_leaf():  # a custom Function inside it is not the model's call
             out = self.leaf(rule, func, args, kwargs)
         if [version_of(tensor) for tensor in tensors] != before:
-            raise UnannouncedWrite(
-                f"`{getattr(func, '__name__', func)}` wrote one of its arguments, and nothing "
-                f"announces that it does.{self.where()}\n"
-                "Declare what it mutates (torch.library: mutates_args), or let it return a new tensor."
+            raise self.refusal_here(
+                f"`{getattr(func, '__name__', func)}` wrote one of its arguments without announcing it.",
+                "Declare what it mutates (torch.library: mutates_args), or return a new tensor.",
+                kind=UnannouncedWrite,
             )
         return out
-
-    def _special_assign(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        return assign(self, rule, func, args, kwargs)
-
-    def _special_resize(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        return resize(self, rule, func, args, kwargs)
 
     def _special_deepcopy(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         source = self.read(args[0])
@@ -407,7 +383,7 @@ class Tracer(Recorder):
         if id(result) in self.memory.live:
             return result
         handle = self.recording.keep(result)
-        self.memory.know(result, handle)
+        self.memory.register(result, handle)
         self.append(copied, Rule(Handling.LEAF, "clone"), [source], {}, handle, self.site(), None, False)
         return result
 
@@ -418,33 +394,37 @@ class Tracer(Recorder):
         return answer
 
     def _special_asks_flag(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        """The model asks what autograd knows of a tensor. What torch's own code asks is mostly for itself."""
+        """The model asks what autograd knows of a tensor. Most such questions of torch's own code are no matter of the
+        model's.
+        """
         more = args[1:], kwargs
         question = (lambda tensor: func(tensor, *more[0], **more[1])) if any(more) else func
-        frame, answer = first_user_frame(_frame(1)), self.answer(rule.kind, question, args[0])
+        frame, answer = first_user_frame(_frame(1)), self.flag_of(rule.kind, question, args[0])
         while getattr(func, "__code__", None) is not None and frame.f_code in (func.__code__, _HANDLES.__code__):
-            frame = frame.f_back  # it is written in Python, and has called this itself
+            frame = frame.f_back  # written in Python: the frame is its own
         code = frame.f_code
-        is_told = info(code.co_name).has(Quirk.HANDS_ON_FLAGS)
-        if is_told and not (_grad_enabled() or self.recording.ambient[0]):
-            self.recording.one_way.append(f"`{code.co_name}`: it was told that no gradient will be asked for.")
-        if is_told or shows_flags(code) or not is_torch_code(code):
+        reads_flags = info(code.co_name).has(Quirk.HANDS_ON_FLAGS)
+        if reads_flags and not (_grad_enabled() or self.recording.ambient[0]):
+            self.recording.autograd.forward_only.append(
+                f"`{code.co_name}`: it was told that no gradient will be asked for."
+            )
+        if reads_flags or shows_flags(code) or not is_torch_code(code):
             if rule.kind == "grad_fn" and not _STEP_HOOKS.isdisjoint(code.co_names):
-                self.recording.one_way.append(HOOK_ON_STEP)
+                self.recording.autograd.forward_only.append(HOOK_ON_STEP)
             known = in_short(answer)
             if known not in (True, False) and asks_for_none(code, frame.f_lasti):
                 known = SOME
             self.ask("flags", func, args[:1], {}, known)
             if rule.kind == "grad_fn" and WALK in code.co_names:
-                self.walk(args[0])
+                self.ask_history(args[0])
         return answer
 
-    def walk(self, tensor: torch.Tensor) -> None:
+    def ask_history(self, tensor: torch.Tensor) -> None:
         """The model goes back through the history of a tensor."""
         self.ask("flags", next_functions, (tensor,), {}, in_short(next_functions(tensor)))
 
-    def answer(self, word: str, func: Any, tensor: torch.Tensor) -> Any:
-        """What autograd knows of a tensor: of an alias, what it knows of the object for which that stands."""
+    def flag_of(self, word: str, func: Any, tensor: torch.Tensor) -> Any:
+        """What autograd knows of a tensor; of an alias that stands for an object, what it knows of the object."""
         if (alias := self.aliases.get(id(tensor))) is None:
             return func(tensor)
         if word in ("_base", "_is_view"):
@@ -457,31 +437,30 @@ class Tracer(Recorder):
         return {"grad_fn": original, "output_nr": number}[word] if word in ("grad_fn", "output_nr") else func(tensor)
 
     def _special_dual(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        """Forward-mode gradients begin: until their level ends, what counts are the ATen calls beneath."""
+        """Forward-mode gradients begin: until their level ends, the ATen calls beneath are the operations."""
         return self._in_functorch(func, args, kwargs)
 
     def _special_lift(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        """`torch.Tensor([1, 2])`: numbers of Python become a tensor. What they were read from is guarded."""
+        """`torch.Tensor([1, 2])`: Python numbers become a tensor. Where they were read from a tensor, that read is
+        guarded.
+        """
         result = func(*args, **kwargs)
         if self.memory.read(result) is None and not self.from_outside(result):
             self.source("constant", result, "made from Python numbers")
         return result
 
-    def _special_expose(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        return self._expose(rule, func, args, kwargs)
-
     def _special_higher_order(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        """`torch.cond`: the branch that is taken runs under the mode. Others run as they are and are one call."""
+        """`torch.cond`: the branch taken runs under the mode. Other higher-order calls are one operation."""
         if rule.kind == "cond" and len(args) >= 3:
             self.recording.took_branch = True
-            with self.seeing():
+            with self.reentered():
                 taken = args[1] if bool(args[0]) else args[2]
                 return taken(*(args[3] if len(args) > 3 else ()))
         return self._opaque(Rule(Handling.OPAQUE, rule.kind, may_draw=True, is_dynamic=True), func, args, kwargs)
 
     def _special_grad_mode(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         if not self.recording.ambient[0] and not args[0] and not _grad_enabled():
-            self.recording.hidden_no_grad = True  # a no_grad block where nothing had a gradient anyway
+            self.recording.autograd.hidden_no_grad = True  # a no_grad block where gradients are off anyway
         self.grad_mode = args[0]
         return func(*args, **kwargs)
 
@@ -491,30 +470,26 @@ class Tracer(Recorder):
     def _special_turn(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         return turn(self, func, args, kwargs)
 
-    def _special_differentiate(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        return differentiate_call(self, func, args, kwargs)
-
-    def _special_backward(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        return backward_call(self, func, args, kwargs)
-
     # -- regions: functorch, scripts, everything -----------------------------------------------------------------------
 
     def _in_functorch(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Inside a functorch transform: what counts are the ATen calls that come out beneath it."""
+        """Inside a functorch transform the ATen calls that come out beneath it are the operations."""
         if not self.functorch:
             self.functorch = self.is_special = True
             if self.watch is None:
                 self.watch = AtenWatch(self)
                 self.watch.__enter__()
         if func is torch.Tensor.contiguous and (plain := _beneath(args[0])).is_contiguous(*args[1:], **(kwargs or {})):
-            self.ask("layout", func, (plain, *args[1:]), kwargs, ITSELF)  # no ATen call comes of it
+            self.ask("layout", func, (plain, *args[1:]), kwargs, ITSELF)  # it makes no ATen call
         self.differentiating = _is_differentiating()
         if info(func).has(Quirk.FOLDS_BY_FLAGS):
             self._ask_folds(args)
         return func(*args, **kwargs)
 
     def _ask_folds(self, args: Any) -> None:
-        """A product beneath a transform is opened, in one way or another as its smaller factor needs gradients."""
+        """A product beneath a transform is decomposed in one of two ways, by whether its smaller factor needs
+        gradients.
+        """
         found = [one for arg in args for one in (arg if isinstance(arg, (tuple, list)) else (arg,))]
         plain = [_beneath(one) for one in found if isinstance(one, torch.Tensor)]
         if any(tensor.dim() > 2 for tensor in plain):
@@ -529,13 +504,13 @@ class Tracer(Recorder):
             watch.__exit__(None, None, None)
 
     def aten(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An ATen call that no recorded call made: it is an operation itself."""
+        """An ATen call that no recorded call made is an operation itself."""
         rule = _rules.get(func) or self._learn(func)
         if rule.how is Handling.PASS:
             return func(*args, **kwargs)
         self.in_aten = True
         try:
-            with self.at_work():
+            with self.beneath_leaf():
                 return self._call(rule, func, args, kwargs)
         finally:
             self.in_aten = False
@@ -543,10 +518,10 @@ class Tracer(Recorder):
     # -- modules and custom functions ----------------------------------------------------------------------------
 
     def module_call(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A module runs: what happens until it returns lies in its scope."""
+        """Run a module: what happens until it returns lies in its scope."""
         recording, outer, outer_site, forward = self.recording, self.scope, self.opened_site, self.forward
         if self.wrapped and outer >= 0 and self.wrapped.get(id(module)) is recording.scopes[outer].module:
-            return call(module, *args, **kwargs)  # the compiler's wrapper around it has this call
+            return call(module, *args, **kwargs)  # recorded as a call of the compiler's wrapper
         scopes, frame = recording.scopes, _frame(2)
         site = (frame.f_code, frame.f_lasti) if frame.f_code is forward else self.line(frame)
         self.scope = index = len(scopes)
@@ -567,21 +542,21 @@ class Tracer(Recorder):
                 recording.scope_outputs.append((index, handle, count, ()))
                 return out
             beyond = _references(out) - BARE
-            with self.at_work():
+            with self.beneath_leaf():
                 self.called_at = (frame.f_code, frame.f_lasti)
                 out, tree, shared = self._module_output((args, kwargs), out, records, beyond)
             recording.scope_outputs.append((index, tree, len(recording.records), shared))
             return out
         except BaseException:
             self.failed_scope = max(self.failed_scope, index)
-            if len(recording.records) == records:  # the model may call it again otherwise: that is its first call then
+            if len(recording.records) == records:  # the model may call it again: that is then its first call
                 scopes[index] = ScopeRecord(module, outer, site, is_void=True)
             raise
         finally:
             self.scope, self.opened_site, self.forward = outer, outer_site, forward
 
     def _learn_class(self, kind: type) -> None:
-        """A class of modules that runs for the first time. Of TorchScript a function mode sees nothing."""
+        """A class of modules runs for the first time. A function mode sees nothing of TorchScript."""
         self.has_scripts |= issubclass(kind, torch.jit.ScriptModule)
         self.forward = self.forwards[kind] = getattr(getattr(kind, "forward", None), "__code__", None)
 
@@ -593,13 +568,14 @@ class Tracer(Recorder):
             self.script_is_open = outer
 
     def _module_output(self, given: Any, out: Any, records: int, beyond: int) -> tuple[Any, Any, tuple[ValueId, ...]]:
-        """What a module gave, which values that is, and which of them lie in containers that somebody else holds, too.
+        """What a module returns, the tree of its values, and which of these lie in containers that somebody else holds,
+        too.
 
-        `beyond`: how many references there are to the output elsewhere.
+        `beyond`: the number of references to the output that others hold.
         """
         is_beneath = _peek() is not None
         if (is_beneath or forward_ad._current_level >= 0) and _is_differentiating():
-            self.recording.differentiated.add(self.scope)
+            self.recording.hand_offs.differentiated.add(self.scope)
         if is_beneath:
             return out, freeze_deep(out, self._read_wrapped), ()
         if type(out) in PLAIN and len(self.recording.records) == records and given[0] and out is given[0][0]:
@@ -613,7 +589,7 @@ class Tracer(Recorder):
         held = objects_held(tree)
         self.in_trees.update(held)
         beyond += held[id(out)]
-        with without_function_modes():  # what is looked at here, the model did not ask
+        with without_function_modes():  # the model did not ask this
             is_whole = self.recording.scopes[self.scope].module is self.origins.root
             if not is_whole and len(set(names.known)) < len(names.known):
                 renewed(out, beyond, _Looking(names), self.in_trees)
@@ -627,77 +603,77 @@ class Tracer(Recorder):
         return new, tree, tuple(names.shared)
 
     def _note_twice(self, tree: Any) -> None:
-        """A module hands on one tensor twice: does anything write it later?"""
+        """A module returned one tensor twice: note its memory, to see later whether that is written."""
         count = Counter(handles_in(tree))
         for handle in [handle for handle, times in count.items() if times > 1]:
             known = self.memory.live.get(id(self.recording.values[handle]))
             first = known.base.first if isinstance(known, Alias) else handle
-            self.recording.twice[handle] = first, len(self.memory.written)
+            self.recording.hand_offs.twice[handle] = first, len(self.memory.written)
 
-    def is_meant(self, handle: ValueId, names: _Renaming) -> bool:
-        """Is a value that a module gives to be another one for those to whom it is given?"""
+    def is_patched_output(self, handle: ValueId, names: _Renaming) -> bool:
+        """True if a patch gives those who receive this value another one."""
         return False
 
     def is_renamed(self, tensor: torch.Tensor, handle: ValueId, names: _Renaming, beyond: int) -> bool:
-        """Does a tensor that a module gives need a name of its own? Not if the module has let go of it."""
+        """True if a tensor that a module returns needs a name of its own: the module has kept a reference to it."""
         held = beyond - self.own_references(tensor)
         return held > 0 and not names.is_given_over(tensor, handle, held)
 
     def own_references(self, tensor: torch.Tensor) -> int:
-        """How many references to a tensor are the capture's own."""
+        """The number of references to a tensor that the capture itself holds."""
         return references_of(self.memory, tensor)
 
-    def handing(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
-        """The n-th tensor of what a module gives, as an object of its own: the module has kept the one that it made."""
+    def output_alias(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
+        """The n-th tensor of a module's output as an alias, since the module has kept the tensor itself."""
         hidden = tensor.requires_grad and not _grad_enabled() and self.recording.ambient[0]
         if self.functorch or hidden:
             return tensor
-        with without_function_modes(), self.at_work():
+        with without_function_modes(), self.beneath_leaf():
             try:
                 made = torch.ops.aten.alias.default(tensor)
             except (RuntimeError, NotImplementedError):
                 return tensor
             source = self.read(tensor)
-            self.double(tensor, made)
+            self.note_alias(tensor, made)
             returns = self.results(made, alias, (tensor,), {}, [tensor])
             self.append(alias, _IDENTITY, [source, number], {}, returns, None, None, False)
         return made
 
     def _handed_out(self, tensor: torch.Tensor) -> ValueId | None:
-        """The value of a tensor that a module gave. One of the model's own begins here, if nothing has read it yet."""
+        """The value of a tensor that a module returned. State of the model that nothing has read yet begins here."""
         handle = self.memory.read(tensor)
         if handle is not None:
             return handle
-        with without_function_modes(), self.at_work():  # what is looked at here, the model did not ask
+        with without_function_modes(), self.beneath_leaf():  # the model did not ask this
             return self.read(tensor) if self.origins.own_among(tensor) or is_older(tensor, self.date) else None
 
     def _read_wrapped(self, tensor: torch.Tensor) -> ValueId | None:
-        """The plain tensor beneath functorch's wrappers."""
+        """The value of the plain tensor beneath functorch's wrappers."""
         return self.memory.read(_beneath(tensor))
 
     def _identity(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A module that hands its input on: its output gets a name of its own."""
-        with without_function_modes(), self.at_work():
+        """A module that returns its input: the output gets a name of its own."""
+        with without_function_modes(), self.beneath_leaf():
             hidden = tensor.requires_grad and not _grad_enabled() and self.recording.ambient[0]
             return tensor if self.functorch or hidden else self.leaf(_IDENTITY, alias, (tensor,), {})
 
     def function_apply(self, kind: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A custom `autograd.Function`: one node with its own backward, if all that it reads are its arguments."""
+        """Call a custom `autograd.Function`: one node with its own backward, if it reads nothing but its arguments."""
         return apply_call(self, kind, call, args, kwargs)
 
     def function_unseen(self, kind: type) -> None:
         """A custom function runs whose `apply` torch does not show: its body is recorded, its backward is not."""
         differentiates = torch.is_grad_enabled() or not self.recording.ambient[0]
         if differentiates and not self.in_leaf:
-            self.recording.one_way.append(BOUND_BEFORE.format(name=kind.__name__))
+            self.recording.autograd.forward_only.append(BOUND_BEFORE.format(name=kind.__name__))
 
     def handing_over(self) -> Site:
-        """The line that leads to another thread."""
+        """The line that starts or wakes another thread."""
         return self.line(behind_the_library(first_user_frame(_frame(1))))
 
     def read_elsewhere(self, func: Any, args: Any, kwargs: Any, site: Any) -> tuple[Any, Any]:
-        """A job of the forward's calls torch, in another thread. Nothing is read for it here, where it is not known
-        what the forward's own thread is doing: only a note is taken.
+        """Note a torch call that a job of the forward's makes in another thread. Nothing is recorded yet: what the
+        forward's own thread is doing meanwhile is not known there.
         """
         rule = _rules.get(func) or self._learn(func)
         for tensor in tensors_in(args, kwargs) if rule.how is not PASS else ():
@@ -708,11 +684,11 @@ class Tracer(Recorder):
         return args, kwargs
 
     def met_another_thread(self) -> None:
-        """A thread that was there before the forward was woken, or waited for: it can have read anything."""
+        """The forward woke or waited for a thread that existed before: it may have read any value."""
         self.elsewhere.append(ThreadRead(None, None, len(self.recording.records), self.handing_over()))
 
     def note_other_threads(self) -> None:
-        """What other threads read are facts."""
+        """Guard the values that other threads read."""
         records = self.recording.records
         found: dict[ValueId | None, tuple[ThreadRead, list[ValueId]]] = {}
         for read in self.elsewhere:
@@ -727,7 +703,7 @@ class Tracer(Recorder):
             self.recording.guards.append(guard)
 
     def note_asked(self) -> None:
-        """What the model asked of parameters and buffers that no call has read: they are sources all the same."""
+        """Parameters and buffers that were asked for a layout or flag, and read by no call, become sources."""
         if not self.recording.asked:
             return
         asked = {id(one.tensor): one.tensor for one in self.recording.asked if one.handle is None}
@@ -740,17 +716,17 @@ class Tracer(Recorder):
                 self.recording.strides[id(tensor)] = tensor.stride()
 
     def swapped(self) -> None:
-        """Two tensors have exchanged what they are: recorded values among them are others now."""
-        refusal = CaptureError(
-            f"`torch.utils.swap_tensors` exchanged two tensors, which a program cannot say.{self.where()}\n"
-            "Exchange the names (`a, b = b, a`), or copy the numbers by `copy_`."
+        """Two tensors exchanged what they are, and recorded values with them."""
+        refusal = self.refusal_here(
+            "`torch.utils.swap_tensors` exchanged two tensors, which a program cannot express.",
+            "Exchange the names (`a, b = b, a`), or copy the numbers by `copy_`.",
         )
         self.refused = self.refused or refusal  # the model may swallow it
         raise refusal
 
 
 def _is_differentiating() -> bool:
-    """Does torch.func.grad or one of its kin run, or a forward-mode gradient?"""
+    """True beneath torch.func.grad, jvp or the like, or a forward-mode gradient."""
     keys = {level.key() for level in interpreter_stack() or ()}
     return bool(keys & {TransformType.Grad, TransformType.Jvp}) or forward_ad._current_level >= 0
 
@@ -762,23 +738,23 @@ def _beneath(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _written_by(rule: Rule, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """What a call announces that it writes: by its name or schema, and by `out=`."""
+    """The tensors that a call announces that it writes: by its name or schema, and by `out=`."""
     targets = rule.writes(args, kwargs) if rule.writes is not None else []
     return targets if kwargs.get("out") is None else [*targets, *tensors_in((kwargs["out"],), {})]
 
 
 class _Renaming:
-    """Which of the tensors that a module gives get a name of their own as they leave it: those that it has kept."""
+    """Gives the tensors that a module returns a name of their own, where it has kept them."""
 
     def __init__(self, tracer: Tracer, tree: Any, given: Any, records: int) -> None:
         self.tracer, self.given, self.records = tracer, given, records
         self.known = handles_in(tree)
         self.made: dict[int, torch.Tensor] = {}
-        self.shared: list[ValueId] = []  # in containers that somebody else holds as well
+        self.shared: list[ValueId] = []  # in containers that others hold as well
         self.copies: dict[int, Any] = {}  # of such containers, by id
 
     def __call__(self, tensor: torch.Tensor, beyond: int) -> torch.Tensor:
-        """The tensor, or an alias of it. `beyond`: how many references there are to it, but for the output's own."""
+        """The tensor, or an alias of it. `beyond`: the number of references to it outside the output."""
         if id(tensor) in self.made:
             return self.made[id(tensor)]
         if type(tensor) not in PLAIN and type(tensor) is not _Parameter:
@@ -786,12 +762,12 @@ class _Renaming:
         handle = self.tracer.memory.read(tensor)
         if handle not in self.known or not self.tracer.is_renamed(tensor, handle, self, beyond):
             return tensor
-        if handle in self.shared and not self.tracer.is_meant(handle, self):
-            return tensor  # it has one name, wherever it lies: that of what others see, too
+        if handle in self.shared and not self.tracer.is_patched_output(handle, self):
+            return tensor  # one name wherever it lies: the one that others see, too
         return self._handing(tensor, handle)
 
     def kept(self, container: Any) -> Any:
-        """A container that somebody else holds as well: another one like it, where another tensor is to be in it."""
+        """A container that others hold as well; a copy of it, if a tensor in it gets another name."""
         if id(container) not in self.copies:
             old: list[torch.Tensor] = []
             freeze_deep(container, old.append)
@@ -806,10 +782,10 @@ class _Renaming:
             return tensor
         if id(tensor) in self.made:
             return self.made[id(tensor)]
-        return self._handing(tensor, handle) if self.tracer.is_meant(handle, self) else tensor
+        return self._handing(tensor, handle) if self.tracer.is_patched_output(handle, self) else tensor
 
     def note(self, tensor: torch.Tensor) -> ValueId | None:
-        """A tensor lies in a container that somebody else holds as well."""
+        """The value of a tensor in a container that others hold as well."""
         handle = self.tracer.memory.read(tensor)
         if handle is None or handle not in self.known:
             return None
@@ -817,7 +793,7 @@ class _Renaming:
         return handle
 
     def is_given_over(self, tensor: torch.Tensor, handle: ValueId, held: int) -> bool:
-        """Did the module write its argument and give it back, and does nobody hold that but who called it?"""
+        """True if the module wrote its only argument and returned it, and only the caller holds it."""
         args, kwargs = self.given
         if held > GIVEN or kwargs or len(args) != 1 or args[0] is not tensor:
             return False
@@ -827,7 +803,7 @@ class _Renaming:
         return held < GIVEN or rebinds(*self.tracer.called_at)
 
     def _handing(self, tensor: torch.Tensor, handle: ValueId) -> torch.Tensor:
-        made = self.tracer.handing(tensor, self.known.index(handle))
+        made = self.tracer.output_alias(tensor, self.known.index(handle))
         if made is not tensor:
             self.made[id(tensor)] = self.made[id(made)] = made
         return made
@@ -835,7 +811,7 @@ class _Renaming:
 
 @frozen(eq=False)
 class _Looking:
-    """Notes what lies in containers that somebody else holds, and leaves all as it is."""
+    """Notes the values in containers that others hold, and changes nothing."""
 
     names: _Renaming
 
@@ -848,12 +824,12 @@ class _Looking:
 
 
 def _is_number(func: Any, tensor: torch.Tensor) -> bool:
-    """Is a tensor written as the number that it holds, without a word of what it is itself?"""
+    """True if a tensor is formatted as a plain number, which shows no flags."""
     return func is torch.Tensor.__format__ and tensor.dim() == 0 and type(tensor) is torch.Tensor
 
 
 def _was_seen(error: BaseException, doors: tuple[CodeType, ...]) -> bool:
-    """Did an exception come through a door below the one that sees it now?"""
+    """True if an exception passed through one of these functions further in."""
     trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
     while trace is not None:
         if trace.tb_frame.f_code in doors:

@@ -1,29 +1,28 @@
-"""The functional twin of a call that writes in place, where one exists that gives the very same bits.
+"""Calls that write in place, or give a tensor other memory, as one pure call each.
 
-In: the call. Out: a pure function and its arguments, or None: then `mutate` does it. A twin is only taken where neither
-dtype nor memory layout can differ: the written tensor is dense, and no operand can promote it.
+In: such a call, with the tensors that it will write. Out: one call in the recording, and the new values of all memory
+that it wrote. That call is the functional variant of the write (`torch.relu` for `torch.relu_`) where one gives the
+very same bits, and else `mutate`, which runs the write on copies. Views that are read later are regenerated
+(aliasing.py).
 
-Calls that write in place, and calls that make a tensor object look at other memory.
-
-In: such a call, with what it will write. Out: one pure call in the recording (a functional twin, or `mutate`), and the
-new values of all memory that it wrote. Views that are read later are derived again by the memory.
+A functional variant is used only where dtype and memory layout cannot differ: the target is dense, and no operand
+promotes it. A function that is missing among those with variants is never wrong, only slower to replay.
 
 The contract of the record of a `mutate`, whose arguments and results `WriteArguments` and `Written` name:
 
-* What it reads are the bases, the values from outside, and the values of views that it was given. A view that lies in
-  the written memory stands among the arguments as an `Nth`, so that it is derived from the copy that is written: were
-  it given by its value, `x[:, 1:].add_(x[:, :-1])`, which reads what it has just written, would read what was there.
-* It gives a new value for each base, and for each target that is a view. The value of a base is given though often
-  nobody reads it (`y = x[0]; y.add_(1); return y`): what is read later of that memory, another view of it, or the
-  state of the model, is derived from there, and when the call is recorded nobody knows whether that will come.
+* It reads the bases, the values from outside, and the values of the views it was given. A view in the written memory
+  stands among the arguments as an `Nth`, so that it is taken from the copy that is written: `x[:, 1:].add_(x[:, :-1])`
+  reads what it has just written, and the recorded value of `x[:, :-1]` is the one before.
+* It gives a new value for each base, and one for each target that is a view. A base's value is given although often
+  nobody reads it (`y = x[0]; y.add_(1); return y`): other views and the state of the model are regenerated from it, and
+  when the call is recorded nobody knows whether one will be read.
 * A target that is a whole base has one value, not two: the base's.
-* A functional twin gives the new value of the one base alone, and no view stands in it.
+* A functional variant gives the new value of the one base, and reads no view of it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from time import perf_counter_ns as _now
 from typing import Any, NamedTuple
@@ -38,13 +37,14 @@ from .._ir.target import Target
 from .._ir.torch_private import OpOverload, OpOverloadPacket, kernels
 from .._ir.trees import Branch, freeze
 from .._ir.write import Derived, Hole, Nth, WriteArguments, Written, mutate, packed, unpacked
-from ..errors import CaptureError
+from ..errors import CaptureError, ReplaylensError
 from .aliasing import (
     FORKED,
     OUTSIDE,
     Alias,
     CopiedBeforeWrite,
     Storage,
+    filled_hole,
     geometry_step,
     may_flow,
     may_overlap,
@@ -67,7 +67,7 @@ FunctionalVariant = tuple[Any, tuple[Any, ...], dict[str, Any]]
 def functional_variant_of(
     func: Any, args: Any, kwargs: Any, target: torch.Tensor, others: list[torch.Tensor]
 ) -> FunctionalVariant | None:
-    """A pure call that gives what the write leaves in its target."""
+    """A pure call that gives the same bits as the write leaves in its target; None if there is none."""
     op = info(func)
     name = op.name
     if isinstance(func, (OpOverload, OpOverloadPacket)) or kwargs.get("out") is not None:
@@ -85,9 +85,13 @@ def functional_variant_of(
         return None
     if op.has(Quirk.EXACT_IN_PLACE) and not others:
         return _pure_function(func, name), args, kwargs
-    if op.has(Quirk.EXACT_OF_TWO) and all(_fits(other, target) for other in others) and not _is_complex(args, kwargs):
+    if (
+        op.has(Quirk.EXACT_OF_TWO)
+        and all(_fits_target(other, target) for other in others)
+        and not _is_complex(args, kwargs)
+    ):
         return getattr(torch.Tensor, stems(name)[-1]), args, kwargs
-    if name == "masked_fill_" and all(_fits(other, target) or other.dtype is torch.bool for other in others):
+    if name == "masked_fill_" and all(_fits_target(other, target) or other.dtype is torch.bool for other in others):
         return torch.Tensor.masked_fill, args, kwargs
     return None
 
@@ -101,8 +105,8 @@ def _pure_function(func: Any, name: str) -> Any:
     return getattr(kernels, pure, None) or getattr(torch, pure)
 
 
-def _fits(other: torch.Tensor, target: torch.Tensor) -> bool:
-    """Neither promotes the target's dtype nor broadens its shape."""
+def _fits_target(other: torch.Tensor, target: torch.Tensor) -> bool:
+    """True if this operand neither promotes the target's dtype nor broadens its shape."""
     return (
         other.dtype == target.dtype
         and (other.dim() == 0 or other.shape == target.shape[target.dim() - other.dim() :])
@@ -118,72 +122,71 @@ WRITTEN_STANDING = (
     "a write through a tensor that was given other memory by `.data =`: where its gradient goes cannot be said. Write "
     "before the assignment, or assign a copy."
 )
-FunctionalCall = tuple[Any, list[Any], dict[str, Any]]  # a function that writes nothing, and what it is given
+FunctionalCall = tuple[Any, list[Any], dict[str, Any]]  # a pure function, its arguments, its keywords
 _grad_enabled = torch.is_grad_enabled
 _DETACH = step_tree(torch.Tensor.detach, (Hole.HERE,), None, (), True)
 
 
 class Writing(NamedTuple):
-    """A call that writes: what it was called with, and which memory it writes."""
+    """A call that writes: its arguments, and the memory that it writes."""
 
     func: Any
     args: Any
     kwargs: Any
-    tensors: list[torch.Tensor]  # all that it was given
+    tensors: list[torch.Tensor]  # all tensors among its arguments
     targets: list[torch.Tensor]  # those of them that it writes, each object once
-    entries: list[Alias]  # where each target lies
-    bases: list[Storage]  # the memory that they lie in, each once
+    aliases: list[Alias]  # the Alias of each target
+    bases: list[Storage]  # their storages, each once
 
     @staticmethod
     def of(recorder: Recorder, func: Any, args: Any, kwargs: Any, targets: list[torch.Tensor]) -> Writing:
         targets = list({id(target): target for target in targets}.values())
-        entries = [recorder.memory.entry(target) for target in targets]
-        bases = list({id(entry.base): entry.base for entry in entries}.values())
-        return Writing(func, args, kwargs, tensors_in(args, kwargs), targets, entries, bases)
+        aliases = [recorder.memory.alias_of(target) for target in targets]
+        bases = list({id(alias.base): alias.base for alias in aliases}.values())
+        return Writing(func, args, kwargs, tensors_in(args, kwargs), targets, aliases, bases)
 
 
 def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, targets: list[torch.Tensor]) -> Any:
-    """A call that writes in place: its functional twin, or `mutate`; afterwards its bases have new values.
+    """Record a call that writes in place, run it, and give its bases and targets their new values.
 
-    The order of the steps, where each relies on those before it:
+    Each step relies on those before it:
 
-    1. All arguments are read first. That gives a tensor that came from nowhere its source, and derives views that are
-       out of date; both are calls of their own, which must stand before this one.
-    2. What may share memory with a target is known by then: it is given an entry in the same base, else nobody would
-       know that this write changes it.
-    3. The bases are shared (`share`): inputs and state in the same memory become views of it. From here on the memory
-       has one value, which is what the record reads.
-    4. The record is made. It may derive views that only the call reads, which then lie in the written memory, too.
-    5. So the recorded values that lie in these bytes are copied after it (`preserve`, by `Copied`): just before the
-       call, since a value is kept by reference for as long as nothing overwrites it.
-    6. The call runs. Has it raised without writing, the values themselves are put back in the place of the copies.
-    7. The memory is told that it was written, then the targets are given their new values: those of its next version.
+    1. All arguments are read. That records the source of a tensor nobody has read, and regenerates stale views: calls
+       of their own, which must stand before this one.
+    2. Every argument in a target's storage gets an Alias of the same base; otherwise this write would not change its
+       value.
+    3. The bases' aliases are joined (`join_aliases`): inputs and state in the same memory become views of one base.
+       From here on the memory has one value, which the record reads.
+    4. The record is made. It may regenerate views that only the call reads; these lie in the written memory, too.
+    5. So the recorded values in these bytes are copied only now (`copy_on_write`), just before the call.
+    6. The call runs. If it raises without having written, the copies are replaced by the tensors themselves again.
+    7. The storages get their next version, then the targets their values in that version.
     """
     tensors = tensors_in(args, kwargs)
     for tensor in tensors:
         recorder.read(tensor)
     writing = Writing.of(recorder, func, args, kwargs, targets)
-    targets, entries, bases = writing.targets, writing.entries, writing.bases
+    targets, aliases, bases = writing.targets, writing.aliases, writing.bases
     site = recorder.site()
     draw = recorder.draws.around(rule.may_draw, func, args, kwargs)
     for tensor in tensors:  # any argument may share memory with a target
         if recorder.base_of(tensor) is None and any(storage_of(tensor) == storage_of(b.root) for b in bases):
-            recorder.memory.entry(tensor)
+            recorder.memory.alias_of(tensor)
     for base in bases:
-        recorder.memory.share(base)
-    if recorder.memory.strayed is not None:
-        recorder.written_unseen(recorder.memory.strayed)
-    if any(map(_is_standing, [step for entry in entries for step in entry.steps])):
-        recorder.recording.one_way.append(WRITTEN_STANDING)
-    for base in bases:  # else this write would hide it
+        recorder.memory.join_aliases(base)
+    if recorder.memory.unseen_alias is not None:
+        recorder.refuse_unseen_write(recorder.memory.unseen_alias)
+    if any(map(_keeps_old_history, [step for alias in aliases for step in alias.steps])):
+        recorder.recording.autograd.forward_only.append(WRITTEN_STANDING)
+    for base in bases:  # an unseen write, which this one would hide
         if base.counter is not None and version_of(base.root) != base.counter:
-            recorder.written_unseen(base.root)
-    if any(recorder.memory.is_lent(base.root) for base in bases):
-        raise CaptureError(
-            f"`{rule.kind}` writes memory that a sparse tensor was made of.{recorder.where()}\n"
-            "A program cannot say that both change. Make the sparse tensor of a copy (`values.clone()`)."
+            recorder.refuse_unseen_write(base.root)
+    if any(recorder.memory.is_in_sparse(base.root) for base in bases):
+        raise recorder.refusal_here(
+            f"`{rule.kind}` writes memory that a sparse tensor was made of.",
+            "A program cannot express that both change. Make the sparse tensor from a copy (`values.clone()`).",
         )
-    for base in {id(entry.base): entry.base for entry in entries if _is_by_data(entry)}.values():
+    for base in {id(alias.base): alias.base for alias in aliases if _is_data_alias(alias)}.values():
         note_late_write(recorder, base)
     _note_forks(recorder, writing)
     record = write_record(recorder, writing, draw.draws is not None)
@@ -199,116 +202,121 @@ def write(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any, tar
             counter == -1 or version_of(base.root) != counter for base, counter in zip(bases, counters, strict=True)
         ):
             raise CaptureError(
-                f"`{rule.kind}` wrote a part and then raised {error!r}; what it left cannot be known."
+                f"`{rule.kind}` wrote a part of its target and then raised {error!r}; what it left there is unknown."
             ) from error
         for one in copied:
             one.put_back(recorder.recording)
         raise
     if [geometry_of(target) for target in targets] != geometry:
-        return _outgrown(recorder, rule, writing, out, site)
+        return _reallocated(recorder, rule, writing, out, site)
     append_write(recorder, rule, writing, record, out, site, draw.key)
     return out
 
 
 def _note_forks(recorder: Recorder, writing: Writing) -> None:
-    """What is written through a detached alias has a history there, and another one, or none, elsewhere in memory."""
+    """A write through a detached alias gives memory two gradient histories: the alias's, and that of its base. Mark
+    such storages, and refuse gradients where one is used.
+    """
     recording = recorder.recording
     tensors, bases = writing.tensors, writing.bases
-    there = [recorder.memory.entry(tensor) for tensor in tensors if recorder.base_of(tensor) in bases]
-    detached = [entry for entry in there if entry.is_detached]
-    if any(entry.base.is_forked for entry in detached):  # it is derived from the memory again, to be written
-        recording.one_way.append(FORKED)
-    written = [entry for entry in detached if any(entry.tensor is target for target in writing.targets)]
+    there = [recorder.memory.alias_of(tensor) for tensor in tensors if recorder.base_of(tensor) in bases]
+    detached = [alias for alias in there if alias.is_detached]
+    if any(alias.base.is_forked for alias in detached):  # it is regenerated from the base, to be written
+        recording.autograd.forward_only.append(FORKED)
+    written = [alias for alias in detached if any(alias.tensor is target for target in writing.targets)]
     if written and (_grad_enabled() or not recording.ambient[0]):
-        others = [t for t in tensors if not any(t is entry.tensor for entry in detached)]
+        others = [t for t in tensors if not any(t is alias.tensor for alias in detached)]
         if any(may_flow(recording, recorder.read(tensor)) for tensor in others):
-            for entry in written:
-                entry.base.is_forked = True
+            for alias in written:
+                alias.base.is_forked = True
 
 
-def _is_standing(step: Any) -> bool:
+def _keeps_old_history(step: Any) -> bool:
     return unpacked(step).function.function is standing
 
 
-def _in_memory(steps: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The steps that lead to memory: what `.data =` gave a tensor is written there, whatever its history."""
-    return tuple([_DETACH if _is_standing(step) else step for step in steps])
+def _without_history(steps: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The steps that lead to the memory of a tensor that `.data =` moved, without the history that it kept."""
+    return tuple([_DETACH if _keeps_old_history(step) else step for step in steps])
 
 
-def _is_by_data(entry: Alias) -> bool:
-    """Is it an alias of a tensor by `.data`, whose writes torch does not count?"""
-    return any(getattr(unpacked(step).function.function, "__self__", None) is torch.Tensor.data for step in entry.steps)
+def _is_data_alias(alias: Alias) -> bool:
+    """True for `x.data`: torch does not count writes through it."""
+    return any(getattr(unpacked(step).function.function, "__self__", None) is torch.Tensor.data for step in alias.steps)
 
 
 def write_record(recorder: Recorder, writing: Writing, may_draw: bool) -> WriteArguments | FunctionalCall:
-    """What the pure call for a write reads, before it happens: what `mutate` is given, or a functional twin's call."""
-    func, args, kwargs, tensors, targets, entries, bases = writing
+    """What the pure call reads, before the write: the arguments of `mutate`, or a call of the functional variant."""
+    func, args, kwargs, tensors, targets, aliases, bases = writing
     shared = [t for t in tensors if recorder.base_of(t) in bases and not any(t is x for x in targets)]
-    if len(targets) == 1 and not entries[0].steps and not shared and not may_draw:
+    if len(targets) == 1 and not aliases[0].steps and not shared and not may_draw:
         target = targets[0]
-        lost = _may_have_history(recorder, target) and not _grad_enabled()
+        lost = _may_need_gradient(recorder, target) and not _grad_enabled()
         others = [tensor for tensor in tensors if tensor is not target]
-        if not lost and (twin := functional_variant_of(func, args, kwargs, target, others)) is not None:
-            function, arguments, named = twin
+        if not lost and (variant := functional_variant_of(func, args, kwargs, target, others)) is not None:
+            function, arguments, named = variant
             return function, *recorder.read_all(arguments, named)
     numbers = {id(base): number for number, base in enumerate(bases)}
-    sources = [t for t in shared if recorder.memory.entry(t).steps and not _reads_apart(func, args, t, targets)]
+    sources = [t for t in shared if recorder.memory.alias_of(t).steps and not _may_read_copy(func, args, t, targets)]
     viewed = [*targets, *{id(source): source for source in sources}.values()]
-    entries = [*entries, *[recorder.memory.entry(source) for source in viewed[len(targets) :]]]
-    recorder.recording.overwritten.update(_parting(recorder, [entry for entry in entries if entry.steps]))
+    aliases = [*aliases, *[recorder.memory.alias_of(source) for source in viewed[len(targets) :]]]
+    recorder.recording.aliasing.overwritten.update(_unpatchable(recorder, [alias for alias in aliases if alias.steps]))
 
     def leaf(tensor: torch.Tensor) -> Any:
         for number, one in enumerate(viewed):
             if tensor is one:
                 return packed(Nth(number))
         base = recorder.base_of(tensor)
-        if base is not None and id(base) in numbers and not recorder.memory.entry(tensor).steps:
+        if base is not None and id(base) in numbers and not recorder.memory.alias_of(tensor).steps:
             return packed(Derived(numbers[id(base)], ()))
         return recorder.read(tensor)
 
     tree = Branch(dict, tuple([freeze(value, leaf) for value in kwargs.values()]), tuple(kwargs))
-    written = tuple([packed(Derived(numbers[id(e.base)], _in_memory(e.steps))) for e in entries])
+    written = tuple([packed(Derived(numbers[id(e.base)], _without_history(e.steps))) for e in aliases])
     return WriteArguments(
         function=Target.of(func),
         bases=tuple([base.handle for base in bases]),
         args=tuple([freeze(value, leaf) for value in args]),
         kwargs=tree,
         targets=written,
-        values=tuple([entry.handle if entry.steps and not _repeats(entry.tensor) else None for entry in entries]),
+        values=tuple(
+            [alias.handle if alias.steps and not _repeats_elements(alias.tensor) else None for alias in aliases]
+        ),
     )
 
 
-def _may_have_history(recorder: Recorder, target: torch.Tensor) -> bool:
-    """Can a replay have gradients flow through what is written? A write that autograd does not see keeps them."""
+def _may_need_gradient(recorder: Recorder, target: torch.Tensor) -> bool:
+    """True if gradients flow through the target in a replay. A write that autograd does not see keeps its history."""
     may = recorder.recording.ambient[0] and (target.is_floating_point() or target.is_complex())
     return target.requires_grad or may
 
 
-def _parting(recorder: Recorder, views: list[Alias]) -> set[ValueId]:
-    """The values that cannot be patched before a call that writes these views: they would be one memory no more.
+def _unpatchable(recorder: Recorder, views: list[Alias]) -> set[ValueId]:
+    """Values that cannot be patched before a call that writes these views, since the patch would break their aliasing.
 
-    So it is with what several of them are views of, and with a view that repeats elements, of which is no copy.
+    They are whatever several of the views are views of, and views that repeat elements, which cannot be copied as they
+    are.
     """
     several = views if len(views) > 1 else []
-    above = Counter(handle for view in several for handle in _lineage(recorder, view.handle))
-    repeating = {view.handle for view in views if _repeats(view.tensor)}
+    above = Counter(handle for view in several for handle in _views_above(recorder, view.handle))
+    repeating = {view.handle for view in views if _repeats_elements(view.tensor)}
     return repeating | {handle for handle, count in above.items() if count > 1}
 
 
-def _lineage(recorder: Recorder, view: ValueId) -> set[ValueId]:
-    """A view, and the views that it is one of."""
+def _views_above(recorder: Recorder, view: ValueId) -> set[ValueId]:
+    """A view, and all views that it was made of."""
     found, stack = set(), [view]
     while stack:
         if (handle := stack.pop()) not in found:
             found.add(handle)
-            stack.extend(recorder.recording.view_of.get(handle, ()))
+            stack.extend(recorder.recording.aliasing.view_of.get(handle, ()))
     return found
 
 
-def _reads_apart(func: Any, args: Any, source: torch.Tensor, targets: Any) -> bool:
-    """Is it all the same whether a source that lies in the written memory is read from there or from a copy?
+def _may_read_copy(func: Any, args: Any, source: torch.Tensor, targets: Any) -> bool:
+    """True if an argument in the written memory can be read from a copy as well.
 
-    So it is where the call writes nothing of what it reads, or copies each element to where it is.
+    It can where the call overwrites nothing of it, or copies each element onto itself.
     """
     copies = func is torch.Tensor.copy_
     if func is torch.Tensor.__setitem__ and isinstance(args[0][args[1]], torch.Tensor):
@@ -318,8 +326,8 @@ def _reads_apart(func: Any, args: Any, source: torch.Tensor, targets: Any) -> bo
     return not any(may_overlap(source, t) and not (copies and geometry_of(source) == geometry_of(t)) for t in targets)
 
 
-def _repeats(tensor: torch.Tensor) -> bool:
-    """Does one element stand in several places, as in an expanded tensor? No copy of it can be written as it is."""
+def _repeats_elements(tensor: torch.Tensor) -> bool:
+    """True if one element stands at several indices, as in an expanded tensor: torch refuses to write such a view."""
     return tensor.layout is torch.strided and any(
         n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)
     )
@@ -334,14 +342,16 @@ def append_write(
     site: Any,
     key: str | None,
 ) -> None:
-    """Write down a call that wrote, and what holds from then on. `key`: of the generator's state before it drew."""
+    """Record a call that has written, and the values that hold from then on. `key`: of the generator's state
+    before it.
+    """
     for base in writing.bases:
-        recorder.memory.wrote(base, recorder.recording.keep(base.root), not recorder.in_aten)
+        recorder.memory.note_write(base, recorder.recording.keep(base.root), not recorder.in_aten)
     whole = tuple([base.handle for base in writing.bases])
     if beneath_checkpoint():
         again = {id(base.root): None for base in writing.bases}
-        recorder.recording.written_again.update(again | dict.fromkeys(whole))
-    views = _renewed(recorder, writing.targets, writing.entries)
+        recorder.recording.checkpoints.written.update(again | dict.fromkeys(whole))
+    views = _new_values(recorder, writing.targets, writing.aliases)
     if not isinstance(record, WriteArguments):
         function, reads, named = record
         recorder.append(function, rule, reads, named, whole[0], site, key, False, writing.func)
@@ -361,38 +371,38 @@ def append_write(
     recorder.recording.records.append(made)
 
 
-def _renewed(recorder: Recorder, targets: Any, entries: Any) -> tuple[ValueId, ...]:
-    """The values that hold after a write: of what it was told to write, which may be views."""
+def _new_values(recorder: Recorder, targets: Any, aliases: Any) -> tuple[ValueId, ...]:
+    """The value of each target after the write."""
     views = []
-    for target, entry in zip(targets, entries, strict=True):
-        before = entry.handle
-        entry.handle = recorder.recording.keep(target) if entry.steps else entry.base.handle
-        entry.version = entry.base.version
-        views.append(entry.handle)
-        if entry.steps:
-            recorder.recording.view_of[entry.handle] = (before,)
-            entry.base.held.append(entry.handle)
+    for target, alias in zip(targets, aliases, strict=True):
+        before = alias.handle
+        alias.handle = recorder.recording.keep(target) if alias.steps else alias.base.handle
+        alias.version = alias.base.version
+        views.append(alias.handle)
+        if alias.steps:
+            recorder.recording.aliasing.view_of[alias.handle] = (before,)
+            alias.base.held.append(alias.handle)
     return tuple(views)
 
 
 def _fresh_result(
     recorder: Recorder, tensors: Any, fresh: dict[int, ValueId], tensor: torch.Tensor, part: Any
 ) -> ValueId | None:
-    """What a call that wrote gave besides; None for what it was given."""
+    """The value of a tensor that the call returned besides; None for one of its arguments."""
     memory = recorder.memory
     if memory.live.get(id(tensor)) is not None and any(tensor is other for other in tensors):
         return None
-    base = memory.base_at(storage_of(tensor), tensors)
+    base = memory.storage_at(storage_of(tensor), tensors)
     handle = fresh[id(tensor)] = recorder.recording.keep(tensor)
     if base is None:
-        memory.know(tensor, handle)
+        memory.register(tensor, handle)
     else:
-        memory.look(tensor, base, (geometry_step(tensor, base),), handle)
+        memory.register_view(tensor, base, (geometry_step(tensor, base),), handle)
     return handle
 
 
 def _with_generator(record: WriteArguments, key: str | None) -> WriteArguments:
-    """The arguments with a generator of the recorded state in the place of the user's."""
+    """The arguments with the recorded state of the generator in place of the user's generator."""
     words = record.kwargs
     if key is None or "generator" not in (words.keys or ()):
         return record
@@ -400,16 +410,16 @@ def _with_generator(record: WriteArguments, key: str | None) -> WriteArguments:
     return record._replace(kwargs=Branch(dict, tuple(items), words.keys))
 
 
-def _outgrown(recorder: Recorder, rule: Rule, writing: Writing, out: Any, site: Any) -> Any:
+def _reallocated(recorder: Recorder, rule: Rule, writing: Writing, out: Any, site: Any) -> Any:
     """`out=` of another size: torch gave it new memory, so it is an output like any other."""
     given = writing.kwargs.get("out")
     outs = list(given) if isinstance(given, (tuple, list)) else [given]
-    if given is None or any(len(_entries_on(recorder, recorder.memory.entry(t).base)) > 1 for t in writing.targets):
-        raise CaptureError(f"`{rule.kind}` changed the size of memory that other tensors look at.{recorder.where()}")
+    if given is None or any(len(_aliases_on(recorder, recorder.memory.alias_of(t).base)) > 1 for t in writing.targets):
+        raise recorder.refusal_here(f"`{rule.kind}` changed the size of memory that other tensors share.")
     if rule.is_undefined:
-        raise CaptureError(
-            f"`{rule.kind}(out=...)` gives its target new memory, whose content is undefined.{recorder.where()}\n"
-            f"Leave `out=` away: what `{rule.kind}` gives alone is the same in every replay."
+        raise recorder.refusal_here(
+            f"`{rule.kind}(out=...)` gives its target new memory, whose content is undefined.",
+            f"Omit `out=`: the result of `{rule.kind}` alone is the same in every replay.",
         )
     named = {key: value for key, value in writing.kwargs.items() if key != "out"}
     reads, read_named = recorder.read_all(writing.args, named)
@@ -421,8 +431,8 @@ def _outgrown(recorder: Recorder, rule: Rule, writing: Writing, out: Any, site: 
     return out
 
 
-def _entries_on(recorder: Recorder, base: Storage) -> list[Alias]:
-    return [entry for entry in recorder.memory.live.values() if isinstance(entry, Alias) and entry.base is base]
+def _aliases_on(recorder: Recorder, base: Storage) -> list[Alias]:
+    return [alias for alias in recorder.memory.live.values() if isinstance(alias, Alias) and alias.base is base]
 
 
 def _forget(recorder: Recorder, tensor: torch.Tensor) -> None:
@@ -430,35 +440,34 @@ def _forget(recorder: Recorder, tensor: torch.Tensor) -> None:
     if isinstance(known, Alias):
         recorder.memory.bases = {key: base for key, base in recorder.memory.bases.items() if base is not known.base}
     recorder.memory.keep_alive.append(tensor)
-    recorder.memory.moved.add(id(tensor))
+    recorder.memory.detached.add(id(tensor))
 
 
 def reshape(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-    """`t_()`, `unsqueeze_()`: the object looks at the same memory in another way from now on."""
+    """`t_()`, `unsqueeze_()`: from now on the tensor object is another view of the same memory."""
     tensor = args[0]
     if func.__name__ == "detach_" and tensor.is_leaf and tensor.requires_grad:
         return turn(recorder, func, args, kwargs)
     recorder.require_single(tensor, rule)
     recorder.read(tensor)
-    entry = recorder.memory.entry(tensor)
+    alias = recorder.memory.alias_of(tensor)
     pure = getattr(torch.Tensor, func.__name__[:-1]) if not isinstance(func, OpOverload) else None
     if pure is None:
         pure = getattr(torch.ops.aten, func._schema.name.split("::")[1][:-1])
     with torch.enable_grad():
-        step = recorder.memory.step(pure, args, kwargs, tensor, ())
-    site, source = recorder.site(), entry.handle
-    base, steps = entry.base, entry.steps
-    recorder.memory.part_from(tensor)
+        step = recorder.memory.view_step(pure, args, kwargs, tensor, ())
+    site, source = recorder.site(), alias.handle
+    base, steps = alias.base, alias.steps
+    recorder.memory.detach_alias(tensor)
     out = func(*args, **kwargs)
     if func.__name__ == "as_strided_":
         steps, step = (), geometry_step(tensor, base)
     handle = recorder.recording.keep(tensor)
-    if entry.steps:
-        recorder.recording.view_of[handle] = (source,)
-    recorder.memory.look(tensor, base, (*steps, step), handle)
+    if alias.steps:
+        recorder.recording.aliasing.view_of[handle] = (source,)
+    recorder.memory.register_view(tensor, base, (*steps, step), handle)
     base.counter = version_of(base.root)
-    fill: Callable[[Any], Any] = lambda leaf: source if leaf is Hole.HERE else leaf  # noqa: E731
-    reads = [fill(value) for value in unpacked(step).args]
+    reads = [filled_hole(source, value) for value in unpacked(step).args]
     recorder.append(unpacked(step).function.function, rule, reads, {}, handle, site, None, False, func)
     if tensor.requires_grad:
         _keep_history(recorder)
@@ -466,33 +475,33 @@ def reshape(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) -
 
 
 def _keep_history(recorder: Recorder) -> None:
-    """The object of the last call keeps its history, also where gradients are off."""
+    """The last call is recorded with gradients on: its tensor object keeps its history though they are off."""
     record = recorder.recording.records[-1]
     if isinstance(record, CallRecord):
         recorder.recording.records[-1] = record._replace(context=(True, *record.context[1:]))
 
 
 def assign(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-    """`t.data = u`, `t.set_(u)`: the object looks at other memory from now on."""
+    """`t.data = u`, `t.set_(u)`: from now on the tensor object has other memory."""
     tensor, value = args[0], args[1] if len(args) > 1 else kwargs.get("source")
     recorder.require_single(tensor, rule)
     old = recorder.read(tensor)
-    left = recorder.memory.entry(tensor).base
+    left = recorder.memory.alias_of(tensor).base
     is_raw = not isinstance(value, torch.Tensor) or len(args) > 2
     if is_raw and (tensor.requires_grad or may_flow(recorder.recording, old)):
-        raise _raw(recorder, rule)
+        raise _raw_memory(recorder, rule)
     source = old if is_raw else recorder.read(value)
     note_late_write(recorder, left, exchanged=tensor)
     is_announced = left.counter == version_of(left.root)
-    recorder.memory.part_from(tensor)
+    recorder.memory.detach_alias(tensor)
     result = func(*args, **kwargs)
     if is_announced:  # its aliases are counted with it, though nothing was written; beneath autograd only later
         left.counter = None if recorder.in_aten else version_of(left.root)
     if is_raw:
         recorder.memory.live.pop(id(tensor))
-        found = recorder.memory.base_anywhere(tensor)
+        found = recorder.memory.find_storage(tensor)
         if found is None:
-            raise _raw(recorder, rule)
+            raise _raw_memory(recorder, rule)
         if _is_from_outside(recorder, found):
             handle = recorder.source("constant", tensor, OUTSIDE)
             late = recorder.in_aten and not tensor.is_inference()  # beneath autograd it is counted only later
@@ -500,13 +509,13 @@ def assign(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) ->
         else:
             recorder.alias_without_call(tensor, found)
         return result
-    base, steps = recorder.memory.entry(value).base, recorder.memory.entry(value).steps
+    base, steps = recorder.memory.alias_of(value).base, recorder.memory.alias_of(value).steps
     straight = tensor.requires_grad or may_flow(recorder.recording, old)  # the gradient goes where it went before
     step = step_tree(standing, (old, Hole.HERE), None, (), True) if straight else _DETACH
     handle = recorder.recording.keep(tensor)
     if steps:
-        recorder.recording.view_of[handle] = (source,)
-    recorder.memory.look(tensor, base, (*steps, step), handle)
+        recorder.recording.aliasing.view_of[handle] = (source,)
+    recorder.memory.register_view(tensor, base, (*steps, step), handle)
     function, reads = (standing, [old, source]) if straight else (torch.Tensor.detach, [source])
     recorder.append(function, Rule(Handling.LEAF, "data"), reads, {}, handle, recorder.site(), None, False)
     if straight:
@@ -515,50 +524,49 @@ def assign(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) ->
 
 
 def _is_from_outside(recorder: Recorder, base: Storage) -> bool:
-    """Is it memory that something outside of torch has filled, and that no tensor of the forward looks at, as that of
-    which `torch.load` makes tensors?
-    """
+    """True for memory that code outside torch filled and no tensor of the forward shares, as in `torch.load`."""
     if base.version or base.root.numel():
         return False
     sources = [r for r in recorder.recording.records if isinstance(r, SourceRecord) and r.returns == base.first]
     return any(record.kind == "constant" for record in sources)
 
 
-def _raw(recorder: Recorder, rule: Rule) -> CaptureError:
-    return CaptureError(f"`{rule.kind}` gives a tensor raw memory, which a program cannot say.{recorder.where()}")
+def _raw_memory(recorder: Recorder, rule: Rule) -> ReplaylensError:
+    return recorder.refusal_here(f"`{rule.kind}` gives a tensor raw memory, which a program cannot express.")
 
 
 def resize(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
+    """`t.resize_(...)`: the elements that are new are cleared or filled, as torch's deterministic mode does."""
     tensor = args[0]
     recorder.read(tensor)
     before, room = geometry_of(tensor), tensor.untyped_storage().nbytes()
-    if kwargs.get("memory_format") is not None:  # then it lies anew also where its shape stays, if it lay otherwise
+    if kwargs.get("memory_format") is not None:  # a new layout is applied even if the shape stays
         recorder.ask("layout", torch.Tensor.stride, (tensor,), {}, tensor.stride())
-    recorder.memory.part_from(tensor)
-    recorder.memory.preserve(recorder.memory.entry(tensor).base)
+    recorder.memory.detach_alias(tensor)
+    recorder.memory.copy_on_write(recorder.memory.alias_of(tensor).base)
     result = func(*args, **kwargs)
     if geometry_of(tensor) == before:
         return result
-    if len(_entries_on(recorder, recorder.memory.entry(tensor).base)) > 1:
-        raise CaptureError(f"`{rule.kind}` changed the size of memory that other tensors look at.{recorder.where()}")
-    source = recorder.memory.entry(tensor).handle
+    if len(_aliases_on(recorder, recorder.memory.alias_of(tensor).base)) > 1:
+        raise recorder.refusal_here(f"`{rule.kind}` changed the size of memory that other tensors share.")
+    source = recorder.memory.alias_of(tensor).handle
     _forget(recorder, tensor)
     is_filled = fills_memory()
     if tensor.numel() > recorder.recording.values[source].numel() and tensor.untyped_storage().nbytes() == room:
-        raise CaptureError(
-            f"`{rule.kind}` makes a tensor look again at memory that it had let go.{recorder.where()}\n"
-            "Which numbers are there cannot be said. Keep the larger tensor, and look at a part of it."
+        raise recorder.refusal_here(
+            f"`{rule.kind}` makes a tensor cover memory again that it had given up.",
+            "Its content is unknown. Keep the larger tensor, and use a slice of it.",
         )
     was = recorder.recording.values[source]
     if not fills_its_memory(was) and tensor.numel():
-        raise CaptureError(
-            f"`{rule.kind}` makes a tensor look at memory between its own numbers.{recorder.where()}\n"
-            "Which numbers are there cannot be said. Resize a contiguous copy."
+        raise recorder.refusal_here(
+            f"`{rule.kind}` makes a tensor cover memory between its own elements.",
+            "Its content is unknown. Resize a contiguous copy.",
         )
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     (fill if is_filled else clear)(flat[was.numel() :])
     handle = recorder.recording.keep(tensor)
-    recorder.memory.know(tensor, handle)
+    recorder.memory.register(tensor, handle)
     reads: list[Any] = [source, tuple(tensor.shape), is_filled, tensor.stride()]
     reads = reads[: 4 if not tensor.is_contiguous() else 3 if is_filled else 2]
     recorder.append(resized, rule, reads, {}, handle, recorder.site(), None, False)

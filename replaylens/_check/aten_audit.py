@@ -31,7 +31,8 @@ from attrs import evolve, frozen
 from torch.autograd import forward_ad
 
 from .._capture.bytecode import is_torch_code
-from .._capture.recording import Site, line_of
+from .._capture.recording import Site
+from .._capture.scopes import line_of
 from .._ir.graph import Graph
 from .._ir.node import Call, Guard, Node, Source, TensorSpec
 from .._ir.ops import Quirk, info, stems

@@ -67,6 +67,20 @@ def ending(work: Callable[[], T], leave: Callable[[], Any]) -> T:
         leave()
 
 
+@contextmanager
+def during(lock: Any, enter: Callable[[], T], leave: Callable[[], Any]) -> Iterator[T]:
+    """Within, what `enter` did holds; gives its result. `leave`, which may be called again, is always called to its
+    end, wherever an interrupt comes; both run in one thread at a time.
+    """
+    try:
+        try:
+            yield alone(lock, enter)
+        finally:
+            alone(lock, leave)
+    finally:  # again: an interrupt may have come before, or in it
+        alone(lock, leave)
+
+
 class World:
     """The modes of this thread at the time of construction."""
 

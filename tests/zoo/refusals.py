@@ -8,16 +8,16 @@ from .case import MODELS, silence
 
 # The class of the error that a capture raises, and words of it: a refusal of another kind is a fault.
 CAPTURE_REFUSED = {
-    "write_to_inputs_that_overlap": ("CaptureError: share a part of their memory",),
-    "foreach_that_fails_half_way": ("CaptureError: wrote a part and then raised",),
+    "write_to_inputs_that_overlap": ("CaptureError: partly overlap in memory",),
+    "foreach_that_fails_half_way": ("CaptureError: wrote a part of its target and then raised",),
     "lazy_module": ("UnsupportedModel: has no parameters yet",),
-    "buffers_that_overlap": ("CaptureError: share a part of their memory",),
-    "linearised": ("CaptureError: a dispatch mode of the model's own is on",),
-    "tensor_subclass_that_dispatches": ("UnknownOrigin: nothing in this thread was seen to make it",),
-    "dispatch_mode_of_the_users": ("CaptureError: a dispatch mode of the model's own is on",),
-    "threads": ("UnknownOrigin: nothing in this thread was seen to make it",),
+    "buffers_that_overlap": ("CaptureError: partly overlap in memory",),
+    "linearised": ("CaptureError: the model turned on a dispatch mode of its own",),
+    "tensor_subclass_that_dispatches": ("UnknownOrigin: no recorded call in this thread made it",),
+    "dispatch_mode_of_the_users": ("CaptureError: the model turned on a dispatch mode of its own",),
+    "threads": ("UnknownOrigin: no recorded call in this thread made it",),
     "nested_tensor": (
-        "UnknownOrigin: nothing in this thread was seen to make it",
+        "UnknownOrigin: no recorded call in this thread made it",
         "CaptureError: the forward computes with nested tensors",
     ),
     "numpy_seen_through_two_tensors": ("CaptureError: shares its memory with another one through numpy",),

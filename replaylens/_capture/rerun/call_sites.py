@@ -26,7 +26,8 @@ from ..._ir.node import Call, Input, Node, Ref, Scope, Source, State, refs_in
 from ..._ir.runtime import alias
 from ...errors import DivergedReplay
 from ..output_aliases import is_handing
-from ..recording import CallRecord, Recording, SourceRecord, user_line
+from ..recording import CallRecord, Recording, SourceRecord
+from ..scopes import user_line
 
 AnyPatch = Any  # what is meant for an operation; only handed on here
 

@@ -40,13 +40,12 @@ from ..aliasing import Alias, Storage
 from ..checkpoints import in_checkpoint, without_recomputation
 from ..custom_functions import BOUND_BEFORE
 from ..dispatch import Handling, Rule
-from ..opaque_regions import reads_of
 from ..output_aliases import is_handing
 from ..provenance import Moment, Provenance
 from ..recorder import tensors_in
-from ..recording import CallRecord, Recording, SourceRecord, ValueId, handles_in, parts_of, user_line
+from ..recording import CallRecord, Recording, SourceRecord, ValueId, handles_in, parts_of, reads_of
 from ..rng import Draw, generator_of
-from ..scopes import addresses, listening
+from ..scopes import addresses, listening, user_line
 from ..threads import Elsewhere, following
 from ..tracer import Tracer
 from .call_sites import CallSite, CallSiteCounter, handoff_site
@@ -87,7 +86,7 @@ class LiveTracer(Tracer):
 
     alone = -1  # every output of a module is looked at: a patch may be meant for what it hands on
     leaves_changes = False
-    has_stand_ins = True
+    has_substitutes = True
 
     def __init__(
         self, recording: Recording, origins: Provenance, date: Moment, deep: bool, unknown: str, stage: LiveSetup
@@ -112,18 +111,18 @@ class LiveTracer(Tracer):
 
     # -- the door ------------------------------------------------------------------------------------------------------
 
-    def stood_for(self, args: Any) -> Any:
+    def substituted_args(self, args: Any) -> Any:
         """What is asked for its shape or its like: what stands for a parameter has its own."""
         return self.stand_ins.among(tuple(args))
 
-    def standing_for(self, tensor: torch.Tensor) -> torch.Tensor:
+    def substitute_for(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor that got other memory or another shape did so in what stands for it."""
         return self.stand_ins.of(tensor)
 
-    def storages_of(self, base: Storage) -> set[int | None]:
+    def known_storages_of(self, base: Storage) -> set[int | None]:
         """What is written is a copy: the calls before have saved what that stands for."""
         parted = {key for key, (other, _) in self.stand_ins.parted.items() if other is base}
-        return super().storages_of(base) | parted
+        return super().known_storages_of(base) | parted
 
     def _fresh(self, rule: Rule, func: Any, args: Any, depth: int = 2) -> Any:
         args = self.stand_ins.met(args)
@@ -146,24 +145,24 @@ class LiveTracer(Tracer):
         closed *= rule.special == "turn"
         return self._asked(FinishedCall(out, (args, kwargs), targets, is_hidden=self.in_aten, closed=closed))
 
-    def answer(self, word: str, func: Any, tensor: torch.Tensor) -> Any:
+    def flag_of(self, word: str, func: Any, tensor: torch.Tensor) -> Any:
         """Of the copy of what a patch gave, what autograd knows of that: a hook would hand on the very tensor."""
         given, copy, version = self.copied.get(id(tensor), (None, lambda: None, 0))
         is_own = word in _OF_THE_COPY or ("hooks" in word and func(tensor) is not None)
         if given is not None and not is_own and copy() is tensor and version_of(tensor) == version:
-            return super().answer(word, func, given)
+            return super().flag_of(word, func, given)
         self._require_asked_of_its_own(word, tensor)
-        return super().answer(word, func, tensor)
+        return super().flag_of(word, func, tensor)
 
-    def double(self, original: torch.Tensor, made: torch.Tensor) -> None:
+    def note_alias(self, original: torch.Tensor, made: torch.Tensor) -> None:
         """An alias of a copy stands for what was copied, too."""
-        super().double(original, made)
+        super().note_alias(original, made)
         if (known := self.copied.get(id(original))) is not None and known[1]() is original:
             self._note_copy(known[0], made)
 
-    def walk(self, tensor: torch.Tensor) -> None:
+    def ask_history(self, tensor: torch.Tensor) -> None:
         """Patches stand in that history as they do in no model."""
-        super().walk(tensor)
+        super().ask_history(tensor)
         if self.recording.patched:
             self.refused = DivergedReplay(
                 f"the model walks back through the history of its values, which a patch is a part of.{self.where()}"
@@ -226,9 +225,9 @@ class LiveTracer(Tracer):
 
     def is_renamed(self, tensor: torch.Tensor, handle: ValueId, names: Any, beyond: int) -> bool:
         """What a patch is meant for has a name of its own as it leaves the module."""
-        return self.is_meant(handle, names) or super().is_renamed(tensor, handle, names, beyond)
+        return self.is_patched_output(handle, names) or super().is_renamed(tensor, handle, names, beyond)
 
-    def is_meant(self, handle: ValueId, names: Any) -> bool:
+    def is_patched_output(self, handle: ValueId, names: Any) -> bool:
         """Is a patch meant for what the module hands on?"""
         place, number, aims = self.counted.place(self.scope), names.known.index(handle), self.stage.aims
         spot = handoff_site(*place, number)
@@ -261,7 +260,7 @@ class LiveTracer(Tracer):
             return out
         self.hands_on = True
         try:
-            with self.seeing():
+            with self.reentered():
                 return out.clone()  # an alias of it would be no operation there
         finally:
             self.hands_on = False
@@ -330,10 +329,10 @@ class LiveTracer(Tracer):
         read = {h for one in later for h in reads_of(one)} | set(handles_in(tuple(guards)))
         return names.isdisjoint(read)
 
-    def handing(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
+    def output_alias(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
         """What a module hands on, patched where it is."""
         (own,) = self.stand_ins.met((tensor,))
-        made = super().handing(own, number)
+        made = super().output_alias(own, number)
         if made is own:
             return tensor
         with self._unseen():
@@ -372,7 +371,7 @@ class LiveTracer(Tracer):
                 old = record.returns
                 (new,), key = self.made(aim, (recording.values[old],))
                 handle = recording.keep(new)
-                self.memory.know(new, handle)
+                self.memory.register(new, handle)
                 self.append_patch(aim, number, [old], [handle], key)
                 self.stand_ins.share(record.tensor, new)
         for record in list(recording.records) if self.stage.lent else ():
@@ -570,7 +569,7 @@ class LiveTracer(Tracer):
         instead: dict[int, torch.Tensor] = {}
         for value, holder, new in zip(values, holders, news, strict=True):
             if new is value:  # one of several values, and not patched
-                handles.append(self.know_again(holder))
+                handles.append(self.register_again(holder))
             elif aliases_its_input(value, new):
                 function = alias if new.requires_grad else torch.Tensor.detach
                 with self._looking_away():
@@ -578,11 +577,11 @@ class LiveTracer(Tracer):
                 handles.append(self.results(view, function, (holder,), {}, [holder]))
                 self._note_copy(new, view)
                 instead[id(holder)] = view
-            elif any(holder is tensor for tensor in done.written) and not self.memory.entry(holder).steps:
+            elif any(holder is tensor for tensor in done.written) and not self.memory.alias_of(holder).steps:
                 handles.append(self._overwritten(holder, new))
             else:
                 handles.append(self.recording.keep(new))
-                self.memory.know(new, handles[-1])
+                self.memory.register(new, handles[-1])
                 instead[id(holder)] = new
                 if any(holder is tensor for tensor in tensors_in((done.given,), {})):
                     self.stand_ins.share(holder, new)
@@ -630,12 +629,12 @@ class LiveTracer(Tracer):
 
     def _overwritten(self, tensor: torch.Tensor, new: torch.Tensor) -> ValueId:
         """The new value in the memory that a call wrote in place: all that look at it see it."""
-        entry, memory = self.memory.entry(tensor), self.memory
-        memory.preserve(entry.base)
+        entry, memory = self.memory.alias_of(tensor), self.memory
+        memory.copy_on_write(entry.base)
         with self._looking_away(), torch.set_grad_enabled(torch.is_grad_enabled() and not _is_held(tensor)):
             tensor.copy_(new)
         handle = self.recording.keep(entry.base.root)
-        memory.wrote(entry.base, handle)
+        memory.note_write(entry.base, handle)
         entry.handle, entry.version = handle, entry.base.version
         return handle
 
@@ -645,7 +644,7 @@ class LiveTracer(Tracer):
             known = self.memory.live.get(id(tensor))
             if known is None or (known.handle if isinstance(known, Alias) else known) != handle:
                 continue
-            if done.is_hidden and self.memory.entry(tensor).steps:
+            if done.is_hidden and self.memory.alias_of(tensor).steps:
                 raise self.refusal(aim, "it is a view, and lies beneath torch's functions")
             return tensor
         raise self.refusal(aim, "no tensor that the model can be given holds its value")
@@ -674,7 +673,7 @@ class LiveTracer(Tracer):
             try:
                 while (count := count_function_modes()) and function_mode_at(count - 1) is self:
                     _pop()
-                with self.at_work():
+                with self.beneath_leaf():
                     yield
             finally:
                 seen_again()

@@ -92,7 +92,7 @@ def capture_without_effects(model: Any, args: tuple[Any, ...], kwargs: dict[str,
 def _rehearsed(turn: Turn, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], naming: Naming) -> Captured:
     beginning = ForwardState(model, naming, Snapshot(Provenance(model).modules, (args, kwargs)), RngState())
     captured, _ = _run(turn, beginning, args, kwargs, LiveSetup(LivePatches(), {}, lambda tracer: []))
-    beginning.generators = tuple(captured.recording.generators.values())
+    beginning.generators = tuple(captured.recording.rng.generators.values())
     beginning.lent = frozenset(map(id, lent_generators(model, args, kwargs)))
     beginning.snapshot.flags = flags_of(captured.recording)
     return captured
@@ -147,7 +147,7 @@ def _run_with_patches(turn: Turn, beginning: ForwardState, record: Record, reque
     with recorded_world(not request.fresh, graph), modes(ambient):
         captured, tracer = _run(turn, beginning, args, kwargs, stage, request.inputs is not None)
     if request.fresh:  # the generators began elsewhere than when the program was recorded
-        captured.recording.drawn_elsewhere = graph.drawn_elsewhere
+        captured.recording.rng.drawn_elsewhere = graph.drawn_elsewhere
     found = record_of(captured)
     if request.grad:
         _require_the_same_backward(captured.recording, record.graph, found.graph)
@@ -169,7 +169,7 @@ def _require_the_same_backward(recording: Recording, *graphs: Graph) -> None:
     late = [word for graph in graphs for word in graph.one_way if word in (LATE_WRITE, WRITTEN_STANDING)]
     if late:
         raise NotDifferentiable(f"gradients through {late[0]}")
-    for tensor, flag in recording.left_turned:
+    for tensor, flag in recording.autograd.left_turned:
         if tensor.requires_grad != flag:
             raise NotDifferentiable(
                 f"the forward turns `requires_grad` of a tensor of the model, {TensorSpec.of(tensor)}, and leaves "
@@ -301,7 +301,9 @@ def _run(
                 origins = Provenance(beginning.model)  # what the model holds is that of the beginning now
                 captured = trace_twice(Forward(beginning.model, args, kwargs, beginning, tracer), begin_again, origins)
             recording, unwritten = captured.recording, looks[-1].unwritten
-            recording.changes = [(where, last) for where, last in recording.changes if last not in unwritten]
+            recording.state.changes = [
+                (where, last) for where, last in recording.state.changes if last not in unwritten
+            ]
             return captured, looks[-1]
         finally:
             leave()
@@ -437,7 +439,7 @@ def _constant(node: Const, record: Record) -> torch.Tensor:
 def _record_patch(tracer: LiveTracer, aim: LivePatch, new: torch.Tensor, key: str | None, old: ValueId) -> None:
     """A patched parameter, buffer or constant is read for the first time."""
     number, handle = len(tracer.recording.records) - 1, tracer.recording.keep(new)
-    tracer.memory.know(new, handle)
+    tracer.memory.register(new, handle)
     tracer.unwritten.add(handle)
     tracer.append_patch(aim, number, [old], [handle], key)
 

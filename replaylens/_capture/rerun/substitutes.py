@@ -139,7 +139,7 @@ class Substitutes:
         handle = recorder.source(waiting.kind, waiting.originals[0], waiting.where)
         recording.values[handle], recording.versions[handle] = waiting.value, version_of(waiting.value)
         if waiting.patch is None:
-            recorder.memory.know(tensor, handle)
+            recorder.memory.register(tensor, handle)
         else:
             waiting.patch(handle)
         for original in waiting.originals:
@@ -151,17 +151,17 @@ class Substitutes:
 
     def _join(self, key: int, tensor: torch.Tensor) -> None:
         """What is in this memory is what this stand-in and others look at: views of the one that looks at most."""
-        base = self.recorder.memory.entry(tensor).base
+        base = self.recorder.memory.alias_of(tensor).base
         known, root = self.parted.setdefault(key, (base, tensor))
         if known is not base and not known.version and span(root) < span(tensor):
             self.parted[key] = base, tensor
-            self.recorder.memory.join(known, base)
+            self.recorder.memory.merge(known, base)
         elif known is not base:
-            self.recorder.memory.join(base, known)
+            self.recorder.memory.merge(base, known)
 
     def share(self, original: torch.Tensor, tensor: torch.Tensor) -> None:
         """Both objects have one value, now and after every write."""
-        entry = self.recorder.memory.entry(tensor)
+        entry = self.recorder.memory.alias_of(tensor)
         self.recorder.memory.live[id(original)] = entry
         self.put(original, tensor)
 
@@ -172,10 +172,10 @@ class Substitutes:
         memory, key = self.recorder.memory, storage_of(target)
         if key is None or not self._is_users(key):
             return
-        base = memory.entry(target).base
-        memory.share(base)
+        base = memory.alias_of(target).base
+        memory.join_aliases(base)
         self.parted[key] = base, base.root
-        with without_function_modes(), self.recorder.at_work():
+        with without_function_modes(), self.recorder.beneath_leaf():
             with torch.enable_grad():  # the way of gradients to the user's own tensor stays open
                 root = writable_copy(base.root)
             self._move(base, root)
@@ -191,12 +191,12 @@ class Substitutes:
         steps: tuple[Any, ...] = ()
         if geometry_of(tensor) != geometry_of(root):
             steps = (geometry_step(tensor, Storage(root, base.handle, base.first)),)
-        with without_function_modes(), self.recorder.at_work():
+        with without_function_modes(), self.recorder.beneath_leaf():
             made = take_step(base.root, thaw(steps[0], self._value)) if steps else base.root
         if id(made) not in memory.live:
-            memory.look(made, base, steps, base.handle)
+            memory.register_view(made, base, steps, base.handle)
         if steps:
-            memory.entry(made).version = -1  # to be derived when it is read
+            memory.alias_of(made).version = -1  # to be derived when it is read
         self.copies.add(id(made))
         self.share(tensor, made)
 
@@ -204,7 +204,7 @@ class Substitutes:
         """From now on the object looks at the memory of another."""
         if tensor is root:
             return
-        base = self.recorder.memory.entry(root).base
+        base = self.recorder.memory.alias_of(root).base
         self.parted[storage_of(tensor) or 0] = base, root
         self._late(tensor)
 
