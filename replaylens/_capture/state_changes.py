@@ -476,7 +476,7 @@ def keep_by_value(recorder: Recorder) -> None:
     begun = {id(record.tensor) for record in recording.records if isinstance(record, SourceRecord)}
     begun |= {id(tensor) for tensor in recorder.origins.parameters_at_start}
     for where, handle in recording.changes:
-        now = recording.moved[where[1]] if where[0] is None else _standing(where)
+        now = recording.moved[where[1]] if where[0] is None else tensor_at(where)
         known = memory.live.get(id(now))
         if isinstance(known, Alias) and known.base.version:
             memory.preserve(known.base)
@@ -510,7 +510,7 @@ def output_by_value(recorder: Recorder, output: Any) -> Any:
     written = {
         storage_of(now)
         for where, handle in recording.changes
-        if (now := _standing(where)) is not None and _is_copied(recording, handle, now)
+        if (now := tensor_at(where)) is not None and _is_copied(recording, handle, now)
     }
     tree, copies = freeze_deep(output, _Returned), dict[int, torch.Tensor]()
     for one, handle in zip(leaves(tree), leaves(recording.output), strict=True):
@@ -546,7 +546,7 @@ def _key(where: Where) -> tuple[int, str]:
     return id(where[0]), where[1]
 
 
-def _standing(where: Where) -> torch.Tensor | None:
+def tensor_at(where: Where) -> torch.Tensor | None:
     """The tensor that stands at a place now."""
     module, key = where
     if not isinstance(module, nn.Module):
@@ -578,7 +578,7 @@ def take_lent(recorder: Recorder) -> None:
         if isinstance(record, SourceRecord) and record.kind == "input":
             given[storage_of(record.tensor)] = record
     for where, _ in recording.changes if given else ():
-        now = _standing(where)
+        now = tensor_at(where)
         known = memory.live.get(id(now))
         if now is None or not isinstance(known, Alias) or (source := given.get(storage_of(now))) is None:
             continue

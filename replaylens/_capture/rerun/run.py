@@ -18,7 +18,6 @@ from torch import nn
 from ..._ir.autograd import as_leaf
 from ..._ir.graph import Graph
 from ..._ir.location import Location
-from ..._ir.model_state import attribute_at
 from ..._ir.node import Call, Const, Input, Node, Ref, State, TensorSpec, refs_in
 from ..._ir.node_summary import Naming
 from ..._ir.printer import listing
@@ -52,7 +51,7 @@ from ..rng import lent_generators
 from ..same_forward import Likeness
 from ..scopes import addresses, alone_with
 from ..snapshot import ForwardState, ModelState, RngState, Snapshot
-from ..state_changes import LATE_WRITE, held
+from ..state_changes import LATE_WRITE, held, tensor_at
 from ..writes import WRITTEN_STANDING
 from .call_sites import MatchingSites, is_handed_on
 from .live_patches import LivePatch, LivePatches, live_patch_at, live_patches_of
@@ -68,7 +67,7 @@ class LiveRun:
 
     record: Record
     unreached: tuple[str, ...]  # patched nodes that this path never came to
-    held: dict[Ref, torch.Tensor]  # the parameters and other state that it read, with their histories
+    state: dict[Ref, torch.Tensor]  # the parameters and other state that it read, with their histories
 
 
 def undisturbed(model: Any, work: Callable[[Turn], T]) -> T:
@@ -86,55 +85,66 @@ def capture_without_effects(model: Any, args: tuple[Any, ...], kwargs: dict[str,
     """A capture that leaves nothing behind, not even what a plain forward leaves."""
     require_supported(model)
     require_no_iterators(args, kwargs)
-    return undisturbed(model, lambda turn: _rehearsed(turn, model, args, kwargs, naming))
+    return undisturbed(model, lambda turn: _capture_without_effects(turn, model, args, kwargs, naming))
 
 
-def _rehearsed(turn: Turn, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], naming: Naming) -> Captured:
-    beginning = ForwardState(model, naming, Snapshot(Provenance(model).modules, (args, kwargs)), RngState())
-    captured, _ = _run(turn, beginning, args, kwargs, LiveSetup(LivePatches(), {}, lambda tracer: []))
-    beginning.generators = tuple(captured.recording.generators.values())
-    beginning.lent = frozenset(map(id, lent_generators(model, args, kwargs)))
-    beginning.snapshot.flags = flags_of(captured.recording)
+def _capture_without_effects(
+    turn: Turn, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], naming: Naming
+) -> Captured:
+    start = ForwardState(model, naming, Snapshot(Provenance(model).modules, (args, kwargs)), RngState())
+    captured, _ = _run(turn, start, args, kwargs, LiveSetup(LivePatches(), {}, lambda tracer: []))
+    start.generators = tuple(captured.recording.generators.values())
+    start.lent = frozenset(map(id, lent_generators(model, args, kwargs)))
+    start.snapshot.flags = flags_of(captured.recording)
     return captured
 
 
-def otherwise(beginning: ForwardState, record: Record) -> str:
+def otherwise(start: ForwardState, record: Record) -> str:
     """What the model would do otherwise than recorded in its next forward, on the recorded inputs; empty if nothing."""
     graph = record.graph
     given = lambda leaf: as_leaf(record.value(leaf)) if type(leaf) is Ref else leaf  # noqa: E731
     args, kwargs = thaw_shared(graph.inputs, given)
     try:
         with recorded_world(True, graph), modes(graph.ambient):
-            found = record_of(capture_without_effects(beginning.model, args, kwargs, beginning.naming))
+            found = record_of(capture_without_effects(start.model, args, kwargs, start.naming))
     except Exception as error:
         return f"raises {type(error).__name__}"
     return Likeness(record, found).difference()
 
 
-def run_with_patches(beginning: ForwardState, record: Record, request: Request, given: Any = None) -> LiveRun:
+def run_with_patches(start: ForwardState, record: Record, request: Request, given: Any = None) -> LiveRun:
     """Run the model with the changes of a request made while it runs, on the recorded inputs if none are given.
 
     One run at a time, and no plain forward meanwhile: each finds the model as its user left it.
     """
-    return undisturbed(beginning.model, lambda turn: _run_with_patches(turn, beginning, record, request, given))
+    return undisturbed(start.model, lambda turn: _run_with_patches(turn, start, record, request, given))
 
 
-def _run_with_patches(turn: Turn, beginning: ForwardState, record: Record, request: Request, given: Any) -> LiveRun:
-    _require_in_place(record, request)
-    record = _with_what_was_replaced(record)
-    graph, aims = record.graph, live_patches_of(record, request)
-    if aims.unseen:
+def _run_with_patches(turn: Turn, start: ForwardState, record: Record, request: Request, given: Any) -> LiveRun:
+    _require_recorded_state(record, request)
+    record = _with_recorded_attributes(record)
+    graph, patches = record.graph, live_patches_of(record, request)
+    if patches.unreachable:
         raise DivergedReplay(
-            f"the patch at {aims.unseen[0]} cannot be made while the model runs: it is a view that is read again after "
-            "its memory was written, and no call of the model's gives it."
+            f"the patch at {patches.unreachable[0]} cannot be applied while the model runs: it is a view that "
+            "replaylens regenerates after a write to its memory, and no call of the model gives it."
         )
     numbers = numbers_of(graph, *(given or ())) if given else {node.name: node.path[0] for node in graph.input_nodes}
-    inputs = {numbers[name]: aim for name, aim in aims.sources.items() if name in numbers}
-    made = partial(_stand_ins, record, request, aims)
-    most = max(10_000, 100 * len(graph))
-    lent = _lent(beginning.model, record) if request.inputs is None and given is None else {}
-    apart = given is None and not request.fresh
-    stage = LiveSetup(aims, inputs, made, lent, grad=request.grad, fresh=request.fresh, draws_apart=apart, most=most)
+    inputs = {numbers[name]: patch for name, patch in patches.sources.items() if name in numbers}
+    make_substitutes = partial(_substitutes, record, request, patches)
+    max_calls = max(10_000, 100 * len(graph))
+    state_in_inputs = _state_in_inputs(start.model, record) if request.inputs is None and given is None else {}
+    separate_draws = given is None and not request.fresh
+    setup = LiveSetup(
+        patches,
+        inputs,
+        make_substitutes,
+        state_in_inputs,
+        grad=request.grad,
+        fresh=request.fresh,
+        separate_draws=separate_draws,
+        max_calls=max_calls,
+    )
     args, kwargs = given or thaw_shared(
         graph.inputs, lambda leaf: supply(record, request, leaf) if type(leaf) is Ref else leaf
     )
@@ -145,15 +155,15 @@ def _run_with_patches(turn: Turn, beginning: ForwardState, record: Record, reque
         )
     ambient = evolve(graph.ambient, grad=True, inference=False) if request.grad else graph.ambient
     with recorded_world(not request.fresh, graph), modes(ambient):
-        captured, tracer = _run(turn, beginning, args, kwargs, stage, request.inputs is not None)
+        captured, tracer = _run(turn, start, args, kwargs, setup, request.inputs is not None)
     if request.fresh:  # the generators began elsewhere than when the program was recorded
         captured.recording.drawn_elsewhere = graph.drawn_elsewhere
     found = record_of(captured)
     if request.grad:
-        _require_the_same_backward(captured.recording, record.graph, found.graph)
+        _require_same_backward(captured.recording, record.graph, found.graph)
     if not request.given and request.inputs is None and not request.fresh:
         _require_as_recorded(record, found)
-    unreached = aims.missed(tracer.reached)
+    unreached = patches.unreached(tracer.reached)
     if unreached and not tracer.reached and not request.ends:
         raise DivergedReplay(
             f"the model takes another path with this change, and never comes to {', '.join(unreached)}: nothing was "
@@ -164,7 +174,7 @@ def _run_with_patches(turn: Turn, beginning: ForwardState, record: Record, reque
     return LiveRun(found, unreached, {Ref(n.name): values[r.returns] for r, n in pairs if isinstance(n, State)})
 
 
-def _require_the_same_backward(recording: Recording, *graphs: Graph) -> None:
+def _require_same_backward(recording: Recording, *graphs: Graph) -> None:
     """Does the caller's backward pass find what that of the model would? What the forward wrote is put back by now."""
     late = [word for graph in graphs for word in graph.one_way if word in (LATE_WRITE, WRITTEN_STANDING)]
     if late:
@@ -178,7 +188,7 @@ def _require_the_same_backward(recording: Recording, *graphs: Graph) -> None:
             )
 
 
-def _require_in_place(record: Record, request: Request) -> None:
+def _require_recorded_state(record: Record, request: Request) -> None:
     """Do the parameters and buffers that were recorded stand in the model still? The model that would be run is another
     one if not. The request may give others; attributes are put back for the run.
     """
@@ -189,7 +199,7 @@ def _require_in_place(record: Record, request: Request) -> None:
             raise StaleValue(record.stale(Ref(name)))
 
 
-def _with_what_was_replaced(record: Record) -> Record:
+def _with_recorded_attributes(record: Record) -> Record:
     """The record for a run in which all that the model holds is as it was recorded: attributes that stand elsewhere by
     now, and are whole, are put in their place.
     """
@@ -198,7 +208,7 @@ def _with_what_was_replaced(record: Record) -> Record:
 
 
 def as_run(
-    made: LiveRun,
+    live: LiveRun,
     recorded: Record,
     request: Request,
     first: Departure | None,
@@ -206,36 +216,39 @@ def as_run(
     program: Any,
 ) -> Run:
     """A live run as the Run that a request asked for. `find` gives the place that a name means in its own program."""
-    record, graph = made.record, made.record.graph
+    record, graph = live.record, live.record.graph
     has_output = request.to is None
 
     def get(leaf: Any) -> Any:
         if type(leaf) is not Ref:
             return leaf
-        return made.held.get(leaf, record.value(leaf)) if request.grad else detached(record.value(leaf))
+        return live.state.get(leaf, record.value(leaf)) if request.grad else detached(record.value(leaf))
 
-    ended = _ended(request, recorded.graph, graph, get) if has_output else {}
+    patched_outputs = _patched_outputs(request, recorded.graph, graph, get) if has_output else {}
 
     def lookup(name: Any) -> Any:
         at = name if isinstance(name, Location) else find(name)
         if (places := at.inner) is not None:
             return thaw(places, lambda leaf: lookup(leaf) if type(leaf) is Location else leaf)
-        if at.output is not None and at.output in ended:
-            return ended[at.output]
+        if at.output is not None and at.output in patched_outputs:
+            return patched_outputs[at.output]
         return thaw(at.tree(graph), get)
 
     found = [mismatch.departure for mismatch in request.mismatches]
     found += departures(recorded.graph, graph, recorded.value, record.value)
     if first is not None and all(str(first) != str(other) for other in found):
         found.insert(0, first)
-    found.extend(Departure(f"the patch at {name}", "reached", "on a path not taken") for name in made.unreached)
+    found.extend(Departure(f"the patch at {name}", "reached", "on a path not taken") for name in live.unreached)
     return Run(
         executed=tuple([call.name for call in graph.calls]),
         state_changes={**{a: get(ref) for a, ref in graph.changes}, **dict.fromkeys(graph.removed)}
         if has_output
         else {},
         departures=tuple(found),
-        output=thaw(graph.output, lambda leaf: ended[leaf] if type(leaf) is Ref and leaf in ended else get(leaf))
+        output=thaw(
+            graph.output,
+            lambda leaf: patched_outputs[leaf] if type(leaf) is Ref and leaf in patched_outputs else get(leaf),
+        )
         if has_output
         else None,
         has_output=has_output,
@@ -244,7 +257,7 @@ def as_run(
     )
 
 
-def _ended(request: Request, recorded: Graph, graph: Graph, get: Callable[[Any], Any]) -> dict[Ref, Any]:
+def _patched_outputs(request: Request, recorded: Graph, graph: Graph, get: Callable[[Any], Any]) -> dict[Ref, Any]:
     """Patched outputs of the program: those of the recorded one by their number."""
     found: dict[Ref, Any] = {}
     places = MatchingSites(recorded, graph) if request.ends else None
@@ -257,35 +270,35 @@ def _ended(request: Request, recorded: Graph, graph: Graph, get: Callable[[Any],
 
 
 def _run(
-    turn: Turn, beginning: ForwardState, args: Any, kwargs: Any, stage: LiveSetup, are_new: bool = False
+    turn: Turn, start: ForwardState, args: Any, kwargs: Any, setup: LiveSetup, inputs_are_new: bool = False
 ) -> tuple[Captured, LiveTracer]:
     """One run of the model from its beginning. What hangs on the model now, and the generators, are as before.
 
     `are_new`: the inputs are not those that the forward began with, and hold what they hold now.
     """
-    looks: list[LiveTracer] = []
-    inputs = Snapshot((), (args, kwargs)) if are_new else None
-    origins, dtype = Provenance(beginning.model), torch.get_default_dtype()
-    belongings = ModelState(origins.modules, (args, kwargs), beginning)
+    tracers: list[LiveTracer] = []
+    inputs = Snapshot((), (args, kwargs)) if inputs_are_new else None
+    origins, dtype = Provenance(start.model), torch.get_default_dtype()
+    model_state = ModelState(origins.modules, (args, kwargs), start)
 
-    def tracer(recording: Recording, own: Provenance, date: Moment, deep: bool, unknown: str) -> LiveTracer:
-        looks.append(LiveTracer(recording, own, date, deep, unknown, stage))
-        return looks[-1]
+    def new_tracer(recording: Recording, own: Provenance, date: Moment, deep: bool, unknown: str) -> LiveTracer:
+        tracers.append(LiveTracer(recording, own, date, deep, unknown, setup))
+        return tracers[-1]
 
     def leave() -> None:
-        belongings.put_back()
+        model_state.put_back()
         torch.set_default_dtype(dtype)
-        if not stage.fresh:
-            for look in reversed(looks):
-                put_generators_back(look.recording)
-            belongings.put_generators_back()
+        if not setup.fresh:
+            for tracer in reversed(tracers):
+                put_generators_back(tracer.recording)
+            model_state.put_generators_back()
         else:
-            belongings.put_own_generators_back()
+            model_state.put_own_generators_back()
 
     def begin() -> None:
-        beginning.snapshot.put_back(draws_on=stage.fresh)
-        if not stage.fresh:  # else generators that it holds draw on from where they are
-            beginning.put_back()
+        start.snapshot.put_back(draws_on=setup.fresh)
+        if not setup.fresh:  # else generators that it holds draw on from where they are
+            start.put_back()
         if inputs is not None:
             inputs.put_back()
 
@@ -298,19 +311,19 @@ def _run(
             turn.undo = leave
             begin()
             with torch.set_grad_enabled(torch.is_grad_enabled()):
-                origins = Provenance(beginning.model)  # what the model holds is that of the beginning now
-                captured = trace_twice(Forward(beginning.model, args, kwargs, beginning, tracer), begin_again, origins)
-            recording, unwritten = captured.recording, looks[-1].unwritten
+                origins = Provenance(start.model)  # what the model holds is that of the beginning now
+                captured = trace_twice(Forward(start.model, args, kwargs, start, new_tracer), begin_again, origins)
+            recording, unwritten = captured.recording, tracers[-1].patched_state
             recording.changes = [(where, last) for where, last in recording.changes if last not in unwritten]
-            return captured, looks[-1]
+            return captured, tracers[-1]
         finally:
             leave()
     finally:  # again: an interrupt may have come before, or in it
         leave()
 
 
-def _stand_ins(
-    record: Record, request: Request, aims: LivePatches, tracer: LiveTracer
+def _substitutes(
+    record: Record, request: Request, patches: LivePatches, tracer: LiveTracer
 ) -> list[tuple[torch.Tensor, PendingSubstitute]]:
     """What stands for the model's parameters, buffers and constants: what was recorded, if they hold something else
     now, what the request gives, and what patches make of that.
@@ -323,26 +336,28 @@ def _stand_ins(
         if isinstance(node, State) and node.name in record.live:
             objects, value = _objects(node, modules, record), _value(node, record, request)
             where: Any = _where(node.address, modules)
-        elif isinstance(node, Const) and node.name in aims.sources:
+        elif isinstance(node, Const) and node.name in patches.sources:
             value, where = _constant(node, record), node.origin
             objects = [value]
         else:
             continue
-        kind, aim = node.kind if isinstance(node, State) else "constant", aims.sources.get(node.name)
-        beneath = _memories(node, objects, value, given) if isinstance(node, State) else ()
-        if aim is not None:
-            (new,), key = tracer.made(aim, (value,))
-            patch = partial(_record_patch, tracer, aim, new, key)
-            found.append((new, PendingSubstitute(kind, where, tuple(objects), value, patch, beneath)))
+        kind, patch = node.kind if isinstance(node, State) else "constant", patches.sources.get(node.name)
+        storages = _storages_at(node, objects, value, given) if isinstance(node, State) else ()
+        if patch is not None:
+            (new,), key = tracer.compute_patch(patch, (value,))
+            record_patch = partial(_record_source_patch, tracer, patch, new, key)
+            found.append((new, PendingSubstitute(kind, where, tuple(objects), value, record_patch, storages)))
         elif any(thing is not value for thing in objects):
             new = value.view_as(value) if any(value is other for other, _ in found) else value
-            found.append((new, PendingSubstitute(kind, where, tuple(objects), new, None, beneath)))
+            found.append((new, PendingSubstitute(kind, where, tuple(objects), new, None, storages)))
     if request.inputs is not None:
-        found.extend(_were_lent(record, modules, request))
+        found.extend(_state_in_recorded_inputs(record, modules, request))
     return found
 
 
-def _memories(node: State, objects: list[torch.Tensor], value: torch.Tensor, given: frozenset[str]) -> tuple[int, ...]:
+def _storages_at(
+    node: State, objects: list[torch.Tensor], value: torch.Tensor, given: frozenset[str]
+) -> tuple[int, ...]:
     """The storages of what the model holds at a node, where the value lies as that does. A parameter to which the
     forward gave other memory lay elsewhere when it began.
     """
@@ -352,7 +367,7 @@ def _memories(node: State, objects: list[torch.Tensor], value: torch.Tensor, giv
     return tuple([key for one in alike if (key := storage_of(one)) is not None])
 
 
-def _lent(model: Any, record: Record) -> dict[int, list[torch.Tensor]]:
+def _state_in_inputs(model: Any, record: Record) -> dict[int, list[torch.Tensor]]:
     """By the number of a recorded input, the model's tensors in its memory, which the forward wrote."""
     origins = Provenance(model)
     named = addresses(origins.table)
@@ -360,20 +375,12 @@ def _lent(model: Any, record: Record) -> dict[int, list[torch.Tensor]]:
     found: dict[int, list[torch.Tensor]] = {}
     for address, (name, _) in record.lent.items():
         node = record.graph[name]
-        if isinstance(node, Input) and (now := _standing(address, modules)) is not None:
+        if isinstance(node, Input) and (now := tensor_at(_where(address, modules))) is not None:
             found.setdefault(node.path[0], []).append(now)
     return found
 
 
-def _standing(address: str, modules: dict[str, nn.Module]) -> torch.Tensor | None:
-    """The model's tensor at an address now."""
-    module, key = _where(address, modules)
-    if module is None:
-        return None
-    return now if (now := held(module, key)) is not None else attribute_at(vars(module), key)
-
-
-def _were_lent(
+def _state_in_recorded_inputs(
     record: Record, modules: dict[str, nn.Module], request: Request
 ) -> Iterator[tuple[torch.Tensor, PendingSubstitute]]:
     """With other inputs, what stands for tensors of the model that lay in the memory of a recorded one: they hold what
@@ -384,7 +391,7 @@ def _were_lent(
     known = {storage_of(tensor) for tensor in given}
     read = {address for node in record.graph.state_nodes for address in (node.address, *node.aliases)}
     for address, (_, first) in record.lent.items():
-        now = _standing(address, modules) if address not in read else None
+        now = tensor_at(_where(address, modules)) if address not in read else None
         if now is not None and storage_of(now) not in known:
             yield first, PendingSubstitute("buffer", _where(address, modules), (now,), first)
 
@@ -434,12 +441,14 @@ def _constant(node: Const, record: Record) -> torch.Tensor:
     return record.value(Ref(node.name))
 
 
-def _record_patch(tracer: LiveTracer, aim: LivePatch, new: torch.Tensor, key: str | None, old: ValueId) -> None:
+def _record_source_patch(
+    tracer: LiveTracer, patch: LivePatch, new: torch.Tensor, key: str | None, old: ValueId
+) -> None:
     """A patched parameter, buffer or constant is read for the first time."""
     number, handle = len(tracer.recording.records) - 1, tracer.recording.keep(new)
     tracer.memory.know(new, handle)
-    tracer.unwritten.add(handle)
-    tracer.append_patch(aim, number, [old], [handle], key)
+    tracer.patched_state.add(handle)
+    tracer.record_patch(patch, number, [old], [handle], key)
 
 
 def _require_as_recorded(record: Record, found: Record) -> None:
@@ -465,8 +474,9 @@ def _until_patched(one: Graph, other: Graph) -> Iterator[tuple[Node, Node]]:
     patched = {node.edits: node for node in other.calls if node.edits is not None}
     end = next((n for n, node in enumerate(other.nodes) if node.name in patched), len(other.nodes))
     first = patched.get(other.nodes[end].name) if end < len(other.nodes) else None
-    is_own = first is not None and is_handed_on(one[first.target.function.name])  # a call that stands for the handing
-    made = [[n for n in nodes if not is_handed_on(n)] for nodes in (one.nodes, other.nodes[: end + (not is_own)])]
+    # what it edits is an alias that exists in this run only at its end
+    is_hand_off = first is not None and is_handed_on(one[first.target.function.name])
+    made = [[n for n in nodes if not is_handed_on(n)] for nodes in (one.nodes, other.nodes[: end + (not is_hand_off)])]
     yield from zip(*made, strict=False)
 
 

@@ -32,8 +32,10 @@ class PendingSubstitute:
     where: Any
     originals: tuple[torch.Tensor, ...]
     value: torch.Tensor
-    patch: Callable[[ValueId], None] | None = None  # a patched one's: records the patch, given the Handle of the value
-    memories: tuple[int, ...] = ()  # storages in which the originals lay: what else lies there changes with them
+    record_patch: Callable[[ValueId], None] | None = (
+        None  # a patched one's: records the patch, given the Handle of the value
+    )
+    storages: tuple[int, ...] = ()  # storages in which the originals lay: what else lies there changes with them
 
 
 @define(eq=False)
@@ -42,24 +44,28 @@ class Substitutes:
 
     recorder: Recorder
     by_id: dict[int, torch.Tensor] = field(factory=dict)
-    waiting: dict[int, PendingSubstitute] = field(factory=dict)  # by the id of the stand-in
+    pending: dict[int, PendingSubstitute] = field(factory=dict)  # by the id of the stand-in
     kept: list[Any] = field(factory=list)  # originals: an id is used again once its tensor dies
-    beneath: dict[int, torch.Tensor] = field(factory=dict)  # by such a storage: the stand-in, until it is read
-    own: dict[int, bool] = field(factory=dict)  # by storage: is it the user's?
-    seen: int = 0
-    parted: dict[int, tuple[Storage, torch.Tensor]] = field(factory=dict)  # storages of which there is a copy now
-    copies: set[int] = field(factory=set)  # stand-ins over such a copy, by id
+    pending_by_storage: dict[int, torch.Tensor] = field(
+        factory=dict
+    )  # by such a storage: the stand-in, until it is read
+    is_users: dict[int, bool] = field(factory=dict)  # by storage: is it the user's?
+    scanned: int = 0
+    copied_storages: dict[int, tuple[Storage, torch.Tensor]] = field(
+        factory=dict
+    )  # storages of which there is a copy now
+    copy_ids: set[int] = field(factory=set)  # stand-ins over such a copy, by id
 
-    def wait(self, tensor: torch.Tensor, waiting: PendingSubstitute) -> None:
+    def add_pending(self, tensor: torch.Tensor, pending: PendingSubstitute) -> None:
         """A stand-in that is to be read, if the forward comes to it."""
-        self.waiting[id(tensor)] = waiting
+        self.pending[id(tensor)] = pending
         self.kept.append(tensor)
-        for original in waiting.originals:
-            self.put(original, tensor)
-        for key in waiting.memories:
-            self.beneath.setdefault(key, tensor)
+        for original in pending.originals:
+            self.replace(original, tensor)
+        for key in pending.storages:
+            self.pending_by_storage.setdefault(key, tensor)
 
-    def put(self, original: torch.Tensor, new: torch.Tensor) -> None:
+    def replace(self, original: torch.Tensor, new: torch.Tensor) -> None:
         """From now on this stands for the object."""
         if original is not new:
             self.by_id[id(original)] = new
@@ -71,49 +77,49 @@ class Substitutes:
             tensor = other
         return tensor
 
-    def collector(self, tensor: torch.Tensor, is_asked: bool) -> torch.Tensor:
+    def grad_leaf(self, tensor: torch.Tensor, names_inputs: bool) -> torch.Tensor:
         """What collects gradients in the place of a leaf: a leaf, or where a call asks for it, what stands for it."""
         found = other = tensor
         while (after := self.by_id.get(id(other))) is not None:
             other = after
-            if (is_asked or other.is_leaf) and other.requires_grad:
+            if (names_inputs or other.is_leaf) and other.requires_grad:
                 found = other
         return found if (found.shape, found.dtype) == (tensor.shape, tensor.dtype) else tensor
 
-    def asked(self, tensor: torch.Tensor, word: str) -> torch.Tensor:
+    def for_query(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """What knows the answer to a question about autograd: a copy of what is written has flags of its own, and
         gradients are at the leaf itself.
         """
-        if word == "grad" and tensor.is_leaf:
+        if name == "grad" and tensor.is_leaf:
             return tensor
-        while (other := self.by_id.get(id(tensor))) is not None and id(other) not in self.copies:
+        while (other := self.by_id.get(id(tensor))) is not None and id(other) not in self.copy_ids:
             tensor = other
         return tensor
 
-    def met(self, value: Any) -> Any:
+    def resolve(self, value: Any) -> Any:
         """A call's arguments as `among` gives them; tensors that are met now and lie in memory that was copied have
         stand-ins from now on.
         """
-        if self.parted or self.beneath:
+        if self.copied_storages or self.pending_by_storage:
             for tensor in tensors_in((value,), {}):
                 if id(tensor) not in self.recorder.memory.live:
-                    self._meet(tensor)
-        return self.among(value)
+                    self._resolve_new(tensor)
+        return self.substitute(value)
 
-    def _meet(self, tensor: torch.Tensor) -> None:
+    def _resolve_new(self, tensor: torch.Tensor) -> None:
         """Its value is what stands in its memory by now, where another tensor there has a stand-in."""
         key, stand_in = storage_of(tensor) or 0, self.of(tensor)
-        if (waiting := self.waiting.get(id(stand_in))) is not None:
-            if waiting.patch is None and key in self.parted and self.parted[key][0].version:
-                del self.waiting[id(stand_in)]
-                self._late(tensor)
+        if (pending := self.pending.get(id(stand_in))) is not None:
+            if pending.record_patch is None and key in self.copied_storages and self.copied_storages[key][0].version:
+                del self.pending[id(stand_in)]
+                self._add_late_alias(tensor)
             return
-        if key in self.beneath:
-            self.recorder.read(self.beneath[key])
-        if key in self.parted:
-            self._late(tensor)
+        if key in self.pending_by_storage:
+            self.recorder.read(self.pending_by_storage[key])
+        if key in self.copied_storages:
+            self._add_late_alias(tensor)
 
-    def among(self, value: Any) -> Any:
+    def substitute(self, value: Any) -> Any:
         """A call's arguments with the stand-ins in them; the very same objects where there are none."""
         if not self.by_id:
             return value
@@ -121,40 +127,40 @@ class Substitutes:
         if isinstance(value, torch.Tensor):
             return self.of(value)
         if kind in (tuple, list):
-            items = [self.among(item) for item in value]
+            items = [self.substitute(item) for item in value]
             return kind(items) if any(a is not b for a, b in zip(items, value, strict=True)) else value
         if kind is dict:
-            named = {key: self.among(item) for key, item in value.items()}
+            named = {key: self.substitute(item) for key, item in value.items()}
             return named if any(named[key] is not value[key] for key in value) else value
         if kind is slice:
-            return slice(*map(self.among, (value.start, value.stop, value.step)))
+            return slice(*map(self.substitute, (value.start, value.stop, value.step)))
         return value
 
-    def begin(self, tensor: torch.Tensor) -> ValueId | None:
+    def materialize(self, tensor: torch.Tensor) -> ValueId | None:
         """The first read of a stand-in: the record of what it stands for, and of its patch."""
-        waiting = self.waiting.pop(id(tensor), None)
-        if waiting is None:
+        pending = self.pending.pop(id(tensor), None)
+        if pending is None:
             return None
         recorder, recording = self.recorder, self.recorder.recording
-        handle = recorder.source(waiting.kind, waiting.originals[0], waiting.where)
-        recording.values[handle], recording.versions[handle] = waiting.value, version_of(waiting.value)
-        if waiting.patch is None:
+        handle = recorder.source(pending.kind, pending.originals[0], pending.where)
+        recording.values[handle], recording.versions[handle] = pending.value, version_of(pending.value)
+        if pending.record_patch is None:
             recorder.memory.know(tensor, handle)
         else:
-            waiting.patch(handle)
-        for original in waiting.originals:
+            pending.record_patch(handle)
+        for original in pending.originals:
             self.share(original, tensor)
-        for key in waiting.memories:
-            self.beneath.pop(key, None)
-            self._join(key, tensor)
+        for key in pending.storages:
+            self.pending_by_storage.pop(key, None)
+            self._join_storage(key, tensor)
         return recorder.memory.read(tensor)
 
-    def _join(self, key: int, tensor: torch.Tensor) -> None:
+    def _join_storage(self, key: int, tensor: torch.Tensor) -> None:
         """What is in this memory is what this stand-in and others look at: views of the one that looks at most."""
         base = self.recorder.memory.entry(tensor).base
-        known, root = self.parted.setdefault(key, (base, tensor))
+        known, root = self.copied_storages.setdefault(key, (base, tensor))
         if known is not base and not known.version and span(root) < span(tensor):
-            self.parted[key] = base, tensor
+            self.copied_storages[key] = base, tensor
             self.recorder.memory.join(known, base)
         elif known is not base:
             self.recorder.memory.join(base, known)
@@ -163,30 +169,30 @@ class Substitutes:
         """Both objects have one value, now and after every write."""
         entry = self.recorder.memory.entry(tensor)
         self.recorder.memory.live[id(original)] = entry
-        self.put(original, tensor)
+        self.replace(original, tensor)
 
     # -- copies of what the forward writes -----------------------------------------------------------------------------
 
-    def part(self, target: torch.Tensor) -> None:
+    def copy_before_write(self, target: torch.Tensor) -> None:
         """Before a write: if this memory is the user's, every tensor over it gets a stand-in over a copy."""
         memory, key = self.recorder.memory, storage_of(target)
-        if key is None or not self._is_users(key):
+        if key is None or not self._is_users_storage(key):
             return
         base = memory.entry(target).base
         memory.share(base)
-        self.parted[key] = base, base.root
+        self.copied_storages[key] = base, base.root
         with without_function_modes(), self.recorder.at_work():
             with torch.enable_grad():  # the way of gradients to the user's own tensor stays open
                 root = writable_copy(base.root)
-            self._move(base, root)
+            self._move_aliases(base, root)
         memory.bases.pop(key, None)
         if (copied := storage_of(root)) is not None:
             memory.bases[copied] = base
-            self.own[copied] = False
+            self.is_users[copied] = False
 
-    def _late(self, tensor: torch.Tensor) -> None:
+    def _add_late_alias(self, tensor: torch.Tensor) -> None:
         """A buffer, or a view of one, that the forward had not read when another over the same memory was written."""
-        base, root = self.parted[storage_of(tensor) or 0]
+        base, root = self.copied_storages[storage_of(tensor) or 0]
         memory = self.recorder.memory
         steps: tuple[Any, ...] = ()
         if geometry_of(tensor) != geometry_of(root):
@@ -197,18 +203,18 @@ class Substitutes:
             memory.look(made, base, steps, base.handle)
         if steps:
             memory.entry(made).version = -1  # to be derived when it is read
-        self.copies.add(id(made))
+        self.copy_ids.add(id(made))
         self.share(tensor, made)
 
-    def lay_over(self, tensor: torch.Tensor, root: torch.Tensor) -> None:
+    def alias_to(self, tensor: torch.Tensor, root: torch.Tensor) -> None:
         """From now on the object looks at the memory of another."""
         if tensor is root:
             return
         base = self.recorder.memory.entry(root).base
-        self.parted[storage_of(tensor) or 0] = base, root
-        self._late(tensor)
+        self.copied_storages[storage_of(tensor) or 0] = base, root
+        self._add_late_alias(tensor)
 
-    def _move(self, base: Storage, root: torch.Tensor) -> None:
+    def _move_aliases(self, base: Storage, root: torch.Tensor) -> None:
         memory = self.recorder.memory
         entries = {id(known): known for known in memory.live.values() if isinstance(known, Alias)}
         for entry in [entry for entry in entries.values() if entry.base is base]:
@@ -217,8 +223,8 @@ class Substitutes:
                 one = thaw(step, self._value)
                 with torch.set_grad_enabled(one.grad):
                     made = take_step(made, one)
-            self.put(entry.tensor, made)
-            self.copies.add(id(made))
+            self.replace(entry.tensor, made)
+            self.copy_ids.add(id(made))
             memory.live[id(made)] = entry
             entry.tensor = made
         base.root, base.counter, base.held = root, version_of(root), []
@@ -226,14 +232,14 @@ class Substitutes:
     def _value(self, leaf: Any) -> Any:
         return self.recorder.recording.values[leaf] if type(leaf) is ValueId else leaf
 
-    def _is_users(self, key: int) -> bool:
+    def _is_users_storage(self, key: int) -> bool:
         recording = self.recorder.recording
-        for record in recording.records[self.seen :]:
+        for record in recording.records[self.scanned :]:
             if isinstance(record, SourceRecord) and (
                 record.kind != "constant" or record.where == "older than the capture"
             ):
                 for tensor in (record.tensor, recording.values[record.returns]):
                     if (storage := storage_of(tensor)) is not None:
-                        self.own.setdefault(storage, True)
-        self.seen = len(recording.records)
-        return self.own.get(key, False)
+                        self.is_users.setdefault(storage, True)
+        self.scanned = len(recording.records)
+        return self.is_users.get(key, False)
