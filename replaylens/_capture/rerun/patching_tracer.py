@@ -1,8 +1,27 @@
-"""A tracer that changes values while it looks: patches applied while the model itself runs.
+"""The tracer of a live run: it applies patches while the model itself runs.
 
-In: a forward, and Aims. Out: a recording of the path that the model really takes, in which each patch is a call like
-others. After each operation the tracer asks whether an Aim is meant for its Spot; if so the model goes on with what
-the Aim makes of the value. What the model holds and was given is not written: see standins.py.
+In: a forward, and LivePatches. Out: a recording of the path that the model really takes, in which each patch is a call
+like any other. Nothing that the model holds or was given is written: calls read substitutes (substitutes.py).
+
+A patch must see an operation as it leaves, and no argument may bypass its substitute. So every way by which `Tracer`
+runs an operation (a door) is overridden: arguments are substituted on the way in, `_apply_patches` runs on the way out.
+
+    door              what comes through it                   why it is overridden
+    _fresh            a call whose results own their memory   the fast path: substitute, call, patch
+    _open_or_call     every other torch function              also copies what the call is about to write
+    aten              an ATen call beneath torch's functions  the same; a patch there has no gradient
+    _identity         a module that returns its input         the alias is the operation to patch
+    handing           a value that leaves a module            its alias may be patched
+    _module_output    the whole output of a module            checks that each of its patches was applied
+    function_apply    a custom autograd Function              its records are complete only when it returns
+    _script_detach    the results of TorchScript              patched once they are detached tensors
+    given             the inputs                              patched before the model begins
+    answer, walk      questions about autograd history        patches must not show through
+
+Three things vary over time. `scanned`: the records before this number have been matched to call sites; `_apply_patches`
+takes the ones after it, so each record is matched once. `suspended` > 0: a custom Function is running, and patching
+waits until it is over; then its records are scanned together. `FinishedCall.unpatchable`: why this call may not be
+patched (a hook of a module, a change of requires_grad); an error only if a patch applies to it.
 """
 
 from __future__ import annotations
@@ -59,35 +78,33 @@ _pop = pop_function_mode
 
 @frozen(eq=False)
 class LiveSetup:
-    """What a live run begins with: what is patched, and what stands for tensors that the model holds."""
+    """What a live run starts with."""
 
     patches: LivePatches
-    input_patches: dict[int, LivePatch]  # by their number
+    input_patches: dict[int, LivePatch]  # by input number
     make_substitutes: Callable[[LiveTracer], list[tuple[torch.Tensor, PendingSubstitute]]]
-    state_in_inputs: Mapping[int, Sequence[torch.Tensor]] = field(
-        factory=dict
-    )  # the model's, in the memory of inputs: by number
+    state_in_inputs: Mapping[int, Sequence[torch.Tensor]] = field(factory=dict)  # aliases of an input, by its number
     grad: bool = False
     fresh: bool = False
-    separate_draws: bool = False  # patches draw from the user's generator, and the model what it drew without them
-    max_calls: int = sys.maxsize  # calls, after which the forward is taken for one that does not end
+    separate_draws: bool = False  # the model repeats its recorded draws, and patches draw from the user's generator
+    max_calls: int = sys.maxsize  # a forward with more is taken for one that does not end
 
 
 @frozen(eq=False)
 class FinishedCall:
-    """A call that is over."""
+    """A call that has returned."""
 
     out: Any
-    arguments: Any  # all of its arguments
-    written: Sequence[torch.Tensor] = ()  # those that it wrote in place
-    is_aten: bool = False  # an ATen call that lies beneath torch's functions
-    unpatchable: str = ""  # why nothing can be changed there
+    arguments: Any
+    written: Sequence[torch.Tensor] = ()  # arguments that it wrote in place
+    is_aten: bool = False  # it lies beneath torch's functions
+    unpatchable: str = ""  # why no patch may apply here
 
 
 class LiveTracer(Tracer):
-    """One live run."""
+    """The tracer of one live run."""
 
-    alone = -1  # every output of a module is looked at: a patch may be meant for what it hands on
+    alone = -1  # each module output is examined, whoever else holds it: it may be patched
     leaves_changes = False
     has_stand_ins = True
 
@@ -98,32 +115,33 @@ class LiveTracer(Tracer):
         self.setup = setup
         self.substitutes = Substitutes(self)
         self.call_sites = CallSiteCounter(recording, addresses(origins.table))
-        self.scanned = 0  # how many records were asked about
-        self.suspended = 0  # inside a stretch of which it is not known yet what will be recorded
-        self.parameter_ids: dict[int, int] = {}  # Handle of a parameter's value -> id of the parameter
-        self.module_start = 0  # the number of records when the module that hands something on now was called
-        self.patch_records: dict[str, list[int]] = {}  # by the name of the node: the numbers of their records
-        self.patched_sources: set[str] = set()  # the names of those at what the model holds or was given
-        self.returned_twice: dict[int, tuple[str, LivePatch]] = {}  # by memory: what a module handed on twice, patched
-        self.is_handing_off = False  # what is asked about now is what a module hands on: its own input
-        self.reached: set[str] = set()  # nodes that were patched
-        self.patch_copies: dict[int, tuple[torch.Tensor, Any, int]] = {}  # by a copy's id: what a patch gave, that copy
-        self.patched_state: set[ValueId] = set()  # values of patched parameters and buffers
-        for tensor, waiting in setup.make_substitutes(self):
-            self.substitutes.add_pending(tensor, waiting)
+        self.scanned = 0  # records that are matched to call sites
+        self.suspended = 0  # depth of custom Functions that run
+        self.is_handing_off = False  # the record to be scanned is the alias of a module output
+        self.module_start = 0  # number of records when the module that returns now was called
+        self.parameter_ids: dict[ValueId, int] = {}  # by the value of a parameter
+        self.reached: set[str] = set()  # patched nodes
+        self.patched_sources: set[str] = set()  # those of them that no call made
+        self.patch_records: dict[str, list[int]] = {}  # by patched node
+        self.returned_twice: dict[int, tuple[str, LivePatch]] = {}  # by storage: patched, and twice in one output
+        # by the id of a copy: the result of a patch, a weak reference to the copy, the version of the copy
+        self.patch_copies: dict[int, tuple[torch.Tensor, Any, int]] = {}
+        self.patched_state: set[ValueId] = set()  # values that patches give parameters and buffers
+        for tensor, pending in setup.make_substitutes(self):
+            self.substitutes.add_pending(tensor, pending)
 
-    # -- the door ------------------------------------------------------------------------------------------------------
+    # -- doors ---------------------------------------------------------------------------------------------------------
 
     def stood_for(self, args: Any) -> Any:
-        """What is asked for its shape or its like: what stands for a parameter has its own."""
+        """Substitutes the arguments of a question about shape or layout."""
         return self.substitutes.substitute(tuple(args))
 
     def standing_for(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor that got other memory or another shape did so in what stands for it."""
+        """Returns the substitute of a tensor: shapes and storages change there."""
         return self.substitutes.of(tensor)
 
     def storages_of(self, base: Storage) -> set[int | None]:
-        """What is written is a copy: the calls before have saved what that stands for."""
+        """Adds the storages that `base` is a copy of: earlier calls have saved tensors from those."""
         parted = {key for key, (other, _) in self.substitutes.copied_storages.items() if other is base}
         return super().storages_of(base) | parted
 
@@ -134,9 +152,7 @@ class LiveTracer(Tracer):
         return self._apply_patches(FinishedCall(out, args))
 
     def _open_or_call(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        if (
-            rule.how in (Handling.OPEN, Handling.RELU) and func not in self.opened
-        ):  # what it does comes to this door by itself
+        if rule.how in (Handling.OPEN, Handling.RELU) and func not in self.opened:  # the calls within come here, too
             return super()._open_or_call(
                 rule, func, self.substitutes.resolve(tuple(args)), self.substitutes.resolve(kwargs)
             )
@@ -146,14 +162,14 @@ class LiveTracer(Tracer):
         args, kwargs, targets = self._with_substitutes(rule, args, kwargs)
         with without_recomputation():
             out = super()._open_or_call(rule, func, args, kwargs)
-        unpatchable = "a leaf begins to take gradients there, or ends to, and the model holds that leaf"
+        unpatchable = "it changes `requires_grad` of a leaf, and the model holds that leaf"
         unpatchable *= rule.special == "turn"
         return self._apply_patches(
             FinishedCall(out, (args, kwargs), targets, is_aten=self.in_aten, unpatchable=unpatchable)
         )
 
     def answer(self, word: str, func: Any, tensor: torch.Tensor) -> Any:
-        """Of the copy of what a patch gave, what autograd knows of that: a hook would hand on the very tensor."""
+        """Asks the tensor that the patch gave instead of its copy: a hook would hand on that very tensor."""
         given, copy, version = self.patch_copies.get(id(tensor), (None, lambda: None, 0))
         is_own = word in _COPY_ATTRIBUTES or ("hooks" in word and func(tensor) is not None)
         if given is not None and not is_own and copy() is tensor and version_of(tensor) == version:
@@ -162,30 +178,30 @@ class LiveTracer(Tracer):
         return super().answer(word, func, tensor)
 
     def double(self, original: torch.Tensor, made: torch.Tensor) -> None:
-        """An alias of a copy stands for what was copied, too."""
+        """Registers an alias of a copy as a copy of the same tensor."""
         super().double(original, made)
         if (known := self.patch_copies.get(id(original))) is not None and known[1]() is original:
             self._note_copy(known[0], made)
 
     def walk(self, tensor: torch.Tensor) -> None:
-        """Patches stand in that history as they do in no model."""
+        """Refuses a walk through a history that contains patches."""
         super().walk(tensor)
         if self.recording.patched:
             self.refused = DivergedReplay(
-                f"the model walks back through the history of its values, which a patch is a part of.{self.where()}"
+                f"the model walks through the autograd history of its values, and a patch is part of it.{self.where()}"
             )
 
     def _note_copy(self, given: Any, copy: torch.Tensor) -> None:
         self.patch_copies[id(copy)] = given, weakref.ref(copy), version_of(copy)
 
     def _require_unpatched_object(self, word: str, tensor: torch.Tensor) -> None:
-        """What a patch gives is a copy of what the user gave, and no answer for that."""
+        """Refuses a question that only the tensor of the patch itself could answer."""
         known = self.memory.live.get(id(tensor)) if info(word).has(Quirk.OBJECT) and self.recording.patched else None
         handle = known.handle if isinstance(known, Alias) else known
         records = [self.recording.records[number] for number in self.recording.patched]
         if handle is not None and any(handle == made for one in records for _, made in parts_of(one.returns)):
             self.refused = DivergedReplay(
-                f"the model asks for `{word}` of a patched value, which only the patch's own tensor has.{self.where()}"
+                f"the model reads `{word}` of a patched value, which only the tensor of the patch has.{self.where()}"
             )
 
     def aten(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -202,11 +218,11 @@ class LiveTracer(Tracer):
         return super()._watched_call(rule, func, args, kwargs)
 
     def _require_no_checkpoint(self) -> None:
-        """What lies beneath torch's functions has saved tensors before it is seen: a checkpoint may have them."""
+        """Refuses gradients in a checkpoint: an ATen call has saved its tensors there before it is seen."""
         if self.setup.grad and in_checkpoint():
             self.refused = NotDifferentiable(
-                "the model checkpoints (torch.utils.checkpoint) what lies beneath torch's functions, and computes it "
-                "again in the backward, without the patches. Turn checkpoints off for this run."
+                "the model checkpoints (torch.utils.checkpoint) ATen calls beneath torch's functions, and recomputes "
+                "them without the patches in the backward pass. Turn checkpoints off for this run."
             )
             raise self.refused
 
@@ -233,11 +249,11 @@ class LiveTracer(Tracer):
             self.is_handing_off = False
 
     def is_renamed(self, tensor: torch.Tensor, handle: ValueId, names: Any, beyond: int) -> bool:
-        """What a patch is meant for has a name of its own as it leaves the module."""
+        """True if the value gets an alias as it leaves the module; a patched one always does."""
         return self.is_meant(handle, names) or super().is_renamed(tensor, handle, names, beyond)
 
     def is_meant(self, handle: ValueId, names: Any) -> bool:
-        """Is a patch meant for what the module hands on?"""
+        """True if a patch applies to this value as it leaves the module."""
         place, number, patches = self.call_sites.scope_of(self.scope), names.known.index(handle), self.setup.patches
         site = handoff_site(*place, number)
         if patches.hand_offs.patch_for(*place, number) is not None:
@@ -245,25 +261,25 @@ class LiveTracer(Tracer):
         return site in patches.by_site or (site not in patches.recorded_sites and site.any_call in patches.any_call)
 
     def _module_output(self, given: Any, out: Any, records: int, beyond: int) -> Any:
-        """What a module gave, with what patches make of it."""
+        """The output of a module, patched."""
         hands, (address, call) = self.setup.patches.hand_offs, self.call_sites.scope_of(self.scope)
         self.module_start = records
         if (glob := self.setup.patches.ambiguous_glob(address)) is not None:
             self.refused = DivergedReplay(
-                f"on the path that the model takes now `{address}` runs, which did not when it was recorded, and which "
-                f"{glob!r} means too. Name the modules that are to be patched, or record inputs that lead to all."
+                f"`{address}` runs on the path that the model takes now, matches {glob!r}, and did not run when it was "
+                "recorded. Name the modules to patch, or record inputs that reach all of them."
             )
             raise self.refused
         if address in hands.counts and peek_interpreter_stack() is not None:
             out = self._clone_in_functorch(out, address, call)
         made = super()._module_output(given, out, records, beyond)
         if address in hands.counts:
-            with without_function_modes():  # what is looked at here, the model did not ask
+            with without_function_modes():  # the model did not ask
                 self._require_patched_output(address, call, handles_in(made[1]))
         return made
 
     def _clone_in_functorch(self, out: Any, address: str, call: int) -> Any:
-        """What a module hands on beneath a transform of torch.func: a copy of it is a call that can be patched."""
+        """Makes the output of a module a call that can be patched, beneath a transform of torch.func."""
         known = isinstance(out, torch.Tensor) and self._read_wrapped(out) is not None
         if (
             not known
@@ -274,13 +290,13 @@ class LiveTracer(Tracer):
         self.is_handing_off = True
         try:
             with self.seeing():
-                return out.clone()  # an alias of it would be no operation there
+                return out.clone()  # functorch shows no operation for an alias
         finally:
             self.is_handing_off = False
 
     def _applied_at(self, address: str, call: int, number: int) -> list[int]:
-        """The patches of what this call of a module hands on that were made where the recorded one computed that, or
-        had it from: by their numbers. What another call of the same module hands on is another thing.
+        """Numbers of the patch records that already changed this output of the running module call, where it was
+        computed or read from the state. Records of other calls of the module are left out.
         """
         hands, patched = self.setup.patches.hand_offs, self.recording.patched
         names, own = hands.recorded_names.get((address, number), set()), hands.by_call.get((address, call, number))
@@ -292,13 +308,13 @@ class LiveTracer(Tracer):
         return sorted(n for n in found if not self._is_in_other_call(self.recording.records[n]))
 
     def _patch_at(self, number: int) -> LivePatch:
-        """What the record of a patch stands for."""
+        """The patch that a record stands for."""
         record: Any = self.recording.records[number]
         patch: LivePatch = record.function.function
         return patch
 
     def _is_in_other_call(self, record: Any) -> bool:
-        """Does a call lie in another call of the module that runs, before this one or within it?"""
+        """True if a record lies in another call of the running module, before this one or nested in it."""
         scopes, scope = self.recording.scopes, record.scope
         while scope >= 0 and scope != self.scope:
             if scopes[scope].module is scopes[self.scope].module:
@@ -307,22 +323,22 @@ class LiveTracer(Tracer):
         return False
 
     def _require_patched_output(self, address: str, call: int, given: list[ValueId]) -> None:
-        """Has each tensor that the module hands on been patched, if it is to be, and been read by nobody before?"""
+        """Raises unless each output to be patched is the result of its patch, and nothing has read it before."""
         hands = self.setup.patches.hand_offs
         is_every = any(key[0] == address for key in hands.every_call)
         if is_every and len(set(given)) > max(hands.counts[address]):
             some = next(patch for key, patch in hands.every_call.items() if key[0] == address)
-            raise self.refusal(some, f"`{address}` hands on {len(set(given))} tensors now")
+            raise self.refusal(some, f"`{address}` returns {len(set(given))} tensors now")
         for number, handle in enumerate(given):
             if given.index(handle) == number and (patch := hands.patch_for(address, call, number)) is not None:
                 fired = self._applied_at(address, call, number)
                 if given.count(handle) > 1 and (key := storage_of(self.recording.values[handle])) is not None:
                     self.returned_twice[key] = address, patch
                 if not self._is_result(handle, fired):
-                    raise self.refusal(patch, f"`{address}` hands on another value on the path that it takes now")
+                    raise self.refusal(patch, f"`{address}` returns another value on the path that it takes now")
 
     def _is_result(self, handle: ValueId, patches: list[int]) -> bool:
-        """Is it what the last of these patches gave, under whatever name, and is it read here for the first time?"""
+        """True if `handle` is the result of the last of these patches, under any alias, and nothing has read it yet."""
         records, names = self.recording.records, {handle}
         n = len(records)
         while n > 0:
@@ -336,14 +352,14 @@ class LiveTracer(Tracer):
         if patches[-1:] != [n]:
             return False
         if isinstance(records[self.recording.patched[n]], SourceRecord):
-            return True  # what the model holds is the same wherever it is read
+            return True  # state is the same wherever it is read
         later = [one for one in records[n + 1 :] if not is_handing(one)]
         guards = [tuple(guard.args) for guard in self.recording.guards if guard.position > n]
         read = {h for one in later for h in reads_of(one)} | set(handles_in(tuple(guards)))
         return names.isdisjoint(read)
 
     def handing(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
-        """What a module hands on, patched where it is."""
+        """The alias of a value that leaves a module, patched."""
         (own,) = self.substitutes.resolve((tensor,))
         made = super().handing(own, number)
         if made is own:
@@ -353,7 +369,7 @@ class LiveTracer(Tracer):
             return patched
 
     def function_apply(self, kind: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A custom `autograd.Function`: which records stand for it is known when it is over."""
+        """A custom `autograd.Function`. Its records are known only when it returns."""
         if self.suspended or (kind.__name__ == "CheckpointFunction" and kind.__module__ == "torch.utils.checkpoint"):
             return super().function_apply(kind, call, args, kwargs)
         with self._unseen():
@@ -371,13 +387,13 @@ class LiveTracer(Tracer):
             )
 
     def function_unseen(self, kind: type) -> None:
-        """A custom function runs on what the model gave it: its backward knows nothing of what stands in for that."""
+        """Refuses gradients through a Function that was bound before the capture: its backward ignores substitutes."""
         if self.setup.grad and not self.suspended and not self.in_leaf:
             raise NotDifferentiable(f"gradients cannot be had through {BOUND_BEFORE.format(name=kind.__name__)}")
         super().function_unseen(kind)
 
     def given(self, tree: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The inputs, patched where they are, in containers that the model may write."""
+        """The inputs, patched, in containers that the model may write."""
         recording, patches = self.recording, self.setup.input_patches
         for number, record in enumerate(list(recording.records) if patches else ()):
             if isinstance(record, SourceRecord) and (patch := patches.get(record.where[0])) is not None:
@@ -405,7 +421,7 @@ class LiveTracer(Tracer):
         return super()._origin(tensor) if handle is None else handle
 
     def _with_substitutes(self, rule: Rule, args: Any, kwargs: Any) -> tuple[Any, Any, list[torch.Tensor]]:
-        """The arguments with stand-ins in them, with copies of what is about to be written; and what that is."""
+        """The arguments with substitutes, after those that the call writes were copied; and what it writes."""
         args, kwargs = self.substitutes.resolve(tuple(args)), self.substitutes.resolve(kwargs)
         targets = self._written(rule, args, kwargs)
         if not targets:
@@ -416,7 +432,9 @@ class LiveTracer(Tracer):
             self.read(tensor)
         is_plain = not (rule.how in (Handling.EXPOSE, Handling.OPAQUE) or rule.reshapes or rule.special)
         for target in targets:
-            if not (is_plain and torch.is_grad_enabled() and _is_leaf_or_view_of_one(target)):  # torch refuses these
+            if not (
+                is_plain and torch.is_grad_enabled() and _is_leaf_or_view_of_one(target)
+            ):  # torch refuses to write these
                 self.substitutes.copy_before_write(target)
         return (
             self.substitutes.substitute(args),
@@ -430,9 +448,9 @@ class LiveTracer(Tracer):
         for address, patch in [one for one in known if one is not None]:
             raise self.refusal(
                 patch,
-                f"`{address}` hands on one tensor twice, and one of the two is written later. Whether the other is "
-                "written with it depends on the hook, which can make one tensor or two of them. Patch the operation "
-                "that gives it, by its label",
+                f"`{address}` returns one tensor twice, and one of the two is written later. Whether the other changes "
+                "with it depends on the hook, which may return one tensor or two. Patch the operation that computes "
+                "it, by its label",
             )
 
     @staticmethod
@@ -445,8 +463,8 @@ class LiveTracer(Tracer):
         return targets
 
     def _special_backward(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        """Gradients are added to copies of those that the user's leaves have. The model looks for them at its leaves,
-        and not at what stands for these.
+        """Lets gradients accumulate in copies of the user's. The model looks for them at its own leaves, so what
+        accumulates in a substitute is moved there.
         """
         held = [t for m, _, _ in self.origins.table for t in m._parameters.values() if t is not None]
         own: dict[int, torch.Tensor] = {id(tensor): tensor for tensor in held}
@@ -462,7 +480,7 @@ class LiveTracer(Tracer):
         for tensor, other in standing:
             other.grad = tensor.grad
         with warnings.catch_warnings() if standing else nullcontext():
-            if standing:  # what stands for a leaf that was written is none
+            if standing:  # the substitute of a leaf that was written is no leaf
                 warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
             try:
                 return super()._special_backward(rule, func, args, kwargs)
@@ -471,24 +489,24 @@ class LiveTracer(Tracer):
                     leaf.grad, other.grad = other.grad, None
 
     def read_elsewhere(self, func: Any, args: Any, kwargs: Any, site: Any) -> tuple[Any, Any]:
-        """A job of the forward's reads what stands for the user's tensors, too."""
+        """Substitutes the arguments of a call in another thread of the forward."""
         return super().read_elsewhere(
             func, self.substitutes.substitute(args), self.substitutes.substitute(kwargs), site
         )
 
     def met_another_thread(self) -> None:
-        """What a thread reads of which nothing is seen, nothing can stand for."""
+        """Refuses a thread that reads unseen: it would read the tensors of the model instead of their substitutes."""
         if self.substitutes.by_id:
             self.refused = DivergedReplay(
-                f"the forward works together with a thread that was there before it, which reads the model's own "
-                f"tensors and not those that it is to have in this run.{self.where()}"
-            )  # raised when the forward is over: what stands in a queue would be left there
+                f"the forward works with a thread that was started before it, which reads the model's own tensors "
+                f"instead of those of this run.{self.where()}"
+            )  # raised after the forward: raised now it would leave items in queues
         super().met_another_thread()
 
     # -- patching ------------------------------------------------------------------------------------------------------
 
     def _apply_patches(self, done: FinishedCall) -> Any:
-        """What the model goes on with: a call's output, or what patches make of it."""
+        """Returns what the model goes on with: the output of the call, or what the patches make of it."""
         if self.suspended:
             return done.out
         calls = self._new_calls()
@@ -500,14 +518,14 @@ class LiveTracer(Tracer):
         return done.out
 
     def _is_left_to_hand_off(self, patch: LivePatch, done: FinishedCall) -> bool:
-        """Is it better made where the module hands the value on? What was written in place has a gradient that needs
-        what stands there now.
+        """True if the patch is applied where the module returns the value. The gradient of an in-place result needs the
+        content that stands there now.
         """
         flows = self.setup.grad or any(tensor.requires_grad for tensor in done.written)
         return bool(done.written) and flows and patch.name in self.setup.patches.hand_offs.computing_calls
 
     def _new_calls(self) -> list[tuple[int, LivePatch | None]]:
-        """The operations that were recorded since this was asked last, and what is meant for each."""
+        """The calls recorded since the last scan, with the patch of each."""
         records, found = self.recording.records, []
         for number in range(self.scanned, len(records)):
             record = records[number]
@@ -519,8 +537,8 @@ class LiveTracer(Tracer):
         self.scanned = len(records)
         if len(records) > self.setup.max_calls:
             self.refused = DivergedReplay(
-                f"the model made {len(records)} calls on the path that it takes with this change, a hundred times as "
-                "many as were recorded, and came to no end."
+                f"the model made {len(records)} calls with this patch, a hundred times as many as were recorded, and "
+                "has not finished."
             )
             raise self.refused
         return found
@@ -538,12 +556,12 @@ class LiveTracer(Tracer):
             if hand is not None:
                 return None if self._applied_at(site.address, site.call, number) else hand
             if patch is not None and not self._runs_within(patches.hand_offs.computing_calls.get(patch.name)):
-                return None  # another call runs it now: what the module hands on is patched as it leaves it
+                return None  # another module call runs it: its output is patched instead
             if patch is None and site not in patches.recorded_sites and self.functorch:
                 return patches.in_functorch.get(site.any_call)
             return patch
         except DivergedReplay as refusal:
-            self.refused = refusal  # the model may swallow it
+            self.refused = refusal  # the model may catch it
             raise
 
     def _require_patchable(self, patch: LivePatch, number: int, done: FinishedCall, calls: int) -> None:
@@ -551,19 +569,17 @@ class LiveTracer(Tracer):
         if isinstance(record, CallRecord) and record.is_differentiated:
             raise self.refusal(
                 patch,
-                "it lies inside torch.func.grad or its kin, and the gradient there would be that of another value",
+                "it lies inside torch.func.grad or a similar transform, whose gradient would belong to another value",
             )
         if done.is_aten and self.setup.grad:
-            raise self.refusal(patch, "it lies beneath torch's functions, where no gradient could go through a patch")
+            raise self.refusal(patch, "it lies beneath torch's functions, where no gradient can pass through a patch")
         if done.unpatchable:
             raise self.refusal(patch, done.unpatchable)
         if calls > 1:
-            raise self.refusal(
-                patch, "it lies inside a call that torch's functions do not show, or in a custom Function"
-            )
+            raise self.refusal(patch, "it lies inside a custom Function, or a call beneath torch's functions")
 
     def _runs_within(self, calls: set[tuple[str, int]] | None) -> bool:
-        """Does one of these calls run now?"""
+        """True if one of these module calls is running."""
         if calls is None:
             return True
         scopes, scope = self.recording.scopes, self.scope
@@ -580,13 +596,13 @@ class LiveTracer(Tracer):
         return frozenset(self.parameter_ids[h] for h in reads_of(record) if h in self.parameter_ids)
 
     def _patch_output(self, number: int, patch: LivePatch, done: FinishedCall) -> Any:
-        """The output of a call with patched values in it; what the call wrote in place holds the new values, too."""
+        """The output of a call with patched values. A value written in place is overwritten with the patched one."""
         record = self.recording.records[number]
         where = dict(parts_of(record.returns))
-        if len(where) == len(patch.refs) == 1:  # one of several that another operation gave is handed on by itself
+        if len(where) == len(patch.refs) == 1:  # one of several outputs, which a module returns alone
             where = dict.fromkeys([patch.refs[0].path], *where.values())
         if any(ref.path not in where for ref in patch.refs):
-            raise self.refusal(patch, "the operation gives other values there than it was recorded with")
+            raise self.refusal(patch, "the operation returns other values than when recorded")
         old = [where[ref.path] for ref in patch.refs]
         holders = [self._holder(handle, patch, done) for handle in old]
         values = tuple([self.recording.values[handle] for handle in old])
@@ -594,7 +610,7 @@ class LiveTracer(Tracer):
         handles: list[ValueId] = []
         replaced: dict[int, torch.Tensor] = {}
         for value, holder, new in zip(values, holders, results, strict=True):
-            if new is value:  # one of several values, and not patched
+            if new is value:  # not the value that the patch changes
                 handles.append(self.know_again(holder))
             elif aliases_its_input(value, new):
                 function = alias if new.requires_grad else torch.Tensor.detach
@@ -617,10 +633,10 @@ class LiveTracer(Tracer):
     def compute_patch(
         self, patch: LivePatch, values: tuple[torch.Tensor, ...]
     ) -> tuple[tuple[torch.Tensor, ...], str | None]:
-        """What an Aim makes of values, and the key of the generator's state if it drew.
+        """The result of a patch on these values, and the key of the generator state if it drew.
 
-        A patch draws as a forward hook does: the model draws on from where it ends. Not so where the model draws what
-        was recorded: there it draws from the user's generator.
+        A patch draws like a forward hook: the model draws on from where the patch ends. Where the model repeats its
+        recorded draws, the patch draws from the generator of the user instead.
         """
         generator = generator_of(values, {})
         is_apart = self.setup.separate_draws and generator is torch.default_generator and bool(outside)
@@ -630,7 +646,7 @@ class LiveTracer(Tracer):
             with self._running_patch(), without_recomputation(), as_whom:
                 results = draw(patch, values, {"on_copy": self._note_copy})
         except Exception as error:
-            self.refused = self.refused or error  # the model may swallow it
+            self.refused = self.refused or error  # the model may catch it
             add_note(error, f"replaylens: raised by the patch at {patch.name}")
             raise
         if self.setup.separate_draws and not is_apart and draw.key is not None and draw.state is not None:
@@ -640,7 +656,7 @@ class LiveTracer(Tracer):
     def record_patch(
         self, patch: LivePatch, number: int, old: list[ValueId], new: list[ValueId], key: str | None
     ) -> None:
-        """The patch as a call of the recording: it gives the new values from the old ones."""
+        """Appends the patch as a call from the old values to the new ones."""
         recording, of = self.recording, self.recording.records[number]
         site, scope, context = None, -1, recording.ambient
         if isinstance(of, CallRecord):
@@ -656,7 +672,7 @@ class LiveTracer(Tracer):
         )
 
     def _write_in_place(self, tensor: torch.Tensor, new: torch.Tensor) -> ValueId:
-        """The new value in the memory that a call wrote in place: all that look at it see it."""
+        """Writes the new value into the memory that the call wrote: every alias sees it."""
         entry, memory = self.memory.entry(tensor), self.memory
         memory.preserve(entry.base)
         with self._running_patch(), torch.set_grad_enabled(torch.is_grad_enabled() and not _is_trainable_leaf(tensor)):
@@ -667,30 +683,30 @@ class LiveTracer(Tracer):
         return handle
 
     def _holder(self, handle: ValueId, patch: LivePatch, done: FinishedCall) -> torch.Tensor:
-        """The object that holds a value: among what the call gave, or what it was given and wrote."""
+        """The tensor that holds a value: part of the output of the call, or an argument that it wrote."""
         for tensor in tensors_in((done.out, done.arguments), {}):
             known = self.memory.live.get(id(tensor))
             if known is None or (known.handle if isinstance(known, Alias) else known) != handle:
                 continue
             if done.is_aten and self.memory.entry(tensor).steps:
-                raise self.refusal(patch, "it is a view, and lies beneath torch's functions")
+                raise self.refusal(patch, "it is a view beneath torch's functions")
             return tensor
-        raise self.refusal(patch, "no tensor that the model can be given holds its value")
+        raise self.refusal(patch, "no tensor that the model can receive holds its value")
 
     def refusal(self, patch: LivePatch, why: str) -> DivergedReplay:
-        """The error for a patch that cannot be made while the model runs."""
-        self.refused = DivergedReplay(f"the patch at {patch.name} cannot be made while the model runs: {why}.")
+        """The error for a patch that cannot be applied while the model runs."""
+        self.refused = DivergedReplay(f"the patch at {patch.name} cannot be applied while the model runs: {why}.")
         return self.refused
 
     @contextmanager
     def _running_patch(self) -> Iterator[None]:
-        """Within, what runs is the user's patch, not the model."""
+        """While the user's patch runs: neither its torch calls nor its modules belong to the model."""
         with self._unseen(), listening(_PatchListener()), following(Elsewhere(None)):
             yield
 
     @contextmanager
     def _unseen(self) -> Iterator[None]:
-        """Within, the mode sees no calls, wherever it is entered from."""
+        """Takes this mode off the stack, however often it was entered."""
         depth = count_function_modes()
 
         def seen_again() -> None:
@@ -705,45 +721,45 @@ class LiveTracer(Tracer):
                     yield
             finally:
                 seen_again()
-        finally:  # again: an interrupt may have come before, or in it
+        finally:  # again: an interrupt may have hit before it or within it
             seen_again()
 
 
 class _PatchListener:
-    """Listens while a patch runs: modules that it calls are not the model's."""
+    """Ignores modules and Functions that a patch calls."""
 
     def module_call(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """As if nobody listened."""
+        """Calls the module."""
         return call(module, *args, **kwargs)
 
     def function_apply(self, kind: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """As if nobody listened."""
+        """Calls the Function."""
         return call(*args, **kwargs)
 
     def function_unseen(self, kind: type) -> None:
-        """As if nobody listened."""
+        """Does nothing."""
 
     def swapped(self) -> None:
-        """As if nobody listened."""
+        """Does nothing."""
 
 
 def _is_trainable_leaf(tensor: torch.Tensor) -> bool:
-    """Is it a leaf that collects gradients? Only a write that autograd does not see can change it."""
+    """True for a leaf that collects gradients, which only a write outside autograd can change."""
     return tensor.requires_grad and tensor.is_leaf
 
 
-_INPUTS_POSITION = 4  # which argument of `backward` names the tensors that are to have gradients
-_COPY_ATTRIBUTES = frozenset(("grad", "retains_grad"))  # what the forward itself brings about
+_INPUTS_POSITION = 4  # of the argument `inputs` of `backward`
+_COPY_ATTRIBUTES = frozenset(("grad", "retains_grad"))  # these come about in the forward itself
 
 
 def _is_leaf_or_view_of_one(tensor: torch.Tensor) -> bool:
-    """Is it a leaf that needs gradients, or does it look at the memory of one?"""
+    """True for a leaf that requires gradients, or a view of one."""
     base = tensor if tensor._base is None else tensor._base
     return base.is_leaf and base.requires_grad
 
 
 def _replaced(value: Any, replaced: dict[int, torch.Tensor]) -> Any:
-    """A call's output with other tensors in it."""
+    """The output of a call with some tensors replaced, by id."""
     if isinstance(value, torch.Tensor):
         return replaced.get(id(value), value)
     if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):

@@ -1,8 +1,10 @@
-"""The model run once more, from where the recorded forward began, with changes; afterwards everything is put back.
+"""Runs the model once more from where the recorded forward began, with patches applied while it runs, and restores
+everything afterwards.
 
-In: a ForwardState, the Record of the forward, and a Request. Out: a Lived: the record of the path that the model takes
-with these changes, and the patches that this path never came to. Parameters, buffers and inputs are those that were
-recorded, or those that the request gives; attributes, containers and generators are as they were then.
+In: a ForwardState, the Record of the forward, and a Request. Out: a LiveRun: the record of the path that the model
+takes with these patches, and the patches that this path never reached. Parameters, buffers and inputs are the recorded
+ones unless the request gives others; attributes, containers and generators are as they were when the recorded forward
+began.
 """
 
 from __future__ import annotations
@@ -63,26 +65,26 @@ T = TypeVar("T")
 
 @frozen(eq=False)
 class LiveRun:
-    """What a live run gave."""
+    """The result of a live run."""
 
     record: Record
-    unreached: tuple[str, ...]  # patched nodes that this path never came to
-    state: dict[Ref, torch.Tensor]  # the parameters and other state that it read, with their histories
+    unreached: tuple[str, ...]  # patched nodes that this path never reached
+    state: dict[Ref, torch.Tensor]  # what it read of it, with autograd history
 
 
 def undisturbed(model: Any, work: Callable[[Turn], T]) -> T:
-    """What some work gives, while no other thread runs the model: what hangs on it is changed, and put back."""
+    """Returns the result of `work` while no other thread runs the model, which it changes and restores."""
     return alone_with(lambda: Provenance(model).modules, work)
 
 
 def has_scripts(model: Any) -> bool:
-    """Is a module of the model TorchScript, or does its code name such a function?"""
+    """True if a module of the model is TorchScript, or its code refers to such a function."""
     origins = Provenance(model)
     return any(isinstance(one, torch.jit.ScriptModule) for one in origins.modules) or reaches_scripts(origins)
 
 
 def capture_without_effects(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], naming: Naming) -> Captured:
-    """A capture that leaves nothing behind, not even what a plain forward leaves."""
+    """Captures and leaves nothing behind, not even what a plain forward leaves."""
     require_supported(model)
     require_no_iterators(args, kwargs)
     return undisturbed(model, lambda turn: _capture_without_effects(turn, model, args, kwargs, naming))
@@ -100,7 +102,9 @@ def _capture_without_effects(
 
 
 def otherwise(start: ForwardState, record: Record) -> str:
-    """What the model would do otherwise than recorded in its next forward, on the recorded inputs; empty if nothing."""
+    """Describes how the next forward of the model would differ from the recorded one on the recorded inputs; empty if
+    it would not.
+    """
     graph = record.graph
     given = lambda leaf: as_leaf(record.value(leaf)) if type(leaf) is Ref else leaf  # noqa: E731
     args, kwargs = thaw_shared(graph.inputs, given)
@@ -113,9 +117,9 @@ def otherwise(start: ForwardState, record: Record) -> str:
 
 
 def run_with_patches(start: ForwardState, record: Record, request: Request, given: Any = None) -> LiveRun:
-    """Run the model with the changes of a request made while it runs, on the recorded inputs if none are given.
+    """Runs the model, patched as a request says, on the recorded inputs unless `given` others.
 
-    One run at a time, and no plain forward meanwhile: each finds the model as its user left it.
+    Holds the turn of the model: no other run and no plain forward sees it while it is changed.
     """
     return undisturbed(start.model, lambda turn: _run_with_patches(turn, start, record, request, given))
 
@@ -150,13 +154,13 @@ def _run_with_patches(turn: Turn, start: ForwardState, record: Record, request: 
     )
     for kind in iterators_in(args, kwargs) if given is None else ():
         raise DivergedReplay(
-            f"the model cannot be run again: an iterator is among its inputs (a {kind}), and the recorded forward has "
-            "used it up. Capture it with a list of what that gives."
+            f"the model cannot be run again: one of its inputs is an iterator (a {kind}), which the recorded forward "
+            "has exhausted. Capture it with a list instead."
         )
     ambient = evolve(graph.ambient, grad=True, inference=False) if request.grad else graph.ambient
     with recorded_world(not request.fresh, graph), modes(ambient):
         captured, tracer = _run(turn, start, args, kwargs, setup, request.inputs is not None)
-    if request.fresh:  # the generators began elsewhere than when the program was recorded
+    if request.fresh:  # other generator states than when recorded
         captured.recording.drawn_elsewhere = graph.drawn_elsewhere
     found = record_of(captured)
     if request.grad:
@@ -166,7 +170,7 @@ def _run_with_patches(turn: Turn, start: ForwardState, record: Record, request: 
     unreached = patches.unreached(tracer.reached)
     if unreached and not tracer.reached and not request.ends:
         raise DivergedReplay(
-            f"the model takes another path with this change, and never comes to {', '.join(unreached)}: nothing was "
+            f"with this patch the model takes another path and never reaches {', '.join(unreached)}: nothing was "
             "patched."
         )
     pairs = zip(captured.recording.records, found.graph.nodes, strict=True)
@@ -175,22 +179,24 @@ def _run_with_patches(turn: Turn, start: ForwardState, record: Record, request: 
 
 
 def _require_same_backward(recording: Recording, *graphs: Graph) -> None:
-    """Does the caller's backward pass find what that of the model would? What the forward wrote is put back by now."""
+    """Refuses gradients that the backward pass of the model itself would not give: by now the writes of the forward are
+    undone.
+    """
     late = [word for graph in graphs for word in graph.one_way if word in (LATE_WRITE, WRITTEN_STANDING)]
     if late:
         raise NotDifferentiable(f"gradients through {late[0]}")
     for tensor, flag in recording.left_turned:
         if tensor.requires_grad != flag:
             raise NotDifferentiable(
-                f"the forward turns `requires_grad` of a tensor of the model, {TensorSpec.of(tensor)}, and leaves "
-                "it so: the model's own backward goes by that, and what a run changes is put back before. Turn it "
-                "before the forward."
+                f"the forward sets `requires_grad` of a tensor of the model, {TensorSpec.of(tensor)}, to another value "
+                "and leaves it: the model's own backward reads that, but a run restores it before. Set it before the "
+                "forward."
             )
 
 
 def _require_recorded_state(record: Record, request: Request) -> None:
-    """Do the parameters and buffers that were recorded stand in the model still? The model that would be run is another
-    one if not. The request may give others; attributes are put back for the run.
+    """Raises StaleValue unless the model still holds the recorded parameters and buffers: it would be another model.
+    The request may replace some; attributes are restored for the run.
     """
     by_name, _ = record.watched
     for name, place in by_name.items():
@@ -200,8 +206,8 @@ def _require_recorded_state(record: Record, request: Request) -> None:
 
 
 def _with_recorded_attributes(record: Record) -> Record:
-    """The record for a run in which all that the model holds is as it was recorded: attributes that stand elsewhere by
-    now, and are whole, are put in their place.
+    """The record without the places whose attributes the user replaced by other tensors, and whose recorded tensors are
+    intact: these are put back for the run.
     """
     places = {address: place for address, place in record.places.items() if not place.is_whole_elsewhere()}
     return record if len(places) == len(record.places) else evolve(record, places=places)
@@ -215,7 +221,7 @@ def as_run(
     find: Callable[[Any], Location],
     program: Any,
 ) -> Run:
-    """A live run as the Run that a request asked for. `find` gives the place that a name means in its own program."""
+    """A live run as the Run that a request asked for. `find` resolves a name in the program of that run."""
     record, graph = live.record, live.record.graph
     has_output = request.to is None
 
@@ -258,13 +264,13 @@ def as_run(
 
 
 def _patched_outputs(request: Request, recorded: Graph, graph: Graph, get: Callable[[Any], Any]) -> dict[Ref, Any]:
-    """Patched outputs of the program: those of the recorded one by their number."""
+    """Values of the patched program outputs. An output of the recorded program is matched by its number."""
     found: dict[Ref, Any] = {}
     places = MatchingSites(recorded, graph) if request.ends else None
     for ref, change in request.ends.items():
         at = places.of(Location(ref.node, output=ref)) if places else None
         if at is None or (mine := at.output) is None:
-            raise DivergedReplay(f"the patch at an output, {ref}, has no place: the model gives fewer outputs now.")
+            raise DivergedReplay(f"the patch at an output, {ref}, does not apply: the model returns fewer outputs now.")
         found[mine] = live_patch_at(recorded, ref, change)(get(mine))
     return found
 
@@ -272,9 +278,9 @@ def _patched_outputs(request: Request, recorded: Graph, graph: Graph, get: Calla
 def _run(
     turn: Turn, start: ForwardState, args: Any, kwargs: Any, setup: LiveSetup, inputs_are_new: bool = False
 ) -> tuple[Captured, LiveTracer]:
-    """One run of the model from its beginning. What hangs on the model now, and the generators, are as before.
+    """Runs the model once from its ForwardState, and restores its present state and the generators.
 
-    `are_new`: the inputs are not those that the forward began with, and hold what they hold now.
+    `inputs_are_new`: the inputs are not those of the recorded forward, and keep their present content.
     """
     tracers: list[LiveTracer] = []
     inputs = Snapshot((), (args, kwargs)) if inputs_are_new else None
@@ -297,7 +303,7 @@ def _run(
 
     def begin() -> None:
         start.snapshot.put_back(draws_on=setup.fresh)
-        if not setup.fresh:  # else generators that it holds draw on from where they are
+        if not setup.fresh:  # else the model's own generators draw on from where they are
             start.put_back()
         if inputs is not None:
             inputs.put_back()
@@ -311,22 +317,22 @@ def _run(
             turn.undo = leave
             begin()
             with torch.set_grad_enabled(torch.is_grad_enabled()):
-                origins = Provenance(start.model)  # what the model holds is that of the beginning now
+                origins = Provenance(start.model)  # of the restored model
                 captured = trace_twice(Forward(start.model, args, kwargs, start, new_tracer), begin_again, origins)
             recording, unwritten = captured.recording, tracers[-1].patched_state
             recording.changes = [(where, last) for where, last in recording.changes if last not in unwritten]
             return captured, tracers[-1]
         finally:
             leave()
-    finally:  # again: an interrupt may have come before, or in it
+    finally:  # again: an interrupt may have hit before it or within it
         leave()
 
 
 def _substitutes(
     record: Record, request: Request, patches: LivePatches, tracer: LiveTracer
 ) -> list[tuple[torch.Tensor, PendingSubstitute]]:
-    """What stands for the model's parameters, buffers and constants: what was recorded, if they hold something else
-    now, what the request gives, and what patches make of that.
+    """The substitutes of parameters, buffers and constants: recorded values where the model now holds others, values
+    that the request gives, and patched ones.
     """
     found: list[tuple[torch.Tensor, PendingSubstitute]] = []
     named = addresses(tracer.origins.table)
@@ -358,8 +364,8 @@ def _substitutes(
 def _storages_at(
     node: State, objects: list[torch.Tensor], value: torch.Tensor, given: frozenset[str]
 ) -> tuple[int, ...]:
-    """The storages of what the model holds at a node, where the value lies as that does. A parameter to which the
-    forward gave other memory lay elsewhere when it began.
+    """The storages of the objects at a state node, where these lie in memory as the value does. Empty for a parameter
+    that the forward moved to other memory: it began elsewhere.
     """
     if node.kind == "parameter" and not given.isdisjoint((node.address, *node.aliases)):
         return ()
@@ -368,7 +374,7 @@ def _storages_at(
 
 
 def _state_in_inputs(model: Any, record: Record) -> dict[int, list[torch.Tensor]]:
-    """By the number of a recorded input, the model's tensors in its memory, which the forward wrote."""
+    """Tensors of the model that lie in the memory of a recorded input and that the forward wrote, by input number."""
     origins = Provenance(model)
     named = addresses(origins.table)
     modules = {named[id(module)]: module for module in origins.modules}
@@ -383,8 +389,8 @@ def _state_in_inputs(model: Any, record: Record) -> dict[int, list[torch.Tensor]
 def _state_in_recorded_inputs(
     record: Record, modules: dict[str, nn.Module], request: Request
 ) -> Iterator[tuple[torch.Tensor, PendingSubstitute]]:
-    """With other inputs, what stands for tensors of the model that lay in the memory of a recorded one: they hold what
-    they held then, unless they are given again.
+    """Substitutes for tensors of the model that lay in the memory of a recorded input, for a run on other inputs: they
+    have the content of then, unless an input shares their memory again.
     """
     given: list[torch.Tensor] = []
     freeze_deep(request.inputs, given.append)
@@ -397,11 +403,11 @@ def _state_in_recorded_inputs(
 
 
 def _value(node: State, record: Record, request: Request) -> torch.Tensor:
-    """The recorded or given value: as the model's own object, where that still holds it."""
+    """The recorded or given value, as the model's own object where that still is this value."""
     value, own = supply(record, request, Ref(node.name)), record.live[node.name]
     given = request.given.get(record.graph.positions[node.name])
     is_given = given is not None
-    if given is not None and given.requires_grad != value.requires_grad:  # the model may ask
+    if given is not None and given.requires_grad != value.requires_grad:  # the model may read the flag
         return given
     return own if not is_given and _is_same_memory(own, value) else value
 
@@ -413,7 +419,7 @@ def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _objects(node: State, modules: dict[str, nn.Module], record: Record) -> list[torch.Tensor]:
-    """The tensor objects that the model holds at a node's addresses now, and the one that it held then."""
+    """The tensors that the model holds at the addresses of a node now, then the one that it held when recorded."""
     found = [record.live[node.name]]
     for address in (node.address, *node.aliases) if node.kind != "attribute" else ():
         module, key = _where(address, modules)
@@ -424,7 +430,7 @@ def _objects(node: State, modules: dict[str, nn.Module], record: Record) -> list
 
 
 def _where(address: str, modules: dict[str, nn.Module]) -> tuple[nn.Module | None, str]:
-    """The module and the key there that an address leads to."""
+    """The module that an address leads to, and the key within that module."""
     steps = address.split(".")
     for count in range(len(steps) - 1, -1, -1):
         if (module := modules.get(".".join(steps[:count]))) is not None:
@@ -435,7 +441,7 @@ def _where(address: str, modules: dict[str, nn.Module]) -> tuple[nn.Module | Non
 def _constant(node: Const, record: Record) -> torch.Tensor:
     if node.origin != "older than the capture":
         raise DivergedReplay(
-            f"the patch at {node.name} cannot be made while the model runs: the model makes this constant itself "
+            f"the patch at {node.name} cannot be applied while the model runs: the model creates this constant itself "
             f"({node.origin})."
         )
     return record.value(Ref(node.name))
@@ -444,7 +450,7 @@ def _constant(node: Const, record: Record) -> torch.Tensor:
 def _record_source_patch(
     tracer: LiveTracer, patch: LivePatch, new: torch.Tensor, key: str | None, old: ValueId
 ) -> None:
-    """A patched parameter, buffer or constant is read for the first time."""
+    """Records the patch of a parameter, buffer or constant at its first read."""
     number, handle = len(tracer.recording.records) - 1, tracer.recording.keep(new)
     tracer.memory.know(new, handle)
     tracer.patched_state.add(handle)
@@ -452,7 +458,9 @@ def _record_source_patch(
 
 
 def _require_as_recorded(record: Record, found: Record) -> None:
-    """Did the model do what was recorded until the first patch? Else it is another model by now."""
+    """Raises StaleValue unless the run repeats the recorded forward up to its first patch: the code of the model
+    changed.
+    """
     for one, other in _until_patched(record.graph, found.graph):
         same = type(one) is type(other)
         if isinstance(one, Call) and isinstance(other, Call):
@@ -461,15 +469,15 @@ def _require_as_recorded(record: Record, found: Record) -> None:
             same = same and all(old is None or _is_close(old, new) for old, new in pairs)
         if not same:
             raise StaleValue(
-                "the change leads away from the recorded path, and the model cannot be run in its place: before any "
-                f"patch it no longer does what was recorded.\n{listing(record.graph, one.name, 'another value now')}\n"
-                "Its code or its attributes changed since. Capture it again."
+                "the patch leaves the recorded path, and the model cannot be run instead: before any patch it no "
+                f"longer does what was recorded.\n{listing(record.graph, one.name, 'another value now')}\n"
+                "Its code or attributes have changed. Capture it again."
             )
 
 
 def _until_patched(one: Graph, other: Graph) -> Iterator[tuple[Node, Node]]:
-    """The nodes of both up to the first patch. What modules hand on gets its names as it is patched, or at the end: in
-    another order.
+    """Pairs the nodes of both graphs up to the first patch. Aliases of module outputs are left out: their place in the
+    graph depends on the patches.
     """
     patched = {node.edits: node for node in other.calls if node.edits is not None}
     end = next((n for n, node in enumerate(other.nodes) if node.name in patched), len(other.nodes))
@@ -486,7 +494,7 @@ def _values(one: Call, other: Call) -> Iterator[tuple[Ref, Ref]]:
 
 
 def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equal but for the last bits, which some kernels give anew each time."""
+    """True if two values agree up to the last bits, which some kernels vary from run to run."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if one.layout is not torch.strided or one.is_quantized or one.is_meta:

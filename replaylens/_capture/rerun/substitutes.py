@@ -1,9 +1,8 @@
-"""What stands for the user's tensors while the model runs once more: other values, and copies that may be written.
+"""Tensors that replace those of the user while the model runs once more: other values, and copies that may be written.
 
-In: calls with the tensors that the model holds. Out: the same calls with other tensors in their place. No module is
-touched: a parameter stays where it is, tied ones too, and each torch call is given what stands for it. A tensor of the
-user's that the forward is about to write gets a copy first, and so do all views of it, so that nothing of the user's is
-ever written.
+In: the arguments of calls, with tensors that the model holds. Out: the same arguments with substitutes. No module is
+touched: a parameter stays in place, tied ones too. Before the forward writes a tensor of the user, that tensor and all
+its views get substitutes over a copy, so nothing of the user is ever written.
 """
 
 from __future__ import annotations
@@ -26,38 +25,32 @@ from ..recording import SourceRecord, ValueId
 
 @frozen(eq=False)
 class PendingSubstitute:
-    """A stand-in that no call has read yet: what it stands for, and how its record begins when one does."""
+    """A substitute that no call has read yet: what it replaces, and how its record begins at the first read."""
 
     kind: str
     where: Any
     originals: tuple[torch.Tensor, ...]
     value: torch.Tensor
-    record_patch: Callable[[ValueId], None] | None = (
-        None  # a patched one's: records the patch, given the Handle of the value
-    )
-    storages: tuple[int, ...] = ()  # storages in which the originals lay: what else lies there changes with them
+    record_patch: Callable[[ValueId], None] | None = None  # of a patched one: called with the value that it replaces
+    storages: tuple[int, ...] = ()  # of the originals, where other tensors may lie in the same memory
 
 
 @define(eq=False)
 class Substitutes:
-    """For objects of the user's, by id, the tensors that stand for them."""
+    """The substitutes of tensors of the user, by id."""
 
     recorder: Recorder
     by_id: dict[int, torch.Tensor] = field(factory=dict)
-    pending: dict[int, PendingSubstitute] = field(factory=dict)  # by the id of the stand-in
-    kept: list[Any] = field(factory=list)  # originals: an id is used again once its tensor dies
-    pending_by_storage: dict[int, torch.Tensor] = field(
-        factory=dict
-    )  # by such a storage: the stand-in, until it is read
-    is_users: dict[int, bool] = field(factory=dict)  # by storage: is it the user's?
-    scanned: int = 0
-    copied_storages: dict[int, tuple[Storage, torch.Tensor]] = field(
-        factory=dict
-    )  # storages of which there is a copy now
-    copy_ids: set[int] = field(factory=set)  # stand-ins over such a copy, by id
+    pending: dict[int, PendingSubstitute] = field(factory=dict)  # by the id of the substitute
+    pending_by_storage: dict[int, torch.Tensor] = field(factory=dict)  # substitutes, by the storage that they replace
+    kept: list[Any] = field(factory=list)  # keeps originals alive: an id is used again once its tensor dies
+    is_users: dict[int, bool] = field(factory=dict)  # by storage
+    scanned: int = 0  # the records before this number have entered `is_users`
+    copied_storages: dict[int, tuple[Storage, torch.Tensor]] = field(factory=dict)  # -> the copy, and its root
+    copy_ids: set[int] = field(factory=set)  # substitutes over such a copy
 
     def add_pending(self, tensor: torch.Tensor, pending: PendingSubstitute) -> None:
-        """A stand-in that is to be read, if the forward comes to it."""
+        """Registers a substitute that is recorded at its first read."""
         self.pending[id(tensor)] = pending
         self.kept.append(tensor)
         for original in pending.originals:
@@ -66,19 +59,19 @@ class Substitutes:
             self.pending_by_storage.setdefault(key, tensor)
 
     def replace(self, original: torch.Tensor, new: torch.Tensor) -> None:
-        """From now on this stands for the object."""
+        """From now on `new` replaces the original."""
         if original is not new:
             self.by_id[id(original)] = new
             self.kept.extend((original, new))
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What stands for a tensor: mostly it does so itself."""
+        """The substitute of a tensor; mostly the tensor itself."""
         while (other := self.by_id.get(id(tensor))) is not None:
             tensor = other
         return tensor
 
     def grad_leaf(self, tensor: torch.Tensor, names_inputs: bool) -> torch.Tensor:
-        """What collects gradients in the place of a leaf: a leaf, or where a call asks for it, what stands for it."""
+        """Where gradients of a leaf accumulate: a leaf that replaces it, or if the call `names_inputs`, any."""
         found = other = tensor
         while (after := self.by_id.get(id(other))) is not None:
             other = after
@@ -87,8 +80,8 @@ class Substitutes:
         return found if (found.shape, found.dtype) == (tensor.shape, tensor.dtype) else tensor
 
     def for_query(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """What knows the answer to a question about autograd: a copy of what is written has flags of its own, and
-        gradients are at the leaf itself.
+        """The tensor to ask about its autograd state: a copy made for writing has flags of its own, and a gradient is
+        at the leaf.
         """
         if name == "grad" and tensor.is_leaf:
             return tensor
@@ -97,8 +90,8 @@ class Substitutes:
         return tensor
 
     def resolve(self, value: Any) -> Any:
-        """A call's arguments as `among` gives them; tensors that are met now and lie in memory that was copied have
-        stand-ins from now on.
+        """The arguments of a call with substitutes, also for tensors seen for the first time whose memory was copied
+        already.
         """
         if self.copied_storages or self.pending_by_storage:
             for tensor in tensors_in((value,), {}):
@@ -107,7 +100,7 @@ class Substitutes:
         return self.substitute(value)
 
     def _resolve_new(self, tensor: torch.Tensor) -> None:
-        """Its value is what stands in its memory by now, where another tensor there has a stand-in."""
+        """Gives a new tensor over replaced or copied memory the value that stands there now."""
         key, stand_in = storage_of(tensor) or 0, self.of(tensor)
         if (pending := self.pending.get(id(stand_in))) is not None:
             if pending.record_patch is None and key in self.copied_storages and self.copied_storages[key][0].version:
@@ -120,7 +113,7 @@ class Substitutes:
             self._add_late_alias(tensor)
 
     def substitute(self, value: Any) -> Any:
-        """A call's arguments with the stand-ins in them; the very same objects where there are none."""
+        """The arguments of a call with known substitutes; the same objects where there are none."""
         if not self.by_id:
             return value
         kind = type(value)
@@ -137,7 +130,7 @@ class Substitutes:
         return value
 
     def materialize(self, tensor: torch.Tensor) -> ValueId | None:
-        """The first read of a stand-in: the record of what it stands for, and of its patch."""
+        """At the first read of a substitute: records what it replaces, and its patch."""
         pending = self.pending.pop(id(tensor), None)
         if pending is None:
             return None
@@ -156,7 +149,7 @@ class Substitutes:
         return recorder.memory.read(tensor)
 
     def _join_storage(self, key: int, tensor: torch.Tensor) -> None:
-        """What is in this memory is what this stand-in and others look at: views of the one that looks at most."""
+        """Makes substitutes over one replaced storage views of the one that spans most of it."""
         base = self.recorder.memory.entry(tensor).base
         known, root = self.copied_storages.setdefault(key, (base, tensor))
         if known is not base and not known.version and span(root) < span(tensor):
@@ -166,15 +159,15 @@ class Substitutes:
             self.recorder.memory.join(base, known)
 
     def share(self, original: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Both objects have one value, now and after every write."""
+        """Gives both tensors one alias: one value now and after every write."""
         entry = self.recorder.memory.entry(tensor)
         self.recorder.memory.live[id(original)] = entry
         self.replace(original, tensor)
 
-    # -- copies of what the forward writes -----------------------------------------------------------------------------
+    # -- copy before write --------------------------------------------------------------------------------------------
 
     def copy_before_write(self, target: torch.Tensor) -> None:
-        """Before a write: if this memory is the user's, every tensor over it gets a stand-in over a copy."""
+        """If the memory is the user's, gives every tensor over it a substitute over a copy."""
         memory, key = self.recorder.memory, storage_of(target)
         if key is None or not self._is_users_storage(key):
             return
@@ -182,7 +175,7 @@ class Substitutes:
         memory.share(base)
         self.copied_storages[key] = base, base.root
         with without_function_modes(), self.recorder.at_work():
-            with torch.enable_grad():  # the way of gradients to the user's own tensor stays open
+            with torch.enable_grad():  # so that gradients still reach the user's own tensor
                 root = writable_copy(base.root)
             self._move_aliases(base, root)
         memory.bases.pop(key, None)
@@ -191,7 +184,7 @@ class Substitutes:
             self.is_users[copied] = False
 
     def _add_late_alias(self, tensor: torch.Tensor) -> None:
-        """A buffer, or a view of one, that the forward had not read when another over the same memory was written."""
+        """Substitutes a tensor that the forward first reads after its memory was copied."""
         base, root = self.copied_storages[storage_of(tensor) or 0]
         memory = self.recorder.memory
         steps: tuple[Any, ...] = ()
@@ -202,12 +195,12 @@ class Substitutes:
         if id(made) not in memory.live:
             memory.look(made, base, steps, base.handle)
         if steps:
-            memory.entry(made).version = -1  # to be derived when it is read
+            memory.entry(made).version = -1  # never current: regenerated when it is read
         self.copy_ids.add(id(made))
         self.share(tensor, made)
 
     def alias_to(self, tensor: torch.Tensor, root: torch.Tensor) -> None:
-        """From now on the object looks at the memory of another."""
+        """From now on the tensor is an alias of the memory of `root`."""
         if tensor is root:
             return
         base = self.recorder.memory.entry(root).base
@@ -215,6 +208,7 @@ class Substitutes:
         self._add_late_alias(tensor)
 
     def _move_aliases(self, base: Storage, root: torch.Tensor) -> None:
+        """Regenerates all aliases of a storage over its copy."""
         memory = self.recorder.memory
         entries = {id(known): known for known in memory.live.values() if isinstance(known, Alias)}
         for entry in [entry for entry in entries.values() if entry.base is base]:
