@@ -29,9 +29,11 @@ class Step(NamedTuple):
     name: str
     arg: int
     value: Any  # what the argument stands for: a name, a constant
-    to: int | None  # the offset that it may jump to
+    target: int | None  # the offset that it may jump to
     offset: int
-    place: Any  # line, last line, columns; before Python 3.11 the line; None where it stands for nothing in the source
+    position: (
+        Any  # line, last line, columns; before Python 3.11 the line; None where it stands for nothing in the source
+    )
 
 
 class Bytecode(NamedTuple):
@@ -40,14 +42,14 @@ class Bytecode(NamedTuple):
     steps: list[Step]
     numbers: dict[int, int]  # of the steps, by the offset of each instruction but the caches
 
-    def at(self, offset: int) -> int:
+    def number_of(self, offset: int) -> int:
         """The number of the step to which an offset belongs."""
         while offset not in self.numbers:
             offset -= 1
         return self.numbers[offset]
 
 
-_BELONGING = frozenset(("CACHE", "EXTENDED_ARG", "PRECALL", "NOT_TAKEN"))
+_PARTS = frozenset(("CACHE", "EXTENDED_ARG", "PRECALL", "NOT_TAKEN"))
 _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 
 
@@ -56,16 +58,16 @@ def read(code: CodeType) -> Bytecode:
     """The steps of a code object, without those of the code in it."""
     steps: list[Step] = []
     numbers: dict[int, int] = {}
-    places = _places(code)
+    positions = _positions(code)
     for one in dis.get_instructions(code):
         numbers[one.offset] = len(steps)
-        if one.opname not in _BELONGING:
+        if one.opname not in _PARTS:
             to = one.argval if one.opcode in _JUMPS else None
-            steps.append(Step(one.opname, one.arg or 0, one.argval, to, one.offset, places[one.offset // 2]))
+            steps.append(Step(one.opname, one.arg or 0, one.argval, to, one.offset, positions[one.offset // 2]))
     return Bytecode(steps, numbers)
 
 
-def _places(code: CodeType) -> list[Any]:
+def _positions(code: CodeType) -> list[Any]:
     if hasattr(code, "co_positions"):
         return [place if place[0] else None for place in code.co_positions()]
     return [*chain.from_iterable(repeat(line, (end - start) // 2) for start, end, line in code.co_lines())]
@@ -75,13 +77,13 @@ def is_torch_code(code: CodeType) -> bool:
     """Is this code of torch or of replaylens, and not of the user?"""
     known = torch_code.get(id(code))
     if known is None or known[0] is not code:
-        known = torch_code[id(code)] = (code, code.co_filename.startswith(_HOMES))
+        known = torch_code[id(code)] = (code, code.co_filename.startswith(_LIBRARY_PATHS))
     return known[1]
 
 
 # By id, with the object beside it: a code object's own hash reads all of its constants, every time.
 torch_code: dict[int, tuple[CodeType, bool]] = {}
-_HOMES = tuple(home.rsplit("/", 1)[0] + "/" for home in (torch.__file__, __file__.rsplit("/", 1)[0]))
+_LIBRARY_PATHS = tuple(home.rsplit("/", 1)[0] + "/" for home in (torch.__file__, __file__.rsplit("/", 1)[0]))
 
 
 def has_step(code: CodeType, *names: str) -> bool:
@@ -109,7 +111,7 @@ def line_of_word(code: CodeType, word: str) -> int:
     for inner in nested(code):
         line = inner.co_firstlineno
         for step in read(inner).steps:
-            line = (step.place[0] if type(step.place) is tuple else step.place) or line
+            line = (step.position[0] if type(step.position) is tuple else step.position) or line
             if step.value == word:
                 return int(line)
     return code.co_firstlineno
@@ -130,7 +132,7 @@ def asks_identity(code: CodeType) -> bool:
 @lru_cache(maxsize=4096)
 def asks_for_none(code: CodeType, instruction: int) -> bool:
     """Is what an instruction reads only asked for whether it is None?"""
-    steps, at = read(code).steps, read(code).at(instruction)
+    steps, at = read(code).steps, read(code).number_of(instruction)
     after = steps[at + 1 : at + 3]
     if not after or after[0].name != "LOAD_CONST":
         return bool(after) and after[0].name.endswith(("IF_NONE", "IF_NOT_NONE"))
@@ -142,7 +144,7 @@ def rebinds(code: CodeType, instruction: int) -> bool:
     """Is this a call `x = self.act(x)` or `return self.act(x)`, of one local name to which the result is bound, or
     which ends with it, so that the argument is called nothing else afterwards?
     """
-    steps, at = read(code).steps, read(code).at(instruction)
+    steps, at = read(code).steps, read(code).number_of(instruction)
     if not 0 < at < len(steps) - 1 or steps[at].name not in _CALLS or steps[at].arg != 1:
         return False
     before, after = steps[at - 1], steps[at + 1]
@@ -199,13 +201,13 @@ def _use(steps: list[Step], number: int) -> str:
     if name not in ("LOAD_ATTR", "LOAD_METHOD") or len(after) < 2:
         return "reads"
     if after[0].name in ("LOAD_ATTR", "LOAD_METHOD"):
-        is_fed = after[0].value in _FEEDS
+        is_fed = after[0].value in _WRITERS
     else:
         is_fed = after[1].name == "STORE_SUBSCR" and after[0].name.startswith("LOAD_")
     return "feeds" if is_fed or before.name in ("COPY", "DUP_TOP") else "reads"
 
 
-_FEEDS = frozenset("append appendleft extend add update clear insert".split())
+_WRITERS = frozenset("append appendleft extend add update clear insert".split())
 
 
 # -- what it does about exceptions -------------------------------------------------------------------------------------
@@ -226,7 +228,7 @@ def _handlers(found: Bytecode) -> Iterator[int]:
     """The numbers of the steps at which handlers begin, but for what a `with` does after an exception."""
     for number, step in enumerate(found.steps):
         if step.name == "SETUP_FINALLY":
-            yield found.at(step.value)
+            yield found.number_of(step.value)
         elif step.name == "PUSH_EXC_INFO" and found.steps[number + 1].name != "WITH_EXCEPT_START":
             yield number
 
@@ -242,8 +244,8 @@ def _goes_on(found: Bytecode, handler: int) -> bool:
         if number in seen or step.name in _RAISES:
             continue
         seen.add(number)
-        if step.to is not None and not step.name.startswith("SETUP_"):
-            stack.append(found.at(step.to))
+        if step.target is not None and not step.name.startswith("SETUP_"):
+            stack.append(found.number_of(step.target))
         if step.name not in _ALWAYS_JUMPS:
             stack.append(number + 1)
     return False
@@ -252,18 +254,18 @@ def _goes_on(found: Bytecode, handler: int) -> bool:
 @lru_cache(maxsize=4096)
 def keeps_exceptions(code: CodeType) -> bool:
     """Can this code read what an exception says that it catches: by `except E as error`, or by asking Python for it?"""
-    if not _ASKING.isdisjoint(code.co_names):
+    if not _READS_EXCEPTION.isdisjoint(code.co_names):
         return True
     steps = read(code).steps if has_step(code, *_HANDLES) else []
     matches = [number for number, step in enumerate(steps) if step.name in _MATCHES]
-    after = [step for number in matches for step in steps[number + 1 : number + 1 + _BINDING]]
+    after = [step for number in matches for step in steps[number + 1 : number + 1 + _MAX_TO_BINDING]]
     return any(step.name.startswith("STORE_") for step in after)
 
 
 _HANDLES = ("PUSH_EXC_INFO", "SETUP_FINALLY")
-_ASKING = frozenset(("exc_info", "format_exc", "exception"))
+_READS_EXCEPTION = frozenset(("exc_info", "format_exc", "exception"))
 _MATCHES = frozenset(("CHECK_EXC_MATCH", "CHECK_EG_MATCH", "JUMP_IF_NOT_EXC_MATCH"))
-_BINDING = 3  # within so many steps after the match the name is bound, if there is one
+_MAX_TO_BINDING = 3  # within so many steps after the match the name is bound, if there is one
 _RAISES = frozenset(("RERAISE", "RAISE_VARARGS"))
 _GOES_ON = frozenset(("POP_EXCEPT", "RETURN_VALUE", "RETURN_CONST"))
 _ALWAYS_JUMPS = frozenset(("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_ABSOLUTE"))

@@ -22,12 +22,12 @@ from .recording import Recording, SourceRecord, ValueId, handles_in, parts_of
 from .user_code import code_of
 
 _hooks: Any = top_saving_hooks
-_leave_hooks_alone: Any = leave_saving_hooks_alone
+_ignore_hooks: Any = leave_saving_hooks_alone
 
 
 def without_recomputation() -> AbstractContextManager[Any]:
     """Within, a checkpoint that the model is in saves what it would else compute again."""
-    return _saving_without_hooks() if in_checkpoint() else _AS_IT_IS
+    return _saving_without_hooks() if in_checkpoint() else _UNCHANGED
 
 
 def in_checkpoint() -> bool:
@@ -40,7 +40,7 @@ def beneath_checkpoint() -> bool:
     """Does a checkpoint run what runs now, of whatever kind, with gradients or without?"""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_filename == _FILE:
+        if frame.f_code.co_filename == _CHECKPOINT_FILE:
             return True
         frame = frame.f_back
     return False
@@ -51,18 +51,18 @@ def recomputed_writes(recorder: Recorder) -> list[tuple[Any, str]]:
     another tensor that is made of what stood there; one that is made of other things comes out the same again.
     """
     recording = recorder.recording
-    again, values = recording.written_again, recording.values
-    found = {id(last): last in again or id(values[last]) in again for _, last in recording.changes}
-    if not all(found.values()) and (recording.checkpointed or _may_be_hidden(recorder)):
+    written_again, values = recording.written_again, recording.values
+    found = {id(last): last in written_again or id(values[last]) in written_again for _, last in recording.changes}
+    if not all(found.values()) and (recording.checkpointed or _may_checkpoint_unseen(recorder)):
         made = {int(h): n for n, record in enumerate(recording.records) for _, h in parts_of(record.returns)}
-        wheres = {(id(module), key) for (module, key), _ in recording.changes}
+        places = {(id(module), key) for (module, key), _ in recording.changes}
         for _, last in recording.changes:
             inside = made.get(int(last)) in recording.checkpointed or not recording.checkpointed
-            found[id(last)] |= inside and _is_made_of(recording, made, last, wheres)
+            found[id(last)] |= inside and _is_made_of(recording, made, last, places)
     return [where for where, last in recording.changes if found[id(last)]]
 
 
-def _may_be_hidden(recorder: Recorder) -> bool:
+def _may_checkpoint_unseen(recorder: Recorder) -> bool:
     """Without gradients a checkpoint leaves no mark. Does the model's code speak of one?"""
     if recorder.recording.ambient[0] or not recorder.recording.changes:
         return False
@@ -70,7 +70,7 @@ def _may_be_hidden(recorder: Recorder) -> bool:
     return any("checkpoint" in name for one in code for name in one.co_names)
 
 
-def _is_made_of(recording: Recording, made: dict[int, int], last: ValueId, wheres: set[tuple[int, str]]) -> bool:
+def _is_made_of(recording: Recording, made: dict[int, int], last: ValueId, places: set[tuple[int, str]]) -> bool:
     """Does a value come of what stood at one of these places?"""
     stack, seen = [int(last)], set[int]()
     while stack:
@@ -81,7 +81,7 @@ def _is_made_of(recording: Recording, made: dict[int, int], last: ValueId, where
         record = recording.records[made[handle]]
         if isinstance(record, SourceRecord):
             where = record.where
-            if record.kind not in ("input", "constant") and (id(where[0]), where[1]) in wheres:
+            if record.kind not in ("input", "constant") and (id(where[0]), where[1]) in places:
                 return True
         else:
             trees = (*record.args, *(record.kwargs or {}).values())
@@ -89,7 +89,7 @@ def _is_made_of(recording: Recording, made: dict[int, int], last: ValueId, where
     return False
 
 
-_FILE = inspect.unwrap(checkpoint).__code__.co_filename
+_CHECKPOINT_FILE = inspect.unwrap(checkpoint).__code__.co_filename
 
 
 def leave_checkpoints(error: BaseException) -> None:
@@ -106,14 +106,14 @@ def leave_checkpoints(error: BaseException) -> None:
             frame.clear()
 
 
-_AS_IT_IS = nullcontext()
+_UNCHANGED = nullcontext()
 
 
 @contextmanager
 def _saving_without_hooks() -> Iterator[None]:
     """By a switch, not by taking hooks off: a checkpoint in another has two on the stack."""
-    before = _leave_hooks_alone(True)
+    before = _ignore_hooks(True)
     try:
         yield
     finally:
-        _leave_hooks_alone(before)
+        _ignore_hooks(before)

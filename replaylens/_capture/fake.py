@@ -52,13 +52,13 @@ def outlined(
     require_supported(model)
     origins = Provenance(model)
     with _faked(origins.modules, args, kwargs) as (mode, args, kwargs):
-        beginning = ForwardState(
+        start = ForwardState(
             model, naming, Snapshot(origins.modules, (args, kwargs), held=origins.held), RngState(), unknown
         )
-        forward = Forward(model, args, kwargs, beginning, FakeTracer)
+        forward = Forward(model, args, kwargs, start, FakeTracer)
         try:
             with mode:
-                captured = trace_twice(forward, lambda recording, beginning: beginning.put_back(), Provenance(model))
+                captured = trace_twice(forward, lambda recording, start: start.put_back(), Provenance(model))
                 hand_on(captured.recording)
                 made = freeze(captured.recording)
                 account = account_of(captured.recording, made).untimed()
@@ -76,8 +76,8 @@ class FakeTracer(Tracer):
 
     def __init__(self, recording: Recording, origins: Provenance, date: Moment, deep: bool, unknown: str) -> None:
         super().__init__(recording, origins, date, deep, unknown)
-        self.memory = _Blank(recording)
-        self.draws = _Undrawn(recording.draws, recording.generators, recording.follows)
+        self.memory = _NoContent(recording)
+        self.draws = _AllDrawing(recording.draws, recording.generators, recording.follows)
         self.is_special = True  # every call comes to the slower door
 
     def _special_door(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
@@ -103,12 +103,12 @@ class FakeTracer(Tracer):
         return super()._call(rule, func, args, kwargs)
 
     def _escape(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return self._reading(super()._escape, func, args, kwargs)
+        return self._read_content(super()._escape, func, args, kwargs)
 
     def _expose(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        return self._reading(super()._expose, rule, func, args, kwargs)
+        return self._read_content(super()._expose, rule, func, args, kwargs)
 
-    def _reading(self, read: Callable[..., Any], *args: Any) -> Any:
+    def _read_content(self, read: Callable[..., Any], *args: Any) -> Any:
         """The model reads contents: it can be told those of constants."""
         try:
             return read(*args)
@@ -118,7 +118,7 @@ class FakeTracer(Tracer):
             raise CaptureError(_refusal(error, self.where())) from error
 
 
-class _Undrawn(DrawLog):
+class _AllDrawing(DrawLog):
     """Draws that nobody makes: every call that may draw is taken for one that does."""
 
     def around(self, may_draw: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
@@ -135,7 +135,7 @@ class _Undrawn(DrawLog):
         return None
 
 
-class _Blank(AliasTracker):
+class _NoContent(AliasTracker):
     """Memory without content: nothing is lost when it is written."""
 
     def preserve(self, base: Storage, content: torch.Tensor | None = None) -> None:
@@ -145,10 +145,10 @@ class _Blank(AliasTracker):
 @contextmanager
 def _faked(modules: list[nn.Module], args: Any, kwargs: Any) -> Iterator[tuple[Any, Any, Any]]:
     """Within, the modules have fake parameters and buffers. Gives the mode, and the inputs as fake tensors."""
-    belongings = ModelState(modules, (args, kwargs))
-    fake = _Fakes(modules, (args, kwargs))
-    tree = freeze_deep((args, kwargs), lambda tensor: _Given(fake(tensor)))
-    args, kwargs = thaw(tree, lambda leaf: leaf.tensor if type(leaf) is _Given else leaf)
+    state = ModelState(modules, (args, kwargs))
+    fake = _FakeTensors(modules, (args, kwargs))
+    tree = freeze_deep((args, kwargs), lambda tensor: _FakeInput(fake(tensor)))
+    args, kwargs = thaw(tree, lambda leaf: leaf.tensor if type(leaf) is _FakeInput else leaf)
     try:
         for module in modules:
             if isinstance(module, torch.jit.ScriptModule):
@@ -158,18 +158,18 @@ def _faked(modules: list[nn.Module], args: Any, kwargs: Any) -> Iterator[tuple[A
                 tensors.update({key: fake(value) for key, value in held.items() if isinstance(value, torch.Tensor)})
         yield fake.mode, args, kwargs
     finally:
-        belongings.put_back()
-        belongings.put_generators_back()
+        state.put_back()
+        state.put_generators_back()
 
 
-class _Given:
+class _FakeInput:
     """A fake input, in a tree of inputs."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
 
-class _Fakes:
+class _FakeTensors:
     """Gives the fake tensor for a real one, the same for the same."""
 
     def __init__(self, modules: list[nn.Module], inputs: Any) -> None:
@@ -184,10 +184,10 @@ class _Fakes:
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self.known:
-            self.known[id(tensor)] = tensor, self._made(tensor)
+            self.known[id(tensor)] = tensor, self._fake(tensor)
         return self.known[id(tensor)][1]
 
-    def _made(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta:
             return self.mode.from_tensor(tensor)
         with self.mode:

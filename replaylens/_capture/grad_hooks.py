@@ -36,7 +36,7 @@ HOOK_TWICE = (
     "function."
 )
 _HOOK = "hook"
-_MOST = 10_000  # objects that are looked at for the tensors that a hook can name
+_MAX_OBJECTS = 10_000  # objects that are looked at for the tensors that a hook can name
 
 
 def hook(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
@@ -48,16 +48,16 @@ def hook(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
     source = recorder.read(tensor)
     function = args[1] if len(args) > 1 else kwargs["hook"]
     site = recorder.site()
-    is_late = _is_read(recorder.recording, source)
+    is_late = _is_read_with_gradient(recorder.recording, source)
     handle = recorder.know_again(tensor)
     recorder.memory.same_as[handle] = source
     recorder.recording.hooks.append((handle, removable, is_late))
     recorder.append(hooked, Rule(Handling.LEAF, _HOOK), [source, function], {}, handle, site, None, False)
-    _in_turn(recorder.recording)
+    _order_hooks(recorder.recording)
     return removable
 
 
-def _in_turn(recording: Recording) -> None:
+def _order_hooks(recording: Recording) -> None:
     """Of hooks on one value a gradient comes first to the one that was there first: that is the last of the calls."""
     chain = list(_chain(recording))
     hooks = {handle: (removable, is_late) for handle, removable, is_late in recording.hooks}
@@ -82,7 +82,7 @@ def _chain(recording: Recording) -> Iterator[tuple[int, CallRecord]]:
         wanted = record.args[0]
 
 
-def _is_read(recording: Recording, source: ValueId) -> bool:
+def _is_read_with_gradient(recording: Recording, source: ValueId) -> bool:
     """Does anything that has a history read this value?"""
     for record in reversed(recording.records):
         if record.returns == source:
@@ -106,11 +106,11 @@ def settle_hooks(recording: Recording) -> None:
         if held is not None and removable.id in held:
             staying.append((handle, removable, is_late))
         else:
-            _take_out(recording, handle)
+            _remove(recording, handle)
     recording.hooks[:] = staying
 
 
-def _take_out(recording: Recording, handle: ValueId) -> None:
+def _remove(recording: Recording, handle: ValueId) -> None:
     for number, record in enumerate(recording.records):
         if record.returns == handle and isinstance(record, CallRecord) and record.function is hooked:
             recording.records[number] = record._replace(function=alias, args=record.args[:1])
@@ -124,7 +124,7 @@ def note_hooks(recorder: Recorder) -> None:
         recording.one_way.append(HOOK_LATE)
     for _, removable, _ in recording.hooks:
         hook = (removable.hooks_dict_ref() or {}).get(removable.id)
-        if any(_is_of_forward(recorder, tensor) for tensor in _tensors_of(hook)):
+        if any(_is_of_forward(recorder, tensor) for tensor in _reachable_tensors(hook)):
             recording.one_way.append(HOOK_READS)
 
 
@@ -139,13 +139,13 @@ def _is_of_forward(recorder: Recorder, tensor: torch.Tensor) -> bool:
     return known is not None and (not source or source[0].kind == "input")
 
 
-def _tensors_of(hook: Any) -> Iterator[torch.Tensor]:
+def _reachable_tensors(hook: Any) -> Iterator[torch.Tensor]:
     """The tensors that a function can name: what it closes over, its defaults, what is bound to it, its globals; and of
     other objects the attributes that it names.
     """
     seen: set[int] = set()
     stack: list[tuple[Any, frozenset[str]]] = [(hook, frozenset())]
-    while stack and len(seen) < _MOST:
+    while stack and len(seen) < _MAX_OBJECTS:
         value, names = stack.pop()
         if id(value) in seen:
             continue
@@ -155,8 +155,8 @@ def _tensors_of(hook: Any) -> Iterator[torch.Tensor]:
         elif isinstance(value, FunctionType):
             named = names | words(value.__code__)
             defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-            meant = [value.__globals__[name] for name in sorted(named) if name in value.__globals__]
-            stack.extend((one, named) for one in (*closed_over(value), *defaults, *meant))
+            named_globals = [value.__globals__[name] for name in sorted(named) if name in value.__globals__]
+            stack.extend((one, named) for one in (*closed_over(value), *defaults, *named_globals))
         elif isinstance(value, MethodType):
             stack.extend(((value.__func__, names), (value.__self__, names | words(value.__func__.__code__))))
         elif isinstance(value, partial):

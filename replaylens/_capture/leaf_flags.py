@@ -28,21 +28,21 @@ def turn(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
             recorder.ask("flags", torch.Tensor.requires_grad.__get__, (tensor,), {}, False)  # type: ignore[attr-defined]
         return result
     source = recorder.read(tensor)
-    _keep_as_it_was(recorder, source, tensor, before)
+    _keep_flag(recorder, source, tensor, before)
     result = func(*args, **kwargs)
     first, flag, _ = recorder.recording.turned.setdefault(id(tensor), (source, before, tensor))
     if wanted == flag and first in recorder.memory.same_content(source):
-        _hold(recorder, tensor, first)
+        _set_value(recorder, tensor, first)
     elif not wanted:
-        _hold(recorder, tensor, _written_down(recorder, tensor, torch.Tensor.detach, source))
+        _set_value(recorder, tensor, _record_change(recorder, tensor, torch.Tensor.detach, source))
     elif flag:
-        _hold(recorder, tensor, _written_down(recorder, tensor, standing, first, source))
+        _set_value(recorder, tensor, _record_change(recorder, tensor, standing, first, source))
     else:
-        _hold(recorder, tensor, _written_down(recorder, tensor, needing, source))
+        _set_value(recorder, tensor, _record_change(recorder, tensor, needing, source))
     return result
 
 
-def _keep_as_it_was(recorder: Recorder, source: ValueId, tensor: torch.Tensor, flag: bool) -> None:
+def _keep_flag(recorder: Recorder, source: ValueId, tensor: torch.Tensor, flag: bool) -> None:
     """What a call gave is recorded with the flag that it had then. What the model holds and is given stays itself."""
     values = recorder.recording.values
     is_given = any(isinstance(r, SourceRecord) and r.returns == source for r in recorder.recording.records)
@@ -51,7 +51,7 @@ def _keep_as_it_was(recorder: Recorder, source: ValueId, tensor: torch.Tensor, f
             values[source] = tensor.detach().requires_grad_(flag)
 
 
-def _written_down(recorder: Recorder, tensor: torch.Tensor, function: Any, *reads: ValueId) -> ValueId:
+def _record_change(recorder: Recorder, tensor: torch.Tensor, function: Any, *reads: ValueId) -> ValueId:
     """The call that stands for the turn: what it gives has the content of the last thing that it reads."""
     flag = function is not torch.Tensor.detach
     with recorder.at_work():
@@ -62,7 +62,7 @@ def _written_down(recorder: Recorder, tensor: torch.Tensor, function: Any, *read
     return handle
 
 
-def _hold(recorder: Recorder, tensor: torch.Tensor, handle: ValueId) -> None:
+def _set_value(recorder: Recorder, tensor: torch.Tensor, handle: ValueId) -> None:
     """From here on the tensor holds this value."""
     entry = recorder.memory.entry(tensor)
     entry.handle = handle

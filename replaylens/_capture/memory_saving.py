@@ -35,11 +35,11 @@ from .tracer import Tracer
 YOUNG = 4  # so often a new tensor is looked at, before each of the next calls; later ones now and then
 
 
-def memory_saving_tracer(wish: SaveSpec) -> Callable[[Recording, Provenance, Moment, bool, str], Tracer]:
+def memory_saving_tracer(spec: SaveSpec) -> Callable[[Recording, Provenance, Moment, bool, str], Tracer]:
     """A tracer that keeps what a wish may mean."""
 
     def tracer(recording: Recording, origins: Provenance, date: Moment, deep: bool, unknown: str) -> Tracer:
-        return MemorySavingTracer(recording, origins, date, deep, unknown, wish)
+        return MemorySavingTracer(recording, origins, date, deep, unknown, spec)
 
     return tracer
 
@@ -54,45 +54,45 @@ class MemorySavingTracer(Tracer):
     """One capture that keeps little."""
 
     def __init__(
-        self, recording: Recording, origins: Provenance, date: Moment, deep: bool, unknown: str, wish: SaveSpec
+        self, recording: Recording, origins: Provenance, date: Moment, deep: bool, unknown: str, spec: SaveSpec
     ) -> None:
         super().__init__(recording, origins, date, deep, unknown)
-        self.guess = SaveGuess(wish, recording, addresses(origins.table))
-        self.shedding = ValueDropper(recording, self.memory, self.doubled, self.aliases)
-        recording.records = _ObservedList(self._noted)
-        recording.scope_outputs = _ObservedList(self._left)
-        recording.values = _RecordedValues(self.shedding.forget)
+        self.guess = SaveGuess(spec, recording, addresses(origins.table))
+        self.dropper = ValueDropper(recording, self.memory, self.doubled, self.aliases)
+        recording.records = _ObservedList(self._on_record)
+        recording.scope_outputs = _ObservedList(self._on_module_output)
+        recording.values = _RecordedValues(self.dropper.rollback)
 
     def _fresh(self, rule: Rule, func: Any, args: Any, depth: int = 2) -> Any:
-        self.shedding.look()
+        self.dropper.drop_unreferenced()
         return super()._fresh(rule, func, args, depth + 1)
 
     def read_all(self, args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
         """The beginning of every other operation."""
-        self.shedding.look()
+        self.dropper.drop_unreferenced()
         return super().read_all(args, kwargs)
 
-    def _noted(self, record: CallRecord | SourceRecord) -> None:
-        is_wanted = self.guess.record(record)
+    def _on_record(self, record: CallRecord | SourceRecord) -> None:
+        is_wanted = self.guess.wants(record)
         for _, handle in parts_of(record.returns):
             if is_wanted:
-                self.shedding.keep(handle)
+                self.dropper.keep(handle)
             else:
-                self.shedding.spare(handle)
+                self.dropper.mark_unwanted(handle)
 
     def own_references(self, tensor: torch.Tensor) -> int:
         """How many references to a tensor are the capture's own."""
-        return super().own_references(tensor) + (id(tensor) in self.shedding.watched)
+        return super().own_references(tensor) + (id(tensor) in self.dropper.watched)
 
-    def _left(self, output: Handed) -> None:
+    def _on_module_output(self, output: Handed) -> None:
         """A module gave its output, which may be wanted by the module's address."""
         self.recording.scope_outputs[-1] = (output[0], kept := bare(output[1]), *output[2:])
         self.in_trees.subtract(objects_held(output[1]))
         self.in_trees.update(objects_held(kept))
-        if self.guess.module(output[0]):
+        if self.guess.wants_output(output[0]):
             for handle in leaves(output[1]):
                 if type(handle) is ValueId:
-                    self.shedding.keep(handle)
+                    self.dropper.keep(handle)
 
 
 class SaveGuess:
@@ -100,50 +100,50 @@ class SaveGuess:
     turns out to lead nowhere.
     """
 
-    def __init__(self, wish: SaveSpec, recording: Recording, modules: dict[int, str]) -> None:
-        self.wish, self.recording, self.modules = wish, recording, modules
+    def __init__(self, spec: SaveSpec, recording: Recording, modules: dict[int, str]) -> None:
+        self.spec, self.recording, self.modules = spec, recording, modules
         self.of_kind: Counter[str] = Counter()
         self.total = -1
         self.parameters: set[ValueId] = set()
         self.names: dict[Any, tuple[tuple[str, ...], int]] = {}  # of layers with parameters, by function and parameters
         self.calls: Counter[int] = Counter()
-        self.counted = 0
+        self.counted_scopes = 0
 
-    def record(self, record: CallRecord | SourceRecord) -> bool:
+    def wants(self, record: CallRecord | SourceRecord) -> bool:
         """Is what this record gives to be kept? What no call made always is."""
         if isinstance(record, SourceRecord):
             if record.kind == "parameter":
                 self.parameters.add(record.returns)
             else:
-                self._next(record.kind)
+                self._next_names(record.kind)
             return True
-        return self.wish.may_mean(*self._names(record)) if self.wish.keys else False
+        return self.spec.may_mean(*self._layer_names(record)) if self.spec.keys else False
 
-    def _names(self, record: CallRecord) -> tuple[tuple[str, ...], int]:
+    def _layer_names(self, record: CallRecord) -> tuple[tuple[str, ...], int]:
         reads = handles_in(tuple(record.args))
         own = tuple(sorted(self.parameters.intersection(reads)))
         if not own:
-            return self._next(record.kind)
+            return self._next_names(record.kind)
         key = (id(record.function), record.kind, own)
         if key not in self.names:
-            self.names[key] = self._next(record.kind)
+            self.names[key] = self._next_names(record.kind)
         return self.names[key]
 
-    def _next(self, kind: str) -> tuple[tuple[str, ...], int]:
+    def _next_names(self, kind: str) -> tuple[tuple[str, ...], int]:
         self.of_kind[kind] += 1
         self.total += 1
         number = f"{kind}_{self.of_kind[kind]}"
         return (kind, number, f"{number}_{self.total}"), self.total
 
-    def module(self, number: int) -> bool:
+    def wants_output(self, number: int) -> bool:
         """Is the output of this call of a module to be kept?"""
-        if not self.wish.keys:
+        if not self.spec.keys:
             return False
-        for scope in self.recording.scopes[self.counted :]:
+        for scope in self.recording.scopes[self.counted_scopes :]:
             self.calls[id(scope.module)] += not scope.is_void
-        self.counted = len(self.recording.scopes)
+        self.counted_scopes = len(self.recording.scopes)
         address = self.modules.get(id(self.recording.scopes[number].module), "")
-        return bool(address) and self.wish.may_mean((address,))
+        return bool(address) and self.spec.may_mean((address,))
 
 
 @define(eq=False)
@@ -165,12 +165,12 @@ class ValueDropper:
     watched: dict[int, WatchedTensor] = field(factory=dict)  # by the tensor's id
     young: dict[int, int] = field(factory=dict)  # id -> how often it was looked at
     old: dict[int, None] = field(factory=dict)
-    credit: int = 0
+    skipped_checks: int = 0
 
-    def spare(self, handle: ValueId) -> None:
+    def mark_unwanted(self, handle: ValueId) -> None:
         """Nobody wants this value."""
         self.recording.spare.add(handle)
-        tensor = _held(self.recording.values, handle)
+        tensor = _raw_value(self.recording.values, handle)
         if type(tensor) is Freed:
             return
         known = self.watched.get(id(tensor))
@@ -183,10 +183,10 @@ class ValueDropper:
     def keep(self, handle: ValueId) -> None:
         """This value is wanted."""
         self.recording.spare.discard(handle)
-        tensor = _held(self.recording.values, handle)
-        self._drop(id(tensor))
+        tensor = _raw_value(self.recording.values, handle)
+        self._unwatch(id(tensor))
 
-    def forget(self, first: int) -> None:
+    def rollback(self, first: int) -> None:
         """The values from this number on were taken back."""
         gone, spare = self.recording.gone, self.recording.spare
         for handle in [handle for handle in gone if handle >= first]:
@@ -195,54 +195,54 @@ class ValueDropper:
         for number, watched in list(self.watched.items()):
             watched.handles = [handle for handle in watched.handles if handle < first]
             if not watched.handles:
-                self._drop(number)
+                self._unwatch(number)
 
-    def look(self) -> None:
+    def drop_unreferenced(self) -> None:
         """Let go of what can be. New tensors are looked at often, old ones at no more than a few for each call."""
-        for number, times in list(self.young.items()):
-            if self._shed(number):
+        for number, checks in list(self.young.items()):
+            if self._drop_if_unreferenced(number):
                 continue
-            if times + 1 < YOUNG:
-                self.young[number] = times + 1
+            if checks + 1 < YOUNG:
+                self.young[number] = checks + 1
             else:
                 del self.young[number]
                 self.old[number] = None
-        self.credit += YOUNG
-        if self.credit >= len(self.old):
-            self.credit = 0
+        self.skipped_checks += YOUNG
+        if self.skipped_checks >= len(self.old):
+            self.skipped_checks = 0
             for number in reversed(list(self.old)):  # a view goes before its base
-                self._shed(number)
+                self._drop_if_unreferenced(number)
 
-    def _drop(self, number: int) -> None:
+    def _unwatch(self, number: int) -> None:
         self.watched.pop(number, None)
         self.young.pop(number, None)
         self.old.pop(number, None)
 
-    def _shed(self, number: int) -> bool:
+    def _drop_if_unreferenced(self, number: int) -> bool:
         """Let go of a tensor, if nobody else holds it."""
         watched, known = self.watched[number], self.memory.live.get(number)
         is_root = isinstance(known, Alias) and known.tensor is known.base.root
-        mine = [handle for handle in watched.handles if _held(self.recording.values, handle) is watched.tensor]
+        recorded = [handle for handle in watched.handles if _raw_value(self.recording.values, handle) is watched.tensor]
         key = storage_of(watched.tensor) if self.memory.by_storage else None
         is_listed = key is not None and self.memory.by_storage.get(key) is watched.tensor
-        if _references(watched) != _ALONE + len(mine) + isinstance(known, Alias) + is_root + is_listed:
+        if _references(watched) != _ALONE + len(recorded) + isinstance(known, Alias) + is_root + is_listed:
             return False
-        if (is_root or type(known) is ValueId) and _is_looked_at(watched.tensor):
+        if (is_root or type(known) is ValueId) and _has_other_aliases(watched.tensor):
             return False
-        if isinstance(known, Alias) and is_root and not self._leave(known):
+        if isinstance(known, Alias) and is_root and not self._forget_base(known):
             return False
-        self._require_announced(watched.tensor, known)
-        for handle in mine:
+        self._require_no_unseen_write(watched.tensor, known)
+        for handle in recorded:
             self.recording.let_go(handle)
         if key is not None and is_listed:
             del self.memory.by_storage[key]
         self.memory.live.pop(number, None)
         self.doubled.discard(number)
         self.aliases.pop(number, None)
-        self._drop(number)
+        self._unwatch(number)
         return True
 
-    def _leave(self, root: Alias) -> bool:
+    def _forget_base(self, root: Alias) -> bool:
         """Forget a base, if no view looks at it any more, and nobody outside torch does."""
         if root.base.exposed is not None or root.base.twin is not None:
             return False
@@ -254,7 +254,7 @@ class ValueDropper:
             del self.memory.bases[key]
         return True
 
-    def _require_announced(self, tensor: torch.Tensor, known: ValueId | Alias | None) -> None:
+    def _require_no_unseen_write(self, tensor: torch.Tensor, known: ValueId | Alias | None) -> None:
         """Was the tensor written by nobody who did not say so? It is the last time that this can be asked."""
         if isinstance(known, Alias):
             counted = known.base.counter if tensor is known.base.root else None
@@ -267,19 +267,19 @@ class ValueDropper:
 class _ObservedList(list[Any]):
     """A list that says what is added to it."""
 
-    def __init__(self, tell: Callable[[Any], None]) -> None:
-        self.tell = tell
+    def __init__(self, on_append: Callable[[Any], None]) -> None:
+        self.on_append = on_append
 
     def append(self, item: Any) -> None:
         list.append(self, item)
-        self.tell(item)
+        self.on_append(item)
 
 
 class _RecordedValues(list[Any]):
     """Recorded values. One that is gone cannot be read: the model must be looked at once more, and all be kept."""
 
-    def __init__(self, forget: Callable[[int], None]) -> None:
-        self.forget = forget
+    def __init__(self, rollback: Callable[[int], None]) -> None:
+        self.rollback = rollback
 
     def __getitem__(self, index: Any) -> Any:
         value = list.__getitem__(self, index)
@@ -289,10 +289,10 @@ class _RecordedValues(list[Any]):
 
     def __delitem__(self, index: Any) -> None:
         list.__delitem__(self, index)
-        self.forget(index.start)
+        self.rollback(index.start)
 
 
-def _held(values: list[Any], handle: ValueId) -> Any:
+def _raw_value(values: list[Any], handle: ValueId) -> Any:
     return list.__getitem__(values, handle)
 
 
@@ -304,22 +304,22 @@ def _references_of_base(entry: Alias) -> int:
     return sys.getrefcount(entry.base)
 
 
-def _is_looked_at(tensor: torch.Tensor) -> bool:
+def _has_other_aliases(tensor: torch.Tensor) -> bool:
     """Does something else look at the tensor's memory, seen or not? What a kernel made it a view of does not count."""
     try:
-        others = _holders(tensor) - _STORAGE_ALONE
+        others = _storage_use_count(tensor) - _STORAGE_ALONE
     except (RuntimeError, NotImplementedError):  # sparse and nested ones
         return False
-    return others != 0 and (others != 1 or _base_holders(tensor) != _HIDDEN)
+    return others != 0 and (others != 1 or _base_use_count(tensor) != _HIDDEN)
 
 
-def _base_holders(view: torch.Tensor) -> int:
+def _base_use_count(view: torch.Tensor) -> int:
     """How many there are that hold on to what a tensor is a view of."""
     base = view._base
     return base._use_count() if base is not None else 0  # type: ignore[attr-defined]
 
 
-def _holders(tensor: torch.Tensor) -> int:
+def _storage_use_count(tensor: torch.Tensor) -> int:
     """How many there are that hold on to the tensor's memory."""
     return int(storage_holders(tensor.untyped_storage()._cdata))
 
@@ -330,7 +330,7 @@ def _alone() -> tuple[int, int, int, int]:
     root = torch.empty(0)
     entry = Alias(root, Storage(root, ValueId(0), ValueId(0)), (), ValueId(0), 0)
     view = torch.empty(2).view(2, 1)
-    return _references(watched), _references_of_base(entry), _holders(root), _base_holders(view)
+    return _references(watched), _references_of_base(entry), _storage_use_count(root), _base_use_count(view)
 
 
 _ALONE, _BASE_ALONE, _STORAGE_ALONE, _HIDDEN = _alone()

@@ -61,7 +61,7 @@ _references = sys.getrefcount
 class New(Protocol):
     """What stands in the place of what a module gives."""
 
-    def __call__(self, tensor: torch.Tensor, beyond: int) -> torch.Tensor: ...
+    def __call__(self, tensor: torch.Tensor, outside: int, /) -> torch.Tensor: ...
 
     def kept(self, container: Any) -> Any: ...
 
@@ -88,30 +88,30 @@ def _is_held_by_torch(tensor: torch.Tensor) -> bool:
     return bool(tensor._use_count() > 1)  # type: ignore[attr-defined]
 
 
-def renewed(value: Any, beyond: int, new: New, ours: Mapping[int, int]) -> Any:
+def renewed(value: Any, outside: int, new: New, in_trees: Mapping[int, int]) -> Any:
     """A module's output with `new(tensor, beyond)` in the place of each tensor; `beyond` counts the references that
     are not the output's own. Tuples are made again; what can be written is written where nobody else holds it, and is
     `new.kept(container)` elsewhere. `ours`: how many references to an object, by its id, are those of frozen trees.
     """
     if isinstance(value, torch.Tensor):
-        return new(value, beyond)
+        return new(value, outside)
     if type(value) in ATOMS or isinstance(value, (type, torch.nn.Module)):
         return value
-    beyond -= ours.get(id(value), 0)
+    outside -= in_trees.get(id(value), 0)
     if isinstance(value, (tuple, frozenset)):
-        return _made_again(value, beyond, new, ours)
-    if beyond > 0 or isinstance(value, (set, slice, MappingProxyType)):
+        return _rebuilt(value, outside, new, in_trees)
+    if outside > 0 or isinstance(value, (set, slice, MappingProxyType)):
         return new.kept(value)
-    _write(value, new, ours)
+    _replace_items(value, new, in_trees)
     return value
 
 
-def _made_again(value: Any, beyond: int, new: New, ours: Mapping[int, int]) -> Any:
+def _rebuilt(value: Any, outside: int, new: New, in_trees: Mapping[int, int]) -> Any:
     """What cannot be written, around other items. Who has kept the tuple has kept what is in it."""
     items = []
     for item in value:
         count = _references(item) - _WITHIN
-        items.append(renewed(item, count + max(beyond, 0), new, ours))
+        items.append(renewed(item, count + max(outside, 0), new, in_trees))
     if all(item is other for item, other in zip(items, value, strict=True)):
         return value
     if hasattr(value, "_fields"):
@@ -124,14 +124,14 @@ def _made_again(value: Any, beyond: int, new: New, ours: Mapping[int, int]) -> A
     return made
 
 
-def _write(value: Any, new: New, ours: Mapping[int, int]) -> None:
+def _replace_items(value: Any, new: New, in_trees: Mapping[int, int]) -> None:
     """Put new tensors into a list, a dict, or an object with attributes."""
     if isinstance(value, (list, deque)):
         put: Any = list.__setitem__ if isinstance(value, list) else deque.__setitem__
         for number in range(len(value)):
             item = value[number]
             count = _references(item) - _WITHIN
-            if (made := renewed(item, count, new, ours)) is not item:
+            if (made := renewed(item, count, new, in_trees)) is not item:
                 put(value, number, made)
     elif isinstance(value, dict):
         attributes = own_attributes(value)
@@ -139,19 +139,19 @@ def _write(value: Any, new: New, ours: Mapping[int, int]) -> None:
             item = dict.__getitem__(value, key)
             twice = attributes.get(key) is item
             count = _references(item) - _WITHIN
-            if (made := renewed(item, count - twice, new, ours)) is not item:
+            if (made := renewed(item, count - twice, new, in_trees)) is not item:
                 dict.__setitem__(value, key, made)
                 if twice:
                     attributes[key] = made
     elif type(value).__module__ not in ("builtins", "numpy", "torch"):
-        _write_attributes(value, new, ours)
+        _replace_attributes(value, new, in_trees)
 
 
-def _write_attributes(value: Any, new: New, ours: Mapping[int, int]) -> None:
+def _replace_attributes(value: Any, new: New, in_trees: Mapping[int, int]) -> None:
     for name in [name for name, _ in attributes_of(value)]:
         item = own(value, name, None)
         count = _references(item) - _WITHIN
-        if (made := renewed(item, count, new, ours)) is not item:
+        if (made := renewed(item, count, new, in_trees)) is not item:
             object.__setattr__(value, name, made)
 
 
@@ -172,7 +172,7 @@ def objects_held(tree: Any) -> Counter[int]:
     return held
 
 
-def _counted() -> tuple[int, int, int, bool]:
+def _reference_baselines() -> tuple[int, int, int, bool]:
     """As this Python and this torch count: references to what a name holds, to what a list holds as well, to an item of
     a container that a name holds; and does torch count its own hold on a tensor among them?
     """
@@ -188,7 +188,7 @@ def _counted() -> tuple[int, int, int, bool]:
     return bare, alone, within, counts
 
 
-def _given() -> int:
+def _caller_references() -> int:
     """How many references to what a module gives back are those of a call `x = module(x)`."""
     found = []
 
@@ -209,8 +209,8 @@ def _given() -> int:
     return found[0]
 
 
-BARE, ALONE, _WITHIN, _TORCH_COUNTS = _counted()
-GIVEN = _given()
+BARE, ALONE, _WITHIN, _TORCH_COUNTS = _reference_baselines()
+GIVEN = _caller_references()
 
 
 def is_handing(record: Any) -> TypeGuard[CallRecord]:
@@ -226,22 +226,22 @@ def hand_on(recording: Recording) -> None:
     known = recording.addresses() if recording.addresses else Addresses({})
     recording.addresses = lambda: known
     roots = {number for number, address in known.modules.items() if not address}
-    again = {h for h, (first, count) in recording.twice.items() if first in recording.writes[count:]}
-    recording.written_twice |= {r.returns for r in recording.records if is_handing(r) and r.returns in again}
-    found = _Readers(recording)
-    idle = found.idle()
-    if idle:
-        _take_out(recording, idle)
-        found = _Readers(recording)
+    returned_twice = {h for h, (first, count) in recording.twice.items() if first in recording.writes[count:]}
+    recording.written_twice |= {r.returns for r in recording.records if is_handing(r) and r.returns in returned_twice}
+    found = _Reads(recording)
+    redundant = found.redundant()
+    if redundant:
+        _remove(recording, redundant)
+        found = _Reads(recording)
     outputs = enumerate(recording.scope_outputs)
     inner = [(turn, *one) for turn, one in outputs if id(recording.scopes[one[0]].module) not in roots]
-    new = _needed(recording, found, inner, again)
+    new = _missing_aliases(recording, found, inner, returned_twice)
     if new:
-        _put_in(recording, new)
+        _insert(recording, new)
 
 
 @define(eq=False)
-class _New:
+class _NewAlias:
     """An alias that is to be put in: before which record, of what, in which module call, as which of its values."""
 
     at: int
@@ -253,21 +253,21 @@ class _New:
     turn: int  # among what all module calls gave
 
 
-class _Readers:
+class _Reads:
     """Where each value that a module gave is read, by positions among the records."""
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
         self.end = len(recording.records)
-        self.handings = [(position, record) for position, record in enumerate(recording.records) if is_handing(record)]
-        given = {leaf for _, tree, *_ in recording.scope_outputs for leaf in leaves(tree) if type(leaf) is ValueId}
-        self.of: dict[ValueId, list[int]] = {handle: [] for handle in given}
-        for _, record in self.handings:
+        self.aliases = [(position, record) for position, record in enumerate(recording.records) if is_handing(record)]
+        returned = {leaf for _, tree, *_ in recording.scope_outputs for leaf in leaves(tree) if type(leaf) is ValueId}
+        self.of: dict[ValueId, list[int]] = {handle: [] for handle in returned}
+        for _, record in self.aliases:
             self.of.setdefault(record.args[0], [])
             self.of.setdefault(record.returns, [])
         self.made: dict[ValueId, int] = {}
         of = self.of
-        self.memory: set[ValueId] = set()  # what calls that wrote through views left in their memory
+        self.written_memory: set[ValueId] = set()  # what calls that wrote through views left in their memory
         for position, item in enumerate(recording.records):
             returns = item.returns
             if type(returns) is not ValueId:
@@ -279,7 +279,7 @@ class _Readers:
                 if item.kwargs:
                     self._note(position, item.kwargs.values())
                 if item.function is mutate and item.result is not None:
-                    self.memory.update({h for _, h in parts_of(item.returns)}.difference(leaves(item.result)))
+                    self.written_memory.update({h for _, h in parts_of(item.returns)}.difference(leaves(item.result)))
         for guard in recording.guards:
             self._note(guard.position, (*guard.args, *(guard.kwargs or {}).values()))
         self._note(self.end, (recording.output, tuple([last for _, last in recording.changes])))
@@ -292,20 +292,20 @@ class _Readers:
                 if type(leaf) is ValueId and leaf in self.of:
                     self.of[leaf].append(position)
 
-    def is_made_within(self, handle: ValueId) -> bool:
+    def is_differentiated(self, handle: ValueId) -> bool:
         """Did a call give it inside torch.func.grad or its kin? What it is of, or was before, a patch may change."""
         record = self.recording.records[self.made[handle]] if handle in self.made else None
         return isinstance(record, CallRecord) and record.is_differentiated
 
-    def idle(self) -> set[int]:
+    def redundant(self) -> set[int]:
         """The aliases that tell nothing apart: nothing else reads what they are of, or nothing reads either later."""
         found: set[int] = set()
         patched = set(self.recording.patched.values())
         late = bypassed(self.recording)
-        for position, record in self.handings:
+        for position, record in self.aliases:
             if position in patched or record.returns in late or record.returns in self.recording.written_twice:
                 continue
-            if record.is_differentiated and not self.is_made_within(record.args[0]):
+            if record.is_differentiated and not self.is_differentiated(record.args[0]):
                 continue
             reads = self.of[record.args[0]]
             if reads == [position] or (not self.of[record.returns] and reads[-1] <= position):
@@ -313,15 +313,17 @@ class _Readers:
         return found
 
 
-def _needed(recording: Recording, found: _Readers, given: list[Any], again: set[ValueId]) -> list[_New]:
+def _missing_aliases(
+    recording: Recording, found: _Reads, returned: list[Any], returned_twice: set[ValueId]
+) -> list[_NewAlias]:
     """The aliases that are missing, in the order in which the modules returned. `again`: of what is handed on twice."""
-    new: list[_New] = []
+    new: list[_NewAlias] = []
     before: set[tuple[int, ValueId]] = set()  # the modules by which a value was handed on before
     now: dict[ValueId, tuple[ValueId, int]] = {}  # a value -> what stands for it after which position
     patched = {handle for n in recording.patched for _, handle in parts_of(recording.records[n].returns)}
     count = len(recording.values)
     views = _Views(recording)
-    for turn, scope, tree, end, shared in given:
+    for turn, scope, tree, end, shared in returned:
         numbers: dict[ValueId, int] = {}
         for number, leaf in enumerate(handles_in(tree)):
             numbers.setdefault(leaf, number)
@@ -330,22 +332,22 @@ def _needed(recording: Recording, found: _Readers, given: list[Any], again: set[
             positions = found.of[leaf]
             source, since = now.get(leaf, (leaf, found.made.get(leaf, 0)))
             tells_apart = positions and positions[-1] >= end and any(since <= position < end for position in positions)
-            is_memory = leaf in found.memory and leaf not in now
+            is_memory = leaf in found.written_memory and leaf not in now
             module = id(recording.scopes[scope].module)
             is_again = (module, leaf) in before
             before.add((module, leaf))
-            is_twice = leaf in again and leaf not in recording.written_twice and every.count(leaf) > 1
-            is_within = scope in recording.differentiated and leaf not in now and not found.is_made_within(leaf)
+            is_twice = leaf in returned_twice and leaf not in recording.written_twice and every.count(leaf) > 1
+            is_within = scope in recording.differentiated and leaf not in now and not found.is_differentiated(leaf)
             if leaf in patched or not (tells_apart or is_memory or is_again or is_twice or is_within or leaf in shared):
                 continue
             handle = ValueId(count + len(new))
-            new.append(_New(end, leaf, source, handle, scope, number, turn))
+            new.append(_NewAlias(end, leaf, source, handle, scope, number, turn))
             now[leaf] = (handle, end)
             if is_twice:
                 recording.written_twice.add(handle)
             if leaf in shared:
                 recording.shared.add(handle)
-            elif tells_apart and any(_is_looked_at(recording, view, end) for view in views.of(leaf, end)):
+            elif tells_apart and any(_is_used_after_write(recording, view, end) for view in views.of(leaf, end)):
                 recording.overwritten.add(handle)
     return new
 
@@ -380,7 +382,7 @@ class _Views:
         return None if handle in self.recording.gone else storage_of(self.recording.values[handle])
 
 
-def _is_looked_at(recording: Recording, view: ValueId, end: int) -> bool:
+def _is_used_after_write(recording: Recording, view: ValueId, end: int) -> bool:
     """Is a view read again, or written through, after its memory was written?"""
     if view in recording.overwritten:
         return True
@@ -388,12 +390,12 @@ def _is_looked_at(recording: Recording, view: ValueId, end: int) -> bool:
     return any(view in leaves(tuple(record.args)) for record in late)
 
 
-def _put_in(recording: Recording, new: list[_New]) -> None:
+def _insert(recording: Recording, new: list[_NewAlias]) -> None:
     """Put aliases between the records, and let what comes after read them."""
     before: dict[int, list[int]] = {}
-    of_value: dict[ValueId, list[_New]] = {}
+    of_value: dict[ValueId, list[_NewAlias]] = {}
     for number, one in enumerate(new):
-        _keep_as(recording, one.old, one.handle)
+        _duplicate_value(recording, one.old, one.handle)
         before.setdefault(one.at, []).append(number)
         of_value.setdefault(one.old, []).append(one)
 
@@ -417,15 +419,15 @@ def _put_in(recording: Recording, new: list[_New]) -> None:
         where.append(len(records))
         if position < len(recording.records):
             record = _read_at(recording.records[position], name, position)
-            records.append(_with_aliases(recording, record, position, new, where, at))
+            records.append(_insert_in_gradient(recording, record, position, new, where, at))
     recording.records = records
-    given = [_renamed(tree, name_then, turn) for turn, (_, tree, *_) in enumerate(recording.scope_outputs)]
-    _move(recording, where, name)
+    returned = [_renamed(tree, name_then, turn) for turn, (_, tree, *_) in enumerate(recording.scope_outputs)]
+    _renumber(recording, where, name)
     ends = [(scope, end) for scope, _, end, _ in recording.scope_outputs]
-    recording.scope_outputs = [(scope, tree, end, ()) for (scope, end), tree in zip(ends, given, strict=True)]
+    recording.scope_outputs = [(scope, tree, end, ()) for (scope, end), tree in zip(ends, returned, strict=True)]
 
 
-def _keep_as(recording: Recording, old: ValueId, new: ValueId) -> None:
+def _duplicate_value(recording: Recording, old: ValueId, new: ValueId) -> None:
     """One value under a second number."""
     values: list[Any] = recording.values
     list.append(values, list.__getitem__(values, old))
@@ -436,7 +438,7 @@ def _keep_as(recording: Recording, old: ValueId, new: ValueId) -> None:
         recording.gradients[new] = recording.gradients[old]
 
 
-def _move(recording: Recording, where: list[int], name: _Naming) -> None:
+def _renumber(recording: Recording, where: list[int], name: _NameAt) -> None:
     """All that is numbered by records, or names values, besides the records themselves."""
     end = len(where)
     recording.patched = {where[n]: where[of] for n, of in recording.patched.items()}
@@ -457,15 +459,15 @@ def _move(recording: Recording, where: list[int], name: _Naming) -> None:
     ]
 
 
-_Naming = Callable[[ValueId, int], ValueId]  # what a value is called at a position among the records
+_NameAt = Callable[[ValueId, int], ValueId]  # what a value is called at a position among the records
 
 
-def _renamed(tree: Any, name: _Naming, position: int) -> Any:
+def _renamed(tree: Any, name: _NameAt, position: int) -> Any:
     """A tree with what each value is called there."""
     return remake(tree, lambda leaf: name(leaf, position) if type(leaf) is ValueId else leaf)
 
 
-def _read_at(record: Any, name: _Naming, position: int) -> Any:
+def _read_at(record: Any, name: _NameAt, position: int) -> Any:
     """A record or a guard with what it reads as it is called there."""
     if not isinstance(record, (CallRecord, GuardRecord)):
         return record
@@ -477,7 +479,7 @@ def _read_at(record: Any, name: _Naming, position: int) -> Any:
     return record._replace(args=[_renamed(arg, name, position) for arg in record.args], kwargs=named)
 
 
-def _alias(recording: Recording, one: _New) -> CallRecord:
+def _alias(recording: Recording, one: _NewAlias) -> CallRecord:
     """The record of a value that a module hands on. Gradients pass, wherever the module stands."""
     context, within = _context_of_alias(recording), one.scope in recording.differentiated
     args = [one.source, one.number]
@@ -488,14 +490,14 @@ def _context_of_alias(recording: Recording) -> Any:
     return (True, *recording.ambient[1:]) if not recording.ambient[1] else recording.ambient
 
 
-def _with_aliases(
-    recording: Recording, record: Any, position: int, new: list[_New], where: list[int], at: dict[int, int]
+def _insert_in_gradient(
+    recording: Recording, record: Any, position: int, new: list[_NewAlias], where: list[int], at: dict[int, int]
 ) -> Any:
     """The record of a gradient, with the new aliases of what it runs again: those that stood there by then."""
     if not isinstance(record, CallRecord) or not record.through:
         return record
-    given = GradientArguments(*record.args)
-    stretch = given.stretch
+    arguments = GradientArguments(*record.args)
+    stretch = arguments.stretch
     made: dict[ValueId, Ref] = {}
     for number, inner in zip(record.through, stretch.calls, strict=True):
         made.update({h: Ref(inner.name, path) for path, h in parts_of(recording.records[number].returns)})
@@ -526,43 +528,43 @@ def _with_aliases(
             nodes.append(Call(name, "identity", target, args, (), Ref(name), meaning=meaning, context=context))
     through = tuple(sorted([*[where[n] for n in record.through], *[at[number] for number in own]]))
     graph = evolve(stretch, nodes=tuple(nodes), output=remake(stretch.output, standing(position)))
-    return record._replace(args=[*given._replace(stretch=graph)], through=through)
+    return record._replace(args=[*arguments._replace(stretch=graph)], through=through)
 
 
-def _take_out(recording: Recording, idle: set[int]) -> None:
+def _remove(recording: Recording, redundant: set[int]) -> None:
     """Take aliases out again: what reads them reads what they are of."""
-    instead: dict[ValueId, ValueId] = {}
-    for position in sorted(idle):
+    replaced: dict[ValueId, ValueId] = {}
+    for position in sorted(redundant):
         record = recording.records[position]
         if is_handing(record):
-            instead[record.returns] = instead.get(record.args[0], record.args[0])
-    name: _Naming = lambda handle, position: instead.get(handle, handle)  # noqa: E731
-    kept = [n for n in range(len(recording.records)) if n not in idle]
+            replaced[record.returns] = replaced.get(record.args[0], record.args[0])
+    name: _NameAt = lambda handle, position: replaced.get(handle, handle)  # noqa: E731
+    kept = [n for n in range(len(recording.records)) if n not in redundant]
     where = [bisect_left(kept, n) for n in range(len(recording.records) + 1)]
-    recording.records = [_without(_read_at(recording.records[n], name, n), idle, where) for n in kept]
-    _move(recording, where, name)
+    recording.records = [_remove_from_gradient(_read_at(recording.records[n], name, n), redundant, where) for n in kept]
+    _renumber(recording, where, name)
     of = recording.view_of.items()
-    recording.view_of = {handle: tuple([instead.get(one, one) for one in views]) for handle, views in of}
+    recording.view_of = {handle: tuple([replaced.get(one, one) for one in views]) for handle, views in of}
 
 
-def _without(record: Any, idle: set[int], where: list[int]) -> Any:
+def _remove_from_gradient(record: Any, redundant: set[int], where: list[int]) -> Any:
     """The record of a gradient without aliases that are no more, among what it runs again."""
     if not isinstance(record, CallRecord) or not record.through:
         return record
     args = record.args
-    if not idle.isdisjoint(record.through):
-        given = GradientArguments(*args)
-        gone: dict[Ref, Ref] = {}
-        for number, inner in zip(record.through, given.stretch.calls, strict=True):
-            if number in idle:
-                gone[Ref(inner.name)] = gone.get(inner.args[0], inner.args[0])
-        args = [*given._replace(stretch=_without_nodes(given.stretch, gone))]
-    return record._replace(args=args, through=tuple([where[n] for n in record.through if n not in idle]))
+    if not redundant.isdisjoint(record.through):
+        arguments = GradientArguments(*args)
+        removed: dict[Ref, Ref] = {}
+        for number, inner in zip(record.through, arguments.stretch.calls, strict=True):
+            if number in redundant:
+                removed[Ref(inner.name)] = removed.get(inner.args[0], inner.args[0])
+        args = [*arguments._replace(stretch=_remove_nodes(arguments.stretch, removed))]
+    return record._replace(args=args, through=tuple([where[n] for n in record.through if n not in redundant]))
 
 
-def _without_nodes(stretch: Graph, gone: dict[Ref, Ref]) -> Graph:
+def _remove_nodes(stretch: Graph, removed: dict[Ref, Ref]) -> Graph:
     """The stretch without some of its calls: what reads them reads what they are of."""
-    read = lambda leaf: gone.get(leaf, leaf) if type(leaf) is Ref else leaf  # noqa: E731
-    kept = [node for node in stretch.nodes if Ref(node.name) not in gone]
+    read = lambda leaf: removed.get(leaf, leaf) if type(leaf) is Ref else leaf  # noqa: E731
+    kept = [node for node in stretch.nodes if Ref(node.name) not in removed]
     nodes = [remade(node, read) if isinstance(node, Call) else node for node in kept]
     return evolve(stretch, nodes=tuple(nodes), output=remake(stretch.output, read))

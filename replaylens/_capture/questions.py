@@ -89,13 +89,13 @@ def mode_guards(ran: Iterable[CodeType], methods: Methods, ambient: Any) -> Iter
         known.update(named)
         codes.update({key: one.__code__ for key, one in named.items()})
     for key, code in codes.items():
-        for name in sorted({*(MODES.keys() & words(code)), *_by_other_names(known.get(key))}):
+        for name in sorted({*(MODES.keys() & words(code)), *_modes_by_value(known.get(key))}):
             source = Source(code.co_filename, line_of_word(code, name), getattr(code, "co_qualname", code.co_name))
             result = answers[name]
             yield Guard(Target.of(MODES[name]), (), result=result, has_result=True, kind="mode", source=source)
 
 
-def _by_other_names(function: FunctionType | None) -> Iterator[str]:
+def _modes_by_value(function: FunctionType | None) -> Iterator[str]:
     """The modes that a function asks for by a name of its own: an alias, a variable that it closes over, a partial."""
     if function is None:
         return
@@ -104,9 +104,9 @@ def _by_other_names(function: FunctionType | None) -> Iterator[str]:
         yield from (name for name, mode in MODES.items() if asked is mode)
 
 
-_SHUFFLES = frozenset(("SWAP", "ROT_TWO", "COPY", "DUP_TOP"))
-_ADDS = frozenset(("LIST_APPEND", "SET_ADD", "MAP_ADD"))
-_PATIENCE = 50  # instructions
+_STACK_OPS = frozenset(("SWAP", "ROT_TWO", "COPY", "DUP_TOP"))
+_APPENDS = frozenset(("LIST_APPEND", "SET_ADD", "MAP_ADD"))
+_MAX_STEPS = 50  # instructions
 _BOOL_OF_COMPARISON = 16  # in the argument of COMPARE_OP, from Python 3.13 on
 
 
@@ -114,64 +114,64 @@ _BOOL_OF_COMPARISON = 16  # in the argument of COMPARE_OP, from Python 3.13 on
 def taken(code: CodeType, instruction: int, value: bool) -> int | None:
     """The instruction at which the code went on, where the one that read a truth value leads to a jump on it."""
     found = read(code)
-    at, stack, steps = found.at(instruction), [value], found.steps
+    at, stack, steps = found.number_of(instruction), [value], found.steps
     test: set[Any] = {None}  # where the jumps so far stand
-    if _leaves_it(steps[at]):
+    if _leaves_bool(steps[at]):
         at += 1
-    for _ in range(_PATIENCE):
+    for _ in range(_MAX_STEPS):
         one = steps[at]
-        if len(test) > 1 and (back := _end_of_element(code, steps, at)) is not None:
-            at = found.at(back)
+        if len(test) > 1 and (back := _loop_start(code, steps, at)) is not None:
+            at = found.number_of(back)
             continue
-        if not _is_of_the_test(one, stack, test) or (to := _walk(one, stack)) is None:
+        if not _belongs_to_test(one, stack, test) or (target := _execute(one, stack)) is None:
             return one.offset if len(test) > 1 else None
         if "IF_" in one.name:
-            test.add(one.place)
-        at = at + 1 if to < 0 else found.at(to)
+            test.add(one.position)
+        at = at + 1 if target < 0 else found.number_of(target)
     return None
 
 
-def _leaves_it(one: Step) -> bool:
+def _leaves_bool(one: Step) -> bool:
     """Does the instruction that read it leave the truth value itself on the stack?"""
     return "CALL" in one.name or (one.name == "COMPARE_OP" and one.arg & _BOOL_OF_COMPARISON > 0)
 
 
-def _end_of_element(code: CodeType, steps: list[Step], at: int) -> int | None:
+def _loop_start(code: CodeType, steps: list[Step], at: int) -> int | None:
     """Where the jump back of a comprehension leads to, if this is one. Python 3.12 puts it where the element stands,
     which was not made.
     """
     one = steps[at]
-    is_back = one.name.startswith("JUMP") and one.to is not None and one.to < one.offset
-    return one.to if is_back and (steps[at - 1].name in _ADDS or code.co_name == "<genexpr>") else None
+    is_back = one.name.startswith("JUMP") and one.target is not None and one.target < one.offset
+    return one.target if is_back and (steps[at - 1].name in _APPENDS or code.co_name == "<genexpr>") else None
 
 
-def _is_of_the_test(one: Step, stack: list[Any], test: set[Any]) -> bool:
+def _belongs_to_test(one: Step, stack: list[Any], test: set[Any]) -> bool:
     """Is it about the value that was read, or put there by the compiler and not by a statement of the user's?"""
-    if one.name == "TO_BOOL" or one.name in _SHUFFLES:
+    if one.name == "TO_BOOL" or one.name in _STACK_OPS:
         return True
     if "IF_" in one.name or one.name == "UNARY_NOT":
         return bool(stack) and stack[-1] is not None
-    return one.place in test
+    return one.position in test
 
 
-def _walk(one: Step, stack: list[Any]) -> int | None:
+def _execute(one: Step, stack: list[Any]) -> int | None:
     """Do what an instruction does: the offset that it jumps to, -1 for the next; None where it is more than a test.
 
     On the stack stand truth values, and None for anything else.
     """
     if one.name in ("TO_BOOL", "NOP"):
         return -1
-    if one.to is None:
-        return _shuffle(one, stack)
+    if one.target is None:
+        return _execute_stack_op(one, stack)
     if "IF_TRUE" not in one.name and "IF_FALSE" not in one.name:
-        return one.to if one.name.startswith("JUMP") else None
+        return one.target if one.name.startswith("JUMP") else None
     jumps = stack[-1] is ("IF_TRUE" in one.name)
     if "OR_POP" not in one.name or not jumps:
         stack.pop()
-    return one.to if jumps else -1
+    return one.target if jumps else -1
 
 
-def _shuffle(one: Step, stack: list[Any]) -> int | None:
+def _execute_stack_op(one: Step, stack: list[Any]) -> int | None:
     """What moves things on the stack, or turns a truth value round."""
     depth = one.arg if one.name in ("SWAP", "COPY") else 2 if one.name == "ROT_TWO" else 1
     stack[:] = [None] * (depth - len(stack)) + stack
@@ -191,13 +191,13 @@ def _shuffle(one: Step, stack: list[Any]) -> int | None:
 @lru_cache(maxsize=4096)
 def keeps(code: CodeType, instruction: int) -> bool:
     """Is it a call that reads the value for itself, as `any` does? `bool(x)` hands it on as it is."""
-    step = read(code).steps[read(code).at(instruction)]
-    return "CALL" in step.name and not _text(code, step).startswith("bool(")
+    step = read(code).steps[read(code).number_of(instruction)]
+    return "CALL" in step.name and not _source_from(code, step).startswith("bool(")
 
 
-def _text(code: CodeType, step: Step) -> str:
+def _source_from(code: CodeType, step: Step) -> str:
     """The line from where a step's expression begins; "" where this Python does not say."""
-    if type(step.place) is not tuple or step.place[2] is None:
+    if type(step.position) is not tuple or step.position[2] is None:
         return ""
-    line, _, column, _ = step.place
+    line, _, column, _ = step.position
     return linecache.getline(code.co_filename, line).encode()[column:].decode(errors="replace")

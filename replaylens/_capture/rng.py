@@ -30,7 +30,7 @@ LEFT = "left"  # the key of the state in which a forward leaves the default gene
 _READING = frozenset(("get_rng_state", "get_state"))
 _COPYING = _READING | {"clone_state", "default_generator"}
 _SETTING = frozenset(("set_rng_state", "set_state"))
-_TELLING = _COPYING | _SETTING | {"initial_seed", "manual_seed"}
+_GENERATOR_NAMES = _COPYING | _SETTING | {"initial_seed", "manual_seed"}
 
 
 def draws_nothing(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -82,7 +82,7 @@ def lent_generators(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return [value for value in values if type(value) is torch.Generator and value is not torch.default_generator]
 
 
-def _is_at_hand(generator: torch.Generator) -> bool:
+def _is_reachable_from_frames(generator: torch.Generator) -> bool:
     """Is it held by a global of a function, or by the class of a method, that is at work? Then nobody made it now."""
     frame = sys._getframe(1)
     while frame is not None:
@@ -127,11 +127,11 @@ def is_newly_seeded(generator: torch.Generator, state: torch.Tensor) -> bool:
 
 
 # What has no seed, so that its numbers are others each time; and what has none where it is made without a word.
-_ANEW = dict.fromkeys(("urandom", "getrandom", "SystemRandom", "secrets", "token_bytes", "randbelow", "randbits"))
+_UNSEEDABLE = dict.fromkeys(("urandom", "getrandom", "SystemRandom", "secrets", "token_bytes", "randbelow", "randbits"))
 _UNSEEDED = frozenset(
     ("default_rng", "RandomState", "Random", "PCG64", "Philox", "SFC64", "MT19937", "SeedSequence", "seed")
 )
-_ANEW |= dict.fromkeys([f"{name}()" for name in _UNSEEDED if name != "seed"])
+_UNSEEDABLE |= dict.fromkeys([f"{name}()" for name in _UNSEEDED if name != "seed"])
 
 
 class UnknownState(enum.Enum):
@@ -143,23 +143,23 @@ class UnknownState(enum.Enum):
     FIXED = "was the seed of a generator given, or was it drawn by `Generator.seed()`?"
 
 
-def drawn_by_name(names: frozenset[str], doubts: set[UnknownState]) -> Iterator[str]:
+def drawn_by_name(names: frozenset[str], unknown: set[UnknownState]) -> Iterator[str]:
     """What code that ran draws where nobody sees it, and draws anew each time, by the names that it uses."""
-    yield from sorted(names & _ANEW.keys())
-    if UnknownState.FIXED in doubts and "seed()" in names:
+    yield from sorted(names & _UNSEEDABLE.keys())
+    if UnknownState.FIXED in unknown and "seed()" in names:
         yield "torch.Generator.seed"
 
 
-def read_by_name(names: frozenset[str], doubts: set[UnknownState]) -> Iterator[str]:
+def read_by_name(names: frozenset[str], unknown: set[UnknownState]) -> Iterator[str]:
     """How code that ran reads or sets torch's generator where nobody sees it: by the names that it uses."""
     if "initial_seed" in names:
         yield "torch.initial_seed"
-    if UnknownState.COPIED in doubts and names & _COPYING:
+    if UnknownState.COPIED in unknown and names & _COPYING:
         yield "a copy of torch's generator"
     if names & _READING:
         return  # then what was put back is what was there
-    by_generator = "default_generator" in names and "manual_seed" in names and UnknownState.SEEDED in doubts
-    if UnknownState.SET in doubts and (by_generator or names & _SETTING):
+    by_generator = "default_generator" in names and "manual_seed" in names and UnknownState.SEEDED in unknown
+    if UnknownState.SET in unknown and (by_generator or names & _SETTING):
         yield "a state of torch's generator"
 
 
@@ -172,7 +172,7 @@ def names_of_generators(codes: Iterable[CodeType]) -> frozenset[str]:
 def _names_in(code: CodeType) -> frozenset[str]:
     """What of this a code names; and the generators that it makes, or seeds, without a word of which seed."""
     bare = [f"{name}()" for inner in nested(code) for name in called_bare(inner, _UNSEEDED)]
-    return (words(code) & (_TELLING | _ANEW.keys())).union(bare)
+    return (words(code) & (_GENERATOR_NAMES | _UNSEEDABLE.keys())).union(bare)
 
 
 class DrawLog:
@@ -183,17 +183,17 @@ class DrawLog:
     def __init__(
         self,
         kept: dict[str, torch.Tensor],
-        at_first: dict[int, tuple[torch.Generator, torch.Tensor]],
+        first_states: dict[int, tuple[torch.Generator, torch.Tensor]],
         follows: dict[str, tuple[str | None, bool]],
     ) -> None:
-        self.kept, self.at_first, self.follows = kept, at_first, follows
+        self.kept, self.first_states, self.follows = kept, first_states, follows
         self.start, self.seed = users_state(), torch.default_generator.initial_seed()
         self.seedings = seedings()
-        self.lent: dict[int, torch.Tensor] = {}  # generators of the caller's, and how they were
-        self.held: dict[int, torch.Tensor] = {}  # generators that hang on the model, and how they were
-        self.elsewhere: dict[str, None] = {}  # what only the model can do again: draws of those where an earlier
+        self.caller_states: dict[int, torch.Tensor] = {}  # generators of the caller's, and how they were
+        self.model_states: dict[int, torch.Tensor] = {}  # generators that hang on the model, and how they were
+        self.only_model: dict[str, None] = {}  # what only the model can do again: draws of those where an earlier
         # forward ended, new seeds, numbers that nobody was seen to draw
-        self.doubts: set[UnknownState] = set()
+        self.unknown: set[UnknownState] = set()
         self.last: dict[int, str] = {}  # of each generator, the draw made last
         self.ends: dict[str, torch.Tensor] = {}  # the states that draws left
 
@@ -208,14 +208,14 @@ class DrawLog:
         left = generator.get_state()
         if same_state(state, left):
             return None
-        self.at_first.setdefault(id(generator), (generator, state))
+        self.first_states.setdefault(id(generator), (generator, state))
         key = f"draw_{len(self.kept) + 1}"
         self.kept[key] = state
         self.follows[key] = self._origin(generator, state)
         self.last[id(generator)], self.ends[key] = key, left
         return key
 
-    def left(self) -> GeneratorLeft | None:
+    def final_state(self) -> GeneratorLeft | None:
         """Where torch's default generator is left; None where nothing moved it. To be asked once, at the end."""
         generator = torch.default_generator
         state = generator.get_state()
@@ -234,9 +234,9 @@ class DrawLog:
         known = (self.start, *self.kept.values(), *self.ends.values(), torch.default_generator.get_state())
         return any(same_state(tensor, state) for state in known)
 
-    def aside(self) -> DrawLog:
+    def separate(self) -> DrawLog:
         """For a draw in a stream of its own, which is none of the forward's."""
-        return _Aside(self.kept, {}, self.follows)
+        return _SeparateDraws(self.kept, {}, self.follows)
 
     def _origin(self, generator: torch.Generator, state: torch.Tensor) -> tuple[str | None, bool]:
         """The draw that left this state, or None where it is the one that the forward began with; is it fixed?"""
@@ -244,48 +244,50 @@ class DrawLog:
         if generator is torch.default_generator:
             seeded, self.seedings = self.seedings is not (now := seedings()), now
             if seeded and is_newly_seeded(generator, state):
-                return self._seeded(now)
+                return self._seeded_state(now)
             if last is None and same_state(self.start, state):
-                return self._as_at_first(generator)
+                return self._initial_state(generator)
         if last is not None and same_state(self.ends[last], state):
             return last, self.follows[last][1]
-        if last is None and (lent := self.lent.get(id(generator))) is not None and same_state(lent, state):
+        if last is None and (known := self.caller_states.get(id(generator))) is not None and same_state(known, state):
             return f"generator_before_draw_{len(self.kept)}", False
-        if last is None and self._goes_on(generator, state):
-            self.elsewhere[OF_THE_MODEL] = None
+        if last is None and self._continues(generator, state):
+            self.only_model[OF_THE_MODEL] = None
         if generator is not torch.default_generator and is_newly_seeded(generator, state):
-            self.doubts.add(UnknownState.FIXED)
+            self.unknown.add(UnknownState.FIXED)
             if same_state(self.start, state):
-                self.doubts.add(UnknownState.COPIED)
+                self.unknown.add(UnknownState.COPIED)
             return None, True
-        return self._left_before(state) or self._unseen(generator, state, last)
+        return self._restored_state(state) or self._unrecorded_state(generator, state, last)
 
-    def _goes_on(self, generator: torch.Generator, state: torch.Tensor) -> bool:
+    def _continues(self, generator: torch.Generator, state: torch.Tensor) -> bool:
         """Did nobody seed it in this forward, so that the next one draws on from where this one ends?"""
         if generator is torch.default_generator:
             return False
-        known = self.held.get(id(generator), self.lent.get(id(generator)))
+        known = self.model_states.get(id(generator), self.caller_states.get(id(generator)))
         if known is not None and same_state(known, state):
             return True
-        if known is None and _is_at_hand(generator):
+        if known is None and _is_reachable_from_frames(generator):
             return True
-        return not (is_newly_seeded(generator, state) or self._left_before(state))
+        return not (is_newly_seeded(generator, state) or self._restored_state(state))
 
-    def _left_before(self, state: torch.Tensor) -> tuple[str | None, bool] | None:
+    def _restored_state(self, state: torch.Tensor) -> tuple[str | None, bool] | None:
         """Where the forward put back a state that was there before."""
         if same_state(self.start, state):
-            return self._as_at_first(torch.default_generator)
+            return self._initial_state(torch.default_generator)
         key = next((key for key in reversed(self.ends) if same_state(self.ends[key], state)), None)
         return None if key is None else (key, self.follows[key][1])
 
-    def _as_at_first(self, generator: torch.Generator) -> tuple[str | None, bool]:
+    def _initial_state(self, generator: torch.Generator) -> tuple[str | None, bool]:
         """The state with which the forward began: as it was, or put back; or another one like it was put there."""
-        self.doubts.add(UnknownState.SET)
+        self.unknown.add(UnknownState.SET)
         if is_newly_seeded(generator, self.start):
-            self.doubts.add(UnknownState.SEEDED)
+            self.unknown.add(UnknownState.SEEDED)
         return None, False
 
-    def _unseen(self, generator: torch.Generator, state: torch.Tensor, last: str | None) -> tuple[str | None, bool]:
+    def _unrecorded_state(
+        self, generator: torch.Generator, state: torch.Tensor, last: str | None
+    ) -> tuple[str | None, bool]:
         """A state that no recorded draw left: a seed was given past `torch.manual_seed`, or something drew unseen."""
         if generator is not torch.default_generator and last is None:
             return None, True
@@ -294,19 +296,19 @@ class DrawLog:
         if seed != before or is_newly_seeded(generator, state):
             self.seed = seed
             return None, True
-        self.elsewhere[UNSEEN] = None
+        self.only_model[UNSEEN] = None
         return f"unseen_before_draw_{len(self.kept)}", False if last is None else self.follows[last][1]
 
-    def _seeded(self, seeding: Any) -> tuple[str | None, bool]:
+    def _seeded_state(self, seeding: Any) -> tuple[str | None, bool]:
         """Fixed, if the seed was; `torch.seed()` gives another one each time."""
         lines = seeding[1] if isinstance(seeding, tuple) and len(seeding) > 1 else ()
-        anew = any(line.splitlines()[0].endswith("in seed") for line in lines[-3:] if line.strip())
-        if anew:
-            self.elsewhere[NEW_SEED] = None
-        return (f"seed_before_draw_{len(self.kept)}", False) if anew else (None, True)
+        is_random = any(line.splitlines()[0].endswith("in seed") for line in lines[-3:] if line.strip())
+        if is_random:
+            self.only_model[NEW_SEED] = None
+        return (f"seed_before_draw_{len(self.kept)}", False) if is_random else (None, True)
 
 
-class _Aside(DrawLog):
+class _SeparateDraws(DrawLog):
     def _origin(self, generator: torch.Generator, state: torch.Tensor) -> tuple[str | None, bool]:
         return f"aside_of_draw_{len(self.kept)}", False
 

@@ -37,10 +37,10 @@ from .._ir.trees import freeze_deep
 from .._ir.world import users_state
 from .scopes import module_table
 
-_PATIENT = 20_000  # a record of a call is garbage to nobody: the collector need not look at each few hundred
-_SKIPS = 7
-_ENOUGH = 70_000  # new objects until all are counted
-_UNDYING = 2_000 if sys.version_info[:2] == (3, 12) else 0
+_THRESHOLD = 20_000  # a record of a call is garbage to nobody: the collector need not look at each few hundred
+_MAX_SKIPS = 7
+_COUNT_AFTER = 70_000  # new objects until all are counted
+_IMMORTAL = 2_000 if sys.version_info[:2] == (3, 12) else 0
 
 _froze = False
 _thresholds: tuple[int, int, int] | None = None  # as the user has them
@@ -55,7 +55,7 @@ def is_frozen() -> bool:
     """Has anybody set objects aside? Python 3.12 does so itself with those that never die, some hundreds; before they
     ran any code of a user's, programs have thousands.
     """
-    return gc.get_freeze_count() > _UNDYING
+    return gc.get_freeze_count() > _IMMORTAL
 
 
 def collect_new() -> None:
@@ -76,9 +76,9 @@ def set_aside() -> None:
     _froze, _thresholds = True, gc.get_threshold()
     _uncounted += gc.get_count()[0]
     gc.freeze()
-    if 0 < _thresholds[0] < _PATIENT:
-        gc.set_threshold(_PATIENT, *_thresholds[1:])
-    if _uncounted > _ENOUGH:
+    if 0 < _thresholds[0] < _THRESHOLD:
+        gc.set_threshold(_THRESHOLD, *_thresholds[1:])
+    if _uncounted > _COUNT_AFTER:
         _count()
 
 
@@ -100,15 +100,15 @@ def set_back() -> None:
             _uncounted += gc.get_count()[0]
             gc.freeze()  # old from here on
         elif not gc.collect(0) and not _has_found:
-            _skips = _SKIPS
+            _skips = _MAX_SKIPS
     gc.unfreeze()
-    if _thresholds is not None and gc.get_threshold()[0] == _PATIENT:
+    if _thresholds is not None and gc.get_threshold()[0] == _THRESHOLD:
         gc.set_threshold(*_thresholds)
     _froze = False
 
 
 _REGISTERED = frozenset(("_modules", "_parameters", "_buffers"))
-_TORCHS = frozenset(vars(nn.Module())) - {"training"}  # what every module has: its tensors, its hooks
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}  # what every module has: its tensors, its hooks
 _HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
     *("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"),
@@ -132,7 +132,7 @@ class Held:
         self.parameters: HeldBy = []
         self.buffers: HeldBy = []
         for module in modules:
-            filled = whole or _may_fill(type(module))  # type: ignore[arg-type]
+            filled = whole or _may_gain_items(type(module))  # type: ignore[arg-type]
             held: Any = module._modules
             if held or filled:
                 self.modules.append((module, held, dict(held)))
@@ -143,7 +143,7 @@ class Held:
             if held or filled:
                 self.buffers.append((module, held, dict(held)))
 
-    def again(self) -> Held:
+    def as_of_now(self) -> Held:
         """What the same dicts hold now."""
         now = Held(())
         for name in self.__slots__:
@@ -172,16 +172,20 @@ class Snapshot:
         self, modules: Iterable[nn.Module], inputs: Any, whole: bool = False, held: Held | None = None
     ) -> None:
         self.attributes: list[tuple[nn.Module, dict[str, Any]]] = []
-        self.plain: list[tuple[nn.Module, bool, int]] = []  # torch's own: their mode, how many attributes they have
+        self.plain_modules: list[
+            tuple[nn.Module, bool, int]
+        ] = []  # torch's own: their mode, how many attributes they have
         self.containers: list[tuple[Any, Any]] = []
-        self.hooked: list[nn.Module]  # all modules, and the hooks of those that have some, by the ids of their dicts
+        self.all_modules: list[
+            nn.Module
+        ]  # all modules, and the hooks of those that have some, by the ids of their dicts
         self.hooks: dict[int, dict[Any, Any]]
-        self.restored: list[tuple[Any, Callable[[], object]]] = []  # arrays and generators: puts back what they held
+        self.restorers: list[tuple[Any, Callable[[], object]]] = []  # arrays and generators: puts back what they held
         self.generators: list[tuple[torch.Generator, torch.Tensor]] = []  # of torch's, and their states
         self.flags: list[
             tuple[torch.Tensor, bool]
         ] = []  # of leaves that the forward freezes or thaws: known afterwards
-        self.apart = _REGISTERED if whole else _TORCHS
+        self.skipped = _REGISTERED if whole else _MODULE_ATTRIBUTES
         self.memories: list[_Memory] = []  # of buffers and other tensors: `set_` gives them others, `resize_` more
         self.owners: dict[int, Any] = {}  # of plain objects: by the id of the dict of its attributes
         self._seen: set[int] = set()
@@ -191,25 +195,25 @@ class Snapshot:
         self.held = held
         for _, _, buffers in held.buffers:
             self.memories.extend(filter(None, map(_memory_of, buffers.values())))
-        self.hooked = list(modules)
+        self.all_modules = list(modules)
         self.hooks = {}
-        for module in self.hooked:
+        for module in self.all_modules:
             attributes = vars(module)
             if _has_hooks(attributes.get):
                 self.hooks.update(_hooks_in(module))
             count = len(attributes)
-            if not whole and (_usual.get(type(module)) == count or _is_plain_module(module)):
-                self.plain.append((module, attributes["training"], count))
+            if not whole and (_fewest_attributes.get(type(module)) == count or _is_plain_module(module)):
+                self.plain_modules.append((module, attributes["training"], count))
             else:
-                self.attributes.append((module, {k: v for k, v in attributes.items() if k not in self.apart}))
+                self.attributes.append((module, {k: v for k, v in attributes.items() if k not in self.skipped}))
         for _, attributes in self.attributes:
             for value in attributes.values():
-                self._note(value, 3)
-        self.own = len(self.containers)  # that many hang on the modules
-        self._note(inputs, 6)
+                self._copy(value, 3)
+        self.module_containers = len(self.containers)  # that many hang on the modules
+        self._copy(inputs, 6)
         del self._seen
 
-    def _note(self, value: Any, depth: int) -> None:
+    def _copy(self, value: Any, depth: int) -> None:
         kind = type(value)
         if kind is torch.Tensor:
             self.memories.extend(filter(None, (_memory_of(value),)))
@@ -218,8 +222,8 @@ class Snapshot:
             content: Any = dict(value) if kind in _DICTS else set(value) if kind is set else list(value)
         elif kind is tuple:
             content = value
-        elif _is_kept(kind):  # type: ignore[arg-type]
-            self.restored.append((value, _restorer(value)))
+        elif _is_array_or_generator(kind):  # type: ignore[arg-type]
+            self.restorers.append((value, _restorer(value)))
             return
         elif kind is torch.Generator:
             self.generators.append((value, value.get_state()))
@@ -227,7 +231,7 @@ class Snapshot:
         elif _is_plain(kind):  # type: ignore[arg-type]
             content = vars(value)
             self.owners[id(content)] = value
-            self._note(content, depth)
+            self._copy(content, depth)
             return
         else:
             return
@@ -238,30 +242,34 @@ class Snapshot:
             self.containers.append((value, content))
         if depth and kind is not set:
             for item in content.values() if kind in _DICTS else content:
-                self._note(item, depth - 1)
+                self._copy(item, depth - 1)
 
-    def drew(self) -> tuple[str, ...]:
+    def drawn_generators(self) -> tuple[str, ...]:
         """The kinds of generators, of numpy's and Python's, that hang on the modules and have drawn numbers since."""
-        found = [value for value, restore in self.restored if (_draws(value) and not _is_as_it_was(value, restore))]
+        found = [
+            value for value, restore in self.restorers if (_is_generator(value) and not _is_as_it_was(value, restore))
+        ]
         return tuple(dict.fromkeys([f"{type(one).__module__.partition('.')[0]}.{type(one).__name__}" for one in found]))
 
-    def written(self) -> list[Any]:
+    def changed_arrays(self) -> list[Any]:
         """The arrays of numpy's that hold something else than they did."""
-        return [value for value, restore in self.restored if not _draws(value) and not _holds_still(value, restore)]
+        return [
+            value for value, restore in self.restorers if not _is_generator(value) and not _is_unchanged(value, restore)
+        ]
 
     def as_of_now(self) -> Snapshot:
         """The same objects, as they are now."""
         now = Snapshot.__new__(Snapshot)
-        now.apart = self.apart
+        now.skipped = self.skipped
         now.flags = [(tensor, tensor.requires_grad) for tensor, _ in self.flags]
-        now.attributes = [(m, {k: v for k, v in vars(m).items() if k not in self.apart}) for m, _ in self.attributes]
-        now.hooked, now.hooks = self.hooked, _hooks_among(self.hooked)
-        now.plain = [(module, module.training, count) for module, _, count in self.plain]
-        now.held = self.held.again()
+        now.attributes = [(m, {k: v for k, v in vars(m).items() if k not in self.skipped}) for m, _ in self.attributes]
+        now.all_modules, now.hooks = self.all_modules, _hooks_among(self.all_modules)
+        now.plain_modules = [(module, module.training, count) for module, _, count in self.plain_modules]
+        now.held = self.held.as_of_now()
         now.containers = [(container, type(content)(container)) for container, content in self.containers]
         now.memories = [one for old in self.memories if (one := _memory_of(old.tensor)) is not None]
         now.generators = [(generator, generator.get_state()) for generator, _ in self.generators]
-        now.restored = [(value, _restorer(value)) for value, _ in self.restored]
+        now.restorers = [(value, _restorer(value)) for value, _ in self.restorers]
         return now
 
     def holding(self, modules: Iterable[nn.Module]) -> Snapshot:
@@ -275,23 +283,23 @@ class Snapshot:
         turn_back(self.flags)
         for module, attributes in self.attributes:
             now = vars(module)
-            for key in now.keys() - attributes.keys() - self.apart:
+            for key in now.keys() - attributes.keys() - self.skipped:
                 del now[key]
             now.update(attributes)
-        hooked = [module for module in self.hooked if self.hooks or any(map(vars(module).get, _HOOKS))]
+        hooked = [module for module in self.all_modules if self.hooks or any(map(vars(module).get, _HOOKS))]
         for hooks in [hooks for module in hooked for hooks in _hooks_of(module)]:
             content = self.hooks.get(id(hooks), {})
             if not _same(hooks, content):
                 hooks.clear()
                 hooks.update(content)
-        for module, training, _ in self.plain:
+        for module, training, _ in self.plain_modules:
             module.training = training
-        for value, restore in self.restored:
-            if not (draws_on and _draws(value)):
+        for value, restore in self.restorers:
+            if not (draws_on and _is_generator(value)):
                 restore()
         for memory in self.memories:
             memory.put_back()
-        self.held.put_back(self.hooked)
+        self.held.put_back(self.all_modules)
         for container, content in self.containers:
             if not _same(container, content):
                 container.clear()
@@ -304,9 +312,9 @@ def _is_of_torch(kind: type) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _may_fill(kind: type) -> bool:
+def _may_gain_items(kind: type) -> bool:
     """May the forward of such a module put something where nothing is?"""
-    return not _is_of_torch(kind) or issubclass(kind, _FILLED)
+    return not _is_of_torch(kind) or issubclass(kind, _CONTAINER_MODULES)
 
 
 def _is_plain_module(module: nn.Module) -> bool:
@@ -314,16 +322,18 @@ def _is_plain_module(module: nn.Module) -> bool:
     if not _is_of_torch(type(module)):  # type: ignore[arg-type]
         return False
     count = len(vars(module))
-    usual = _usual.get(type(module))
-    if usual is None or count < usual:
-        _usual[type(module)] = count
-    return usual is None or count <= usual
+    fewest = _fewest_attributes.get(type(module))
+    if fewest is None or count < fewest:
+        _fewest_attributes[type(module)] = count
+    return fewest is None or count <= fewest
 
 
-_usual: dict[type, int] = {}  # by class of torch's own: the fewest attributes that a module was seen to have
+_fewest_attributes: dict[
+    type, int
+] = {}  # by class of torch's own: the fewest attributes that a module was seen to have
 
 
-_FILLED = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_CONTAINER_MODULES = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def turn_back(flags: Iterable[tuple[torch.Tensor, bool]]) -> None:
@@ -402,13 +412,13 @@ def _hooks_of(module: nn.Module) -> list[dict[Any, Any]]:
 
 
 @lru_cache(maxsize=4096)
-def _is_kept(kind: Any) -> bool:
+def _is_array_or_generator(kind: Any) -> bool:
     """Is it an array of numpy's, or a generator of numpy's or Python's own?"""
     known = ("numpy.ndarray", "numpy.random._generator.Generator", "numpy.random.mtrand.RandomState", "random.Random")
     return f"{kind.__module__}.{kind.__qualname__}" in known
 
 
-def _draws(value: Any) -> bool:
+def _is_generator(value: Any) -> bool:
     return hasattr(value, "bit_generator") or hasattr(value, "getstate") or hasattr(value, "get_state")
 
 
@@ -417,7 +427,7 @@ def _is_as_it_was(value: Any, restore: Callable[[], object]) -> bool:
     return repr(_restorer(value).args[-1]) == repr(restore.args[-1])  # type: ignore[attr-defined]
 
 
-def _holds_still(array: Any, restore: Callable[[], object]) -> bool:
+def _is_unchanged(array: Any, restore: Callable[[], object]) -> bool:
     """Does an array hold, bit for bit, what would be put back? Objects are the very same ones."""
     now, then = array, restore.args[-1]  # type: ignore[attr-defined]
     if now.dtype.hasobject:
@@ -467,7 +477,7 @@ class RngState:
         numpy = sys.modules.get("numpy")
         self.numpy = numpy.random if numpy is not None else None
         self.state = self.numpy.get_state() if self.numpy is not None else None
-        self.memory = _twister(self.numpy) if self.numpy is not None else None
+        self.mersenne = _mersenne_state(self.numpy) if self.numpy is not None else None
 
     def moved(self) -> tuple[str, ...]:
         """The generators besides torch's that have drawn numbers, or were seeded, since."""
@@ -479,8 +489,8 @@ class RngState:
         if self.numpy is None or self.state is None:
             numpy = sys.modules.get("numpy")  # the forward imported it: a new generator stands at the end of its words
             return numpy is not None and numpy.random.get_state()[2] != 624
-        if self.memory is not None and not self.state[3]:  # no second normal number waits
-            return _twister(self.numpy) != self.memory
+        if self.mersenne is not None and not self.state[3]:  # no second normal number waits
+            return _mersenne_state(self.numpy) != self.mersenne
         now, then = self.numpy.get_state(), self.state
         return bytes(now[1]) != bytes(then[1]) or any(one != two for one, two in zip(now[2:], then[2:], strict=True))
 
@@ -493,7 +503,7 @@ class RngState:
             self.numpy.set_state(self.state)
 
 
-def _twister(numpy: Any) -> bytes | None:
+def _mersenne_state(numpy: Any) -> bytes | None:
     """The memory of numpy's global generator, where that is the usual one: to ask for its state takes far longer."""
     bits: Any = getattr(getattr(getattr(numpy, "mtrand", None), "_rand", None), "_bit_generator", None)
     return string_at(bits.ctypes.state_address, 625 * 4) if type(bits).__name__ == "MT19937" else None
@@ -506,7 +516,7 @@ class ForwardState:
     model: Any
     naming: Naming
     snapshot: Snapshot
-    dice: RngState
+    rng: RngState
     unknown: str = "raise"
     generators: tuple[
         tuple[torch.Generator, torch.Tensor], ...
@@ -522,28 +532,28 @@ class ForwardState:
         self.snapshot.put_back()
         for generator, state in self.generators:
             generator.set_state(state)
-        self.dice.put_back()
+        self.rng.put_back()
 
 
 class ModelState:
     """All that hangs on a model now, to be put back when it has run once more: everything but what tensors hold."""
 
-    def __init__(self, modules: list[nn.Module], inputs: Any, beginning: ForwardState | None = None) -> None:
-        self.snapshot, self.dice = Snapshot(modules, inputs, whole=True), RngState()
-        self.begun = beginning.snapshot.as_of_now() if beginning is not None else None
-        generators = beginning.generators if beginning is not None else ()
+    def __init__(self, modules: list[nn.Module], inputs: Any, start: ForwardState | None = None) -> None:
+        self.snapshot, self.rng = Snapshot(modules, inputs, whole=True), RngState()
+        self.at_start = start.snapshot.as_of_now() if start is not None else None
+        generators = start.generators if start is not None else ()
         self.generators = [(generator, generator.get_state()) for generator, _ in generators]
         tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
         freeze_deep(inputs, tensors.append)
         self.leaves = [(t, t.requires_grad, t.grad) for t in tensors if t.is_leaf]
-        self.steps = [FUSED.last_of(tensor) for tensor, _, _ in self.leaves]
+        self.fused_steps = [FUSED.last_of(tensor) for tensor, _, _ in self.leaves]
 
     def put_back(self) -> None:
         """Everything as it was."""
-        if self.begun is not None:
-            self.begun.put_back()
+        if self.at_start is not None:
+            self.at_start.put_back()
         self.snapshot.put_back()
-        for (tensor, flag, grad), step in zip(self.leaves, self.steps, strict=True):
+        for (tensor, flag, grad), step in zip(self.leaves, self.fused_steps, strict=True):
             FUSED.put_back(tensor, step)
             if not tensor.is_leaf and not tensor._is_view():  # a buffer into which something differentiable was written
                 tensor.detach_()
@@ -558,7 +568,7 @@ class ModelState:
         """The generators as they were."""
         for generator, state in self.generators:
             generator.set_state(state)
-        self.dice.put_back()
+        self.rng.put_back()
 
     def put_own_generators_back(self) -> None:
         """Those that somebody made, as they were. The global ones stay."""

@@ -52,32 +52,32 @@ _MISSING = object()
 def altered(recorder: Recorder, snapshot: Snapshot) -> list[tuple[Any, str]]:
     """Where Python objects stand on modules that are others now, or hold others, and are read: (module, key)."""
     unlike = [where for where in recorder.recording.unlike if where[0] is not None]
-    found = {(id(module), key): (module, key) for module, key in (*_changed(snapshot), *unlike)}
+    found = {(id(module), key): (module, key) for module, key in (*_changed_attributes(snapshot), *unlike)}
     if not found:
         return []
     codes = code_of(recorder.recording.model, recorder.origins.modules)
-    return [(m, key) for m, key in found.values() if _is_users(vars(m).get(key)) or not is_only_fed(key, codes)]
+    return [(m, key) for m, key in found.values() if _is_of_user_class(vars(m).get(key)) or not is_only_fed(key, codes)]
 
 
-def _is_users(value: Any) -> bool:
+def _is_of_user_class(value: Any) -> bool:
     """Is it an object of a user's class? What its `update` or `append` gives, only that class knows."""
     return type(value).__module__ not in ("builtins", "collections", "numpy", "torch")
 
 
-def _changed(snapshot: Snapshot) -> Iterator[tuple[Any, str]]:
+def _changed_attributes(snapshot: Snapshot) -> Iterator[tuple[Any, str]]:
     for module, first in snapshot.attributes:
         now = vars(module)
         for key in dict.fromkeys([*first, *now]):
-            if key not in snapshot.apart and not _is_same(first.get(key, _MISSING), now.get(key, _MISSING)):
+            if key not in snapshot.skipped and not _is_same(first.get(key, _MISSING), now.get(key, _MISSING)):
                 yield module, key
-    for array in snapshot.written():
+    for array in snapshot.changed_arrays():
         for module, first in snapshot.attributes:
             yield from ((module, key) for key, value in first.items() if path_to(array, value) is not None)
-    for module, _, count in snapshot.plain:
+    for module, _, count in snapshot.plain_modules:
         if len(vars(module)) != count:
             yield from ((module, key) for key in list(vars(module))[count:] if type(vars(module)[key]) not in PLAIN)
-    for container, content in snapshot.containers[: snapshot.own]:
-        if not _holds_the_same(container, content):
+    for container, content in snapshot.containers[: snapshot.module_containers]:
+        if not _has_same_items(container, content):
             holder = snapshot.owners.get(id(container), container)
             for module, first in snapshot.attributes:
                 yield from ((module, key) for key, value in first.items() if path_to(holder, value) is not None)
@@ -92,7 +92,7 @@ def _is_same(old: Any, new: Any) -> bool:
     return type(old) is type(new) and type(new) in ATOMS and bool(old == new)
 
 
-def _holds_the_same(container: Any, content: Any) -> bool:
+def _has_same_items(container: Any, content: Any) -> bool:
     if len(container) != len(content):
         return False
     if isinstance(container, dict):
@@ -113,11 +113,11 @@ LATE_WRITE = (
     "memory that the model writes by .data or numpy after its use: torch's own backward reads what is there by then, "
     "without a sign. Write it before, or compute with a copy."
 )
-Is = Callable[[torch.Tensor], bool]
+IsMatch = Callable[[torch.Tensor], bool]
 
 
 def note_late_write(
-    recorder: Recorder, base: Storage, exchanged: torch.Tensor | None = None, held: Collection[ValueId] = ()
+    recorder: Recorder, base: Storage, replaced: torch.Tensor | None = None, held: Collection[ValueId] = ()
 ) -> None:
     """Gradients are refused if a backward pass reads what is written now; or this very object, which gets other memory:
     what looks at it keeps the old one.
@@ -126,11 +126,11 @@ def note_late_write(
     held = set(held) or {*base.held, base.handle}
     memory = recorder.storages_of(base)
 
-    def is_it(tensor: torch.Tensor) -> bool:
-        return storage_of(tensor) in memory if exchanged is None else tensor is exchanged
+    def matches(tensor: torch.Tensor) -> bool:
+        return storage_of(tensor) in memory if replaced is None else tensor is replaced
 
-    asked = _Asked(recorder, held, is_it, exchanged is not None)
-    if asked.is_made_by_what_saved_it(base.root) or any(map(asked.is_saved_by, asked.records)):
+    query = _SavedQuery(recorder, held, matches, replaced is not None)
+    if query.is_made_by_what_saved_it(base.root) or any(map(query.is_saved_by, query.records)):
         recording.one_way.append(LATE_WRITE)
 
 
@@ -149,13 +149,13 @@ def note_writes_from_outside(recorder: Recorder) -> None:
 
 
 @frozen(eq=False)
-class _Asked:
+class _SavedQuery:
     """What is asked for: the values that lie in some memory, or one object, which gets other memory."""
 
     recorder: Recorder
     held: set[ValueId]
-    is_it: Is
-    as_object: bool
+    matches: IsMatch
+    by_identity: bool
 
     @property
     def recording(self) -> Recording:
@@ -167,33 +167,33 @@ class _Asked:
         """The calls that read it or made it. A call keeps an alias of its result, which nobody exchanges."""
         for record in self.recording.records:
             if isinstance(record, CallRecord):
-                made = () if self.as_object else _given(record)
+                made = () if self.by_identity else _results(record)
                 if not self.held.isdisjoint(reads_of(record)) or not self.held.isdisjoint(made):
                     yield record
 
     def is_made_by_what_saved_it(self, tensor: torch.Tensor) -> bool:
         """Does the history of what lies there now begin with a step that saved it?"""
-        has_history = not self.as_object and _has_history(tensor)
-        return has_history and saved_below(tensor.grad_fn, self.is_it, set())
+        has_history = not self.by_identity and _has_history(tensor)
+        return has_history and saved_below(tensor.grad_fn, self.matches, set())
 
     def is_saved_by(self, record: CallRecord) -> bool:
         """Did the call save it for its backward? Where nothing has a history, torch does not tell."""
         recording = self.recording
-        given = [recording.values[h] for h in _given(record)]
+        given = [recording.values[h] for h in _results(record)]
         reads = [recording.values[h] for h in reads_of(record)]
-        if not recording.ambient[0] or any(map(_may_need_gradients_elsewhere, reads)):
+        if not recording.ambient[0] or any(map(_may_require_grad_in_replays, reads)):
             return self.would_be_saved_by(record)
         if any(isinstance(value, Freed) for value in given):
-            return any(h in recording.gradients for h in _given(record))
+            return any(h in recording.gradients for h in _results(record))
         stops = {value.grad_fn for value in reads if _has_history(value)}
-        return any(saved_below(value.grad_fn, self.is_it, stops) for value in given if _has_history(value))
+        return any(saved_below(value.grad_fn, self.matches, stops) for value in given if _has_history(value))
 
     def would_be_saved_by(self, record: CallRecord) -> bool:
         """Is it saved where all that the call reads needs gradients? The call is made once more to see."""
         if record.draws is not None:
             return True
         copies: dict[ValueId, torch.Tensor] = {}
-        asked: list[torch.Tensor] = []
+        query: list[torch.Tensor] = []
 
         def leaf(value: Any) -> Any:
             if type(value) is not ValueId:
@@ -201,8 +201,8 @@ class _Asked:
             if value not in copies:
                 tensor = self.recording.values[value]
                 copy = copies[value] = tensor.detach().clone()
-                if self.is_it(tensor) if self.as_object else value in self.held:
-                    asked.append(copy)
+                if self.matches(tensor) if self.by_identity else value in self.held:
+                    query.append(copy)
                 if copy.is_floating_point() or copy.is_complex():
                     copy.requires_grad_()
             return copies[value]
@@ -215,23 +215,23 @@ class _Asked:
             return True
         found: list[torch.Tensor] = []
         freeze_deep(out, found.append)
-        if not self.as_object:
-            given = _given(record)
+        if not self.by_identity:
+            given = _results(record)
             is_plain = len(given) == len(found)
             made = [tensor for tensor, handle in zip(found, given, strict=False) if handle in self.held]
-            asked.extend(made if is_plain else found)
+            query.extend(made if is_plain else found)
 
         def is_asked(tensor: torch.Tensor) -> bool:
-            return any(tensor is one if self.as_object else storage_of(tensor) == storage_of(one) for one in asked)
+            return any(tensor is one if self.by_identity else storage_of(tensor) == storage_of(one) for one in query)
 
         return any(saved_below(value.grad_fn, is_asked, set()) for value in found)
 
 
-def _given(record: CallRecord) -> list[ValueId]:
+def _results(record: CallRecord) -> list[ValueId]:
     return handles_in(record.returns)
 
 
-def _may_need_gradients_elsewhere(value: Any) -> bool:
+def _may_require_grad_in_replays(value: Any) -> bool:
     """Torch saves less for what needs no gradient, and a replay may be given what does."""
     return (
         not isinstance(value, Freed) and not value.requires_grad and (value.is_floating_point() or value.is_complex())
@@ -243,7 +243,7 @@ def _has_history(value: Any) -> bool:
 
 
 Where = tuple[Any, str]  # module, and the name or path of a tensor there
-Firsts = dict[int, ValueId]  # by the id of a tensor that the model held when it was first read: the value then
+FirstValues = dict[int, ValueId]  # by the id of a tensor that the model held when it was first read: the value then
 
 
 def held(module: Any, key: str) -> torch.Tensor | None:
@@ -278,12 +278,12 @@ def require_seen(recorder: Recorder, counters: Counters) -> None:
     if (now := versions_of(tensors)) == then:
         return
     for tensor, before, after in zip(tensors, then, now, strict=True):
-        if after != before and not _is_seen(recorder, tensor, before):
+        if after != before and not _is_recorded_write(recorder, tensor, before):
             recorder.deep |= isinstance(tensor, nn.Parameter)  # what it held is gone: no second look can begin there
             recorder.written_unseen(tensor)
 
 
-def _is_seen(recorder: Recorder, tensor: torch.Tensor, counter: int) -> bool:
+def _is_recorded_write(recorder: Recorder, tensor: torch.Tensor, counter: int) -> bool:
     memory, recording = recorder.memory, recorder.recording
     known = memory.live.get(id(tensor))
     by_script = recorder.has_scripts and isinstance(known, Alias) and known.base.version > 0
@@ -302,74 +302,74 @@ def take_changes(recorder: Recorder, snapshot: Snapshot) -> None:
     """Which parameters, buffers and other tensors of the model hold another value than at the start."""
     recording, memory = recorder.recording, recorder.memory
     same = recorder.origins.same_parameters()
-    quiet = same and not memory.written and not memory.parted
-    sources = recorder.stateful if quiet else [r for r in recording.records if isinstance(r, SourceRecord)]
-    firsts: Firsts = {id(s.tensor): s.returns for s in sources if s.kind not in ("input", "constant")}
+    unwritten = same and not memory.written and not memory.parted
+    sources = recorder.stateful if unwritten else [r for r in recording.records if isinstance(r, SourceRecord)]
+    first_values: FirstValues = {id(s.tensor): s.returns for s in sources if s.kind not in ("input", "constant")}
     live = memory.live
     for source in list(sources):
         if source.kind == "parameter":
             now = held(*source.where)
             if now is not source.tensor or live.get(id(now)) != source.returns:
-                _compare(recorder, source.where, source.tensor, now, firsts)
-    if not quiet:
-        _take_exchanged_parameters(recorder, sources, firsts)
+                _compare(recorder, source.where, source.tensor, now, first_values)
+    if not unwritten:
+        _compare_replaced_parameters(recorder, sources, first_values)
     for module, _, buffers in recorder.origins.begun:
         tensors = module._buffers
         for key, first in buffers.items():
             now = held(module, key) if key in tensors else None
-            known = firsts.get(id(now)) if now is first else None
-            if (now is not first or not quiet) and (known is None or live.get(id(now)) != known):
-                _compare(recorder, (module, key), first, now, firsts)
-    _take_new_buffers(recorder, firsts)
+            known = first_values.get(id(now)) if now is first else None
+            if (now is not first or not unwritten) and (known is None or live.get(id(now)) != known):
+                _compare(recorder, (module, key), first, now, first_values)
+    _compare_new_buffers(recorder, first_values)
     if rearranged := list(recorder.origins.rearranged()):
-        _take_moved(recorder)
+        _compare_moved_modules(recorder)
     if recorder.leaves_changes:
-        made = (*recorder.origins.born(same), *_made_attributes(snapshot))
-        recording.born.extend(where for where in made if _is_asked_for(recorder, where))
+        made = (*recorder.origins.born(same), *_new_attributes(snapshot))
+        recording.born.extend(where for where in made if _may_be_tested(recorder, where))
         recording.rearranged.extend(rearranged)
-    _take_attributes(recorder, snapshot, [s for s in sources if s.kind == "attribute"], firsts)
+    _compare_attributes(recorder, snapshot, [s for s in sources if s.kind == "attribute"], first_values)
 
 
-def _made_attributes(snapshot: Snapshot) -> Iterator[Where]:
+def _new_attributes(snapshot: Snapshot) -> Iterator[Where]:
     """The attributes of modules that are tensors now, and of which there was none."""
     for module, first in snapshot.attributes:
         now = vars(module)
-        yield from ((module, key) for key in now if now[key] is not first.get(key) and _is_made(key, now, first))
+        yield from ((module, key) for key in now if now[key] is not first.get(key) and _is_new(key, now, first))
 
 
-def _is_made(key: str, now: dict[str, Any], first: dict[str, Any]) -> bool:
+def _is_new(key: str, now: dict[str, Any], first: dict[str, Any]) -> bool:
     return first.get(key) is None and type(now[key]) in PLAIN
 
 
-def _is_asked_for(recorder: Recorder, where: Where) -> bool:
+def _may_be_tested(recorder: Recorder, where: Where) -> bool:
     """May the forward go by whether something stands there?"""
     return not is_stored_first(where[1], code_of(recorder.recording.model, recorder.origins.modules))
 
 
-def _take_exchanged_parameters(recorder: Recorder, sources: list[SourceRecord], firsts: Firsts) -> None:
+def _compare_replaced_parameters(recorder: Recorder, sources: list[SourceRecord], first_values: FirstValues) -> None:
     """Parameters that the forward did not read, and in whose places others stand now; and those under new names."""
     seen = {_key(source.where) for source in sources if source.kind == "parameter"}
     for module, key, first in recorder.origins.parameters_elsewhere():
         if (id(module), key) not in seen:
-            _compare(recorder, (module, key), first, held(module, key), firsts)
+            _compare(recorder, (module, key), first, held(module, key), first_values)
     for module, key, now in recorder.origins.new_parameters():
-        _compare(recorder, (module, key), None, now, firsts)
+        _compare(recorder, (module, key), None, now, first_values)
 
 
-def _take_new_buffers(recorder: Recorder, firsts: Firsts) -> None:
+def _compare_new_buffers(recorder: Recorder, first_values: FirstValues) -> None:
     begun = recorder.origins.begun_by_module
     for module, key, now in recorder.origins.buffers():
         if key not in begun.get(id(module), ()):
-            _compare(recorder, (module, key), None, now, firsts)
+            _compare(recorder, (module, key), None, now, first_values)
 
 
-def _take_moved(recorder: Recorder) -> None:
+def _compare_moved_modules(recorder: Recorder) -> None:
     """Parameters and buffers of modules that stand elsewhere now, or where others stand: by their addresses."""
     recording, origins = recorder.recording, recorder.origins
     sources = [record for record in recording.records if isinstance(record, SourceRecord)]
-    firsts = {id(s.tensor): s.returns for s in sources if s.kind not in ("input", "constant")}
+    first_values = {id(s.tensor): s.returns for s in sources if s.kind not in ("input", "constant")}
     first, now = origins.tree_at_start(), origins.tree_now()
-    moved = {id(module) for a in {*first, *now} for module in _exchanged(first.get(a), now.get(a))}
+    moved = {id(module) for a in {*first, *now} for module in _replaced_modules(first.get(a), now.get(a))}
     recording.changes = [note for note in recording.changes if id(note[0][0]) not in moved]
     recording.removed = [where for where in recording.removed if id(where[0]) not in moved]
     recording.replaced = [where for where in recording.replaced if id(where[0]) not in moved]
@@ -377,56 +377,58 @@ def _take_moved(recorder: Recorder) -> None:
         (before, held_then), (after, held_now) = first.get(address, (None, {})), now.get(address, (None, {}))
         for key in dict.fromkeys([*held_then, *held_now]) if {id(before), id(after)} & moved else ():
             where, tensor = f"{address}.{key}".lstrip("."), held_now.get(key)
-            _compare(recorder, (None, where), held_then.get(key), tensor, firsts)
+            _compare(recorder, (None, where), held_then.get(key), tensor, first_values)
             if tensor is not None:
                 recording.moved[where] = tensor
 
 
-def _exchanged(first: Place | None, now: Place | None) -> Iterator[nn.Module]:
+def _replaced_modules(first: Place | None, now: Place | None) -> Iterator[nn.Module]:
     """The modules at an address, then and now, if they are not the same."""
     if first is None or now is None or first[0] is not now[0]:
         yield from (place[0] for place in (first, now) if place is not None)
 
 
-def _take_attributes(recorder: Recorder, snapshot: Snapshot, sources: list[SourceRecord], firsts: Firsts) -> None:
+def _compare_attributes(
+    recorder: Recorder, snapshot: Snapshot, sources: list[SourceRecord], first_values: FirstValues
+) -> None:
     """Tensors that hang on the model in another way: those that it read, and those that it exchanged."""
     seen = set()
     for source in sources:
         module, path = source.where
         seen.add((id(module), path))
         now = attribute_at(vars(module), path) if isinstance(module, nn.Module) else source.tensor
-        _compare(recorder, source.where, source.tensor, now, firsts)
+        _compare(recorder, source.where, source.tensor, now, first_values)
     known = recorder.origins.known_modules if snapshot.attributes else ()
     for module, attributes in snapshot.attributes:
         for key, first in attributes.items():
-            is_exchanged = type(first) in PLAIN and (now := vars(module).get(key)) is not first
-            if is_exchanged and (id(module), key) not in seen and id(module) in known:
-                _compare(recorder, (module, key), first, now if isinstance(now, torch.Tensor) else None, firsts)
+            is_replaced = type(first) in PLAIN and (now := vars(module).get(key)) is not first
+            if is_replaced and (id(module), key) not in seen and id(module) in known:
+                _compare(recorder, (module, key), first, now if isinstance(now, torch.Tensor) else None, first_values)
 
 
 def _compare(
-    recorder: Recorder, where: Where, first: torch.Tensor | None, now: torch.Tensor | None, firsts: Firsts
+    recorder: Recorder, where: Where, first: torch.Tensor | None, now: torch.Tensor | None, first_values: FirstValues
 ) -> None:
     """Note what became of the tensor at a place."""
     if now is None:
         if first is not None:
             recorder.recording.removed.append(where)
         return
-    last = _last(recorder, now, is_same=now is first)
+    last = _final_value(recorder, now, is_same=now is first)
     if last is None:
         return
     same = recorder.memory.same_content(last)
-    if first is not None and firsts.get(id(first)) in same:
+    if first is not None and first_values.get(id(first)) in same:
         return
     last = same[-1]
     recorder.recording.changes.append((where, last))
     if now is not first:
         recorder.recording.replaced.append(where)
-        if first is not None and _is_unlike(recorder, first, now, id(first) in firsts):
+        if first is not None and _differs_beyond_content(recorder, first, now, id(first) in first_values):
             recorder.recording.unlike.append(where)
 
 
-def _is_unlike(recorder: Recorder, first: torch.Tensor, now: torch.Tensor, is_read: bool) -> bool:
+def _differs_beyond_content(recorder: Recorder, first: torch.Tensor, now: torch.Tensor, is_read: bool) -> bool:
     """May Python code that looks at what stands there find something else, which no State node tells of? Of what the
     forward has read, that is its class and what hangs on it; of what it has not, all that is no content.
     """
@@ -434,15 +436,15 @@ def _is_unlike(recorder: Recorder, first: torch.Tensor, now: torch.Tensor, is_re
         return True
     if is_read:
         return False
-    return storage_of(first) in recorder.memory.bases or _looks(first) != _looks(now)
+    return storage_of(first) in recorder.memory.bases or _metadata(first) != _metadata(now)
 
 
-def _looks(tensor: torch.Tensor) -> Any:
+def _metadata(tensor: torch.Tensor) -> Any:
     flags = tensor.requires_grad, tensor.is_leaf, tensor.is_inference()
     return TensorSpec.of(tensor), geometry(tensor) if tensor.layout is torch.strided else None, flags
 
 
-def _last(recorder: Recorder, now: torch.Tensor, is_same: bool) -> ValueId | None:
+def _final_value(recorder: Recorder, now: torch.Tensor, is_same: bool) -> ValueId | None:
     """The value that a tensor of the model holds at the end; None for one that stands where it stood, unwritten."""
     memory = recorder.memory
     if (known := memory.read(recorder.standing_for(now))) is not None:
@@ -465,14 +467,14 @@ def keep_by_value(recorder: Recorder) -> None:
             continue
         known = memory.live.get(id(record.tensor))
         if id(record.tensor) in memory.moved:  # its alias counts the writes of what the object looks at now
-            _keep(recorder, record.returns)
+            _keep_copy(recorder, record.returns)
         elif isinstance(known, Alias) and known.base.version:
             memory.preserve(known.base)
         elif recording.values[record.returns] is record.tensor:
             if isinstance(known, Alias) and not known.steps:
                 memory.preserve(known.base)
             else:
-                _keep(recorder, record.returns)
+                _keep_copy(recorder, record.returns)
     begun = {id(record.tensor) for record in recording.records if isinstance(record, SourceRecord)}
     begun |= {id(tensor) for tensor in recorder.origins.parameters_at_start}
     for where, handle in recording.changes:
@@ -488,7 +490,7 @@ def keep_by_value(recorder: Recorder) -> None:
             if isinstance(known, Alias) and id(known.base.root) not in begun:
                 memory.preserve(known.base)  # what it was made of lies there too
             else:
-                _keep(recorder, handle)
+                _keep_copy(recorder, handle)
 
 
 def keep_arrays(recorder: Recorder) -> None:
@@ -554,7 +556,7 @@ def tensor_at(where: Where) -> torch.Tensor | None:
     return now if (now := held(module, key)) is not None else attribute_at(vars(module), key)
 
 
-def _keep(recorder: Recorder, handle: ValueId) -> None:
+def _keep_copy(recorder: Recorder, handle: ValueId) -> None:
     """A copy of one value in the place of the tensor that the model holds."""
     recording = recorder.recording
     if handle in recording.gone:
@@ -599,7 +601,7 @@ def keep_inputs(recording: Recording) -> None:
             recording.given[record.returns] = value.detach()
 
 
-def _stands(record: SourceRecord) -> bool:
+def _is_at_module(record: SourceRecord) -> bool:
     return record.kind not in ("input", "constant") and isinstance(record.where[0], nn.Module)
 
 
@@ -608,9 +610,9 @@ def note_places(recorder: Recorder) -> None:
     recording = recorder.recording
     recording.steps = fused_steps()
     sources = [record for record in recording.records if type(record) is SourceRecord]
-    found = [record for record in sources if record[0] == "parameter" or _stands(record)]
+    found = [record for record in sources if record[0] == "parameter" or _is_at_module(record)]
     tensors = [record.tensor for record in found]
-    standing = partial(_standing_notes, found, looks_at(tensors))
+    at_sources = partial(_place_notes, found, looks_at(tensors))
     others: list[PlaceNote] = []
     begun = recorder.origins.begun_by_module if recording.changes or recording.removed else {}
     for where in (*[where for where, _ in recording.changes], *recording.removed):
@@ -618,9 +620,9 @@ def note_places(recorder: Recorder) -> None:
         if isinstance(module, nn.Module):
             own = key in module._buffers or key in module._parameters or key in begun.get(id(module), ())
             others.append((where, "buffer" if own else "attribute", None, NO_LOOK))
-    recording.places = lambda: (*standing(), *others)
+    recording.places = lambda: (*at_sources(), *others)
 
 
-def _standing_notes(found: list[SourceRecord], looks: Callable[[], Iterable[Look]]) -> Iterator[PlaceNote]:
+def _place_notes(found: list[SourceRecord], looks: Callable[[], Iterable[Look]]) -> Iterator[PlaceNote]:
     for record, look in zip(found, looks(), strict=True):
         yield record.where, record.kind, record.tensor, look

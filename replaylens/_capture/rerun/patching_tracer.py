@@ -641,7 +641,7 @@ class LiveTracer(Tracer):
         generator = generator_of(values, {})
         is_apart = self.setup.separate_draws and generator is torch.default_generator and bool(outside)
         try:
-            draw = Draw(self.draws.aside() if is_apart else self.draws, generator)
+            draw = Draw(self.draws.separate() if is_apart else self.draws, generator)
             as_whom = as_the_user() if is_apart else nullcontext()
             with self._running_patch(), without_recomputation(), as_whom:
                 results = draw(patch, values, {"on_copy": self._note_copy})
