@@ -1,14 +1,14 @@
-"""What code does, as its bytecode tells: the one reader of code objects.
+"""What code does, read from its bytecode: the only reader of code objects.
 
-In: a code object, and where needed the instruction of it that runs (`frame.f_lasti`). Out: its steps, or a short answer
-about them. A step is an instruction that does something; what belongs to one has no step of its own:
+In: a code object, and where needed the instruction that runs (`frame.f_lasti`). Out: its steps, or a short answer about
+them. A step is an instruction that does something; auxiliary instructions belong to a step:
 
     0 LOAD_FAST | 2 PRECALL  4 CACHE | 6 CALL  8 CACHE | 10 EXTENDED_ARG  12 POP_JUMP_IF_NONE
     step 0      | step 1, as all up to its own caches  | step 2
 
-So a jump to 10 leads to step 2, and a frame that stands at 8 is in step 1. Python 3.10 to 3.13 spell some steps in two
-ways (`COPY` was `DUP_TOP`): the sets of names here hold both. Where bytecode leaves room for doubt, the answer is the
-careful one: that code asks, reads, catches.
+So a jump to 10 leads to step 2, and a frame at 8 is in step 1. Python 3.10 to 3.13 spell some steps in two ways (`COPY`
+was `DUP_TOP`): the sets of names here hold both. Where bytecode is ambiguous the answer is the conservative one: the
+code asks, reads, catches.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 
 
 class Step(NamedTuple):
-    """One instruction, and where in the source it stands, as exactly as this Python knows."""
+    """One instruction, and its position in the source as exactly as this Python knows."""
 
     name: str
     arg: int
@@ -55,7 +55,7 @@ _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 
 @lru_cache(maxsize=1024)
 def read(code: CodeType) -> Bytecode:
-    """The steps of a code object, without those of the code in it."""
+    """The steps of a code object, without those of nested code."""
     steps: list[Step] = []
     numbers: dict[int, int] = {}
     positions = _positions(code)
@@ -74,7 +74,7 @@ def _positions(code: CodeType) -> list[Any]:
 
 
 def is_torch_code(code: CodeType) -> bool:
-    """Is this code of torch or of replaylens, and not of the user?"""
+    """True for code of torch or of replaylens."""
     known = torch_code.get(id(code))
     if known is None or known[0] is not code:
         known = torch_code[id(code)] = (code, code.co_filename.startswith(_LIBRARY_PATHS))
@@ -87,12 +87,12 @@ _LIBRARY_PATHS = tuple(home.rsplit("/", 1)[0] + "/" for home in (torch.__file__,
 
 
 def has_step(code: CodeType, *names: str) -> bool:
-    """May there be a step of one of these names? Known at once, without the steps."""
+    """True if there may be a step of one of these names; found without decoding."""
     return not {dis.opmap[name] for name in names if name in dis.opmap}.isdisjoint(code.co_code[::2])
 
 
 def nested(code: CodeType) -> Iterator[CodeType]:
-    """A code object and all that lie in it: lambdas, comprehensions."""
+    """A code object and all code in it: lambdas, comprehensions."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -101,13 +101,13 @@ def nested(code: CodeType) -> Iterator[CodeType]:
 
 @lru_cache(maxsize=4096)
 def words(code: CodeType) -> frozenset[str]:
-    """The names that code uses, and the strings in it by which it can ask for a name; with what lies in it."""
+    """The names that code uses, and the strings that may serve as names, with those of nested code."""
     strings = (one for inner in nested(code) for one in inner.co_consts if type(one) is str and one.isidentifier())
     return frozenset(strings).union(*[inner.co_names for inner in nested(code)])
 
 
 def line_of_word(code: CodeType, word: str) -> int:
-    """The line on which a word is first used, in code or in what lies in it."""
+    """The line where code, or code nested in it, first uses a name."""
     for inner in nested(code):
         line = inner.co_firstlineno
         for step in read(inner).steps:
@@ -122,7 +122,7 @@ def line_of_word(code: CodeType, word: str) -> int:
 
 @lru_cache(maxsize=4096)
 def asks_identity(code: CodeType) -> bool:
-    """Does this code ask whether one object is another, which is no constant?"""
+    """True if the code tests the identity of an object with anything but a constant."""
     if not has_step(code, "IS_OP"):
         return False
     pairs = pairwise(read(code).steps)
@@ -131,7 +131,7 @@ def asks_identity(code: CodeType) -> bool:
 
 @lru_cache(maxsize=4096)
 def asks_for_none(code: CodeType, instruction: int) -> bool:
-    """Is what an instruction reads only asked for whether it is None?"""
+    """True if the value that an instruction reads is only compared with None."""
     steps, at = read(code).steps, read(code).number_of(instruction)
     after = steps[at + 1 : at + 3]
     if not after or after[0].name != "LOAD_CONST":
@@ -141,8 +141,8 @@ def asks_for_none(code: CodeType, instruction: int) -> bool:
 
 @lru_cache(maxsize=4096)
 def rebinds(code: CodeType, instruction: int) -> bool:
-    """Is this a call `x = self.act(x)` or `return self.act(x)`, of one local name to which the result is bound, or
-    which ends with it, so that the argument is called nothing else afterwards?
+    """True for a call `x = self.act(x)` or `return self.act(x)` of one local name, which the result replaces or which
+    ends there: nothing else refers to the argument afterwards.
     """
     steps, at = read(code).steps, read(code).number_of(instruction)
     if not 0 < at < len(steps) - 1 or steps[at].name not in _CALLS or steps[at].arg != 1:
@@ -160,7 +160,7 @@ _CALLS = frozenset(("CALL", "CALL_FUNCTION", "CALL_METHOD"))
 
 
 def called_bare(code: CodeType, names: Collection[str]) -> Iterator[str]:
-    """Those of some names that code, without what lies in it, calls with no argument, or with None alone."""
+    """Those of some names that code, without nested code, calls with no argument or with None alone."""
     if frozenset(names).isdisjoint(code.co_names):
         return
     last, given = "", False
@@ -181,10 +181,10 @@ def called_bare(code: CodeType, names: Collection[str]) -> Iterator[str]:
 
 @lru_cache(maxsize=4096)
 def uses_of(code: CodeType, key: str) -> tuple[str, ...]:
-    """What code does with an attribute, in its order: "stores"; "feeds", as `self.n += 1`, `self.seen.append(x)` and
-    `self.seen[name] = x` do; "spells" its name as a string; "reads".
+    """What code does with an attribute, in order: "stores"; "feeds" (`self.n += 1`, `self.seen.append(x)`,
+    `self.seen[name] = x`); "spells" its name as a string; "reads".
 
-    A `case Class(key=...)` reads it, and one by position may: of that the class alone knows.
+    `case Class(key=...)` reads it, and a positional pattern may: only the class knows.
     """
     steps = read(code).steps if key in code.co_names or key in code.co_consts or has_step(code, "MATCH_CLASS") else []
     classes = [number for number, step in enumerate(steps) if step.name == "MATCH_CLASS"]
@@ -215,7 +215,7 @@ _WRITERS = frozenset("append appendleft extend add update clear insert".split())
 
 @lru_cache(maxsize=4096)
 def catches(code: CodeType) -> bool:
-    """Does this code go on after an exception, anywhere?"""
+    """True if the code continues after an exception anywhere."""
     if "suppress" in code.co_names:
         return True
     if not has_step(code, *_HANDLES):
@@ -225,7 +225,7 @@ def catches(code: CodeType) -> bool:
 
 
 def _handlers(found: Bytecode) -> Iterator[int]:
-    """The numbers of the steps at which handlers begin, but for what a `with` does after an exception."""
+    """The steps at which handlers begin, except that of a `with`."""
     for number, step in enumerate(found.steps):
         if step.name == "SETUP_FINALLY":
             yield found.number_of(step.value)
@@ -234,7 +234,7 @@ def _handlers(found: Bytecode) -> Iterator[int]:
 
 
 def _goes_on(found: Bytecode, handler: int) -> bool:
-    """Can it end otherwise than by raising, as `except:` does, or `return`, `break` and `continue` in a `finally:`?"""
+    """True if the handler can end without raising: `except:`, or `return`, `break`, `continue` in a `finally:`."""
     stack, seen = [handler], set()
     while stack:
         number = stack.pop()
@@ -253,7 +253,7 @@ def _goes_on(found: Bytecode, handler: int) -> bool:
 
 @lru_cache(maxsize=4096)
 def keeps_exceptions(code: CodeType) -> bool:
-    """Can this code read what an exception says that it catches: by `except E as error`, or by asking Python for it?"""
+    """True if the code can read an exception that it catches: `except E as error`, or `sys.exc_info()`."""
     if not _READS_EXCEPTION.isdisjoint(code.co_names):
         return True
     steps = read(code).steps if has_step(code, *_HANDLES) else []

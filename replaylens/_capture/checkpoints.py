@@ -1,7 +1,7 @@
-"""Checkpoints of torch's, in a run that changes values: they would compute again in the backward, without the changes.
+"""Checkpoints (torch.utils.checkpoint) in a live run: in the backward they would recompute without the patches.
 
-A checkpoint without reentry hooks in where autograd saves tensors, and saves none. Where these hooks are left alone,
-autograd saves what it always saves, and the backward computes nothing again.
+A non-reentrant checkpoint hooks in where autograd saves tensors, and saves none. Where these hooks are disabled
+autograd saves as usual, and the backward recomputes nothing.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _ignore_hooks: Any = leave_saving_hooks_alone
 
 
 def without_recomputation() -> AbstractContextManager[Any]:
-    """Within, a checkpoint that the model is in saves what it would else compute again."""
+    """While a checkpoint around the model saves what it would otherwise recompute."""
     return _saving_without_hooks() if in_checkpoint() else _UNCHANGED
 
 
 def in_checkpoint() -> bool:
-    """Does a checkpoint keep tensors from being saved?"""
+    """True if a checkpoint keeps autograd from saving tensors."""
     hooks = _hooks(False)
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 def beneath_checkpoint() -> bool:
-    """Does a checkpoint run what runs now, of whatever kind, with gradients or without?"""
+    """True if a checkpoint of any kind runs the present call, with or without gradients."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename == _CHECKPOINT_FILE:
@@ -47,8 +47,8 @@ def beneath_checkpoint() -> bool:
 
 
 def recomputed_writes(recorder: Recorder) -> list[tuple[Any, str]]:
-    """Where the backward of the model writes once more what the forward wrote: (module, key). In place, or by assigning
-    another tensor that is made of what stood there; one that is made of other things comes out the same again.
+    """Where the backward of the model repeats writes of the forward: (module, key). In place, or by assigning a tensor
+    made from what stood there; one made from other things comes out the same again.
     """
     recording = recorder.recording
     written_again, values = recording.written_again, recording.values
@@ -63,7 +63,7 @@ def recomputed_writes(recorder: Recorder) -> list[tuple[Any, str]]:
 
 
 def _may_checkpoint_unseen(recorder: Recorder) -> bool:
-    """Without gradients a checkpoint leaves no mark. Does the model's code speak of one?"""
+    """True if the code names a checkpoint where gradients are off, and a checkpoint leaves no mark."""
     if recorder.recording.ambient[0] or not recorder.recording.changes:
         return False
     code = code_of(recorder.recording.model, recorder.origins.modules)
@@ -71,7 +71,7 @@ def _may_checkpoint_unseen(recorder: Recorder) -> bool:
 
 
 def _is_made_of(recording: Recording, made: dict[int, int], last: ValueId, places: set[tuple[int, str]]) -> bool:
-    """Does a value come of what stood at one of these places?"""
+    """True if a value depends on what stood at one of these places."""
     stack, seen = [int(last)], set[int]()
     while stack:
         handle = stack.pop()
@@ -93,8 +93,8 @@ _CHECKPOINT_FILE = inspect.unwrap(checkpoint).__code__.co_filename
 
 
 def leave_checkpoints(error: BaseException) -> None:
-    """Take off the hooks of checkpoints that an exception ended. Before torch 2.13 they stay on for as long as somebody
-    holds the exception: the generator that would take them off is a variable of a frame in its traceback.
+    """Removes the hooks of checkpoints that an exception ended. Before torch 2.13 they stay as long as the exception is
+    held: the generator that would remove them lives in a frame of its traceback.
     """
     module = sys.modules.get("torch.utils.checkpoint")
     if module is None or error.__traceback__ is None:
@@ -111,7 +111,7 @@ _UNCHANGED = nullcontext()
 
 @contextmanager
 def _saving_without_hooks() -> Iterator[None]:
-    """By a switch, not by taking hooks off: a checkpoint in another has two on the stack."""
+    """Disables the hooks by a switch instead of popping them: nested checkpoints have two on the stack."""
     before = _ignore_hooks(True)
     try:
         yield

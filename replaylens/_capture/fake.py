@@ -1,8 +1,8 @@
-"""A capture that computes nothing: the model runs on fake tensors, which have shapes and dtypes, and no content.
+"""A capture that computes nothing: the model runs on fake tensors, which have shapes and dtypes but no content.
 
-In: a model of any size, on any device, also on meta, and its inputs. Out: the Record of its forward, without values. No
-memory is taken for values; the model is put back as it was. A model whose way depends on contents has no way here: that
-is an error. Tensors on meta are taken for ones where the other tensors are.
+In: a model of any size, on any device including meta, and its inputs. Out: the Record of its forward, without values.
+No memory is allocated for values; the model is restored. A model whose path depends on contents cannot be captured like
+this: that is an error. Meta tensors are treated as if on the device of the others.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _dispatch_modes = count_dispatch_modes
 def outlined(
     model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], naming: Naming, unknown: str = "raise"
 ) -> Record:
-    """The Graph of a forward that computes nothing, and what is known of it besides: a Record without values."""
+    """The Record of a forward on fake tensors: its graph and metadata, without values."""
     require_supported(model)
     origins = Provenance(model)
     with _faked(origins.modules, args, kwargs) as (mode, args, kwargs):
@@ -72,7 +72,7 @@ def outlined(
 
 
 class FakeTracer(Tracer):
-    """One capture of a forward on fake tensors."""
+    """The tracer of one forward on fake tensors."""
 
     def __init__(self, recording: Recording, origins: Provenance, date: Moment, deep: bool, unknown: str) -> None:
         super().__init__(recording, origins, date, deep, unknown)
@@ -109,7 +109,7 @@ class FakeTracer(Tracer):
         return self._read_content(super()._expose, rule, func, args, kwargs)
 
     def _read_content(self, read: Callable[..., Any], *args: Any) -> Any:
-        """The model reads contents: it can be told those of constants."""
+        """The model reads contents: only those of constants are known."""
         try:
             return read(*args)
         except (ReplaylensError, RetraceAtDispatch):
@@ -119,7 +119,7 @@ class FakeTracer(Tracer):
 
 
 class _AllDrawing(DrawLog):
-    """Draws that nobody makes: every call that may draw is taken for one that does."""
+    """Nothing is drawn: every call that may draw counts as a draw."""
 
     def around(self, may_draw: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
         draw = Draw(None, torch.default_generator)
@@ -136,15 +136,15 @@ class _AllDrawing(DrawLog):
 
 
 class _NoContent(AliasTracker):
-    """Memory without content: nothing is lost when it is written."""
+    """Memory without content: a write loses nothing."""
 
     def preserve(self, base: Storage, content: torch.Tensor | None = None) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 @contextmanager
 def _faked(modules: list[nn.Module], args: Any, kwargs: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Within, the modules have fake parameters and buffers. Gives the mode, and the inputs as fake tensors."""
+    """Gives the modules fake parameters and buffers; yields the mode and the fake inputs."""
     state = ModelState(modules, (args, kwargs))
     fake = _FakeTensors(modules, (args, kwargs))
     tree = freeze_deep((args, kwargs), lambda tensor: _FakeInput(fake(tensor)))
@@ -163,14 +163,14 @@ def _faked(modules: list[nn.Module], args: Any, kwargs: Any) -> Iterator[tuple[A
 
 
 class _FakeInput:
-    """A fake input, in a tree of inputs."""
+    """Marks a fake input in a tree of inputs."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
 
 class _FakeTensors:
-    """Gives the fake tensor for a real one, the same for the same."""
+    """Maps each real tensor to one fake tensor."""
 
     def __init__(self, modules: list[nn.Module], inputs: Any) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -197,13 +197,13 @@ class _FakeTensors:
 
 
 def _place(error: Exception) -> str:
-    """Where in the model an exception came from, as its note says."""
+    """The lines of the model that the notes of an exception name."""
     notes = notes_of(error)
     return "".join(f"\n{line}" for note in notes for line in note.splitlines()[1:])
 
 
 def _refusal(error: Exception, where: str) -> str:
-    """What is said of a model that reads contents."""
+    """The error text for a model that reads contents."""
     return (
         f"the model reads the content of a tensor, or has a shape that depends on one ({error}), and fake tensors have "
         f"no content.{where}\nCapture it without fake=True."

@@ -1,7 +1,7 @@
-"""Hooks on the gradients of tensors, which the forward registers, and may take away again.
+"""Hooks on the gradients of tensors, which the forward registers and may remove.
 
-In: `h.register_hook(f)`. Out: a value of its own from there on, whose gradient goes through the hook. A hook acts as
-long as it is there when a gradient is taken: one that is gone by then is taken out of the recording.
+In: `h.register_hook(f)`. Out: from there on a value of its own, whose gradient goes through the hook. A hook acts as
+long as it is registered when a gradient is taken: one that is removed before is removed from the recording.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MAX_OBJECTS = 10_000  # objects that are looked at for the tensors that a hook 
 
 
 def hook(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
-    """A hook is registered. What was read of the tensor before has its gradient go through the hook as well."""
+    """Registers a hook. Gradients of earlier reads of the tensor go through it as well."""
     tensor = args[0]
     removable = func(*args, **kwargs)
     if recorder.functorch:
@@ -58,7 +58,7 @@ def hook(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _order_hooks(recording: Recording) -> None:
-    """Of hooks on one value a gradient comes first to the one that was there first: that is the last of the calls."""
+    """A gradient passes the first registered hook of a value first: that is the last of the recorded calls."""
     chain = list(_chain(recording))
     hooks = {handle: (removable, is_late) for handle, removable, is_late in recording.hooks}
     held = [(record.function, record.args[1:], hooks.pop(record.returns, None)) for _, record in chain]
@@ -70,7 +70,7 @@ def _order_hooks(recording: Recording) -> None:
 
 
 def _chain(recording: Recording) -> Iterator[tuple[int, CallRecord]]:
-    """The calls of hooks on one value, the last of the recording first."""
+    """The calls of hooks on one value, the last recorded first."""
     wanted = recording.records[-1].returns
     for number in range(len(recording.records) - 1, -1, -1):
         record = recording.records[number]
@@ -83,7 +83,7 @@ def _chain(recording: Recording) -> Iterator[tuple[int, CallRecord]]:
 
 
 def _is_read_with_gradient(recording: Recording, source: ValueId) -> bool:
-    """Does anything that has a history read this value?"""
+    """True if a call whose result requires gradients has read this value."""
     for record in reversed(recording.records):
         if record.returns == source:
             break
@@ -99,7 +99,7 @@ def _reads(record: CallRecord) -> list[Any]:
 
 
 def settle_hooks(recording: Recording) -> None:
-    """Of the hooks that are gone by now only the value stays."""
+    """Of hooks that are removed by now, only the value stays."""
     staying = []
     for handle, removable, is_late in recording.hooks:
         held = removable.hooks_dict_ref()
@@ -117,7 +117,7 @@ def _remove(recording: Recording, handle: ValueId) -> None:
 
 
 def note_hooks(recorder: Recorder) -> None:
-    """What no replay can give of the hooks that are there when the forward is over."""
+    """Records what no replay can reproduce of the hooks that are left after the forward."""
     recording = recorder.recording
     settle_hooks(recording)
     if any(is_late for _, _, is_late in recording.hooks):
@@ -129,7 +129,7 @@ def note_hooks(recorder: Recorder) -> None:
 
 
 def _is_of_forward(recorder: Recorder, tensor: torch.Tensor) -> bool:
-    """Did the forward make or write this tensor, or was it given? What the model holds is there in a replay too."""
+    """True if the forward computed or wrote this tensor, or it is an input. State exists in a replay too."""
     known = recorder.memory.live.get(id(tensor))
     if isinstance(known, Alias):
         if known.base.version:
@@ -140,8 +140,8 @@ def _is_of_forward(recorder: Recorder, tensor: torch.Tensor) -> bool:
 
 
 def _reachable_tensors(hook: Any) -> Iterator[torch.Tensor]:
-    """The tensors that a function can name: what it closes over, its defaults, what is bound to it, its globals; and of
-    other objects the attributes that it names.
+    """The tensors that a function can refer to: closure, defaults, bound arguments and globals that it names, and the
+    attributes that it names of other objects.
     """
     seen: set[int] = set()
     stack: list[tuple[Any, frozenset[str]]] = [(hook, frozenset())]
@@ -172,7 +172,7 @@ def _reachable_tensors(hook: Any) -> Iterator[torch.Tensor]:
 
 
 def _attributes(value: Any, names: frozenset[str]) -> list[Any]:
-    """The attributes of an object that have one of these names; tensors and modules of a module are such too."""
+    """The attributes of an object with one of these names, including tensors and modules of a module."""
     held = [getattr(value, "__dict__", {})]
     held.extend(held[0].get(table) or {} for table in ("_buffers", "_modules"))
     return [one for table in held for name, one in table.items() if name in names]

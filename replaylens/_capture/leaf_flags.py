@@ -1,7 +1,7 @@
-"""Leaves that the forward freezes, and lets take gradients again: `p.requires_grad_(False)`, `.requires_grad = True`.
+"""Changes of `requires_grad` of leaves during a forward: `p.requires_grad_(False)`, `.requires_grad = True`.
 
-In: a call that turns the flag of a tensor. Out: what the tensor holds from here on is a value of its own, so that each
-call reads it with the flag that it had then: detached while it is frozen, the very value from before when it is not.
+In: a call that sets the flag of a tensor. Out: from then on the tensor has a value of its own, so that each call reads
+it with the flag of that moment: detached while frozen, the original value once it is thawed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .recording import CallRecord, SourceRecord, ValueId
 
 
 def turn(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
-    """A call that may turn a leaf's flag: `requires_grad_`, the setter of `requires_grad`, `detach_`."""
+    """A call that may change the flag of a leaf: `requires_grad_`, the setter of `requires_grad`, `detach_`."""
     tensor = args[0]
     wanted = func.__name__ != "detach_" and bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
     before = tensor.requires_grad
@@ -43,7 +43,7 @@ def turn(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _keep_flag(recorder: Recorder, source: ValueId, tensor: torch.Tensor, flag: bool) -> None:
-    """What a call gave is recorded with the flag that it had then. What the model holds and is given stays itself."""
+    """Records the result of a call with the flag of that moment. State and inputs stay themselves."""
     values = recorder.recording.values
     is_given = any(isinstance(r, SourceRecord) and r.returns == source for r in recorder.recording.records)
     if values[source] is tensor and not is_given:
@@ -52,7 +52,7 @@ def _keep_flag(recorder: Recorder, source: ValueId, tensor: torch.Tensor, flag: 
 
 
 def _record_change(recorder: Recorder, tensor: torch.Tensor, function: Any, *reads: ValueId) -> ValueId:
-    """The call that stands for the turn: what it gives has the content of the last thing that it reads."""
+    """Records the call that changes the flag: its result has the content of the last value that it reads."""
     flag = function is not torch.Tensor.detach
     with recorder.at_work():
         handle = recorder.recording.keep(tensor.detach().requires_grad_(flag))
@@ -63,7 +63,7 @@ def _record_change(recorder: Recorder, tensor: torch.Tensor, function: Any, *rea
 
 
 def _set_value(recorder: Recorder, tensor: torch.Tensor, handle: ValueId) -> None:
-    """From here on the tensor holds this value."""
+    """From now on the tensor has this value."""
     entry = recorder.memory.entry(tensor)
     entry.handle = handle
     if not entry.steps:
@@ -72,8 +72,8 @@ def _set_value(recorder: Recorder, tensor: torch.Tensor, handle: ValueId) -> Non
 
 
 def note_flags(recorder: Recorder) -> None:
-    """Which leaves of the model are left with another flag than they had, when calls have read them as taking
-    gradients: torch asks for the flag in the backward pass, and what the forward set may be put back by then.
+    """Records which leaves of the model keep another flag than at the start although calls have read them as requiring
+    gradients: torch reads the flag in the backward, and may find it restored by then.
     """
     recording = recorder.recording
     own = {
@@ -85,7 +85,7 @@ def note_flags(recorder: Recorder) -> None:
 
 
 def _is_read_with_gradients(recorder: Recorder, first: ValueId, flag: bool) -> bool:
-    """Has a call read the leaf at a time when it took gradients?"""
+    """True if a call has read the leaf while it required gradients."""
     recording = recorder.recording
     values = {first} if flag else set()
     for record in recording.records:

@@ -1,12 +1,12 @@
-"""A capture that keeps little: what nobody wants is let go of as soon as the model itself has let go of it.
+"""A capture with `save=`: drops values during the forward as soon as the model itself has dropped them.
 
-In: a Wish. Out: a tracer whose recording forgets values while the model runs, so that the peak of memory is that of the
-plain forward and of what is kept. Which layers are wanted is known for sure only when all have their names; here it is
-guessed, and what was guessed wrong is computed again in the end (see _replay/record.py).
+In: a SaveSpec. Out: a tracer whose recording frees values while the model runs, so that peak memory is that of the
+plain forward plus what is saved. Which layers a spec means is certain only when all have names; SaveGuess guesses, and
+what it guessed wrong is recomputed at the end (see _replay/record.py).
 
-Whether the model still has a tensor is asked of Python's count of references: beyond those that the capture holds
-itself there is none. Torch counts its own hold on a tensor (autograd's, a view's on its base) among them. An id that
-is free again may name another tensor: with the tensor everything goes that was known by its id.
+A tensor may go when Python's reference count shows no reference but those of the capture. Torch counts its own
+references (autograd, a view on its base) among them. A freed id may be given to another tensor, so everything keyed by
+the id of a tensor goes with it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ YOUNG = 4  # so often a new tensor is looked at, before each of the next calls; 
 
 
 def memory_saving_tracer(spec: SaveSpec) -> Callable[[Recording, Provenance, Moment, bool, str], Tracer]:
-    """A tracer that keeps what a wish may mean."""
+    """Returns a factory of tracers that keep what a spec may mean."""
 
     def tracer(recording: Recording, origins: Provenance, date: Moment, deep: bool, unknown: str) -> Tracer:
         return MemorySavingTracer(recording, origins, date, deep, unknown, spec)
@@ -45,13 +45,13 @@ def memory_saving_tracer(spec: SaveSpec) -> Callable[[Recording, Provenance, Mom
 
 
 def settle(recording: Recording) -> None:
-    """The forward is over: nobody is told any more of what is recorded, and nothing holds the tracer."""
+    """After the forward: plain lists again, so that nothing observes the recording or holds the tracer."""
     recording.records, recording.values = list(recording.records), list(recording.values)
     recording.scope_outputs = list(recording.scope_outputs)
 
 
 class MemorySavingTracer(Tracer):
-    """One capture that keeps little."""
+    """The tracer of one capture with `save=`."""
 
     def __init__(
         self, recording: Recording, origins: Provenance, date: Moment, deep: bool, unknown: str, spec: SaveSpec
@@ -68,7 +68,7 @@ class MemorySavingTracer(Tracer):
         return super()._fresh(rule, func, args, depth + 1)
 
     def read_all(self, args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
-        """The beginning of every other operation."""
+        """Every operation besides `_fresh` begins here."""
         self.dropper.drop_unreferenced()
         return super().read_all(args, kwargs)
 
@@ -81,11 +81,11 @@ class MemorySavingTracer(Tracer):
                 self.dropper.mark_unwanted(handle)
 
     def own_references(self, tensor: torch.Tensor) -> int:
-        """How many references to a tensor are the capture's own."""
+        """How many references to a tensor are those of the capture."""
         return super().own_references(tensor) + (id(tensor) in self.dropper.watched)
 
     def _on_module_output(self, output: Handed) -> None:
-        """A module gave its output, which may be wanted by the module's address."""
+        """A module returned: its output may be wanted by its address."""
         self.recording.scope_outputs[-1] = (output[0], kept := bare(output[1]), *output[2:])
         self.in_trees.subtract(objects_held(output[1]))
         self.in_trees.update(objects_held(kept))
@@ -96,8 +96,8 @@ class MemorySavingTracer(Tracer):
 
 
 class SaveGuess:
-    """Which values a wish means, as far as can be told while the model runs: by names as they will be if no operation
-    turns out to lead nowhere.
+    """Guesses which values a spec means while the model runs: by the names that layers will have if no operation is
+    pruned as an orphan.
     """
 
     def __init__(self, spec: SaveSpec, recording: Recording, modules: dict[int, str]) -> None:
@@ -110,7 +110,7 @@ class SaveGuess:
         self.counted_scopes = 0
 
     def wants(self, record: CallRecord | SourceRecord) -> bool:
-        """Is what this record gives to be kept? What no call made always is."""
+        """True if the results of this record are to be kept. Those of no call always are."""
         if isinstance(record, SourceRecord):
             if record.kind == "parameter":
                 self.parameters.add(record.returns)
@@ -136,7 +136,7 @@ class SaveGuess:
         return (kind, number, f"{number}_{self.total}"), self.total
 
     def wants_output(self, number: int) -> bool:
-        """Is the output of this call of a module to be kept?"""
+        """True if the output of this module call is to be kept."""
         if not self.spec.keys:
             return False
         for scope in self.recording.scopes[self.counted_scopes :]:
@@ -148,7 +148,7 @@ class SaveGuess:
 
 @define(eq=False)
 class WatchedTensor:
-    """A tensor whose every value is spare."""
+    """A tensor of which no value is wanted."""
 
     tensor: torch.Tensor
     handles: list[ValueId]
@@ -156,7 +156,12 @@ class WatchedTensor:
 
 @define(eq=False)
 class ValueDropper:
-    """Lets go of spare values whose tensors only the capture still holds."""
+    """Drops unwanted values whose tensors only the capture still references.
+
+    Most tensors die within a few calls, so a new one is checked before each of the next `YOUNG` calls; then it is old.
+    One pass over all old tensors costs `len(old)` checks; it runs once `skipped_checks`, which grows by `YOUNG` a call,
+    has reached that number. So checks cost at most about `2 * YOUNG` a call, however many tensors a model keeps alive.
+    """
 
     recording: Recording
     memory: AliasTracker
@@ -168,7 +173,7 @@ class ValueDropper:
     skipped_checks: int = 0
 
     def mark_unwanted(self, handle: ValueId) -> None:
-        """Nobody wants this value."""
+        """No layer that the spec means has this value."""
         self.recording.spare.add(handle)
         tensor = _raw_value(self.recording.values, handle)
         if type(tensor) is Freed:
@@ -198,7 +203,7 @@ class ValueDropper:
                 self._unwatch(number)
 
     def drop_unreferenced(self) -> None:
-        """Let go of what can be. New tensors are looked at often, old ones at no more than a few for each call."""
+        """Drops what only the capture references: checks every young tensor, and the old ones now and then."""
         for number, checks in list(self.young.items()):
             if self._drop_if_unreferenced(number):
                 continue
@@ -219,7 +224,7 @@ class ValueDropper:
         self.old.pop(number, None)
 
     def _drop_if_unreferenced(self, number: int) -> bool:
-        """Let go of a tensor, if nobody else holds it."""
+        """Drops a tensor unless something besides the capture references it; True if it was dropped."""
         watched, known = self.watched[number], self.memory.live.get(number)
         is_root = isinstance(known, Alias) and known.tensor is known.base.root
         recorded = [handle for handle in watched.handles if _raw_value(self.recording.values, handle) is watched.tensor]
@@ -243,7 +248,7 @@ class ValueDropper:
         return True
 
     def _forget_base(self, root: Alias) -> bool:
-        """Forget a base, if no view looks at it any more, and nobody outside torch does."""
+        """Forgets a storage; False if an alias, numpy or its like still uses it."""
         if root.base.exposed is not None or root.base.twin is not None:
             return False
         key = storage_of(root.base.root)
@@ -255,7 +260,7 @@ class ValueDropper:
         return True
 
     def _require_no_unseen_write(self, tensor: torch.Tensor, known: ValueId | Alias | None) -> None:
-        """Was the tensor written by nobody who did not say so? It is the last time that this can be asked."""
+        """Retraces if the tensor was written unseen: once it is dropped, nothing can tell any more."""
         if isinstance(known, Alias):
             counted = known.base.counter if tensor is known.base.root else None
         else:
@@ -265,7 +270,7 @@ class ValueDropper:
 
 
 class _ObservedList(list[Any]):
-    """A list that says what is added to it."""
+    """A list that reports each item appended."""
 
     def __init__(self, on_append: Callable[[Any], None]) -> None:
         self.on_append = on_append
@@ -276,7 +281,7 @@ class _ObservedList(list[Any]):
 
 
 class _RecordedValues(list[Any]):
-    """Recorded values. One that is gone cannot be read: the model must be looked at once more, and all be kept."""
+    """The recorded values. Reading a dropped one retraces the model with all values kept."""
 
     def __init__(self, rollback: Callable[[int], None]) -> None:
         self.rollback = rollback
@@ -305,7 +310,9 @@ def _references_of_base(entry: Alias) -> int:
 
 
 def _has_other_aliases(tensor: torch.Tensor) -> bool:
-    """Does something else look at the tensor's memory, seen or not? What a kernel made it a view of does not count."""
+    """True if another tensor uses this storage, recorded or not. The hidden base that a kernel returned a view of does
+    not count.
+    """
     try:
         others = _storage_use_count(tensor) - _STORAGE_ALONE
     except (RuntimeError, NotImplementedError):  # sparse and nested ones
@@ -314,18 +321,20 @@ def _has_other_aliases(tensor: torch.Tensor) -> bool:
 
 
 def _base_use_count(view: torch.Tensor) -> int:
-    """How many there are that hold on to what a tensor is a view of."""
+    """How many references torch counts to the base of a view."""
     base = view._base
     return base._use_count() if base is not None else 0  # type: ignore[attr-defined]
 
 
 def _storage_use_count(tensor: torch.Tensor) -> int:
-    """How many there are that hold on to the tensor's memory."""
+    """How many references torch counts to the storage of a tensor."""
     return int(storage_holders(tensor.untyped_storage()._cdata))
 
 
 def _alone() -> tuple[int, int, int, int]:
-    """The least number of references that there are to a tensor and to a base, as this Python counts them."""
+    """The counts of a tensor, a Storage, its memory and a hidden base to which nothing else refers, as this Python and
+    torch count.
+    """
     watched = WatchedTensor(torch.empty(0), [])
     root = torch.empty(0)
     entry = Alias(root, Storage(root, ValueId(0), ValueId(0)), (), ValueId(0), 0)

@@ -1,24 +1,19 @@
-"""Has a module kept what it hands on? Asked of Python's count of references to it.
+"""Aliases of module outputs: where a forward hook on a module would change less than a patch of the value it returns.
 
-In: a module's output as it leaves the module. Out: the same output in which other tensors may stand. What is put into a
-container that somebody else holds as well, they would see: whoever asks is told of it. Of records nothing is known.
-
-What a module hands on, where that is another value than what the module itself read or kept of it.
-
-In: a Recording whose forward is over. Out: the same Recording, in which what a module gave has a name of its own (an
-alias, as the output of `nn.Identity` has) wherever a forward hook would change less than a patch of the value: where
-something had read it before the module returned, and something reads it afterwards; where it is memory that the module
-wrote through a view; or where somebody else holds the container in which it is handed on. Who reads it from which of
-the two is not known then, and the alias is marked. So it is where a view that the module made of it goes on to look at
-its memory, which is written later: with another tensor there, it would not.
+In: a Recording whose forward is over. Out: the same Recording, in which the output of a module has a value of its own
+(an alias, as the output of `nn.Identity` is) wherever the value has other readers: something read it before the module
+returned and something reads it afterwards; or the module wrote it through a view of its memory; or somebody else holds
+the container that it is returned in, or a view of it that is used after a later write, where one cannot know which of
+the two is read: then the alias is marked.
 
     def forward(self, x):              h = relu(x)
         h = relu(x)                    m = mean(h)
         self.seen = h.mean()           out = identity(h)     <- a hook on the module changes this, and not m
         return h
 
-Aliases that a capture made in case of need, and that turn out to tell nothing apart, are taken out again. Nothing runs
-here.
+While the model runs, `renewed` replaces tensors in a module's output, and Python's reference counts show whether
+anything else holds its containers. Aliases that a capture made as a precaution, and that distinguish nothing, are
+removed again. Nothing runs here.
 """
 
 from __future__ import annotations
@@ -59,7 +54,7 @@ _references = sys.getrefcount
 
 
 class New(Protocol):
-    """What stands in the place of what a module gives."""
+    """Makes the replacement of a tensor in an output; `kept` handles a container that somebody else holds."""
 
     def __call__(self, tensor: torch.Tensor, outside: int, /) -> torch.Tensor: ...
 
@@ -67,7 +62,7 @@ class New(Protocol):
 
 
 def references_of(memory: AliasTracker, tensor: torch.Tensor) -> int:
-    """How many references to a tensor are those of a recording, of its memory, and of torch."""
+    """How many references to a tensor are those of a recording, of its alias tracker, and of torch."""
     known, values = memory.live.get(id(tensor)), memory.recording.values
     found = int(_TORCH_COUNTS and _is_held_by_torch(tensor))
     if not isinstance(known, Alias):
@@ -89,9 +84,11 @@ def _is_held_by_torch(tensor: torch.Tensor) -> bool:
 
 
 def renewed(value: Any, outside: int, new: New, in_trees: Mapping[int, int]) -> Any:
-    """A module's output with `new(tensor, beyond)` in the place of each tensor; `beyond` counts the references that
-    are not the output's own. Tuples are made again; what can be written is written where nobody else holds it, and is
-    `new.kept(container)` elsewhere. `ours`: how many references to an object, by its id, are those of frozen trees.
+    """A module's output with `new(tensor, outside)` in place of each tensor.
+
+    `outside`: references that are not the output's own. Tuples are rebuilt; a mutable container is changed in place if
+    nobody else holds it, and replaced by `new.kept(container)` otherwise. `in_trees`: how many references to an object,
+    by id, frozen trees hold.
     """
     if isinstance(value, torch.Tensor):
         return new(value, outside)
@@ -107,7 +104,7 @@ def renewed(value: Any, outside: int, new: New, in_trees: Mapping[int, int]) -> 
 
 
 def _rebuilt(value: Any, outside: int, new: New, in_trees: Mapping[int, int]) -> Any:
-    """What cannot be written, around other items. Who has kept the tuple has kept what is in it."""
+    """An immutable container around other items. Whoever holds the tuple holds its items."""
     items = []
     for item in value:
         count = _references(item) - _WITHIN
@@ -125,7 +122,7 @@ def _rebuilt(value: Any, outside: int, new: New, in_trees: Mapping[int, int]) ->
 
 
 def _replace_items(value: Any, new: New, in_trees: Mapping[int, int]) -> None:
-    """Put new tensors into a list, a dict, or an object with attributes."""
+    """Puts replacements into a list, a dict, or an object with attributes."""
     if isinstance(value, (list, deque)):
         put: Any = list.__setitem__ if isinstance(value, list) else deque.__setitem__
         for number in range(len(value)):
@@ -156,7 +153,7 @@ def _replace_attributes(value: Any, new: New, in_trees: Mapping[int, int]) -> No
 
 
 def objects_held(tree: Any) -> Counter[int]:
-    """How many references to each object, by its id, a frozen tree holds, to copy from it later."""
+    """How many references to each object, by id, a frozen tree holds as templates."""
     held: Counter[int] = Counter()
     seen: set[int] = set()
     stack = [tree]
@@ -173,8 +170,8 @@ def objects_held(tree: Any) -> Counter[int]:
 
 
 def _reference_baselines() -> tuple[int, int, int, bool]:
-    """As this Python and this torch count: references to what a name holds, to what a list holds as well, to an item of
-    a container that a name holds; and does torch count its own hold on a tensor among them?
+    """As this Python and torch count: references to what a name holds, to what a list holds as well, to an item of a
+    container that a name holds; and whether torch counts its own reference.
     """
     out = torch.empty(2)
     bare = _references(out)
@@ -189,7 +186,7 @@ def _reference_baselines() -> tuple[int, int, int, bool]:
 
 
 def _caller_references() -> int:
-    """How many references to what a module gives back are those of a call `x = module(x)`."""
+    """How many references to the result of a module a call `x = module(x)` itself holds."""
     found = []
 
     def listen(called: Any, call: Any, args: Any, kwargs: Any) -> Any:
@@ -214,12 +211,12 @@ GIVEN = _caller_references()
 
 
 def is_handing(record: Any) -> TypeGuard[CallRecord]:
-    """Is this the record of a value that a module hands on?"""
+    """True for the record of an alias of a module output."""
     return isinstance(record, CallRecord) and record.function is alias and len(record.args) == 2
 
 
 def hand_on(recording: Recording) -> None:
-    """Give what modules hand on a name of its own where it needs one, and nowhere else; once."""
+    """Gives module outputs aliases where they need them, and nowhere else; does so once."""
     if recording.is_handed_on:
         return
     recording.is_handed_on = True
@@ -242,7 +239,7 @@ def hand_on(recording: Recording) -> None:
 
 @define(eq=False)
 class _NewAlias:
-    """An alias that is to be put in: before which record, of what, in which module call, as which of its values."""
+    """An alias to insert."""
 
     at: int
     old: ValueId  # the value that the module gave
@@ -254,7 +251,7 @@ class _NewAlias:
 
 
 class _Reads:
-    """Where each value that a module gave is read, by positions among the records."""
+    """Where each module output is read, by position among the records."""
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
@@ -293,12 +290,12 @@ class _Reads:
                     self.of[leaf].append(position)
 
     def is_differentiated(self, handle: ValueId) -> bool:
-        """Did a call give it inside torch.func.grad or its kin? What it is of, or was before, a patch may change."""
+        """True if a call inside torch.func.grad or a similar transform computed it."""
         record = self.recording.records[self.made[handle]] if handle in self.made else None
         return isinstance(record, CallRecord) and record.is_differentiated
 
     def redundant(self) -> set[int]:
-        """The aliases that tell nothing apart: nothing else reads what they are of, or nothing reads either later."""
+        """Positions of aliases that distinguish nothing: only they read their value, or nothing reads either later."""
         found: set[int] = set()
         patched = set(self.recording.patched.values())
         late = bypassed(self.recording)
@@ -316,7 +313,7 @@ class _Reads:
 def _missing_aliases(
     recording: Recording, found: _Reads, returned: list[Any], returned_twice: set[ValueId]
 ) -> list[_NewAlias]:
-    """The aliases that are missing, in the order in which the modules returned. `again`: of what is handed on twice."""
+    """The aliases to insert, in the order in which the modules returned."""
     new: list[_NewAlias] = []
     before: set[tuple[int, ValueId]] = set()  # the modules by which a value was handed on before
     now: dict[ValueId, tuple[ValueId, int]] = {}  # a value -> what stands for it after which position
@@ -353,13 +350,13 @@ def _missing_aliases(
 
 
 class _Views:
-    """Which values that stand before a record lie in the memory of another: found when it is first asked."""
+    """Which values share memory; computed when first asked."""
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
 
     def of(self, handle: ValueId, end: int) -> list[ValueId]:
-        """The views of a value's memory that were made before a record."""
+        """The values over the same memory as `handle` that were made before position `end`."""
         if not self._is_written or (key := self._key(handle)) is None:
             return []
         return [other for other, made in self._by_memory.get(key, ()) if made < end and other != handle]
@@ -383,7 +380,7 @@ class _Views:
 
 
 def _is_used_after_write(recording: Recording, view: ValueId, end: int) -> bool:
-    """Is a view read again, or written through, after its memory was written?"""
+    """True if a view is read again, or written through, after its memory was written."""
     if view in recording.overwritten:
         return True
     late = (r for r in recording.records[end:] if isinstance(r, CallRecord) and r.function is mutate)
@@ -391,7 +388,7 @@ def _is_used_after_write(recording: Recording, view: ValueId, end: int) -> bool:
 
 
 def _insert(recording: Recording, new: list[_NewAlias]) -> None:
-    """Put aliases between the records, and let what comes after read them."""
+    """Inserts aliases between the records; later records read them."""
     before: dict[int, list[int]] = {}
     of_value: dict[ValueId, list[_NewAlias]] = {}
     for number, one in enumerate(new):
@@ -428,7 +425,7 @@ def _insert(recording: Recording, new: list[_NewAlias]) -> None:
 
 
 def _duplicate_value(recording: Recording, old: ValueId, new: ValueId) -> None:
-    """One value under a second number."""
+    """Stores one value under a second number."""
     values: list[Any] = recording.values
     list.append(values, list.__getitem__(values, old))
     recording.versions.append(recording.versions[old])
@@ -439,7 +436,7 @@ def _duplicate_value(recording: Recording, old: ValueId, new: ValueId) -> None:
 
 
 def _renumber(recording: Recording, where: list[int], name: _NameAt) -> None:
-    """All that is numbered by records, or names values, besides the records themselves."""
+    """Updates everything besides the records that refers to positions or values."""
     end = len(where)
     recording.patched = {where[n]: where[of] for n, of in recording.patched.items()}
     guards = [_read_at(guard, name, guard.position) for guard in recording.guards]
@@ -463,12 +460,12 @@ _NameAt = Callable[[ValueId, int], ValueId]  # what a value is called at a posit
 
 
 def _renamed(tree: Any, name: _NameAt, position: int) -> Any:
-    """A tree with what each value is called there."""
+    """A tree with the names that its values have at a position."""
     return remake(tree, lambda leaf: name(leaf, position) if type(leaf) is ValueId else leaf)
 
 
 def _read_at(record: Any, name: _NameAt, position: int) -> Any:
-    """A record or a guard with what it reads as it is called there."""
+    """A record or guard that reads values by the names that they have at a position."""
     if not isinstance(record, (CallRecord, GuardRecord)):
         return record
     kwargs = record.kwargs or {}
@@ -480,7 +477,7 @@ def _read_at(record: Any, name: _NameAt, position: int) -> Any:
 
 
 def _alias(recording: Recording, one: _NewAlias) -> CallRecord:
-    """The record of a value that a module hands on. Gradients pass, wherever the module stands."""
+    """The record of an alias of a module output. Gradients pass through it, wherever the module stands."""
     context, within = _context_of_alias(recording), one.scope in recording.differentiated
     args = [one.source, one.number]
     return CallRecord(alias, "identity", args, {}, one.handle, context, one.scope, None, is_differentiated=within)
@@ -493,7 +490,7 @@ def _context_of_alias(recording: Recording) -> Any:
 def _insert_in_gradient(
     recording: Recording, record: Any, position: int, new: list[_NewAlias], where: list[int], at: dict[int, int]
 ) -> Any:
-    """The record of a gradient, with the new aliases of what it runs again: those that stood there by then."""
+    """The record of an inner gradient whose recomputed stretch has the new aliases made by then."""
     if not isinstance(record, CallRecord) or not record.through:
         return record
     arguments = GradientArguments(*record.args)
@@ -532,7 +529,7 @@ def _insert_in_gradient(
 
 
 def _remove(recording: Recording, redundant: set[int]) -> None:
-    """Take aliases out again: what reads them reads what they are of."""
+    """Removes aliases: their readers read the original value."""
     replaced: dict[ValueId, ValueId] = {}
     for position in sorted(redundant):
         record = recording.records[position]
@@ -548,7 +545,7 @@ def _remove(recording: Recording, redundant: set[int]) -> None:
 
 
 def _remove_from_gradient(record: Any, redundant: set[int], where: list[int]) -> Any:
-    """The record of a gradient without aliases that are no more, among what it runs again."""
+    """The record of an inner gradient whose recomputed stretch has lost the removed aliases."""
     if not isinstance(record, CallRecord) or not record.through:
         return record
     args = record.args
@@ -563,7 +560,7 @@ def _remove_from_gradient(record: Any, redundant: set[int], where: list[int]) ->
 
 
 def _remove_nodes(stretch: Graph, removed: dict[Ref, Ref]) -> Graph:
-    """The stretch without some of its calls: what reads them reads what they are of."""
+    """The stretch without some aliases: their readers read the original value."""
     read = lambda leaf: removed.get(leaf, leaf) if type(leaf) is Ref else leaf  # noqa: E731
     kept = [node for node in stretch.nodes if Ref(node.name) not in removed]
     nodes = [remade(node, read) if isinstance(node, Call) else node for node in kept]

@@ -1,17 +1,14 @@
-"""What a model asks of tensors besides their content: their memory layout, their flags, the modes around it.
+"""What a model reads of tensors besides their content: memory layout, flags, and the modes around it.
 
-In: reads as the tracer meets them, and the code that ran. Out: Guards of the kinds "layout", "flags" and "mode". No
-content is behind these answers, so that nothing is run to ask them again: see `_replay/flag_guards.py`. Torch does not
-show reads of the gradient mode to anybody: that the code which ran names them is taken for a read.
+In: reads as the tracer meets them, and the code that ran. Out: Guards of the kinds "layout", "flags" and "mode". These
+answers depend on no content, so nothing runs to check them again: see `_replay/flag_guards.py`. Torch shows nobody that
+the gradient mode is read: code that ran and names such a function counts as reading it.
 
-Where a model went on after it had read a truth value.
-
-In: the instruction that read it, and what it said. Out: the instruction that ran next and is no part of the test; None
-where the value was kept and tested later, or not at all.
-
-The way is walked as Python walks it, jump by jump. What a compiler puts at a branch besides (the jump back of a loop,
-the tidying behind a chained comparison) has the very positions of the test: by them it is told from a statement of the
-user's, such as `continue`. Which of these a Python writes differs from version to version; the positions do not.
+The second part finds where a model went after it read a truth value. In: the instruction that read it, and the value.
+Out: the next instruction that is not part of the test; None if the value was stored and tested later, or never. It
+executes the bytecode jump by jump. What the compiler adds at a branch (the jump back of a loop, the cleanup of a
+chained comparison) has the source positions of the test, which tells it from statements of the user such as `continue`.
+Which instructions are added varies with the version of Python; the positions do not.
 """
 
 from __future__ import annotations
@@ -40,12 +37,12 @@ _SHOWING_FLAGS = frozenset(("_grad_preprocess", "_str_intern"))
 
 
 def next_functions(tensor: torch.Tensor) -> Any:
-    """What the history of a tensor leads back to."""
+    """The previous steps in the autograd history of a tensor."""
     return None if tensor.grad_fn is None else tensor.grad_fn.next_functions
 
 
 class Asked(NamedTuple):
-    """A question as it was met: of which tensor, at which record, from where."""
+    """A question as it was met: of which tensor, at which record, from which line."""
 
     kind: str
     function: Any
@@ -60,7 +57,7 @@ class Asked(NamedTuple):
 
 
 def guard_of(asked: Asked, ref: Any, to_ref: Any, scope: Any, source: Source | None, count: int) -> Guard:
-    """The question as a fact of the program."""
+    """The question as a Guard of the program."""
     return Guard(
         Target.of(asked.function),
         (ref, *remake(asked.args, to_ref)),
@@ -75,12 +72,12 @@ def guard_of(asked: Asked, ref: Any, to_ref: Any, scope: Any, source: Source | N
 
 
 def shows_flags(code: CodeType) -> bool:
-    """Is it one of torch's functions whose result shows the flags of what they are given?"""
+    """True for a function of torch whose result depends on the flags of its arguments."""
     return code.co_name in _SHOWING_FLAGS
 
 
 def mode_guards(ran: Iterable[CodeType], methods: Methods, ambient: Any) -> Iterator[Guard]:
-    """The modes that code which ran asks for, or functions that it names."""
+    """Guards of the modes that code which ran reads, or that functions it refers to read."""
     answers = {"is_grad_enabled": ambient.grad, "is_inference_mode_enabled": ambient.inference}
     known = dict(methods.by_code)
     codes = {id(code): code for code in ran}
@@ -96,7 +93,7 @@ def mode_guards(ran: Iterable[CodeType], methods: Methods, ambient: Any) -> Iter
 
 
 def _modes_by_value(function: FunctionType | None) -> Iterator[str]:
-    """The modes that a function asks for by a name of its own: an alias, a variable that it closes over, a partial."""
+    """The modes that a function reads by another name: an alias, a closure variable, a partial."""
     if function is None:
         return
     for value in (*named_by(function), *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
@@ -112,7 +109,7 @@ _BOOL_OF_COMPARISON = 16  # in the argument of COMPARE_OP, from Python 3.13 on
 
 @lru_cache(maxsize=4096)
 def taken(code: CodeType, instruction: int, value: bool) -> int | None:
-    """The instruction at which the code went on, where the one that read a truth value leads to a jump on it."""
+    """The offset of the instruction that ran next, if the one that read a truth value leads to a jump on it."""
     found = read(code)
     at, stack, steps = found.number_of(instruction), [value], found.steps
     test: set[Any] = {None}  # where the jumps so far stand
@@ -132,13 +129,13 @@ def taken(code: CodeType, instruction: int, value: bool) -> int | None:
 
 
 def _leaves_bool(one: Step) -> bool:
-    """Does the instruction that read it leave the truth value itself on the stack?"""
+    """True if the instruction that read the truth value leaves it on the stack."""
     return "CALL" in one.name or (one.name == "COMPARE_OP" and one.arg & _BOOL_OF_COMPARISON > 0)
 
 
 def _loop_start(code: CodeType, steps: list[Step], at: int) -> int | None:
-    """Where the jump back of a comprehension leads to, if this is one. Python 3.12 puts it where the element stands,
-    which was not made.
+    """The target of the jump back of a comprehension, if this is one. Python 3.12 gives it the position of the element,
+    which was not computed.
     """
     one = steps[at]
     is_back = one.name.startswith("JUMP") and one.target is not None and one.target < one.offset
@@ -146,7 +143,7 @@ def _loop_start(code: CodeType, steps: list[Step], at: int) -> int | None:
 
 
 def _belongs_to_test(one: Step, stack: list[Any], test: set[Any]) -> bool:
-    """Is it about the value that was read, or put there by the compiler and not by a statement of the user's?"""
+    """True if the instruction handles the value that was read, or is added by the compiler."""
     if one.name == "TO_BOOL" or one.name in _STACK_OPS:
         return True
     if "IF_" in one.name or one.name == "UNARY_NOT":
@@ -155,9 +152,9 @@ def _belongs_to_test(one: Step, stack: list[Any], test: set[Any]) -> bool:
 
 
 def _execute(one: Step, stack: list[Any]) -> int | None:
-    """Do what an instruction does: the offset that it jumps to, -1 for the next; None where it is more than a test.
+    """Executes an instruction: the offset that it jumps to, -1 for the next; None if it is more than a test.
 
-    On the stack stand truth values, and None for anything else.
+    The stack holds truth values, and None for anything else.
     """
     if one.name in ("TO_BOOL", "NOP"):
         return -1
@@ -172,7 +169,7 @@ def _execute(one: Step, stack: list[Any]) -> int | None:
 
 
 def _execute_stack_op(one: Step, stack: list[Any]) -> int | None:
-    """What moves things on the stack, or turns a truth value round."""
+    """Executes what moves stack items, or negates a truth value."""
     depth = one.arg if one.name in ("SWAP", "COPY") else 2 if one.name == "ROT_TWO" else 1
     stack[:] = [None] * (depth - len(stack)) + stack
     if one.name == "POP_TOP":
@@ -190,13 +187,13 @@ def _execute_stack_op(one: Step, stack: list[Any]) -> int | None:
 
 @lru_cache(maxsize=4096)
 def keeps(code: CodeType, instruction: int) -> bool:
-    """Is it a call that reads the value for itself, as `any` does? `bool(x)` hands it on as it is."""
+    """True for a call that consumes the truth value itself, as `any` does; `bool(x)` returns it."""
     step = read(code).steps[read(code).number_of(instruction)]
     return "CALL" in step.name and not _source_from(code, step).startswith("bool(")
 
 
 def _source_from(code: CodeType, step: Step) -> str:
-    """The line from where a step's expression begins; "" where this Python does not say."""
+    """The source line from where the expression of a step begins; "" if this Python does not know."""
     if type(step.position) is not tuple or step.position[2] is None:
         return ""
     line, _, column, _ = step.position

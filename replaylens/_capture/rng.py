@@ -1,8 +1,8 @@
-"""Which call draws random numbers, the generator's state before it, and how the generator came into that state.
+"""Which call draws random numbers, the generator state before it, and how the generator came into that state.
 
-In: a call that may draw. Out: the state of the generator that it draws from, if it moved. The state is kept before each
-draw, so that seeding inside the forward, forks of the generator and draws that nobody sees are harmless. A state that
-an earlier draw left, at once or put back by the forward, is known again; one that nobody left was fixed by a seed.
+In: a call that may draw. Out: the state of its generator, if it moved. The state is stored before each draw, so seeding
+inside the forward, forks of the generator and unseen draws do no harm. A state that an earlier draw left, or that the
+forward restored, is recognised; any other was set by a seed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _GENERATOR_NAMES = _COPYING | _SETTING | {"initial_seed", "manual_seed"}
 
 
 def draws_nothing(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Does this call surely draw nothing, although its kind may? Dropout in evaluation is the common one."""
+    """True if this call draws nothing although others of its kind do: mostly dropout in evaluation mode."""
     op = info(function)
     if op.has(Quirk.DROPOUT):
         return not op.given("train", args, kwargs, kwargs.get("training", True))
@@ -47,7 +47,7 @@ def draws_nothing(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def generator_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator:
-    """The generator that a call draws from: the one it is given, else the default one of its device."""
+    """The generator that a call draws from: its argument, or the default one of its device."""
     for value in (kwargs.get("generator"), *args):
         if isinstance(value, torch.Generator):
             return value
@@ -56,25 +56,25 @@ def generator_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generat
 
 
 def default_generator(device: torch.device | None) -> torch.Generator:
-    """The generator that a call without one draws from on this device."""
+    """The default generator of a device."""
     if device is not None and device.type == "cuda" and torch.cuda.is_available():
         return torch.cuda.default_generators[device.index or torch.cuda.current_device()]
     return torch.default_generator
 
 
 def as_drawn(generator: Any, key: str) -> Generator | None:
-    """What stands in a recorded call for its `generator=`: one of its own in the state of this key, or the default."""
+    """What replaces `generator=` in a recorded call: a Generator in the state of this key, or None for the default one."""
     is_default = generator is None or generator is default_generator(generator.device)
     return None if is_default else Generator(key)
 
 
 def seedings() -> Any:
-    """Another object after each `torch.manual_seed` and `torch.seed`: they leave what CUDA is to be told later."""
+    """Changes identity at each `torch.manual_seed` and `torch.seed`, which store a call for CUDA."""
     return getattr(seed_tracker, "manual_seed_all_cb", None)
 
 
 def lent_generators(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Generator]:
-    """The generators that a caller gives to the forward: among its arguments, or outside of the function."""
+    """The generators that the caller provides: among the arguments, or referred to by the function."""
     values = [*args, *kwargs.values()]
     function = getattr(type(model), "forward", None) if isinstance(model, torch.nn.Module) else model
     if isinstance(function, FunctionType):
@@ -83,7 +83,7 @@ def lent_generators(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _is_reachable_from_frames(generator: torch.Generator) -> bool:
-    """Is it held by a global of a function, or by the class of a method, that is at work? Then nobody made it now."""
+    """True if a global of a running function, or the class of a running method, holds it: then it was not made now."""
     frame = sys._getframe(1)
     while frame is not None:
         code, known = frame.f_code, frame.f_globals
@@ -97,7 +97,7 @@ def _is_reachable_from_frames(generator: torch.Generator) -> bool:
 
 
 def _holds(value: Any, generator: torch.Generator) -> bool:
-    """Is it this generator, or one of the things that it keeps?"""
+    """True if a value is this generator or contains it."""
     if value is generator:
         return True
     kept: list[Any] = list(getattr(value, "__dict__", {}).values())
@@ -114,13 +114,13 @@ def _holds(value: Any, generator: torch.Generator) -> bool:
 
 
 def same_state(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Are two states of a generator one? They are no fake tensors under a fake mode either."""
+    """True if two generator states are equal; works under a fake mode."""
     with unset_fake_temporarily():
         return torch.equal(one, other)
 
 
 def is_newly_seeded(generator: torch.Generator, state: torch.Tensor) -> bool:
-    """Has nothing been drawn since the seed was given?"""
+    """True if nothing was drawn since the seed was set."""
     if generator.device.type != "cpu":
         return False
     return same_state(torch.Generator().manual_seed(generator.initial_seed()).get_state(), state)
@@ -135,7 +135,7 @@ _UNSEEDABLE |= dict.fromkeys([f"{name}()" for name in _UNSEEDED if name != "seed
 
 
 class UnknownState(enum.Enum):
-    """What a state does not tell. See `read_by_name`."""
+    """What a generator state alone does not tell. See `read_by_name`."""
 
     COPIED = "is a generator that begins as torch's did a copy of it, or was it given the same seed?"
     SET = "is a state that was there at first the one that was there, or another one like it?"
@@ -144,14 +144,14 @@ class UnknownState(enum.Enum):
 
 
 def drawn_by_name(names: frozenset[str], unknown: set[UnknownState]) -> Iterator[str]:
-    """What code that ran draws where nobody sees it, and draws anew each time, by the names that it uses."""
+    """What code that ran draws unseen, and anew each time, by the names that it uses."""
     yield from sorted(names & _UNSEEDABLE.keys())
     if UnknownState.FIXED in unknown and "seed()" in names:
         yield "torch.Generator.seed"
 
 
 def read_by_name(names: frozenset[str], unknown: set[UnknownState]) -> Iterator[str]:
-    """How code that ran reads or sets torch's generator where nobody sees it: by the names that it uses."""
+    """How code that ran reads or sets torch's generator unseen, by the names that it uses."""
     if "initial_seed" in names:
         yield "torch.initial_seed"
     if UnknownState.COPIED in unknown and names & _COPYING:
@@ -164,20 +164,20 @@ def read_by_name(names: frozenset[str], unknown: set[UnknownState]) -> Iterator[
 
 
 def names_of_generators(codes: Iterable[CodeType]) -> frozenset[str]:
-    """What of generators, of torch's and others, code names."""
+    """The names of generators and their functions, of torch and others, that code uses."""
     return frozenset().union(*map(_names_in, codes))
 
 
 @lru_cache(maxsize=4096)
 def _names_in(code: CodeType) -> frozenset[str]:
-    """What of this a code names; and the generators that it makes, or seeds, without a word of which seed."""
+    """These names in one code object; with "()" for generators that it makes or seeds without a seed."""
     bare = [f"{name}()" for inner in nested(code) for name in called_bare(inner, _UNSEEDED)]
     return (words(code) & (_GENERATOR_NAMES | _UNSEEDABLE.keys())).union(bare)
 
 
 class DrawLog:
-    """The states before each draw, by key; of each generator the state in which it was met first; and of each draw
-    which one it follows, and whether a seed fixed it.
+    """The states before each draw, by key; the first known state of each generator; and for each draw, which draw it
+    follows and whether a seed fixed it.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class DrawLog:
         self.ends: dict[str, torch.Tensor] = {}  # the states that draws left
 
     def around(self, may_draw: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
-        """To be given a call. Afterwards its `key` names the state that the call began with, if it drew."""
+        """A Draw through which to make a call. Afterwards its `key` names the state before the call, if the call drew."""
         if not may_draw or draws_nothing(func, args, kwargs):
             return _NO_DRAW
         return Draw(self, generator_of(args, kwargs))
@@ -216,7 +216,7 @@ class DrawLog:
         return key
 
     def final_state(self) -> GeneratorLeft | None:
-        """Where torch's default generator is left; None where nothing moved it. To be asked once, at the end."""
+        """Where torch's default generator is left; None if nothing moved it. Called once, at the end."""
         generator = torch.default_generator
         state = generator.get_state()
         if id(generator) not in self.last and same_state(self.start, state) and self.seedings is seedings():
@@ -228,18 +228,18 @@ class DrawLog:
         return GeneratorLeft(follows, LEFT)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Is it a state in which a generator was, so that its content says which numbers come next?"""
+        """True if the tensor is a generator state, so that its content determines the next numbers."""
         if tensor.dtype is not torch.uint8 or tensor.shape != self.start.shape or type(tensor) is not torch.Tensor:
             return False
         known = (self.start, *self.kept.values(), *self.ends.values(), torch.default_generator.get_state())
         return any(same_state(tensor, state) for state in known)
 
     def separate(self) -> DrawLog:
-        """For a draw in a stream of its own, which is none of the forward's."""
+        """A log for draws from a stream that is not the one of the forward."""
         return _SeparateDraws(self.kept, {}, self.follows)
 
     def _origin(self, generator: torch.Generator, state: torch.Tensor) -> tuple[str | None, bool]:
-        """The draw that left this state, or None where it is the one that the forward began with; is it fixed?"""
+        """The draw that left this state (None: the state at the start of the forward), and whether a seed fixed it."""
         last = self.last.get(id(generator))
         if generator is torch.default_generator:
             seeded, self.seedings = self.seedings is not (now := seedings()), now
@@ -261,7 +261,7 @@ class DrawLog:
         return self._restored_state(state) or self._unrecorded_state(generator, state, last)
 
     def _continues(self, generator: torch.Generator, state: torch.Tensor) -> bool:
-        """Did nobody seed it in this forward, so that the next one draws on from where this one ends?"""
+        """True if nothing seeded it in this forward, so that the next forward draws on from where this one ends."""
         if generator is torch.default_generator:
             return False
         known = self.model_states.get(id(generator), self.caller_states.get(id(generator)))
@@ -272,14 +272,14 @@ class DrawLog:
         return not (is_newly_seeded(generator, state) or self._restored_state(state))
 
     def _restored_state(self, state: torch.Tensor) -> tuple[str | None, bool] | None:
-        """Where the forward put back a state that was there before."""
+        """The origin of a state that was there before and that the forward restored."""
         if same_state(self.start, state):
             return self._initial_state(torch.default_generator)
         key = next((key for key in reversed(self.ends) if same_state(self.ends[key], state)), None)
         return None if key is None else (key, self.follows[key][1])
 
     def _initial_state(self, generator: torch.Generator) -> tuple[str | None, bool]:
-        """The state with which the forward began: as it was, or put back; or another one like it was put there."""
+        """The origin of the state at the start: unchanged, restored, or set again to an equal one."""
         self.unknown.add(UnknownState.SET)
         if is_newly_seeded(generator, self.start):
             self.unknown.add(UnknownState.SEEDED)
@@ -288,7 +288,7 @@ class DrawLog:
     def _unrecorded_state(
         self, generator: torch.Generator, state: torch.Tensor, last: str | None
     ) -> tuple[str | None, bool]:
-        """A state that no recorded draw left: a seed was given past `torch.manual_seed`, or something drew unseen."""
+        """The origin of a state that no recorded draw left: a seed set past `torch.manual_seed`, or an unseen draw."""
         if generator is not torch.default_generator and last is None:
             return None, True
         seed = generator.initial_seed()
@@ -300,7 +300,7 @@ class DrawLog:
         return f"unseen_before_draw_{len(self.kept)}", False if last is None else self.follows[last][1]
 
     def _seeded_state(self, seeding: Any) -> tuple[str | None, bool]:
-        """Fixed, if the seed was; `torch.seed()` gives another one each time."""
+        """Fixed if the seed was; `torch.seed()` chooses another each time."""
         lines = seeding[1] if isinstance(seeding, tuple) and len(seeding) > 1 else ()
         is_random = any(line.splitlines()[0].endswith("in seed") for line in lines[-3:] if line.strip())
         if is_random:
@@ -314,7 +314,7 @@ class _SeparateDraws(DrawLog):
 
 
 class Draw:
-    """One call that may draw. No other thread's capture or replay sets the generator between its state and its draw."""
+    """A call that may draw. No other thread's capture or replay sets the generator between its state and its draw."""
 
     def __init__(self, draws: DrawLog | None, generator: torch.Generator) -> None:
         self.draws, self.generator = draws, generator

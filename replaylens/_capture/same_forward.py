@@ -1,8 +1,8 @@
-"""Do two forwards of a model compute the same?
+"""Whether two forwards of a model compute the same.
 
-In: the Records of one forward and of a later one, on the same inputs. Out: where the later one does otherwise. What it
-finds on the model that the first had made of nothing but numbers (position ids, a mask) is the same: a cache. What was
-made of inputs, parameters or draws is not: on other inputs the first would make another.
+In: the Records of a forward and of a later one on the same inputs. Out: where the later one differs. Something it finds
+on the model that the first made from numbers alone (position ids, a mask) is a cache, and the same. What was made from
+inputs, parameters or draws is not: on other inputs the first would make another.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from .._replay.record import Record
 
 
 class Likeness:
-    """Two forwards, read side by side from what they give."""
+    """Compares two forwards backwards from their outputs."""
 
     def __init__(self, first: Record, later: Record) -> None:
         self.first, self.later = first, later
 
     def difference(self) -> str:
-        """What the later one does otherwise, in words; empty if nothing."""
+        """How the later one differs, in words; empty if it does not."""
         one, two = self.first.graph, self.later.graph
         written = dict(one.changes), dict(two.changes)
         if written[0].keys() != written[1].keys():
@@ -68,13 +68,13 @@ class Likeness:
         return False
 
     def _draws_alike(self, before: Call, after: Call) -> bool:
-        """Of what a seed fixed, the same numbers: the seed may be a number that the forward counts up."""
+        """True if seeded draws begin in the same state: the seed may be a number that the forward counts up."""
         if before.draws is None or after.draws is None or before.is_seeded != after.is_seeded:
             return before.draws is after.draws is None
         return not before.is_seeded or self._is_same_state(before.draws, after.draws)
 
     def _leaves_same_state(self) -> bool:
-        """Is torch's generator left in the same state, where a seed decides that?"""
+        """True if torch's generator is left in the same state where a seed determines it."""
         one, two = (
             graph.left.fixed if graph.left is not None else None for graph in (self.first.graph, self.later.graph)
         )
@@ -84,7 +84,7 @@ class Likeness:
         return same_content(self.first.draws[before], self.later.draws[after])
 
     def _is_cached(self, before: Ref, after: Ref) -> bool:
-        """Does the later one find what the first has made of numbers alone?"""
+        """True if the later forward finds what the first made from numbers alone."""
         found = self.later.graph[after.node]
         is_found = (isinstance(found, State) and found.kind != "parameter") or isinstance(found, Const)
         if not is_found or before.node not in self._constant_calls:
@@ -93,7 +93,7 @@ class Likeness:
 
     @cached_property
     def _constant_calls(self) -> frozenset[str]:
-        """The calls of the first that no input, state, draw or older tensor goes into."""
+        """The nodes of the first forward that depend on no input, state, draw or older tensor."""
         found: set[str] = set()
         for node in self.first.graph.nodes:
             if isinstance(node, Call):
@@ -106,8 +106,8 @@ class Likeness:
 
 
 def _skeleton(tree: Any) -> Any:
-    """A tree without what its Refs are called. A stretch of the program within it is compared by what it reads, an
-    array by its content.
+    """A tree without the names of its Refs. A stretch of the program in it is compared by what it reads, an array by
+    content.
     """
     return remake(tree, _skeleton_leaf)
 

@@ -1,15 +1,14 @@
-"""Python's collector while a forward is captured: what exists is set aside, and it looks at what is new less often.
+"""What a forward may change besides the content of tensors, so that it can begin again where it began.
 
-What was set aside is old to the collector ever after, and its counters begin again. So where captures follow each other
-it would never come to look at anything by itself, and the cycles of a model, or of a loop around it, would never go. It
-is told to look at what is new, at each capture where it finds something and at each eighth where it does not; and at
-everything where there is a quarter more of it than when it last did.
+In: the modules of the model, and the inputs. Out: a Snapshot, which can be put back: attributes and hooks of modules,
+and the items of containers and plain objects among these and the inputs. RngState holds the states of the global
+generators; a ForwardState is both, with the model; a ModelState is everything that hangs on the model now.
 
-What a forward may change besides tensors, so that it can begin again where it began.
-
-In: the model's modules and the inputs. Out: a Snapshot, which can be put back: attributes and hooks of modules, the
-content of containers and plain objects among them and among the inputs; RngState, the states of the generators; a
-ForwardState, which is both and the model; ModelState, which are all that hangs on it. Tensors are not looked into.
+The first part holds Python's garbage collector back during a capture. `gc.freeze` makes all existing objects permanent,
+so that collections look at new ones only, and less often. Unfrozen objects are old to the collector and its counters
+start anew, so a loop of captures would never free the cycles of a model by itself. Hence each capture that finds
+garbage collects the new objects, every eighth one if none was found, and a full collection follows whenever a quarter
+more objects exist than at the last one.
 """
 
 from __future__ import annotations
@@ -52,14 +51,14 @@ _is_due = False  # are there so many more that it should?
 
 
 def is_frozen() -> bool:
-    """Has anybody set objects aside? Python 3.12 does so itself with those that never die, some hundreds; before they
-    ran any code of a user's, programs have thousands.
+    """True if the user froze objects. Python 3.12 freezes some hundreds of immortal ones itself; a program that ran any
+    code of its own has thousands.
     """
     return gc.get_freeze_count() > _IMMORTAL
 
 
 def collect_new() -> None:
-    """What nobody refers to goes, of what was made since the last capture; of everything, where that is due."""
+    """Collects what was made since the last capture, or everything if that is due."""
     global _has_found, _is_due, _known
     if not gc.isenabled() or is_frozen():
         return
@@ -71,7 +70,7 @@ def collect_new() -> None:
 
 
 def set_aside() -> None:
-    """All that exists is old from here on."""
+    """Makes all existing objects permanent, for the collector, until `set_back`."""
     global _froze, _thresholds, _uncounted
     _froze, _thresholds = True, gc.get_threshold()
     _uncounted += gc.get_count()[0]
@@ -90,7 +89,7 @@ def _count() -> None:
 
 
 def set_back() -> None:
-    """The collector is as the user had it."""
+    """Restores the collector as the user had it."""
     global _froze, _skips, _uncounted
     if not _froze:
         return
@@ -121,8 +120,8 @@ HeldBy = list[tuple[nn.Module, Any, dict[str, Any]]]  # a module, a dict that it
 
 
 class Held:
-    """What modules hold now: submodules, parameters and buffers, by name. `whole`: empty dicts too, as containers have
-    that the forward may fill.
+    """The submodules, parameters and buffers that modules hold, by name. `whole`: includes empty dicts, which a forward
+    may fill.
     """
 
     __slots__ = ("buffers", "modules", "parameters")
@@ -151,7 +150,7 @@ class Held:
         return now
 
     def put_back(self, modules: Iterable[nn.Module]) -> None:
-        """They hold what they held. `modules`: all that there were, those that held nothing too."""
+        """Restores the dicts. `modules`: all modules, including those whose dicts were empty."""
         noted = {id(held) for _, held, _ in (*self.modules, *self.parameters, *self.buffers)}
         for module in modules:
             for held in (module._modules, module._parameters, module._buffers):
@@ -164,8 +163,8 @@ class Held:
 
 
 class Snapshot:
-    """Shallow copies of what Python code in a forward usually changes. `whole`: of all that hangs on the modules.
-    `held`: what these hold, if that is known.
+    """Shallow copies of what Python code in a forward usually changes. `whole`: of everything that hangs on the
+    modules. `held`: their content, if already known.
     """
 
     def __init__(
@@ -245,20 +244,20 @@ class Snapshot:
                 self._copy(item, depth - 1)
 
     def drawn_generators(self) -> tuple[str, ...]:
-        """The kinds of generators, of numpy's and Python's, that hang on the modules and have drawn numbers since."""
+        """The kinds of numpy's and Python's generators on the modules that have drawn numbers since."""
         found = [
             value for value, restore in self.restorers if (_is_generator(value) and not _is_as_it_was(value, restore))
         ]
         return tuple(dict.fromkeys([f"{type(one).__module__.partition('.')[0]}.{type(one).__name__}" for one in found]))
 
     def changed_arrays(self) -> list[Any]:
-        """The arrays of numpy's that hold something else than they did."""
+        """The numpy arrays whose content has changed."""
         return [
             value for value, restore in self.restorers if not _is_generator(value) and not _is_unchanged(value, restore)
         ]
 
     def as_of_now(self) -> Snapshot:
-        """The same objects, as they are now."""
+        """A snapshot of the same objects, as they are now."""
         now = Snapshot.__new__(Snapshot)
         now.skipped = self.skipped
         now.flags = [(tensor, tensor.requires_grad) for tensor, _ in self.flags]
@@ -273,13 +272,13 @@ class Snapshot:
         return now
 
     def holding(self, modules: Iterable[nn.Module]) -> Snapshot:
-        """The same, but that the model holds these modules, and each of them the tensors that it holds now."""
+        """The same snapshot, with these modules and the tensors that they hold now."""
         made = copy(self)
         made.held = Held(modules, whole=True)
         return made
 
     def put_back(self, draws_on: bool = False) -> None:
-        """Everything noted as it was. `draws_on`: but the generators, of numpy's and Python's."""
+        """Restores everything. `draws_on`: except numpy's and Python's generators."""
         turn_back(self.flags)
         for module, attributes in self.attributes:
             now = vars(module)
@@ -313,12 +312,12 @@ def _is_of_torch(kind: type) -> bool:
 
 @lru_cache(maxsize=4096)
 def _may_gain_items(kind: type) -> bool:
-    """May the forward of such a module put something where nothing is?"""
+    """True if the forward of such a module may register what was not there."""
     return not _is_of_torch(kind) or issubclass(kind, _CONTAINER_MODULES)
 
 
 def _is_plain_module(module: nn.Module) -> bool:
-    """Is it of torch's own, with no more attributes than others of its class have?"""
+    """True for a module of torch's own with no more attributes than others of its class."""
     if not _is_of_torch(type(module)):  # type: ignore[arg-type]
         return False
     count = len(vars(module))
@@ -337,14 +336,14 @@ _CONTAINER_MODULES = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterL
 
 
 def turn_back(flags: Iterable[tuple[torch.Tensor, bool]]) -> None:
-    """Leaves need gradients as they did."""
+    """Restores `requires_grad` of leaves."""
     for tensor, flag in flags:
         if tensor.is_leaf and tensor.requires_grad != flag:
             tensor.requires_grad_(flag)
 
 
 class _Memory(NamedTuple):
-    """A tensor with the memory that it looks at, and how."""
+    """A tensor with its storage and its geometry in it."""
 
     tensor: torch.Tensor
     storage: torch.UntypedStorage
@@ -352,7 +351,7 @@ class _Memory(NamedTuple):
     geometry: _Geometry
 
     def put_back(self) -> None:
-        """Let it look there again. Memory that has grown is left to what else looks at it: the tensor gets a copy."""
+        """Restores storage and geometry. A storage that has grown stays with its other users: the tensor gets a copy."""
         tensor, now = self.tensor, self.tensor.untyped_storage()
         has_grown = self.storage.nbytes() != self.size
         is_there = now.nbytes() == self.size if has_grown else now._cdata == self.storage._cdata
@@ -413,7 +412,7 @@ def _hooks_of(module: nn.Module) -> list[dict[Any, Any]]:
 
 @lru_cache(maxsize=4096)
 def _is_array_or_generator(kind: Any) -> bool:
-    """Is it an array of numpy's, or a generator of numpy's or Python's own?"""
+    """True for numpy arrays, and generators of numpy or Python."""
     known = ("numpy.ndarray", "numpy.random._generator.Generator", "numpy.random.mtrand.RandomState", "random.Random")
     return f"{kind.__module__}.{kind.__qualname__}" in known
 
@@ -423,12 +422,12 @@ def _is_generator(value: Any) -> bool:
 
 
 def _is_as_it_was(value: Any, restore: Callable[[], object]) -> bool:
-    """Is a generator in the state that would be put back?"""
+    """True if a generator has the state that `restore` would set."""
     return repr(_restorer(value).args[-1]) == repr(restore.args[-1])  # type: ignore[attr-defined]
 
 
 def _is_unchanged(array: Any, restore: Callable[[], object]) -> bool:
-    """Does an array hold, bit for bit, what would be put back? Objects are the very same ones."""
+    """True if an array holds, bit for bit, what `restore` would set; for objects, the very same ones."""
     now, then = array, restore.args[-1]  # type: ignore[attr-defined]
     if now.dtype.hasobject:
         return all(a is b for a, b in zip(now.ravel().tolist(), then.ravel().tolist(), strict=True))
@@ -436,7 +435,7 @@ def _is_unchanged(array: Any, restore: Callable[[], object]) -> bool:
 
 
 def _restorer(value: Any) -> Callable[[], object]:
-    """What puts back the content of an array, or the state of a generator."""
+    """A function that restores the content of an array or the state of a generator."""
     if hasattr(value, "bit_generator"):
         return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
     if hasattr(value, "getstate"):
@@ -448,7 +447,7 @@ def _restorer(value: Any) -> Callable[[], object]:
 
 @lru_cache(maxsize=4096)
 def _is_plain(kind: Any) -> bool:
-    """Do objects of this class keep what they hold in attributes, as those of a user's class do?"""
+    """True if objects of this class keep their state in attributes, as a user's class does."""
     others = (nn.Module, torch.Tensor, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
     known = kind.__module__.partition(".")[0] in ("builtins", "torch", "numpy")
     if issubclass(kind, torch.optim.Optimizer):
@@ -457,7 +456,7 @@ def _is_plain(kind: Any) -> bool:
 
 
 def _same(container: Any, content: Any) -> bool:
-    """Does it hold the very same objects?"""
+    """True if a container holds the very same objects."""
     if len(container) != len(content):
         return False
     if isinstance(container, set):
@@ -468,7 +467,7 @@ def _same(container: Any, content: Any) -> bool:
 
 
 class RngState:
-    """The states of the global generators: torch's default one, Python's and numpy's."""
+    """The states of the global generators of torch, Python and numpy."""
 
     def __init__(self) -> None:
         self.torch = users_state()
@@ -480,7 +479,7 @@ class RngState:
         self.mersenne = _mersenne_state(self.numpy) if self.numpy is not None else None
 
     def moved(self) -> tuple[str, ...]:
-        """The generators besides torch's that have drawn numbers, or were seeded, since."""
+        """The generators besides torch's that have drawn or were seeded since."""
         version, words, pending = random.getstate()
         python = (version, pending) != (self.python[0], self.python[2]) or array("I", words) != self.python[1]
         return ("random",) * python + ("numpy",) * self._numpy_moved()
@@ -495,7 +494,7 @@ class RngState:
         return bytes(now[1]) != bytes(then[1]) or any(one != two for one, two in zip(now[2:], then[2:], strict=True))
 
     def put_back(self) -> None:
-        """All as they were."""
+        """Restores all three."""
         torch.default_generator.set_state(self.torch)
         version, words, pending = self.python
         random.setstate((version, tuple(words), pending))
@@ -504,14 +503,14 @@ class RngState:
 
 
 def _mersenne_state(numpy: Any) -> bytes | None:
-    """The memory of numpy's global generator, where that is the usual one: to ask for its state takes far longer."""
+    """The memory of numpy's global generator, if it is the default kind: much faster than asking for its state."""
     bits: Any = getattr(getattr(getattr(numpy, "mtrand", None), "_rand", None), "_bit_generator", None)
     return string_at(bits.ctypes.state_address, 625 * 4) if type(bits).__name__ == "MT19937" else None
 
 
 @define(eq=False)
 class ForwardState:
-    """A model, and all that its forward began with besides tensors."""
+    """A model and everything that its forward began with, except the content of tensors."""
 
     model: Any
     naming: Naming
@@ -524,11 +523,11 @@ class ForwardState:
     lent: frozenset[int] = frozenset()  # those of them, by id, that the caller gave
 
     def held_now(self) -> ForwardState:
-        """The same, but that the model holds the modules and tensors that it holds now."""
+        """The same, with the modules and tensors that the model holds now."""
         return evolve(self, snapshot=self.snapshot.holding([m for m, _, _ in module_table(self.model)]))
 
     def put_back(self) -> None:
-        """The model as it was when the forward began. What its tensors hold is not looked after here."""
+        """Restores the model as it was when the forward began, except the content of its tensors."""
         self.snapshot.put_back()
         for generator, state in self.generators:
             generator.set_state(state)
@@ -536,7 +535,7 @@ class ForwardState:
 
 
 class ModelState:
-    """All that hangs on a model now, to be put back when it has run once more: everything but what tensors hold."""
+    """Everything that hangs on a model now except the content of tensors, to be restored after another run."""
 
     def __init__(self, modules: list[nn.Module], inputs: Any, start: ForwardState | None = None) -> None:
         self.snapshot, self.rng = Snapshot(modules, inputs, whole=True), RngState()
@@ -549,7 +548,7 @@ class ModelState:
         self.fused_steps = [FUSED.last_of(tensor) for tensor, _, _ in self.leaves]
 
     def put_back(self) -> None:
-        """Everything as it was."""
+        """Restores everything but the generators."""
         if self.at_start is not None:
             self.at_start.put_back()
         self.snapshot.put_back()
@@ -565,13 +564,13 @@ class ModelState:
                 tensor.grad = grad
 
     def put_generators_back(self) -> None:
-        """The generators as they were."""
+        """Restores the generators."""
         for generator, state in self.generators:
             generator.set_state(state)
         self.rng.put_back()
 
     def put_own_generators_back(self) -> None:
-        """Those that somebody made, as they were. The global ones stay."""
+        """Restores generators that the user made; the global ones stay."""
         for generator, state in self.generators:
             if generator is not torch.default_generator:
                 generator.set_state(state)

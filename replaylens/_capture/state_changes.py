@@ -1,20 +1,15 @@
-"""What a forward leaves otherwise on its modules besides tensors: counters, flags, lists that grow.
+"""What a forward changes in the state of the model.
 
-In: the Snapshot of where the forward began. Out: the attributes of modules that hold something else now, or something
-else within, and that the model's code reads. What it only ever counts up or appends to decides nothing. Whether the
-next forward does another thing for it, the model alone can tell: see `Program.module`.
+In: a tracer whose forward is over, and the Snapshot of where it began. Out, in its recording: the places whose tensors
+have another value, or where another tensor or none stands; copies of what stood there before and after, so that the
+next forward of the model leaves the program unchanged; what each tensor of the model looked like, to notice later
+changes; and the attributes that hold other Python objects now and that the code of the model reads. An attribute that
+is only counted up or appended to decides nothing. Whether the next forward differs because of the others, only the
+model can tell: see `Program.module`.
 
-Memory that a backward pass still reads, written where torch does not notice: `weight.data.mul_(0.5)` after its use.
-
-In: memory that is written through `.data` or by numpy, or exchanged. Out: whether a call before saved it, of what it
-read or of what it gave. Torch's own backward then reads what is there by that time; a program has the gradient of what
-was computed.
-
-What a forward left in the tensors that the model holds.
-
-In: a tracer whose forward is over. Out, in its recording: the places whose tensors have another value, where another
-tensor stands or none; what stood there before and after, kept by value, so that the next forward of the model leaves
-the program as it is; and what every tensor of the model looked like, to notice later what became of it.
+Also here: writes that torch does not notice, `weight.data.mul_(0.5)` after its use. If an earlier call saved that
+memory, torch's own backward reads what stands there by then, while a program has the gradient of what was computed; so
+gradients are refused.
 """
 
 from __future__ import annotations
@@ -50,7 +45,9 @@ _MISSING = object()
 
 
 def altered(recorder: Recorder, snapshot: Snapshot) -> list[tuple[Any, str]]:
-    """Where Python objects stand on modules that are others now, or hold others, and are read: (module, key)."""
+    """The attributes of modules that hold other Python objects, or other content, and that the code reads: (module,
+    key).
+    """
     unlike = [where for where in recorder.recording.unlike if where[0] is not None]
     found = {(id(module), key): (module, key) for module, key in (*_changed_attributes(snapshot), *unlike)}
     if not found:
@@ -60,7 +57,7 @@ def altered(recorder: Recorder, snapshot: Snapshot) -> list[tuple[Any, str]]:
 
 
 def _is_of_user_class(value: Any) -> bool:
-    """Is it an object of a user's class? What its `update` or `append` gives, only that class knows."""
+    """True for an object of a user's class, whose `update` or `append` may return anything."""
     return type(value).__module__ not in ("builtins", "collections", "numpy", "torch")
 
 
@@ -84,7 +81,7 @@ def _changed_attributes(snapshot: Snapshot) -> Iterator[tuple[Any, str]]:
 
 
 def _is_same(old: Any, new: Any) -> bool:
-    """Is it the same for those who read it? A tensor in the place of one, or of nothing, is state_changes.py's."""
+    """True if code that reads it sees the same. Tensors in place of tensors, or of nothing, are compared elsewhere."""
     if old is new:
         return True
     if type(new) in PLAIN or type(old) in PLAIN:
@@ -101,7 +98,7 @@ def _has_same_items(container: Any, content: Any) -> bool:
 
 
 def _is_item(old: Any, new: Any) -> bool:
-    """A tensor in the place of one of its kind is known by its place; one in the place of anything else is not."""
+    """True if items of a container are the same. A tensor that replaces one of its spec is known by its place."""
     if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
         return old is new or TensorSpec.of(old) == TensorSpec.of(new)
     if isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor):
@@ -119,8 +116,8 @@ IsMatch = Callable[[torch.Tensor], bool]
 def note_late_write(
     recorder: Recorder, base: Storage, replaced: torch.Tensor | None = None, held: Collection[ValueId] = ()
 ) -> None:
-    """Gradients are refused if a backward pass reads what is written now; or this very object, which gets other memory:
-    what looks at it keeps the old one.
+    """Refuses gradients if a backward pass reads the memory that is written now. `replaced`: the very object that gets
+    other memory; its views keep the old one.
     """
     recording = recorder.recording
     held = set(held) or {*base.held, base.handle}
@@ -135,8 +132,8 @@ def note_late_write(
 
 
 def note_writes_from_outside(recorder: Recorder) -> None:
-    """The same for what numpy and its like wrote, when the forward is over. What nobody read since is recorded as it
-    was before.
+    """The same, at the end of the forward, for writes by numpy and its like. Values that nothing has read since are
+    recorded as they were before.
     """
     memory = recorder.memory
     for base in list(memory.bases.values()):
@@ -150,7 +147,7 @@ def note_writes_from_outside(recorder: Recorder) -> None:
 
 @frozen(eq=False)
 class _SavedQuery:
-    """What is asked for: the values that lie in some memory, or one object, which gets other memory."""
+    """The search for calls that saved certain values for their backward; `by_identity`: a certain tensor object."""
 
     recorder: Recorder
     held: set[ValueId]
@@ -159,12 +156,13 @@ class _SavedQuery:
 
     @property
     def recording(self) -> Recording:
-        """What was written down so far."""
         return self.recorder.recording
 
     @property
     def records(self) -> Iterator[CallRecord]:
-        """The calls that read it or made it. A call keeps an alias of its result, which nobody exchanges."""
+        """The calls that read it or made it. As an object: only those that read it, as a call saves an alias of its
+        result.
+        """
         for record in self.recording.records:
             if isinstance(record, CallRecord):
                 made = () if self.by_identity else _results(record)
@@ -172,12 +170,12 @@ class _SavedQuery:
                     yield record
 
     def is_made_by_what_saved_it(self, tensor: torch.Tensor) -> bool:
-        """Does the history of what lies there now begin with a step that saved it?"""
+        """True if the history of what stands there now begins with a step that saved it."""
         has_history = not self.by_identity and _has_history(tensor)
         return has_history and saved_below(tensor.grad_fn, self.matches, set())
 
     def is_saved_by(self, record: CallRecord) -> bool:
-        """Did the call save it for its backward? Where nothing has a history, torch does not tell."""
+        """True if the call saved it for its backward."""
         recording = self.recording
         given = [recording.values[h] for h in _results(record)]
         reads = [recording.values[h] for h in reads_of(record)]
@@ -189,7 +187,7 @@ class _SavedQuery:
         return any(saved_below(value.grad_fn, self.matches, stops) for value in given if _has_history(value))
 
     def would_be_saved_by(self, record: CallRecord) -> bool:
-        """Is it saved where all that the call reads needs gradients? The call is made once more to see."""
+        """True if the call saves it where all that it reads requires gradients: the call is made once more to see."""
         if record.draws is not None:
             return True
         copies: dict[ValueId, torch.Tensor] = {}
@@ -232,7 +230,7 @@ def _results(record: CallRecord) -> list[ValueId]:
 
 
 def _may_require_grad_in_replays(value: Any) -> bool:
-    """Torch saves less for what needs no gradient, and a replay may be given what does."""
+    """True for a value that has no gradient here, and for which torch saves less, but to which a replay may give one."""
     return (
         not isinstance(value, Freed) and not value.requires_grad and (value.is_floating_point() or value.is_complex())
     )
@@ -258,21 +256,21 @@ Counters = tuple[list[torch.Tensor], list[int]]
 
 
 def counters_of(origins: Provenance, snapshot: Snapshot) -> Counters:
-    """What the model holds as a forward begins, with torch's write counters."""
+    """The tensors that the model holds as a forward begins, and their version counters."""
     tensors = held_at_start(origins, snapshot)
     return tensors, versions_of(tensors)
 
 
 def held_at_start(origins: Provenance, snapshot: Snapshot) -> list[torch.Tensor]:
-    """The parameters, buffers and other tensors that the modules of the model had when a forward began."""
+    """The parameters, buffers and other tensors that the modules had when the forward began."""
     buffers = [tensor for _, _, held in origins.begun for tensor in held.values()]
     others = [value for _, attributes in snapshot.attributes for value in attributes.values() if type(value) in PLAIN]
     return [tensor for tensor in (*origins.parameters_at_start, *buffers, *others) if tensor is not None]
 
 
 def require_seen(recorder: Recorder, counters: Counters) -> None:
-    """Refuse a forward in which a tensor of the model was written, or given other memory by `set_`, before it was read
-    and by something that was not seen.
+    """Refuses a forward in which something unseen wrote a tensor of the model, or moved it by `set_`, before it was
+    read.
     """
     tensors, then = counters
     if (now := versions_of(tensors)) == then:
@@ -299,7 +297,7 @@ def _is_recorded_write(recorder: Recorder, tensor: torch.Tensor, counter: int) -
 
 
 def take_changes(recorder: Recorder, snapshot: Snapshot) -> None:
-    """Which parameters, buffers and other tensors of the model hold another value than at the start."""
+    """Records which parameters, buffers and other tensors of the model have changed since the start."""
     recording, memory = recorder.recording, recorder.memory
     same = recorder.origins.same_parameters()
     unwritten = same and not memory.written and not memory.parted
@@ -331,7 +329,7 @@ def take_changes(recorder: Recorder, snapshot: Snapshot) -> None:
 
 
 def _new_attributes(snapshot: Snapshot) -> Iterator[Where]:
-    """The attributes of modules that are tensors now, and of which there was none."""
+    """Attributes of modules that are tensors now and were absent or None."""
     for module, first in snapshot.attributes:
         now = vars(module)
         yield from ((module, key) for key in now if now[key] is not first.get(key) and _is_new(key, now, first))
@@ -342,12 +340,12 @@ def _is_new(key: str, now: dict[str, Any], first: dict[str, Any]) -> bool:
 
 
 def _may_be_tested(recorder: Recorder, where: Where) -> bool:
-    """May the forward go by whether something stands there?"""
+    """True if the forward may test whether something stands there."""
     return not is_stored_first(where[1], code_of(recorder.recording.model, recorder.origins.modules))
 
 
 def _compare_replaced_parameters(recorder: Recorder, sources: list[SourceRecord], first_values: FirstValues) -> None:
-    """Parameters that the forward did not read, and in whose places others stand now; and those under new names."""
+    """Compares parameters that the forward did not read but replaced, and new ones."""
     seen = {_key(source.where) for source in sources if source.kind == "parameter"}
     for module, key, first in recorder.origins.parameters_elsewhere():
         if (id(module), key) not in seen:
@@ -364,7 +362,7 @@ def _compare_new_buffers(recorder: Recorder, first_values: FirstValues) -> None:
 
 
 def _compare_moved_modules(recorder: Recorder) -> None:
-    """Parameters and buffers of modules that stand elsewhere now, or where others stand: by their addresses."""
+    """Compares tensors of modules that moved or were replaced, by address."""
     recording, origins = recorder.recording, recorder.origins
     sources = [record for record in recording.records if isinstance(record, SourceRecord)]
     first_values = {id(s.tensor): s.returns for s in sources if s.kind not in ("input", "constant")}
@@ -383,7 +381,7 @@ def _compare_moved_modules(recorder: Recorder) -> None:
 
 
 def _replaced_modules(first: Place | None, now: Place | None) -> Iterator[nn.Module]:
-    """The modules at an address, then and now, if they are not the same."""
+    """The modules at an address, then and now, if they differ."""
     if first is None or now is None or first[0] is not now[0]:
         yield from (place[0] for place in (first, now) if place is not None)
 
@@ -391,7 +389,7 @@ def _replaced_modules(first: Place | None, now: Place | None) -> Iterator[nn.Mod
 def _compare_attributes(
     recorder: Recorder, snapshot: Snapshot, sources: list[SourceRecord], first_values: FirstValues
 ) -> None:
-    """Tensors that hang on the model in another way: those that it read, and those that it exchanged."""
+    """Compares other tensors that hang on modules: those that were read, and those that were replaced."""
     seen = set()
     for source in sources:
         module, path = source.where
@@ -409,7 +407,7 @@ def _compare_attributes(
 def _compare(
     recorder: Recorder, where: Where, first: torch.Tensor | None, now: torch.Tensor | None, first_values: FirstValues
 ) -> None:
-    """Note what became of the tensor at a place."""
+    """Records what became of the tensor at a place."""
     if now is None:
         if first is not None:
             recorder.recording.removed.append(where)
@@ -429,8 +427,8 @@ def _compare(
 
 
 def _differs_beyond_content(recorder: Recorder, first: torch.Tensor, now: torch.Tensor, is_read: bool) -> bool:
-    """May Python code that looks at what stands there find something else, which no State node tells of? Of what the
-    forward has read, that is its class and what hangs on it; of what it has not, all that is no content.
+    """True if Python code may notice the replacement by something that no State node holds: class and attributes of a
+    tensor that the forward read; everything but content of one that it did not.
     """
     if type(first) is not type(now) or attached(first) != attached(now):
         return True
@@ -445,7 +443,7 @@ def _metadata(tensor: torch.Tensor) -> Any:
 
 
 def _final_value(recorder: Recorder, now: torch.Tensor, is_same: bool) -> ValueId | None:
-    """The value that a tensor of the model holds at the end; None for one that stands where it stood, unwritten."""
+    """The value of a tensor at the end; None for one that stands where it stood, unwritten."""
     memory = recorder.memory
     if (known := memory.read(recorder.standing_for(now))) is not None:
         return known
@@ -456,7 +454,7 @@ def _final_value(recorder: Recorder, now: torch.Tensor, is_same: bool) -> ValueI
 
 
 def keep_by_value(recorder: Recorder) -> None:
-    """Copies of what stood before and stands now where the forward wrote: the model writes there again."""
+    """Copies what stood before and stands now where the forward wrote: the model will write there again."""
     recording, memory = recorder.recording, recorder.memory
     if not recording.changes and not recording.removed:
         return
@@ -494,7 +492,7 @@ def keep_by_value(recorder: Recorder) -> None:
 
 
 def keep_arrays(recorder: Recorder) -> None:
-    """Copies of what lies in arrays of numpy's and their like: whose they are writes there without a word to torch."""
+    """Copies what shares memory with numpy arrays and their like: their owner may write there unnoticed."""
     recording, memory = recorder.recording, recorder.memory
     records = recording.records if memory.bases else ()  # what is exposed has one
     outside = [r.tensor for r in records if type(r) is SourceRecord and r.where == OUTSIDE]
@@ -505,7 +503,7 @@ def keep_arrays(recorder: Recorder) -> None:
 
 
 def output_by_value(recorder: Recorder, output: Any) -> Any:
-    """What the model returned, with copies of what lies in memory that its next forward writes."""
+    """The output of the model, with copies of what lies in memory that its next forward writes."""
     recording = recorder.recording
     if not recorder.leaves_changes or not (recording.changes or recording.removed):
         return output
@@ -529,14 +527,14 @@ class _Returned:
 
 
 def _is_copied(recording: Recording, handle: ValueId, tensor: torch.Tensor) -> bool:
-    """Was a copy kept of this value, and not the tensor itself?"""
+    """True if the recording holds a copy of this value instead of the tensor."""
     if handle in recording.gone or (key := storage_of(tensor)) is None:
         return False
     return storage_of(recording.values[handle]) != key
 
 
 def _returned_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the history of the tensor, if it has one."""
+    """A copy with the autograd history of the tensor."""
     if tensor.grad_fn is not None:
         return tensor.clone()
     with torch.no_grad():
@@ -557,7 +555,7 @@ def tensor_at(where: Where) -> torch.Tensor | None:
 
 
 def _keep_copy(recorder: Recorder, handle: ValueId) -> None:
-    """A copy of one value in the place of the tensor that the model holds."""
+    """Stores a copy of a value instead of the tensor that the model holds."""
     recording = recorder.recording
     if handle in recording.gone:
         return
@@ -572,7 +570,7 @@ def _keep_copy(recorder: Recorder, handle: ValueId) -> None:
 
 
 def take_lent(recorder: Recorder) -> None:
-    """Which tensors of the model that the forward wrote lie in the memory of an input."""
+    """Records which tensors of the model that the forward wrote lie in the memory of an input."""
     recording, memory = recorder.recording, recorder.memory
     recording_value = lambda leaf: recording.values[leaf] if type(leaf) is ValueId else leaf  # noqa: E731
     given = {}
@@ -592,7 +590,7 @@ def take_lent(recorder: Recorder) -> None:
 
 
 def keep_inputs(recording: Recording) -> None:
-    """Inputs by objects of our own: `x.data = other` gives the user's object another memory."""
+    """Stores inputs as tensors of our own: `x.data = other` gives the user's tensor other memory."""
     values = recording.values
     is_input = lambda record: type(record) is SourceRecord and record.kind == "input"  # noqa: E731
     for record in takewhile(is_input, recording.records):  # they come first
@@ -606,7 +604,7 @@ def _is_at_module(record: SourceRecord) -> bool:
 
 
 def note_places(recorder: Recorder) -> None:
-    """Where the model holds what the forward read or wrote, and what it looks like there."""
+    """Records where the model holds what the forward read or wrote, and what stands there."""
     recording = recorder.recording
     recording.steps = fused_steps()
     sources = [record for record in recording.records if type(record) is SourceRecord]

@@ -1,9 +1,9 @@
-"""What other threads of a forward read: a function mode sees its own thread alone.
+"""What other threads of a forward read: a function mode sees its own thread only.
 
-In: the threads that a forward starts, the jobs that it gives to pools, the threads that it wakes or waits for. Out: of
-a thread that it starts, and of a job, each tensor of the capture that is read there, seen by a mode in that thread; of
-a thread that was there before, that it may have read anything. While captures run, the entries below are functions of
-ours, which look for a capture of their own thread and else pass on, as in scopes.py.
+In: threads that a forward starts, jobs that it submits to pools, threads that it wakes or waits for. Out: of a thread
+that it starts, and of a job, each tensor of the capture that is read there, seen by a mode in that thread; of a thread
+that existed before, that it may have read anything. While captures run, the entries below are patched: they look for a
+capture in their own thread, and otherwise pass on, as in scopes.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Job = Callable[..., Any]
 
 
 class Forward(Protocol):
-    """A capture, as other threads know it."""
+    """A capture, as other threads see it."""
 
     def handing_over(self) -> Any: ...
 
@@ -33,7 +33,7 @@ class Forward(Protocol):
 
 
 class Elsewhere:
-    """One forward, and how many jobs of its own are under way in other threads."""
+    """One forward, and how many of its jobs run in other threads."""
 
     def __init__(self, forward: Forward | None) -> None:
         self.forward = forward  # None when it is over, and where no forward runs: a patch of the user's does
@@ -43,7 +43,7 @@ class Elsewhere:
         )  # threads that hand over a job, by an entry that goes through others of these
 
     def wrap(self, job: Job) -> Job:
-        """The job, under the eyes of a mode. It may end after the forward, which takes no note then."""
+        """The job, run under a mode that sees its reads. It may end after the forward, which then ignores them."""
         self.running_jobs += 1
         site = self.forward.handing_over() if self.forward is not None else None
 
@@ -58,7 +58,7 @@ class Elsewhere:
 
     @contextmanager
     def handing_over(self) -> Iterator[None]:
-        """Within, this thread starts and wakes others for a job that is watched."""
+        """While this thread starts or wakes others for a wrapped job."""
         self.handing_over_threads.add(get_ident())
         try:
             yield
@@ -66,7 +66,7 @@ class Elsewhere:
             self.handing_over_threads.discard(get_ident())
 
     def note_unseen_thread(self) -> None:
-        """A thread of which nothing is seen was woken, or waited for."""
+        """A thread whose reads are not seen was woken or waited for."""
         if self.forward is not None:
             self.forward.met_another_thread()
 
@@ -90,7 +90,7 @@ _stacks: dict[int, list[Elsewhere]] = {}  # by thread, the innermost last
 
 @contextmanager
 def following(elsewhere: Elsewhere) -> Iterator[None]:
-    """Within, what this thread does with other threads belongs to a forward."""
+    """While what this thread does with other threads belongs to a forward."""
     here = get_ident()
     stack = _stacks.setdefault(here, [])
     depth = len(stack)
@@ -113,7 +113,7 @@ def _leave(here: int, depth: int) -> None:
 
 @contextmanager
 def followed(forward: Forward) -> Iterator[None]:
-    """Within, the forward runs in this thread."""
+    """While the forward runs in this thread."""
     elsewhere = Elsewhere(forward)
     try:
         with following(elsewhere):
@@ -123,7 +123,7 @@ def followed(forward: Forward) -> Iterator[None]:
 
 
 def _current() -> Elsewhere | None:
-    """The forward that runs in this thread, if that is not handing over a job just now."""
+    """The forward of this thread, unless it is handing over a job just now."""
     here = get_ident()
     stack = _stacks.get(here)
     return stack[-1] if stack and here not in stack[-1].handing_over_threads else None
@@ -133,7 +133,7 @@ _STANDARD = sysconfig.get_paths()["stdlib"]
 
 
 def behind_the_library(frame: FrameType) -> FrameType:
-    """The first frame from here outwards that is not one of Python's own modules: `Queue.put` is in one."""
+    """The first frame outwards that is not in the standard library: `Queue.put` is."""
     found: FrameType | None = frame
     while found is not None:
         file = found.f_code.co_filename
@@ -201,7 +201,7 @@ def _entries() -> Iterator[tuple[Any, str, Any]]:
 
 
 def put_in() -> None:
-    """The entries are ours."""
+    """Patches the entries."""
     for owner, name, replacement in _entries():
         if (there := vars(owner)[name]) is not replacement:
             _originals[name] = there
@@ -209,13 +209,13 @@ def put_in() -> None:
 
 
 def take_out() -> None:
-    """The entries are as they were."""
+    """Restores the entries."""
     for owner, name, replacement in _entries():
         if vars(owner)[name] is replacement:
             setattr(owner, name, _originals[name])
 
 
 def in_a_child() -> None:
-    """Of all the threads only the one that forked is there."""
+    """After a fork: only the forking thread is left."""
     for other in [thread for thread in _stacks if thread != get_ident()]:
         del _stacks[other]
