@@ -24,9 +24,8 @@ from ..errors import UnannouncedWrite
 from .aliasing import Alias, AliasTracker, CopiedBeforeWrite, Storage
 from .bytecode import words
 from .dispatch import Handling, Rule
-from .opaque_regions import reads_of
 from .recorder import Recorder, tensors_in
-from .recording import Recording, SourceRecord, ValueId, handles_in
+from .recording import Recording, SourceRecord, ValueId, handles_in, reads_of
 from .user_code import reached
 from .writes import Writing, append_write, write_record
 

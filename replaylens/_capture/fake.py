@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from attrs import frozen
 from torch import nn
 from torch.autograd import forward_ad
 
@@ -40,9 +41,6 @@ from .recording import Recording, account_of, freeze
 from .rng import Draw, DrawLog, draws_nothing
 from .snapshot import ForwardState, ModelState, RngState, Snapshot
 from .tracer import Tracer
-
-_peek = peek_interpreter_stack
-_dispatch_modes = count_dispatch_modes
 
 
 def outlined(
@@ -78,12 +76,17 @@ class FakeTracer(Tracer):
         super().__init__(recording, origins, date, deep, unknown)
         self.memory = _NoContent(recording)
         self.draws = _AllDrawing(recording.draws, recording.generators, recording.follows)
-        self.is_special = True  # every call comes to the slower door
+        self.is_special = True  # every call takes `_special_door`
 
     def _special_door(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        if _dispatch_modes() < self.outer_modes:  # how the mode makes fake tensors is no call of the model's
+        if count_dispatch_modes() < self.outer_modes:  # the fake mode itself makes tensors, not the model
             return func(*args, **kwargs)
-        if self.watch is None and not self.functorch and _peek() is None and forward_ad._current_level < 0:
+        if (
+            self.watch is None
+            and not self.functorch
+            and peek_interpreter_stack() is None
+            and forward_ad._current_level < 0
+        ):
             return self._open_or_call(rule, func, args, kwargs)
         try:
             return super()._special_door(rule, func, args, kwargs)
@@ -91,7 +94,7 @@ class FakeTracer(Tracer):
             self.is_special = True
 
     def _call(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        if info(func).has(Quirk.CALLBACK):  # it reads memory, of which there is none
+        if info(func).has(Quirk.CALLBACK):  # it reads memory
             what = f"`{rule.kind}` calls Python for every number"
             raise CaptureError(f"{what}, and fake tensors have none.{self.where()}\nCapture it without fake=True.")
         targets = rule.writes(args, kwargs) if rule.writes is not None else ()
@@ -152,7 +155,7 @@ def _faked(modules: list[nn.Module], args: Any, kwargs: Any) -> Iterator[tuple[A
     try:
         for module in modules:
             if isinstance(module, torch.jit.ScriptModule):
-                continue  # it hands its tensors to nobody: they become fake where they meet others
+                continue  # its tensors become fake where they meet others
             for held in (module._parameters, module._buffers, vars(module)):
                 tensors: dict[str, Any] = held
                 tensors.update({key: fake(value) for key, value in held.items() if isinstance(value, torch.Tensor)})
@@ -162,11 +165,11 @@ def _faked(modules: list[nn.Module], args: Any, kwargs: Any) -> Iterator[tuple[A
         state.put_generators_back()
 
 
+@frozen
 class _FakeInput:
     """Marks a fake input in a tree of inputs."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+    tensor: torch.Tensor
 
 
 class _FakeTensors:
@@ -175,12 +178,10 @@ class _FakeTensors:
     def __init__(self, modules: list[nn.Module], inputs: Any) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.device = torch.device("cpu")
         found: list[torch.Tensor] = []
         freeze_deep(inputs, found.append)
         found.extend(tensor for module in modules for tensor in module.parameters(recurse=False))
-        if real := [tensor for tensor in found if not tensor.is_meta]:
-            self.device = real[0].device
+        self.device = next((one.device for one in found if not one.is_meta), torch.device("cpu"))
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self.known:
@@ -198,8 +199,7 @@ class _FakeTensors:
 
 def _place(error: Exception) -> str:
     """The lines of the model that the notes of an exception name."""
-    notes = notes_of(error)
-    return "".join(f"\n{line}" for note in notes for line in note.splitlines()[1:])
+    return "".join(f"\n{line}" for note in notes_of(error) for line in note.splitlines()[1:])
 
 
 def _refusal(error: Exception, where: str) -> str:

@@ -15,12 +15,11 @@ import torch
 
 from .._ir.autograd import hooked
 from .._ir.runtime import alias
-from .._ir.trees import leaves
 from .aliasing import Alias
 from .bytecode import words
 from .dispatch import Handling, Rule
 from .recorder import Recorder
-from .recording import CallRecord, Recording, SourceRecord, ValueId
+from .recording import CallRecord, Recording, SourceRecord, ValueId, handles_in, reads_of
 from .user_code import closed_over
 
 HOOK_LATE = "a hook on a tensor that was read before: it acts on what comes back from there too. Register it at once."
@@ -36,7 +35,7 @@ HOOK_TWICE = (
     "function."
 )
 _HOOK = "hook"
-_MAX_OBJECTS = 10_000  # objects that are looked at for the tensors that a hook can name
+_MAX_OBJECTS = 10_000  # that are searched for the tensors that a hook can reach
 
 
 def hook(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
@@ -87,15 +86,11 @@ def _is_read_with_gradient(recording: Recording, source: ValueId) -> bool:
     for record in reversed(recording.records):
         if record.returns == source:
             break
-        if isinstance(record, CallRecord) and source in [x for x in _reads(record) if type(x) is ValueId]:
-            given: list[Any] = [recording.values[x] for x in leaves(record.returns) if type(x) is ValueId]
-            if any(getattr(value, "requires_grad", False) for value in given):
+        if source in reads_of(record):
+            results = [recording.values[handle] for handle in handles_in(record.returns)]
+            if any(getattr(value, "requires_grad", False) for value in results):
                 return True
     return False
-
-
-def _reads(record: CallRecord) -> list[Any]:
-    return list(leaves((*record.args, *(record.kwargs or {}).values())))
 
 
 def settle_hooks(recording: Recording) -> None:
@@ -106,14 +101,10 @@ def settle_hooks(recording: Recording) -> None:
         if held is not None and removable.id in held:
             staying.append((handle, removable, is_late))
         else:
-            _remove(recording, handle)
+            for number, record in enumerate(recording.records):
+                if record.returns == handle and isinstance(record, CallRecord) and record.function is hooked:
+                    recording.records[number] = record._replace(function=alias, args=record.args[:1])
     recording.hooks[:] = staying
-
-
-def _remove(recording: Recording, handle: ValueId) -> None:
-    for number, record in enumerate(recording.records):
-        if record.returns == handle and isinstance(record, CallRecord) and record.function is hooked:
-            recording.records[number] = record._replace(function=alias, args=record.args[:1])
 
 
 def note_hooks(recorder: Recorder) -> None:

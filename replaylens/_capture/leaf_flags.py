@@ -12,9 +12,8 @@ import torch
 
 from .._ir.autograd import needing, standing
 from .dispatch import Handling, Rule
-from .opaque_regions import reads_of
 from .recorder import Recorder
-from .recording import CallRecord, SourceRecord, ValueId
+from .recording import CallRecord, SourceRecord, ValueId, reads_of
 
 
 def turn(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
@@ -24,7 +23,7 @@ def turn(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
     before = tensor.requires_grad
     if before == wanted or not tensor.is_leaf or recorder.functorch or tensor.is_inference():
         result = func(*args, **kwargs)
-        if before is wanted is False and not recorder.recording.ambient[0]:  # with gradients this may raise, or freeze
+        if before is wanted is False and not recorder.recording.ambient[0]:  # else this may raise, or freeze
             recorder.ask("flags", torch.Tensor.requires_grad.__get__, (tensor,), {}, False)  # type: ignore[attr-defined]
         return result
     source = recorder.read(tensor)
@@ -32,13 +31,15 @@ def turn(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
     result = func(*args, **kwargs)
     first, flag, _ = recorder.recording.turned.setdefault(id(tensor), (source, before, tensor))
     if wanted == flag and first in recorder.memory.same_content(source):
-        _set_value(recorder, tensor, first)
-    elif not wanted:
-        _set_value(recorder, tensor, _record_change(recorder, tensor, torch.Tensor.detach, source))
-    elif flag:
-        _set_value(recorder, tensor, _record_change(recorder, tensor, standing, first, source))
+        handle = first
     else:
-        _set_value(recorder, tensor, _record_change(recorder, tensor, needing, source))
+        thawed = (standing, first, source) if flag else (needing, source)
+        handle = _record_change(recorder, tensor, *(thawed if wanted else (torch.Tensor.detach, source)))
+    entry = recorder.memory.entry(tensor)  # from now on the tensor has this value
+    entry.handle = handle
+    if not entry.steps:
+        entry.base.handle = handle
+    entry.base.held.append(handle)
     return result
 
 
@@ -57,18 +58,10 @@ def _record_change(recorder: Recorder, tensor: torch.Tensor, function: Any, *rea
     with recorder.at_work():
         handle = recorder.recording.keep(tensor.detach().requires_grad_(flag))
     recorder.memory.same_as[handle] = reads[-1]
-    rule = Rule(Handling.LEAF, "requiresgrad")
-    recorder.append(function, rule, list(reads), {}, handle, recorder.site(), None, False)
+    recorder.append(
+        function, Rule(Handling.LEAF, "requiresgrad"), list(reads), {}, handle, recorder.site(), None, False
+    )
     return handle
-
-
-def _set_value(recorder: Recorder, tensor: torch.Tensor, handle: ValueId) -> None:
-    """From now on the tensor has this value."""
-    entry = recorder.memory.entry(tensor)
-    entry.handle = handle
-    if not entry.steps:
-        entry.base.handle = handle
-    entry.base.held.append(handle)
 
 
 def note_flags(recorder: Recorder) -> None:
@@ -76,9 +69,7 @@ def note_flags(recorder: Recorder) -> None:
     gradients: torch reads the flag in the backward, and may find it restored by then.
     """
     recording = recorder.recording
-    own = {
-        record.returns for record in recording.records if isinstance(record, SourceRecord) and record.kind != "input"
-    }
+    own = {r.returns for r in recording.records if isinstance(r, SourceRecord) and r.kind != "input"}
     for first, flag, tensor in recording.turned.values():
         if first in own and tensor.requires_grad != flag and _is_read_with_gradients(recorder, first, flag):
             recording.left_turned.append((tensor, not flag))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,16 +33,12 @@ from .recording import CallRecord, Freed, Handed, Recording, SourceRecord, Value
 from .scopes import addresses
 from .tracer import Tracer
 
-YOUNG = 4  # so often a new tensor is looked at, before each of the next calls; later ones now and then
+YOUNG = 4  # checks of a new tensor, one before each of the next calls
 
 
 def memory_saving_tracer(spec: SaveSpec) -> Callable[[Recording, Provenance, Moment, bool, str], Tracer]:
     """Returns a factory of tracers that keep what a spec may mean."""
-
-    def tracer(recording: Recording, origins: Provenance, date: Moment, deep: bool, unknown: str) -> Tracer:
-        return MemorySavingTracer(recording, origins, date, deep, unknown, spec)
-
-    return tracer
+    return partial(MemorySavingTracer, spec)
 
 
 def settle(recording: Recording) -> None:
@@ -54,7 +51,7 @@ class MemorySavingTracer(Tracer):
     """The tracer of one capture with `save=`."""
 
     def __init__(
-        self, recording: Recording, origins: Provenance, date: Moment, deep: bool, unknown: str, spec: SaveSpec
+        self, spec: SaveSpec, recording: Recording, origins: Provenance, date: Moment, deep: bool, unknown: str
     ) -> None:
         super().__init__(recording, origins, date, deep, unknown)
         self.guess = SaveGuess(spec, recording, addresses(origins.table))
@@ -75,10 +72,7 @@ class MemorySavingTracer(Tracer):
     def _on_record(self, record: CallRecord | SourceRecord) -> None:
         is_wanted = self.guess.wants(record)
         for _, handle in parts_of(record.returns):
-            if is_wanted:
-                self.dropper.keep(handle)
-            else:
-                self.dropper.mark_unwanted(handle)
+            (self.dropper.keep if is_wanted else self.dropper.mark_unwanted)(handle)
 
     def own_references(self, tensor: torch.Tensor) -> int:
         """How many references to a tensor are those of the capture."""
@@ -96,16 +90,14 @@ class MemorySavingTracer(Tracer):
 
 
 class SaveGuess:
-    """Guesses which values a spec means while the model runs: by the names that layers will have if no operation is
-    pruned as an orphan.
-    """
+    """Guesses which values a spec means while the model runs, by the names that layers get if there are no orphans."""
 
     def __init__(self, spec: SaveSpec, recording: Recording, modules: dict[int, str]) -> None:
         self.spec, self.recording, self.modules = spec, recording, modules
         self.of_kind: Counter[str] = Counter()
         self.total = -1
         self.parameters: set[ValueId] = set()
-        self.names: dict[Any, tuple[tuple[str, ...], int]] = {}  # of layers with parameters, by function and parameters
+        self.names: dict[Any, tuple[tuple[str, ...], int]] = {}  # by function and parameters
         self.calls: Counter[int] = Counter()
         self.counted_scopes = 0
 
@@ -136,7 +128,6 @@ class SaveGuess:
         return (kind, number, f"{number}_{self.total}"), self.total
 
     def wants_output(self, number: int) -> bool:
-        """True if the output of this module call is to be kept."""
         if not self.spec.keys:
             return False
         for scope in self.recording.scopes[self.counted_scopes :]:
@@ -167,29 +158,24 @@ class ValueDropper:
     memory: AliasTracker
     doubled: set[int]
     aliases: dict[int, HandOff]
-    watched: dict[int, WatchedTensor] = field(factory=dict)  # by the tensor's id
-    young: dict[int, int] = field(factory=dict)  # id -> how often it was looked at
+    watched: dict[int, WatchedTensor] = field(factory=dict)  # by id of the tensor
+    young: dict[int, int] = field(factory=dict)  # id -> checks so far
     old: dict[int, None] = field(factory=dict)
     skipped_checks: int = 0
 
     def mark_unwanted(self, handle: ValueId) -> None:
-        """No layer that the spec means has this value."""
         self.recording.spare.add(handle)
         tensor = _raw_value(self.recording.values, handle)
         if type(tensor) is Freed:
             return
-        known = self.watched.get(id(tensor))
-        if known is None:
-            self.watched[id(tensor)] = WatchedTensor(tensor, [handle])
+        if id(tensor) not in self.watched:
+            self.watched[id(tensor)] = WatchedTensor(tensor, [])
             self.young[id(tensor)] = 0
-        else:
-            known.handles.append(handle)
+        self.watched[id(tensor)].handles.append(handle)
 
     def keep(self, handle: ValueId) -> None:
-        """This value is wanted."""
         self.recording.spare.discard(handle)
-        tensor = _raw_value(self.recording.values, handle)
-        self._unwatch(id(tensor))
+        self._unwatch(id(_raw_value(self.recording.values, handle)))
 
     def rollback(self, first: int) -> None:
         """The values from this number on were taken back."""
@@ -215,7 +201,7 @@ class ValueDropper:
         self.skipped_checks += YOUNG
         if self.skipped_checks >= len(self.old):
             self.skipped_checks = 0
-            for number in reversed(list(self.old)):  # a view goes before its base
+            for number in reversed(list(self.old)):  # views before their bases
                 self._drop_if_unreferenced(number)
 
     def _unwatch(self, number: int) -> None:
@@ -230,7 +216,14 @@ class ValueDropper:
         recorded = [handle for handle in watched.handles if _raw_value(self.recording.values, handle) is watched.tensor]
         key = storage_of(watched.tensor) if self.memory.by_storage else None
         is_listed = key is not None and self.memory.by_storage.get(key) is watched.tensor
-        if _references(watched) != _ALONE + len(recorded) + isinstance(known, Alias) + is_root + is_listed:
+        own = (
+            _ALONE  # WatchedTensor.tensor, and the argument of getrefcount
+            + len(recorded)  # recording.values, once for each handle
+            + isinstance(known, Alias)  # Alias.tensor
+            + is_root  # Storage.root
+            + is_listed  # memory.by_storage
+        )
+        if sys.getrefcount(watched.tensor) != own:
             return False
         if (is_root or type(known) is ValueId) and _has_other_aliases(watched.tensor):
             return False
@@ -251,11 +244,11 @@ class ValueDropper:
         """Forgets a storage; False if an alias, numpy or its like still uses it."""
         if root.base.exposed is not None or root.base.twin is not None:
             return False
-        key = storage_of(root.base.root)
-        is_listed = key is not None and self.memory.bases.get(key) is root.base
-        if _references_of_base(root) != _BASE_ALONE + is_listed:
+        key = storage_of(root.base.root) or 0
+        is_listed = self.memory.bases.get(key) is root.base
+        if sys.getrefcount(root.base) != _BASE_ALONE + is_listed:  # Alias.base, getrefcount; memory.bases
             return False
-        if key is not None and is_listed:
+        if is_listed:
             del self.memory.bases[key]
         return True
 
@@ -301,45 +294,30 @@ def _raw_value(values: list[Any], handle: ValueId) -> Any:
     return list.__getitem__(values, handle)
 
 
-def _references(watched: WatchedTensor) -> int:
-    return sys.getrefcount(watched.tensor)
-
-
-def _references_of_base(entry: Alias) -> int:
-    return sys.getrefcount(entry.base)
-
-
 def _has_other_aliases(tensor: torch.Tensor) -> bool:
-    """True if another tensor uses this storage, recorded or not. The hidden base that a kernel returned a view of does
-    not count.
-    """
+    """True if another tensor uses this storage, recorded or not; a hidden base made by a kernel does not count."""
     try:
         others = _storage_use_count(tensor) - _STORAGE_ALONE
-    except (RuntimeError, NotImplementedError):  # sparse and nested ones
+    except (RuntimeError, NotImplementedError):  # sparse and nested tensors
         return False
     return others != 0 and (others != 1 or _base_use_count(tensor) != _HIDDEN)
 
 
 def _base_use_count(view: torch.Tensor) -> int:
-    """How many references torch counts to the base of a view."""
-    base = view._base
-    return base._use_count() if base is not None else 0  # type: ignore[attr-defined]
+    return 0 if view._base is None else view._base._use_count()  # type: ignore[attr-defined]
 
 
 def _storage_use_count(tensor: torch.Tensor) -> int:
-    """How many references torch counts to the storage of a tensor."""
     return int(storage_holders(tensor.untyped_storage()._cdata))
 
 
 def _alone() -> tuple[int, int, int, int]:
-    """The counts of a tensor, a Storage, its memory and a hidden base to which nothing else refers, as this Python and
-    torch count.
-    """
+    """The counts of a tensor, a Storage, its memory and a hidden base to which nothing else refers."""
     watched = WatchedTensor(torch.empty(0), [])
-    root = torch.empty(0)
+    root, view = torch.empty(0), torch.empty(2).view(2, 1)
     entry = Alias(root, Storage(root, ValueId(0), ValueId(0)), (), ValueId(0), 0)
-    view = torch.empty(2).view(2, 1)
-    return _references(watched), _references_of_base(entry), _storage_use_count(root), _base_use_count(view)
+    tensor, base = sys.getrefcount(watched.tensor), sys.getrefcount(entry.base)
+    return tensor, base, _storage_use_count(root), _base_use_count(view)
 
 
 _ALONE, _BASE_ALONE, _STORAGE_ALONE, _HIDDEN = _alone()

@@ -31,7 +31,15 @@ from ..errors import CaptureError
 from .dispatch import Handling, Rule
 from .grad_hooks import HOOK_TWICE, settle_hooks
 from .recorder import Recorder
-from .recording import CallRecord, Recording, SourceRecord, ValueId, call_of, frozen_context, handles_in, parts_of
+from .recording import (
+    CallRecord,
+    Recording,
+    ValueId,
+    call_of,
+    frozen_context,
+    parts_of,
+    reads_of,
+)
 
 
 class AtenWatch(TorchDispatchMode):
@@ -249,14 +257,6 @@ def _saving_apart() -> Any:
 
 def _producers(recording: Recording) -> dict[int, int]:
     return {int(handle): n for n, record in enumerate(recording.records) for _, handle in parts_of(record.returns)}
-
-
-def reads_of(record: CallRecord | SourceRecord) -> list[ValueId]:
-    """The values that a record reads."""
-    if isinstance(record, SourceRecord):
-        return []
-    trees = (*record.args, *(record.kwargs or {}).values())
-    return handles_in(trees)
 
 
 def _ancestors(recording: Recording, producers: dict[int, int], ends: list[ValueId], stops: set[int]) -> set[int]:

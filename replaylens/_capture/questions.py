@@ -134,9 +134,7 @@ def _leaves_bool(one: Step) -> bool:
 
 
 def _loop_start(code: CodeType, steps: list[Step], at: int) -> int | None:
-    """The target of the jump back of a comprehension, if this is one. Python 3.12 gives it the position of the element,
-    which was not computed.
-    """
+    """The target of the jump back of a comprehension, which in Python 3.12 has the position of the element."""
     one = steps[at]
     is_back = one.name.startswith("JUMP") and one.target is not None and one.target < one.offset
     return one.target if is_back and (steps[at - 1].name in _APPENDS or code.co_name == "<genexpr>") else None

@@ -181,6 +181,11 @@ class SourceRecord(NamedTuple):
     tensor: torch.Tensor  # the object itself
 
 
+def reads_of(record: CallRecord | SourceRecord) -> list[ValueId]:
+    """The values that a record reads."""
+    return [] if isinstance(record, SourceRecord) else handles_in((*record.args, *(record.kwargs or {}).values()))
+
+
 class GuardRecord(NamedTuple):
     """A fact that the model read: content that left torch, an exception that it caught."""
 

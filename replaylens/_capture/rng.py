@@ -63,7 +63,7 @@ def default_generator(device: torch.device | None) -> torch.Generator:
 
 
 def as_drawn(generator: Any, key: str) -> Generator | None:
-    """What replaces `generator=` in a recorded call: a Generator in the state of this key, or None for the default one."""
+    """What replaces `generator=` in a recorded call: a Generator in the state of this key, or None for the default."""
     is_default = generator is None or generator is default_generator(generator.device)
     return None if is_default else Generator(key)
 
@@ -198,7 +198,7 @@ class DrawLog:
         self.ends: dict[str, torch.Tensor] = {}  # the states that draws left
 
     def around(self, may_draw: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
-        """A Draw through which to make a call. Afterwards its `key` names the state before the call, if the call drew."""
+        """A Draw through which to make a call; afterwards its `key` names the state before, if the call drew."""
         if not may_draw or draws_nothing(func, args, kwargs):
             return _NO_DRAW
         return Draw(self, generator_of(args, kwargs))
@@ -235,7 +235,7 @@ class DrawLog:
         return any(same_state(tensor, state) for state in known)
 
     def separate(self) -> DrawLog:
-        """A log for draws from a stream that is not the one of the forward."""
+        """A log for draws from a stream apart from that of the forward."""
         return _SeparateDraws(self.kept, {}, self.follows)
 
     def _origin(self, generator: torch.Generator, state: torch.Tensor) -> tuple[str | None, bool]:

@@ -24,7 +24,6 @@ class Likeness:
         self.first, self.later = first, later
 
     def difference(self) -> str:
-        """How the later one differs, in words; empty if it does not."""
         one, two = self.first.graph, self.later.graph
         written = dict(one.changes), dict(two.changes)
         if written[0].keys() != written[1].keys():
@@ -106,9 +105,7 @@ class Likeness:
 
 
 def _skeleton(tree: Any) -> Any:
-    """A tree without the names of its Refs. A stretch of the program in it is compared by what it reads, an array by
-    content.
-    """
+    """A tree without the names of its Refs; graphs in it are not compared, arrays are by content."""
     return remake(tree, _skeleton_leaf)
 
 

@@ -36,18 +36,18 @@ from .._ir.trees import freeze_deep
 from .._ir.world import users_state
 from .scopes import module_table
 
-_THRESHOLD = 20_000  # a record of a call is garbage to nobody: the collector need not look at each few hundred
+_THRESHOLD = 20_000  # the default of a few hundred is far too eager: records of calls are never garbage
 _MAX_SKIPS = 7
-_COUNT_AFTER = 70_000  # new objects until all are counted
+_COUNT_AFTER = 70_000  # new objects
 _IMMORTAL = 2_000 if sys.version_info[:2] == (3, 12) else 0
 
 _froze = False
-_thresholds: tuple[int, int, int] | None = None  # as the user has them
-_skips = 0  # how many captures more are not looked at
-_has_found = False  # something to let go, when it looked before this capture
-_uncounted = 0  # about how many objects became old since they were counted
-_known = 0  # how many there were when the collector last looked at all, or when they were first counted
-_is_due = False  # are there so many more that it should?
+_thresholds: tuple[int, int, int] | None = None  # of the user
+_skips = 0  # captures left without a collection
+_has_found = False  # did the last collection before a capture free anything?
+_uncounted = 0  # roughly: objects that became old since the last count
+_known = 0  # old objects at the last full collection, or at the first count
+_is_due = False  # is a full collection due?
 
 
 def is_frozen() -> bool:
@@ -97,7 +97,7 @@ def set_back() -> None:
         if _skips:
             _skips -= 1
             _uncounted += gc.get_count()[0]
-            gc.freeze()  # old from here on
+            gc.freeze()  # what was made is old from now on
         elif not gc.collect(0) and not _has_found:
             _skips = _MAX_SKIPS
     gc.unfreeze()
@@ -107,7 +107,7 @@ def set_back() -> None:
 
 
 _REGISTERED = frozenset(("_modules", "_parameters", "_buffers"))
-_MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}  # what every module has: its tensors, its hooks
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}  # tensors and hooks
 _HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
     *("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"),
@@ -116,13 +116,11 @@ _DICTS = frozenset((dict, OrderedDict, defaultdict))
 _CONTAINERS = _DICTS | {list, set, deque}
 
 
-HeldBy = list[tuple[nn.Module, Any, dict[str, Any]]]  # a module, a dict that it has, and what is in that
+HeldBy = list[tuple[nn.Module, Any, dict[str, Any]]]  # a module, one of its dicts, a copy of that dict
 
 
 class Held:
-    """The submodules, parameters and buffers that modules hold, by name. `whole`: includes empty dicts, which a forward
-    may fill.
-    """
+    """Submodules, parameters and buffers of modules, by name. `whole`: with empty dicts, which a forward may fill."""
 
     __slots__ = ("buffers", "modules", "parameters")
 
@@ -135,11 +133,9 @@ class Held:
             held: Any = module._modules
             if held or filled:
                 self.modules.append((module, held, dict(held)))
-            held = module._parameters
-            if held or filled:
+            if (held := module._parameters) or filled:
                 self.parameters.append((module, held, dict(held)))
-            held = module._buffers
-            if held or filled:
+            if (held := module._buffers) or filled:
                 self.buffers.append((module, held, dict(held)))
 
     def as_of_now(self) -> Held:
@@ -150,14 +146,14 @@ class Held:
         return now
 
     def put_back(self, modules: Iterable[nn.Module]) -> None:
-        """Restores the dicts. `modules`: all modules, including those whose dicts were empty."""
+        """Restores the dicts. `modules`: all modules, also those whose dicts were empty."""
         noted = {id(held) for _, held, _ in (*self.modules, *self.parameters, *self.buffers)}
         for module in modules:
             for held in (module._modules, module._parameters, module._buffers):
                 if held and id(held) not in noted and type(held) in _DICTS:
                     held.clear()
         for _, held, content in (*self.modules, *self.parameters, *self.buffers):
-            if type(held) in _DICTS and not _same(held, content):  # those of TorchScript are no dicts
+            if type(held) in _DICTS and not _same(held, content):  # TorchScript's are not
                 held.clear()
                 held.update(content)
 
@@ -171,22 +167,16 @@ class Snapshot:
         self, modules: Iterable[nn.Module], inputs: Any, whole: bool = False, held: Held | None = None
     ) -> None:
         self.attributes: list[tuple[nn.Module, dict[str, Any]]] = []
-        self.plain_modules: list[
-            tuple[nn.Module, bool, int]
-        ] = []  # torch's own: their mode, how many attributes they have
+        self.plain_modules: list[tuple[nn.Module, bool, int]] = []  # of torch: mode, number of attributes
         self.containers: list[tuple[Any, Any]] = []
-        self.all_modules: list[
-            nn.Module
-        ]  # all modules, and the hooks of those that have some, by the ids of their dicts
+        self.all_modules: list[nn.Module]
         self.hooks: dict[int, dict[Any, Any]]
-        self.restorers: list[tuple[Any, Callable[[], object]]] = []  # arrays and generators: puts back what they held
-        self.generators: list[tuple[torch.Generator, torch.Tensor]] = []  # of torch's, and their states
-        self.flags: list[
-            tuple[torch.Tensor, bool]
-        ] = []  # of leaves that the forward freezes or thaws: known afterwards
+        self.restorers: list[tuple[Any, Callable[[], object]]] = []  # arrays, and generators of numpy and Python
+        self.generators: list[tuple[torch.Generator, torch.Tensor]] = []  # torch's generators, and their states
+        self.flags: list[tuple[torch.Tensor, bool]] = []  # of leaves that the forward freezes or thaws; set afterwards
         self.skipped = _REGISTERED if whole else _MODULE_ATTRIBUTES
-        self.memories: list[_Memory] = []  # of buffers and other tensors: `set_` gives them others, `resize_` more
-        self.owners: dict[int, Any] = {}  # of plain objects: by the id of the dict of its attributes
+        self.memories: list[_Memory] = []  # tensors that `set_` or `resize_` may move
+        self.owners: dict[int, Any] = {}  # plain objects, by the id of their `__dict__`
         self._seen: set[int] = set()
         if held is None:
             modules = list(modules)
@@ -195,11 +185,9 @@ class Snapshot:
         for _, _, buffers in held.buffers:
             self.memories.extend(filter(None, map(_memory_of, buffers.values())))
         self.all_modules = list(modules)
-        self.hooks = {}
+        self.hooks = _hooks_among(self.all_modules)
         for module in self.all_modules:
             attributes = vars(module)
-            if _has_hooks(attributes.get):
-                self.hooks.update(_hooks_in(module))
             count = len(attributes)
             if not whole and (_fewest_attributes.get(type(module)) == count or _is_plain_module(module)):
                 self.plain_modules.append((module, attributes["training"], count))
@@ -208,7 +196,7 @@ class Snapshot:
         for _, attributes in self.attributes:
             for value in attributes.values():
                 self._copy(value, 3)
-        self.module_containers = len(self.containers)  # that many hang on the modules
+        self.module_containers = len(self.containers)  # how many of them hang on modules
         self._copy(inputs, 6)
         del self._seen
 
@@ -327,9 +315,7 @@ def _is_plain_module(module: nn.Module) -> bool:
     return fewest is None or count <= fewest
 
 
-_fewest_attributes: dict[
-    type, int
-] = {}  # by class of torch's own: the fewest attributes that a module was seen to have
+_fewest_attributes: dict[type, int] = {}  # by class of torch: of any module seen
 
 
 _CONTAINER_MODULES = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -351,7 +337,7 @@ class _Memory(NamedTuple):
     geometry: _Geometry
 
     def put_back(self) -> None:
-        """Restores storage and geometry. A storage that has grown stays with its other users: the tensor gets a copy."""
+        """Restores storage and geometry. A storage that grew stays with its other users: the tensor gets a copy."""
         tensor, now = self.tensor, self.tensor.untyped_storage()
         has_grown = self.storage.nbytes() != self.size
         is_there = now.nbytes() == self.size if has_grown else now._cdata == self.storage._cdata
@@ -367,7 +353,7 @@ class _Memory(NamedTuple):
 
 
 _Geometry = tuple[int, torch.Size, tuple[int, ...]]
-_geometries: dict[_Geometry, _Geometry] = {}  # one object for equal ones: a model has few
+_geometries: dict[_Geometry, _Geometry] = {}  # interned: a model has few
 
 
 def _geometry_of(tensor: torch.Tensor) -> _Geometry:
@@ -382,7 +368,7 @@ def _memory_of(tensor: torch.Tensor | None) -> _Memory | None:
         return None
     try:
         storage = tensor.untyped_storage()
-    except NotImplementedError:  # the wrapper of a transform of the user's
+    except NotImplementedError:  # a wrapper of functorch
         return None
     return _Memory(tensor, storage, storage.nbytes(), _geometry_of(tensor))
 
@@ -390,19 +376,10 @@ def _memory_of(tensor: torch.Tensor | None) -> _Memory | None:
 def _hooks_among(modules: list[nn.Module]) -> dict[int, dict[Any, Any]]:
     found: dict[int, dict[Any, Any]] = {}
     for module in modules:
-        if _has_hooks(vars(module).get):
-            found.update(_hooks_in(module))
+        get = vars(module).get
+        if get("_forward_hooks") or get("_forward_pre_hooks") or get("_backward_hooks") or get("_backward_pre_hooks"):
+            found.update({id(hooks): dict(hooks) for hooks in _hooks_of(module) if hooks})
     return found
-
-
-def _has_hooks(get: Callable[[str], Any]) -> bool:
-    return bool(
-        get("_forward_hooks") or get("_forward_pre_hooks") or get("_backward_hooks") or get("_backward_pre_hooks")
-    )
-
-
-def _hooks_in(module: nn.Module) -> dict[int, dict[Any, Any]]:
-    return {id(hooks): dict(hooks) for hooks in _hooks_of(module) if hooks}
 
 
 def _hooks_of(module: nn.Module) -> list[dict[Any, Any]]:
@@ -472,7 +449,7 @@ class RngState:
     def __init__(self) -> None:
         self.torch = users_state()
         version, words, pending = random.getstate()
-        self.python = version, array("I", words), pending  # a tenth of what 625 numbers weigh in a tuple
+        self.python = version, array("I", words), pending  # a tenth of the size of a tuple of 625 numbers
         numpy = sys.modules.get("numpy")
         self.numpy = numpy.random if numpy is not None else None
         self.state = self.numpy.get_state() if self.numpy is not None else None
@@ -486,15 +463,14 @@ class RngState:
 
     def _numpy_moved(self) -> bool:
         if self.numpy is None or self.state is None:
-            numpy = sys.modules.get("numpy")  # the forward imported it: a new generator stands at the end of its words
+            numpy = sys.modules.get("numpy")  # imported by the forward; a fresh generator has position 624
             return numpy is not None and numpy.random.get_state()[2] != 624
-        if self.mersenne is not None and not self.state[3]:  # no second normal number waits
+        if self.mersenne is not None and not self.state[3]:  # no second normal number is cached
             return _mersenne_state(self.numpy) != self.mersenne
         now, then = self.numpy.get_state(), self.state
         return bytes(now[1]) != bytes(then[1]) or any(one != two for one, two in zip(now[2:], then[2:], strict=True))
 
     def put_back(self) -> None:
-        """Restores all three."""
         torch.default_generator.set_state(self.torch)
         version, words, pending = self.python
         random.setstate((version, tuple(words), pending))
@@ -517,10 +493,8 @@ class ForwardState:
     snapshot: Snapshot
     rng: RngState
     unknown: str = "raise"
-    generators: tuple[
-        tuple[torch.Generator, torch.Tensor], ...
-    ] = ()  # further ones that it drew from, and how they were
-    lent: frozenset[int] = frozenset()  # those of them, by id, that the caller gave
+    generators: tuple[tuple[torch.Generator, torch.Tensor], ...] = ()  # others that it drew from, with their states
+    lent: frozenset[int] = frozenset()  # ids of those that the caller provided
 
     def held_now(self) -> ForwardState:
         """The same, with the modules and tensors that the model holds now."""
@@ -554,7 +528,7 @@ class ModelState:
         self.snapshot.put_back()
         for (tensor, flag, grad), step in zip(self.leaves, self.fused_steps, strict=True):
             FUSED.put_back(tensor, step)
-            if not tensor.is_leaf and not tensor._is_view():  # a buffer into which something differentiable was written
+            if not tensor.is_leaf and not tensor._is_view():  # a buffer that something differentiable was written to
                 tensor.detach_()
             if not tensor.is_leaf:
                 continue  # a view of such a buffer
@@ -564,7 +538,6 @@ class ModelState:
                 tensor.grad = grad
 
     def put_generators_back(self) -> None:
-        """Restores the generators."""
         for generator, state in self.generators:
             generator.set_state(state)
         self.rng.put_back()

@@ -14,8 +14,7 @@ gradients are refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Collection, Iterator
 from itertools import takewhile
 from typing import Any
 
@@ -26,7 +25,7 @@ from torch import nn
 from .._ir.autograd import history_of, saved_below
 from .._ir.copies import writable_copy
 from .._ir.equality import attached, same_content
-from .._ir.model_state import NO_LOOK, PLAIN, Look, PlaceNote, attribute_at, fused_steps, looks_at
+from .._ir.model_state import NO_LOOK, PLAIN, PlaceNote, attribute_at, fused_steps, looks_at
 from .._ir.node import TensorSpec
 from .._ir.shared_memory import storage_of, version_of, versions_of
 from .._ir.torch_private import without_function_modes
@@ -34,10 +33,9 @@ from .._ir.trees import ATOMS, freeze_deep, leaves, thaw
 from .._ir.write import take_step
 from .._replay.layout_guards import geometry
 from .aliasing import OUTSIDE, Alias, Storage
-from .opaque_regions import reads_of
 from .provenance import Place, Provenance, path_to
 from .recorder import Recorder
-from .recording import CallRecord, Freed, Recording, SourceRecord, ValueId, handles_in
+from .recording import CallRecord, Freed, Recording, SourceRecord, ValueId, handles_in, reads_of
 from .snapshot import Snapshot
 from .user_code import code_of, is_only_fed, is_stored_first
 
@@ -45,9 +43,7 @@ _MISSING = object()
 
 
 def altered(recorder: Recorder, snapshot: Snapshot) -> list[tuple[Any, str]]:
-    """The attributes of modules that hold other Python objects, or other content, and that the code reads: (module,
-    key).
-    """
+    """(module, key) of the attributes that hold other Python objects or content now, and that the code reads."""
     unlike = [where for where in recorder.recording.unlike if where[0] is not None]
     found = {(id(module), key): (module, key) for module, key in (*_changed_attributes(snapshot), *unlike)}
     if not found:
@@ -116,8 +112,8 @@ IsMatch = Callable[[torch.Tensor], bool]
 def note_late_write(
     recorder: Recorder, base: Storage, replaced: torch.Tensor | None = None, held: Collection[ValueId] = ()
 ) -> None:
-    """Refuses gradients if a backward pass reads the memory that is written now. `replaced`: the very object that gets
-    other memory; its views keep the old one.
+    """Refuses gradients if a backward reads the memory that is written now. `replaced`: the object that gets other
+    memory.
     """
     recording = recorder.recording
     held = set(held) or {*base.held, base.handle}
@@ -155,15 +151,9 @@ class _SavedQuery:
     by_identity: bool
 
     @property
-    def recording(self) -> Recording:
-        return self.recorder.recording
-
-    @property
     def records(self) -> Iterator[CallRecord]:
-        """The calls that read it or made it. As an object: only those that read it, as a call saves an alias of its
-        result.
-        """
-        for record in self.recording.records:
+        """The calls that read or made it. A tensor object only counts as read: calls save an alias of their result."""
+        for record in self.recorder.recording.records:
             if isinstance(record, CallRecord):
                 made = () if self.by_identity else _results(record)
                 if not self.held.isdisjoint(reads_of(record)) or not self.held.isdisjoint(made):
@@ -176,7 +166,7 @@ class _SavedQuery:
 
     def is_saved_by(self, record: CallRecord) -> bool:
         """True if the call saved it for its backward."""
-        recording = self.recording
+        recording = self.recorder.recording
         given = [recording.values[h] for h in _results(record)]
         reads = [recording.values[h] for h in reads_of(record)]
         if not recording.ambient[0] or any(map(_may_require_grad_in_replays, reads)):
@@ -197,7 +187,7 @@ class _SavedQuery:
             if type(value) is not ValueId:
                 return value
             if value not in copies:
-                tensor = self.recording.values[value]
+                tensor = self.recorder.recording.values[value]
                 copy = copies[value] = tensor.detach().clone()
                 if self.matches(tensor) if self.by_identity else value in self.held:
                     query.append(copy)
@@ -230,7 +220,7 @@ def _results(record: CallRecord) -> list[ValueId]:
 
 
 def _may_require_grad_in_replays(value: Any) -> bool:
-    """True for a value that has no gradient here, and for which torch saves less, but to which a replay may give one."""
+    """True for a value without gradient, for which torch saves less, but to which a replay may give one."""
     return (
         not isinstance(value, Freed) and not value.requires_grad and (value.is_floating_point() or value.is_complex())
     )
@@ -240,8 +230,8 @@ def _has_history(value: Any) -> bool:
     return not isinstance(value, Freed) and value.requires_grad and history_of(value) is not None
 
 
-Where = tuple[Any, str]  # module, and the name or path of a tensor there
-FirstValues = dict[int, ValueId]  # by the id of a tensor that the model held when it was first read: the value then
+Where = tuple[Any, str]  # module, and name or path of a tensor there
+FirstValues = dict[int, ValueId]  # by id of a tensor of the model: its value when first read
 
 
 def held(module: Any, key: str) -> torch.Tensor | None:
@@ -269,15 +259,13 @@ def held_at_start(origins: Provenance, snapshot: Snapshot) -> list[torch.Tensor]
 
 
 def require_seen(recorder: Recorder, counters: Counters) -> None:
-    """Refuses a forward in which something unseen wrote a tensor of the model, or moved it by `set_`, before it was
-    read.
-    """
+    """Refuses a forward in which something unseen wrote or moved a tensor of the model before it was read."""
     tensors, then = counters
     if (now := versions_of(tensors)) == then:
         return
     for tensor, before, after in zip(tensors, then, now, strict=True):
         if after != before and not _is_recorded_write(recorder, tensor, before):
-            recorder.deep |= isinstance(tensor, nn.Parameter)  # what it held is gone: no second look can begin there
+            recorder.deep |= isinstance(tensor, nn.Parameter)  # its content is lost: no retrace can start there
             recorder.written_unseen(tensor)
 
 
@@ -286,10 +274,10 @@ def _is_recorded_write(recorder: Recorder, tensor: torch.Tensor, counter: int) -
     known = memory.live.get(id(tensor))
     by_script = recorder.has_scripts and isinstance(known, Alias) and known.base.version > 0
     if recorder.standing_for(tensor) is not tensor and not by_script:
-        return False  # what is seen is done to what stands for it, but by TorchScript, which holds its own
+        return False  # recorded writes go to its substitute, except those of TorchScript
     if (first := memory.begun.get(id(tensor))) is not None:
         silent = isinstance(tensor, nn.Parameter) and type(known) is ValueId and recording.values[known] is tensor
-        return first == counter and not silent  # others are asked for all values at the end
+        return first == counter and not silent  # other tensors are read at the end
     if known is not None or id(tensor) in memory.moved:
         return True
     base = memory.bases.get(storage_of(tensor) or 0)
@@ -318,12 +306,16 @@ def take_changes(recorder: Recorder, snapshot: Snapshot) -> None:
             known = first_values.get(id(now)) if now is first else None
             if (now is not first or not unwritten) and (known is None or live.get(id(now)) != known):
                 _compare(recorder, (module, key), first, now, first_values)
-    _compare_new_buffers(recorder, first_values)
+    begun = recorder.origins.begun_by_module
+    for module, key, now in recorder.origins.buffers():
+        if key not in begun.get(id(module), ()):
+            _compare(recorder, (module, key), None, now, first_values)
     if rearranged := list(recorder.origins.rearranged()):
         _compare_moved_modules(recorder)
     if recorder.leaves_changes:
         made = (*recorder.origins.born(same), *_new_attributes(snapshot))
-        recording.born.extend(where for where in made if _may_be_tested(recorder, where))
+        codes = code_of(recording.model, recorder.origins.modules) if made else []
+        recording.born.extend(where for where in made if not is_stored_first(where[1], codes))  # it may be tested
         recording.rearranged.extend(rearranged)
     _compare_attributes(recorder, snapshot, [s for s in sources if s.kind == "attribute"], first_values)
 
@@ -332,16 +324,7 @@ def _new_attributes(snapshot: Snapshot) -> Iterator[Where]:
     """Attributes of modules that are tensors now and were absent or None."""
     for module, first in snapshot.attributes:
         now = vars(module)
-        yield from ((module, key) for key in now if now[key] is not first.get(key) and _is_new(key, now, first))
-
-
-def _is_new(key: str, now: dict[str, Any], first: dict[str, Any]) -> bool:
-    return first.get(key) is None and type(now[key]) in PLAIN
-
-
-def _may_be_tested(recorder: Recorder, where: Where) -> bool:
-    """True if the forward may test whether something stands there."""
-    return not is_stored_first(where[1], code_of(recorder.recording.model, recorder.origins.modules))
+        yield from ((module, key) for key in now if first.get(key) is None and type(now[key]) in PLAIN)
 
 
 def _compare_replaced_parameters(recorder: Recorder, sources: list[SourceRecord], first_values: FirstValues) -> None:
@@ -352,13 +335,6 @@ def _compare_replaced_parameters(recorder: Recorder, sources: list[SourceRecord]
             _compare(recorder, (module, key), first, held(module, key), first_values)
     for module, key, now in recorder.origins.new_parameters():
         _compare(recorder, (module, key), None, now, first_values)
-
-
-def _compare_new_buffers(recorder: Recorder, first_values: FirstValues) -> None:
-    begun = recorder.origins.begun_by_module
-    for module, key, now in recorder.origins.buffers():
-        if key not in begun.get(id(module), ()):
-            _compare(recorder, (module, key), None, now, first_values)
 
 
 def _compare_moved_modules(recorder: Recorder) -> None:
@@ -464,7 +440,7 @@ def keep_by_value(recorder: Recorder) -> None:
         if record is None:
             continue
         known = memory.live.get(id(record.tensor))
-        if id(record.tensor) in memory.moved:  # its alias counts the writes of what the object looks at now
+        if id(record.tensor) in memory.moved:  # its alias belongs to its present memory
             _keep_copy(recorder, record.returns)
         elif isinstance(known, Alias) and known.base.version:
             memory.preserve(known.base)
@@ -481,12 +457,10 @@ def keep_by_value(recorder: Recorder) -> None:
         if isinstance(known, Alias) and known.base.version:
             memory.preserve(known.base)
         elif where[0] is None and id(now) in begun:
-            continue  # it was the model's own before, and is referred to as such
-        elif (
-            where[0] is None or _key(where) in read or held(*where) is not None
-        ):  # a stashed activation is only referred to
+            continue  # it was part of the model before
+        elif where[0] is None or _key(where) in read or held(*where) is not None:  # else: a stashed activation
             if isinstance(known, Alias) and id(known.base.root) not in begun:
-                memory.preserve(known.base)  # what it was made of lies there too
+                memory.preserve(known.base)  # its sources share that memory
             else:
                 _keep_copy(recorder, handle)
 
@@ -494,12 +468,11 @@ def keep_by_value(recorder: Recorder) -> None:
 def keep_arrays(recorder: Recorder) -> None:
     """Copies what shares memory with numpy arrays and their like: their owner may write there unnoticed."""
     recording, memory = recorder.recording, recorder.memory
-    records = recording.records if memory.bases else ()  # what is exposed has one
-    outside = [r.tensor for r in records if type(r) is SourceRecord and r.where == OUTSIDE]
-    for tensor in outside:
-        known = memory.live.get(id(tensor))
-        if isinstance(known, Alias):
-            memory.preserve(known.base)
+    for record in recording.records if memory.bases else ():  # an exposed tensor has a base
+        if type(record) is SourceRecord and record.where == OUTSIDE:
+            known = memory.live.get(id(record.tensor))
+            if isinstance(known, Alias):
+                memory.preserve(known.base)
 
 
 def output_by_value(recorder: Recorder, output: Any) -> Any:
@@ -534,7 +507,6 @@ def _is_copied(recording: Recording, handle: ValueId, tensor: torch.Tensor) -> b
 
 
 def _returned_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the autograd history of the tensor."""
     if tensor.grad_fn is not None:
         return tensor.clone()
     with torch.no_grad():
@@ -593,7 +565,7 @@ def keep_inputs(recording: Recording) -> None:
     """Stores inputs as tensors of our own: `x.data = other` gives the user's tensor other memory."""
     values = recording.values
     is_input = lambda record: type(record) is SourceRecord and record.kind == "input"  # noqa: E731
-    for record in takewhile(is_input, recording.records):  # they come first
+    for record in takewhile(is_input, recording.records):  # inputs come first
         value = values[record.returns]
         if type(value) is torch.Tensor and not value.requires_grad and not value.is_inference():
             recording.given[record.returns] = value.detach()
@@ -609,8 +581,7 @@ def note_places(recorder: Recorder) -> None:
     recording.steps = fused_steps()
     sources = [record for record in recording.records if type(record) is SourceRecord]
     found = [record for record in sources if record[0] == "parameter" or _is_at_module(record)]
-    tensors = [record.tensor for record in found]
-    at_sources = partial(_place_notes, found, looks_at(tensors))
+    looks = looks_at([record.tensor for record in found])
     others: list[PlaceNote] = []
     begun = recorder.origins.begun_by_module if recording.changes or recording.removed else {}
     for where in (*[where for where, _ in recording.changes], *recording.removed):
@@ -618,9 +589,7 @@ def note_places(recorder: Recorder) -> None:
         if isinstance(module, nn.Module):
             own = key in module._buffers or key in module._parameters or key in begun.get(id(module), ())
             others.append((where, "buffer" if own else "attribute", None, NO_LOOK))
-    recording.places = lambda: (*at_sources(), *others)
-
-
-def _place_notes(found: list[SourceRecord], looks: Callable[[], Iterable[Look]]) -> Iterator[PlaceNote]:
-    for record, look in zip(found, looks(), strict=True):
-        yield record.where, record.kind, record.tensor, look
+    recording.places = lambda: (
+        *[(record.where, record.kind, record.tensor, look) for record, look in zip(found, looks(), strict=True)],
+        *others,
+    )

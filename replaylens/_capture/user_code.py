@@ -76,9 +76,7 @@ class Methods:
 
 
 def named_code(ran: Iterable[CodeType], methods: Methods) -> Iterator[CodeType]:
-    """Code that ran, and code that it may have run unseen: methods that it names, functions that it refers to,
-    transitively.
-    """
+    """Code that ran, and code that it may have run unseen: methods that it names, functions it refers to."""
     known = dict(methods.by_code)
     stack, seen = list(ran), set()
     while stack:

@@ -40,9 +40,7 @@ class SourceLine:
 
 @define(eq=False)
 class LoopPasses:
-    """Patches of further passes: by line, the patches of the layers that take turns there, or None if they have no
-    order.
-    """
+    """Patches of further passes: by line, those of the layers that take turns there; None for no order."""
 
     cycles: dict[SourceLine, tuple[AnyPatch | None, ...] | None] = field(factory=dict)
     kinds: frozenset[str] = frozenset()
@@ -155,7 +153,6 @@ class CallSiteCounter:
     calls: Counter[int] = field(factory=Counter)
 
     def next(self, record: CallRecord | SourceRecord) -> CallSite | None:
-        """The call site of the next record."""
         if isinstance(record, SourceRecord) or (record.scope < 0 and record.site is None):
             return None
         if is_handing(record):

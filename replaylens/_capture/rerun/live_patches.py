@@ -57,7 +57,6 @@ class LivePatch:
 
     @property
     def target(self) -> Target:
-        """How a program calls it."""
         return Target(f"patch({self.name})", self, is_stable=False)
 
     def _apply(self, change: Change, given: dict[Ref, torch.Tensor], on_copy: OnCopy) -> dict[Ref, torch.Tensor]:

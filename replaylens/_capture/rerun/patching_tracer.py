@@ -59,11 +59,10 @@ from ..aliasing import Alias, Storage
 from ..checkpoints import in_checkpoint, without_recomputation
 from ..custom_functions import BOUND_BEFORE
 from ..dispatch import Handling, Rule
-from ..opaque_regions import reads_of
 from ..output_aliases import is_handing
 from ..provenance import Moment, Provenance
 from ..recorder import tensors_in
-from ..recording import CallRecord, Recording, SourceRecord, ValueId, handles_in, parts_of, user_line
+from ..recording import CallRecord, Recording, SourceRecord, ValueId, handles_in, parts_of, reads_of, user_line
 from ..rng import Draw, generator_of
 from ..scopes import addresses, listening
 from ..threads import Elsewhere, following
@@ -205,7 +204,6 @@ class LiveTracer(Tracer):
             )
 
     def aten(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An ATen call that no recorded call made."""
         self._require_no_checkpoint()
         args, kwargs, targets = self._with_substitutes(self._learn(func), args, kwargs)
         return self._apply_patches(
@@ -261,7 +259,6 @@ class LiveTracer(Tracer):
         return site in patches.by_site or (site not in patches.recorded_sites and site.any_call in patches.any_call)
 
     def _module_output(self, given: Any, out: Any, records: int, beyond: int) -> Any:
-        """The output of a module, patched."""
         hands, (address, call) = self.setup.patches.hand_offs, self.call_sites.scope_of(self.scope)
         self.module_start = records
         if (glob := self.setup.patches.ambiguous_glob(address)) is not None:
@@ -295,9 +292,7 @@ class LiveTracer(Tracer):
             self.is_handing_off = False
 
     def _applied_at(self, address: str, call: int, number: int) -> list[int]:
-        """Numbers of the patch records that already changed this output of the running module call, where it was
-        computed or read from the state. Records of other calls of the module are left out.
-        """
+        """Patch records that changed this output of the running call where it was computed, or read from the state."""
         hands, patched = self.setup.patches.hand_offs, self.recording.patched
         names, own = hands.recorded_names.get((address, number), set()), hands.by_call.get((address, call, number))
         known = {name for name in self.patched_sources if name in names} | ({own.name} if own is not None else set())
@@ -308,7 +303,6 @@ class LiveTracer(Tracer):
         return sorted(n for n in found if not self._is_in_other_call(self.recording.records[n]))
 
     def _patch_at(self, number: int) -> LivePatch:
-        """The patch that a record stands for."""
         record: Any = self.recording.records[number]
         patch: LivePatch = record.function.function
         return patch
@@ -359,7 +353,6 @@ class LiveTracer(Tracer):
         return names.isdisjoint(read)
 
     def handing(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
-        """The alias of a value that leaves a module, patched."""
         (own,) = self.substitutes.resolve((tensor,))
         made = super().handing(own, number)
         if made is own:
@@ -393,7 +386,6 @@ class LiveTracer(Tracer):
         super().function_unseen(kind)
 
     def given(self, tree: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The inputs, patched, in containers that the model may write."""
         recording, patches = self.recording, self.setup.input_patches
         for number, record in enumerate(list(recording.records) if patches else ()):
             if isinstance(record, SourceRecord) and (patch := patches.get(record.where[0])) is not None:
@@ -463,9 +455,7 @@ class LiveTracer(Tracer):
         return targets
 
     def _special_backward(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        """Lets gradients accumulate in copies of the user's. The model looks for them at its own leaves, so what
-        accumulates in a substitute is moved there.
-        """
+        """Accumulates gradients in copies of the user's, and moves them to where the model looks: its own leaves."""
         held = [t for m, _, _ in self.origins.table for t in m._parameters.values() if t is not None]
         own: dict[int, torch.Tensor] = {id(tensor): tensor for tensor in held}
         standing: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -518,9 +508,7 @@ class LiveTracer(Tracer):
         return done.out
 
     def _is_left_to_hand_off(self, patch: LivePatch, done: FinishedCall) -> bool:
-        """True if the patch is applied where the module returns the value. The gradient of an in-place result needs the
-        content that stands there now.
-        """
+        """True if it applies where the module returns the value: an in-place result is needed for its gradient."""
         flows = self.setup.grad or any(tensor.requires_grad for tensor in done.written)
         return bool(done.written) and flows and patch.name in self.setup.patches.hand_offs.computing_calls
 
@@ -729,11 +717,9 @@ class _PatchListener:
     """Ignores modules and Functions that a patch calls."""
 
     def module_call(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Calls the module."""
         return call(module, *args, **kwargs)
 
     def function_apply(self, kind: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Calls the Function."""
         return call(*args, **kwargs)
 
     def function_unseen(self, kind: type) -> None:

@@ -102,9 +102,7 @@ def _capture_without_effects(
 
 
 def otherwise(start: ForwardState, record: Record) -> str:
-    """Describes how the next forward of the model would differ from the recorded one on the recorded inputs; empty if
-    it would not.
-    """
+    """How the next forward of the model would differ from the recorded one on its inputs; empty if it would not."""
     graph = record.graph
     given = lambda leaf: as_leaf(record.value(leaf)) if type(leaf) is Ref else leaf  # noqa: E731
     args, kwargs = thaw_shared(graph.inputs, given)
@@ -179,9 +177,7 @@ def _run_with_patches(turn: Turn, start: ForwardState, record: Record, request: 
 
 
 def _require_same_backward(recording: Recording, *graphs: Graph) -> None:
-    """Refuses gradients that the backward pass of the model itself would not give: by now the writes of the forward are
-    undone.
-    """
+    """Refuses gradients that differ from the model's own backward: the writes of the forward are undone by now."""
     late = [word for graph in graphs for word in graph.one_way if word in (LATE_WRITE, WRITTEN_STANDING)]
     if late:
         raise NotDifferentiable(f"gradients through {late[0]}")
@@ -206,9 +202,7 @@ def _require_recorded_state(record: Record, request: Request) -> None:
 
 
 def _with_recorded_attributes(record: Record) -> Record:
-    """The record without the places whose attributes the user replaced by other tensors, and whose recorded tensors are
-    intact: these are put back for the run.
-    """
+    """The record, so that attributes which the user has replaced are put back for the run if they are intact."""
     places = {address: place for address, place in record.places.items() if not place.is_whole_elsewhere()}
     return record if len(places) == len(record.places) else evolve(record, places=places)
 
@@ -406,16 +400,14 @@ def _value(node: State, record: Record, request: Request) -> torch.Tensor:
     """The recorded or given value, as the model's own object where that still is this value."""
     value, own = supply(record, request, Ref(node.name)), record.live[node.name]
     given = request.given.get(record.graph.positions[node.name])
-    is_given = given is not None
     if given is not None and given.requires_grad != value.requires_grad:  # the model may read the flag
         return given
-    return own if not is_given and _is_same_memory(own, value) else value
+    return own if given is None and _is_same_memory(own, value) else value
 
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.layout is not torch.strided:
-        return begin_together(one, other)
-    return begin_together(one, other) and one.shape == other.shape and one.stride() == other.stride()
+    is_alike = one.layout is not torch.strided or (one.shape, one.stride()) == (other.shape, other.stride())
+    return is_alike and begin_together(one, other)
 
 
 def _objects(node: State, modules: dict[str, nn.Module], record: Record) -> list[torch.Tensor]:
@@ -458,14 +450,13 @@ def _record_source_patch(
 
 
 def _require_as_recorded(record: Record, found: Record) -> None:
-    """Raises StaleValue unless the run repeats the recorded forward up to its first patch: the code of the model
-    changed.
-    """
+    """Raises StaleValue unless the run repeats the recorded forward up to its first patch: its code changed."""
     for one, other in _until_patched(record.graph, found.graph):
         same = type(one) is type(other)
         if isinstance(one, Call) and isinstance(other, Call):
             same = one.target == other.target and len(one.meaning) == len(other.meaning)
-            pairs = [(record.values.get(ref), found.values[mine]) for ref, mine in _values(one, other)]
+            refs = [(ref, Ref(other.name, ref.path)) for ref in refs_in(one.returns)]
+            pairs = [(record.values.get(ref), found.values[mine]) for ref, mine in refs]
             same = same and all(old is None or _is_close(old, new) for old, new in pairs)
         if not same:
             raise StaleValue(
@@ -488,13 +479,8 @@ def _until_patched(one: Graph, other: Graph) -> Iterator[tuple[Node, Node]]:
     yield from zip(*made, strict=False)
 
 
-def _values(one: Call, other: Call) -> Iterator[tuple[Ref, Ref]]:
-    refs = refs_in(one.returns)
-    return ((ref, Ref(other.name, ref.path)) for ref in refs)
-
-
 def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """True if two values agree up to the last bits, which some kernels vary from run to run."""
+    """True if two values agree up to the last bits, which some kernels vary."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if one.layout is not torch.strided or one.is_quantized or one.is_meta:

@@ -59,7 +59,6 @@ class Substitutes:
             self.pending_by_storage.setdefault(key, tensor)
 
     def replace(self, original: torch.Tensor, new: torch.Tensor) -> None:
-        """From now on `new` replaces the original."""
         if original is not new:
             self.by_id[id(original)] = new
             self.kept.extend((original, new))
@@ -80,9 +79,7 @@ class Substitutes:
         return found if (found.shape, found.dtype) == (tensor.shape, tensor.dtype) else tensor
 
     def for_query(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """The tensor to ask about its autograd state: a copy made for writing has flags of its own, and a gradient is
-        at the leaf.
-        """
+        """The tensor that knows the autograd state: a copy made for writing has its own, a gradient is at the leaf."""
         if name == "grad" and tensor.is_leaf:
             return tensor
         while (other := self.by_id.get(id(tensor))) is not None and id(other) not in self.copy_ids:
@@ -90,9 +87,7 @@ class Substitutes:
         return tensor
 
     def resolve(self, value: Any) -> Any:
-        """The arguments of a call with substitutes, also for tensors seen for the first time whose memory was copied
-        already.
-        """
+        """The arguments with substitutes, also for tensors first seen after their memory was copied."""
         if self.copied_storages or self.pending_by_storage:
             for tensor in tensors_in((value,), {}):
                 if id(tensor) not in self.recorder.memory.live:
