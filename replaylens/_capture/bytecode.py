@@ -28,19 +28,17 @@ class Step(NamedTuple):
 
     name: str
     arg: int
-    value: Any  # what the argument stands for: a name, a constant
-    target: int | None  # the offset that it may jump to
+    value: Any  # what `arg` refers to: a name, a constant
+    target: int | None  # offset that it may jump to
     offset: int
-    position: (
-        Any  # line, last line, columns; before Python 3.11 the line; None where it stands for nothing in the source
-    )
+    position: Any  # line, last line, columns (before Python 3.11 the line); None for instructions without source
 
 
 class Bytecode(NamedTuple):
     """The steps of a code object."""
 
     steps: list[Step]
-    numbers: dict[int, int]  # of the steps, by the offset of each instruction but the caches
+    numbers: dict[int, int]  # offset of each instruction but caches -> its step
 
     def number_of(self, offset: int) -> int:
         """The number of the step to which an offset belongs."""
@@ -81,7 +79,7 @@ def is_torch_code(code: CodeType) -> bool:
     return known[1]
 
 
-# By id, with the object beside it: a code object's own hash reads all of its constants, every time.
+# By id, beside the object: hashing a code object reads all of its constants, every time.
 torch_code: dict[int, tuple[CodeType, bool]] = {}
 _LIBRARY_PATHS = tuple(home.rsplit("/", 1)[0] + "/" for home in (torch.__file__, __file__.rsplit("/", 1)[0]))
 
@@ -117,7 +115,7 @@ def line_of_word(code: CodeType, word: str) -> int:
     return code.co_firstlineno
 
 
-# -- what it asks of objects -------------------------------------------------------------------------------------------
+# -- identity ----------------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=4096)
@@ -265,7 +263,7 @@ def keeps_exceptions(code: CodeType) -> bool:
 _HANDLES = ("PUSH_EXC_INFO", "SETUP_FINALLY")
 _READS_EXCEPTION = frozenset(("exc_info", "format_exc", "exception"))
 _MATCHES = frozenset(("CHECK_EXC_MATCH", "CHECK_EG_MATCH", "JUMP_IF_NOT_EXC_MATCH"))
-_MAX_TO_BINDING = 3  # within so many steps after the match the name is bound, if there is one
+_MAX_TO_BINDING = 3  # the name, if any, is bound within so many steps of the match
 _RAISES = frozenset(("RERAISE", "RAISE_VARARGS"))
 _GOES_ON = frozenset(("POP_EXCEPT", "RETURN_VALUE", "RETURN_CONST"))
 _ALWAYS_JUMPS = frozenset(("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_ABSOLUTE"))

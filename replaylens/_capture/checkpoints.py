@@ -102,7 +102,7 @@ def leave_checkpoints(error: BaseException) -> None:
     code = inspect.unwrap(module.checkpoint).__code__
     frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code is code]
     for frame in reversed(frames):
-        with suppress(RuntimeError):  # it runs: the exception is handled within
+        with suppress(RuntimeError):  # it still runs: the exception is handled inside
             frame.clear()
 
 

@@ -65,7 +65,9 @@ def outlined(
             raise CaptureError(_refusal(error, _place(error))) from error
         except Exception as error:
             if not isinstance(error, ReplaylensError):
-                add_note(error, "replaylens: it was run on fake tensors (fake=True), which not every operation takes.")
+                add_note(
+                    error, "replaylens: it was run on fake tensors (fake=True), which not every operation supports."
+                )
             raise
 
 
@@ -95,13 +97,15 @@ class FakeTracer(Tracer):
 
     def _call(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
         if info(func).has(Quirk.CALLBACK):  # it reads memory
-            what = f"`{rule.kind}` calls Python for every number"
-            raise CaptureError(f"{what}, and fake tensors have none.{self.where()}\nCapture it without fake=True.")
+            what = f"`{rule.kind}` calls Python for every element"
+            raise CaptureError(
+                f"{what}, and fake tensors have no content.{self.where()}\nCapture it without fake=True."
+            )
         targets = rule.writes(args, kwargs) if rule.writes is not None else ()
         if not all(isinstance(target, FakeTensor) for target in targets):
             raise CaptureError(
-                f"`{rule.kind}` writes a tensor that is no parameter, buffer or attribute of a module, and fake=True "
-                f"changes nothing.{self.where()}\nMake it a buffer, or capture without fake=True."
+                f"`{rule.kind}` writes a tensor that is not a parameter, buffer or attribute of a module, and "
+                f"fake=True must not change it.{self.where()}\nMake it a buffer, or capture without fake=True."
             )
         return super()._call(rule, func, args, kwargs)
 
@@ -205,6 +209,6 @@ def _place(error: Exception) -> str:
 def _refusal(error: Exception, where: str) -> str:
     """The error text for a model that reads contents."""
     return (
-        f"the model reads the content of a tensor, or has a shape that depends on one ({error}), and fake tensors have "
+        f"the model reads the content of a tensor, or a shape depends on it ({error}), and fake tensors have "
         f"no content.{where}\nCapture it without fake=True."
     )

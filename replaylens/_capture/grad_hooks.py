@@ -22,17 +22,16 @@ from .recorder import Recorder
 from .recording import CallRecord, Recording, SourceRecord, ValueId, handles_in, reads_of
 from .user_code import closed_over
 
-HOOK_LATE = "a hook on a tensor that was read before: it acts on what comes back from there too. Register it at once."
+HOOK_LATE = "a hook on a tensor that was already read: it acts on gradients from there, too. Register it before."
 HOOK_ON_STEP = (
-    "hooks on steps of the backward pass (grad_fn.register_hook): they are not seen. Register them on tensors."
+    "hooks on steps of the backward pass (grad_fn.register_hook), which are not recorded. Register them on tensors."
 )
 HOOK_READS = (
-    "a hook that reads tensors which the forward computes, or was given: it holds those of the capture. Use a custom "
-    "function that saves them."
+    "a hook that reads tensors of the forward or its inputs: it would keep those of the capture. Use a custom Function "
+    "that saves them."
 )
 HOOK_TWICE = (
-    "a hook within a gradient that is taken with create_graph=True: it acts on both ways back, and once. Use a custom "
-    "function."
+    "a hook inside a gradient with create_graph=True: it acts once, but on both backward passes. Use a custom Function."
 )
 _HOOK = "hook"
 _MAX_OBJECTS = 10_000  # that are searched for the tensors that a hook can reach

@@ -70,7 +70,7 @@ def references_of(memory: AliasTracker, tensor: torch.Tensor) -> int:
     base = known.base
     found += (known.tensor is tensor) + (base.root is tensor)
     if memory.by_storage:
-        with without_function_modes():  # what is looked at here, the model did not ask
+        with without_function_modes():  # the model did not ask
             found += memory.by_storage.get(storage_of(tensor) or 0) is tensor
     return found + sum(_at(values, handle) is tensor for handle in {*base.held, known.handle, base.handle})
 
@@ -242,12 +242,12 @@ class _NewAlias:
     """An alias to insert."""
 
     at: int
-    old: ValueId  # the value that the module gave
-    source: ValueId  # what stands for it until then: itself, or what an inner module hands on
+    old: ValueId  # what the module returned
+    source: ValueId  # its name until then: itself, or the alias of an inner module
     handle: ValueId
     scope: int
     number: int
-    turn: int  # among what all module calls gave
+    turn: int  # number of the module call, in order of return
 
 
 class _Reads:
@@ -264,7 +264,7 @@ class _Reads:
             self.of.setdefault(record.returns, [])
         self.made: dict[ValueId, int] = {}
         of = self.of
-        self.written_memory: set[ValueId] = set()  # what calls that wrote through views left in their memory
+        self.written_memory: set[ValueId] = set()  # of bases that calls wrote through views
         for position, item in enumerate(recording.records):
             returns = item.returns
             if type(returns) is not ValueId:
@@ -315,8 +315,8 @@ def _missing_aliases(
 ) -> list[_NewAlias]:
     """The aliases to insert, in the order in which the modules returned."""
     new: list[_NewAlias] = []
-    before: set[tuple[int, ValueId]] = set()  # the modules by which a value was handed on before
-    now: dict[ValueId, tuple[ValueId, int]] = {}  # a value -> what stands for it after which position
+    before: set[tuple[int, ValueId]] = set()  # (module, value) returned before
+    now: dict[ValueId, tuple[ValueId, int]] = {}  # value -> its alias, and from which position on
     patched = {handle for n in recording.patched for _, handle in parts_of(recording.records[n].returns)}
     count = len(recording.values)
     views = _Views(recording)
@@ -407,8 +407,8 @@ def _insert(recording: Recording, new: list[_NewAlias]) -> None:
         return passed[-1].handle if passed else handle
 
     records: list[Any] = []
-    where: list[int] = []  # of each old record, and of the end: its new number
-    at: dict[int, int] = {}  # of each new alias
+    where: list[int] = []  # new position of each old record, and of the end
+    at: dict[int, int] = {}  # position of each new alias
     for position in range(len(recording.records) + 1):
         for number in before.get(position, ()):
             at[number] = len(records)
@@ -456,7 +456,7 @@ def _renumber(recording: Recording, where: list[int], name: _NameAt) -> None:
     ]
 
 
-_NameAt = Callable[[ValueId, int], ValueId]  # what a value is called at a position among the records
+_NameAt = Callable[[ValueId, int], ValueId]  # (value, position) -> its name there
 
 
 def _renamed(tree: Any, name: _NameAt, position: int) -> Any:
@@ -514,7 +514,7 @@ def _insert_in_gradient(
     calls = dict(zip(record.through, stretch.calls, strict=True))
     nodes: list[Node] = [node for node in stretch.nodes if not isinstance(node, Call)]
     turns = [*[(one.at, 0, number) for number, one in own.items()], *[(n, 1, n) for n in record.through]]
-    for turn, is_call, number in sorted(turns):  # an alias comes before the record at which it stands
+    for turn, is_call, number in sorted(turns):  # aliases come before the record at their position
         if is_call:
             nodes.append(remade(calls[turn], standing(turn)))
         else:

@@ -47,7 +47,7 @@ class Asked(NamedTuple):
     kind: str
     function: Any
     tensor: torch.Tensor
-    handle: int | None  # of its value then; None where nothing had read it yet
+    handle: int | None  # of its value then; None if not yet read
     args: tuple[Any, ...]  # besides the tensor
     kwargs: dict[str, Any]
     result: Any
@@ -112,7 +112,7 @@ def taken(code: CodeType, instruction: int, value: bool) -> int | None:
     """The offset of the instruction that ran next, if the one that read a truth value leads to a jump on it."""
     found = read(code)
     at, stack, steps = found.number_of(instruction), [value], found.steps
-    test: set[Any] = {None}  # where the jumps so far stand
+    test: set[Any] = {None}  # positions of the jumps so far
     if _leaves_bool(steps[at]):
         at += 1
     for _ in range(_MAX_STEPS):

@@ -26,7 +26,7 @@ from .user_code import closed_over, named_by
 OF_THE_MODEL = "torch.Generator"
 UNSEEN = "a call that was not seen"
 NEW_SEED = "torch.seed"
-LEFT = "left"  # the key of the state in which a forward leaves the default generator, where a seed fixed it
+LEFT = "left"  # key of the state in which a forward leaves the default generator, if a seed fixed it
 _READING = frozenset(("get_rng_state", "get_state"))
 _COPYING = _READING | {"clone_state", "default_generator"}
 _SETTING = frozenset(("set_rng_state", "set_state"))
@@ -40,7 +40,7 @@ def draws_nothing(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return not op.given("train", args, kwargs, kwargs.get("training", True))
     if op.has(Quirk.ATTENTION):
         return not op.given("dropout_p", args, kwargs, 0.0)
-    if op.has(Quirk.RECURRENT):  # the first float is the dropout, of packed ones too
+    if op.has(Quirk.RECURRENT):  # the first float is the dropout, of packed sequences too
         floats = [value for value in args if type(value) is float]
         return bool(floats) and not floats[0]
     return False
@@ -126,7 +126,7 @@ def is_newly_seeded(generator: torch.Generator, state: torch.Tensor) -> bool:
     return same_state(torch.Generator().manual_seed(generator.initial_seed()).get_state(), state)
 
 
-# What has no seed, so that its numbers are others each time; and what has none where it is made without a word.
+# Random anew each time; of the second group, only if called without a seed.
 _UNSEEDABLE = dict.fromkeys(("urandom", "getrandom", "SystemRandom", "secrets", "token_bytes", "randbelow", "randbits"))
 _UNSEEDED = frozenset(
     ("default_rng", "RandomState", "Random", "PCG64", "Philox", "SFC64", "MT19937", "SeedSequence", "seed")
@@ -137,10 +137,10 @@ _UNSEEDABLE |= dict.fromkeys([f"{name}()" for name in _UNSEEDED if name != "seed
 class UnknownState(enum.Enum):
     """What a generator state alone does not tell. See `read_by_name`."""
 
-    COPIED = "is a generator that begins as torch's did a copy of it, or was it given the same seed?"
-    SET = "is a state that was there at first the one that was there, or another one like it?"
-    SEEDED = "or was it seeded again by the same seed?"
-    FIXED = "was the seed of a generator given, or was it drawn by `Generator.seed()`?"
+    COPIED = "A generator in the initial state of torch's: a copy of it, or seeded alike."
+    SET = "The initial state again: restored, or set to an equal one."
+    SEEDED = "The initial state again: or seeded again by the same seed."
+    FIXED = "The seed of a generator: given, or drawn by `Generator.seed()`."
 
 
 def drawn_by_name(names: frozenset[str], unknown: set[UnknownState]) -> Iterator[str]:
@@ -157,7 +157,7 @@ def read_by_name(names: frozenset[str], unknown: set[UnknownState]) -> Iterator[
     if UnknownState.COPIED in unknown and names & _COPYING:
         yield "a copy of torch's generator"
     if names & _READING:
-        return  # then what was put back is what was there
+        return  # then a restored state is the one that was read
     by_generator = "default_generator" in names and "manual_seed" in names and UnknownState.SEEDED in unknown
     if UnknownState.SET in unknown and (by_generator or names & _SETTING):
         yield "a state of torch's generator"
@@ -189,13 +189,13 @@ class DrawLog:
         self.kept, self.first_states, self.follows = kept, first_states, follows
         self.start, self.seed = users_state(), torch.default_generator.initial_seed()
         self.seedings = seedings()
-        self.caller_states: dict[int, torch.Tensor] = {}  # generators of the caller's, and how they were
-        self.model_states: dict[int, torch.Tensor] = {}  # generators that hang on the model, and how they were
-        self.only_model: dict[str, None] = {}  # what only the model can do again: draws of those where an earlier
-        # forward ended, new seeds, numbers that nobody was seen to draw
+        self.caller_states: dict[int, torch.Tensor] = {}  # at the start, by id of the generator
+        self.model_states: dict[int, torch.Tensor] = {}  # the same of generators on the model
+        self.only_model: dict[str, None] = {}  # what only another forward reproduces: generators that go on
+        # from the last one, random seeds, unseen draws
         self.unknown: set[UnknownState] = set()
-        self.last: dict[int, str] = {}  # of each generator, the draw made last
-        self.ends: dict[str, torch.Tensor] = {}  # the states that draws left
+        self.last: dict[int, str] = {}  # last draw of each generator
+        self.ends: dict[str, torch.Tensor] = {}  # state after each draw
 
     def around(self, may_draw: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
         """A Draw through which to make a call; afterwards its `key` names the state before, if the call drew."""
@@ -332,7 +332,7 @@ class Draw:
                     return func(*args, **kwargs)
                 finally:
                     self.key = self.draws.keep(self.generator, self.state)
-        except BaseException:  # an interrupt may have come before the lock was left
+        except BaseException:  # an interrupt may have hit before the lock was released
             if not was_owned:
                 let_go(one_draws)
             raise

@@ -61,7 +61,7 @@ class Likeness:
             return (before.kind, before.address) == (after.kind, after.address)
         if isinstance(before, Const) and isinstance(after, Const):
             values = self.first.value(Ref(before.name)), self.later.value(Ref(after.name))
-            if before.origin.startswith("older"):  # the very same one, wherever the forward has it from
+            if before.origin.startswith("older"):  # the same object, wherever it comes from
                 return values[0] is values[1]
             return same_content(*values)
         return False

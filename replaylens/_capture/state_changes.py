@@ -103,8 +103,8 @@ def _is_item(old: Any, new: Any) -> bool:
 
 
 LATE_WRITE = (
-    "memory that the model writes by .data or numpy after its use: torch's own backward reads what is there by then, "
-    "without a sign. Write it before, or compute with a copy."
+    "memory that the model writes by .data or numpy after its use: torch's own backward silently reads what is there "
+    "by then. Write it before, or compute with a copy."
 )
 IsMatch = Callable[[torch.Tensor], bool]
 

@@ -36,11 +36,9 @@ class Elsewhere:
     """One forward, and how many of its jobs run in other threads."""
 
     def __init__(self, forward: Forward | None) -> None:
-        self.forward = forward  # None when it is over, and where no forward runs: a patch of the user's does
+        self.forward = forward  # None once it is over, and while a patch of the user runs
         self.running_jobs = 0
-        self.handing_over_threads: set[int] = (
-            set()
-        )  # threads that hand over a job, by an entry that goes through others of these
+        self.handing_over_threads: set[int] = set()  # inside one entry, which may call others of them
 
     def wrap(self, job: Job) -> Job:
         """The job, run under a mode that sees its reads. It may end after the forward, which then ignores them."""
@@ -100,7 +98,7 @@ def following(elsewhere: Elsewhere) -> Iterator[None]:
             yield
         finally:
             _leave(here, depth)
-    finally:  # again: an interrupt may have come before, or in it
+    finally:  # again: an interrupt may have hit before it or within it
         _leave(here, depth)
 
 
@@ -145,7 +143,7 @@ def behind_the_library(frame: FrameType) -> FrameType:
 
 # -- entries -----------------------------------------------------------------------------------------------------------
 
-_originals: dict[str, Any] = {}  # what was there before ours
+_originals: dict[str, Any] = {}  # what the entries were
 
 
 def _traced_start(self: Thread) -> None:

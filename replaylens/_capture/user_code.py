@@ -30,7 +30,7 @@ def closed_over(function: FunctionType) -> list[Any]:
     """The closure values of a function, as far as they are set."""
     found = []
     for cell in function.__closure__ or ():
-        with suppress(ValueError):  # an empty one
+        with suppress(ValueError):  # an empty cell
             found.append(cell.cell_contents)
     return found
 
