@@ -71,11 +71,11 @@ def note_flags(recorder: Recorder) -> None:
     recording = recorder.recording
     own = {r.returns for r in recording.records if isinstance(r, SourceRecord) and r.kind != "input"}
     for first, flag, tensor in recording.turned.values():
-        if first in own and tensor.requires_grad != flag and _is_read_with_gradients(recorder, first, flag):
+        if first in own and tensor.requires_grad != flag and _was_read_while_thawed(recorder, first, flag):
             recording.left_turned.append((tensor, not flag))
 
 
-def _is_read_with_gradients(recorder: Recorder, first: ValueId, flag: bool) -> bool:
+def _was_read_while_thawed(recorder: Recorder, first: ValueId, flag: bool) -> bool:
     """True if a call has read the leaf while it required gradients."""
     recording = recorder.recording
     values = {first} if flag else set()

@@ -22,6 +22,7 @@ import sys
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol, TypeGuard
 
@@ -141,15 +142,11 @@ def _replace_items(value: Any, new: New, in_trees: Mapping[int, int]) -> None:
                 if twice:
                     attributes[key] = made
     elif type(value).__module__ not in ("builtins", "numpy", "torch"):
-        _replace_attributes(value, new, in_trees)
-
-
-def _replace_attributes(value: Any, new: New, in_trees: Mapping[int, int]) -> None:
-    for name in [name for name, _ in attributes_of(value)]:
-        item = own(value, name, None)
-        count = _references(item) - _WITHIN
-        if (made := renewed(item, count, new, in_trees)) is not item:
-            object.__setattr__(value, name, made)
+        for name in [name for name, _ in attributes_of(value)]:
+            item = own(value, name, None)
+            count = _references(item) - _WITHIN
+            if (made := renewed(item, count, new, in_trees)) is not item:
+                object.__setattr__(value, name, made)
 
 
 def objects_held(tree: Any) -> Counter[int]:
@@ -226,14 +223,12 @@ def hand_on(recording: Recording) -> None:
     returned_twice = {h for h, (first, count) in recording.twice.items() if first in recording.writes[count:]}
     recording.written_twice |= {r.returns for r in recording.records if is_handing(r) and r.returns in returned_twice}
     found = _Reads(recording)
-    redundant = found.redundant()
-    if redundant:
+    if redundant := found.redundant():
         _remove(recording, redundant)
         found = _Reads(recording)
     outputs = enumerate(recording.scope_outputs)
     inner = [(turn, *one) for turn, one in outputs if id(recording.scopes[one[0]].module) not in roots]
-    new = _missing_aliases(recording, found, inner, returned_twice)
-    if new:
+    if new := _missing_aliases(recording, found, inner, returned_twice):
         _insert(recording, new)
 
 
@@ -321,10 +316,10 @@ def _missing_aliases(
     count = len(recording.values)
     views = _Views(recording)
     for turn, scope, tree, end, shared in returned:
-        numbers: dict[ValueId, int] = {}
-        for number, leaf in enumerate(handles_in(tree)):
-            numbers.setdefault(leaf, number)
         every = handles_in(tree)
+        numbers: dict[ValueId, int] = {}
+        for number, leaf in enumerate(every):
+            numbers.setdefault(leaf, number)
         for leaf, number in numbers.items():
             positions = found.of[leaf]
             source, since = now.get(leaf, (leaf, found.made.get(leaf, 0)))
@@ -396,15 +391,11 @@ def _insert(recording: Recording, new: list[_NewAlias]) -> None:
         before.setdefault(one.at, []).append(number)
         of_value.setdefault(one.old, []).append(one)
 
-    def name(handle: ValueId, position: int) -> ValueId:
-        """The last alias of a value before a position, or the value itself."""
-        passed = [one for one in of_value.get(handle, ()) if one.at <= position]
-        return passed[-1].handle if passed else handle
+    def name(handle: ValueId, end: int, number: str = "at") -> ValueId:
+        """The last alias of a value before a position (or the end of a module call), or the value itself."""
+        return next((one.handle for one in reversed(of_value.get(handle, ())) if getattr(one, number) <= end), handle)
 
-    def name_then(handle: ValueId, turn: int) -> ValueId:
-        """The same as the n-th of all module calls handed it on."""
-        passed = [one for one in of_value.get(handle, ()) if one.turn <= turn]
-        return passed[-1].handle if passed else handle
+    name_then = partial(name, number="turn")
 
     records: list[Any] = []
     where: list[int] = []  # new position of each old record, and of the end

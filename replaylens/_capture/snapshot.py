@@ -169,8 +169,6 @@ class Snapshot:
         self.attributes: list[tuple[nn.Module, dict[str, Any]]] = []
         self.plain_modules: list[tuple[nn.Module, bool, int]] = []  # of torch: mode, number of attributes
         self.containers: list[tuple[Any, Any]] = []
-        self.all_modules: list[nn.Module]
-        self.hooks: dict[int, dict[Any, Any]]
         self.restorers: list[tuple[Any, Callable[[], object]]] = []  # arrays, and generators of numpy and Python
         self.generators: list[tuple[torch.Generator, torch.Tensor]] = []  # torch's generators, and their states
         self.flags: list[tuple[torch.Tensor, bool]] = []  # of leaves that the forward freezes or thaws; set afterwards
@@ -178,14 +176,11 @@ class Snapshot:
         self.memories: list[_Memory] = []  # tensors that `set_` or `resize_` may move
         self.owners: dict[int, Any] = {}  # plain objects, by the id of their `__dict__`
         self._seen: set[int] = set()
-        if held is None:
-            modules = list(modules)
-            held = Held(modules, whole)
-        self.held = held
-        for _, _, buffers in held.buffers:
-            self.memories.extend(filter(None, map(_memory_of, buffers.values())))
         self.all_modules = list(modules)
         self.hooks = _hooks_among(self.all_modules)
+        self.held = Held(self.all_modules, whole) if held is None else held
+        for _, _, buffers in self.held.buffers:
+            self.memories.extend(filter(None, map(_memory_of, buffers.values())))
         for module in self.all_modules:
             attributes = vars(module)
             count = len(attributes)

@@ -69,7 +69,7 @@ class LiveRun:
 
     record: Record
     unreached: tuple[str, ...]  # patched nodes that this path never reached
-    state: dict[Ref, torch.Tensor]  # what it read of it, with autograd history
+    state: dict[Ref, torch.Tensor]  # parameters and other state that it read, with autograd history
 
 
 def undisturbed(model: Any, work: Callable[[Turn], T]) -> T:
@@ -87,18 +87,16 @@ def capture_without_effects(model: Any, args: tuple[Any, ...], kwargs: dict[str,
     """Captures and leaves nothing behind, not even what a plain forward leaves."""
     require_supported(model)
     require_no_iterators(args, kwargs)
-    return undisturbed(model, lambda turn: _capture_without_effects(turn, model, args, kwargs, naming))
 
+    def _capture_without_effects(turn: Turn) -> Captured:
+        start = ForwardState(model, naming, Snapshot(Provenance(model).modules, (args, kwargs)), RngState())
+        captured, _ = _run(turn, start, args, kwargs, LiveSetup(LivePatches(), {}, lambda tracer: []))
+        start.generators = tuple(captured.recording.generators.values())
+        start.lent = frozenset(map(id, lent_generators(model, args, kwargs)))
+        start.snapshot.flags = flags_of(captured.recording)
+        return captured
 
-def _capture_without_effects(
-    turn: Turn, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], naming: Naming
-) -> Captured:
-    start = ForwardState(model, naming, Snapshot(Provenance(model).modules, (args, kwargs)), RngState())
-    captured, _ = _run(turn, start, args, kwargs, LiveSetup(LivePatches(), {}, lambda tracer: []))
-    start.generators = tuple(captured.recording.generators.values())
-    start.lent = frozenset(map(id, lent_generators(model, args, kwargs)))
-    start.snapshot.flags = flags_of(captured.recording)
-    return captured
+    return undisturbed(model, _capture_without_effects)
 
 
 def otherwise(start: ForwardState, record: Record) -> str:
@@ -133,19 +131,11 @@ def _run_with_patches(turn: Turn, start: ForwardState, record: Record, request: 
         )
     numbers = numbers_of(graph, *(given or ())) if given else {node.name: node.path[0] for node in graph.input_nodes}
     inputs = {numbers[name]: patch for name, patch in patches.sources.items() if name in numbers}
-    make_substitutes = partial(_substitutes, record, request, patches)
-    max_calls = max(10_000, 100 * len(graph))
-    state_in_inputs = _state_in_inputs(start.model, record) if request.inputs is None and given is None else {}
-    separate_draws = given is None and not request.fresh
+    make = partial(_substitutes, record, request, patches)
+    state = _state_in_inputs(start.model, record) if request.inputs is None and given is None else {}
+    separate, most = given is None and not request.fresh, max(10_000, 100 * len(graph))
     setup = LiveSetup(
-        patches,
-        inputs,
-        make_substitutes,
-        state_in_inputs,
-        grad=request.grad,
-        fresh=request.fresh,
-        separate_draws=separate_draws,
-        max_calls=max_calls,
+        patches, inputs, make, state, grad=request.grad, fresh=request.fresh, separate_draws=separate, max_calls=most
     )
     args, kwargs = given or thaw_shared(
         graph.inputs, lambda leaf: supply(record, request, leaf) if type(leaf) is Ref else leaf
@@ -178,9 +168,8 @@ def _run_with_patches(turn: Turn, start: ForwardState, record: Record, request: 
 
 def _require_same_backward(recording: Recording, *graphs: Graph) -> None:
     """Refuses gradients that differ from the model's own backward: the writes of the forward are undone by now."""
-    late = [word for graph in graphs for word in graph.one_way if word in (LATE_WRITE, WRITTEN_STANDING)]
-    if late:
-        raise NotDifferentiable(f"gradients through {late[0]}")
+    for word in (word for graph in graphs for word in graph.one_way if word in (LATE_WRITE, WRITTEN_STANDING)):
+        raise NotDifferentiable(f"gradients through {word}")
     for tensor, flag in recording.left_turned:
         if tensor.requires_grad != flag:
             raise NotDifferentiable(
@@ -341,15 +330,16 @@ def _substitutes(
             objects = [value]
         else:
             continue
-        kind, patch = node.kind if isinstance(node, State) else "constant", patches.sources.get(node.name)
+        kind = node.kind if isinstance(node, State) else "constant"
         storages = _storages_at(node, objects, value, given) if isinstance(node, State) else ()
-        if patch is not None:
+        pending = PendingSubstitute(kind, where, tuple(objects), value, storages=storages)
+        if (patch := patches.sources.get(node.name)) is not None:
             (new,), key = tracer.compute_patch(patch, (value,))
             record_patch = partial(_record_source_patch, tracer, patch, new, key)
-            found.append((new, PendingSubstitute(kind, where, tuple(objects), value, record_patch, storages)))
+            found.append((new, evolve(pending, record_patch=record_patch)))
         elif any(thing is not value for thing in objects):
             new = value.view_as(value) if any(value is other for other, _ in found) else value
-            found.append((new, PendingSubstitute(kind, where, tuple(objects), new, None, storages)))
+            found.append((new, evolve(pending, value=new)))
     if request.inputs is not None:
         found.extend(_state_in_recorded_inputs(record, modules, request))
     return found
@@ -406,8 +396,9 @@ def _value(node: State, record: Record, request: Request) -> torch.Tensor:
 
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    is_alike = one.layout is not torch.strided or (one.shape, one.stride()) == (other.shape, other.stride())
-    return is_alike and begin_together(one, other)
+    if not begin_together(one, other):
+        return False
+    return one.layout is not torch.strided or (one.shape, one.stride()) == (other.shape, other.stride())
 
 
 def _objects(node: State, modules: dict[str, nn.Module], record: Record) -> list[torch.Tensor]:
