@@ -1171,7 +1171,7 @@ def test_a_part_of_a_value_of_another_shape_than_recorded_is_patched():
     assert_same(run.output, wanted)
     assert str(run.departures[0]).startswith("the shape of getitem_1_4 was (")
     with pytest.raises(
-        rl.ShapeMismatch, match=r"on the path that the model takes now, the value there is float32\[3, 4\]"
+        rl.ShapeMismatch, match=r"but the value on the path that the model takes now is float32\[3, 4\]"
     ):
         prog.replay(patch={"fc": far, "two": lambda y: y[:1]})
 

@@ -323,14 +323,14 @@ def _missing_aliases(
         for leaf, number in numbers.items():
             positions = found.of[leaf]
             source, since = now.get(leaf, (leaf, found.made.get(leaf, 0)))
-            tells_apart = positions and positions[-1] >= end and any(since <= position < end for position in positions)
+            is_read = positions and positions[-1] >= end and any(since <= position < end for position in positions)
             is_memory = leaf in found.written_memory and leaf not in now
             module = id(recording.scopes[scope].module)
             is_again = (module, leaf) in before
             before.add((module, leaf))
             is_twice = leaf in returned_twice and leaf not in recording.written_twice and every.count(leaf) > 1
             is_within = scope in recording.differentiated and leaf not in now and not found.is_differentiated(leaf)
-            if leaf in patched or not (tells_apart or is_memory or is_again or is_twice or is_within or leaf in shared):
+            if leaf in patched or not (is_read or is_memory or is_again or is_twice or is_within or leaf in shared):
                 continue
             handle = ValueId(count + len(new))
             new.append(_NewAlias(end, leaf, source, handle, scope, number, turn))
@@ -339,7 +339,7 @@ def _missing_aliases(
                 recording.written_twice.add(handle)
             if leaf in shared:
                 recording.shared.add(handle)
-            elif tells_apart and any(_is_used_after_write(recording, view, end) for view in views.of(leaf, end)):
+            elif is_read and any(_is_used_after_write(recording, view, end) for view in views.of(leaf, end)):
                 recording.overwritten.add(handle)
     return new
 
@@ -493,8 +493,8 @@ def _insert_in_gradient(
     handles = {ref: handle for handle, ref in made.items()}
     made.update({one.handle: Ref(f"handed_{number}") for number, one in own.items()})
 
-    def standing(turn: int) -> Callable[[Any], Any]:
-        """What stands for a value of the stretch before a record."""
+    def names_at(turn: int) -> Callable[[Any], Any]:
+        """Names the values of the stretch as a record reads them."""
 
         def read(leaf: Any) -> Any:
             passed = [one for one in own.values() if one.at <= turn and one.old == handles.get(leaf)]
@@ -507,7 +507,7 @@ def _insert_in_gradient(
     turns = [*[(one.at, 0, number) for number, one in own.items()], *[(n, 1, n) for n in record.through]]
     for turn, is_call, number in sorted(turns):  # aliases come before the record at their position
         if is_call:
-            nodes.append(remade(calls[turn], standing(turn)))
+            nodes.append(remade(calls[turn], names_at(turn)))
         else:
             one, name = own[number], f"handed_{number}"
             context = frozen_context(_context_of_alias(recording))
@@ -515,7 +515,7 @@ def _insert_in_gradient(
             target = Target.of(alias)
             nodes.append(Call(name, "identity", target, args, (), Ref(name), meaning=meaning, context=context))
     through = tuple(sorted([*[where[n] for n in record.through], *[at[number] for number in own]]))
-    graph = evolve(stretch, nodes=tuple(nodes), output=remake(stretch.output, standing(position)))
+    graph = evolve(stretch, nodes=tuple(nodes), output=remake(stretch.output, names_at(position)))
     return record._replace(args=[*arguments._replace(stretch=graph)], through=through)
 
 

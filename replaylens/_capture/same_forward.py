@@ -27,12 +27,12 @@ class Likeness:
         one, two = self.first.graph, self.later.graph
         written = dict(one.changes), dict(two.changes)
         if written[0].keys() != written[1].keys():
-            return "writes other things"
+            return "writes other tensors"
         if not self._leaves_same_state():
             return "leaves torch's generator in another state"
         ends = [(ref, written[1][address]) for address, ref in written[0].items()]
         if _skeleton(one.output) != _skeleton(two.output):
-            return "gives another structure"
+            return "returns another structure"
         stack = [*zip(refs_in(one.output), refs_in(two.output), strict=True), *ends]
         seen: set[tuple[Ref, Ref]] = set()
         while stack:
@@ -42,7 +42,7 @@ class Likeness:
             seen.add(pair)
             before, after = one[pair[0].node], two[pair[1].node]
             if pair[0].path != pair[1].path or not self._is_alike(before, after):
-                return f"does another thing than {before.name}"
+                return f"does something else than {before.name}"
             stack.extend(zip(before.refs, after.refs, strict=True))
         return ""
 

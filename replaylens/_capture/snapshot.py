@@ -5,7 +5,7 @@ and the items of containers and plain objects among these and the inputs. RngSta
 generators; a ForwardState is both, with the model; a ModelState is everything that hangs on the model now.
 
 The first part holds Python's garbage collector back during a capture. `gc.freeze` makes all existing objects permanent,
-so that collections look at new ones only, and less often. Unfrozen objects are old to the collector and its counters
+so that collections examine new ones only, and less often. Unfrozen objects are old to the collector and its counters
 start anew, so a loop of captures would never free the cycles of a model by itself. Hence each capture that finds
 garbage collects the new objects, every eighth one if none was found, and a full collection follows whenever a quarter
 more objects exist than at the last one.

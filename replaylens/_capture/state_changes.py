@@ -160,7 +160,7 @@ class _SavedQuery:
                     yield record
 
     def is_made_by_what_saved_it(self, tensor: torch.Tensor) -> bool:
-        """True if the history of what stands there now begins with a step that saved it."""
+        """True if the history of this tensor begins with a step that saved it."""
         has_history = not self.by_identity and _has_history(tensor)
         return has_history and saved_below(tensor.grad_fn, self.matches, set())
 

@@ -69,14 +69,14 @@ class LivePatch:
         try:
             return {ref: self._fitting(given[ref], part_at(new, path), on_copy) for ref, path in paths.items()}
         except (TypeError, IndexError):
-            raise ShapeMismatch(f"{self.name} gives {len(refs)} tensors; a patch for it must give as many.") from None
+            raise ShapeMismatch(f"{self.name} returns {len(refs)} tensors; its patch must return as many.") from None
 
     def _fitting(self, old: torch.Tensor, new: Any, on_copy: OnCopy) -> torch.Tensor:
         """The new value as a tensor of its own, with the memory layout it was given with, as a hook returns it."""
         if not isinstance(new, torch.Tensor) or (new.shape, new.dtype) != (old.shape, old.dtype):
             what = TensorSpec.of(new) if isinstance(new, torch.Tensor) else type(new).__name__
             raise ShapeMismatch(
-                f"the patch at `{self.name}` gives {what}; on the path that the model takes now, the value there is "
+                f"the patch at `{self.name}` gives {what}, but the value on the path that the model takes now is "
                 f"{TensorSpec.of(old)}."
             )
         if new is old or (not self.is_input and aliases_its_input(old, new)):

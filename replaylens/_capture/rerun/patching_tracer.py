@@ -252,14 +252,14 @@ class LiveTracer(Tracer):
 
     def is_meant(self, handle: ValueId, names: Any) -> bool:
         """True if a patch applies to this value as it leaves the module."""
-        place, number, patches = self.call_sites.scope_of(self.scope), names.known.index(handle), self.setup.patches
-        site = handoff_site(*place, number)
-        if patches.hand_offs.patch_for(*place, number) is not None:
-            return not self._applied_at(*place, number)
+        scope, number, patches = self.call_sites.scope_of(self.scope), names.known.index(handle), self.setup.patches
+        site = handoff_site(*scope, number)
+        if patches.hand_offs.patch_for(*scope, number) is not None:
+            return not self._applied_at(*scope, number)
         return site in patches.by_site or (site not in patches.recorded_sites and site.any_call in patches.any_call)
 
     def _module_output(self, given: Any, out: Any, records: int, beyond: int) -> Any:
-        hands, (address, call) = self.setup.patches.hand_offs, self.call_sites.scope_of(self.scope)
+        hand_offs, (address, call) = self.setup.patches.hand_offs, self.call_sites.scope_of(self.scope)
         self.module_start = records
         if (glob := self.setup.patches.ambiguous_glob(address)) is not None:
             self.refused = DivergedReplay(
@@ -267,10 +267,10 @@ class LiveTracer(Tracer):
                 "recorded. Name the modules to patch, or record inputs that reach all of them."
             )
             raise self.refused
-        if address in hands.counts and peek_interpreter_stack() is not None:
+        if address in hand_offs.counts and peek_interpreter_stack() is not None:
             out = self._clone_in_functorch(out, address, call)
         made = super()._module_output(given, out, records, beyond)
-        if address in hands.counts:
+        if address in hand_offs.counts:
             with without_function_modes():  # the model did not ask
                 self._require_patched_output(address, call, handles_in(made[1]))
         return made
@@ -293,8 +293,11 @@ class LiveTracer(Tracer):
 
     def _applied_at(self, address: str, call: int, number: int) -> list[int]:
         """Patch records that changed this output of the running call where it was computed, or read from the state."""
-        hands, patched = self.setup.patches.hand_offs, self.recording.patched
-        names, own = hands.recorded_names.get((address, number), set()), hands.by_call.get((address, call, number))
+        hand_offs, patched = self.setup.patches.hand_offs, self.recording.patched
+        names, own = (
+            hand_offs.recorded_names.get((address, number), set()),
+            hand_offs.by_call.get((address, call, number)),
+        )
         known = {name for name in self.patched_sources if name in names} | ({own.name} if own is not None else set())
         found = {n for name in known for n in self.patch_records.get(name, ())}
         for n in takewhile(lambda n: n >= self.module_start, reversed(patched)):
@@ -318,17 +321,17 @@ class LiveTracer(Tracer):
 
     def _require_patched_output(self, address: str, call: int, given: list[ValueId]) -> None:
         """Raises unless each output to be patched is the result of its patch, and nothing has read it before."""
-        hands = self.setup.patches.hand_offs
-        is_every = any(key[0] == address for key in hands.every_call)
-        if is_every and len(set(given)) > max(hands.counts[address]):
-            some = next(patch for key, patch in hands.every_call.items() if key[0] == address)
+        hand_offs = self.setup.patches.hand_offs
+        is_every = any(key[0] == address for key in hand_offs.every_call)
+        if is_every and len(set(given)) > max(hand_offs.counts[address]):
+            some = next(patch for key, patch in hand_offs.every_call.items() if key[0] == address)
             raise self.refusal(some, f"`{address}` returns {len(set(given))} tensors now")
         for number, handle in enumerate(given):
-            if given.index(handle) == number and (patch := hands.patch_for(address, call, number)) is not None:
-                fired = self._applied_at(address, call, number)
+            if given.index(handle) == number and (patch := hand_offs.patch_for(address, call, number)) is not None:
+                applied = self._applied_at(address, call, number)
                 if given.count(handle) > 1 and (key := storage_of(self.recording.values[handle])) is not None:
                     self.returned_twice[key] = address, patch
-                if not self._is_result(handle, fired):
+                if not self._is_result(handle, applied):
                     raise self.refusal(patch, f"`{address}` returns another value on the path that it takes now")
 
     def _is_result(self, handle: ValueId, patches: list[int]) -> bool:
@@ -403,7 +406,7 @@ class LiveTracer(Tracer):
             tree, lambda leaf: self.substitutes.of(recording.values[leaf]) if type(leaf) is ValueId else leaf
         )
 
-    # -- reading -------------------------------------------------------------------------------------------------------
+    # -- arguments -----------------------------------------------------------------------------------------------------
 
     def read(self, tensor: torch.Tensor) -> ValueId:
         return super().read(self.substitutes.of(tensor))
@@ -458,7 +461,7 @@ class LiveTracer(Tracer):
         """Accumulates gradients in copies of the user's, and moves them to where the model looks: its own leaves."""
         held = [t for m, _, _ in self.origins.table for t in m._parameters.values() if t is not None]
         own: dict[int, torch.Tensor] = {id(tensor): tensor for tensor in held}
-        standing: list[tuple[torch.Tensor, torch.Tensor]] = []
+        replaced_leaves: list[tuple[torch.Tensor, torch.Tensor]] = []
         names_inputs = bool(kwargs.get("inputs")) or (len(args) > _INPUTS_POSITION and bool(args[_INPUTS_POSITION]))
         for tensor in own.values():
             if tensor.grad is not None:
@@ -466,16 +469,16 @@ class LiveTracer(Tracer):
                 self.substitutes.copy_before_write(tensor.grad)
                 tensor.grad = self.substitutes.of(tensor.grad)
             if (other := self.substitutes.grad_leaf(tensor, names_inputs)) is not tensor:
-                standing.append((tensor, other))
-        for tensor, other in standing:
+                replaced_leaves.append((tensor, other))
+        for tensor, other in replaced_leaves:
             other.grad = tensor.grad
-        with warnings.catch_warnings() if standing else nullcontext():
-            if standing:  # the substitute of a leaf that was written is no leaf
+        with warnings.catch_warnings() if replaced_leaves else nullcontext():
+            if replaced_leaves:  # the substitute of a leaf that was written is no leaf
                 warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
             try:
                 return super()._special_backward(rule, func, args, kwargs)
             finally:
-                for leaf, other in standing:
+                for leaf, other in replaced_leaves:
                     leaf.grad, other.grad = other.grad, None
 
     def read_elsewhere(self, func: Any, args: Any, kwargs: Any, site: Any) -> tuple[Any, Any]:
@@ -536,13 +539,13 @@ class LiveTracer(Tracer):
         try:
             patch = patches.at(site, self._parameters_of(record), source)
             number = record.args[1] if is_handing(record) else 0
-            hand = (
+            output_patch = (
                 patches.hand_offs.patch_for(site.address, site.call, number)
                 if self.is_handing_off or is_handing(record)
                 else None
             )
-            if hand is not None:
-                return None if self._applied_at(site.address, site.call, number) else hand
+            if output_patch is not None:
+                return None if self._applied_at(site.address, site.call, number) else output_patch
             if patch is not None and not self._runs_within(patches.hand_offs.computing_calls.get(patch.name)):
                 return None  # another module call runs it: its output is patched instead
             if patch is None and site not in patches.recorded_sites and self.functorch:
@@ -627,17 +630,17 @@ class LiveTracer(Tracer):
         recorded draws, the patch draws from the generator of the user instead.
         """
         generator = generator_of(values, {})
-        is_apart = self.setup.separate_draws and generator is torch.default_generator and bool(outside)
+        uses_own_draws = self.setup.separate_draws and generator is torch.default_generator and bool(outside)
         try:
-            draw = Draw(self.draws.separate() if is_apart else self.draws, generator)
-            as_whom = as_the_user() if is_apart else nullcontext()
+            draw = Draw(self.draws.separate() if uses_own_draws else self.draws, generator)
+            as_whom = as_the_user() if uses_own_draws else nullcontext()
             with self._running_patch(), without_recomputation(), as_whom:
                 results = draw(patch, values, {"on_copy": self._note_copy})
         except Exception as error:
             self.refused = self.refused or error  # the model may catch it
             add_note(error, f"replaylens: raised by the patch at {patch.name}")
             raise
-        if self.setup.separate_draws and not is_apart and draw.key is not None and draw.state is not None:
+        if self.setup.separate_draws and not uses_own_draws and draw.key is not None and draw.state is not None:
             draw.generator.set_state(draw.state)
         return results if isinstance(results, tuple) else (results,), draw.key
 

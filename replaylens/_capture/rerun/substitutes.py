@@ -37,7 +37,15 @@ class PendingSubstitute:
 
 @define(eq=False)
 class Substitutes:
-    """The substitutes of tensors of the user, by id."""
+    """The substitutes of tensors of the user, by id.
+
+        self.w.mul_(2)      copy_before_write(w): by_id[w] = w', a copy; w itself stays as it is
+        self.w[0] + x       resolve: reads w'[0]. A view that was made before gets a substitute over w', too
+        replay(state={"w": v})   by_id[w] = v, pending until it is read; a write then adds by_id[v] = v', a copy
+
+    So `by_id` holds chains, which `of` follows to their end. Every tensor over a storage in `copied_storages` has a
+    substitute over the one copy, or gets it when it is first met (`resolve`): then one write is seen by all.
+    """
 
     recorder: Recorder
     by_id: dict[int, torch.Tensor] = field(factory=dict)
@@ -96,10 +104,10 @@ class Substitutes:
 
     def _resolve_new(self, tensor: torch.Tensor) -> None:
         """Gives a new tensor over replaced or copied memory the value that stands there now."""
-        key, stand_in = storage_of(tensor) or 0, self.of(tensor)
-        if (pending := self.pending.get(id(stand_in))) is not None:
+        key, other = storage_of(tensor) or 0, self.of(tensor)
+        if (pending := self.pending.get(id(other))) is not None:
             if pending.record_patch is None and key in self.copied_storages and self.copied_storages[key][0].version:
-                del self.pending[id(stand_in)]
+                del self.pending[id(other)]
                 self._add_late_alias(tensor)
             return
         if key in self.pending_by_storage:
