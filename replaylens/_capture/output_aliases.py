@@ -1,19 +1,22 @@
 """Aliases of module outputs: where a forward hook on a module would change less than a patch of the value it returns.
 
 In: a Recording whose forward is over. Out: the same Recording, in which the output of a module has a value of its own
-(an alias, as the output of `nn.Identity` is) wherever the value has other readers: something read it before the module
-returned and something reads it afterwards; or the module wrote it through a view of its memory; or somebody else holds
-the container that it is returned in, or a view of it that is used after a later write, where one cannot know which of
-the two is read: then the alias is marked.
+(an alias, as the output of `nn.Identity` is) where the value itself has other readers:
+
+- something read it before the module returned, and something reads it afterwards;
+- the module wrote it through a view of its memory;
+- somebody else holds the container in which it is returned, or a view of it is used after a later write.
+  Which of the two is read then is unknown, and the alias is marked.
 
     def forward(self, x):              h = relu(x)
         h = relu(x)                    m = mean(h)
         self.seen = h.mean()           out = identity(h)     <- a hook on the module changes this, and not m
         return h
 
-While the model runs, `renewed` replaces tensors in a module's output, and Python's reference counts show whether
-anything else holds its containers. Aliases that a capture made as a precaution, and that distinguish nothing, are
-removed again. Nothing runs here.
+Aliases that a capture made as a precaution, and that distinguish nothing, are removed again.
+
+The first part runs while the model does: `renewed` puts aliases into the output of a module, and learns from Python's
+reference counts whether anything else holds its containers.
 """
 
 from __future__ import annotations

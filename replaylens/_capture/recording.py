@@ -50,9 +50,9 @@ from .._ir.trees import leaves_of, remake, remake_shared, walk
 from .._ir.validate import require_lawful
 from .._ir.write import Write, mutate
 from .._replay.inner_gradient import differentiate
-from .bytecode import asks_identity, catches, is_torch_code
+from .bytecode import asks_identity, catches, is_torch_code, keeps, taken
 from .content_dependence import completions, with_dynamic_shapes
-from .questions import Asked, guard_of, keeps, mode_guards, taken
+from .questions import Asked, guard_of, mode_guards
 from .rng import UnknownState, drawn_by_name, names_of_generators, read_by_name
 from .user_code import Methods, named_code
 
