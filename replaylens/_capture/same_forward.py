@@ -42,7 +42,7 @@ class Likeness:
             seen.add(pair)
             before, after = one[pair[0].node], two[pair[1].node]
             if pair[0].path != pair[1].path or not self._is_alike(before, after):
-                return f"does something else than {before.name}"
+                return f"computes something other than {before.name}"
             stack.extend(zip(before.refs, after.refs, strict=True))
         return ""
 
