@@ -100,10 +100,14 @@ def settle_hooks(recording: Recording) -> None:
         if held is not None and removable.id in held:
             staying.append((handle, removable, is_late))
         else:
-            for number, record in enumerate(recording.records):
-                if record.returns == handle and isinstance(record, CallRecord) and record.function is hooked:
-                    recording.records[number] = record._replace(function=alias, args=record.args[:1])
+            _remove_hook(recording, handle)
     recording.hooks[:] = staying
+
+
+def _remove_hook(recording: Recording, handle: ValueId) -> None:
+    for number, record in enumerate(recording.records):
+        if record.returns == handle and isinstance(record, CallRecord) and record.function is hooked:
+            recording.records[number] = record._replace(function=alias, args=record.args[:1])
 
 
 def note_hooks(recorder: Recorder) -> None:

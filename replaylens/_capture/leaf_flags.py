@@ -35,11 +35,7 @@ def turn(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
     else:
         thawed = (standing, first, source) if flag else (needing, source)
         handle = _record_change(recorder, tensor, *(thawed if wanted else (torch.Tensor.detach, source)))
-    entry = recorder.memory.entry(tensor)  # from now on the tensor has this value
-    entry.handle = handle
-    if not entry.steps:
-        entry.base.handle = handle
-    entry.base.held.append(handle)
+    _set_value(recorder, tensor, handle)
     return result
 
 
@@ -62,6 +58,15 @@ def _record_change(recorder: Recorder, tensor: torch.Tensor, function: Any, *rea
         function, Rule(Handling.LEAF, "requiresgrad"), list(reads), {}, handle, recorder.site(), None, False
     )
     return handle
+
+
+def _set_value(recorder: Recorder, tensor: torch.Tensor, handle: ValueId) -> None:
+    """From now on the tensor has this value."""
+    entry = recorder.memory.entry(tensor)
+    entry.handle = handle
+    if not entry.steps:
+        entry.base.handle = handle
+    entry.base.held.append(handle)
 
 
 def note_flags(recorder: Recorder) -> None:
