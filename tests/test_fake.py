@@ -72,7 +72,7 @@ def test_an_error_in_the_model_leaves_it_as_it_was():
     weight = model[0].weight
     with pytest.raises(RuntimeError) as error:
         rl.capture(model, torch.ones(2, 4), fake=True)
-    note = "replaylens: it was run on fake tensors (fake=True), which not every operation takes."
+    note = "replaylens: it was run on fake tensors (fake=True), which not every operation supports."
     assert getattr(error.value, "__notes__", [note])[-1] == note  # Python 3.10 has no notes
     assert model[0].weight is weight
 
@@ -168,7 +168,7 @@ def test_a_model_that_reads_contents_is_refused():
             rl.capture(model, torch.ones(3), fake=True)
         first, where, cure = str(error.value).splitlines()
         assert first == (
-            f"the model reads the content of a tensor, or has a shape that depends on one ({what}), and fake tensors "
+            f"the model reads the content of a tensor, or a shape depends on it ({what}), and fake tensors "
             "have no content."
         )
         assert "test_fake.py:" in where
@@ -185,7 +185,7 @@ def test_a_tensor_that_hangs_on_nothing_is_not_written():
     with pytest.raises(rl.CaptureError) as error:
         rl.capture(remembering, torch.ones(3), fake=True)
     assert str(error.value).startswith(
-        "`add` writes a tensor that is no parameter, buffer or attribute of a module, and fake=True changes nothing."
+        "`add` writes a tensor that is not a parameter, buffer or attribute of a module, and fake=True must not change it."
     )
     assert memory.tolist() == [0, 0, 0]
 

@@ -43,10 +43,10 @@ HOME = str(Path(rl.__file__).parent)
 LEAVES = (
     "collect_new set_aside set_back _count _traced_function _open "
     "listening _leave _put_in _take_out marking_older_objects _began _ended eager_compiler deeper_stack during changed _recorded_world leave "
-    "begin _run _unseen _looking_away reentered beneath_leaf under_check _same_world _trace_once trace_twice run_with_patches capture_without_effects "
-    "open_layers _reporting_failure execute interpret put_back put_generators_back put_own_generators_back __call__ made "
+    "begin _run _unseen _running_patch reentered beneath_leaf under_check _same_world _trace_once trace_twice run_with_patches capture_without_effects "
+    "open_layers _reporting_failure execute interpret put_back put_generators_back put_own_generators_back __call__ compute_patch "
     "function_apply module_call forward _captured undo surely with_turn alone_with _await_others drawing_alone "
-    "users_state see_functions undisturbed _rehearsed _run_with_patches _under_check run check _take_out_if_idle alone let_go"
+    "users_state see_functions undisturbed _capture_without_effects _run_with_patches _under_check run check _take_out_if_idle alone let_go"
 ).split()
 
 

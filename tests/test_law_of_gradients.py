@@ -131,11 +131,11 @@ FAULTS = {
     ),
     "a thawed layer stays frozen": (
         with_a_frozen_layer,
-        lambda patch: patch("replaylens._capture.leaf_flags._hold", lambda recorder, tensor, handle: None),
+        lambda patch: patch("replaylens._capture.leaf_flags._set_value", lambda recorder, tensor, handle: None),
     ),
     "a hook that went stays": (
         with_a_hook_that_goes,
-        lambda patch: patch("replaylens._capture.grad_hooks._take_out", lambda recording, handle: None),
+        lambda patch: patch("replaylens._capture.grad_hooks._remove_hook", lambda recording, handle: None),
     ),
     "a hook that stays goes": (
         with_a_hook_that_stays,

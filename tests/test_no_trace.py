@@ -502,7 +502,7 @@ def test_cycles_of_the_users_go_while_captures_follow_each_other(where):
 
 
 def test_what_is_kept_of_many_captures_is_looked_at_by_the_collector_when_there_is_much_more_of_it(monkeypatch):
-    monkeypatch.setattr(collecting, "_ENOUGH", 1_000)
+    monkeypatch.setattr(collecting, "_COUNT_AFTER", 1_000)
     monkeypatch.setattr(collecting, "_skips", 10**9)  # what is new is never looked at
     cycles = weakref.WeakSet()
 

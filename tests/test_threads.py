@@ -286,7 +286,7 @@ def test_a_thread_that_was_there_cannot_read_what_stands_for_the_models_own() ->
         model = Gated()
         model.forward = lambda x: x * model.weight * made["queues"](model.gate * 1)  # type: ignore[method-assign]
         prog = rl.capture(model, NUMBERS)
-        with pytest.raises(rl.DivergedReplay, match="was there before"):
+        with pytest.raises(rl.DivergedReplay, match="a thread that was started before it"):
             prog.replay(state={"weight": torch.ones(4) * 2, "gate": torch.ones(2) * 2})
         assert_same(prog.replay(NUMBERS * 2).output.detach(), NUMBERS * 4)
 

@@ -1,19 +1,20 @@
-"""What code does, as its bytecode tells: the one reader of code objects.
+"""What code does, read from its bytecode: the only reader of code objects.
 
-In: a code object, and where needed the instruction of it that runs (`frame.f_lasti`). Out: its steps, or a short answer
-about them. A step is an instruction that does something; what belongs to one has no step of its own:
+In: a code object, and where needed the instruction that runs (`frame.f_lasti`). Out: its steps, or a short answer about
+them. A step is an instruction that does something; auxiliary instructions belong to a step:
 
     0 LOAD_FAST | 2 PRECALL  4 CACHE | 6 CALL  8 CACHE | 10 EXTENDED_ARG  12 POP_JUMP_IF_NONE
     step 0      | step 1, as all up to its own caches  | step 2
 
-So a jump to 10 leads to step 2, and a frame that stands at 8 is in step 1. Python 3.10 to 3.13 spell some steps in two
-ways (`COPY` was `DUP_TOP`): the sets of names here hold both. Where bytecode leaves room for doubt, the answer is the
-careful one: that code asks, reads, catches.
+So a jump to 10 leads to step 2, and a frame at 8 is in step 1. Python 3.10 to 3.13 spell some steps in two ways (`COPY`
+was `DUP_TOP`): the sets of names here hold both. Where bytecode is ambiguous the answer is the conservative one: the
+code asks, reads, catches.
 """
 
 from __future__ import annotations
 
 import dis
+import linecache
 from collections.abc import Collection, Iterator
 from functools import lru_cache
 from itertools import chain, pairwise, repeat
@@ -24,73 +25,73 @@ import torch
 
 
 class Step(NamedTuple):
-    """One instruction, and where in the source it stands, as exactly as this Python knows."""
+    """One instruction, and its position in the source as exactly as this Python knows."""
 
     name: str
     arg: int
-    value: Any  # what the argument stands for: a name, a constant
-    to: int | None  # the offset that it may jump to
+    value: Any  # what `arg` refers to: a name, a constant
+    target: int | None  # offset that it may jump to
     offset: int
-    place: Any  # line, last line, columns; before Python 3.11 the line; None where it stands for nothing in the source
+    position: Any  # line, last line, columns (before Python 3.11 the line); None for instructions without source
 
 
 class Bytecode(NamedTuple):
     """The steps of a code object."""
 
     steps: list[Step]
-    numbers: dict[int, int]  # of the steps, by the offset of each instruction but the caches
+    numbers: dict[int, int]  # offset of each instruction but caches -> its step
 
-    def at(self, offset: int) -> int:
+    def number_of(self, offset: int) -> int:
         """The number of the step to which an offset belongs."""
         while offset not in self.numbers:
             offset -= 1
         return self.numbers[offset]
 
 
-_BELONGING = frozenset(("CACHE", "EXTENDED_ARG", "PRECALL", "NOT_TAKEN"))
+_PARTS = frozenset(("CACHE", "EXTENDED_ARG", "PRECALL", "NOT_TAKEN"))
 _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 
 
 @lru_cache(maxsize=1024)
 def read(code: CodeType) -> Bytecode:
-    """The steps of a code object, without those of the code in it."""
+    """The steps of a code object, without those of nested code."""
     steps: list[Step] = []
     numbers: dict[int, int] = {}
-    places = _places(code)
+    positions = _positions(code)
     for one in dis.get_instructions(code):
         numbers[one.offset] = len(steps)
-        if one.opname not in _BELONGING:
+        if one.opname not in _PARTS:
             to = one.argval if one.opcode in _JUMPS else None
-            steps.append(Step(one.opname, one.arg or 0, one.argval, to, one.offset, places[one.offset // 2]))
+            steps.append(Step(one.opname, one.arg or 0, one.argval, to, one.offset, positions[one.offset // 2]))
     return Bytecode(steps, numbers)
 
 
-def _places(code: CodeType) -> list[Any]:
+def _positions(code: CodeType) -> list[Any]:
     if hasattr(code, "co_positions"):
         return [place if place[0] else None for place in code.co_positions()]
     return [*chain.from_iterable(repeat(line, (end - start) // 2) for start, end, line in code.co_lines())]
 
 
 def is_torch_code(code: CodeType) -> bool:
-    """Is this code of torch or of replaylens, and not of the user?"""
+    """True for code of torch or of replaylens."""
     known = torch_code.get(id(code))
     if known is None or known[0] is not code:
-        known = torch_code[id(code)] = (code, code.co_filename.startswith(_HOMES))
+        known = torch_code[id(code)] = (code, code.co_filename.startswith(_LIBRARY_PATHS))
     return known[1]
 
 
-# By id, with the object beside it: a code object's own hash reads all of its constants, every time.
+# By id, beside the object: hashing a code object reads all of its constants, every time.
 torch_code: dict[int, tuple[CodeType, bool]] = {}
-_HOMES = tuple(home.rsplit("/", 1)[0] + "/" for home in (torch.__file__, __file__.rsplit("/", 1)[0]))
+_LIBRARY_PATHS = tuple(home.rsplit("/", 1)[0] + "/" for home in (torch.__file__, __file__.rsplit("/", 1)[0]))
 
 
 def has_step(code: CodeType, *names: str) -> bool:
-    """May there be a step of one of these names? Known at once, without the steps."""
+    """True if there may be a step of one of these names; found without decoding."""
     return not {dis.opmap[name] for name in names if name in dis.opmap}.isdisjoint(code.co_code[::2])
 
 
 def nested(code: CodeType) -> Iterator[CodeType]:
-    """A code object and all that lie in it: lambdas, comprehensions."""
+    """A code object and all code in it: lambdas, comprehensions."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -99,28 +100,28 @@ def nested(code: CodeType) -> Iterator[CodeType]:
 
 @lru_cache(maxsize=4096)
 def words(code: CodeType) -> frozenset[str]:
-    """The names that code uses, and the strings in it by which it can ask for a name; with what lies in it."""
+    """The names that code uses, and the strings that may serve as names, with those of nested code."""
     strings = (one for inner in nested(code) for one in inner.co_consts if type(one) is str and one.isidentifier())
     return frozenset(strings).union(*[inner.co_names for inner in nested(code)])
 
 
 def line_of_word(code: CodeType, word: str) -> int:
-    """The line on which a word is first used, in code or in what lies in it."""
+    """The line where code, or code nested in it, first uses a name."""
     for inner in nested(code):
         line = inner.co_firstlineno
         for step in read(inner).steps:
-            line = (step.place[0] if type(step.place) is tuple else step.place) or line
+            line = (step.position[0] if type(step.position) is tuple else step.position) or line
             if step.value == word:
                 return int(line)
     return code.co_firstlineno
 
 
-# -- what it asks of objects -------------------------------------------------------------------------------------------
+# -- identity ----------------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=4096)
 def asks_identity(code: CodeType) -> bool:
-    """Does this code ask whether one object is another, which is no constant?"""
+    """True if the code tests the identity of an object with anything but a constant."""
     if not has_step(code, "IS_OP"):
         return False
     pairs = pairwise(read(code).steps)
@@ -129,8 +130,8 @@ def asks_identity(code: CodeType) -> bool:
 
 @lru_cache(maxsize=4096)
 def asks_for_none(code: CodeType, instruction: int) -> bool:
-    """Is what an instruction reads only asked for whether it is None?"""
-    steps, at = read(code).steps, read(code).at(instruction)
+    """True if the value that an instruction reads is only compared with None."""
+    steps, at = read(code).steps, read(code).number_of(instruction)
     after = steps[at + 1 : at + 3]
     if not after or after[0].name != "LOAD_CONST":
         return bool(after) and after[0].name.endswith(("IF_NONE", "IF_NOT_NONE"))
@@ -139,10 +140,10 @@ def asks_for_none(code: CodeType, instruction: int) -> bool:
 
 @lru_cache(maxsize=4096)
 def rebinds(code: CodeType, instruction: int) -> bool:
-    """Is this a call `x = self.act(x)` or `return self.act(x)`, of one local name to which the result is bound, or
-    which ends with it, so that the argument is called nothing else afterwards?
+    """True for a call `x = self.act(x)` or `return self.act(x)` of one local name, which the result replaces or which
+    ends there: nothing else refers to the argument afterwards.
     """
-    steps, at = read(code).steps, read(code).at(instruction)
+    steps, at = read(code).steps, read(code).number_of(instruction)
     if not 0 < at < len(steps) - 1 or steps[at].name not in _CALLS or steps[at].arg != 1:
         return False
     before, after = steps[at - 1], steps[at + 1]
@@ -158,7 +159,7 @@ _CALLS = frozenset(("CALL", "CALL_FUNCTION", "CALL_METHOD"))
 
 
 def called_bare(code: CodeType, names: Collection[str]) -> Iterator[str]:
-    """Those of some names that code, without what lies in it, calls with no argument, or with None alone."""
+    """Those of some names that code, without nested code, calls with no argument or with None alone."""
     if frozenset(names).isdisjoint(code.co_names):
         return
     last, given = "", False
@@ -179,10 +180,10 @@ def called_bare(code: CodeType, names: Collection[str]) -> Iterator[str]:
 
 @lru_cache(maxsize=4096)
 def uses_of(code: CodeType, key: str) -> tuple[str, ...]:
-    """What code does with an attribute, in its order: "stores"; "feeds", as `self.n += 1`, `self.seen.append(x)` and
-    `self.seen[name] = x` do; "spells" its name as a string; "reads".
+    """What code does with an attribute, in order: "stores"; "feeds" (`self.n += 1`, `self.seen.append(x)`,
+    `self.seen[name] = x`); "spells" its name as a string; "reads".
 
-    A `case Class(key=...)` reads it, and one by position may: of that the class alone knows.
+    `case Class(key=...)` reads it, and a positional pattern may: only the class knows.
     """
     steps = read(code).steps if key in code.co_names or key in code.co_consts or has_step(code, "MATCH_CLASS") else []
     classes = [number for number, step in enumerate(steps) if step.name == "MATCH_CLASS"]
@@ -199,13 +200,13 @@ def _use(steps: list[Step], number: int) -> str:
     if name not in ("LOAD_ATTR", "LOAD_METHOD") or len(after) < 2:
         return "reads"
     if after[0].name in ("LOAD_ATTR", "LOAD_METHOD"):
-        is_fed = after[0].value in _FEEDS
+        is_fed = after[0].value in _WRITERS
     else:
         is_fed = after[1].name == "STORE_SUBSCR" and after[0].name.startswith("LOAD_")
     return "feeds" if is_fed or before.name in ("COPY", "DUP_TOP") else "reads"
 
 
-_FEEDS = frozenset("append appendleft extend add update clear insert".split())
+_WRITERS = frozenset("append appendleft extend add update clear insert".split())
 
 
 # -- what it does about exceptions -------------------------------------------------------------------------------------
@@ -213,7 +214,7 @@ _FEEDS = frozenset("append appendleft extend add update clear insert".split())
 
 @lru_cache(maxsize=4096)
 def catches(code: CodeType) -> bool:
-    """Does this code go on after an exception, anywhere?"""
+    """True if the code continues after an exception anywhere."""
     if "suppress" in code.co_names:
         return True
     if not has_step(code, *_HANDLES):
@@ -223,16 +224,16 @@ def catches(code: CodeType) -> bool:
 
 
 def _handlers(found: Bytecode) -> Iterator[int]:
-    """The numbers of the steps at which handlers begin, but for what a `with` does after an exception."""
+    """The steps at which handlers begin, except that of a `with`."""
     for number, step in enumerate(found.steps):
         if step.name == "SETUP_FINALLY":
-            yield found.at(step.value)
+            yield found.number_of(step.value)
         elif step.name == "PUSH_EXC_INFO" and found.steps[number + 1].name != "WITH_EXCEPT_START":
             yield number
 
 
 def _goes_on(found: Bytecode, handler: int) -> bool:
-    """Can it end otherwise than by raising, as `except:` does, or `return`, `break` and `continue` in a `finally:`?"""
+    """True if the handler can end without raising: `except:`, or `return`, `break`, `continue` in a `finally:`."""
     stack, seen = [handler], set()
     while stack:
         number = stack.pop()
@@ -242,8 +243,8 @@ def _goes_on(found: Bytecode, handler: int) -> bool:
         if number in seen or step.name in _RAISES:
             continue
         seen.add(number)
-        if step.to is not None and not step.name.startswith("SETUP_"):
-            stack.append(found.at(step.to))
+        if step.target is not None and not step.name.startswith("SETUP_"):
+            stack.append(found.number_of(step.target))
         if step.name not in _ALWAYS_JUMPS:
             stack.append(number + 1)
     return False
@@ -251,19 +252,124 @@ def _goes_on(found: Bytecode, handler: int) -> bool:
 
 @lru_cache(maxsize=4096)
 def keeps_exceptions(code: CodeType) -> bool:
-    """Can this code read what an exception says that it catches: by `except E as error`, or by asking Python for it?"""
-    if not _ASKING.isdisjoint(code.co_names):
+    """True if the code can read an exception that it catches: `except E as error`, or `sys.exc_info()`."""
+    if not _READS_EXCEPTION.isdisjoint(code.co_names):
         return True
     steps = read(code).steps if has_step(code, *_HANDLES) else []
     matches = [number for number, step in enumerate(steps) if step.name in _MATCHES]
-    after = [step for number in matches for step in steps[number + 1 : number + 1 + _BINDING]]
+    after = [step for number in matches for step in steps[number + 1 : number + 1 + _MAX_TO_BINDING]]
     return any(step.name.startswith("STORE_") for step in after)
 
 
 _HANDLES = ("PUSH_EXC_INFO", "SETUP_FINALLY")
-_ASKING = frozenset(("exc_info", "format_exc", "exception"))
+_READS_EXCEPTION = frozenset(("exc_info", "format_exc", "exception"))
 _MATCHES = frozenset(("CHECK_EXC_MATCH", "CHECK_EG_MATCH", "JUMP_IF_NOT_EXC_MATCH"))
-_BINDING = 3  # within so many steps after the match the name is bound, if there is one
+_MAX_TO_BINDING = 3  # the name, if any, is bound within so many steps of the match
 _RAISES = frozenset(("RERAISE", "RAISE_VARARGS"))
 _GOES_ON = frozenset(("POP_EXCEPT", "RETURN_VALUE", "RETURN_CONST"))
 _ALWAYS_JUMPS = frozenset(("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_ABSOLUTE"))
+
+
+# -- where a truth value leads -----------------------------------------------------------------------------------------
+
+_STACK_OPS = frozenset(("SWAP", "ROT_TWO", "COPY", "DUP_TOP"))
+_APPENDS = frozenset(("LIST_APPEND", "SET_ADD", "MAP_ADD"))
+_MAX_STEPS = 50  # instructions
+_BOOL_OF_COMPARISON = 16  # in the argument of COMPARE_OP, from Python 3.13 on
+
+
+@lru_cache(maxsize=4096)
+def taken(code: CodeType, instruction: int, value: bool) -> int | None:
+    """The offset of the instruction that ran next, if the one that read a truth value leads to a jump on it; None if
+    the value was stored and tested later, or never.
+
+    Executes the bytecode jump by jump. What the compiler adds at a branch (the jump back of a loop, the cleanup of a
+    chained comparison) has the source position of the test, which tells it from statements of the user such as
+    `continue`. Which instructions are added varies with the version of Python; the positions do not.
+    """
+    found = read(code)
+    at, stack, steps = found.number_of(instruction), [value], found.steps
+    test: set[Any] = {None}  # positions of the jumps so far
+    if _leaves_bool(steps[at]):
+        at += 1
+    for _ in range(_MAX_STEPS):
+        one = steps[at]
+        if len(test) > 1 and (back := _loop_start(code, steps, at)) is not None:
+            at = found.number_of(back)
+            continue
+        if not _belongs_to_test(one, stack, test) or (target := _execute(one, stack)) is None:
+            return one.offset if len(test) > 1 else None
+        if "IF_" in one.name:
+            test.add(one.position)
+        at = at + 1 if target < 0 else found.number_of(target)
+    return None
+
+
+def _leaves_bool(one: Step) -> bool:
+    """True if the instruction that read the truth value leaves it on the stack."""
+    return "CALL" in one.name or (one.name == "COMPARE_OP" and one.arg & _BOOL_OF_COMPARISON > 0)
+
+
+def _loop_start(code: CodeType, steps: list[Step], at: int) -> int | None:
+    """The target of the jump back of a comprehension, which in Python 3.12 has the position of the element."""
+    one = steps[at]
+    is_back = one.name.startswith("JUMP") and one.target is not None and one.target < one.offset
+    return one.target if is_back and (steps[at - 1].name in _APPENDS or code.co_name == "<genexpr>") else None
+
+
+def _belongs_to_test(one: Step, stack: list[Any], test: set[Any]) -> bool:
+    """True if the instruction handles the value that was read, or is added by the compiler."""
+    if one.name == "TO_BOOL" or one.name in _STACK_OPS:
+        return True
+    if "IF_" in one.name or one.name == "UNARY_NOT":
+        return bool(stack) and stack[-1] is not None
+    return one.position in test
+
+
+def _execute(one: Step, stack: list[Any]) -> int | None:
+    """Executes an instruction: the offset that it jumps to, -1 for the next; None if it is more than a test.
+
+    The stack holds truth values, and None for anything else.
+    """
+    if one.name in ("TO_BOOL", "NOP"):
+        return -1
+    if one.target is None:
+        return _execute_stack_op(one, stack)
+    if "IF_TRUE" not in one.name and "IF_FALSE" not in one.name:
+        return one.target if one.name.startswith("JUMP") else None
+    jumps = stack[-1] is ("IF_TRUE" in one.name)
+    if "OR_POP" not in one.name or not jumps:
+        stack.pop()
+    return one.target if jumps else -1
+
+
+def _execute_stack_op(one: Step, stack: list[Any]) -> int | None:
+    """Executes what moves stack items, or negates a truth value."""
+    depth = one.arg if one.name in ("SWAP", "COPY") else 2 if one.name == "ROT_TWO" else 1
+    stack[:] = [None] * (depth - len(stack)) + stack
+    if one.name == "POP_TOP":
+        stack.pop()
+    elif one.name in ("COPY", "DUP_TOP"):
+        stack.append(stack[-depth])
+    elif one.name in ("SWAP", "ROT_TWO"):
+        stack[-1], stack[-depth] = stack[-depth], stack[-1]
+    elif one.name == "UNARY_NOT":
+        stack[-1] = not stack[-1]
+    else:
+        return None
+    return -1
+
+
+@lru_cache(maxsize=4096)
+def keeps(code: CodeType, instruction: int) -> bool:
+    """True for a call that consumes the truth value itself, as `any` does; `bool(x)` returns it."""
+    step = read(code).steps[read(code).number_of(instruction)]
+    return "CALL" in step.name and not _source_from(code, step).startswith("bool(")
+
+
+def _source_from(code: CodeType, step: Step) -> str:
+    """The source line from where the expression of a step begins; "" if this Python does not know."""
+    if type(step.position) is not tuple or step.position[2] is None:
+        return ""
+    line, _, column, _ = step.position
+    return linecache.getline(code.co_filename, line).encode()[column:].decode(errors="replace")

@@ -179,8 +179,10 @@ def _trace_once(forward: Forward, recording: Recording, origins: Provenance, dee
     deep = deep or reaches_scripts(origins)
     with marking_older_objects() as date:
         tracer = forward.tracer(recording, origins, date, deep, forward.beginning.unknown)
-        tracer.draws.lent = {id(g): g.get_state() for g in lent_generators(forward.model, forward.args, forward.kwargs)}
-        tracer.draws.held = {id(g): state for g, state in forward.beginning.snapshot.generators}
+        tracer.draws.caller_states = {
+            id(g): g.get_state() for g in lent_generators(forward.model, forward.args, forward.kwargs)
+        }
+        tracer.draws.model_states = {id(g): state for g, state in forward.beginning.snapshot.generators}
         recording.default_dtype = torch.get_default_dtype()
         recording.ambient, recording.is_deep = tracer.context(), deep
         recording.default_device = default_device()
@@ -225,10 +227,14 @@ def _record_end(forward: Forward, tracer: Tracer, output: Any) -> None:
     _take_touched(tracer)
     _require_one_memory(tracer)
     _require_one_storage(tracer, forward.beginning.snapshot)
-    recording.rng.left = tracer.draws.left()
+    recording.rng.left = tracer.draws.final_state()
     beginning = forward.beginning
-    recording.rng.drawn_elsewhere = (*beginning.dice.moved(), *beginning.snapshot.drew(), *tracer.draws.elsewhere)
-    recording.rng.unknown_states = tracer.draws.doubts
+    recording.rng.drawn_elsewhere = (
+        *beginning.rng.moved(),
+        *beginning.snapshot.drawn_generators(),
+        *tracer.draws.only_model,
+    )
+    recording.rng.unknown_states = tracer.draws.unknown
     recording.versions = _require_announced(tracer)
     if tracer.leaves_changes:
         keep_by_value(tracer)
@@ -473,7 +479,7 @@ def _expose_arrays(tracer: Tracer, snapshot: Snapshot) -> None:
     """Expose tensors under numpy arrays that hang on the model or are among its inputs: Python may write there at any
     time, and torch does not see it.
     """
-    arrays = [value for value, _ in snapshot.restored if hasattr(value, "__array_interface__") and value.size]
+    arrays = [value for value, _ in snapshot.restorers if hasattr(value, "__array_interface__") and value.size]
     if not arrays:
         return
     bounds = [_bounds_of(array) for array in arrays]

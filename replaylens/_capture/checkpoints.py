@@ -1,7 +1,7 @@
-"""Checkpoints of torch's, in a run that changes values: they would compute again in the backward, without the changes.
+"""Checkpoints (torch.utils.checkpoint) in a live run: in the backward they would recompute without the patches.
 
-A checkpoint without reentry hooks in where autograd saves tensors, and saves none. Where these hooks are left alone,
-autograd saves what it always saves, and the backward computes nothing again.
+A non-reentrant checkpoint hooks in where autograd saves tensors, and saves none. Where these hooks are disabled
+autograd saves as usual, and the backward recomputes nothing.
 """
 
 from __future__ import annotations
@@ -22,56 +22,58 @@ from .recording import Recording, SourceRecord, ValueId, handles_in, parts_of
 from .user_code import code_of
 
 _hooks: Any = top_saving_hooks
-_leave_hooks_alone: Any = leave_saving_hooks_alone
+_ignore_hooks: Any = leave_saving_hooks_alone
 
 
 def without_recomputation() -> AbstractContextManager[Any]:
-    """Within, a checkpoint that the model is in saves what it would else compute again."""
-    return _saving_without_hooks() if in_checkpoint() else _AS_IT_IS
+    """While a checkpoint around the model saves what it would otherwise recompute."""
+    return _saving_without_hooks() if in_checkpoint() else _UNCHANGED
 
 
 def in_checkpoint() -> bool:
-    """Does a checkpoint keep tensors from being saved?"""
+    """True if a checkpoint keeps autograd from saving tensors."""
     hooks = _hooks(False)
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 def beneath_checkpoint() -> bool:
-    """Does a checkpoint run what runs now, of whatever kind, with gradients or without?"""
+    """True if a checkpoint of any kind runs the present call, with or without gradients."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_filename == _FILE:
+        if frame.f_code.co_filename == _CHECKPOINT_FILE:
             return True
         frame = frame.f_back
     return False
 
 
 def recomputed_writes(recorder: Recorder) -> list[tuple[Any, str]]:
-    """Where the backward of the model writes once more what the forward wrote: (module, key). In place, or by assigning
-    another tensor that is made of what stood there; one that is made of other things comes out the same again.
+    """Where the backward of the model repeats writes of the forward: (module, key). In place, or by assigning a tensor
+    made from what stood there; one made from other things comes out the same again.
     """
     recording = recorder.recording
-    again, values = recording.checkpoints.written, recording.values
-    found = {id(last): last in again or id(values[last]) in again for _, last in recording.state.changes}
-    if not all(found.values()) and (recording.checkpoints.records or _may_be_hidden(recorder)):
+    written_again, values = recording.checkpoints.written, recording.values
+    found = {
+        id(last): last in written_again or id(values[last]) in written_again for _, last in recording.state.changes
+    }
+    if not all(found.values()) and (recording.checkpoints.records or _may_checkpoint_unseen(recorder)):
         made = {int(h): n for n, record in enumerate(recording.records) for _, h in parts_of(record.returns)}
-        wheres = {(id(module), key) for (module, key), _ in recording.state.changes}
+        places = {(id(module), key) for (module, key), _ in recording.state.changes}
         for _, last in recording.state.changes:
             inside = made.get(int(last)) in recording.checkpoints.records or not recording.checkpoints.records
-            found[id(last)] |= inside and _is_made_of(recording, made, last, wheres)
+            found[id(last)] |= inside and _is_made_of(recording, made, last, places)
     return [where for where, last in recording.state.changes if found[id(last)]]
 
 
-def _may_be_hidden(recorder: Recorder) -> bool:
-    """Without gradients a checkpoint leaves no mark. Does the model's code speak of one?"""
+def _may_checkpoint_unseen(recorder: Recorder) -> bool:
+    """True if the code names a checkpoint where gradients are off, and a checkpoint leaves no mark."""
     if recorder.recording.ambient[0] or not recorder.recording.state.changes:
         return False
     code = code_of(recorder.recording.model, recorder.origins.modules)
     return any("checkpoint" in name for one in code for name in one.co_names)
 
 
-def _is_made_of(recording: Recording, made: dict[int, int], last: ValueId, wheres: set[tuple[int, str]]) -> bool:
-    """Does a value come of what stood at one of these places?"""
+def _is_made_of(recording: Recording, made: dict[int, int], last: ValueId, places: set[tuple[int, str]]) -> bool:
+    """True if a value depends on what stood at one of these places."""
     stack, seen = [int(last)], set[int]()
     while stack:
         handle = stack.pop()
@@ -81,7 +83,7 @@ def _is_made_of(recording: Recording, made: dict[int, int], last: ValueId, where
         record = recording.records[made[handle]]
         if isinstance(record, SourceRecord):
             where = record.where
-            if record.kind not in ("input", "constant") and (id(where[0]), where[1]) in wheres:
+            if record.kind not in ("input", "constant") and (id(where[0]), where[1]) in places:
                 return True
         else:
             trees = (*record.args, *(record.kwargs or {}).values())
@@ -89,12 +91,12 @@ def _is_made_of(recording: Recording, made: dict[int, int], last: ValueId, where
     return False
 
 
-_FILE = inspect.unwrap(checkpoint).__code__.co_filename
+_CHECKPOINT_FILE = inspect.unwrap(checkpoint).__code__.co_filename
 
 
 def leave_checkpoints(error: BaseException) -> None:
-    """Take off the hooks of checkpoints that an exception ended. Before torch 2.13 they stay on for as long as somebody
-    holds the exception: the generator that would take them off is a variable of a frame in its traceback.
+    """Removes the hooks of checkpoints that an exception ended. Before torch 2.13 they stay as long as the exception is
+    held: the generator that would remove them lives in a frame of its traceback.
     """
     module = sys.modules.get("torch.utils.checkpoint")
     if module is None or error.__traceback__ is None:
@@ -102,18 +104,18 @@ def leave_checkpoints(error: BaseException) -> None:
     code = inspect.unwrap(module.checkpoint).__code__
     frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code is code]
     for frame in reversed(frames):
-        with suppress(RuntimeError):  # it runs: the exception is handled within
+        with suppress(RuntimeError):  # it still runs: the exception is handled inside
             frame.clear()
 
 
-_AS_IT_IS = nullcontext()
+_UNCHANGED = nullcontext()
 
 
 @contextmanager
 def _saving_without_hooks() -> Iterator[None]:
-    """By a switch, not by taking hooks off: a checkpoint in another has two on the stack."""
-    before = _leave_hooks_alone(True)
+    """Disables the hooks by a switch instead of popping them: nested checkpoints have two on the stack."""
+    before = _ignore_hooks(True)
     try:
         yield
     finally:
-        _leave_hooks_alone(before)
+        _ignore_hooks(before)

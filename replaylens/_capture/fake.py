@@ -1,8 +1,8 @@
-"""A capture that computes nothing: the model runs on fake tensors, which have shapes and dtypes, and no content.
+"""A capture that computes nothing: the model runs on fake tensors, which have shapes and dtypes but no content.
 
-In: a model of any size, on any device, also on meta, and its inputs. Out: the Record of its forward, without values. No
-memory is taken for values; the model is put back as it was. A model whose way depends on contents has no way here: that
-is an error. Tensors on meta are taken for ones where the other tensors are.
+In: a model of any size, on any device including meta, and its inputs. Out: the Record of its forward, without values.
+No memory is allocated for values; the model is restored. A model whose path depends on contents cannot be captured like
+this: that is an error. Meta tensors are treated as if on the device of the others.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from attrs import frozen
 from torch import nn
 from torch.autograd import forward_ad
 
@@ -42,24 +43,21 @@ from .rng import Draw, DrawLog, draws_nothing
 from .snapshot import ForwardState, ModelState, RngState, Snapshot
 from .tracer import Tracer
 
-_peek = peek_interpreter_stack
-_dispatch_modes = count_dispatch_modes
-
 
 def outlined(
     model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], naming: Naming, unknown: str = "raise"
 ) -> Record:
-    """The Graph of a forward that computes nothing, and what is known of it besides: a Record without values."""
+    """The Record of a forward on fake tensors: its graph and metadata, without values."""
     require_supported(model)
     origins = Provenance(model)
     with _faked(origins.modules, args, kwargs) as (mode, args, kwargs):
-        beginning = ForwardState(
+        start = ForwardState(
             model, naming, Snapshot(origins.modules, (args, kwargs), held=origins.held), RngState(), unknown
         )
-        forward = Forward(model, args, kwargs, beginning, FakeTracer)
+        forward = Forward(model, args, kwargs, start, FakeTracer)
         try:
             with mode:
-                captured = trace_twice(forward, lambda recording, beginning: beginning.put_back(), Provenance(model))
+                captured = trace_twice(forward, lambda recording, start: start.put_back(), Provenance(model))
                 hand_on(captured.recording)
                 made = freeze(captured.recording)
                 account = account_of(captured.recording, made).untimed()
@@ -68,23 +66,30 @@ def outlined(
             raise CaptureError(_refusal(error, _place(error))) from error
         except Exception as error:
             if not isinstance(error, ReplaylensError):
-                add_note(error, "replaylens: it was run on fake tensors (fake=True), which not every operation takes.")
+                add_note(
+                    error, "replaylens: it was run on fake tensors (fake=True), which not every operation supports."
+                )
             raise
 
 
 class FakeTracer(Tracer):
-    """One capture of a forward on fake tensors."""
+    """The tracer of one forward on fake tensors."""
 
     def __init__(self, recording: Recording, origins: Provenance, date: Moment, deep: bool, unknown: str) -> None:
         super().__init__(recording, origins, date, deep, unknown)
-        self.memory = _Blank(recording)
-        self.draws = _Undrawn(recording.rng.draws, recording.rng.generators, recording.rng.follows)
-        self.is_special = True  # every call comes to the slower door
+        self.memory = _NoContent(recording)
+        self.draws = _AllDrawing(recording.rng.draws, recording.rng.generators, recording.rng.follows)
+        self.is_special = True  # every call takes `_special_door`
 
     def _in_region(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        if _dispatch_modes() < self.outer_modes:  # how the mode makes fake tensors is no call of the model's
+        if count_dispatch_modes() < self.outer_modes:  # the fake mode itself makes tensors, not the model
             return func(*args, **kwargs)
-        if self.watch is None and not self.functorch and _peek() is None and forward_ad._current_level < 0:
+        if (
+            self.watch is None
+            and not self.functorch
+            and peek_interpreter_stack() is None
+            and forward_ad._current_level < 0
+        ):
             return self._open_or_call(rule, func, args, kwargs)
         try:
             return super()._in_region(rule, func, args, kwargs)
@@ -92,25 +97,27 @@ class FakeTracer(Tracer):
             self.is_special = True
 
     def _call(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        if info(func).has(Quirk.CALLBACK):  # it reads memory, of which there is none
-            what = f"`{rule.kind}` calls Python for every number"
-            raise CaptureError(f"{what}, and fake tensors have none.{self.where()}\nCapture it without fake=True.")
+        if info(func).has(Quirk.CALLBACK):  # it reads memory
+            what = f"`{rule.kind}` calls Python for every element"
+            raise CaptureError(
+                f"{what}, and fake tensors have no content.{self.where()}\nCapture it without fake=True."
+            )
         targets = rule.writes(args, kwargs) if rule.writes is not None else ()
         if not all(isinstance(target, FakeTensor) for target in targets):
             raise CaptureError(
-                f"`{rule.kind}` writes a tensor that is no parameter, buffer or attribute of a module, and fake=True "
-                f"changes nothing.{self.where()}\nMake it a buffer, or capture without fake=True."
+                f"`{rule.kind}` writes a tensor that is not a parameter, buffer or attribute of a module, and "
+                f"fake=True must not change it.{self.where()}\nMake it a buffer, or capture without fake=True."
             )
         return super()._call(rule, func, args, kwargs)
 
     def _escape(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return self._reading(super()._escape, func, args, kwargs)
+        return self._read_content(super()._escape, func, args, kwargs)
 
     def _expose(self, rule: Rule, func: Any, args: Any, kwargs: Any) -> Any:
-        return self._reading(super()._expose, rule, func, args, kwargs)
+        return self._read_content(super()._expose, rule, func, args, kwargs)
 
-    def _reading(self, read: Callable[..., Any], *args: Any) -> Any:
-        """The model reads contents: it can be told those of constants."""
+    def _read_content(self, read: Callable[..., Any], *args: Any) -> Any:
+        """The model reads contents: only those of constants are known."""
         try:
             return read(*args)
         except (ReplaylensError, RetraceAtDispatch):
@@ -119,8 +126,8 @@ class FakeTracer(Tracer):
             raise CaptureError(_refusal(error, self.where())) from error
 
 
-class _Undrawn(DrawLog):
-    """Draws that nobody makes: every call that may draw is taken for one that does."""
+class _AllDrawing(DrawLog):
+    """Nothing is drawn: every call that may draw counts as a draw."""
 
     def around(self, may_draw: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
         draw = Draw(None, torch.default_generator)
@@ -136,59 +143,57 @@ class _Undrawn(DrawLog):
         return None
 
 
-class _Blank(AliasTracker):
-    """Memory without content: nothing is lost when it is written."""
+class _NoContent(AliasTracker):
+    """Memory without content: a write loses nothing."""
 
     def preserve(self, base: Storage, content: torch.Tensor | None = None) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 @contextmanager
 def _faked(modules: list[nn.Module], args: Any, kwargs: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Within, the modules have fake parameters and buffers. Gives the mode, and the inputs as fake tensors."""
-    belongings = ModelState(modules, (args, kwargs))
-    fake = _Fakes(modules, (args, kwargs))
-    tree = freeze_deep((args, kwargs), lambda tensor: _Given(fake(tensor)))
-    args, kwargs = thaw(tree, lambda leaf: leaf.tensor if type(leaf) is _Given else leaf)
+    """Gives the modules fake parameters and buffers; yields the mode and the fake inputs."""
+    state = ModelState(modules, (args, kwargs))
+    fake = _FakeTensors(modules, (args, kwargs))
+    tree = freeze_deep((args, kwargs), lambda tensor: _FakeInput(fake(tensor)))
+    args, kwargs = thaw(tree, lambda leaf: leaf.tensor if type(leaf) is _FakeInput else leaf)
     try:
         for module in modules:
             if isinstance(module, torch.jit.ScriptModule):
-                continue  # it hands its tensors to nobody: they become fake where they meet others
+                continue  # its tensors become fake where they meet others
             for held in (module._parameters, module._buffers, vars(module)):
                 tensors: dict[str, Any] = held
                 tensors.update({key: fake(value) for key, value in held.items() if isinstance(value, torch.Tensor)})
         yield fake.mode, args, kwargs
     finally:
-        belongings.put_back()
-        belongings.put_generators_back()
+        state.put_back()
+        state.put_generators_back()
 
 
-class _Given:
-    """A fake input, in a tree of inputs."""
+@frozen
+class _FakeInput:
+    """Marks a fake input in a tree of inputs."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+    tensor: torch.Tensor
 
 
-class _Fakes:
-    """Gives the fake tensor for a real one, the same for the same."""
+class _FakeTensors:
+    """Maps each real tensor to one fake tensor."""
 
     def __init__(self, modules: list[nn.Module], inputs: Any) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.device = torch.device("cpu")
         found: list[torch.Tensor] = []
         freeze_deep(inputs, found.append)
         found.extend(tensor for module in modules for tensor in module.parameters(recurse=False))
-        if real := [tensor for tensor in found if not tensor.is_meta]:
-            self.device = real[0].device
+        self.device = next((one.device for one in found if not one.is_meta), torch.device("cpu"))
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self.known:
-            self.known[id(tensor)] = tensor, self._made(tensor)
+            self.known[id(tensor)] = tensor, self._fake(tensor)
         return self.known[id(tensor)][1]
 
-    def _made(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta:
             return self.mode.from_tensor(tensor)
         with self.mode:
@@ -198,14 +203,13 @@ class _Fakes:
 
 
 def _place(error: Exception) -> str:
-    """Where in the model an exception came from, as its note says."""
-    notes = notes_of(error)
-    return "".join(f"\n{line}" for note in notes for line in note.splitlines()[1:])
+    """The lines of the model that the notes of an exception name."""
+    return "".join(f"\n{line}" for note in notes_of(error) for line in note.splitlines()[1:])
 
 
 def _refusal(error: Exception, where: str) -> str:
-    """What is said of a model that reads contents."""
+    """The error text for a model that reads contents."""
     return (
-        f"the model reads the content of a tensor, or has a shape that depends on one ({error}), and fake tensors have "
+        f"the model reads the content of a tensor, or a shape depends on it ({error}), and fake tensors have "
         f"no content.{where}\nCapture it without fake=True."
     )

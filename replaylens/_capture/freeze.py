@@ -41,9 +41,9 @@ from .._ir.trees import remake, remake_shared
 from .._ir.validate import require_lawful
 from .._ir.write import Write, mutate
 from .._replay.inner_gradient import differentiate
-from .bytecode import asks_identity, catches, is_torch_code
+from .bytecode import asks_identity, catches, is_torch_code, keeps, taken
 from .content_dependence import completions, with_dynamic_shapes
-from .questions import guard_of, keeps, mode_guards, taken
+from .questions import guard_of, mode_guards
 from .recording import (
     Addresses,
     CallRecord,

@@ -1,7 +1,7 @@
-"""Leaves that the forward freezes, and lets take gradients again: `p.requires_grad_(False)`, `.requires_grad = True`.
+"""Changes of `requires_grad` of leaves during a forward: `p.requires_grad_(False)`, `.requires_grad = True`.
 
-In: a call that turns the flag of a tensor. Out: what the tensor holds from here on is a value of its own, so that each
-call reads it with the flag that it had then: detached while it is frozen, the very value from before when it is not.
+In: a call that sets the flag of a tensor. Out: from then on the tensor has a value of its own, so that each call reads
+it with the flag of that moment: detached while frozen, the original value once it is thawed.
 """
 
 from __future__ import annotations
@@ -17,32 +17,30 @@ from .recording import CallRecord, SourceRecord, ValueId, reads_of
 
 
 def turn(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
-    """A call that may turn a leaf's flag: `requires_grad_`, the setter of `requires_grad`, `detach_`."""
+    """A call that may change the flag of a leaf: `requires_grad_`, the setter of `requires_grad`, `detach_`."""
     tensor = args[0]
     wanted = func.__name__ != "detach_" and bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
     before = tensor.requires_grad
     if before == wanted or not tensor.is_leaf or recorder.functorch or tensor.is_inference():
         result = func(*args, **kwargs)
-        if before is wanted is False and not recorder.recording.ambient[0]:  # with gradients this may raise, or freeze
+        if before is wanted is False and not recorder.recording.ambient[0]:  # else this may raise, or freeze
             recorder.ask("flags", torch.Tensor.requires_grad.__get__, (tensor,), {}, False)  # type: ignore[attr-defined]
         return result
     source = recorder.read(tensor)
-    _keep_as_it_was(recorder, source, tensor, before)
+    _keep_flag(recorder, source, tensor, before)
     result = func(*args, **kwargs)
     first, flag, _ = recorder.recording.autograd.turned.setdefault(id(tensor), (source, before, tensor))
     if wanted == flag and first in recorder.memory.equal_values(source):
-        _hold(recorder, tensor, first)
-    elif not wanted:
-        _hold(recorder, tensor, _written_down(recorder, tensor, torch.Tensor.detach, source))
-    elif flag:
-        _hold(recorder, tensor, _written_down(recorder, tensor, standing, first, source))
+        handle = first
     else:
-        _hold(recorder, tensor, _written_down(recorder, tensor, needing, source))
+        thawed = (standing, first, source) if flag else (needing, source)
+        handle = _record_change(recorder, tensor, *(thawed if wanted else (torch.Tensor.detach, source)))
+    _set_value(recorder, tensor, handle)
     return result
 
 
-def _keep_as_it_was(recorder: Recorder, source: ValueId, tensor: torch.Tensor, flag: bool) -> None:
-    """What a call gave is recorded with the flag that it had then. What the model holds and is given stays itself."""
+def _keep_flag(recorder: Recorder, source: ValueId, tensor: torch.Tensor, flag: bool) -> None:
+    """Records the result of a call with the flag of that moment. State and inputs stay themselves."""
     values = recorder.recording.values
     is_given = any(isinstance(r, SourceRecord) and r.returns == source for r in recorder.recording.records)
     if values[source] is tensor and not is_given:
@@ -50,19 +48,20 @@ def _keep_as_it_was(recorder: Recorder, source: ValueId, tensor: torch.Tensor, f
             values[source] = tensor.detach().requires_grad_(flag)
 
 
-def _written_down(recorder: Recorder, tensor: torch.Tensor, function: Any, *reads: ValueId) -> ValueId:
-    """The call that stands for the turn: what it gives has the content of the last thing that it reads."""
+def _record_change(recorder: Recorder, tensor: torch.Tensor, function: Any, *reads: ValueId) -> ValueId:
+    """Records the call that changes the flag: its result has the content of the last value that it reads."""
     flag = function is not torch.Tensor.detach
     with recorder.beneath_leaf():
         handle = recorder.recording.keep(tensor.detach().requires_grad_(flag))
     recorder.memory.same_data_as[handle] = reads[-1]
-    rule = Rule(Handling.LEAF, "requiresgrad")
-    recorder.append(function, rule, list(reads), {}, handle, recorder.site(), None, False)
+    recorder.append(
+        function, Rule(Handling.LEAF, "requiresgrad"), list(reads), {}, handle, recorder.site(), None, False
+    )
     return handle
 
 
-def _hold(recorder: Recorder, tensor: torch.Tensor, handle: ValueId) -> None:
-    """From here on the tensor holds this value."""
+def _set_value(recorder: Recorder, tensor: torch.Tensor, handle: ValueId) -> None:
+    """From now on the tensor has this value."""
     entry = recorder.memory.alias_of(tensor)
     entry.handle = handle
     if not entry.steps:
@@ -71,20 +70,18 @@ def _hold(recorder: Recorder, tensor: torch.Tensor, handle: ValueId) -> None:
 
 
 def note_flags(recorder: Recorder) -> None:
-    """Which leaves of the model are left with another flag than they had, when calls have read them as taking
-    gradients: torch asks for the flag in the backward pass, and what the forward set may be put back by then.
+    """Records which leaves of the model keep another flag than at the start although calls have read them as requiring
+    gradients: torch reads the flag in the backward, and may find it restored by then.
     """
     recording = recorder.recording
-    own = {
-        record.returns for record in recording.records if isinstance(record, SourceRecord) and record.kind != "input"
-    }
+    own = {r.returns for r in recording.records if isinstance(r, SourceRecord) and r.kind != "input"}
     for first, flag, tensor in recording.autograd.turned.values():
-        if first in own and tensor.requires_grad != flag and _is_read_with_gradients(recorder, first, flag):
+        if first in own and tensor.requires_grad != flag and _was_read_while_thawed(recorder, first, flag):
             recording.autograd.left_turned.append((tensor, not flag))
 
 
-def _is_read_with_gradients(recorder: Recorder, first: ValueId, flag: bool) -> bool:
-    """Has a call read the leaf at a time when it took gradients?"""
+def _was_read_while_thawed(recorder: Recorder, first: ValueId, flag: bool) -> bool:
+    """True if a call has read the leaf while it required gradients."""
     recording = recorder.recording
     values = {first} if flag else set()
     for record in recording.records:

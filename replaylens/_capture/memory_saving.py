@@ -1,12 +1,12 @@
-"""A capture that keeps little: what nobody wants is let go of as soon as the model itself has let go of it.
+"""A capture with `save=`: drops values during the forward as soon as the model itself has dropped them.
 
-In: a Wish. Out: a tracer whose recording forgets values while the model runs, so that the peak of memory is that of the
-plain forward and of what is kept. Which layers are wanted is known for sure only when all have their names; here it is
-guessed, and what was guessed wrong is computed again in the end (see _replay/record.py).
+In: a SaveSpec. Out: a tracer whose recording frees values while the model runs, so that peak memory is that of the
+plain forward plus what is saved. Which layers a spec means is certain only when all have names; SaveGuess guesses, and
+what it guessed wrong is recomputed at the end (see _replay/record.py).
 
-Whether the model still has a tensor is asked of Python's count of references: beyond those that the capture holds
-itself there is none. Torch counts its own hold on a tensor (autograd's, a view's on its base) among them. An id that
-is free again may name another tensor: with the tensor everything goes that was known by its id.
+A tensor may go when Python's reference count shows no reference but those of the capture. Torch counts its own
+references (autograd, a view on its base) among them. A freed id may be given to another tensor, so everything keyed by
+the id of a tensor goes with it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,123 +33,113 @@ from .recording import CallRecord, Freed, Handed, Recording, SourceRecord, Value
 from .scopes import addresses
 from .tracer import Tracer
 
-YOUNG = 4  # so often a new tensor is looked at, before each of the next calls; later ones now and then
+YOUNG = 4  # checks of a new tensor, one before each of the next calls
 
 
-def memory_saving_tracer(wish: SaveSpec) -> Callable[[Recording, Provenance, Moment, bool, str], Tracer]:
-    """A tracer that keeps what a wish may mean."""
-
-    def tracer(recording: Recording, origins: Provenance, date: Moment, deep: bool, unknown: str) -> Tracer:
-        return MemorySavingTracer(recording, origins, date, deep, unknown, wish)
-
-    return tracer
+def memory_saving_tracer(spec: SaveSpec) -> Callable[[Recording, Provenance, Moment, bool, str], Tracer]:
+    """Returns a factory of tracers that keep what a spec may mean."""
+    return partial(MemorySavingTracer, spec)
 
 
 def settle(recording: Recording) -> None:
-    """The forward is over: nobody is told any more of what is recorded, and nothing holds the tracer."""
+    """After the forward: plain lists again, so that nothing observes the recording or holds the tracer."""
     recording.records, recording.values = list(recording.records), list(recording.values)
     recording.scope_outputs = list(recording.scope_outputs)
 
 
 class MemorySavingTracer(Tracer):
-    """One capture that keeps little."""
+    """The tracer of one capture with `save=`."""
 
     def __init__(
-        self, recording: Recording, origins: Provenance, date: Moment, deep: bool, unknown: str, wish: SaveSpec
+        self, spec: SaveSpec, recording: Recording, origins: Provenance, date: Moment, deep: bool, unknown: str
     ) -> None:
         super().__init__(recording, origins, date, deep, unknown)
-        self.guess = SaveGuess(wish, recording, addresses(origins.table))
-        self.shedding = ValueDropper(recording, self.memory, self.aliased, self.aliases)
-        recording.records = _ObservedList(self._noted)
-        recording.scope_outputs = _ObservedList(self._left)
-        recording.values = _RecordedValues(self.shedding.forget)
+        self.guess = SaveGuess(spec, recording, addresses(origins.table))
+        self.dropper = ValueDropper(recording, self.memory, self.aliased, self.aliases)
+        recording.records = _ObservedList(self._on_record)
+        recording.scope_outputs = _ObservedList(self._on_module_output)
+        recording.values = _RecordedValues(self.dropper.rollback)
 
     def _fresh(self, rule: Rule, func: Any, args: Any, depth: int = 2) -> Any:
-        self.shedding.look()
+        self.dropper.drop_unreferenced()
         return super()._fresh(rule, func, args, depth + 1)
 
     def read_all(self, args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
-        """The beginning of every other operation."""
-        self.shedding.look()
+        """Every operation besides `_fresh` begins here."""
+        self.dropper.drop_unreferenced()
         return super().read_all(args, kwargs)
 
-    def _noted(self, record: CallRecord | SourceRecord) -> None:
-        is_wanted = self.guess.record(record)
+    def _on_record(self, record: CallRecord | SourceRecord) -> None:
+        is_wanted = self.guess.wants(record)
         for _, handle in parts_of(record.returns):
-            if is_wanted:
-                self.shedding.keep(handle)
-            else:
-                self.shedding.spare(handle)
+            (self.dropper.keep if is_wanted else self.dropper.mark_unwanted)(handle)
 
     def own_references(self, tensor: torch.Tensor) -> int:
-        """How many references to a tensor are the capture's own."""
-        return super().own_references(tensor) + (id(tensor) in self.shedding.watched)
+        """How many references to a tensor are those of the capture."""
+        return super().own_references(tensor) + (id(tensor) in self.dropper.watched)
 
-    def _left(self, output: Handed) -> None:
-        """A module gave its output, which may be wanted by the module's address."""
+    def _on_module_output(self, output: Handed) -> None:
+        """A module returned: its output may be wanted by its address."""
         self.recording.scope_outputs[-1] = (output[0], kept := bare(output[1]), *output[2:])
         self.in_trees.subtract(objects_held(output[1]))
         self.in_trees.update(objects_held(kept))
-        if self.guess.module(output[0]):
+        if self.guess.wants_output(output[0]):
             for handle in leaves(output[1]):
                 if type(handle) is ValueId:
-                    self.shedding.keep(handle)
+                    self.dropper.keep(handle)
 
 
 class SaveGuess:
-    """Which values a wish means, as far as can be told while the model runs: by names as they will be if no operation
-    turns out to lead nowhere.
-    """
+    """Guesses which values a spec means while the model runs, by the names that layers get if there are no orphans."""
 
-    def __init__(self, wish: SaveSpec, recording: Recording, modules: dict[int, str]) -> None:
-        self.wish, self.recording, self.modules = wish, recording, modules
+    def __init__(self, spec: SaveSpec, recording: Recording, modules: dict[int, str]) -> None:
+        self.spec, self.recording, self.modules = spec, recording, modules
         self.of_kind: Counter[str] = Counter()
         self.total = -1
         self.parameters: set[ValueId] = set()
-        self.names: dict[Any, tuple[tuple[str, ...], int]] = {}  # of layers with parameters, by function and parameters
+        self.names: dict[Any, tuple[tuple[str, ...], int]] = {}  # by function and parameters
         self.calls: Counter[int] = Counter()
-        self.counted = 0
+        self.counted_scopes = 0
 
-    def record(self, record: CallRecord | SourceRecord) -> bool:
-        """Is what this record gives to be kept? What no call made always is."""
+    def wants(self, record: CallRecord | SourceRecord) -> bool:
+        """True if the results of this record are to be kept. Those of no call always are."""
         if isinstance(record, SourceRecord):
             if record.kind == "parameter":
                 self.parameters.add(record.returns)
             else:
-                self._next(record.kind)
+                self._next_names(record.kind)
             return True
-        return self.wish.may_mean(*self._names(record)) if self.wish.keys else False
+        return self.spec.may_mean(*self._layer_names(record)) if self.spec.keys else False
 
-    def _names(self, record: CallRecord) -> tuple[tuple[str, ...], int]:
+    def _layer_names(self, record: CallRecord) -> tuple[tuple[str, ...], int]:
         reads = handles_in(tuple(record.args))
         own = tuple(sorted(self.parameters.intersection(reads)))
         if not own:
-            return self._next(record.kind)
+            return self._next_names(record.kind)
         key = (id(record.function), record.kind, own)
         if key not in self.names:
-            self.names[key] = self._next(record.kind)
+            self.names[key] = self._next_names(record.kind)
         return self.names[key]
 
-    def _next(self, kind: str) -> tuple[tuple[str, ...], int]:
+    def _next_names(self, kind: str) -> tuple[tuple[str, ...], int]:
         self.of_kind[kind] += 1
         self.total += 1
         number = f"{kind}_{self.of_kind[kind]}"
         return (kind, number, f"{number}_{self.total}"), self.total
 
-    def module(self, number: int) -> bool:
-        """Is the output of this call of a module to be kept?"""
-        if not self.wish.keys:
+    def wants_output(self, number: int) -> bool:
+        if not self.spec.keys:
             return False
-        for scope in self.recording.scopes[self.counted :]:
+        for scope in self.recording.scopes[self.counted_scopes :]:
             self.calls[id(scope.module)] += not scope.is_void
-        self.counted = len(self.recording.scopes)
+        self.counted_scopes = len(self.recording.scopes)
         address = self.modules.get(id(self.recording.scopes[number].module), "")
-        return bool(address) and self.wish.may_mean((address,))
+        return bool(address) and self.spec.may_mean((address,))
 
 
 @define(eq=False)
 class WatchedTensor:
-    """A tensor whose every value is spare."""
+    """A tensor of which no value is wanted."""
 
     tensor: torch.Tensor
     handles: list[ValueId]
@@ -156,37 +147,37 @@ class WatchedTensor:
 
 @define(eq=False)
 class ValueDropper:
-    """Lets go of spare values whose tensors only the capture still holds."""
+    """Drops unwanted values whose tensors only the capture still references.
+
+    Most tensors die within a few calls, so a new one is checked before each of the next `YOUNG` calls; then it is old.
+    One pass over all old tensors costs `len(old)` checks; it runs once `skipped_checks`, which grows by `YOUNG` a call,
+    has reached that number. So checks cost at most about `2 * YOUNG` a call, however many tensors a model keeps alive.
+    """
 
     recording: Recording
     memory: AliasTracker
     aliased: set[int]
     aliases: dict[int, HandOff]
-    watched: dict[int, WatchedTensor] = field(factory=dict)  # by the tensor's id
-    young: dict[int, int] = field(factory=dict)  # id -> how often it was looked at
+    watched: dict[int, WatchedTensor] = field(factory=dict)  # by id of the tensor
+    young: dict[int, int] = field(factory=dict)  # id -> checks so far
     old: dict[int, None] = field(factory=dict)
-    credit: int = 0
+    skipped_checks: int = 0
 
-    def spare(self, handle: ValueId) -> None:
-        """Nobody wants this value."""
+    def mark_unwanted(self, handle: ValueId) -> None:
         self.recording.unwanted.add(handle)
-        tensor = _held(self.recording.values, handle)
+        tensor = _raw_value(self.recording.values, handle)
         if type(tensor) is Freed:
             return
-        known = self.watched.get(id(tensor))
-        if known is None:
-            self.watched[id(tensor)] = WatchedTensor(tensor, [handle])
+        if id(tensor) not in self.watched:
+            self.watched[id(tensor)] = WatchedTensor(tensor, [])
             self.young[id(tensor)] = 0
-        else:
-            known.handles.append(handle)
+        self.watched[id(tensor)].handles.append(handle)
 
     def keep(self, handle: ValueId) -> None:
-        """This value is wanted."""
         self.recording.unwanted.discard(handle)
-        tensor = _held(self.recording.values, handle)
-        self._drop(id(tensor))
+        self._unwatch(id(_raw_value(self.recording.values, handle)))
 
-    def forget(self, first: int) -> None:
+    def rollback(self, first: int) -> None:
         """The values from this number on were taken back."""
         gone, spare = self.recording.freed, self.recording.unwanted
         for handle in [handle for handle in gone if handle >= first]:
@@ -195,67 +186,74 @@ class ValueDropper:
         for number, watched in list(self.watched.items()):
             watched.handles = [handle for handle in watched.handles if handle < first]
             if not watched.handles:
-                self._drop(number)
+                self._unwatch(number)
 
-    def look(self) -> None:
-        """Let go of what can be. New tensors are looked at often, old ones at no more than a few for each call."""
-        for number, times in list(self.young.items()):
-            if self._shed(number):
+    def drop_unreferenced(self) -> None:
+        """Drops what only the capture references: checks every young tensor, and the old ones now and then."""
+        for number, checks in list(self.young.items()):
+            if self._drop_if_unreferenced(number):
                 continue
-            if times + 1 < YOUNG:
-                self.young[number] = times + 1
+            if checks + 1 < YOUNG:
+                self.young[number] = checks + 1
             else:
                 del self.young[number]
                 self.old[number] = None
-        self.credit += YOUNG
-        if self.credit >= len(self.old):
-            self.credit = 0
-            for number in reversed(list(self.old)):  # a view goes before its base
-                self._shed(number)
+        self.skipped_checks += YOUNG
+        if self.skipped_checks >= len(self.old):
+            self.skipped_checks = 0
+            for number in reversed(list(self.old)):  # views before their bases
+                self._drop_if_unreferenced(number)
 
-    def _drop(self, number: int) -> None:
+    def _unwatch(self, number: int) -> None:
         self.watched.pop(number, None)
         self.young.pop(number, None)
         self.old.pop(number, None)
 
-    def _shed(self, number: int) -> bool:
-        """Let go of a tensor, if nobody else holds it."""
+    def _drop_if_unreferenced(self, number: int) -> bool:
+        """Drops a tensor unless something besides the capture references it; True if it was dropped."""
         watched, known = self.watched[number], self.memory.live.get(number)
         is_root = isinstance(known, Alias) and known.tensor is known.base.root
-        mine = [handle for handle in watched.handles if _held(self.recording.values, handle) is watched.tensor]
+        recorded = [handle for handle in watched.handles if _raw_value(self.recording.values, handle) is watched.tensor]
         key = storage_of(watched.tensor) if self.memory.by_storage else None
         is_listed = key is not None and self.memory.by_storage.get(key) is watched.tensor
-        if _references(watched) != _ALONE + len(mine) + isinstance(known, Alias) + is_root + is_listed:
+        own = (
+            _ALONE  # WatchedTensor.tensor, and the argument of getrefcount
+            + len(recorded)  # recording.values, once for each handle
+            + isinstance(known, Alias)  # Alias.tensor
+            + is_root  # Storage.root
+            + is_listed  # memory.by_storage
+        )
+        if sys.getrefcount(watched.tensor) != own:
             return False
-        if (is_root or type(known) is ValueId) and _is_looked_at(watched.tensor):
+        if (is_root or type(known) is ValueId) and _has_other_aliases(watched.tensor):
             return False
-        if isinstance(known, Alias) and is_root and not self._leave(known):
+        if isinstance(known, Alias) and is_root and not self._forget_base(known):
             return False
-        self._require_announced(watched.tensor, known)
-        for handle in mine:
+        self._require_no_unseen_write(watched.tensor, known)
+        for handle in recorded:
             self.recording.free(handle)
         if key is not None and is_listed:
             del self.memory.by_storage[key]
         self.memory.live.pop(number, None)
         self.aliased.discard(number)
         self.aliases.pop(number, None)
-        self._drop(number)
+        self._unwatch(number)
         return True
 
-    def _leave(self, root: Alias) -> bool:
-        """Forget a base, if no view looks at it any more, and nobody outside torch does."""
+    def _forget_base(self, root: Alias) -> bool:
+        """Forgets a storage; False if an alias, numpy or its like still uses it."""
         if root.base.exposed is not None or root.base.twin is not None:
             return False
-        key = storage_of(root.base.root)
-        is_listed = key is not None and self.memory.bases.get(key) is root.base
-        if _references_of_base(root) != _BASE_ALONE + is_listed:
+        key = storage_of(root.base.root) or 0
+        is_listed = self.memory.bases.get(key) is root.base
+        if sys.getrefcount(root.base) != _BASE_ALONE + is_listed:  # Alias.base, getrefcount; memory.bases
             return False
-        if key is not None and is_listed:
+        if is_listed:
             del self.memory.bases[key]
         return True
 
-    def _require_announced(self, tensor: torch.Tensor, known: ValueId | Alias | None) -> None:
-        """Was the tensor written by nobody who did not say so? It is the last time that this can be asked."""
+    def _require_no_unseen_write(self, tensor: torch.Tensor, known: ValueId | Alias | None) -> None:
+        """Retraces if the tensor was written unseen: once it is dropped, nothing can tell any more."""
         if isinstance(known, Alias):
             counted = known.base.counter if tensor is known.base.root else None
         else:
@@ -265,21 +263,21 @@ class ValueDropper:
 
 
 class _ObservedList(list[Any]):
-    """A list that says what is added to it."""
+    """A list that reports each item appended."""
 
-    def __init__(self, tell: Callable[[Any], None]) -> None:
-        self.tell = tell
+    def __init__(self, on_append: Callable[[Any], None]) -> None:
+        self.on_append = on_append
 
     def append(self, item: Any) -> None:
         list.append(self, item)
-        self.tell(item)
+        self.on_append(item)
 
 
 class _RecordedValues(list[Any]):
-    """Recorded values. One that is gone cannot be read: the model must be looked at once more, and all be kept."""
+    """The recorded values. Reading a dropped one retraces the model with all values kept."""
 
-    def __init__(self, forget: Callable[[int], None]) -> None:
-        self.forget = forget
+    def __init__(self, rollback: Callable[[int], None]) -> None:
+        self.rollback = rollback
 
     def __getitem__(self, index: Any) -> Any:
         value = list.__getitem__(self, index)
@@ -289,48 +287,37 @@ class _RecordedValues(list[Any]):
 
     def __delitem__(self, index: Any) -> None:
         list.__delitem__(self, index)
-        self.forget(index.start)
+        self.rollback(index.start)
 
 
-def _held(values: list[Any], handle: ValueId) -> Any:
+def _raw_value(values: list[Any], handle: ValueId) -> Any:
     return list.__getitem__(values, handle)
 
 
-def _references(watched: WatchedTensor) -> int:
-    return sys.getrefcount(watched.tensor)
-
-
-def _references_of_base(entry: Alias) -> int:
-    return sys.getrefcount(entry.base)
-
-
-def _is_looked_at(tensor: torch.Tensor) -> bool:
-    """Does something else look at the tensor's memory, seen or not? What a kernel made it a view of does not count."""
+def _has_other_aliases(tensor: torch.Tensor) -> bool:
+    """True if another tensor uses this storage, recorded or not; a hidden base made by a kernel does not count."""
     try:
-        others = _holders(tensor) - _STORAGE_ALONE
-    except (RuntimeError, NotImplementedError):  # sparse and nested ones
+        others = _storage_use_count(tensor) - _STORAGE_ALONE
+    except (RuntimeError, NotImplementedError):  # sparse and nested tensors
         return False
-    return others != 0 and (others != 1 or _base_holders(tensor) != _HIDDEN)
+    return others != 0 and (others != 1 or _base_use_count(tensor) != _HIDDEN)
 
 
-def _base_holders(view: torch.Tensor) -> int:
-    """How many there are that hold on to what a tensor is a view of."""
-    base = view._base
-    return base._use_count() if base is not None else 0  # type: ignore[attr-defined]
+def _base_use_count(view: torch.Tensor) -> int:
+    return 0 if view._base is None else view._base._use_count()  # type: ignore[attr-defined]
 
 
-def _holders(tensor: torch.Tensor) -> int:
-    """How many there are that hold on to the tensor's memory."""
+def _storage_use_count(tensor: torch.Tensor) -> int:
     return int(storage_holders(tensor.untyped_storage()._cdata))
 
 
 def _alone() -> tuple[int, int, int, int]:
-    """The least number of references that there are to a tensor and to a base, as this Python counts them."""
+    """The counts of a tensor, a Storage, its memory and a hidden base to which nothing else refers."""
     watched = WatchedTensor(torch.empty(0), [])
-    root = torch.empty(0)
+    root, view = torch.empty(0), torch.empty(2).view(2, 1)
     entry = Alias(root, Storage(root, ValueId(0), ValueId(0)), (), ValueId(0), 0)
-    view = torch.empty(2).view(2, 1)
-    return _references(watched), _references_of_base(entry), _holders(root), _base_holders(view)
+    tensor, base = sys.getrefcount(watched.tensor), sys.getrefcount(entry.base)
+    return tensor, base, _storage_use_count(root), _base_use_count(view)
 
 
 _ALONE, _BASE_ALONE, _STORAGE_ALONE, _HIDDEN = _alone()

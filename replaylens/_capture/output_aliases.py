@@ -1,24 +1,22 @@
-"""Has a module kept what it hands on? Asked of Python's count of references to it.
+"""Aliases of module outputs: where a forward hook on a module would change less than a patch of the value it returns.
 
-In: a module's output as it leaves the module. Out: the same output in which other tensors may stand. What is put into a
-container that somebody else holds as well, they would see: whoever asks is told of it. Of records nothing is known.
+In: a Recording whose forward is over. Out: the same Recording, in which the output of a module has a value of its own
+(an alias, as the output of `nn.Identity` is) where the value itself has other readers:
 
-What a module hands on, where that is another value than what the module itself read or kept of it.
-
-In: a Recording whose forward is over. Out: the same Recording, in which what a module gave has a name of its own (an
-alias, as the output of `nn.Identity` has) wherever a forward hook would change less than a patch of the value: where
-something had read it before the module returned, and something reads it afterwards; where it is memory that the module
-wrote through a view; or where somebody else holds the container in which it is handed on. Who reads it from which of
-the two is not known then, and the alias is marked. So it is where a view that the module made of it goes on to look at
-its memory, which is written later: with another tensor there, it would not.
+- something read it before the module returned, and something reads it afterwards;
+- the module wrote it through a view of its memory;
+- somebody else holds the container in which it is returned, or a view of it is used after a later write.
+  Which of the two is read then is unknown, and the alias is marked.
 
     def forward(self, x):              h = relu(x)
         h = relu(x)                    m = mean(h)
         self.seen = h.mean()           out = identity(h)     <- a hook on the module changes this, and not m
         return h
 
-Aliases that a capture made in case of need, and that turn out to tell nothing apart, are taken out again. Nothing runs
-here.
+Aliases that a capture made as a precaution, and that distinguish nothing, are removed again.
+
+The first part runs while the model does: `renewed` puts aliases into the output of a module, and learns from Python's
+reference counts whether anything else holds its containers.
 """
 
 from __future__ import annotations
@@ -27,6 +25,7 @@ import sys
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol, TypeGuard
 
@@ -44,29 +43,21 @@ from .._ir.util import cached_property
 from .._ir.write import mutate
 from .aliasing import Alias, AliasTracker
 from .freeze import frozen_context, stale_views
-from .recording import (
-    Addresses,
-    CallRecord,
-    GuardRecord,
-    Recording,
-    ValueId,
-    handles_in,
-    parts_of,
-)
+from .recording import Addresses, CallRecord, GuardRecord, Recording, ValueId, handles_in, parts_of
 
 _references = sys.getrefcount
 
 
 class New(Protocol):
-    """What stands in the place of what a module gives."""
+    """Makes the replacement of a tensor in an output; `kept` handles a container that somebody else holds."""
 
-    def __call__(self, tensor: torch.Tensor, beyond: int) -> torch.Tensor: ...
+    def __call__(self, tensor: torch.Tensor, outside: int, /) -> torch.Tensor: ...
 
     def kept(self, container: Any) -> Any: ...
 
 
 def references_of(memory: AliasTracker, tensor: torch.Tensor) -> int:
-    """How many references to a tensor are those of a recording, of its memory, and of torch."""
+    """How many references to a tensor are those of a recording, of its alias tracker, and of torch."""
     known, values = memory.live.get(id(tensor)), memory.recording.values
     found = int(_TORCH_COUNTS and _is_held_by_torch(tensor))
     if not isinstance(known, Alias):
@@ -74,7 +65,7 @@ def references_of(memory: AliasTracker, tensor: torch.Tensor) -> int:
     base = known.base
     found += (known.tensor is tensor) + (base.root is tensor)
     if memory.by_storage:
-        with without_function_modes():  # what is looked at here, the model did not ask
+        with without_function_modes():  # the model did not ask
             found += memory.by_storage.get(storage_of(tensor) or 0) is tensor
     return found + sum(_at(values, handle) is tensor for handle in {*base.held, known.handle, base.handle})
 
@@ -87,30 +78,32 @@ def _is_held_by_torch(tensor: torch.Tensor) -> bool:
     return bool(tensor._use_count() > 1)  # type: ignore[attr-defined]
 
 
-def renewed(value: Any, beyond: int, new: New, ours: Mapping[int, int]) -> Any:
-    """A module's output with `new(tensor, beyond)` in the place of each tensor; `beyond` counts the references that
-    are not the output's own. Tuples are made again; what can be written is written where nobody else holds it, and is
-    `new.kept(container)` elsewhere. `ours`: how many references to an object, by its id, are those of frozen trees.
+def renewed(value: Any, outside: int, new: New, in_trees: Mapping[int, int]) -> Any:
+    """A module's output with `new(tensor, outside)` in place of each tensor.
+
+    `outside`: references that are not the output's own. Tuples are rebuilt; a mutable container is changed in place if
+    nobody else holds it, and replaced by `new.kept(container)` otherwise. `in_trees`: how many references to an object,
+    by id, frozen trees hold.
     """
     if isinstance(value, torch.Tensor):
-        return new(value, beyond)
+        return new(value, outside)
     if type(value) in ATOMS or isinstance(value, (type, torch.nn.Module)):
         return value
-    beyond -= ours.get(id(value), 0)
+    outside -= in_trees.get(id(value), 0)
     if isinstance(value, (tuple, frozenset)):
-        return _made_again(value, beyond, new, ours)
-    if beyond > 0 or isinstance(value, (set, slice, MappingProxyType)):
+        return _rebuilt(value, outside, new, in_trees)
+    if outside > 0 or isinstance(value, (set, slice, MappingProxyType)):
         return new.kept(value)
-    _write(value, new, ours)
+    _replace_items(value, new, in_trees)
     return value
 
 
-def _made_again(value: Any, beyond: int, new: New, ours: Mapping[int, int]) -> Any:
-    """What cannot be written, around other items. Who has kept the tuple has kept what is in it."""
+def _rebuilt(value: Any, outside: int, new: New, in_trees: Mapping[int, int]) -> Any:
+    """An immutable container around other items. Whoever holds the tuple holds its items."""
     items = []
     for item in value:
         count = _references(item) - _WITHIN
-        items.append(renewed(item, count + max(beyond, 0), new, ours))
+        items.append(renewed(item, count + max(outside, 0), new, in_trees))
     if all(item is other for item, other in zip(items, value, strict=True)):
         return value
     if hasattr(value, "_fields"):
@@ -123,14 +116,14 @@ def _made_again(value: Any, beyond: int, new: New, ours: Mapping[int, int]) -> A
     return made
 
 
-def _write(value: Any, new: New, ours: Mapping[int, int]) -> None:
-    """Put new tensors into a list, a dict, or an object with attributes."""
+def _replace_items(value: Any, new: New, in_trees: Mapping[int, int]) -> None:
+    """Puts replacements into a list, a dict, or an object with attributes."""
     if isinstance(value, (list, deque)):
         put: Any = list.__setitem__ if isinstance(value, list) else deque.__setitem__
         for number in range(len(value)):
             item = value[number]
             count = _references(item) - _WITHIN
-            if (made := renewed(item, count, new, ours)) is not item:
+            if (made := renewed(item, count, new, in_trees)) is not item:
                 put(value, number, made)
     elif isinstance(value, dict):
         attributes = own_attributes(value)
@@ -138,24 +131,20 @@ def _write(value: Any, new: New, ours: Mapping[int, int]) -> None:
             item = dict.__getitem__(value, key)
             twice = attributes.get(key) is item
             count = _references(item) - _WITHIN
-            if (made := renewed(item, count - twice, new, ours)) is not item:
+            if (made := renewed(item, count - twice, new, in_trees)) is not item:
                 dict.__setitem__(value, key, made)
                 if twice:
                     attributes[key] = made
     elif type(value).__module__ not in ("builtins", "numpy", "torch"):
-        _write_attributes(value, new, ours)
-
-
-def _write_attributes(value: Any, new: New, ours: Mapping[int, int]) -> None:
-    for name in [name for name, _ in attributes_of(value)]:
-        item = own(value, name, None)
-        count = _references(item) - _WITHIN
-        if (made := renewed(item, count, new, ours)) is not item:
-            object.__setattr__(value, name, made)
+        for name in [name for name, _ in attributes_of(value)]:
+            item = own(value, name, None)
+            count = _references(item) - _WITHIN
+            if (made := renewed(item, count, new, in_trees)) is not item:
+                object.__setattr__(value, name, made)
 
 
 def objects_held(tree: Any) -> Counter[int]:
-    """How many references to each object, by its id, a frozen tree holds, to copy from it later."""
+    """How many references to each object, by id, a frozen tree holds as templates."""
     held: Counter[int] = Counter()
     seen: set[int] = set()
     stack = [tree]
@@ -171,9 +160,9 @@ def objects_held(tree: Any) -> Counter[int]:
     return held
 
 
-def _counted() -> tuple[int, int, int, bool]:
-    """As this Python and this torch count: references to what a name holds, to what a list holds as well, to an item of
-    a container that a name holds; and does torch count its own hold on a tensor among them?
+def _reference_baselines() -> tuple[int, int, int, bool]:
+    """As this Python and torch count: references to what a name holds, to what a list holds as well, to an item of a
+    container that a name holds; and whether torch counts its own reference.
     """
     out = torch.empty(2)
     bare = _references(out)
@@ -187,8 +176,8 @@ def _counted() -> tuple[int, int, int, bool]:
     return bare, alone, within, counts
 
 
-def _given() -> int:
-    """How many references to what a module gives back are those of a call `x = module(x)`."""
+def _caller_references() -> int:
+    """How many references to the result of a module a call `x = module(x)` itself holds."""
     found = []
 
     def listen(called: Any, call: Any, args: Any, kwargs: Any) -> Any:
@@ -208,65 +197,67 @@ def _given() -> int:
     return found[0]
 
 
-BARE, ALONE, _WITHIN, _TORCH_COUNTS = _counted()
-GIVEN = _given()
+BARE, ALONE, _WITHIN, _TORCH_COUNTS = _reference_baselines()
+GIVEN = _caller_references()
 
 
 def is_handing(record: Any) -> TypeGuard[CallRecord]:
-    """Is this the record of a value that a module hands on?"""
+    """True for the record of an alias of a module output."""
     return isinstance(record, CallRecord) and record.function is alias and len(record.args) == 2
 
 
 def hand_on(recording: Recording) -> None:
-    """Give what modules hand on a name of its own where it needs one, and nowhere else; once."""
+    """Gives module outputs aliases where they need them, and nowhere else; does so once."""
     if recording.hand_offs.is_settled:
         return
     recording.hand_offs.is_settled = True
     known = recording.addresses() if recording.addresses else Addresses({})
     recording.addresses = lambda: known
     roots = {number for number, address in known.modules.items() if not address}
-    again = {h for h, (first, count) in recording.hand_offs.twice.items() if first in recording.aliasing.writes[count:]}
-    recording.hand_offs.written_twice |= {r.returns for r in recording.records if is_handing(r) and r.returns in again}
-    found = _Readers(recording)
-    idle = found.idle()
-    if idle:
-        _take_out(recording, idle)
-        found = _Readers(recording)
+    returned_twice = {
+        h for h, (first, count) in recording.hand_offs.twice.items() if first in recording.aliasing.writes[count:]
+    }
+    recording.hand_offs.written_twice |= {
+        r.returns for r in recording.records if is_handing(r) and r.returns in returned_twice
+    }
+    found = _Reads(recording)
+    if redundant := found.redundant():
+        _remove(recording, redundant)
+        found = _Reads(recording)
     outputs = enumerate(recording.scope_outputs)
     inner = [(turn, *one) for turn, one in outputs if id(recording.scopes[one[0]].module) not in roots]
-    new = _needed(recording, found, inner, again)
-    if new:
-        _put_in(recording, new)
+    if new := _missing_aliases(recording, found, inner, returned_twice):
+        _insert(recording, new)
 
 
 @define(eq=False)
-class _New:
-    """An alias that is to be put in: before which record, of what, in which module call, as which of its values."""
+class _NewAlias:
+    """An alias to insert."""
 
     at: int
-    old: ValueId  # the value that the module gave
-    source: ValueId  # what stands for it until then: itself, or what an inner module hands on
+    old: ValueId  # what the module returned
+    source: ValueId  # its name until then: itself, or the alias of an inner module
     handle: ValueId
     scope: int
     number: int
-    turn: int  # among what all module calls gave
+    turn: int  # number of the module call, in order of return
 
 
-class _Readers:
-    """Where each value that a module gave is read, by positions among the records."""
+class _Reads:
+    """Where each module output is read, by position among the records."""
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
         self.end = len(recording.records)
-        self.handings = [(position, record) for position, record in enumerate(recording.records) if is_handing(record)]
-        given = {leaf for _, tree, *_ in recording.scope_outputs for leaf in leaves(tree) if type(leaf) is ValueId}
-        self.of: dict[ValueId, list[int]] = {handle: [] for handle in given}
-        for _, record in self.handings:
+        self.aliases = [(position, record) for position, record in enumerate(recording.records) if is_handing(record)]
+        returned = {leaf for _, tree, *_ in recording.scope_outputs for leaf in leaves(tree) if type(leaf) is ValueId}
+        self.of: dict[ValueId, list[int]] = {handle: [] for handle in returned}
+        for _, record in self.aliases:
             self.of.setdefault(record.args[0], [])
             self.of.setdefault(record.returns, [])
         self.made: dict[ValueId, int] = {}
         of = self.of
-        self.memory: set[ValueId] = set()  # what calls that wrote through views left in their memory
+        self.written_memory: set[ValueId] = set()  # of bases that calls wrote through views
         for position, item in enumerate(recording.records):
             returns = item.returns
             if type(returns) is not ValueId:
@@ -278,7 +269,7 @@ class _Readers:
                 if item.kwargs:
                     self._note(position, item.kwargs.values())
                 if item.function is mutate and item.result is not None:
-                    self.memory.update({h for _, h in parts_of(item.returns)}.difference(leaves(item.result)))
+                    self.written_memory.update({h for _, h in parts_of(item.returns)}.difference(leaves(item.result)))
         for guard in recording.guards:
             self._note(guard.position, (*guard.args, *(guard.kwargs or {}).values()))
         self._note(self.end, (recording.output, tuple([last for _, last in recording.state.changes])))
@@ -291,24 +282,24 @@ class _Readers:
                 if type(leaf) is ValueId and leaf in self.of:
                     self.of[leaf].append(position)
 
-    def is_made_within(self, handle: ValueId) -> bool:
-        """Did a call give it inside torch.func.grad or its kin? What it is of, or was before, a patch may change."""
+    def is_differentiated(self, handle: ValueId) -> bool:
+        """True if a call inside torch.func.grad or a similar transform computed it."""
         record = self.recording.records[self.made[handle]] if handle in self.made else None
         return isinstance(record, CallRecord) and record.is_differentiated
 
-    def idle(self) -> set[int]:
-        """The aliases that tell nothing apart: nothing else reads what they are of, or nothing reads either later."""
+    def redundant(self) -> set[int]:
+        """Positions of aliases that distinguish nothing: only they read their value, or nothing reads either later."""
         found: set[int] = set()
         patched = set(self.recording.patched.values())
         late = stale_views(self.recording)
-        for position, record in self.handings:
+        for position, record in self.aliases:
             if (
                 position in patched
                 or record.returns in late
                 or record.returns in self.recording.hand_offs.written_twice
             ):
                 continue
-            if record.is_differentiated and not self.is_made_within(record.args[0]):
+            if record.is_differentiated and not self.is_differentiated(record.args[0]):
                 continue
             reads = self.of[record.args[0]]
             if reads == [position] or (not self.of[record.returns] and reads[-1] <= position):
@@ -316,53 +307,57 @@ class _Readers:
         return found
 
 
-def _needed(recording: Recording, found: _Readers, given: list[Any], again: set[ValueId]) -> list[_New]:
-    """The aliases that are missing, in the order in which the modules returned. `again`: of what is handed on twice."""
-    new: list[_New] = []
-    before: set[tuple[int, ValueId]] = set()  # the modules by which a value was handed on before
-    now: dict[ValueId, tuple[ValueId, int]] = {}  # a value -> what stands for it after which position
+def _missing_aliases(
+    recording: Recording, found: _Reads, returned: list[Any], returned_twice: set[ValueId]
+) -> list[_NewAlias]:
+    """The aliases to insert, in the order in which the modules returned."""
+    new: list[_NewAlias] = []
+    before: set[tuple[int, ValueId]] = set()  # (module, value) returned before
+    now: dict[ValueId, tuple[ValueId, int]] = {}  # value -> its alias, and from which position on
     patched = {handle for n in recording.patched for _, handle in parts_of(recording.records[n].returns)}
     count = len(recording.values)
     views = _Views(recording)
-    for turn, scope, tree, end, shared in given:
-        numbers: dict[ValueId, int] = {}
-        for number, leaf in enumerate(handles_in(tree)):
-            numbers.setdefault(leaf, number)
+    for turn, scope, tree, end, shared in returned:
         every = handles_in(tree)
+        numbers: dict[ValueId, int] = {}
+        for number, leaf in enumerate(every):
+            numbers.setdefault(leaf, number)
         for leaf, number in numbers.items():
             positions = found.of[leaf]
             source, since = now.get(leaf, (leaf, found.made.get(leaf, 0)))
-            tells_apart = positions and positions[-1] >= end and any(since <= position < end for position in positions)
-            is_memory = leaf in found.memory and leaf not in now
+            is_read = positions and positions[-1] >= end and any(since <= position < end for position in positions)
+            is_memory = leaf in found.written_memory and leaf not in now
             module = id(recording.scopes[scope].module)
             is_again = (module, leaf) in before
             before.add((module, leaf))
-            is_twice = leaf in again and leaf not in recording.hand_offs.written_twice and every.count(leaf) > 1
-            is_within = (
-                scope in recording.hand_offs.differentiated and leaf not in now and not found.is_made_within(leaf)
+            is_twice = (
+                leaf in returned_twice and leaf not in recording.hand_offs.written_twice and every.count(leaf) > 1
             )
-            if leaf in patched or not (tells_apart or is_memory or is_again or is_twice or is_within or leaf in shared):
+            is_within = (
+                scope in recording.hand_offs.differentiated and leaf not in now and not found.is_differentiated(leaf)
+            )
+            if leaf in patched or not (is_read or is_memory or is_again or is_twice or is_within or leaf in shared):
                 continue
             handle = ValueId(count + len(new))
-            new.append(_New(end, leaf, source, handle, scope, number, turn))
+            new.append(_NewAlias(end, leaf, source, handle, scope, number, turn))
             now[leaf] = (handle, end)
             if is_twice:
                 recording.hand_offs.written_twice.add(handle)
             if leaf in shared:
                 recording.hand_offs.shared.add(handle)
-            elif tells_apart and any(_is_looked_at(recording, view, end) for view in views.of(leaf, end)):
+            elif is_read and any(_is_used_after_write(recording, view, end) for view in views.of(leaf, end)):
                 recording.aliasing.overwritten.add(handle)
     return new
 
 
 class _Views:
-    """Which values that stand before a record lie in the memory of another: found when it is first asked."""
+    """Which values share memory; computed when first asked."""
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
 
     def of(self, handle: ValueId, end: int) -> list[ValueId]:
-        """The views of a value's memory that were made before a record."""
+        """The values over the same memory as `handle` that were made before position `end`."""
         if not self._is_written or (key := self._key(handle)) is None:
             return []
         return [other for other, made in self._by_memory.get(key, ()) if made < end and other != handle]
@@ -385,36 +380,32 @@ class _Views:
         return None if handle in self.recording.freed else storage_of(self.recording.values[handle])
 
 
-def _is_looked_at(recording: Recording, view: ValueId, end: int) -> bool:
-    """Is a view read again, or written through, after its memory was written?"""
+def _is_used_after_write(recording: Recording, view: ValueId, end: int) -> bool:
+    """True if a view is read again, or written through, after its memory was written."""
     if view in recording.aliasing.overwritten:
         return True
     late = (r for r in recording.records[end:] if isinstance(r, CallRecord) and r.function is mutate)
     return any(view in leaves(tuple(record.args)) for record in late)
 
 
-def _put_in(recording: Recording, new: list[_New]) -> None:
-    """Put aliases between the records, and let what comes after read them."""
+def _insert(recording: Recording, new: list[_NewAlias]) -> None:
+    """Inserts aliases between the records; later records read them."""
     before: dict[int, list[int]] = {}
-    of_value: dict[ValueId, list[_New]] = {}
+    of_value: dict[ValueId, list[_NewAlias]] = {}
     for number, one in enumerate(new):
-        _keep_as(recording, one.old, one.handle)
+        _duplicate_value(recording, one.old, one.handle)
         before.setdefault(one.at, []).append(number)
         of_value.setdefault(one.old, []).append(one)
 
-    def name(handle: ValueId, position: int) -> ValueId:
-        """The last alias of a value before a position, or the value itself."""
-        passed = [one for one in of_value.get(handle, ()) if one.at <= position]
-        return passed[-1].handle if passed else handle
+    def name(handle: ValueId, end: int, number: str = "at") -> ValueId:
+        """The last alias of a value before a position (or the end of a module call), or the value itself."""
+        return next((one.handle for one in reversed(of_value.get(handle, ())) if getattr(one, number) <= end), handle)
 
-    def name_then(handle: ValueId, turn: int) -> ValueId:
-        """The same as the n-th of all module calls handed it on."""
-        passed = [one for one in of_value.get(handle, ()) if one.turn <= turn]
-        return passed[-1].handle if passed else handle
+    name_then = partial(name, number="turn")
 
     records: list[Any] = []
-    where: list[int] = []  # of each old record, and of the end: its new number
-    at: dict[int, int] = {}  # of each new alias
+    where: list[int] = []  # new position of each old record, and of the end
+    at: dict[int, int] = {}  # position of each new alias
     for position in range(len(recording.records) + 1):
         for number in before.get(position, ()):
             at[number] = len(records)
@@ -422,16 +413,16 @@ def _put_in(recording: Recording, new: list[_New]) -> None:
         where.append(len(records))
         if position < len(recording.records):
             record = _read_at(recording.records[position], name, position)
-            records.append(_with_aliases(recording, record, position, new, where, at))
+            records.append(_insert_in_gradient(recording, record, position, new, where, at))
     recording.records = records
-    given = [_renamed(tree, name_then, turn) for turn, (_, tree, *_) in enumerate(recording.scope_outputs)]
-    _move(recording, where, name)
+    returned = [_renamed(tree, name_then, turn) for turn, (_, tree, *_) in enumerate(recording.scope_outputs)]
+    _renumber(recording, where, name)
     ends = [(scope, end) for scope, _, end, _ in recording.scope_outputs]
-    recording.scope_outputs = [(scope, tree, end, ()) for (scope, end), tree in zip(ends, given, strict=True)]
+    recording.scope_outputs = [(scope, tree, end, ()) for (scope, end), tree in zip(ends, returned, strict=True)]
 
 
-def _keep_as(recording: Recording, old: ValueId, new: ValueId) -> None:
-    """One value under a second number."""
+def _duplicate_value(recording: Recording, old: ValueId, new: ValueId) -> None:
+    """Stores one value under a second number."""
     values: list[Any] = recording.values
     list.append(values, list.__getitem__(values, old))
     recording.versions.append(recording.versions[old])
@@ -441,8 +432,8 @@ def _keep_as(recording: Recording, old: ValueId, new: ValueId) -> None:
         recording.autograd.histories[new] = recording.autograd.histories[old]
 
 
-def _move(recording: Recording, where: list[int], name: _Naming) -> None:
-    """All that is numbered by records, or names values, besides the records themselves."""
+def _renumber(recording: Recording, where: list[int], name: _NameAt) -> None:
+    """Updates everything besides the records that refers to positions or values."""
     end = len(where)
     recording.patched = {where[n]: where[of] for n, of in recording.patched.items()}
     guards = [_read_at(guard, name, guard.position) for guard in recording.guards]
@@ -462,16 +453,16 @@ def _move(recording: Recording, where: list[int], name: _Naming) -> None:
     ]
 
 
-_Naming = Callable[[ValueId, int], ValueId]  # what a value is called at a position among the records
+_NameAt = Callable[[ValueId, int], ValueId]  # (value, position) -> its name there
 
 
-def _renamed(tree: Any, name: _Naming, position: int) -> Any:
-    """A tree with what each value is called there."""
+def _renamed(tree: Any, name: _NameAt, position: int) -> Any:
+    """A tree with the names that its values have at a position."""
     return remake(tree, lambda leaf: name(leaf, position) if type(leaf) is ValueId else leaf)
 
 
-def _read_at(record: Any, name: _Naming, position: int) -> Any:
-    """A record or a guard with what it reads as it is called there."""
+def _read_at(record: Any, name: _NameAt, position: int) -> Any:
+    """A record or guard that reads values by the names that they have at a position."""
     if not isinstance(record, (CallRecord, GuardRecord)):
         return record
     kwargs = record.kwargs or {}
@@ -482,8 +473,8 @@ def _read_at(record: Any, name: _Naming, position: int) -> Any:
     return record._replace(args=[_renamed(arg, name, position) for arg in record.args], kwargs=named)
 
 
-def _alias(recording: Recording, one: _New) -> CallRecord:
-    """The record of a value that a module hands on. Gradients pass, wherever the module stands."""
+def _alias(recording: Recording, one: _NewAlias) -> CallRecord:
+    """The record of an alias of a module output. Gradients pass through it, wherever the module stands."""
     context, within = _context_of_alias(recording), one.scope in recording.hand_offs.differentiated
     args = [one.source, one.number]
     return CallRecord(alias, "identity", args, {}, one.handle, context, one.scope, None, is_differentiated=within)
@@ -493,14 +484,14 @@ def _context_of_alias(recording: Recording) -> Any:
     return (True, *recording.ambient[1:]) if not recording.ambient[1] else recording.ambient
 
 
-def _with_aliases(
-    recording: Recording, record: Any, position: int, new: list[_New], where: list[int], at: dict[int, int]
+def _insert_in_gradient(
+    recording: Recording, record: Any, position: int, new: list[_NewAlias], where: list[int], at: dict[int, int]
 ) -> Any:
-    """The record of a gradient, with the new aliases of what it runs again: those that stood there by then."""
+    """The record of an inner gradient whose recomputed stretch has the new aliases made by then."""
     if not isinstance(record, CallRecord) or not record.through:
         return record
-    given = GradientArguments(*record.args)
-    stretch = given.stretch
+    arguments = GradientArguments(*record.args)
+    stretch = arguments.stretch
     made: dict[ValueId, Ref] = {}
     for number, inner in zip(record.through, stretch.calls, strict=True):
         made.update({h: Ref(inner.name, path) for path, h in parts_of(recording.records[number].returns)})
@@ -508,8 +499,8 @@ def _with_aliases(
     handles = {ref: handle for handle, ref in made.items()}
     made.update({one.handle: Ref(f"handed_{number}") for number, one in own.items()})
 
-    def standing(turn: int) -> Callable[[Any], Any]:
-        """What stands for a value of the stretch before a record."""
+    def names_at(turn: int) -> Callable[[Any], Any]:
+        """Names the values of the stretch as a record reads them."""
 
         def read(leaf: Any) -> Any:
             passed = [one for one in own.values() if one.at <= turn and one.old == handles.get(leaf)]
@@ -520,9 +511,9 @@ def _with_aliases(
     calls = dict(zip(record.through, stretch.calls, strict=True))
     nodes: list[Node] = [node for node in stretch.nodes if not isinstance(node, Call)]
     turns = [*[(one.at, 0, number) for number, one in own.items()], *[(n, 1, n) for n in record.through]]
-    for turn, is_call, number in sorted(turns):  # an alias comes before the record at which it stands
+    for turn, is_call, number in sorted(turns):  # aliases come before the record at their position
         if is_call:
-            nodes.append(remade(calls[turn], standing(turn)))
+            nodes.append(remade(calls[turn], names_at(turn)))
         else:
             one, name = own[number], f"handed_{number}"
             context = frozen_context(_context_of_alias(recording))
@@ -530,44 +521,44 @@ def _with_aliases(
             target = Target.of(alias)
             nodes.append(Call(name, "identity", target, args, (), Ref(name), meaning=meaning, context=context))
     through = tuple(sorted([*[where[n] for n in record.through], *[at[number] for number in own]]))
-    graph = evolve(stretch, nodes=tuple(nodes), output=remake(stretch.output, standing(position)))
-    return record._replace(args=[*given._replace(stretch=graph)], through=through)
+    graph = evolve(stretch, nodes=tuple(nodes), output=remake(stretch.output, names_at(position)))
+    return record._replace(args=[*arguments._replace(stretch=graph)], through=through)
 
 
-def _take_out(recording: Recording, idle: set[int]) -> None:
-    """Take aliases out again: what reads them reads what they are of."""
-    instead: dict[ValueId, ValueId] = {}
-    for position in sorted(idle):
+def _remove(recording: Recording, redundant: set[int]) -> None:
+    """Removes aliases: their readers read the original value."""
+    replaced: dict[ValueId, ValueId] = {}
+    for position in sorted(redundant):
         record = recording.records[position]
         if is_handing(record):
-            instead[record.returns] = instead.get(record.args[0], record.args[0])
-    name: _Naming = lambda handle, position: instead.get(handle, handle)  # noqa: E731
-    kept = [n for n in range(len(recording.records)) if n not in idle]
+            replaced[record.returns] = replaced.get(record.args[0], record.args[0])
+    name: _NameAt = lambda handle, position: replaced.get(handle, handle)  # noqa: E731
+    kept = [n for n in range(len(recording.records)) if n not in redundant]
     where = [bisect_left(kept, n) for n in range(len(recording.records) + 1)]
-    recording.records = [_without(_read_at(recording.records[n], name, n), idle, where) for n in kept]
-    _move(recording, where, name)
+    recording.records = [_remove_from_gradient(_read_at(recording.records[n], name, n), redundant, where) for n in kept]
+    _renumber(recording, where, name)
     of = recording.aliasing.view_of.items()
-    recording.aliasing.view_of = {handle: tuple([instead.get(one, one) for one in views]) for handle, views in of}
+    recording.aliasing.view_of = {handle: tuple([replaced.get(one, one) for one in views]) for handle, views in of}
 
 
-def _without(record: Any, idle: set[int], where: list[int]) -> Any:
-    """The record of a gradient without aliases that are no more, among what it runs again."""
+def _remove_from_gradient(record: Any, redundant: set[int], where: list[int]) -> Any:
+    """The record of an inner gradient whose recomputed stretch has lost the removed aliases."""
     if not isinstance(record, CallRecord) or not record.through:
         return record
     args = record.args
-    if not idle.isdisjoint(record.through):
-        given = GradientArguments(*args)
-        gone: dict[Ref, Ref] = {}
-        for number, inner in zip(record.through, given.stretch.calls, strict=True):
-            if number in idle:
-                gone[Ref(inner.name)] = gone.get(inner.args[0], inner.args[0])
-        args = [*given._replace(stretch=_without_nodes(given.stretch, gone))]
-    return record._replace(args=args, through=tuple([where[n] for n in record.through if n not in idle]))
+    if not redundant.isdisjoint(record.through):
+        arguments = GradientArguments(*args)
+        removed: dict[Ref, Ref] = {}
+        for number, inner in zip(record.through, arguments.stretch.calls, strict=True):
+            if number in redundant:
+                removed[Ref(inner.name)] = removed.get(inner.args[0], inner.args[0])
+        args = [*arguments._replace(stretch=_remove_nodes(arguments.stretch, removed))]
+    return record._replace(args=args, through=tuple([where[n] for n in record.through if n not in redundant]))
 
 
-def _without_nodes(stretch: Graph, gone: dict[Ref, Ref]) -> Graph:
-    """The stretch without some of its calls: what reads them reads what they are of."""
-    read = lambda leaf: gone.get(leaf, leaf) if type(leaf) is Ref else leaf  # noqa: E731
-    kept = [node for node in stretch.nodes if Ref(node.name) not in gone]
+def _remove_nodes(stretch: Graph, removed: dict[Ref, Ref]) -> Graph:
+    """The stretch without some aliases: their readers read the original value."""
+    read = lambda leaf: removed.get(leaf, leaf) if type(leaf) is Ref else leaf  # noqa: E731
+    kept = [node for node in stretch.nodes if Ref(node.name) not in removed]
     nodes = [remade(node, read) if isinstance(node, Call) else node for node in kept]
     return evolve(stretch, nodes=tuple(nodes), output=remake(stretch.output, read))

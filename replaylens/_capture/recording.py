@@ -83,6 +83,11 @@ class SourceRecord(NamedTuple):
     tensor: torch.Tensor  # the object itself
 
 
+def reads_of(record: CallRecord | SourceRecord) -> list[ValueId]:
+    """The values that a record reads."""
+    return [] if isinstance(record, SourceRecord) else handles_in((*record.args, *(record.kwargs or {}).values()))
+
+
 class GuardRecord(NamedTuple):
     """A fact that the model read: content that left torch, or an exception that it caught."""
 
@@ -315,8 +320,3 @@ def timed(recording: Recording) -> Iterator[None]:
         yield
     finally:
         recording.run.seconds = time.perf_counter() - start
-
-
-def reads_of(record: CallRecord | SourceRecord) -> list[ValueId]:
-    """The values that a record reads."""
-    return [] if isinstance(record, SourceRecord) else handles_in((*record.args, *(record.kwargs or {}).values()))

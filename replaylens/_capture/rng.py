@@ -1,8 +1,8 @@
-"""Which call draws random numbers, the generator's state before it, and how the generator came into that state.
+"""Which call draws random numbers, the generator state before it, and how the generator came into that state.
 
-In: a call that may draw. Out: the state of the generator that it draws from, if it moved. The state is kept before each
-draw, so that seeding inside the forward, forks of the generator and draws that nobody sees are harmless. A state that
-an earlier draw left, at once or put back by the forward, is known again; one that nobody left was fixed by a seed.
+In: a call that may draw. Out: the state of its generator, if it moved. The state is stored before each draw, so seeding
+inside the forward, forks of the generator and unseen draws do no harm. A state that an earlier draw left, or that the
+forward restored, is recognised; any other was set by a seed.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from .user_code import closed_over, named_by
 OF_THE_MODEL = "torch.Generator"
 UNSEEN = "a call that was not seen"
 NEW_SEED = "torch.seed"
-LEFT = "left"  # the key of the state in which a forward leaves the default generator, where a seed fixed it
+LEFT = "left"  # key of the state in which a forward leaves the default generator, if a seed fixed it
 _READING = frozenset(("get_rng_state", "get_state"))
 _COPYING = _READING | {"clone_state", "default_generator"}
 _SETTING = frozenset(("set_rng_state", "set_state"))
-_TELLING = _COPYING | _SETTING | {"initial_seed", "manual_seed"}
+_GENERATOR_NAMES = _COPYING | _SETTING | {"initial_seed", "manual_seed"}
 
 
 def draws_nothing(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Does this call surely draw nothing, although its kind may? Dropout in evaluation is the common one."""
+    """True if this call draws nothing although others of its kind do: mostly dropout in evaluation mode."""
     op = info(function)
     if op.has(Quirk.DROPOUT):
         return not op.given("train", args, kwargs, kwargs.get("training", True))
     if op.has(Quirk.ATTENTION):
         return not op.given("dropout_p", args, kwargs, 0.0)
-    if op.has(Quirk.RECURRENT):  # the first float is the dropout, of packed ones too
+    if op.has(Quirk.RECURRENT):  # the first float is the dropout, of packed sequences too
         floats = [value for value in args if type(value) is float]
         return bool(floats) and not floats[0]
     return False
 
 
 def generator_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator:
-    """The generator that a call draws from: the one it is given, else the default one of its device."""
+    """The generator that a call draws from: its argument, or the default one of its device."""
     for value in (kwargs.get("generator"), *args):
         if isinstance(value, torch.Generator):
             return value
@@ -56,25 +56,25 @@ def generator_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generat
 
 
 def default_generator(device: torch.device | None) -> torch.Generator:
-    """The generator that a call without one draws from on this device."""
+    """The default generator of a device."""
     if device is not None and device.type == "cuda" and torch.cuda.is_available():
         return torch.cuda.default_generators[device.index or torch.cuda.current_device()]
     return torch.default_generator
 
 
 def as_drawn(generator: Any, key: str) -> Generator | None:
-    """What stands in a recorded call for its `generator=`: one of its own in the state of this key, or the default."""
+    """What replaces `generator=` in a recorded call: a Generator in the state of this key, or None for the default."""
     is_default = generator is None or generator is default_generator(generator.device)
     return None if is_default else Generator(key)
 
 
 def seedings() -> Any:
-    """Another object after each `torch.manual_seed` and `torch.seed`: they leave what CUDA is to be told later."""
+    """Changes identity at each `torch.manual_seed` and `torch.seed`, which store a call for CUDA."""
     return getattr(seed_tracker, "manual_seed_all_cb", None)
 
 
 def lent_generators(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Generator]:
-    """The generators that a caller gives to the forward: among its arguments, or outside of the function."""
+    """The generators that the caller provides: among the arguments, or referred to by the function."""
     values = [*args, *kwargs.values()]
     function = getattr(type(model), "forward", None) if isinstance(model, torch.nn.Module) else model
     if isinstance(function, FunctionType):
@@ -82,8 +82,8 @@ def lent_generators(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return [value for value in values if type(value) is torch.Generator and value is not torch.default_generator]
 
 
-def _is_at_hand(generator: torch.Generator) -> bool:
-    """Is it held by a global of a function, or by the class of a method, that is at work? Then nobody made it now."""
+def _is_reachable_from_frames(generator: torch.Generator) -> bool:
+    """True if a global of a running function, or the class of a running method, holds it: then it was not made now."""
     frame = sys._getframe(1)
     while frame is not None:
         code, known = frame.f_code, frame.f_globals
@@ -97,7 +97,7 @@ def _is_at_hand(generator: torch.Generator) -> bool:
 
 
 def _holds(value: Any, generator: torch.Generator) -> bool:
-    """Is it this generator, or one of the things that it keeps?"""
+    """True if a value is this generator or contains it."""
     if value is generator:
         return True
     kept: list[Any] = list(getattr(value, "__dict__", {}).values())
@@ -114,91 +114,91 @@ def _holds(value: Any, generator: torch.Generator) -> bool:
 
 
 def same_state(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Are two states of a generator one? They are no fake tensors under a fake mode either."""
+    """True if two generator states are equal; works under a fake mode."""
     with unset_fake_temporarily():
         return torch.equal(one, other)
 
 
 def is_newly_seeded(generator: torch.Generator, state: torch.Tensor) -> bool:
-    """Has nothing been drawn since the seed was given?"""
+    """True if nothing was drawn since the seed was set."""
     if generator.device.type != "cpu":
         return False
     return same_state(torch.Generator().manual_seed(generator.initial_seed()).get_state(), state)
 
 
-# What has no seed, so that its numbers are others each time; and what has none where it is made without a word.
-_ANEW = dict.fromkeys(("urandom", "getrandom", "SystemRandom", "secrets", "token_bytes", "randbelow", "randbits"))
+# Random anew each time; of the second group, only if called without a seed.
+_UNSEEDABLE = dict.fromkeys(("urandom", "getrandom", "SystemRandom", "secrets", "token_bytes", "randbelow", "randbits"))
 _UNSEEDED = frozenset(
     ("default_rng", "RandomState", "Random", "PCG64", "Philox", "SFC64", "MT19937", "SeedSequence", "seed")
 )
-_ANEW |= dict.fromkeys([f"{name}()" for name in _UNSEEDED if name != "seed"])
+_UNSEEDABLE |= dict.fromkeys([f"{name}()" for name in _UNSEEDED if name != "seed"])
 
 
 class UnknownState(enum.Enum):
-    """What a state does not tell. See `read_by_name`."""
+    """What a generator state alone does not tell. See `read_by_name`."""
 
-    COPIED = "is a generator that begins as torch's did a copy of it, or was it given the same seed?"
-    SET = "is a state that was there at first the one that was there, or another one like it?"
-    SEEDED = "or was it seeded again by the same seed?"
-    FIXED = "was the seed of a generator given, or was it drawn by `Generator.seed()`?"
+    COPIED = "A generator in the initial state of torch's: a copy of it, or seeded alike."
+    SET = "The initial state again: restored, or set to an equal one."
+    SEEDED = "The initial state again: or seeded again by the same seed."
+    FIXED = "The seed of a generator: given, or drawn by `Generator.seed()`."
 
 
-def drawn_by_name(names: frozenset[str], doubts: set[UnknownState]) -> Iterator[str]:
-    """What code that ran draws where nobody sees it, and draws anew each time, by the names that it uses."""
-    yield from sorted(names & _ANEW.keys())
-    if UnknownState.FIXED in doubts and "seed()" in names:
+def drawn_by_name(names: frozenset[str], unknown: set[UnknownState]) -> Iterator[str]:
+    """What code that ran draws unseen, and anew each time, by the names that it uses."""
+    yield from sorted(names & _UNSEEDABLE.keys())
+    if UnknownState.FIXED in unknown and "seed()" in names:
         yield "torch.Generator.seed"
 
 
-def read_by_name(names: frozenset[str], doubts: set[UnknownState]) -> Iterator[str]:
-    """How code that ran reads or sets torch's generator where nobody sees it: by the names that it uses."""
+def read_by_name(names: frozenset[str], unknown: set[UnknownState]) -> Iterator[str]:
+    """How code that ran reads or sets torch's generator unseen, by the names that it uses."""
     if "initial_seed" in names:
         yield "torch.initial_seed"
-    if UnknownState.COPIED in doubts and names & _COPYING:
+    if UnknownState.COPIED in unknown and names & _COPYING:
         yield "a copy of torch's generator"
     if names & _READING:
-        return  # then what was put back is what was there
-    by_generator = "default_generator" in names and "manual_seed" in names and UnknownState.SEEDED in doubts
-    if UnknownState.SET in doubts and (by_generator or names & _SETTING):
+        return  # then a restored state is the one that was read
+    by_generator = "default_generator" in names and "manual_seed" in names and UnknownState.SEEDED in unknown
+    if UnknownState.SET in unknown and (by_generator or names & _SETTING):
         yield "a state of torch's generator"
 
 
 def names_of_generators(codes: Iterable[CodeType]) -> frozenset[str]:
-    """What of generators, of torch's and others, code names."""
+    """The names of generators and their functions, of torch and others, that code uses."""
     return frozenset().union(*map(_names_in, codes))
 
 
 @lru_cache(maxsize=4096)
 def _names_in(code: CodeType) -> frozenset[str]:
-    """What of this a code names; and the generators that it makes, or seeds, without a word of which seed."""
+    """These names in one code object; with "()" for generators that it makes or seeds without a seed."""
     bare = [f"{name}()" for inner in nested(code) for name in called_bare(inner, _UNSEEDED)]
-    return (words(code) & (_TELLING | _ANEW.keys())).union(bare)
+    return (words(code) & (_GENERATOR_NAMES | _UNSEEDABLE.keys())).union(bare)
 
 
 class DrawLog:
-    """The states before each draw, by key; of each generator the state in which it was met first; and of each draw
-    which one it follows, and whether a seed fixed it.
+    """The states before each draw, by key; the first known state of each generator; and for each draw, which draw it
+    follows and whether a seed fixed it.
     """
 
     def __init__(
         self,
         kept: dict[str, torch.Tensor],
-        at_first: dict[int, tuple[torch.Generator, torch.Tensor]],
+        first_states: dict[int, tuple[torch.Generator, torch.Tensor]],
         follows: dict[str, tuple[str | None, bool]],
     ) -> None:
-        self.kept, self.at_first, self.follows = kept, at_first, follows
+        self.kept, self.first_states, self.follows = kept, first_states, follows
         self.start, self.seed = users_state(), torch.default_generator.initial_seed()
         self.seedings = seedings()
-        self.lent: dict[int, torch.Tensor] = {}  # generators of the caller's, and how they were
-        self.held: dict[int, torch.Tensor] = {}  # generators that hang on the model, and how they were
-        self.elsewhere: dict[str, None] = {}  # what only the model can do again: draws of those where an earlier
-        # forward ended, new seeds, numbers that nobody was seen to draw
-        self.doubts: set[UnknownState] = set()
-        self.last: dict[int, str] = {}  # of each generator, the draw made last
-        self.ends: dict[str, torch.Tensor] = {}  # the states that draws left
+        self.caller_states: dict[int, torch.Tensor] = {}  # at the start, by id of the generator
+        self.model_states: dict[int, torch.Tensor] = {}  # the same of generators on the model
+        self.only_model: dict[str, None] = {}  # what only another forward reproduces: generators that go on
+        # from the last one, random seeds, unseen draws
+        self.unknown: set[UnknownState] = set()
+        self.last: dict[int, str] = {}  # last draw of each generator
+        self.ends: dict[str, torch.Tensor] = {}  # state after each draw
 
     def around(self, may_draw: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
-        """To be given a call. Afterwards its `key` names the state that the call began with, if it drew."""
+        """A Draw through which to make a call; afterwards its `key` names the state before, if the call drew."""
         if not may_draw or draws_nothing(func, args, kwargs):
             return _NO_DRAW
         return Draw(self, generator_of(args, kwargs))
@@ -208,15 +208,15 @@ class DrawLog:
         left = generator.get_state()
         if same_state(state, left):
             return None
-        self.at_first.setdefault(id(generator), (generator, state))
+        self.first_states.setdefault(id(generator), (generator, state))
         key = f"draw_{len(self.kept) + 1}"
         self.kept[key] = state
         self.follows[key] = self._origin(generator, state)
         self.last[id(generator)], self.ends[key] = key, left
         return key
 
-    def left(self) -> GeneratorLeft | None:
-        """Where torch's default generator is left; None where nothing moved it. To be asked once, at the end."""
+    def final_state(self) -> GeneratorLeft | None:
+        """Where torch's default generator is left; None if nothing moved it. Called once, at the end."""
         generator = torch.default_generator
         state = generator.get_state()
         if id(generator) not in self.last and same_state(self.start, state) and self.seedings is seedings():
@@ -228,65 +228,67 @@ class DrawLog:
         return GeneratorLeft(follows, LEFT)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Is it a state in which a generator was, so that its content says which numbers come next?"""
+        """True if the tensor is a generator state, so that its content determines the next numbers."""
         if tensor.dtype is not torch.uint8 or tensor.shape != self.start.shape or type(tensor) is not torch.Tensor:
             return False
         known = (self.start, *self.kept.values(), *self.ends.values(), torch.default_generator.get_state())
         return any(same_state(tensor, state) for state in known)
 
-    def aside(self) -> DrawLog:
-        """For a draw in a stream of its own, which is none of the forward's."""
-        return _Aside(self.kept, {}, self.follows)
+    def separate(self) -> DrawLog:
+        """A log for draws from a stream apart from that of the forward."""
+        return _SeparateDraws(self.kept, {}, self.follows)
 
     def _origin(self, generator: torch.Generator, state: torch.Tensor) -> tuple[str | None, bool]:
-        """The draw that left this state, or None where it is the one that the forward began with; is it fixed?"""
+        """The draw that left this state (None: the state at the start of the forward), and whether a seed fixed it."""
         last = self.last.get(id(generator))
         if generator is torch.default_generator:
             seeded, self.seedings = self.seedings is not (now := seedings()), now
             if seeded and is_newly_seeded(generator, state):
-                return self._seeded(now)
+                return self._seeded_state(now)
             if last is None and same_state(self.start, state):
-                return self._as_at_first(generator)
+                return self._initial_state(generator)
         if last is not None and same_state(self.ends[last], state):
             return last, self.follows[last][1]
-        if last is None and (lent := self.lent.get(id(generator))) is not None and same_state(lent, state):
+        if last is None and (known := self.caller_states.get(id(generator))) is not None and same_state(known, state):
             return f"generator_before_draw_{len(self.kept)}", False
-        if last is None and self._goes_on(generator, state):
-            self.elsewhere[OF_THE_MODEL] = None
+        if last is None and self._continues(generator, state):
+            self.only_model[OF_THE_MODEL] = None
         if generator is not torch.default_generator and is_newly_seeded(generator, state):
-            self.doubts.add(UnknownState.FIXED)
+            self.unknown.add(UnknownState.FIXED)
             if same_state(self.start, state):
-                self.doubts.add(UnknownState.COPIED)
+                self.unknown.add(UnknownState.COPIED)
             return None, True
-        return self._left_before(state) or self._unseen(generator, state, last)
+        return self._restored_state(state) or self._unrecorded_state(generator, state, last)
 
-    def _goes_on(self, generator: torch.Generator, state: torch.Tensor) -> bool:
-        """Did nobody seed it in this forward, so that the next one draws on from where this one ends?"""
+    def _continues(self, generator: torch.Generator, state: torch.Tensor) -> bool:
+        """True if nothing seeded it in this forward, so that the next forward draws on from where this one ends."""
         if generator is torch.default_generator:
             return False
-        known = self.held.get(id(generator), self.lent.get(id(generator)))
+        known = self.model_states.get(id(generator), self.caller_states.get(id(generator)))
         if known is not None and same_state(known, state):
             return True
-        if known is None and _is_at_hand(generator):
+        if known is None and _is_reachable_from_frames(generator):
             return True
-        return not (is_newly_seeded(generator, state) or self._left_before(state))
+        return not (is_newly_seeded(generator, state) or self._restored_state(state))
 
-    def _left_before(self, state: torch.Tensor) -> tuple[str | None, bool] | None:
-        """Where the forward put back a state that was there before."""
+    def _restored_state(self, state: torch.Tensor) -> tuple[str | None, bool] | None:
+        """The origin of a state that was there before and that the forward restored."""
         if same_state(self.start, state):
-            return self._as_at_first(torch.default_generator)
+            return self._initial_state(torch.default_generator)
         key = next((key for key in reversed(self.ends) if same_state(self.ends[key], state)), None)
         return None if key is None else (key, self.follows[key][1])
 
-    def _as_at_first(self, generator: torch.Generator) -> tuple[str | None, bool]:
-        """The state with which the forward began: as it was, or put back; or another one like it was put there."""
-        self.doubts.add(UnknownState.SET)
+    def _initial_state(self, generator: torch.Generator) -> tuple[str | None, bool]:
+        """The origin of the state at the start: unchanged, restored, or set again to an equal one."""
+        self.unknown.add(UnknownState.SET)
         if is_newly_seeded(generator, self.start):
-            self.doubts.add(UnknownState.SEEDED)
+            self.unknown.add(UnknownState.SEEDED)
         return None, False
 
-    def _unseen(self, generator: torch.Generator, state: torch.Tensor, last: str | None) -> tuple[str | None, bool]:
-        """A state that no recorded draw left: a seed was given past `torch.manual_seed`, or something drew unseen."""
+    def _unrecorded_state(
+        self, generator: torch.Generator, state: torch.Tensor, last: str | None
+    ) -> tuple[str | None, bool]:
+        """The origin of a state that no recorded draw left: a seed set past `torch.manual_seed`, or an unseen draw."""
         if generator is not torch.default_generator and last is None:
             return None, True
         seed = generator.initial_seed()
@@ -294,25 +296,25 @@ class DrawLog:
         if seed != before or is_newly_seeded(generator, state):
             self.seed = seed
             return None, True
-        self.elsewhere[UNSEEN] = None
+        self.only_model[UNSEEN] = None
         return f"unseen_before_draw_{len(self.kept)}", False if last is None else self.follows[last][1]
 
-    def _seeded(self, seeding: Any) -> tuple[str | None, bool]:
-        """Fixed, if the seed was; `torch.seed()` gives another one each time."""
+    def _seeded_state(self, seeding: Any) -> tuple[str | None, bool]:
+        """Fixed if the seed was; `torch.seed()` chooses another each time."""
         lines = seeding[1] if isinstance(seeding, tuple) and len(seeding) > 1 else ()
-        anew = any(line.splitlines()[0].endswith("in seed") for line in lines[-3:] if line.strip())
-        if anew:
-            self.elsewhere[NEW_SEED] = None
-        return (f"seed_before_draw_{len(self.kept)}", False) if anew else (None, True)
+        is_random = any(line.splitlines()[0].endswith("in seed") for line in lines[-3:] if line.strip())
+        if is_random:
+            self.only_model[NEW_SEED] = None
+        return (f"seed_before_draw_{len(self.kept)}", False) if is_random else (None, True)
 
 
-class _Aside(DrawLog):
+class _SeparateDraws(DrawLog):
     def _origin(self, generator: torch.Generator, state: torch.Tensor) -> tuple[str | None, bool]:
         return f"aside_of_draw_{len(self.kept)}", False
 
 
 class Draw:
-    """One call that may draw. No other thread's capture or replay sets the generator between its state and its draw."""
+    """A call that may draw. No other thread's capture or replay sets the generator between its state and its draw."""
 
     def __init__(self, draws: DrawLog | None, generator: torch.Generator) -> None:
         self.draws, self.generator = draws, generator
@@ -330,7 +332,7 @@ class Draw:
                     return func(*args, **kwargs)
                 finally:
                     self.key = self.draws.keep(self.generator, self.state)
-        except BaseException:  # an interrupt may have come before the lock was left
+        except BaseException:  # an interrupt may have hit before the lock was released
             if not was_owned:
                 let_go(one_draws)
             raise

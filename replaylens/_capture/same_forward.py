@@ -1,8 +1,8 @@
-"""Do two forwards of a model compute the same?
+"""Whether two forwards of a model compute the same.
 
-In: the Records of one forward and of a later one, on the same inputs. Out: where the later one does otherwise. What it
-finds on the model that the first had made of nothing but numbers (position ids, a mask) is the same: a cache. What was
-made of inputs, parameters or draws is not: on other inputs the first would make another.
+In: the Records of a forward and of a later one on the same inputs. Out: where the later one differs. Something it finds
+on the model that the first made from numbers alone (position ids, a mask) is a cache, and the same. What was made from
+inputs, parameters or draws is not: on other inputs the first would make another.
 """
 
 from __future__ import annotations
@@ -18,22 +18,21 @@ from .._replay.record import Record
 
 
 class Likeness:
-    """Two forwards, read side by side from what they give."""
+    """Compares two forwards backwards from their outputs."""
 
-    def __init__(self, first: Record, then: Record) -> None:
-        self.first, self.then = first, then
+    def __init__(self, first: Record, later: Record) -> None:
+        self.first, self.later = first, later
 
     def difference(self) -> str:
-        """What the later one does otherwise, in words; empty if nothing."""
-        one, two = self.first.graph, self.then.graph
+        one, two = self.first.graph, self.later.graph
         written = dict(one.changes), dict(two.changes)
         if written[0].keys() != written[1].keys():
-            return "writes other things"
-        if not self._leaves_alike():
+            return "writes other tensors"
+        if not self._leaves_same_state():
             return "leaves torch's generator in another state"
         ends = [(ref, written[1][address]) for address, ref in written[0].items()]
         if _skeleton(one.output) != _skeleton(two.output):
-            return "gives another structure"
+            return "returns another structure"
         stack = [*zip(refs_in(one.output), refs_in(two.output), strict=True), *ends]
         seen: set[tuple[Ref, Ref]] = set()
         while stack:
@@ -42,12 +41,12 @@ class Likeness:
                 continue
             seen.add(pair)
             before, after = one[pair[0].node], two[pair[1].node]
-            if pair[0].path != pair[1].path or not self._is_like(before, after):
-                return f"does another thing than {before.name}"
+            if pair[0].path != pair[1].path or not self._is_alike(before, after):
+                return f"computes something other than {before.name}"
             stack.extend(zip(before.refs, after.refs, strict=True))
         return ""
 
-    def _is_like(self, before: Node, after: Node) -> bool:
+    def _is_alike(self, before: Node, after: Node) -> bool:
         if isinstance(before, Call) and isinstance(after, Call):
             return (
                 before.target == after.target
@@ -61,39 +60,39 @@ class Likeness:
         if isinstance(before, State) and isinstance(after, State):
             return (before.kind, before.address) == (after.kind, after.address)
         if isinstance(before, Const) and isinstance(after, Const):
-            values = self.first.value(Ref(before.name)), self.then.value(Ref(after.name))
-            if before.origin.startswith("older"):  # the very same one, wherever the forward has it from
+            values = self.first.value(Ref(before.name)), self.later.value(Ref(after.name))
+            if before.origin.startswith("older"):  # the same object, wherever it comes from
                 return values[0] is values[1]
             return same_content(*values)
         return False
 
     def _draws_alike(self, before: Call, after: Call) -> bool:
-        """Of what a seed fixed, the same numbers: the seed may be a number that the forward counts up."""
+        """True if seeded draws begin in the same state: the seed may be a number that the forward counts up."""
         if before.draws is None or after.draws is None or before.is_seeded != after.is_seeded:
             return before.draws is after.draws is None
-        return not before.is_seeded or self._is_one_state(before.draws, after.draws)
+        return not before.is_seeded or self._is_same_state(before.draws, after.draws)
 
-    def _leaves_alike(self) -> bool:
-        """Is torch's generator left in the same state, where a seed decides that?"""
+    def _leaves_same_state(self) -> bool:
+        """True if torch's generator is left in the same state where a seed determines it."""
         one, two = (
-            graph.left.fixed if graph.left is not None else None for graph in (self.first.graph, self.then.graph)
+            graph.left.fixed if graph.left is not None else None for graph in (self.first.graph, self.later.graph)
         )
-        return one is two is None if one is None or two is None else self._is_one_state(one, two)
+        return one is two is None if one is None or two is None else self._is_same_state(one, two)
 
-    def _is_one_state(self, before: str, after: str) -> bool:
-        return same_content(self.first.draws[before], self.then.draws[after])
+    def _is_same_state(self, before: str, after: str) -> bool:
+        return same_content(self.first.draws[before], self.later.draws[after])
 
     def _is_cached(self, before: Ref, after: Ref) -> bool:
-        """Does the later one find what the first has made of numbers alone?"""
-        found = self.then.graph[after.node]
+        """True if the later forward finds what the first made from numbers alone."""
+        found = self.later.graph[after.node]
         is_found = (isinstance(found, State) and found.kind != "parameter") or isinstance(found, Const)
-        if not is_found or before.node not in self._of_numbers:
+        if not is_found or before.node not in self._constant_calls:
             return False
-        return same_content(self.first.value(before), self.then.value(after))
+        return same_content(self.first.value(before), self.later.value(after))
 
     @cached_property
-    def _of_numbers(self) -> frozenset[str]:
-        """The calls of the first that no input, state, draw or older tensor goes into."""
+    def _constant_calls(self) -> frozenset[str]:
+        """The nodes of the first forward that depend on no input, state, draw or older tensor."""
         found: set[str] = set()
         for node in self.first.graph.nodes:
             if isinstance(node, Call):
@@ -106,18 +105,16 @@ class Likeness:
 
 
 def _skeleton(tree: Any) -> Any:
-    """A tree without what its Refs are called. A stretch of the program within it is compared by what it reads, an
-    array by its content.
-    """
-    return remake(tree, _bone)
+    """A tree without the names of its Refs; graphs in it are not compared, arrays are by content."""
+    return remake(tree, _skeleton_leaf)
 
 
-def _bone(leaf: Any) -> Any:
+def _skeleton_leaf(leaf: Any) -> Any:
     if type(leaf) is Ref:
-        return _HERE
+        return _ANY_REF
     if type(leaf) is Graph:
-        return _STRETCH
+        return _ANY_GRAPH
     return fingerprint(leaf) if type(leaf).__module__ == "numpy" else leaf
 
 
-_HERE, _STRETCH = Ref("here"), "a stretch"
+_ANY_REF, _ANY_GRAPH = Ref("here"), "a stretch"

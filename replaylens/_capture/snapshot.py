@@ -1,15 +1,14 @@
-"""Python's collector while a forward is captured: what exists is set aside, and it looks at what is new less often.
+"""What a forward may change besides the content of tensors, so that it can begin again where it began.
 
-What was set aside is old to the collector ever after, and its counters begin again. So where captures follow each other
-it would never come to look at anything by itself, and the cycles of a model, or of a loop around it, would never go. It
-is told to look at what is new, at each capture where it finds something and at each eighth where it does not; and at
-everything where there is a quarter more of it than when it last did.
+In: the modules of the model, and the inputs. Out: a Snapshot, which can be put back: attributes and hooks of modules,
+and the items of containers and plain objects among these and the inputs. RngState holds the states of the global
+generators; a ForwardState is both, with the model; a ModelState is everything that hangs on the model now.
 
-What a forward may change besides tensors, so that it can begin again where it began.
-
-In: the model's modules and the inputs. Out: a Snapshot, which can be put back: attributes and hooks of modules, the
-content of containers and plain objects among them and among the inputs; RngState, the states of the generators; a
-ForwardState, which is both and the model; ModelState, which are all that hangs on it. Tensors are not looked into.
+The first part holds Python's garbage collector back during a capture. `gc.freeze` makes all existing objects permanent,
+so that collections examine new ones only, and less often. Unfrozen objects are old to the collector and its counters
+start anew, so a loop of captures would never free the cycles of a model by itself. Hence each capture that finds
+garbage collects the new objects, every eighth one if none was found, and a full collection follows whenever a quarter
+more objects exist than at the last one.
 """
 
 from __future__ import annotations
@@ -37,29 +36,29 @@ from .._ir.trees import freeze_deep
 from .._ir.world import users_state
 from .scopes import module_table
 
-_PATIENT = 20_000  # a record of a call is garbage to nobody: the collector need not look at each few hundred
-_SKIPS = 7
-_ENOUGH = 70_000  # new objects until all are counted
-_UNDYING = 2_000 if sys.version_info[:2] == (3, 12) else 0
+_THRESHOLD = 20_000  # the default of a few hundred is far too eager: records of calls are never garbage
+_MAX_SKIPS = 7
+_COUNT_AFTER = 70_000  # new objects
+_IMMORTAL = 2_000 if sys.version_info[:2] == (3, 12) else 0
 
 _froze = False
-_thresholds: tuple[int, int, int] | None = None  # as the user has them
-_skips = 0  # how many captures more are not looked at
-_has_found = False  # something to let go, when it looked before this capture
-_uncounted = 0  # about how many objects became old since they were counted
-_known = 0  # how many there were when the collector last looked at all, or when they were first counted
-_is_due = False  # are there so many more that it should?
+_thresholds: tuple[int, int, int] | None = None  # of the user
+_skips = 0  # captures left without a collection
+_has_found = False  # did the last collection before a capture free anything?
+_uncounted = 0  # roughly: objects that became old since the last count
+_known = 0  # old objects at the last full collection, or at the first count
+_is_due = False  # is a full collection due?
 
 
 def is_frozen() -> bool:
-    """Has anybody set objects aside? Python 3.12 does so itself with those that never die, some hundreds; before they
-    ran any code of a user's, programs have thousands.
+    """True if the user froze objects. Python 3.12 freezes some hundreds of immortal ones itself; a program that ran any
+    code of its own has thousands.
     """
-    return gc.get_freeze_count() > _UNDYING
+    return gc.get_freeze_count() > _IMMORTAL
 
 
 def collect_new() -> None:
-    """What nobody refers to goes, of what was made since the last capture; of everything, where that is due."""
+    """Collects what was made since the last capture, or everything if that is due."""
     global _has_found, _is_due, _known
     if not gc.isenabled() or is_frozen():
         return
@@ -71,14 +70,14 @@ def collect_new() -> None:
 
 
 def set_aside() -> None:
-    """All that exists is old from here on."""
+    """Makes all existing objects permanent, for the collector, until `set_back`."""
     global _froze, _thresholds, _uncounted
     _froze, _thresholds = True, gc.get_threshold()
     _uncounted += gc.get_count()[0]
     gc.freeze()
-    if 0 < _thresholds[0] < _PATIENT:
-        gc.set_threshold(_PATIENT, *_thresholds[1:])
-    if _uncounted > _ENOUGH:
+    if 0 < _thresholds[0] < _THRESHOLD:
+        gc.set_threshold(_THRESHOLD, *_thresholds[1:])
+    if _uncounted > _COUNT_AFTER:
         _count()
 
 
@@ -90,7 +89,7 @@ def _count() -> None:
 
 
 def set_back() -> None:
-    """The collector is as the user had it."""
+    """Restores the collector as the user had it."""
     global _froze, _skips, _uncounted
     if not _froze:
         return
@@ -98,17 +97,17 @@ def set_back() -> None:
         if _skips:
             _skips -= 1
             _uncounted += gc.get_count()[0]
-            gc.freeze()  # old from here on
+            gc.freeze()  # what was made is old from now on
         elif not gc.collect(0) and not _has_found:
-            _skips = _SKIPS
+            _skips = _MAX_SKIPS
     gc.unfreeze()
-    if _thresholds is not None and gc.get_threshold()[0] == _PATIENT:
+    if _thresholds is not None and gc.get_threshold()[0] == _THRESHOLD:
         gc.set_threshold(*_thresholds)
     _froze = False
 
 
 _REGISTERED = frozenset(("_modules", "_parameters", "_buffers"))
-_TORCHS = frozenset(vars(nn.Module())) - {"training"}  # what every module has: its tensors, its hooks
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}  # tensors and hooks
 _HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
     *("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"),
@@ -117,13 +116,11 @@ _DICTS = frozenset((dict, OrderedDict, defaultdict))
 _CONTAINERS = _DICTS | {list, set, deque}
 
 
-HeldBy = list[tuple[nn.Module, Any, dict[str, Any]]]  # a module, a dict that it has, and what is in that
+HeldBy = list[tuple[nn.Module, Any, dict[str, Any]]]  # a module, one of its dicts, a copy of that dict
 
 
 class Held:
-    """What modules hold now: submodules, parameters and buffers, by name. `whole`: empty dicts too, as containers have
-    that the forward may fill.
-    """
+    """Submodules, parameters and buffers of modules, by name. `whole`: with empty dicts, which a forward may fill."""
 
     __slots__ = ("buffers", "modules", "parameters")
 
@@ -132,18 +129,16 @@ class Held:
         self.parameters: HeldBy = []
         self.buffers: HeldBy = []
         for module in modules:
-            filled = whole or _may_fill(type(module))  # type: ignore[arg-type]
+            filled = whole or _may_gain_items(type(module))  # type: ignore[arg-type]
             held: Any = module._modules
             if held or filled:
                 self.modules.append((module, held, dict(held)))
-            held = module._parameters
-            if held or filled:
+            if (held := module._parameters) or filled:
                 self.parameters.append((module, held, dict(held)))
-            held = module._buffers
-            if held or filled:
+            if (held := module._buffers) or filled:
                 self.buffers.append((module, held, dict(held)))
 
-    def again(self) -> Held:
+    def as_of_now(self) -> Held:
         """What the same dicts hold now."""
         now = Held(())
         for name in self.__slots__:
@@ -151,65 +146,56 @@ class Held:
         return now
 
     def put_back(self, modules: Iterable[nn.Module]) -> None:
-        """They hold what they held. `modules`: all that there were, those that held nothing too."""
+        """Restores the dicts. `modules`: all modules, also those whose dicts were empty."""
         noted = {id(held) for _, held, _ in (*self.modules, *self.parameters, *self.buffers)}
         for module in modules:
             for held in (module._modules, module._parameters, module._buffers):
                 if held and id(held) not in noted and type(held) in _DICTS:
                     held.clear()
         for _, held, content in (*self.modules, *self.parameters, *self.buffers):
-            if type(held) in _DICTS and not _same(held, content):  # those of TorchScript are no dicts
+            if type(held) in _DICTS and not _same(held, content):  # TorchScript's are not
                 held.clear()
                 held.update(content)
 
 
 class Snapshot:
-    """Shallow copies of what Python code in a forward usually changes. `whole`: of all that hangs on the modules.
-    `held`: what these hold, if that is known.
+    """Shallow copies of what Python code in a forward usually changes. `whole`: of everything that hangs on the
+    modules. `held`: their content, if already known.
     """
 
     def __init__(
         self, modules: Iterable[nn.Module], inputs: Any, whole: bool = False, held: Held | None = None
     ) -> None:
         self.attributes: list[tuple[nn.Module, dict[str, Any]]] = []
-        self.plain: list[tuple[nn.Module, bool, int]] = []  # torch's own: their mode, how many attributes they have
+        self.plain_modules: list[tuple[nn.Module, bool, int]] = []  # of torch: mode, number of attributes
         self.containers: list[tuple[Any, Any]] = []
-        self.hooked: list[nn.Module]  # all modules, and the hooks of those that have some, by the ids of their dicts
-        self.hooks: dict[int, dict[Any, Any]]
-        self.restored: list[tuple[Any, Callable[[], object]]] = []  # arrays and generators: puts back what they held
-        self.generators: list[tuple[torch.Generator, torch.Tensor]] = []  # of torch's, and their states
-        self.flags: list[
-            tuple[torch.Tensor, bool]
-        ] = []  # of leaves that the forward freezes or thaws: known afterwards
-        self.apart = _REGISTERED if whole else _TORCHS
-        self.memories: list[_Memory] = []  # of buffers and other tensors: `set_` gives them others, `resize_` more
-        self.owners: dict[int, Any] = {}  # of plain objects: by the id of the dict of its attributes
+        self.restorers: list[tuple[Any, Callable[[], object]]] = []  # arrays, and generators of numpy and Python
+        self.generators: list[tuple[torch.Generator, torch.Tensor]] = []  # torch's generators, and their states
+        self.flags: list[tuple[torch.Tensor, bool]] = []  # of leaves that the forward freezes or thaws; set afterwards
+        self.skipped = _REGISTERED if whole else _MODULE_ATTRIBUTES
+        self.memories: list[_Memory] = []  # tensors that `set_` or `resize_` may move
+        self.owners: dict[int, Any] = {}  # plain objects, by the id of their `__dict__`
         self._seen: set[int] = set()
-        if held is None:
-            modules = list(modules)
-            held = Held(modules, whole)
-        self.held = held
-        for _, _, buffers in held.buffers:
+        self.all_modules = list(modules)
+        self.hooks = _hooks_among(self.all_modules)
+        self.held = Held(self.all_modules, whole) if held is None else held
+        for _, _, buffers in self.held.buffers:
             self.memories.extend(filter(None, map(_memory_of, buffers.values())))
-        self.hooked = list(modules)
-        self.hooks = {}
-        for module in self.hooked:
+        for module in self.all_modules:
             attributes = vars(module)
-            if _has_hooks(attributes.get):
-                self.hooks.update(_hooks_in(module))
             count = len(attributes)
-            if not whole and (_usual.get(type(module)) == count or _is_plain_module(module)):
-                self.plain.append((module, attributes["training"], count))
+            if not whole and (_fewest_attributes.get(type(module)) == count or _is_plain_module(module)):
+                self.plain_modules.append((module, attributes["training"], count))
             else:
-                self.attributes.append((module, {k: v for k, v in attributes.items() if k not in self.apart}))
+                self.attributes.append((module, {k: v for k, v in attributes.items() if k not in self.skipped}))
         for _, attributes in self.attributes:
             for value in attributes.values():
-                self._note(value, 3)
-        self.own = len(self.containers)  # that many hang on the modules
-        self._note(inputs, 6)
+                self._copy(value, 3)
+        self.module_containers = len(self.containers)  # how many of them hang on modules
+        self._copy(inputs, 6)
         del self._seen
 
-    def _note(self, value: Any, depth: int) -> None:
+    def _copy(self, value: Any, depth: int) -> None:
         kind = type(value)
         if kind is torch.Tensor:
             self.memories.extend(filter(None, (_memory_of(value),)))
@@ -218,8 +204,8 @@ class Snapshot:
             content: Any = dict(value) if kind in _DICTS else set(value) if kind is set else list(value)
         elif kind is tuple:
             content = value
-        elif _is_kept(kind):  # type: ignore[arg-type]
-            self.restored.append((value, _restorer(value)))
+        elif _is_array_or_generator(kind):  # type: ignore[arg-type]
+            self.restorers.append((value, _restorer(value)))
             return
         elif kind is torch.Generator:
             self.generators.append((value, value.get_state()))
@@ -227,7 +213,7 @@ class Snapshot:
         elif _is_plain(kind):  # type: ignore[arg-type]
             content = vars(value)
             self.owners[id(content)] = value
-            self._note(content, depth)
+            self._copy(content, depth)
             return
         else:
             return
@@ -238,60 +224,64 @@ class Snapshot:
             self.containers.append((value, content))
         if depth and kind is not set:
             for item in content.values() if kind in _DICTS else content:
-                self._note(item, depth - 1)
+                self._copy(item, depth - 1)
 
-    def drew(self) -> tuple[str, ...]:
-        """The kinds of generators, of numpy's and Python's, that hang on the modules and have drawn numbers since."""
-        found = [value for value, restore in self.restored if (_draws(value) and not _is_as_it_was(value, restore))]
+    def drawn_generators(self) -> tuple[str, ...]:
+        """The kinds of numpy's and Python's generators on the modules that have drawn numbers since."""
+        found = [
+            value for value, restore in self.restorers if (_is_generator(value) and not _is_as_it_was(value, restore))
+        ]
         return tuple(dict.fromkeys([f"{type(one).__module__.partition('.')[0]}.{type(one).__name__}" for one in found]))
 
-    def written(self) -> list[Any]:
-        """The arrays of numpy's that hold something else than they did."""
-        return [value for value, restore in self.restored if not _draws(value) and not _holds_still(value, restore)]
+    def changed_arrays(self) -> list[Any]:
+        """The numpy arrays whose content has changed."""
+        return [
+            value for value, restore in self.restorers if not _is_generator(value) and not _is_unchanged(value, restore)
+        ]
 
     def as_of_now(self) -> Snapshot:
-        """The same objects, as they are now."""
+        """A snapshot of the same objects, as they are now."""
         now = Snapshot.__new__(Snapshot)
-        now.apart = self.apart
+        now.skipped = self.skipped
         now.flags = [(tensor, tensor.requires_grad) for tensor, _ in self.flags]
-        now.attributes = [(m, {k: v for k, v in vars(m).items() if k not in self.apart}) for m, _ in self.attributes]
-        now.hooked, now.hooks = self.hooked, _hooks_among(self.hooked)
-        now.plain = [(module, module.training, count) for module, _, count in self.plain]
-        now.held = self.held.again()
+        now.attributes = [(m, {k: v for k, v in vars(m).items() if k not in self.skipped}) for m, _ in self.attributes]
+        now.all_modules, now.hooks = self.all_modules, _hooks_among(self.all_modules)
+        now.plain_modules = [(module, module.training, count) for module, _, count in self.plain_modules]
+        now.held = self.held.as_of_now()
         now.containers = [(container, type(content)(container)) for container, content in self.containers]
         now.memories = [one for old in self.memories if (one := _memory_of(old.tensor)) is not None]
         now.generators = [(generator, generator.get_state()) for generator, _ in self.generators]
-        now.restored = [(value, _restorer(value)) for value, _ in self.restored]
+        now.restorers = [(value, _restorer(value)) for value, _ in self.restorers]
         return now
 
     def holding(self, modules: Iterable[nn.Module]) -> Snapshot:
-        """The same, but that the model holds these modules, and each of them the tensors that it holds now."""
+        """The same snapshot, with these modules and the tensors that they hold now."""
         made = copy(self)
         made.held = Held(modules, whole=True)
         return made
 
     def put_back(self, draws_on: bool = False) -> None:
-        """Everything noted as it was. `draws_on`: but the generators, of numpy's and Python's."""
+        """Restores everything. `draws_on`: except numpy's and Python's generators."""
         turn_back(self.flags)
         for module, attributes in self.attributes:
             now = vars(module)
-            for key in now.keys() - attributes.keys() - self.apart:
+            for key in now.keys() - attributes.keys() - self.skipped:
                 del now[key]
             now.update(attributes)
-        hooked = [module for module in self.hooked if self.hooks or any(map(vars(module).get, _HOOKS))]
+        hooked = [module for module in self.all_modules if self.hooks or any(map(vars(module).get, _HOOKS))]
         for hooks in [hooks for module in hooked for hooks in _hooks_of(module)]:
             content = self.hooks.get(id(hooks), {})
             if not _same(hooks, content):
                 hooks.clear()
                 hooks.update(content)
-        for module, training, _ in self.plain:
+        for module, training, _ in self.plain_modules:
             module.training = training
-        for value, restore in self.restored:
-            if not (draws_on and _draws(value)):
+        for value, restore in self.restorers:
+            if not (draws_on and _is_generator(value)):
                 restore()
         for memory in self.memories:
             memory.put_back()
-        self.held.put_back(self.hooked)
+        self.held.put_back(self.all_modules)
         for container, content in self.containers:
             if not _same(container, content):
                 container.clear()
@@ -304,37 +294,37 @@ def _is_of_torch(kind: type) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _may_fill(kind: type) -> bool:
-    """May the forward of such a module put something where nothing is?"""
-    return not _is_of_torch(kind) or issubclass(kind, _FILLED)
+def _may_gain_items(kind: type) -> bool:
+    """True if the forward of such a module may register what was not there."""
+    return not _is_of_torch(kind) or issubclass(kind, _CONTAINER_MODULES)
 
 
 def _is_plain_module(module: nn.Module) -> bool:
-    """Is it of torch's own, with no more attributes than others of its class have?"""
+    """True for a module of torch's own with no more attributes than others of its class."""
     if not _is_of_torch(type(module)):  # type: ignore[arg-type]
         return False
     count = len(vars(module))
-    usual = _usual.get(type(module))
-    if usual is None or count < usual:
-        _usual[type(module)] = count
-    return usual is None or count <= usual
+    fewest = _fewest_attributes.get(type(module))
+    if fewest is None or count < fewest:
+        _fewest_attributes[type(module)] = count
+    return fewest is None or count <= fewest
 
 
-_usual: dict[type, int] = {}  # by class of torch's own: the fewest attributes that a module was seen to have
+_fewest_attributes: dict[type, int] = {}  # by class of torch: of any module seen
 
 
-_FILLED = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_CONTAINER_MODULES = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def turn_back(flags: Iterable[tuple[torch.Tensor, bool]]) -> None:
-    """Leaves need gradients as they did."""
+    """Restores `requires_grad` of leaves."""
     for tensor, flag in flags:
         if tensor.is_leaf and tensor.requires_grad != flag:
             tensor.requires_grad_(flag)
 
 
 class _Memory(NamedTuple):
-    """A tensor with the memory that it looks at, and how."""
+    """A tensor with its storage and its geometry in it."""
 
     tensor: torch.Tensor
     storage: torch.UntypedStorage
@@ -342,7 +332,7 @@ class _Memory(NamedTuple):
     geometry: _Geometry
 
     def put_back(self) -> None:
-        """Let it look there again. Memory that has grown is left to what else looks at it: the tensor gets a copy."""
+        """Restores storage and geometry. A storage that grew stays with its other users: the tensor gets a copy."""
         tensor, now = self.tensor, self.tensor.untyped_storage()
         has_grown = self.storage.nbytes() != self.size
         is_there = now.nbytes() == self.size if has_grown else now._cdata == self.storage._cdata
@@ -358,7 +348,7 @@ class _Memory(NamedTuple):
 
 
 _Geometry = tuple[int, torch.Size, tuple[int, ...]]
-_geometries: dict[_Geometry, _Geometry] = {}  # one object for equal ones: a model has few
+_geometries: dict[_Geometry, _Geometry] = {}  # interned: a model has few
 
 
 def _geometry_of(tensor: torch.Tensor) -> _Geometry:
@@ -373,7 +363,7 @@ def _memory_of(tensor: torch.Tensor | None) -> _Memory | None:
         return None
     try:
         storage = tensor.untyped_storage()
-    except NotImplementedError:  # the wrapper of a transform of the user's
+    except NotImplementedError:  # a wrapper of functorch
         return None
     return _Memory(tensor, storage, storage.nbytes(), _geometry_of(tensor))
 
@@ -381,19 +371,10 @@ def _memory_of(tensor: torch.Tensor | None) -> _Memory | None:
 def _hooks_among(modules: list[nn.Module]) -> dict[int, dict[Any, Any]]:
     found: dict[int, dict[Any, Any]] = {}
     for module in modules:
-        if _has_hooks(vars(module).get):
-            found.update(_hooks_in(module))
+        get = vars(module).get
+        if get("_forward_hooks") or get("_forward_pre_hooks") or get("_backward_hooks") or get("_backward_pre_hooks"):
+            found.update({id(hooks): dict(hooks) for hooks in _hooks_of(module) if hooks})
     return found
-
-
-def _has_hooks(get: Callable[[str], Any]) -> bool:
-    return bool(
-        get("_forward_hooks") or get("_forward_pre_hooks") or get("_backward_hooks") or get("_backward_pre_hooks")
-    )
-
-
-def _hooks_in(module: nn.Module) -> dict[int, dict[Any, Any]]:
-    return {id(hooks): dict(hooks) for hooks in _hooks_of(module) if hooks}
 
 
 def _hooks_of(module: nn.Module) -> list[dict[Any, Any]]:
@@ -402,23 +383,23 @@ def _hooks_of(module: nn.Module) -> list[dict[Any, Any]]:
 
 
 @lru_cache(maxsize=4096)
-def _is_kept(kind: Any) -> bool:
-    """Is it an array of numpy's, or a generator of numpy's or Python's own?"""
+def _is_array_or_generator(kind: Any) -> bool:
+    """True for numpy arrays, and generators of numpy or Python."""
     known = ("numpy.ndarray", "numpy.random._generator.Generator", "numpy.random.mtrand.RandomState", "random.Random")
     return f"{kind.__module__}.{kind.__qualname__}" in known
 
 
-def _draws(value: Any) -> bool:
+def _is_generator(value: Any) -> bool:
     return hasattr(value, "bit_generator") or hasattr(value, "getstate") or hasattr(value, "get_state")
 
 
 def _is_as_it_was(value: Any, restore: Callable[[], object]) -> bool:
-    """Is a generator in the state that would be put back?"""
+    """True if a generator has the state that `restore` would set."""
     return repr(_restorer(value).args[-1]) == repr(restore.args[-1])  # type: ignore[attr-defined]
 
 
-def _holds_still(array: Any, restore: Callable[[], object]) -> bool:
-    """Does an array hold, bit for bit, what would be put back? Objects are the very same ones."""
+def _is_unchanged(array: Any, restore: Callable[[], object]) -> bool:
+    """True if an array holds, bit for bit, what `restore` would set; for objects, the very same ones."""
     now, then = array, restore.args[-1]  # type: ignore[attr-defined]
     if now.dtype.hasobject:
         return all(a is b for a, b in zip(now.ravel().tolist(), then.ravel().tolist(), strict=True))
@@ -426,7 +407,7 @@ def _holds_still(array: Any, restore: Callable[[], object]) -> bool:
 
 
 def _restorer(value: Any) -> Callable[[], object]:
-    """What puts back the content of an array, or the state of a generator."""
+    """A function that restores the content of an array or the state of a generator."""
     if hasattr(value, "bit_generator"):
         return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
     if hasattr(value, "getstate"):
@@ -438,7 +419,7 @@ def _restorer(value: Any) -> Callable[[], object]:
 
 @lru_cache(maxsize=4096)
 def _is_plain(kind: Any) -> bool:
-    """Do objects of this class keep what they hold in attributes, as those of a user's class do?"""
+    """True if objects of this class keep their state in attributes, as a user's class does."""
     others = (nn.Module, torch.Tensor, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
     known = kind.__module__.partition(".")[0] in ("builtins", "torch", "numpy")
     if issubclass(kind, torch.optim.Optimizer):
@@ -447,7 +428,7 @@ def _is_plain(kind: Any) -> bool:
 
 
 def _same(container: Any, content: Any) -> bool:
-    """Does it hold the very same objects?"""
+    """True if a container holds the very same objects."""
     if len(container) != len(content):
         return False
     if isinstance(container, set):
@@ -458,34 +439,33 @@ def _same(container: Any, content: Any) -> bool:
 
 
 class RngState:
-    """The states of the global generators: torch's default one, Python's and numpy's."""
+    """The states of the global generators of torch, Python and numpy."""
 
     def __init__(self) -> None:
         self.torch = users_state()
         version, words, pending = random.getstate()
-        self.python = version, array("I", words), pending  # a tenth of what 625 numbers weigh in a tuple
+        self.python = version, array("I", words), pending  # a tenth of the size of a tuple of 625 numbers
         numpy = sys.modules.get("numpy")
         self.numpy = numpy.random if numpy is not None else None
         self.state = self.numpy.get_state() if self.numpy is not None else None
-        self.memory = _twister(self.numpy) if self.numpy is not None else None
+        self.mersenne = _mersenne_state(self.numpy) if self.numpy is not None else None
 
     def moved(self) -> tuple[str, ...]:
-        """The generators besides torch's that have drawn numbers, or were seeded, since."""
+        """The generators besides torch's that have drawn or were seeded since."""
         version, words, pending = random.getstate()
         python = (version, pending) != (self.python[0], self.python[2]) or array("I", words) != self.python[1]
         return ("random",) * python + ("numpy",) * self._numpy_moved()
 
     def _numpy_moved(self) -> bool:
         if self.numpy is None or self.state is None:
-            numpy = sys.modules.get("numpy")  # the forward imported it: a new generator stands at the end of its words
+            numpy = sys.modules.get("numpy")  # imported by the forward; a fresh generator has position 624
             return numpy is not None and numpy.random.get_state()[2] != 624
-        if self.memory is not None and not self.state[3]:  # no second normal number waits
-            return _twister(self.numpy) != self.memory
+        if self.mersenne is not None and not self.state[3]:  # no second normal number is cached
+            return _mersenne_state(self.numpy) != self.mersenne
         now, then = self.numpy.get_state(), self.state
         return bytes(now[1]) != bytes(then[1]) or any(one != two for one, two in zip(now[2:], then[2:], strict=True))
 
     def put_back(self) -> None:
-        """All as they were."""
         torch.default_generator.set_state(self.torch)
         version, words, pending = self.python
         random.setstate((version, tuple(words), pending))
@@ -493,59 +473,57 @@ class RngState:
             self.numpy.set_state(self.state)
 
 
-def _twister(numpy: Any) -> bytes | None:
-    """The memory of numpy's global generator, where that is the usual one: to ask for its state takes far longer."""
+def _mersenne_state(numpy: Any) -> bytes | None:
+    """The memory of numpy's global generator, if it is the default kind: much faster than asking for its state."""
     bits: Any = getattr(getattr(getattr(numpy, "mtrand", None), "_rand", None), "_bit_generator", None)
     return string_at(bits.ctypes.state_address, 625 * 4) if type(bits).__name__ == "MT19937" else None
 
 
 @define(eq=False)
 class ForwardState:
-    """A model, and all that its forward began with besides tensors."""
+    """A model and everything that its forward began with, except the content of tensors."""
 
     model: Any
     naming: Naming
     snapshot: Snapshot
-    dice: RngState
+    rng: RngState
     unknown: str = "raise"
-    generators: tuple[
-        tuple[torch.Generator, torch.Tensor], ...
-    ] = ()  # further ones that it drew from, and how they were
-    lent: frozenset[int] = frozenset()  # those of them, by id, that the caller gave
+    generators: tuple[tuple[torch.Generator, torch.Tensor], ...] = ()  # others that it drew from, with their states
+    lent: frozenset[int] = frozenset()  # ids of those that the caller provided
 
     def held_now(self) -> ForwardState:
-        """The same, but that the model holds the modules and tensors that it holds now."""
+        """The same, with the modules and tensors that the model holds now."""
         return evolve(self, snapshot=self.snapshot.holding([m for m, _, _ in module_table(self.model)]))
 
     def put_back(self) -> None:
-        """The model as it was when the forward began. What its tensors hold is not looked after here."""
+        """Restores the model as it was when the forward began, except the content of its tensors."""
         self.snapshot.put_back()
         for generator, state in self.generators:
             generator.set_state(state)
-        self.dice.put_back()
+        self.rng.put_back()
 
 
 class ModelState:
-    """All that hangs on a model now, to be put back when it has run once more: everything but what tensors hold."""
+    """Everything that hangs on a model now except the content of tensors, to be restored after another run."""
 
-    def __init__(self, modules: list[nn.Module], inputs: Any, beginning: ForwardState | None = None) -> None:
-        self.snapshot, self.dice = Snapshot(modules, inputs, whole=True), RngState()
-        self.begun = beginning.snapshot.as_of_now() if beginning is not None else None
-        generators = beginning.generators if beginning is not None else ()
+    def __init__(self, modules: list[nn.Module], inputs: Any, start: ForwardState | None = None) -> None:
+        self.snapshot, self.rng = Snapshot(modules, inputs, whole=True), RngState()
+        self.at_start = start.snapshot.as_of_now() if start is not None else None
+        generators = start.generators if start is not None else ()
         self.generators = [(generator, generator.get_state()) for generator, _ in generators]
         tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
         freeze_deep(inputs, tensors.append)
         self.leaves = [(t, t.requires_grad, t.grad) for t in tensors if t.is_leaf]
-        self.steps = [FUSED.last_of(tensor) for tensor, _, _ in self.leaves]
+        self.fused_steps = [FUSED.last_of(tensor) for tensor, _, _ in self.leaves]
 
     def put_back(self) -> None:
-        """Everything as it was."""
-        if self.begun is not None:
-            self.begun.put_back()
+        """Restores everything but the generators."""
+        if self.at_start is not None:
+            self.at_start.put_back()
         self.snapshot.put_back()
-        for (tensor, flag, grad), step in zip(self.leaves, self.steps, strict=True):
+        for (tensor, flag, grad), step in zip(self.leaves, self.fused_steps, strict=True):
             FUSED.put_back(tensor, step)
-            if not tensor.is_leaf and not tensor._is_view():  # a buffer into which something differentiable was written
+            if not tensor.is_leaf and not tensor._is_view():  # a buffer that something differentiable was written to
                 tensor.detach_()
             if not tensor.is_leaf:
                 continue  # a view of such a buffer
@@ -555,13 +533,12 @@ class ModelState:
                 tensor.grad = grad
 
     def put_generators_back(self) -> None:
-        """The generators as they were."""
         for generator, state in self.generators:
             generator.set_state(state)
-        self.dice.put_back()
+        self.rng.put_back()
 
     def put_own_generators_back(self) -> None:
-        """Those that somebody made, as they were. The global ones stay."""
+        """Restores generators that the user made; the global ones stay."""
         for generator, state in self.generators:
             if generator is not torch.default_generator:
                 generator.set_state(state)

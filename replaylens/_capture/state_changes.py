@@ -1,26 +1,20 @@
-"""What a forward leaves otherwise on its modules besides tensors: counters, flags, lists that grow.
+"""What a forward changes in the state of the model.
 
-In: the Snapshot of where the forward began. Out: the attributes of modules that hold something else now, or something
-else within, and that the model's code reads. What it only ever counts up or appends to decides nothing. Whether the
-next forward does another thing for it, the model alone can tell: see `Program.module`.
+In: a tracer whose forward is over, and the Snapshot of where it began. Out, in its recording: the places whose tensors
+have another value, or where another tensor or none stands; copies of what stood there before and after, so that the
+next forward of the model leaves the program unchanged; what each tensor of the model looked like, to notice later
+changes; and the attributes that hold other Python objects now and that the code of the model reads. An attribute that
+is only counted up or appended to decides nothing. Whether the next forward differs because of the others, only the
+model can tell: see `Program.module`.
 
-Memory that a backward pass still reads, written where torch does not notice: `weight.data.mul_(0.5)` after its use.
-
-In: memory that is written through `.data` or by numpy, or exchanged. Out: whether a call before saved it, of what it
-read or of what it gave. Torch's own backward then reads what is there by that time; a program has the gradient of what
-was computed.
-
-What a forward left in the tensors that the model holds.
-
-In: a tracer whose forward is over. Out, in its recording: the places whose tensors have another value, where another
-tensor stands or none; what stood there before and after, kept by value, so that the next forward of the model leaves
-the program as it is; and what every tensor of the model looked like, to notice later what became of it.
+Also here: writes that torch does not notice, `weight.data.mul_(0.5)` after its use. If an earlier call saved that
+memory, torch's own backward reads what stands there by then, while a program has the gradient of what was computed; so
+gradients are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Collection, Iterator
 from itertools import takewhile
 from typing import Any
 
@@ -31,7 +25,7 @@ from torch import nn
 from .._ir.autograd import history_of, saved_below
 from .._ir.copies import writable_copy
 from .._ir.equality import attached, same_content
-from .._ir.model_state import NO_LOOK, PLAIN, Look, PlaceNote, attribute_at, fused_steps, looks_at
+from .._ir.model_state import NO_LOOK, PLAIN, PlaceNote, attribute_at, fused_steps, looks_at
 from .._ir.node import TensorSpec
 from .._ir.shared_memory import storage_of, version_of, versions_of
 from .._ir.torch_private import without_function_modes
@@ -49,41 +43,41 @@ _MISSING = object()
 
 
 def altered(recorder: Recorder, snapshot: Snapshot) -> list[tuple[Any, str]]:
-    """Where Python objects stand on modules that are others now, or hold others, and are read: (module, key)."""
+    """(module, key) of the attributes that hold other Python objects or content now, and that the code reads."""
     unlike = [where for where in recorder.recording.state.unlike if where[0] is not None]
-    found = {(id(module), key): (module, key) for module, key in (*_changed(snapshot), *unlike)}
+    found = {(id(module), key): (module, key) for module, key in (*_changed_attributes(snapshot), *unlike)}
     if not found:
         return []
     codes = code_of(recorder.recording.model, recorder.origins.modules)
-    return [(m, key) for m, key in found.values() if _is_users(vars(m).get(key)) or not is_only_fed(key, codes)]
+    return [(m, key) for m, key in found.values() if _is_of_user_class(vars(m).get(key)) or not is_only_fed(key, codes)]
 
 
-def _is_users(value: Any) -> bool:
-    """Is it an object of a user's class? What its `update` or `append` gives, only that class knows."""
+def _is_of_user_class(value: Any) -> bool:
+    """True for an object of a user's class, whose `update` or `append` may return anything."""
     return type(value).__module__ not in ("builtins", "collections", "numpy", "torch")
 
 
-def _changed(snapshot: Snapshot) -> Iterator[tuple[Any, str]]:
+def _changed_attributes(snapshot: Snapshot) -> Iterator[tuple[Any, str]]:
     for module, first in snapshot.attributes:
         now = vars(module)
         for key in dict.fromkeys([*first, *now]):
-            if key not in snapshot.apart and not _is_same(first.get(key, _MISSING), now.get(key, _MISSING)):
+            if key not in snapshot.skipped and not _is_same(first.get(key, _MISSING), now.get(key, _MISSING)):
                 yield module, key
-    for array in snapshot.written():
+    for array in snapshot.changed_arrays():
         for module, first in snapshot.attributes:
             yield from ((module, key) for key, value in first.items() if path_to(array, value) is not None)
-    for module, _, count in snapshot.plain:
+    for module, _, count in snapshot.plain_modules:
         if len(vars(module)) != count:
             yield from ((module, key) for key in list(vars(module))[count:] if type(vars(module)[key]) not in PLAIN)
-    for container, content in snapshot.containers[: snapshot.own]:
-        if not _holds_the_same(container, content):
+    for container, content in snapshot.containers[: snapshot.module_containers]:
+        if not _has_same_items(container, content):
             holder = snapshot.owners.get(id(container), container)
             for module, first in snapshot.attributes:
                 yield from ((module, key) for key, value in first.items() if path_to(holder, value) is not None)
 
 
 def _is_same(old: Any, new: Any) -> bool:
-    """Is it the same for those who read it? A tensor in the place of one, or of nothing, is state_changes.py's."""
+    """True if code that reads it sees the same. Tensors in place of tensors, or of nothing, are compared elsewhere."""
     if old is new:
         return True
     if type(new) in PLAIN or type(old) in PLAIN:
@@ -91,7 +85,7 @@ def _is_same(old: Any, new: Any) -> bool:
     return type(old) is type(new) and type(new) in ATOMS and bool(old == new)
 
 
-def _holds_the_same(container: Any, content: Any) -> bool:
+def _has_same_items(container: Any, content: Any) -> bool:
     if len(container) != len(content):
         return False
     if isinstance(container, dict):
@@ -100,7 +94,7 @@ def _holds_the_same(container: Any, content: Any) -> bool:
 
 
 def _is_item(old: Any, new: Any) -> bool:
-    """A tensor in the place of one of its kind is known by its place; one in the place of anything else is not."""
+    """True if items of a container are the same. A tensor that replaces one of its spec is known by its place."""
     if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
         return old is new or TensorSpec.of(old) == TensorSpec.of(new)
     if isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor):
@@ -109,33 +103,33 @@ def _is_item(old: Any, new: Any) -> bool:
 
 
 LATE_WRITE = (
-    "memory that the model writes by .data or numpy after its use: torch's own backward reads what is there by then, "
-    "without a sign. Write it before, or compute with a copy."
+    "memory that the model writes by .data or numpy after its use: torch's own backward silently reads what is there "
+    "by then. Write it before, or compute with a copy."
 )
-Is = Callable[[torch.Tensor], bool]
+IsMatch = Callable[[torch.Tensor], bool]
 
 
 def note_late_write(
-    recorder: Recorder, base: Storage, exchanged: torch.Tensor | None = None, held: Collection[ValueId] = ()
+    recorder: Recorder, base: Storage, replaced: torch.Tensor | None = None, held: Collection[ValueId] = ()
 ) -> None:
-    """Gradients are refused if a backward pass reads what is written now; or this very object, which gets other memory:
-    what looks at it keeps the old one.
+    """Refuses gradients if a backward reads the memory that is written now. `replaced`: the object that gets other
+    memory.
     """
     recording = recorder.recording
     held = set(held) or {*base.held, base.handle}
     memory = recorder.known_storages_of(base)
 
-    def is_it(tensor: torch.Tensor) -> bool:
-        return storage_of(tensor) in memory if exchanged is None else tensor is exchanged
+    def matches(tensor: torch.Tensor) -> bool:
+        return storage_of(tensor) in memory if replaced is None else tensor is replaced
 
-    asked = _Asked(recorder, held, is_it, exchanged is not None)
-    if asked.is_made_by_what_saved_it(base.root) or any(map(asked.is_saved_by, asked.records)):
+    query = _SavedQuery(recorder, held, matches, replaced is not None)
+    if query.is_made_by_what_saved_it(base.root) or any(map(query.is_saved_by, query.records)):
         recording.autograd.forward_only.append(LATE_WRITE)
 
 
 def note_writes_from_outside(recorder: Recorder) -> None:
-    """The same for what numpy and its like wrote, when the forward is over. What nobody read since is recorded as it
-    was before.
+    """The same, at the end of the forward, for writes by numpy and its like. Values that nothing has read since are
+    recorded as they were before.
     """
     memory = recorder.memory
     for base in list(memory.bases.values()):
@@ -148,60 +142,55 @@ def note_writes_from_outside(recorder: Recorder) -> None:
 
 
 @frozen(eq=False)
-class _Asked:
-    """What is asked for: the values that lie in some memory, or one object, which gets other memory."""
+class _SavedQuery:
+    """The search for calls that saved certain values for their backward; `by_identity`: a certain tensor object."""
 
     recorder: Recorder
     held: set[ValueId]
-    is_it: Is
-    as_object: bool
-
-    @property
-    def recording(self) -> Recording:
-        """What was written down so far."""
-        return self.recorder.recording
+    matches: IsMatch
+    by_identity: bool
 
     @property
     def records(self) -> Iterator[CallRecord]:
-        """The calls that read it or made it. A call keeps an alias of its result, which nobody exchanges."""
-        for record in self.recording.records:
+        """The calls that read or made it. A tensor object only counts as read: calls save an alias of their result."""
+        for record in self.recorder.recording.records:
             if isinstance(record, CallRecord):
-                made = () if self.as_object else _given(record)
+                made = () if self.by_identity else _results(record)
                 if not self.held.isdisjoint(reads_of(record)) or not self.held.isdisjoint(made):
                     yield record
 
     def is_made_by_what_saved_it(self, tensor: torch.Tensor) -> bool:
-        """Does the history of what lies there now begin with a step that saved it?"""
-        has_history = not self.as_object and _has_history(tensor)
-        return has_history and saved_below(tensor.grad_fn, self.is_it, set())
+        """True if the history of this tensor begins with a step that saved it."""
+        has_history = not self.by_identity and _has_history(tensor)
+        return has_history and saved_below(tensor.grad_fn, self.matches, set())
 
     def is_saved_by(self, record: CallRecord) -> bool:
-        """Did the call save it for its backward? Where nothing has a history, torch does not tell."""
-        recording = self.recording
-        given = [recording.values[h] for h in _given(record)]
+        """True if the call saved it for its backward."""
+        recording = self.recorder.recording
+        given = [recording.values[h] for h in _results(record)]
         reads = [recording.values[h] for h in reads_of(record)]
-        if not recording.ambient[0] or any(map(_may_need_gradients_elsewhere, reads)):
+        if not recording.ambient[0] or any(map(_may_require_grad_in_replays, reads)):
             return self.would_be_saved_by(record)
         if any(isinstance(value, Freed) for value in given):
-            return any(h in recording.autograd.histories for h in _given(record))
+            return any(h in recording.autograd.histories for h in _results(record))
         stops = {value.grad_fn for value in reads if _has_history(value)}
-        return any(saved_below(value.grad_fn, self.is_it, stops) for value in given if _has_history(value))
+        return any(saved_below(value.grad_fn, self.matches, stops) for value in given if _has_history(value))
 
     def would_be_saved_by(self, record: CallRecord) -> bool:
-        """Is it saved where all that the call reads needs gradients? The call is made once more to see."""
+        """True if the call saves it where all that it reads requires gradients: the call is made once more to see."""
         if record.draws is not None:
             return True
         copies: dict[ValueId, torch.Tensor] = {}
-        asked: list[torch.Tensor] = []
+        query: list[torch.Tensor] = []
 
         def leaf(value: Any) -> Any:
             if type(value) is not ValueId:
                 return value
             if value not in copies:
-                tensor = self.recording.values[value]
+                tensor = self.recorder.recording.values[value]
                 copy = copies[value] = tensor.detach().clone()
-                if self.is_it(tensor) if self.as_object else value in self.held:
-                    asked.append(copy)
+                if self.matches(tensor) if self.by_identity else value in self.held:
+                    query.append(copy)
                 if copy.is_floating_point() or copy.is_complex():
                     copy.requires_grad_()
             return copies[value]
@@ -214,24 +203,24 @@ class _Asked:
             return True
         found: list[torch.Tensor] = []
         freeze_deep(out, found.append)
-        if not self.as_object:
-            given = _given(record)
+        if not self.by_identity:
+            given = _results(record)
             is_plain = len(given) == len(found)
             made = [tensor for tensor, handle in zip(found, given, strict=False) if handle in self.held]
-            asked.extend(made if is_plain else found)
+            query.extend(made if is_plain else found)
 
         def is_asked(tensor: torch.Tensor) -> bool:
-            return any(tensor is one if self.as_object else storage_of(tensor) == storage_of(one) for one in asked)
+            return any(tensor is one if self.by_identity else storage_of(tensor) == storage_of(one) for one in query)
 
         return any(saved_below(value.grad_fn, is_asked, set()) for value in found)
 
 
-def _given(record: CallRecord) -> list[ValueId]:
+def _results(record: CallRecord) -> list[ValueId]:
     return handles_in(record.returns)
 
 
-def _may_need_gradients_elsewhere(value: Any) -> bool:
-    """Torch saves less for what needs no gradient, and a replay may be given what does."""
+def _may_require_grad_in_replays(value: Any) -> bool:
+    """True for a value without gradient, for which torch saves less, but to which a replay may give one."""
     return (
         not isinstance(value, Freed) and not value.requires_grad and (value.is_floating_point() or value.is_complex())
     )
@@ -241,8 +230,8 @@ def _has_history(value: Any) -> bool:
     return not isinstance(value, Freed) and value.requires_grad and history_of(value) is not None
 
 
-Where = tuple[Any, str]  # module, and the name or path of a tensor there
-Firsts = dict[int, ValueId]  # by the id of a tensor that the model held when it was first read: the value then
+Where = tuple[Any, str]  # module, and name or path of a tensor there
+FirstValues = dict[int, ValueId]  # by id of a tensor of the model: its value when first read
 
 
 def held(module: Any, key: str) -> torch.Tensor | None:
@@ -257,40 +246,38 @@ Counters = tuple[list[torch.Tensor], list[int]]
 
 
 def counters_of(origins: Provenance, snapshot: Snapshot) -> Counters:
-    """What the model holds as a forward begins, with torch's write counters."""
+    """The tensors that the model holds as a forward begins, and their version counters."""
     tensors = held_at_start(origins, snapshot)
     return tensors, versions_of(tensors)
 
 
 def held_at_start(origins: Provenance, snapshot: Snapshot) -> list[torch.Tensor]:
-    """The parameters, buffers and other tensors that the modules of the model had when a forward began."""
+    """The parameters, buffers and other tensors that the modules had when the forward began."""
     buffers = [tensor for _, _, held in origins.begun for tensor in held.values()]
     others = [value for _, attributes in snapshot.attributes for value in attributes.values() if type(value) in PLAIN]
     return [tensor for tensor in (*origins.parameters_at_start, *buffers, *others) if tensor is not None]
 
 
 def require_seen(recorder: Recorder, counters: Counters) -> None:
-    """Refuse a forward in which a tensor of the model was written, or given other memory by `set_`, before it was read
-    and by something that was not seen.
-    """
+    """Refuses a forward in which something unseen wrote or moved a tensor of the model before it was read."""
     tensors, then = counters
     if (now := versions_of(tensors)) == then:
         return
     for tensor, before, after in zip(tensors, then, now, strict=True):
-        if after != before and not _is_seen(recorder, tensor, before):
-            recorder.deep |= isinstance(tensor, nn.Parameter)  # what it held is gone: no second look can begin there
+        if after != before and not _is_recorded_write(recorder, tensor, before):
+            recorder.deep |= isinstance(tensor, nn.Parameter)  # its content is lost: no retrace can start there
             recorder.refuse_unseen_write(tensor)
 
 
-def _is_seen(recorder: Recorder, tensor: torch.Tensor, counter: int) -> bool:
+def _is_recorded_write(recorder: Recorder, tensor: torch.Tensor, counter: int) -> bool:
     memory, recording = recorder.memory, recorder.recording
     known = memory.live.get(id(tensor))
     by_script = recorder.has_scripts and isinstance(known, Alias) and known.base.version > 0
     if recorder.substitute_for(tensor) is not tensor and not by_script:
-        return False  # what is seen is done to what stands for it, but by TorchScript, which holds its own
+        return False  # recorded writes go to its substitute, except those of TorchScript
     if (first := memory.counters_at_start.get(id(tensor))) is not None:
         silent = isinstance(tensor, nn.Parameter) and type(known) is ValueId and recording.values[known] is tensor
-        return first == counter and not silent  # others are asked for all values at the end
+        return first == counter and not silent  # other tensors are read at the end
     if known is not None or id(tensor) in memory.detached:
         return True
     base = memory.bases.get(storage_of(tensor) or 0)
@@ -298,77 +285,65 @@ def _is_seen(recorder: Recorder, tensor: torch.Tensor, counter: int) -> bool:
 
 
 def take_changes(recorder: Recorder, snapshot: Snapshot) -> None:
-    """Which parameters, buffers and other tensors of the model hold another value than at the start."""
+    """Records which parameters, buffers and other tensors of the model have changed since the start."""
     recording, memory = recorder.recording, recorder.memory
     same = recorder.origins.same_parameters()
-    quiet = same and not memory.written and not memory.has_detached
-    sources = recorder.stateful if quiet else [r for r in recording.records if isinstance(r, SourceRecord)]
-    firsts: Firsts = {id(s.tensor): s.returns for s in sources if s.kind not in ("input", "constant")}
+    unwritten = same and not memory.written and not memory.has_detached
+    sources = recorder.stateful if unwritten else [r for r in recording.records if isinstance(r, SourceRecord)]
+    first_values: FirstValues = {id(s.tensor): s.returns for s in sources if s.kind not in ("input", "constant")}
     live = memory.live
     for source in list(sources):
         if source.kind == "parameter":
             now = held(*source.where)
             if now is not source.tensor or live.get(id(now)) != source.returns:
-                _compare(recorder, source.where, source.tensor, now, firsts)
-    if not quiet:
-        _take_exchanged_parameters(recorder, sources, firsts)
+                _compare(recorder, source.where, source.tensor, now, first_values)
+    if not unwritten:
+        _compare_replaced_parameters(recorder, sources, first_values)
     for module, _, buffers in recorder.origins.begun:
         tensors = module._buffers
         for key, first in buffers.items():
             now = held(module, key) if key in tensors else None
-            known = firsts.get(id(now)) if now is first else None
-            if (now is not first or not quiet) and (known is None or live.get(id(now)) != known):
-                _compare(recorder, (module, key), first, now, firsts)
-    _take_new_buffers(recorder, firsts)
-    if rearranged := list(recorder.origins.rearranged()):
-        _take_moved(recorder)
-    if recorder.leaves_changes:
-        made = (*recorder.origins.born(same), *_made_attributes(snapshot))
-        recording.state.born.extend(where for where in made if _is_asked_for(recorder, where))
-        recording.state.rearranged.extend(rearranged)
-    _take_attributes(recorder, snapshot, [s for s in sources if s.kind == "attribute"], firsts)
-
-
-def _made_attributes(snapshot: Snapshot) -> Iterator[Where]:
-    """The attributes of modules that are tensors now, and of which there was none."""
-    for module, first in snapshot.attributes:
-        now = vars(module)
-        yield from ((module, key) for key in now if now[key] is not first.get(key) and _is_made(key, now, first))
-
-
-def _is_made(key: str, now: dict[str, Any], first: dict[str, Any]) -> bool:
-    return first.get(key) is None and type(now[key]) in PLAIN
-
-
-def _is_asked_for(recorder: Recorder, where: Where) -> bool:
-    """May the forward go by whether something stands there?"""
-    return not is_stored_first(where[1], code_of(recorder.recording.model, recorder.origins.modules))
-
-
-def _take_exchanged_parameters(recorder: Recorder, sources: list[SourceRecord], firsts: Firsts) -> None:
-    """Parameters that the forward did not read, and in whose places others stand now; and those under new names."""
-    seen = {_key(source.where) for source in sources if source.kind == "parameter"}
-    for module, key, first in recorder.origins.parameters_elsewhere():
-        if (id(module), key) not in seen:
-            _compare(recorder, (module, key), first, held(module, key), firsts)
-    for module, key, now in recorder.origins.new_parameters():
-        _compare(recorder, (module, key), None, now, firsts)
-
-
-def _take_new_buffers(recorder: Recorder, firsts: Firsts) -> None:
+            known = first_values.get(id(now)) if now is first else None
+            if (now is not first or not unwritten) and (known is None or live.get(id(now)) != known):
+                _compare(recorder, (module, key), first, now, first_values)
     begun = recorder.origins.begun_by_module
     for module, key, now in recorder.origins.buffers():
         if key not in begun.get(id(module), ()):
-            _compare(recorder, (module, key), None, now, firsts)
+            _compare(recorder, (module, key), None, now, first_values)
+    if rearranged := list(recorder.origins.rearranged()):
+        _compare_moved_modules(recorder)
+    if recorder.leaves_changes:
+        made = (*recorder.origins.born(same), *_new_attributes(snapshot))
+        codes = code_of(recording.model, recorder.origins.modules) if made else []
+        recording.state.born.extend(where for where in made if not is_stored_first(where[1], codes))  # it may be tested
+        recording.state.rearranged.extend(rearranged)
+    _compare_attributes(recorder, snapshot, [s for s in sources if s.kind == "attribute"], first_values)
 
 
-def _take_moved(recorder: Recorder) -> None:
-    """Parameters and buffers of modules that stand elsewhere now, or where others stand: by their addresses."""
+def _new_attributes(snapshot: Snapshot) -> Iterator[Where]:
+    """Attributes of modules that are tensors now and were absent or None."""
+    for module, first in snapshot.attributes:
+        now = vars(module)
+        yield from ((module, key) for key in now if first.get(key) is None and type(now[key]) in PLAIN)
+
+
+def _compare_replaced_parameters(recorder: Recorder, sources: list[SourceRecord], first_values: FirstValues) -> None:
+    """Compares parameters that the forward did not read but replaced, and new ones."""
+    seen = {_key(source.where) for source in sources if source.kind == "parameter"}
+    for module, key, first in recorder.origins.parameters_elsewhere():
+        if (id(module), key) not in seen:
+            _compare(recorder, (module, key), first, held(module, key), first_values)
+    for module, key, now in recorder.origins.new_parameters():
+        _compare(recorder, (module, key), None, now, first_values)
+
+
+def _compare_moved_modules(recorder: Recorder) -> None:
+    """Compares tensors of modules that moved or were replaced, by address."""
     recording, origins = recorder.recording, recorder.origins
     sources = [record for record in recording.records if isinstance(record, SourceRecord)]
-    firsts = {id(s.tensor): s.returns for s in sources if s.kind not in ("input", "constant")}
+    first_values = {id(s.tensor): s.returns for s in sources if s.kind not in ("input", "constant")}
     first, now = origins.tree_at_start(), origins.tree_now()
-    moved = {id(module) for a in {*first, *now} for module in _exchanged(first.get(a), now.get(a))}
+    moved = {id(module) for a in {*first, *now} for module in _replaced_modules(first.get(a), now.get(a))}
     recording.state.changes = [note for note in recording.state.changes if id(note[0][0]) not in moved]
     recording.state.removed = [where for where in recording.state.removed if id(where[0]) not in moved]
     recording.state.replaced = [where for where in recording.state.replaced if id(where[0]) not in moved]
@@ -376,73 +351,75 @@ def _take_moved(recorder: Recorder) -> None:
         (before, held_then), (after, held_now) = first.get(address, (None, {})), now.get(address, (None, {}))
         for key in dict.fromkeys([*held_then, *held_now]) if {id(before), id(after)} & moved else ():
             where, tensor = f"{address}.{key}".lstrip("."), held_now.get(key)
-            _compare(recorder, (None, where), held_then.get(key), tensor, firsts)
+            _compare(recorder, (None, where), held_then.get(key), tensor, first_values)
             if tensor is not None:
                 recording.state.moved[where] = tensor
 
 
-def _exchanged(first: Place | None, now: Place | None) -> Iterator[nn.Module]:
-    """The modules at an address, then and now, if they are not the same."""
+def _replaced_modules(first: Place | None, now: Place | None) -> Iterator[nn.Module]:
+    """The modules at an address, then and now, if they differ."""
     if first is None or now is None or first[0] is not now[0]:
         yield from (place[0] for place in (first, now) if place is not None)
 
 
-def _take_attributes(recorder: Recorder, snapshot: Snapshot, sources: list[SourceRecord], firsts: Firsts) -> None:
-    """Tensors that hang on the model in another way: those that it read, and those that it exchanged."""
+def _compare_attributes(
+    recorder: Recorder, snapshot: Snapshot, sources: list[SourceRecord], first_values: FirstValues
+) -> None:
+    """Compares other tensors that hang on modules: those that were read, and those that were replaced."""
     seen = set()
     for source in sources:
         module, path = source.where
         seen.add((id(module), path))
         now = attribute_at(vars(module), path) if isinstance(module, nn.Module) else source.tensor
-        _compare(recorder, source.where, source.tensor, now, firsts)
+        _compare(recorder, source.where, source.tensor, now, first_values)
     known = recorder.origins.known_modules if snapshot.attributes else ()
     for module, attributes in snapshot.attributes:
         for key, first in attributes.items():
-            is_exchanged = type(first) in PLAIN and (now := vars(module).get(key)) is not first
-            if is_exchanged and (id(module), key) not in seen and id(module) in known:
-                _compare(recorder, (module, key), first, now if isinstance(now, torch.Tensor) else None, firsts)
+            is_replaced = type(first) in PLAIN and (now := vars(module).get(key)) is not first
+            if is_replaced and (id(module), key) not in seen and id(module) in known:
+                _compare(recorder, (module, key), first, now if isinstance(now, torch.Tensor) else None, first_values)
 
 
 def _compare(
-    recorder: Recorder, where: Where, first: torch.Tensor | None, now: torch.Tensor | None, firsts: Firsts
+    recorder: Recorder, where: Where, first: torch.Tensor | None, now: torch.Tensor | None, first_values: FirstValues
 ) -> None:
-    """Note what became of the tensor at a place."""
+    """Records what became of the tensor at a place."""
     if now is None:
         if first is not None:
             recorder.recording.state.removed.append(where)
         return
-    last = _last(recorder, now, is_same=now is first)
+    last = _final_value(recorder, now, is_same=now is first)
     if last is None:
         return
     same = recorder.memory.equal_values(last)
-    if first is not None and firsts.get(id(first)) in same:
+    if first is not None and first_values.get(id(first)) in same:
         return
     last = same[-1]
     recorder.recording.state.changes.append((where, last))
     if now is not first:
         recorder.recording.state.replaced.append(where)
-        if first is not None and _is_unlike(recorder, first, now, id(first) in firsts):
+        if first is not None and _differs_beyond_content(recorder, first, now, id(first) in first_values):
             recorder.recording.state.unlike.append(where)
 
 
-def _is_unlike(recorder: Recorder, first: torch.Tensor, now: torch.Tensor, is_read: bool) -> bool:
-    """May Python code that looks at what stands there find something else, which no State node tells of? Of what the
-    forward has read, that is its class and what hangs on it; of what it has not, all that is no content.
+def _differs_beyond_content(recorder: Recorder, first: torch.Tensor, now: torch.Tensor, is_read: bool) -> bool:
+    """True if Python code may notice the replacement by something that no State node holds: class and attributes of a
+    tensor that the forward read; everything but content of one that it did not.
     """
     if type(first) is not type(now) or attached(first) != attached(now):
         return True
     if is_read:
         return False
-    return storage_of(first) in recorder.memory.bases or _looks(first) != _looks(now)
+    return storage_of(first) in recorder.memory.bases or _metadata(first) != _metadata(now)
 
 
-def _looks(tensor: torch.Tensor) -> Any:
+def _metadata(tensor: torch.Tensor) -> Any:
     flags = tensor.requires_grad, tensor.is_leaf, tensor.is_inference()
     return TensorSpec.of(tensor), geometry(tensor) if tensor.layout is torch.strided else None, flags
 
 
-def _last(recorder: Recorder, now: torch.Tensor, is_same: bool) -> ValueId | None:
-    """The value that a tensor of the model holds at the end; None for one that stands where it stood, unwritten."""
+def _final_value(recorder: Recorder, now: torch.Tensor, is_same: bool) -> ValueId | None:
+    """The value of a tensor at the end; None for one that stands where it stood, unwritten."""
     memory = recorder.memory
     if (known := memory.read(recorder.substitute_for(now))) is not None:
         return known
@@ -453,7 +430,7 @@ def _last(recorder: Recorder, now: torch.Tensor, is_same: bool) -> ValueId | Non
 
 
 def keep_by_value(recorder: Recorder) -> None:
-    """Copies of what stood before and stands now where the forward wrote: the model writes there again."""
+    """Copies what stood before and stands now where the forward wrote: the model will write there again."""
     recording, memory = recorder.recording, recorder.memory
     if not recording.state.changes and not recording.state.removed:
         return
@@ -463,53 +440,50 @@ def keep_by_value(recorder: Recorder) -> None:
         if record is None:
             continue
         known = memory.live.get(id(record.tensor))
-        if id(record.tensor) in memory.detached:  # its alias counts the writes of what the object looks at now
-            _keep(recorder, record.returns)
+        if id(record.tensor) in memory.detached:  # its alias belongs to its present memory
+            _keep_copy(recorder, record.returns)
         elif isinstance(known, Alias) and known.base.version:
             memory.copy_on_write(known.base)
         elif recording.values[record.returns] is record.tensor:
             if isinstance(known, Alias) and not known.steps:
                 memory.copy_on_write(known.base)
             else:
-                _keep(recorder, record.returns)
+                _keep_copy(recorder, record.returns)
     begun = {id(record.tensor) for record in recording.records if isinstance(record, SourceRecord)}
     begun |= {id(tensor) for tensor in recorder.origins.parameters_at_start}
     for where, handle in recording.state.changes:
-        now = recording.state.moved[where[1]] if where[0] is None else _standing(where)
+        now = recording.state.moved[where[1]] if where[0] is None else tensor_at(where)
         known = memory.live.get(id(now))
         if isinstance(known, Alias) and known.base.version:
             memory.copy_on_write(known.base)
         elif where[0] is None and id(now) in begun:
-            continue  # it was the model's own before, and is referred to as such
-        elif (
-            where[0] is None or _key(where) in read or held(*where) is not None
-        ):  # a stashed activation is only referred to
+            continue  # it was part of the model before
+        elif where[0] is None or _key(where) in read or held(*where) is not None:  # else: a stashed activation
             if isinstance(known, Alias) and id(known.base.root) not in begun:
-                memory.copy_on_write(known.base)  # what it was made of lies there too
+                memory.copy_on_write(known.base)  # its sources share that memory
             else:
-                _keep(recorder, handle)
+                _keep_copy(recorder, handle)
 
 
 def keep_arrays(recorder: Recorder) -> None:
-    """Copies of what lies in arrays of numpy's and their like: whose they are writes there without a word to torch."""
+    """Copies what shares memory with numpy arrays and their like: their owner may write there unnoticed."""
     recording, memory = recorder.recording, recorder.memory
-    records = recording.records if memory.bases else ()  # what is exposed has one
-    outside = [r.tensor for r in records if type(r) is SourceRecord and r.where == OUTSIDE]
-    for tensor in outside:
-        known = memory.live.get(id(tensor))
-        if isinstance(known, Alias):
-            memory.copy_on_write(known.base)
+    for record in recording.records if memory.bases else ():  # an exposed tensor has a base
+        if type(record) is SourceRecord and record.where == OUTSIDE:
+            known = memory.live.get(id(record.tensor))
+            if isinstance(known, Alias):
+                memory.copy_on_write(known.base)
 
 
 def output_by_value(recorder: Recorder, output: Any) -> Any:
-    """What the model returned, with copies of what lies in memory that its next forward writes."""
+    """The output of the model, with copies of what lies in memory that its next forward writes."""
     recording = recorder.recording
     if not recorder.leaves_changes or not (recording.state.changes or recording.state.removed):
         return output
     written = {
         storage_of(now)
         for where, handle in recording.state.changes
-        if (now := _standing(where)) is not None and _is_copied(recording, handle, now)
+        if (now := tensor_at(where)) is not None and _is_copied(recording, handle, now)
     }
     tree, copies = freeze_deep(output, _Returned), dict[int, torch.Tensor]()
     for one, handle in zip(leaves(tree), leaves(recording.output), strict=True):
@@ -526,14 +500,13 @@ class _Returned:
 
 
 def _is_copied(recording: Recording, handle: ValueId, tensor: torch.Tensor) -> bool:
-    """Was a copy kept of this value, and not the tensor itself?"""
+    """True if the recording holds a copy of this value instead of the tensor."""
     if handle in recording.freed or (key := storage_of(tensor)) is None:
         return False
     return storage_of(recording.values[handle]) != key
 
 
 def _returned_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the history of the tensor, if it has one."""
     if tensor.grad_fn is not None:
         return tensor.clone()
     with torch.no_grad():
@@ -545,7 +518,7 @@ def _key(where: Where) -> tuple[int, str]:
     return id(where[0]), where[1]
 
 
-def _standing(where: Where) -> torch.Tensor | None:
+def tensor_at(where: Where) -> torch.Tensor | None:
     """The tensor that stands at a place now."""
     module, key = where
     if not isinstance(module, nn.Module):
@@ -553,8 +526,8 @@ def _standing(where: Where) -> torch.Tensor | None:
     return now if (now := held(module, key)) is not None else attribute_at(vars(module), key)
 
 
-def _keep(recorder: Recorder, handle: ValueId) -> None:
-    """A copy of one value in the place of the tensor that the model holds."""
+def _keep_copy(recorder: Recorder, handle: ValueId) -> None:
+    """Stores a copy of a value instead of the tensor that the model holds."""
     recording = recorder.recording
     if handle in recording.freed:
         return
@@ -569,7 +542,7 @@ def _keep(recorder: Recorder, handle: ValueId) -> None:
 
 
 def take_lent(recorder: Recorder) -> None:
-    """Which tensors of the model that the forward wrote lie in the memory of an input."""
+    """Records which tensors of the model that the forward wrote lie in the memory of an input."""
     recording, memory = recorder.recording, recorder.memory
     recording_value = lambda leaf: recording.values[leaf] if type(leaf) is ValueId else leaf  # noqa: E731
     given = {}
@@ -577,7 +550,7 @@ def take_lent(recorder: Recorder) -> None:
         if isinstance(record, SourceRecord) and record.kind == "input":
             given[storage_of(record.tensor)] = record
     for where, _ in recording.state.changes if given else ():
-        now = _standing(where)
+        now = tensor_at(where)
         known = memory.live.get(id(now))
         if now is None or not isinstance(known, Alias) or (source := given.get(storage_of(now))) is None:
             continue
@@ -589,27 +562,26 @@ def take_lent(recorder: Recorder) -> None:
 
 
 def keep_inputs(recording: Recording) -> None:
-    """Inputs by objects of our own: `x.data = other` gives the user's object another memory."""
+    """Stores inputs as tensors of our own: `x.data = other` gives the user's tensor other memory."""
     values = recording.values
     is_input = lambda record: type(record) is SourceRecord and record.kind == "input"  # noqa: E731
-    for record in takewhile(is_input, recording.records):  # they come first
+    for record in takewhile(is_input, recording.records):  # inputs come first
         value = values[record.returns]
         if type(value) is torch.Tensor and not value.requires_grad and not value.is_inference():
             recording.input_facts.copies[record.returns] = value.detach()
 
 
-def _stands(record: SourceRecord) -> bool:
+def _is_at_module(record: SourceRecord) -> bool:
     return record.kind not in ("input", "constant") and isinstance(record.where[0], nn.Module)
 
 
 def note_places(recorder: Recorder) -> None:
-    """Where the model holds what the forward read or wrote, and what it looks like there."""
+    """Records where the model holds what the forward read or wrote, and what stands there."""
     recording = recorder.recording
     recording.state.fused_steps = fused_steps()
     sources = [record for record in recording.records if type(record) is SourceRecord]
-    found = [record for record in sources if record[0] == "parameter" or _stands(record)]
-    tensors = [record.tensor for record in found]
-    standing = partial(_standing_notes, found, looks_at(tensors))
+    found = [record for record in sources if record[0] == "parameter" or _is_at_module(record)]
+    looks = looks_at([record.tensor for record in found])
     others: list[PlaceNote] = []
     begun = recorder.origins.begun_by_module if recording.state.changes or recording.state.removed else {}
     for where in (*[where for where, _ in recording.state.changes], *recording.state.removed):
@@ -617,9 +589,7 @@ def note_places(recorder: Recorder) -> None:
         if isinstance(module, nn.Module):
             own = key in module._buffers or key in module._parameters or key in begun.get(id(module), ())
             others.append((where, "buffer" if own else "attribute", None, NO_LOOK))
-    recording.state.places = lambda: (*standing(), *others)
-
-
-def _standing_notes(found: list[SourceRecord], looks: Callable[[], Iterable[Look]]) -> Iterator[PlaceNote]:
-    for record, look in zip(found, looks(), strict=True):
-        yield record.where, record.kind, record.tensor, look
+    recording.state.places = lambda: (
+        *[(record.where, record.kind, record.tensor, look) for record, look in zip(found, looks(), strict=True)],
+        *others,
+    )

@@ -1,9 +1,9 @@
-"""What other threads of a forward read: a function mode sees its own thread alone.
+"""What other threads of a forward read: a function mode sees its own thread only.
 
-In: the threads that a forward starts, the jobs that it gives to pools, the threads that it wakes or waits for. Out: of
-a thread that it starts, and of a job, each tensor of the capture that is read there, seen by a mode in that thread; of
-a thread that was there before, that it may have read anything. While captures run, the entries below are functions of
-ours, which look for a capture of their own thread and else pass on, as in scopes.py.
+In: threads that a forward starts, jobs that it submits to pools, threads that it wakes or waits for. Out: of a thread
+that it starts, and of a job, each tensor of the capture that is read there, seen by a mode in that thread; of a thread
+that existed before, that it may have read anything. While captures run, the entries below are patched: they look for a
+capture in their own thread, and otherwise pass on, as in scopes.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Job = Callable[..., Any]
 
 
 class Forward(Protocol):
-    """A capture, as other threads know it."""
+    """A capture, as other threads see it."""
 
     def handing_over(self) -> Any: ...
 
@@ -33,43 +33,43 @@ class Forward(Protocol):
 
 
 class Elsewhere:
-    """One forward, and how many jobs of its own are under way in other threads."""
+    """One forward, and how many of its jobs run in other threads."""
 
     def __init__(self, forward: Forward | None) -> None:
-        self.forward = forward  # None when it is over, and where no forward runs: a patch of the user's does
-        self.jobs = 0
-        self.passing_on: set[int] = set()  # threads that hand over a job, by an entry that goes through others of these
+        self.forward = forward  # None once it is over, and while a patch of the user runs
+        self.running_jobs = 0
+        self.handing_over_threads: set[int] = set()  # inside one entry, which may call others of them
 
-    def watched(self, job: Job) -> Job:
-        """The job, under the eyes of a mode. It may end after the forward, which takes no note then."""
-        self.jobs += 1
+    def wrap(self, job: Job) -> Job:
+        """The job, run under a mode that sees its reads. It may end after the forward, which then ignores them."""
+        self.running_jobs += 1
         site = self.forward.handing_over() if self.forward is not None else None
 
         def run(*args: Any, **kwargs: Any) -> Any:
             try:
-                with following(self), _Watch(self, site):
+                with following(self), _JobMode(self, site):
                     return job(*args, **kwargs)
             finally:
-                self.jobs -= 1
+                self.running_jobs -= 1
 
         return run
 
     @contextmanager
-    def handing(self) -> Iterator[None]:
-        """Within, this thread starts and wakes others for a job that is watched."""
-        self.passing_on.add(get_ident())
+    def handing_over(self) -> Iterator[None]:
+        """While this thread starts or wakes others for a wrapped job."""
+        self.handing_over_threads.add(get_ident())
         try:
             yield
         finally:
-            self.passing_on.discard(get_ident())
+            self.handing_over_threads.discard(get_ident())
 
-    def met(self) -> None:
-        """A thread of which nothing is seen was woken, or waited for."""
+    def note_unseen_thread(self) -> None:
+        """A thread whose reads are not seen was woken or waited for."""
         if self.forward is not None:
             self.forward.met_another_thread()
 
 
-class _Watch(TorchFunctionMode):
+class _JobMode(TorchFunctionMode):
     """Sees what a job reads."""
 
     def __init__(self, elsewhere: Elsewhere, site: Any) -> None:
@@ -83,14 +83,14 @@ class _Watch(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_following: dict[int, list[Elsewhere]] = {}  # by thread, the innermost last
+_stacks: dict[int, list[Elsewhere]] = {}  # by thread, the innermost last
 
 
 @contextmanager
 def following(elsewhere: Elsewhere) -> Iterator[None]:
-    """Within, what this thread does with other threads belongs to a forward."""
+    """While what this thread does with other threads belongs to a forward."""
     here = get_ident()
-    stack = _following.setdefault(here, [])
+    stack = _stacks.setdefault(here, [])
     depth = len(stack)
     try:
         try:
@@ -98,20 +98,20 @@ def following(elsewhere: Elsewhere) -> Iterator[None]:
             yield
         finally:
             _leave(here, depth)
-    finally:  # again: an interrupt may have come before, or in it
+    finally:  # again: an interrupt may have hit before it or within it
         _leave(here, depth)
 
 
 def _leave(here: int, depth: int) -> None:
-    stack = _following.get(here, [])
+    stack = _stacks.get(here, [])
     del stack[depth:]
     if not stack:
-        _following.pop(here, None)
+        _stacks.pop(here, None)
 
 
 @contextmanager
 def followed(forward: Forward) -> Iterator[None]:
-    """Within, the forward runs in this thread."""
+    """While the forward runs in this thread."""
     elsewhere = Elsewhere(forward)
     try:
         with following(elsewhere):
@@ -120,18 +120,18 @@ def followed(forward: Forward) -> Iterator[None]:
         elsewhere.forward = None
 
 
-def _here() -> Elsewhere | None:
-    """The forward that runs in this thread, if that is not handing over a job just now."""
+def _current() -> Elsewhere | None:
+    """The forward of this thread, unless it is handing over a job just now."""
     here = get_ident()
-    stack = _following.get(here)
-    return stack[-1] if stack and here not in stack[-1].passing_on else None
+    stack = _stacks.get(here)
+    return stack[-1] if stack and here not in stack[-1].handing_over_threads else None
 
 
 _STANDARD = sysconfig.get_paths()["stdlib"]
 
 
 def behind_the_library(frame: FrameType) -> FrameType:
-    """The first frame from here outwards that is not one of Python's own modules: `Queue.put` is in one."""
+    """The first frame outwards that is not in the standard library: `Queue.put` is."""
     found: FrameType | None = frame
     while found is not None:
         file = found.f_code.co_filename
@@ -143,77 +143,77 @@ def behind_the_library(frame: FrameType) -> FrameType:
 
 # -- entries -----------------------------------------------------------------------------------------------------------
 
-_own: dict[str, Any] = {}  # what was there before ours
+_originals: dict[str, Any] = {}  # what the entries were
 
 
 def _traced_start(self: Thread) -> None:
-    elsewhere = _here()
+    elsewhere = _current()
     if elsewhere is None:
-        return _own["start"](self)
-    run = elsewhere.watched(self.run)
+        return _originals["start"](self)
+    run = elsewhere.wrap(self.run)
 
     def once() -> None:
         vars(self).pop("run", None)
         run()
 
     self.run = once  # type: ignore[method-assign]
-    with elsewhere.handing():
-        return _own["start"](self)
+    with elsewhere.handing_over():
+        return _originals["start"](self)
 
 
-def _traced_begin(function: Job, *more: Any) -> Any:
-    elsewhere = _here()
-    return _own["start_new_thread"](function if elsewhere is None else elsewhere.watched(function), *more)
+def _traced_start_new_thread(function: Job, *more: Any) -> Any:
+    elsewhere = _current()
+    return _originals["start_new_thread"](function if elsewhere is None else elsewhere.wrap(function), *more)
 
 
 def _traced_submit(self: Any, fn: Job, /, *args: Any, **kwargs: Any) -> Any:
-    elsewhere = _here()
+    elsewhere = _current()
     if elsewhere is None:
-        return _own["submit"](self, fn, *args, **kwargs)
-    with elsewhere.handing():
-        return _own["submit"](self, elsewhere.watched(fn), *args, **kwargs)
+        return _originals["submit"](self, fn, *args, **kwargs)
+    with elsewhere.handing_over():
+        return _originals["submit"](self, elsewhere.wrap(fn), *args, **kwargs)
 
 
 def _traced_wait(self: Condition, timeout: float | None = None) -> bool:
-    elsewhere = _here()
-    alone = elsewhere is not None and not elsewhere.jobs
-    woken: bool = _own["wait"](self, timeout)
-    if elsewhere is not None and alone:
-        elsewhere.met()
+    elsewhere = _current()
+    is_idle = elsewhere is not None and not elsewhere.running_jobs
+    woken: bool = _originals["wait"](self, timeout)
+    if elsewhere is not None and is_idle:
+        elsewhere.note_unseen_thread()
     return woken
 
 
 def _traced_notify(self: Condition, n: int = 1) -> None:
-    if self._waiters and (elsewhere := _here()) is not None:  # type: ignore[attr-defined]
-        elsewhere.met()
-    _own["notify"](self, n)
+    if self._waiters and (elsewhere := _current()) is not None:  # type: ignore[attr-defined]
+        elsewhere.note_unseen_thread()
+    _originals["notify"](self, n)
 
 
 def _entries() -> Iterator[tuple[Any, str, Any]]:
     yield Thread, "start", _traced_start
     yield Condition, "wait", _traced_wait
     yield Condition, "notify", _traced_notify
-    yield _thread, "start_new_thread", _traced_begin
+    yield _thread, "start_new_thread", _traced_start_new_thread
     if (pools := sys.modules.get("concurrent.futures.thread")) is not None:
         yield pools.ThreadPoolExecutor, "submit", _traced_submit
 
 
 def put_in() -> None:
-    """The entries are ours."""
-    for owner, name, ours in _entries():
-        if (there := vars(owner)[name]) is not ours:
-            _own[name] = there
-            setattr(owner, name, ours)
+    """Patches the entries."""
+    for owner, name, replacement in _entries():
+        if (there := vars(owner)[name]) is not replacement:
+            _originals[name] = there
+            setattr(owner, name, replacement)
 
 
 def take_out() -> None:
-    """The entries are as they were."""
-    for owner, name, ours in _entries():
-        if vars(owner)[name] is ours:
-            setattr(owner, name, _own[name])
+    """Restores the entries."""
+    for owner, name, replacement in _entries():
+        if vars(owner)[name] is replacement:
+            setattr(owner, name, _originals[name])
 
 
 def in_a_child() -> None:
-    """Of all the threads only the one that forked is there."""
-    for other in [thread for thread in _following if thread != get_ident()]:
-        del _following[other]
+    """After a fork: only the forking thread is left."""
+    for other in [thread for thread in _stacks if thread != get_ident()]:
+        del _stacks[other]

@@ -1,7 +1,8 @@
-"""The user's functions that a forward may run: those of the modules' classes, and what code that runs calls by name.
+"""The functions of the user that a forward may run: those of the classes of its modules, and the functions that running
+code refers to.
 
-A function *names* the globals that its code speaks of, and what it closes over. Torch's own functions, and ours, are
-left out everywhere.
+A function *refers to* the globals that its code names and the variables that it closes over. Functions of torch and of
+replaylens are left out everywhere.
 """
 
 from __future__ import annotations
@@ -15,9 +16,7 @@ from .bytecode import is_torch_code, nested, uses_of
 
 
 def users_function(thing: Any) -> FunctionType | None:
-    """The function of the user's that something is, or that a method or property is made of, or a decorator of torch's
-    is around.
-    """
+    """The function of the user behind a method, a property, or a decorator of torch."""
     if isinstance(thing, (MethodType, staticmethod, classmethod)):
         thing = thing.__func__
     elif isinstance(thing, property):
@@ -28,23 +27,23 @@ def users_function(thing: Any) -> FunctionType | None:
 
 
 def closed_over(function: FunctionType) -> list[Any]:
-    """What a function closes over, as far as the variables have values yet."""
+    """The closure values of a function, as far as they are set."""
     found = []
     for cell in function.__closure__ or ():
-        with suppress(ValueError):  # an empty one
+        with suppress(ValueError):  # an empty cell
             found.append(cell.cell_contents)
     return found
 
 
 def named_by(function: FunctionType) -> list[Any]:
-    """What a function names."""
+    """What a function refers to."""
     known = function.__globals__
     named = [known[name] for code in nested(function.__code__) for name in code.co_names if name in known]
     return [*named, *closed_over(function)]
 
 
 def reached(things: Iterable[Any]) -> list[FunctionType]:
-    """The functions among these things, and those that they name, and so on."""
+    """The functions among these things, and those that they refer to, transitively."""
     found: dict[int, FunctionType] = {}
     stack = list(things)
     while stack:
@@ -63,7 +62,7 @@ def code_of(model: Any, modules: Collection[Any]) -> list[CodeType]:
 
 
 class Methods:
-    """The functions of some classes and of those that they are made from, and the model, if it is a function."""
+    """The functions of some classes and their bases, and the model if it is a function."""
 
     def __init__(self, model: Any, kinds: Iterable[type]) -> None:
         self.by_name: dict[str, list[FunctionType]] = {}
@@ -77,9 +76,7 @@ class Methods:
 
 
 def named_code(ran: Iterable[CodeType], methods: Methods) -> Iterator[CodeType]:
-    """Code that ran, and what may have run unseen: methods that it calls by their names, functions that it names, and
-    so on.
-    """
+    """Code that ran, and code that it may have run unseen: methods that it names, functions it refers to."""
     known = dict(methods.by_code)
     stack, seen = list(ran), set()
     while stack:
@@ -104,8 +101,8 @@ _OF_ALL = frozenset(
 
 
 def is_stored_first(key: str, codes: Iterable[CodeType]) -> bool:
-    """Does all code that speaks of a name in modules begin by putting something there? Code that asks first
-    (`if self.h is None`, `hasattr`) takes another path next time; so may code in which nobody is seen to make it.
+    """True if all code that names the attribute begins by assigning it. Code that tests first (`if self.h is None`,
+    `hasattr`) may take another path next time; so may code in which no assignment is found.
     """
     found = {_first_use(code, key) for code in codes}
     return "stores" in found and "reads" not in found
@@ -121,7 +118,7 @@ def _first_use(code: CodeType, key: str) -> str:
 
 
 def is_only_fed(key: str, codes: Iterable[CodeType]) -> bool:
-    """Does all code that speaks of an attribute set it, count it up or put something into it, and nothing more?"""
+    """True if all code that names the attribute only assigns it, counts it up or adds items to it."""
     found: set[str] = set()
     for code in codes:
         found.update(uses_of(code, key) if {"__dict__", "vars"}.isdisjoint(code.co_names) else ("reads",))

@@ -491,7 +491,7 @@ def assign(recorder: Recorder, rule: Rule, func: Any, args: Any, kwargs: Any) ->
     if is_raw and (tensor.requires_grad or may_flow(recorder.recording, old)):
         raise _raw_memory(recorder, rule)
     source = old if is_raw else recorder.read(value)
-    note_late_write(recorder, left, exchanged=tensor)
+    note_late_write(recorder, left, replaced=tensor)
     is_announced = left.counter == version_of(left.root)
     recorder.memory.detach_alias(tensor)
     result = func(*args, **kwargs)

@@ -1,8 +1,8 @@
-"""What is to be patched in a live run, by where it comes up there.
+"""Patches of a live run, keyed by the call site they apply to.
 
-In: the record of the plain forward, and a Request. Out: Aims, which tell for an operation's Spot, an input's number or
-a parameter what is to be made of its value. An Aim is the function from the values to the new ones, so that it can
-stand in a program as a call like others. Nothing runs here.
+In: the Record of the plain forward, and a Request. Out: LivePatches, which find the LivePatch of an operation by its
+CallSite, of an input by its number, and of a parameter by its node. A LivePatch maps the values of a node to new ones,
+so that a program can hold it as the function of a call. Nothing runs here.
 """
 
 from __future__ import annotations
@@ -28,57 +28,55 @@ from ..._replay.request import Change, HandOffChange, Request
 from ...errors import ShapeMismatch
 from .call_sites import CallSite, LoopPasses, call_sites, loop_passes_of
 
-Copied = Callable[[torch.Tensor, torch.Tensor], None]  # is told of what a patch gave, and of the copy that is used
-
-
-def _untold(given: torch.Tensor, copy: torch.Tensor) -> None:
-    pass
+OnCopy = Callable[
+    [torch.Tensor, torch.Tensor], None
+]  # called with the result of a patch, and the copy that replaces it
 
 
 @frozen(eq=False)
 class LivePatch:
-    """The changes at one node: a function from the values that the model saw of it to new ones."""
+    """The changes at one node: a function from the values that the model computed to new ones."""
 
     name: str
     refs: tuple[Ref, ...]
     changes: tuple[Change, ...]
-    meanings: dict[Ref, TensorSpec]
+    specs: dict[Ref, TensorSpec]
     is_input: bool = False
     with_gradients: bool = False
 
-    def __call__(self, *values: torch.Tensor, copied: Copied = _untold) -> Any:
+    def __call__(self, *values: torch.Tensor, on_copy: OnCopy = lambda given, copy: None) -> Any:
         given = dict(zip(self.refs, values, strict=True))
         for change in self.changes:
-            given.update(self._changed(change, given, copied))
-        news = tuple([given[ref] for ref in self.refs])
-        return news if len(news) > 1 else news[0]
+            given.update(self._apply(change, given, on_copy))
+        results = tuple([given[ref] for ref in self.refs])
+        return results if len(results) > 1 else results[0]
 
-    def at_hand(self, ref: Ref) -> LivePatch:
-        """What is meant for one of the values alone, as a module hands it on."""
+    def for_ref(self, ref: Ref) -> LivePatch:
+        """The same patch of one of its values alone, as a module returns it."""
         return evolve(self, refs=(ref,), changes=tuple([one for one in self.changes if ref in refs_in(one.tree)]))
 
     @property
     def target(self) -> Target:
-        """How a program calls it."""
         return Target(f"patch({self.name})", self, is_stable=False)
 
-    def _changed(self, change: Change, given: dict[Ref, torch.Tensor], copied: Copied) -> dict[Ref, torch.Tensor]:
+    def _apply(self, change: Change, given: dict[Ref, torch.Tensor], on_copy: OnCopy) -> dict[Ref, torch.Tensor]:
         refs = refs_in(change.tree)
-        same = all(_meaning(given[ref]) == _facts(self.meanings[ref]) for ref in refs)
-        make = change.make if same else change.free
+        found = {ref: (tuple(given[ref].shape), given[ref].dtype) for ref in refs}
+        as_recorded = all(found[ref] == (self.specs[ref].shape, self.specs[ref].dtype) for ref in refs)
+        make = change.make if as_recorded else change.free
         new = make(thaw(change.tree, lambda leaf: given[leaf] if type(leaf) is Ref else leaf))
-        ways = {leaf: way for way, leaf in walk(change.tree) if type(leaf) is Ref}
+        paths = {leaf: path for path, leaf in walk(change.tree) if type(leaf) is Ref}
         try:
-            return {ref: self._fitting(given[ref], part_at(new, way), copied) for ref, way in ways.items()}
+            return {ref: self._fitting(given[ref], part_at(new, path), on_copy) for ref, path in paths.items()}
         except (TypeError, IndexError):
-            raise ShapeMismatch(f"{self.name} gives {len(refs)} tensors; a patch for it must give as many.") from None
+            raise ShapeMismatch(f"{self.name} returns {len(refs)} tensors; its patch must return as many.") from None
 
-    def _fitting(self, old: torch.Tensor, new: Any, copied: Copied) -> torch.Tensor:
-        """The new value as a tensor of its own, laid out as it was given: a hook hands it on like that."""
+    def _fitting(self, old: torch.Tensor, new: Any, on_copy: OnCopy) -> torch.Tensor:
+        """The new value as a tensor of its own, with the memory layout it was given with, as a hook returns it."""
         if not isinstance(new, torch.Tensor) or (new.shape, new.dtype) != (old.shape, old.dtype):
             what = TensorSpec.of(new) if isinstance(new, torch.Tensor) else type(new).__name__
             raise ShapeMismatch(
-                f"the patch at `{self.name}` gives {what}; on the path that the model takes now, the value there is "
+                f"the patch at `{self.name}` gives {what}, but the value on the path that the model takes now is "
                 f"{TensorSpec.of(old)}."
             )
         if new is old or (not self.is_input and aliases_its_input(old, new)):
@@ -87,31 +85,29 @@ class LivePatch:
             if self.with_gradients and new.is_leaf:
                 return new
             copy = _with_attributes(_as_given(new), new)
-            copied(new, copy)
+            on_copy(new, copy)
             return copy
         if new.is_inference() and not old.is_inference():
             return new
         copy = copy_in_place(new)
-        copied(new, copy)
+        on_copy(new, copy)
         return _with_attributes(copy, new) if self.is_input else copy
 
 
 def aliases_its_input(old: torch.Tensor, new: torch.Tensor) -> bool:
-    """Does a patch hand on the very memory that it was given, by another tensor: `value.detach()`, `value[:]`?"""
+    """True if a patch returns another tensor over the memory that it was given: `value.detach()`, `value[:]`."""
     dense = old.layout is new.layout is torch.strided and not (is_wrapped(old) or is_wrapped(new))
     return new is not old and dense and storage_of(old) == storage_of(new)
 
 
 def _with_attributes(copy: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """With what Python code has hung on a tensor."""
+    """The copy, with the Python attributes of the original."""
     vars(copy).update(vars(new))
     return copy
 
 
 def _as_given(new: torch.Tensor) -> torch.Tensor:
-    """What the model is given instead of an input: of the same class, a leaf where it is one, with its gradient. It may
-    be written.
-    """
+    """A copy that replaces an input: of its class, a leaf if it is one, with its gradient. It may be written."""
     if new.grad_fn is not None:
         return new.clone()
     copy = new.detach().clone()
@@ -122,149 +118,134 @@ def _as_given(new: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-def _meaning(tensor: torch.Tensor) -> Any:
-    return tuple(tensor.shape), tensor.dtype
-
-
-def _facts(meaning: TensorSpec) -> Any:
-    return meaning.shape, meaning.dtype
-
-
 @define(eq=False)
 class HandOffPatches:
-    """What is meant for what modules hand on: by the number of each tensor, in one call or in all of them."""
+    """Patches of what modules return, by output number, for one call or for all calls."""
 
-    one: dict[tuple[str, int, int], LivePatch] = field(factory=dict)  # address, call, number
-    all: dict[tuple[str, int], LivePatch] = field(factory=dict)  # address, number: also of calls that were not recorded
-    names: dict[tuple[str, int], set[str]] = field(factory=dict)  # of the recorded nodes that were handed on there
-    within: dict[str, set[tuple[str, int]]] = field(factory=dict)  # of these: the calls that compute them; 0 for any
-    counts: dict[str, set[int]] = field(factory=dict)  # how many tensors a call was recorded to hand on
+    by_call: dict[tuple[str, int, int], LivePatch] = field(factory=dict)  # address, call, output number
+    every_call: dict[tuple[str, int], LivePatch] = field(factory=dict)  # address, number; also of calls not recorded
+    recorded_names: dict[tuple[str, int], set[str]] = field(factory=dict)  # of the nodes that are returned there
+    computing_calls: dict[str, set[tuple[str, int]]] = field(factory=dict)  # of these nodes: address, call; 0 for any
+    counts: dict[str, set[int]] = field(factory=dict)  # how many tensors a recorded call returns
 
-    def aim(self, address: str, call: int, number: int) -> LivePatch | None:
-        """What is meant for the n-th tensor that a call hands on."""
-        return self.one.get((address, call, number)) or self.all.get((address, number))
+    def patch_for(self, address: str, call: int, number: int) -> LivePatch | None:
+        """The patch of the n-th tensor that a call returns."""
+        return self.by_call.get((address, call, number)) or self.every_call.get((address, number))
 
-    def group(self, name: str) -> Any:
-        """Of a recorded node: the tensor that it is in all calls of a module, if something is meant for that."""
-        return next((key for key, names in self.names.items() if key in self.all and name in names), None)
+    def every_call_key(self, name: str) -> Any:
+        """The key in `every_call` under which a recorded node is patched, if it is."""
+        return next(
+            (key for key, names in self.recorded_names.items() if key in self.every_call and name in names), None
+        )
 
 
 @define(eq=False)
 class LivePatches:
-    """All that is to be patched. `at` finds what is meant for an operation."""
+    """All patches of a run. `at` finds that of an operation."""
 
-    spots: dict[CallSite, LivePatch] = field(factory=dict)
-    recorded: frozenset[CallSite] = frozenset()  # all Spots of the recorded forward: what follows is for others
-    any_call: dict[CallSite, LivePatch] = field(
-        factory=dict
-    )  # of patches for all passes: in whichever call of the module
-    beneath: dict[CallSite, LivePatch] = field(
-        factory=dict
-    )  # the same of what modules hand on, beneath torch.func's transforms
-    hands: HandOffPatches = field(factory=HandOffPatches)
-    globs: tuple[str, ...] = ()  # that mean modules
-    called: frozenset[str] = frozenset()  # the modules that ran when recorded
-    layers: dict[Any, LivePatch] = field(
-        factory=dict
-    )  # the same as `any_call`, by the kind of operation and its parameters' objects
-    kinds: dict[str, LivePatch] = field(factory=dict)  # of patches for all operations of a kind
-    sources: dict[str, LivePatch] = field(factory=dict)  # inputs, parameters, buffers, constants, by the node's name
-    rounds: LoopPasses = field(factory=LoopPasses)  # of patches for all passes of a layer that one line runs again
-    unseen: list[str] = field(factory=list)  # nodes that no call of the model makes
+    by_site: dict[CallSite, LivePatch] = field(factory=dict)
+    recorded_sites: frozenset[CallSite] = frozenset()  # all of the recorded forward
+    # patches for all passes, for sites that were not recorded
+    any_call: dict[CallSite, LivePatch] = field(factory=dict)  # in any call of the module
+    in_functorch: dict[CallSite, LivePatch] = field(factory=dict)  # of module outputs, beneath torch.func's transforms
+    by_parameters: dict[Any, LivePatch] = field(factory=dict)  # by kind of operation and ids of its parameters
+    by_kind: dict[str, LivePatch] = field(factory=dict)  # of patches for all operations of a kind
+    loop_passes: LoopPasses = field(factory=LoopPasses)
+    # patches of what has no site
+    hand_offs: HandOffPatches = field(factory=HandOffPatches)
+    sources: dict[str, LivePatch] = field(factory=dict)  # inputs, parameters, buffers, constants, by node
+    unreachable: list[str] = field(factory=list)  # nodes that no call of the model makes
+    globs: tuple[str, ...] = ()  # of modules
+    called: frozenset[str] = frozenset()  # modules that ran when recorded
 
-    def means(self, address: str) -> str | None:
-        """The glob that means a module which did not run when recorded: what is to be made of its values, none says."""
+    def ambiguous_glob(self, address: str) -> str | None:
+        """A glob that matches a module which did not run when recorded: which of its values to patch is unknown."""
         if address in self.called:
             return None
         return next((glob for glob in self.globs if matches(address, glob)), None)
 
-    def at(self, spot: CallSite, parameters: frozenset[int], source: Callable[[], Source | None]) -> LivePatch | None:
-        """What is meant for the operation at a Spot, which reads these parameters and stands on this line."""
-        is_recorded = spot in self.recorded
-        further = self.rounds.next(spot, source, is_recorded)
+    def at(self, site: CallSite, parameters: frozenset[int], source: Callable[[], Source | None]) -> LivePatch | None:
+        """The patch of the operation at a call site, which reads these parameters on this line."""
+        is_recorded = site in self.recorded_sites
+        in_loop = self.loop_passes.next(site, source, is_recorded)
         if is_recorded:
-            return self.spots.get(spot)
-        wide = self.any_call.get(spot.any_call) or (self.layers.get((spot.kind, parameters)) if parameters else None)
-        return wide or further or self.kinds.get(spot.kind)
+            return self.by_site.get(site)
+        for_all = self.any_call.get(site.any_call) or (
+            self.by_parameters.get((site.kind, parameters)) if parameters else None
+        )
+        return for_all or in_loop or self.by_kind.get(site.kind)
 
-    def missed(self, reached: set[str]) -> tuple[str, ...]:
-        """The nodes that a run did not come to. Of those of a patch for all passes, one that it came to is enough."""
+    def unreached(self, reached: set[str]) -> tuple[str, ...]:
+        """The nodes whose patches were not applied. A patch for all passes counts as applied if one pass was."""
         groups: dict[Any, list[str]] = {}
-        for spot, aim in self.spots.items():
-            wide = spot.any_call if spot.any_call in self.any_call else self.hands.group(aim.name)
-            groups.setdefault(spot if wide is None else wide, []).append(aim.name)
+        for site, patch in self.by_site.items():
+            for_all = site.any_call if site.any_call in self.any_call else self.hand_offs.every_call_key(patch.name)
+            groups.setdefault(site if for_all is None else for_all, []).append(patch.name)
         for name in self.sources:
             groups[name] = [name]
         return tuple([name for names in groups.values() if reached.isdisjoint(names) for name in names])
 
 
 def live_patches_of(record: Record, request: Request) -> LivePatches:
-    """Where each change of a request is to be made while the model runs."""
-    graph, where = record.graph, call_sites(record.graph)
+    """Where each change of a request applies while the model runs."""
+    graph, sites = record.graph, call_sites(record.graph)
     called = frozenset(scope.address for scope, _ in graph.module_outputs)
-    beyond = request.beyond()
-    aims = LivePatches(recorded=frozenset(where.values()), globs=beyond.globs, called=called)
-    handed = {graph.positions[hand.ref.node] for hand in beyond.hands}
+    wider = request.beyond()
+    patches = LivePatches(recorded_sites=frozenset(sites.values()), globs=wider.globs, called=called)
+    handed = {graph.positions[hand_off.ref.node] for hand_off in wider.hands}
     for position, changes in sorted(request.changed.items()):
         node = graph.nodes[position]
-        aim = _aim(node, changes, request.grad)
+        refs = tuple(dict.fromkeys(refs_in(value_of(node))))
+        patch = LivePatch(node.name, refs, changes, _specs(node), isinstance(node, Input), request.grad)
         if not isinstance(node, Call):
-            aims.sources[node.name] = aim
-        elif (spot := where.get(position)) is None:
-            aims.unseen.append(node.name)
+            patches.sources[node.name] = patch
+        elif (site := sites.get(position)) is None:
+            patches.unreachable.append(node.name)
         else:
-            aims.spots[spot] = aim
-            if position in beyond.every and position in handed:
-                aims.beneath.setdefault(spot.any_call, aim)
-            elif position in beyond.every:
-                aims.any_call.setdefault(spot.any_call, aim)
+            patches.by_site[site] = patch
+            if position in wider.every and position in handed:
+                patches.in_functorch.setdefault(site.any_call, patch)
+            elif position in wider.every:
+                patches.any_call.setdefault(site.any_call, patch)
                 if own := parameters_of(record, node):
-                    aims.layers.setdefault((node.kind, own), aim)
-            if node.kind in beyond.kinds:
-                aims.kinds.setdefault(node.kind, aim)
-    for hand in beyond.hands:
-        spot = where.get(graph.positions[hand.ref.node])
-        _note(aims, aims.sources.get(hand.ref.node) if spot is None else aims.spots.get(spot), hand)
-        node = graph[hand.ref.node]
-        if isinstance(node, Call) and node.scope is not None:
-            calls = [(one.address, one.call) for one in node.scope.stack]
-            if (hand.address, hand.call) in calls:
-                call = 0 if hand.is_every else hand.call
-                aims.hands.within.setdefault(node.name, set()).add((hand.address, call))
-    every = {p: aims.spots[where[p]] for p in beyond.every - handed if p in where and where[p] in aims.spots}
-    return evolve(aims, rounds=loop_passes_of(graph, where, every))
+                    patches.by_parameters.setdefault((node.kind, own), patch)
+            if node.kind in wider.kinds:
+                patches.by_kind.setdefault(node.kind, patch)
+    for hand_off in wider.hands:
+        site, node = sites.get(graph.positions[hand_off.ref.node]), graph[hand_off.ref.node]
+        _add_hand_off(patches, patches.sources.get(node.name) if site is None else patches.by_site.get(site), hand_off)
+        stack = node.scope.stack if isinstance(node, Call) and node.scope is not None else ()
+        if any((one.address, one.call) == (hand_off.address, hand_off.call) for one in stack):
+            call = 0 if hand_off.is_every else hand_off.call
+            patches.hand_offs.computing_calls.setdefault(node.name, set()).add((hand_off.address, call))
+    every = {p: patches.by_site[sites[p]] for p in wider.every - handed if p in sites and sites[p] in patches.by_site}
+    return evolve(patches, loop_passes=loop_passes_of(graph, sites, every))
 
 
-def _note(aims: LivePatches, aim: LivePatch | None, hand: HandOffChange) -> None:
-    if aim is None:
+def _add_hand_off(patches: LivePatches, patch: LivePatch | None, hand_off: HandOffChange) -> None:
+    if patch is None:
         return
-    hands, aim = aims.hands, aim.at_hand(hand.ref)
-    hands.one[hand.address, hand.call, hand.number] = aim
-    hands.names.setdefault((hand.address, hand.number), set()).add(aim.name)
-    hands.counts.setdefault(hand.address, set()).add(hand.count)
-    if hand.is_every:
-        hands.all.setdefault((hand.address, hand.number), aim)
-
-
-def _aim(node: Node, changes: tuple[Change, ...], grad: bool) -> LivePatch:
-    refs = tuple(dict.fromkeys(refs_in(value_of(node))))
-    return LivePatch(node.name, refs, changes, _meanings(node), isinstance(node, Input), grad)
+    hand_offs, patch = patches.hand_offs, patch.for_ref(hand_off.ref)
+    hand_offs.by_call[hand_off.address, hand_off.call, hand_off.number] = patch
+    hand_offs.recorded_names.setdefault((hand_off.address, hand_off.number), set()).add(patch.name)
+    hand_offs.counts.setdefault(hand_off.address, set()).add(hand_off.count)
+    if hand_off.is_every:
+        hand_offs.every_call.setdefault((hand_off.address, hand_off.number), patch)
 
 
 def live_patch_at(graph: Graph, ref: Ref, change: Change) -> LivePatch:
-    """A change of one value alone."""
-    return LivePatch(ref.node, (ref,), (change,), _meanings(graph[ref.node]))
+    """The patch of one value alone."""
+    return LivePatch(ref.node, (ref,), (change,), _specs(graph[ref.node]))
 
 
-def _meanings(node: Node) -> dict[Ref, TensorSpec]:
+def _specs(node: Node) -> dict[Ref, TensorSpec]:
     if not isinstance(node, Call):
         return {Ref(node.name): node.meaning}
-    given = refs_in(node.returns)
-    return dict(zip(given, node.meaning, strict=True))
+    return dict(zip(refs_in(node.returns), node.meaning, strict=True))
 
 
 def parameters_of(record: Record, node: Call) -> frozenset[int]:
-    """The parameters that a call reads, as objects of the model's."""
+    """The ids of the parameters that a call reads, as objects of the model."""
     graph = record.graph
     read = [graph[ref.node] for ref in node.refs]
     own = [n for n in read if isinstance(n, State) and n.kind == "parameter" and n.name in record.live]

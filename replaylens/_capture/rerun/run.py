@@ -1,8 +1,10 @@
-"""The model run once more, from where the recorded forward began, with changes; afterwards everything is put back.
+"""Runs the model once more from where the recorded forward began, with patches applied while it runs, and restores
+everything afterwards.
 
-In: a ForwardState, the Record of the forward, and a Request. Out: a Lived: the record of the path that the model takes
-with these changes, and the patches that this path never came to. Parameters, buffers and inputs are those that were
-recorded, or those that the request gives; attributes, containers and generators are as they were then.
+In: a ForwardState, the Record of the forward, and a Request. Out: a LiveRun: the record of the path that the model
+takes with these patches, and the patches that this path never reached. Parameters, buffers and inputs are the recorded
+ones unless the request gives others; attributes, containers and generators are as they were when the recorded forward
+began.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ from torch import nn
 from ..._ir.autograd import as_leaf
 from ..._ir.graph import Graph
 from ..._ir.location import Location
-from ..._ir.model_state import attribute_at
 from ..._ir.node import Call, Const, Input, Node, Ref, State, TensorSpec, refs_in
 from ..._ir.node_summary import Naming
 from ..._ir.printer import listing
@@ -52,7 +53,7 @@ from ..rng import lent_generators
 from ..same_forward import Likeness
 from ..scopes import addresses, alone_with
 from ..snapshot import ForwardState, ModelState, RngState, Snapshot
-from ..state_changes import LATE_WRITE, held
+from ..state_changes import LATE_WRITE, held, tensor_at
 from ..writes import WRITTEN_STANDING
 from .call_sites import MatchingSites, is_handed_on
 from .live_patches import LivePatch, LivePatches, live_patch_at, live_patches_of
@@ -64,99 +65,100 @@ T = TypeVar("T")
 
 @frozen(eq=False)
 class LiveRun:
-    """What a live run gave."""
+    """The result of a live run."""
 
     record: Record
-    unreached: tuple[str, ...]  # patched nodes that this path never came to
-    held: dict[Ref, torch.Tensor]  # the parameters and other state that it read, with their histories
+    unreached: tuple[str, ...]  # patched nodes that this path never reached
+    state: dict[Ref, torch.Tensor]  # parameters and other state that it read, with autograd history
 
 
 def undisturbed(model: Any, work: Callable[[Turn], T]) -> T:
-    """What some work gives, while no other thread runs the model: what hangs on it is changed, and put back."""
+    """Returns the result of `work` while no other thread runs the model, which it changes and restores."""
     return alone_with(lambda: Provenance(model).modules, work)
 
 
 def has_scripts(model: Any) -> bool:
-    """Is a module of the model TorchScript, or does its code name such a function?"""
+    """True if a module of the model is TorchScript, or its code refers to such a function."""
     origins = Provenance(model)
     return any(isinstance(one, torch.jit.ScriptModule) for one in origins.modules) or reaches_scripts(origins)
 
 
 def capture_without_effects(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], naming: Naming) -> Captured:
-    """A capture that leaves nothing behind, not even what a plain forward leaves."""
+    """Captures and leaves nothing behind, not even what a plain forward leaves."""
     require_supported(model)
     require_no_iterators(args, kwargs)
-    return undisturbed(model, lambda turn: _rehearsed(turn, model, args, kwargs, naming))
+
+    def _capture_without_effects(turn: Turn) -> Captured:
+        start = ForwardState(model, naming, Snapshot(Provenance(model).modules, (args, kwargs)), RngState())
+        captured, _ = _run(turn, start, args, kwargs, LiveSetup(LivePatches(), {}, lambda tracer: []))
+        start.generators = tuple(captured.recording.rng.generators.values())
+        start.lent = frozenset(map(id, lent_generators(model, args, kwargs)))
+        start.snapshot.flags = flags_of(captured.recording)
+        return captured
+
+    return undisturbed(model, _capture_without_effects)
 
 
-def _rehearsed(turn: Turn, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], naming: Naming) -> Captured:
-    beginning = ForwardState(model, naming, Snapshot(Provenance(model).modules, (args, kwargs)), RngState())
-    captured, _ = _run(turn, beginning, args, kwargs, LiveSetup(LivePatches(), {}, lambda tracer: []))
-    beginning.generators = tuple(captured.recording.rng.generators.values())
-    beginning.lent = frozenset(map(id, lent_generators(model, args, kwargs)))
-    beginning.snapshot.flags = flags_of(captured.recording)
-    return captured
-
-
-def otherwise(beginning: ForwardState, record: Record) -> str:
-    """What the model would do otherwise than recorded in its next forward, on the recorded inputs; empty if nothing."""
+def otherwise(start: ForwardState, record: Record) -> str:
+    """How the next forward of the model would differ from the recorded one on its inputs; empty if it would not."""
     graph = record.graph
     given = lambda leaf: as_leaf(record.value(leaf)) if type(leaf) is Ref else leaf  # noqa: E731
     args, kwargs = thaw_shared(graph.inputs, given)
     try:
         with recorded_world(True, graph), modes(graph.ambient):
-            found = record_of(capture_without_effects(beginning.model, args, kwargs, beginning.naming))
+            found = record_of(capture_without_effects(start.model, args, kwargs, start.naming))
     except Exception as error:
         return f"raises {type(error).__name__}"
     return Likeness(record, found).difference()
 
 
-def run_with_patches(beginning: ForwardState, record: Record, request: Request, given: Any = None) -> LiveRun:
-    """Run the model with the changes of a request made while it runs, on the recorded inputs if none are given.
+def run_with_patches(start: ForwardState, record: Record, request: Request, given: Any = None) -> LiveRun:
+    """Runs the model, patched as a request says, on the recorded inputs unless `given` others.
 
-    One run at a time, and no plain forward meanwhile: each finds the model as its user left it.
+    Holds the turn of the model: no other run and no plain forward sees it while it is changed.
     """
-    return undisturbed(beginning.model, lambda turn: _run_with_patches(turn, beginning, record, request, given))
+    return undisturbed(start.model, lambda turn: _run_with_patches(turn, start, record, request, given))
 
 
-def _run_with_patches(turn: Turn, beginning: ForwardState, record: Record, request: Request, given: Any) -> LiveRun:
-    _require_in_place(record, request)
-    record = _with_what_was_replaced(record)
-    graph, aims = record.graph, live_patches_of(record, request)
-    if aims.unseen:
+def _run_with_patches(turn: Turn, start: ForwardState, record: Record, request: Request, given: Any) -> LiveRun:
+    _require_recorded_state(record, request)
+    record = _with_recorded_attributes(record)
+    graph, patches = record.graph, live_patches_of(record, request)
+    if patches.unreachable:
         raise DivergedReplay(
-            f"the patch at {aims.unseen[0]} cannot be made while the model runs: it is a view that is read again after "
-            "its memory was written, and no call of the model's gives it."
+            f"the patch at {patches.unreachable[0]} cannot be applied while the model runs: it is a view that "
+            "replaylens regenerates after a write to its memory, and no call of the model gives it."
         )
     numbers = numbers_of(graph, *(given or ())) if given else {node.name: node.path[0] for node in graph.input_nodes}
-    inputs = {numbers[name]: aim for name, aim in aims.sources.items() if name in numbers}
-    made = partial(_stand_ins, record, request, aims)
-    most = max(10_000, 100 * len(graph))
-    lent = _lent(beginning.model, record) if request.inputs is None and given is None else {}
-    apart = given is None and not request.fresh
-    stage = LiveSetup(aims, inputs, made, lent, grad=request.grad, fresh=request.fresh, draws_apart=apart, most=most)
+    inputs = {numbers[name]: patch for name, patch in patches.sources.items() if name in numbers}
+    make = partial(_substitutes, record, request, patches)
+    state = _state_in_inputs(start.model, record) if request.inputs is None and given is None else {}
+    separate, most = given is None and not request.fresh, max(10_000, 100 * len(graph))
+    setup = LiveSetup(
+        patches, inputs, make, state, grad=request.grad, fresh=request.fresh, separate_draws=separate, max_calls=most
+    )
     args, kwargs = given or thaw_shared(
         graph.inputs, lambda leaf: supply(record, request, leaf) if type(leaf) is Ref else leaf
     )
     for kind in iterators_in(args, kwargs) if given is None else ():
         raise DivergedReplay(
-            f"the model cannot be run again: an iterator is among its inputs (a {kind}), and the recorded forward has "
-            "used it up. Capture it with a list of what that gives."
+            f"the model cannot be run again: one of its inputs is an iterator (a {kind}), which the recorded forward "
+            "has exhausted. Capture it with a list instead."
         )
     ambient = evolve(graph.ambient, grad=True, inference=False) if request.grad else graph.ambient
     with recorded_world(not request.fresh, graph), modes(ambient):
-        captured, tracer = _run(turn, beginning, args, kwargs, stage, request.inputs is not None)
-    if request.fresh:  # the generators began elsewhere than when the program was recorded
+        captured, tracer = _run(turn, start, args, kwargs, setup, request.inputs is not None)
+    if request.fresh:  # other generator states than when recorded
         captured.recording.rng.drawn_elsewhere = graph.drawn_elsewhere
     found = record_of(captured)
     if request.grad:
-        _require_the_same_backward(captured.recording, record.graph, found.graph)
+        _require_same_backward(captured.recording, record.graph, found.graph)
     if not request.given and request.inputs is None and not request.fresh:
         _require_as_recorded(record, found)
-    unreached = aims.missed(tracer.reached)
+    unreached = patches.unreached(tracer.reached)
     if unreached and not tracer.reached and not request.ends:
         raise DivergedReplay(
-            f"the model takes another path with this change, and never comes to {', '.join(unreached)}: nothing was "
+            f"with this patch the model takes another path and never reaches {', '.join(unreached)}: nothing was "
             "patched."
         )
     pairs = zip(captured.recording.records, found.graph.nodes, strict=True)
@@ -164,23 +166,22 @@ def _run_with_patches(turn: Turn, beginning: ForwardState, record: Record, reque
     return LiveRun(found, unreached, {Ref(n.name): values[r.returns] for r, n in pairs if isinstance(n, State)})
 
 
-def _require_the_same_backward(recording: Recording, *graphs: Graph) -> None:
-    """Does the caller's backward pass find what that of the model would? What the forward wrote is put back by now."""
-    late = [word for graph in graphs for word in graph.one_way if word in (LATE_WRITE, WRITTEN_STANDING)]
-    if late:
-        raise NotDifferentiable(f"gradients through {late[0]}")
+def _require_same_backward(recording: Recording, *graphs: Graph) -> None:
+    """Refuses gradients that differ from the model's own backward: the writes of the forward are undone by now."""
+    for word in (word for graph in graphs for word in graph.one_way if word in (LATE_WRITE, WRITTEN_STANDING)):
+        raise NotDifferentiable(f"gradients through {word}")
     for tensor, flag in recording.autograd.left_turned:
         if tensor.requires_grad != flag:
             raise NotDifferentiable(
-                f"the forward turns `requires_grad` of a tensor of the model, {TensorSpec.of(tensor)}, and leaves "
-                "it so: the model's own backward goes by that, and what a run changes is put back before. Turn it "
-                "before the forward."
+                f"the forward sets `requires_grad` of a tensor of the model, {TensorSpec.of(tensor)}, to another value "
+                "and leaves it: the model's own backward reads that, but a run restores it before. Set it before the "
+                "forward."
             )
 
 
-def _require_in_place(record: Record, request: Request) -> None:
-    """Do the parameters and buffers that were recorded stand in the model still? The model that would be run is another
-    one if not. The request may give others; attributes are put back for the run.
+def _require_recorded_state(record: Record, request: Request) -> None:
+    """Raises StaleValue unless the model still holds the recorded parameters and buffers: it would be another model.
+    The request may replace some; attributes are restored for the run.
     """
     by_name, _ = record.watched
     for name, place in by_name.items():
@@ -189,53 +190,54 @@ def _require_in_place(record: Record, request: Request) -> None:
             raise StaleValue(record.stale(Ref(name)))
 
 
-def _with_what_was_replaced(record: Record) -> Record:
-    """The record for a run in which all that the model holds is as it was recorded: attributes that stand elsewhere by
-    now, and are whole, are put in their place.
-    """
+def _with_recorded_attributes(record: Record) -> Record:
+    """The record, so that attributes which the user has replaced are put back for the run if they are intact."""
     places = {address: place for address, place in record.places.items() if not place.is_whole_elsewhere()}
     return record if len(places) == len(record.places) else evolve(record, places=places)
 
 
 def as_run(
-    made: LiveRun,
+    live: LiveRun,
     recorded: Record,
     request: Request,
     first: Departure | None,
     find: Callable[[Any], Location],
     program: Any,
 ) -> Run:
-    """A live run as the Run that a request asked for. `find` gives the place that a name means in its own program."""
-    record, graph = made.record, made.record.graph
+    """A live run as the Run that a request asked for. `find` resolves a name in the program of that run."""
+    record, graph = live.record, live.record.graph
     has_output = request.to is None
 
     def get(leaf: Any) -> Any:
         if type(leaf) is not Ref:
             return leaf
-        return made.held.get(leaf, record.value(leaf)) if request.grad else detached(record.value(leaf))
+        return live.state.get(leaf, record.value(leaf)) if request.grad else detached(record.value(leaf))
 
-    ended = _ended(request, recorded.graph, graph, get) if has_output else {}
+    patched_outputs = _patched_outputs(request, recorded.graph, graph, get) if has_output else {}
 
     def lookup(name: Any) -> Any:
         at = name if isinstance(name, Location) else find(name)
         if (places := at.inner) is not None:
             return thaw(places, lambda leaf: lookup(leaf) if type(leaf) is Location else leaf)
-        if at.output is not None and at.output in ended:
-            return ended[at.output]
+        if at.output is not None and at.output in patched_outputs:
+            return patched_outputs[at.output]
         return thaw(at.tree(graph), get)
 
     found = [mismatch.departure for mismatch in request.mismatches]
     found += departures(recorded.graph, graph, recorded.value, record.value)
     if first is not None and all(str(first) != str(other) for other in found):
         found.insert(0, first)
-    found.extend(Departure(f"the patch at {name}", "reached", "on a path not taken") for name in made.unreached)
+    found.extend(Departure(f"the patch at {name}", "reached", "on a path not taken") for name in live.unreached)
     return Run(
         executed=tuple([call.name for call in graph.calls]),
         state_changes={**{a: get(ref) for a, ref in graph.changes}, **dict.fromkeys(graph.removed)}
         if has_output
         else {},
         departures=tuple(found),
-        output=thaw(graph.output, lambda leaf: ended[leaf] if type(leaf) is Ref and leaf in ended else get(leaf))
+        output=thaw(
+            graph.output,
+            lambda leaf: patched_outputs[leaf] if type(leaf) is Ref and leaf in patched_outputs else get(leaf),
+        )
         if has_output
         else None,
         has_output=has_output,
@@ -244,48 +246,48 @@ def as_run(
     )
 
 
-def _ended(request: Request, recorded: Graph, graph: Graph, get: Callable[[Any], Any]) -> dict[Ref, Any]:
-    """Patched outputs of the program: those of the recorded one by their number."""
+def _patched_outputs(request: Request, recorded: Graph, graph: Graph, get: Callable[[Any], Any]) -> dict[Ref, Any]:
+    """Values of the patched program outputs. An output of the recorded program is matched by its number."""
     found: dict[Ref, Any] = {}
     places = MatchingSites(recorded, graph) if request.ends else None
     for ref, change in request.ends.items():
         at = places.of(Location(ref.node, output=ref)) if places else None
         if at is None or (mine := at.output) is None:
-            raise DivergedReplay(f"the patch at an output, {ref}, has no place: the model gives fewer outputs now.")
+            raise DivergedReplay(f"the patch at an output, {ref}, does not apply: the model returns fewer outputs now.")
         found[mine] = live_patch_at(recorded, ref, change)(get(mine))
     return found
 
 
 def _run(
-    turn: Turn, beginning: ForwardState, args: Any, kwargs: Any, stage: LiveSetup, are_new: bool = False
+    turn: Turn, start: ForwardState, args: Any, kwargs: Any, setup: LiveSetup, inputs_are_new: bool = False
 ) -> tuple[Captured, LiveTracer]:
-    """One run of the model from its beginning. What hangs on the model now, and the generators, are as before.
+    """Runs the model once from its ForwardState, and restores its present state and the generators.
 
-    `are_new`: the inputs are not those that the forward began with, and hold what they hold now.
+    `inputs_are_new`: the inputs are not those of the recorded forward, and keep their present content.
     """
-    looks: list[LiveTracer] = []
-    inputs = Snapshot((), (args, kwargs)) if are_new else None
-    origins, dtype = Provenance(beginning.model), torch.get_default_dtype()
-    belongings = ModelState(origins.modules, (args, kwargs), beginning)
+    tracers: list[LiveTracer] = []
+    inputs = Snapshot((), (args, kwargs)) if inputs_are_new else None
+    origins, dtype = Provenance(start.model), torch.get_default_dtype()
+    model_state = ModelState(origins.modules, (args, kwargs), start)
 
-    def tracer(recording: Recording, own: Provenance, date: Moment, deep: bool, unknown: str) -> LiveTracer:
-        looks.append(LiveTracer(recording, own, date, deep, unknown, stage))
-        return looks[-1]
+    def new_tracer(recording: Recording, own: Provenance, date: Moment, deep: bool, unknown: str) -> LiveTracer:
+        tracers.append(LiveTracer(recording, own, date, deep, unknown, setup))
+        return tracers[-1]
 
     def leave() -> None:
-        belongings.put_back()
+        model_state.put_back()
         torch.set_default_dtype(dtype)
-        if not stage.fresh:
-            for look in reversed(looks):
-                put_generators_back(look.recording)
-            belongings.put_generators_back()
+        if not setup.fresh:
+            for tracer in reversed(tracers):
+                put_generators_back(tracer.recording)
+            model_state.put_generators_back()
         else:
-            belongings.put_own_generators_back()
+            model_state.put_own_generators_back()
 
     def begin() -> None:
-        beginning.snapshot.put_back(draws_on=stage.fresh)
-        if not stage.fresh:  # else generators that it holds draw on from where they are
-            beginning.put_back()
+        start.snapshot.put_back(draws_on=setup.fresh)
+        if not setup.fresh:  # else the model's own generators draw on from where they are
+            start.put_back()
         if inputs is not None:
             inputs.put_back()
 
@@ -298,24 +300,24 @@ def _run(
             turn.undo = leave
             begin()
             with torch.set_grad_enabled(torch.is_grad_enabled()):
-                origins = Provenance(beginning.model)  # what the model holds is that of the beginning now
-                captured = trace_twice(Forward(beginning.model, args, kwargs, beginning, tracer), begin_again, origins)
-            recording, unwritten = captured.recording, looks[-1].unwritten
+                origins = Provenance(start.model)  # of the restored model
+                captured = trace_twice(Forward(start.model, args, kwargs, start, new_tracer), begin_again, origins)
+            recording, unwritten = captured.recording, tracers[-1].patched_state
             recording.state.changes = [
                 (where, last) for where, last in recording.state.changes if last not in unwritten
             ]
-            return captured, looks[-1]
+            return captured, tracers[-1]
         finally:
             leave()
-    finally:  # again: an interrupt may have come before, or in it
+    finally:  # again: an interrupt may have hit before it or within it
         leave()
 
 
-def _stand_ins(
-    record: Record, request: Request, aims: LivePatches, tracer: LiveTracer
+def _substitutes(
+    record: Record, request: Request, patches: LivePatches, tracer: LiveTracer
 ) -> list[tuple[torch.Tensor, PendingSubstitute]]:
-    """What stands for the model's parameters, buffers and constants: what was recorded, if they hold something else
-    now, what the request gives, and what patches make of that.
+    """The substitutes of parameters, buffers and constants: recorded values where the model now holds others, values
+    that the request gives, and patched ones.
     """
     found: list[tuple[torch.Tensor, PendingSubstitute]] = []
     named = addresses(tracer.origins.table)
@@ -325,28 +327,31 @@ def _stand_ins(
         if isinstance(node, State) and node.name in record.live:
             objects, value = _objects(node, modules, record), _value(node, record, request)
             where: Any = _where(node.address, modules)
-        elif isinstance(node, Const) and node.name in aims.sources:
+        elif isinstance(node, Const) and node.name in patches.sources:
             value, where = _constant(node, record), node.origin
             objects = [value]
         else:
             continue
-        kind, aim = node.kind if isinstance(node, State) else "constant", aims.sources.get(node.name)
-        beneath = _memories(node, objects, value, given) if isinstance(node, State) else ()
-        if aim is not None:
-            (new,), key = tracer.made(aim, (value,))
-            patch = partial(_record_patch, tracer, aim, new, key)
-            found.append((new, PendingSubstitute(kind, where, tuple(objects), value, patch, beneath)))
+        kind = node.kind if isinstance(node, State) else "constant"
+        storages = _storages_at(node, objects, value, given) if isinstance(node, State) else ()
+        pending = PendingSubstitute(kind, where, tuple(objects), value, storages=storages)
+        if (patch := patches.sources.get(node.name)) is not None:
+            (new,), key = tracer.compute_patch(patch, (value,))
+            record_patch = partial(_record_source_patch, tracer, patch, new, key)
+            found.append((new, evolve(pending, record_patch=record_patch)))
         elif any(thing is not value for thing in objects):
             new = value.view_as(value) if any(value is other for other, _ in found) else value
-            found.append((new, PendingSubstitute(kind, where, tuple(objects), new, None, beneath)))
+            found.append((new, evolve(pending, value=new)))
     if request.inputs is not None:
-        found.extend(_were_lent(record, modules, request))
+        found.extend(_state_in_recorded_inputs(record, modules, request))
     return found
 
 
-def _memories(node: State, objects: list[torch.Tensor], value: torch.Tensor, given: frozenset[str]) -> tuple[int, ...]:
-    """The storages of what the model holds at a node, where the value lies as that does. A parameter to which the
-    forward gave other memory lay elsewhere when it began.
+def _storages_at(
+    node: State, objects: list[torch.Tensor], value: torch.Tensor, given: frozenset[str]
+) -> tuple[int, ...]:
+    """The storages of the objects at a state node, where these lie in memory as the value does. Empty for a parameter
+    that the forward moved to other memory: it began elsewhere.
     """
     if node.kind == "parameter" and not given.isdisjoint((node.address, *node.aliases)):
         return ()
@@ -354,61 +359,52 @@ def _memories(node: State, objects: list[torch.Tensor], value: torch.Tensor, giv
     return tuple([key for one in alike if (key := storage_of(one)) is not None])
 
 
-def _lent(model: Any, record: Record) -> dict[int, list[torch.Tensor]]:
-    """By the number of a recorded input, the model's tensors in its memory, which the forward wrote."""
+def _state_in_inputs(model: Any, record: Record) -> dict[int, list[torch.Tensor]]:
+    """Tensors of the model that lie in the memory of a recorded input and that the forward wrote, by input number."""
     origins = Provenance(model)
     named = addresses(origins.table)
     modules = {named[id(module)]: module for module in origins.modules}
     found: dict[int, list[torch.Tensor]] = {}
     for address, (name, _) in record.lent.items():
         node = record.graph[name]
-        if isinstance(node, Input) and (now := _standing(address, modules)) is not None:
+        if isinstance(node, Input) and (now := tensor_at(_where(address, modules))) is not None:
             found.setdefault(node.path[0], []).append(now)
     return found
 
 
-def _standing(address: str, modules: dict[str, nn.Module]) -> torch.Tensor | None:
-    """The model's tensor at an address now."""
-    module, key = _where(address, modules)
-    if module is None:
-        return None
-    return now if (now := held(module, key)) is not None else attribute_at(vars(module), key)
-
-
-def _were_lent(
+def _state_in_recorded_inputs(
     record: Record, modules: dict[str, nn.Module], request: Request
 ) -> Iterator[tuple[torch.Tensor, PendingSubstitute]]:
-    """With other inputs, what stands for tensors of the model that lay in the memory of a recorded one: they hold what
-    they held then, unless they are given again.
+    """Substitutes for tensors of the model that lay in the memory of a recorded input, for a run on other inputs: they
+    have the content of then, unless an input shares their memory again.
     """
     given: list[torch.Tensor] = []
     freeze_deep(request.inputs, given.append)
     known = {storage_of(tensor) for tensor in given}
     read = {address for node in record.graph.state_nodes for address in (node.address, *node.aliases)}
     for address, (_, first) in record.lent.items():
-        now = _standing(address, modules) if address not in read else None
+        now = tensor_at(_where(address, modules)) if address not in read else None
         if now is not None and storage_of(now) not in known:
             yield first, PendingSubstitute("buffer", _where(address, modules), (now,), first)
 
 
 def _value(node: State, record: Record, request: Request) -> torch.Tensor:
-    """The recorded or given value: as the model's own object, where that still holds it."""
+    """The recorded or given value, as the model's own object where that still is this value."""
     value, own = supply(record, request, Ref(node.name)), record.live[node.name]
     given = request.given.get(record.graph.positions[node.name])
-    is_given = given is not None
-    if given is not None and given.requires_grad != value.requires_grad:  # the model may ask
+    if given is not None and given.requires_grad != value.requires_grad:  # the model may read the flag
         return given
-    return own if not is_given and _is_same_memory(own, value) else value
+    return own if given is None and _is_same_memory(own, value) else value
 
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.layout is not torch.strided:
-        return begin_together(one, other)
-    return begin_together(one, other) and one.shape == other.shape and one.stride() == other.stride()
+    if not begin_together(one, other):
+        return False
+    return one.layout is not torch.strided or (one.shape, one.stride()) == (other.shape, other.stride())
 
 
 def _objects(node: State, modules: dict[str, nn.Module], record: Record) -> list[torch.Tensor]:
-    """The tensor objects that the model holds at a node's addresses now, and the one that it held then."""
+    """The tensors that the model holds at the addresses of a node now, then the one that it held when recorded."""
     found = [record.live[node.name]]
     for address in (node.address, *node.aliases) if node.kind != "attribute" else ():
         module, key = _where(address, modules)
@@ -419,7 +415,7 @@ def _objects(node: State, modules: dict[str, nn.Module], record: Record) -> list
 
 
 def _where(address: str, modules: dict[str, nn.Module]) -> tuple[nn.Module | None, str]:
-    """The module and the key there that an address leads to."""
+    """The module that an address leads to, and the key within that module."""
     steps = address.split(".")
     for count in range(len(steps) - 1, -1, -1):
         if (module := modules.get(".".join(steps[:count]))) is not None:
@@ -430,55 +426,54 @@ def _where(address: str, modules: dict[str, nn.Module]) -> tuple[nn.Module | Non
 def _constant(node: Const, record: Record) -> torch.Tensor:
     if node.origin != "older than the capture":
         raise DivergedReplay(
-            f"the patch at {node.name} cannot be made while the model runs: the model makes this constant itself "
+            f"the patch at {node.name} cannot be applied while the model runs: the model creates this constant itself "
             f"({node.origin})."
         )
     return record.value(Ref(node.name))
 
 
-def _record_patch(tracer: LiveTracer, aim: LivePatch, new: torch.Tensor, key: str | None, old: ValueId) -> None:
-    """A patched parameter, buffer or constant is read for the first time."""
+def _record_source_patch(
+    tracer: LiveTracer, patch: LivePatch, new: torch.Tensor, key: str | None, old: ValueId
+) -> None:
+    """Records the patch of a parameter, buffer or constant at its first read."""
     number, handle = len(tracer.recording.records) - 1, tracer.recording.keep(new)
     tracer.memory.register(new, handle)
-    tracer.unwritten.add(handle)
-    tracer.append_patch(aim, number, [old], [handle], key)
+    tracer.patched_state.add(handle)
+    tracer.record_patch(patch, number, [old], [handle], key)
 
 
 def _require_as_recorded(record: Record, found: Record) -> None:
-    """Did the model do what was recorded until the first patch? Else it is another model by now."""
+    """Raises StaleValue unless the run repeats the recorded forward up to its first patch: its code changed."""
     for one, other in _until_patched(record.graph, found.graph):
         same = type(one) is type(other)
         if isinstance(one, Call) and isinstance(other, Call):
             same = one.target == other.target and len(one.meaning) == len(other.meaning)
-            pairs = [(record.values.get(ref), found.values[mine]) for ref, mine in _values(one, other)]
+            refs = [(ref, Ref(other.name, ref.path)) for ref in refs_in(one.returns)]
+            pairs = [(record.values.get(ref), found.values[mine]) for ref, mine in refs]
             same = same and all(old is None or _is_close(old, new) for old, new in pairs)
         if not same:
             raise StaleValue(
-                "the change leads away from the recorded path, and the model cannot be run in its place: before any "
-                f"patch it no longer does what was recorded.\n{listing(record.graph, one.name, 'another value now')}\n"
-                "Its code or its attributes changed since. Capture it again."
+                "the patch leaves the recorded path, and the model cannot be run instead: before any patch it no "
+                f"longer does what was recorded.\n{listing(record.graph, one.name, 'another value now')}\n"
+                "Its code or attributes have changed. Capture it again."
             )
 
 
 def _until_patched(one: Graph, other: Graph) -> Iterator[tuple[Node, Node]]:
-    """The nodes of both up to the first patch. What modules hand on gets its names as it is patched, or at the end: in
-    another order.
+    """Pairs the nodes of both graphs up to the first patch. Aliases of module outputs are left out: their place in the
+    graph depends on the patches.
     """
     patched = {node.edits: node for node in other.calls if node.edits is not None}
     end = next((n for n, node in enumerate(other.nodes) if node.name in patched), len(other.nodes))
     first = patched.get(other.nodes[end].name) if end < len(other.nodes) else None
-    is_own = first is not None and is_handed_on(one[first.target.function.name])  # a call that stands for the handing
-    made = [[n for n in nodes if not is_handed_on(n)] for nodes in (one.nodes, other.nodes[: end + (not is_own)])]
+    # what it edits is an alias that exists in this run only at its end
+    is_hand_off = first is not None and is_handed_on(one[first.target.function.name])
+    made = [[n for n in nodes if not is_handed_on(n)] for nodes in (one.nodes, other.nodes[: end + (not is_hand_off)])]
     yield from zip(*made, strict=False)
 
 
-def _values(one: Call, other: Call) -> Iterator[tuple[Ref, Ref]]:
-    refs = refs_in(one.returns)
-    return ((ref, Ref(other.name, ref.path)) for ref in refs)
-
-
 def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equal but for the last bits, which some kernels give anew each time."""
+    """True if two values agree up to the last bits, which some kernels vary."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if one.layout is not torch.strided or one.is_quantized or one.is_meta:
