@@ -24,12 +24,11 @@ from .._edit.unchanged_values import origins, unchanged_values
 from .._ir.autograd import as_leaf
 from .._ir.graph import Graph
 from .._ir.label import fresh
-from .._ir.node import Call, Guard, Input, Node, Ref, State, TensorSpec, refs_of, specs_of, value_of
+from .._ir.node import Call, Guard, Input, Node, Ref, State, TensorSpec, filled, refs_of, specs_of, value_of
 from .._ir.printer import listing
 from .._ir.runtime import alias
 from .._ir.shared_memory import storage_of, version_of
 from .._ir.target import Target
-from .._ir.trees import thaw
 from ..errors import ShapeMismatch
 from .alias_analysis import detached_views
 from .compile import compile_plan
@@ -150,7 +149,7 @@ def apply_edit(
         places=record.places,
     )
     made = made if record.saved is None else keeping(made, record.saved)
-    return made, thaw(graph.output, lambda leaf: values[leaf] if type(leaf) is Ref else leaf)
+    return made, filled(graph.output, values.__getitem__)
 
 
 def require_choice(on_divergence: str) -> None:

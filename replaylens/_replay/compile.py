@@ -18,7 +18,20 @@ from attrs import evolve, frozen
 
 from .._ir.autograd import all_placed, placed
 from .._ir.graph import Graph
-from .._ir.node import NO_MODES, Call, Context, Generator, GeneratorLeft, Guard, Node, Ref, State, refs_in, refs_of
+from .._ir.node import (
+    NO_MODES,
+    Call,
+    Context,
+    Generator,
+    GeneratorLeft,
+    Guard,
+    Node,
+    Ref,
+    State,
+    filled,
+    refs_in,
+    refs_of,
+)
 from .._ir.trees import leaves, thaw, walk
 from .._ir.write import Write
 from .alias_analysis import NONE, detached_views
@@ -326,7 +339,7 @@ def _patch_step(node: Node, layout: _Layout, tree: Any, function: int, apply: Ca
         return Step(node.name, itemgetter(function, slot), apply, slot, (), ())
 
     def read(env: Env) -> Any:
-        return env[function], thaw(tree, lambda leaf: env[layout.slots[leaf]] if type(leaf) is Ref else leaf)
+        return env[function], filled(tree, lambda ref: env[layout.slots[ref]])
 
     parts = tuple([(path, layout.slots[ref]) for path, ref in walk(tree) if type(ref) is Ref])
     return Step(node.name, read, apply, layout.literal(None), parts, ())

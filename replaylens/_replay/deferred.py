@@ -16,9 +16,8 @@ import torch
 from attrs import evolve
 
 from .._ir.model_state import sight_of
-from .._ir.node import Call, Ref, refs_in, refs_of
+from .._ir.node import Call, Ref, filled, refs_in, refs_of
 from .._ir.shared_memory import version_of
-from .._ir.trees import thaw
 from .._ir.util import cached_property
 from .._ir.world import drawing_alone
 from ..errors import ReplaylensError, StaleValue
@@ -118,9 +117,9 @@ class Late:
         refs = refs_in(tree)
         if not all(map(self._is_here, refs)):
             if self._is_as_recorded(position) and all(ref in self.record.values for ref in refs):
-                return thaw(tree, lambda leaf: self.finish(self.record.value(leaf)) if type(leaf) is Ref else leaf)
+                return filled(tree, lambda ref: self.finish(self.record.value(ref)))
             self._run(position)
-        return thaw(tree, lambda leaf: self.finish(self._held(leaf)) if type(leaf) is Ref else leaf)
+        return filled(tree, lambda ref: self.finish(self._held(ref)))
 
     def everything(self) -> None:
         """All that the replay ran, in one run."""

@@ -32,9 +32,8 @@ from .._edit.rewrite import unread_sources, without
 from .._edit.slice import slice_of
 from .._ir.graph import Graph
 from .._ir.location import Location
-from .._ir.node import Call, Guard, Ref, refs_of, specs_of, value_of
+from .._ir.node import Call, Guard, Ref, filled, refs_of, specs_of, value_of
 from .._ir.tolerances import REARRANGED, REARRANGED_NARROW, is_close_number
-from .._ir.trees import thaw
 from .._ir.world import drawing_alone
 from ..errors import DivergedReplay, ReplaylensError
 from .apply_edit import EditAdditions, Watched, apply_edit, require_choice
@@ -116,10 +115,10 @@ def _seen(record: Record, call: Any, recorder: Recorder) -> Record:
     assert isinstance(call, Call)
     given: dict[Ref, torch.Tensor] = {}  # one tensor for each value, and none for two
 
-    def leaf(value: Any) -> Any:
-        return given.setdefault(value, record.value(value).detach()) if type(value) is Ref else value
+    def operand(ref: Ref) -> torch.Tensor:
+        return given.setdefault(ref, record.value(ref).detach())
 
-    args, kwargs = thaw(call.args, leaf), {key: thaw(value, leaf) for key, value in call.kwargs}
+    args, kwargs = filled(call.args, operand), {key: filled(value, operand) for key, value in call.kwargs}
     with recorded_world(call.draws is not None, record.graph), modes(call.context):
         if call.draws is not None:
             torch.default_generator.set_state(record.draws[call.draws])
@@ -274,4 +273,4 @@ def cut_out(record: Record, starts: Sequence[Any] | None, output: Any) -> Made:
         saved=record.saved,
         places=record.places,
     )
-    return fresh, thaw(made.graph.output, lambda leaf: fresh.value(leaf) if type(leaf) is Ref else leaf)
+    return fresh, filled(made.graph.output, fresh.value)

@@ -14,9 +14,8 @@ import torch
 from .._ir.autograd import as_leaf
 from .._ir.equality import same_content
 from .._ir.graph import Graph
-from .._ir.node import Call, Ref, refs_of, value_of
+from .._ir.node import Call, Ref, filled, refs_of, value_of
 from .._ir.torch_private import peek_interpreter_stack
-from .._ir.trees import thaw
 from ..errors import InputMismatch, NotDifferentiable, ReplaylensError
 from .compile import Mode, compile_plan
 from .flag_guards import require_as_asked
@@ -109,7 +108,7 @@ def _reader(tree: Any, slots: dict[Ref, int]) -> Callable[[list[Any]], Any]:
     if type(tree) is tuple and all(type(item) is Ref for item in tree):
         several = [slots[item] for item in tree]
         return lambda env: tuple([env[slot] for slot in several])
-    return lambda env: thaw(tree, lambda leaf: env[slots[leaf]] if type(leaf) is Ref else leaf)
+    return lambda env: filled(tree, lambda ref: env[slots[ref]])
 
 
 def _watch(record: Record, supply: tuple[int, ...], inputs: list[int]) -> Callable[[Sequence[torch.Tensor]], None]:

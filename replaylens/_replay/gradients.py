@@ -23,11 +23,10 @@ from attrs import evolve, field, frozen
 from .._ir.autograd import placed
 from .._ir.graph import Graph, InnerGradient
 from .._ir.location import Location
-from .._ir.node import Call, Input, Node, Ref, State, TensorSpec, refs_in, specs_of
+from .._ir.node import Call, Input, Node, Ref, State, TensorSpec, filled, refs_in, specs_of
 from .._ir.ops import Quirk, info
 from .._ir.runtime import copied
 from .._ir.shared_memory import version_of
-from .._ir.trees import thaw
 from .._ir.util import cached_property, notes_of
 from .._ir.value_source import Unpickled
 from .._ir.write import Write
@@ -278,7 +277,7 @@ class Grads(Unpickled, Mapping[str, Any]):
             found.update({ref: self._zeros(ref) for ref in reasons})
         if type(tree) is Ref:
             return found[tree], None
-        return thaw(tree, lambda leaf: found[leaf] if type(leaf) is Ref else leaf), None
+        return filled(tree, found.__getitem__), None
 
     def _zeros(self, ref: Ref) -> torch.Tensor | None:
         meaning = self._cuts.meaning_of(ref)
@@ -492,7 +491,7 @@ def _outputs(ran: Executed, graph: Graph) -> dict[Ref, torch.Tensor]:
 def _metric(of: Callable[[Any], Any], graph: Graph, outputs: dict[Ref, torch.Tensor]) -> torch.Tensor:
     """What `of` makes of the output, if it is one number that a gradient can start from."""
     versions = [version_of(value) for value in outputs.values()]
-    metric = of(thaw(graph.output, lambda leaf: outputs[leaf] if type(leaf) is Ref else leaf))
+    metric = of(filled(graph.output, outputs.__getitem__))
     if not isinstance(metric, torch.Tensor):
         raise BadMetric(
             f"of= gives {type(metric).__name__} {metric!r:.60}, not a tensor. Give a tensor with one number in it; "

@@ -15,10 +15,9 @@ from attrs import evolve, frozen
 
 from .._ir.equality import same, same_content
 from .._ir.graph import Graph
-from .._ir.node import Call, Guard, Ref, Source, TensorSpec
+from .._ir.node import Call, Guard, Ref, Source, TensorSpec, filled
 from .._ir.printer import expression
 from .._ir.runtime import kind_of, message_of, what_is_raised
-from .._ir.trees import thaw
 from ..errors import DivergedReplay, ReplaylensError
 
 
@@ -54,9 +53,8 @@ def departure(guard: Guard, value: Value, recorded: Value) -> Departure | None:
 
 def answer(guard: Guard, value: Value) -> Any:
     """What a guard's question has for an answer on these values."""
-    leaf = lambda tree: value(tree) if type(tree) is Ref else tree  # noqa: E731
-    args = [thaw(arg, leaf) for arg in guard.args]
-    return _QUESTIONS.get(guard.kind, _read)(guard, args, {key: thaw(arg, leaf) for key, arg in guard.kwargs})
+    args = [filled(arg, value) for arg in guard.args]
+    return _QUESTIONS.get(guard.kind, _read)(guard, args, {key: filled(arg, value) for key, arg in guard.kwargs})
 
 
 def answered(guard: Guard, value: Value) -> Guard:

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from .._ir.graph import Graph
-from .._ir.node import ITSELF, Call, Guard, Ref, TensorSpec, refs_in, refs_of, specs_of
+from .._ir.node import ITSELF, Call, Guard, Ref, TensorSpec, filled, refs_in, refs_of, specs_of
 from .._ir.ops import Quirk, info
 from .._ir.runtime import kind_of, looks_at_memory, message_of
 from .._ir.shared_memory import overlaps_itself
 from .._ir.torch_private import OpOverload, is_wrapped
-from .._ir.trees import part_at, thaw
+from .._ir.trees import part_at
 from .._ir.world import drawing_alone
 from .._ir.write import Write
 from ..errors import ReplaylensError
@@ -102,9 +102,8 @@ def _answer(guard: Guard, tensor: torch.Tensor) -> Any:
 
 def _called(node: Guard | Call, value_of: Callable[[Ref], torch.Tensor]) -> Any:
     """What a question or a call gives of these values."""
-    leaf = lambda value: value_of(value) if type(value) is Ref else value  # noqa: E731
-    kwargs = {key: thaw(arg, leaf) for key, arg in node.kwargs}
-    return node.target.function(*[thaw(arg, leaf) for arg in node.args], **kwargs)
+    kwargs = {key: filled(arg, value_of) for key, arg in node.kwargs}
+    return node.target.function(*[filled(arg, value_of) for arg in node.args], **kwargs)
 
 
 class Layouts:

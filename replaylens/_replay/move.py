@@ -23,9 +23,8 @@ from torch import nn
 from .._ir.autograd import as_leaf, standing
 from .._ir.graph import Graph
 from .._ir.model_state import StatePlace, sight_of
-from .._ir.node import Call, Node, Ref, State, TensorSpec, refs_in, remade
+from .._ir.node import Call, Node, Ref, State, TensorSpec, filled, refs_in, remade
 from .._ir.shared_memory import Overlaps, Pair, version_of
-from .._ir.trees import thaw
 from ..errors import DivergedReplay, StaleValue
 from .flag_guards import OuterModes, require_as_asked
 from .guards import Departure
@@ -203,7 +202,7 @@ def rerun(
         lent=_lent_now(record, values),
     )
     fresh = fresh if record.saved is None else keeping(fresh, record.saved)
-    return fresh, thaw(graph.output, lambda leaf: values[leaf] if type(leaf) is Ref else leaf)
+    return fresh, filled(graph.output, values.__getitem__)
 
 
 def _departed(departure: Departure) -> NoReturn:

@@ -14,8 +14,7 @@ import torch
 from attrs import frozen
 
 from .._ir.graph import Graph
-from .._ir.node import Ref
-from .._ir.trees import leaves, thaw
+from .._ir.node import Ref, filled, refs_in
 from .compile import AS_RECORDED, Mode, compile_plan
 from .guards import Departure
 from .interpreter import Code, Env, interpret, recorded_world
@@ -38,11 +37,11 @@ class Values:
 
     def tree(self, tree: Any) -> Any:
         """The values in the place of the Refs of a tree."""
-        return thaw(tree, lambda leaf: self[leaf] if type(leaf) is Ref else leaf)
+        return filled(tree, self.__getitem__)
 
     def listed(self, tree: Any) -> list[Any]:
         """The values of the Refs in a tree."""
-        return [self[leaf] for leaf in leaves(tree) if type(leaf) is Ref]
+        return [self[ref] for ref in refs_in(tree)]
 
     def tensors(self, refs: Iterable[Ref]) -> dict[Ref, torch.Tensor]:
         """Those of these values that are tensors."""

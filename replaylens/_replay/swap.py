@@ -20,7 +20,7 @@ from .._ir.copies import writable_copy
 from .._ir.equality import same_content
 from .._ir.graph import Graph
 from .._ir.label import fresh
-from .._ir.node import Call, Const, Node, Ref, State, TensorSpec, specs_of, value_of
+from .._ir.node import Call, Const, Node, Ref, State, TensorSpec, filled, specs_of, value_of
 from .._ir.runtime import alias
 from .._ir.target import Target
 from .._ir.trees import Branch, freeze_deep, thaw
@@ -202,7 +202,7 @@ class _SwapTrial:
             torch.default_generator.set_state(outside)
         _put_back(seen)
         _require_alike(call, seen.graph.output, self.function)
-        return thaw(seen.graph.output, lambda leaf: seen.values[leaf] if type(leaf) is Ref else leaf)
+        return filled(seen.graph.output, seen.values.__getitem__)
 
 
 _UNSEEN = (

@@ -26,7 +26,7 @@ import torch
 from attrs import define, evolve, field, frozen
 
 from .._ir.graph import Graph
-from .._ir.node import Call, Const, Generator, Guard, Input, Node, Ref, Source, TensorSpec, refs_in, remade
+from .._ir.node import Call, Const, Generator, Guard, Input, Node, Ref, Source, TensorSpec, filled, refs_in, remade
 from .._ir.shared_memory import version_of
 from .._ir.torch_private import pytree
 from .._ir.trees import freeze_deep, keyed, leaves, remake, thaw, walk
@@ -208,7 +208,7 @@ class Batch:
             for ref, delta in found.items():
                 whole = dense(delta, self._recorded(ref))
                 made[ref][list(whole.pairs.lanes)] = whole.data
-        return thaw(self.record.graph.output, lambda leaf: made[leaf] if type(leaf) is Ref else leaf)
+        return filled(self.record.graph.output, made.__getitem__)
 
     def each(self, read: Callable[[Any], Any], tick: Callable[[int], None]) -> list[Any]:
         """`read` of every variant's output, one by one; None for those that departed."""
@@ -217,17 +217,12 @@ class Batch:
         for lanes, found in self.run(tick):
             for lane in lanes:
                 if lane not in self.departures:
-                    results[lane] = read(thaw(tree, self._reader(found, lane)))
+                    results[lane] = read(filled(tree, partial(self._value, found, lane)))
         return results
 
-    def _reader(self, found: dict[Ref, Delta], lane: int) -> Callable[[Any], Any]:
-        def leaf(value: Any) -> Any:
-            if type(value) is not Ref:
-                return value
-            delta = found.get(value)
-            return self._recorded(value) if delta is None else lane_value(delta, lane, self._recorded(value))
-
-        return leaf
+    def _value(self, found: dict[Ref, Delta], lane: int, ref: Ref) -> torch.Tensor:
+        delta, recorded = found.get(ref), self._recorded(ref)
+        return recorded if delta is None else lane_value(delta, lane, recorded)
 
     def _recorded(self, ref: Ref) -> torch.Tensor:
         return self.machine.values[self.machine.slot[ref]]

@@ -15,8 +15,7 @@ import torch
 from attrs import evolve, frozen
 
 from .._ir.copies import in_layout
-from .._ir.node import Context, Guard, Input, Ref
-from .._ir.trees import leaves, thaw
+from .._ir.node import Context, Guard, Input, Ref, filled, refs_in
 from .._replay.flag_guards import OuterModes, ReplacedValues, is_like_an_input
 from .._replay.guards import Departure, departure
 from .._replay.interpreter import modes, recorded_world
@@ -285,8 +284,8 @@ class _Chunk:
             if not isinstance(new, Tensor) or new.shape != value.shape or new.dtype != value.dtype:
                 new = change.make(value)  # raises, and says what is wrong
             return [(slot, new)]
-        slots = [self.machine.slot[leaf] for leaf in leaves(change.tree) if type(leaf) is Ref]
-        now = thaw(change.tree, lambda leaf: self._value(self.machine.slot[leaf], lane) if type(leaf) is Ref else leaf)
+        slots = [self.machine.slot[ref] for ref in refs_in(change.tree)]
+        now = filled(change.tree, lambda ref: self._value(self.machine.slot[ref], lane))
         news = change.make(now)
         return list(zip(slots, news, strict=True))
 

@@ -16,11 +16,11 @@ from .._edit.patch import keeps_layout
 from .._ir.equality import same_content
 from .._ir.graph import Graph
 from .._ir.label import Label
-from .._ir.node import Call, Input, Ref, specs_of
+from .._ir.node import Call, Input, refs_in, specs_of
 from .._ir.ops import Quirk, info
 from .._ir.runtime import looks_at_memory
 from .._ir.shared_memory import version_of
-from .._ir.trees import freeze_deep, leaves, thaw
+from .._ir.trees import freeze_deep, thaw
 from .._ir.value_source import Unpickled
 from .._ir.world import restoring
 from .._ir.write import Write
@@ -264,7 +264,7 @@ def can_share(graph: Graph, delicate: Sequence[Call], changes: Changes) -> bool:
     if not delicate:
         return True
     names = {graph.nodes[position].name for position in changes}
-    values = {leaf for several in changes.values() for one in several for leaf in leaves(one.tree) if type(leaf) is Ref}
+    values = {ref for several in changes.values() for one in several for ref in refs_in(one.tree)}
     return not (any(names.intersection(call.through) for call in delicate) or detached_views(graph, values))
 
 
