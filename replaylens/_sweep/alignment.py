@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import lru_cache
-from itertools import islice, product
-from math import inf, nan
-from typing import Any
+from itertools import groupby, islice, product
+from math import inf, nan, prod
+from typing import Any, NamedTuple
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from .._ir.node import Call
 from .._ir.ops import Quirk, info
@@ -30,6 +30,7 @@ ENOUGH = 6  # times four numbers, or answers of yes and no, that differ from row
 TRIALS = 2 * ENOUGH  # at most
 MOST_EXTRA = 1_000_000  # numbers in a trial of more rows than any number among the arguments
 SMALL = 16_384  # numbers: so few of them are kept for other proofs
+POOL = 4096  # numbers that are drawn at once for several proofs
 LARGE = 65_536  # numbers: what is larger, and changes nothing, is taken as it was recorded
 
 
@@ -68,14 +69,37 @@ def candidates(
         unread = range(1, len(reads))  # what these look at decides nothing: only where to look does
     if op.has(Quirk.RECURRENT):  # their kernels compare no sizes, and read past the end: only one way may be tried
         return _of_samples(node, reads, len(results))
+    plain = _fitting(tuple([value.shape for value in reads]), tuple([one.shape for one in results]), frozenset(unread))
     resizes = _resizes(reads, results, unread) if len(reads) == 1 or not node.is_dynamic else ""
+    if not resizes:
+        return plain
+    written = _sizes_in((node.args, node.kwargs))
     found: list[Alignment] = []
-    for axis in range(results[0].dim()):
-        plain = [Alignment(*axes) for axes in islice(_fitting(reads, results, unread, axis), MOST_CANDIDATES)]
-        if resizes:
-            found += [Alignment(align.operands, align.outputs, resizes) for align in plain]
-        found += plain
+    for axis, several in groupby(plain, lambda align: align.outputs[0]):
+        mine = list(several)
+        resized = [evolve(align, resizes=resizes) for align in mine if _keeps_order(align, reads, results[0], resizes)]
+        length = results[0].shape[axis]
+        found += [*resized, *mine] if length > 1 and length in written else [*mine, *resized]
     return tuple(found)
+
+
+def _sizes_in(tree: Any) -> set[int]:
+    """The integers among the arguments of a call: a size that is written there holds for no other count of rows."""
+    found = list(leaves(tree))
+    return {
+        size for leaf in found if type(leaf) in (int, torch.Size) for size in ((leaf,) if type(leaf) is int else leaf)
+    }
+
+
+def _keeps_order(align: Alignment, reads: Sequence[Tensor], result: Tensor, resizes: str) -> bool:
+    """True if rows stay in place when another count of them is resized: `reshape` needs the same number of elements
+    before and behind the axis, `expand` the same axis from the right.
+    """
+    number = next(n for n, axis in enumerate(align.operands) if axis is not None)
+    shape, axis, output = reads[number].shape, align.operands[number] or 0, align.outputs[0]
+    if resizes == "expand":
+        return axis - len(shape) == output - result.dim()
+    return prod(shape[:axis]) == prod(result.shape[:output])
 
 
 def _of_samples(node: Call, reads: Sequence[Tensor], outputs: int) -> tuple[Alignment, ...]:
@@ -87,15 +111,22 @@ def _of_samples(node: Call, reads: Sequence[Tensor], outputs: int) -> tuple[Alig
     return (Alignment(tuple(operands), (batch, *[1] * (outputs - 1))),)
 
 
-def _fitting(
-    reads: Sequence[Tensor], results: Sequence[Tensor], unread: Collection[int], axis: int
+@lru_cache(maxsize=4096)
+def _fitting(reads: tuple[Shape, ...], results: tuple[Shape, ...], unread: frozenset[int]) -> tuple[Alignment, ...]:
+    """Every alignment that the shapes allow, by the axes of the first result."""
+    every = [islice(_fitting_along(reads, results, unread, axis), MOST_CANDIDATES) for axis in range(len(results[0]))]
+    return tuple([Alignment(*axes) for several in every for axes in several])
+
+
+def _fitting_along(
+    reads: Sequence[Shape], results: Sequence[Shape], unread: Collection[int], axis: int
 ) -> Iterator[tuple[tuple[int | None, ...], tuple[int, ...]]]:
     """Axes of the size that the first result has here: in all operands, in the first or last ones, in any of them."""
-    size, right = results[0].shape[axis], axis - results[0].dim()
+    size, right = results[0][axis], axis - len(results[0])
 
-    def fitting(value: Tensor) -> list[int]:
-        same = [number for number, length in enumerate(value.shape) if length == size]
-        rank = value.dim()
+    def fitting(shape: Shape) -> list[int]:
+        same = [number for number, length in enumerate(shape) if length == size]
+        rank = len(shape)
         return sorted(same, key=lambda number: (number - rank != right, number != axis)) if len(same) > 1 else same
 
     ways: list[list[int | None]] = [[] if n in unread else [*fitting(value)] for n, value in enumerate(reads)]
@@ -104,6 +135,12 @@ def _fitting(
         others = [sorted(fitting(one), key=axis.__ne__) for one in results[1:]]
         outputs = [(axis, *rest) for rest in islice(product(*others), 8)]
     count, every = len(ways), [way[0] if way else None for way in ways]
+    if sum(map(bool, ways)) == 1:  # the same as below, sooner
+        (place,) = [number for number, way in enumerate(ways) if way]
+        for axis_of_it in ways[place]:
+            operands = (*[None] * place, axis_of_it, *[None] * (count - place - 1))
+            yield from [(operands, output) for output in outputs]
+        return
     likely = [(*every[:n], *[None] * (count - n)) for n in range(count, 0, -1)]
     likely += [(*[None] * n, *every[n:]) for n in range(1, count)]
     seen: set[Any] = {(None,) * count}
@@ -121,10 +158,11 @@ def _resizes(reads: Sequence[Tensor], results: Sequence[Tensor], unread: Collect
     (value,), (result,) = rest, results
     if value.numel() == result.numel():
         return "reshape" if torch.equal(value.reshape(result.shape), result) else ""
-    try:
-        return "expand" if torch.equal(value.expand(result.shape), result) else ""
-    except RuntimeError:
+    if value.dim() > result.dim() or any(
+        size not in (1, wanted) for size, wanted in zip(reversed(value.shape), reversed(result.shape), strict=False)
+    ):
         return ""
+    return "expand" if torch.equal(value.expand(result.shape), result) else ""
 
 
 def only_moves(align: Alignment, reads: Sequence[Tensor], call: Callable[[Sequence[Tensor]], Tensor]) -> bool:
@@ -135,12 +173,14 @@ def only_moves(align: Alignment, reads: Sequence[Tensor], call: Callable[[Sequen
     made = made * 10 ** (torch.rand(value.shape, generator=generator) * 60 - 30)
     if not _is_real(value):
         made = made.clamp(-100, 100)
-    odd = [torch.full_like(made, number) for number in (nan, inf, -inf)] if _is_real(value) else []
-    for wide in [one.to(value.device, value.dtype) for one in (made, *odd)]:
+    for odd in (None, nan, inf, -inf) if _is_real(value) else (None,):
+        wide = (made if odd is None else torch.full_like(made, odd)).to(value.device, value.dtype)
         result = call([*reads[:number], wide, *reads[number + 1 :]])
         moved = wide.reshape(result.shape) if align.resizes == "reshape" else wide.expand(result.shape)
         if not torch.equal(result, moved) and not (moved.isnan().all() and result.isnan().all()):
             return False
+        if result.untyped_storage().data_ptr() == wide.untyped_storage().data_ptr():
+            return True  # a view of these shapes is one of any content
     return True
 
 
@@ -176,45 +216,66 @@ def _trial(align: Alignment, reads: Sequence[Tensor], run: Run, most: int, numbe
     operands = list(zip(reads, align.operands, strict=True))
     pairs = [(value, axis) for value, axis in operands if axis is not None]
     count = pairs[0][0].shape[pairs[0][1]]
-    if not all(value.is_cpu for value in reads) and _may_miss(align, reads):
+    is_on_cpu = all(value.is_cpu for value in reads)
+    if not is_on_cpu and _may_miss(align, reads):
         return None
     if most < count or (most + 2) * sum(value.numel() for value, _ in pairs) > MOST_EXTRA * count:
         most = count
-    integral = all(value.is_cpu and not _is_real(value) for value in reads)
+    integral = is_on_cpu and not any(map(_is_real, reads))
     made = [_made(value, axis, most, number * 101 + place, integral) for place, (value, axis) in enumerate(operands)]
     few, whole, many = zip(*made, strict=True)
-    few_rows, _, many_rows, known = _orders(count, most, reads[0].device)
-    some = run(few, len(few_rows))
-    shapes = [(part.dim() > axis and part.shape[axis]) for part, axis in zip(some, align.outputs, strict=True)]
-    if any(length != len(few_rows) for length in shapes):
+    orders = _orders(count, most, reads[0].device)
+    some = run(few, orders.few.numel())
+    if any(part.dim() <= axis for part, axis in zip(some, align.outputs, strict=True)):
         return None
-    wholes, more, told = run(whole, None), run(many, len(many_rows)), 0
-    for first, middle, last, axis in zip(some, wholes, more, align.outputs, strict=True):
-        if last.shape[axis] != len(many_rows):
-            return None
-        mine = torch.cat((first.narrow(axis, 1, len(few_rows) - 1), last.narrow(axis, 2, len(many_rows) - 2)), axis)
-        if not close(mine, middle.index_select(axis, known)):
-            return None
-        if told <= ENOUGH and not _looks_alike(first.narrow(axis, 0, 1), first.narrow(axis, 1, 1)):
-            told = max(told, 1, mine.numel() // 4 if _is_real(first) else 0)
+    wholes = run(whole, None)
+    if not _are_rows_of(wholes, some, align.outputs, orders.known_few, 1):
+        return None
+    if not _are_rows_of(wholes, run(many, orders.many.numel()), align.outputs, orders.known_many, 2):
+        return None
+    told, known = 0, orders.known_few.numel() + orders.known_many.numel()
+    for part, axis in zip(some, align.outputs, strict=True):
+        if told <= ENOUGH and not _looks_alike(part.narrow(axis, 0, 1), part.narrow(axis, 1, 1)):
+            told = max(told, 1, part.numel() // part.shape[axis] * known // 4 if _is_real(part) else 0)
     return told
 
 
+def _are_rows_of(
+    wholes: Sequence[Tensor], parts: Sequence[Tensor], axes: Sequence[int], rows: Tensor, others: int
+) -> bool:
+    """True if each part holds these rows of a whole, behind so many others that are not compared."""
+    count = rows.numel()
+    for part, whole, axis in zip(parts, wholes, axes, strict=True):
+        if part.shape[axis] != others + count:
+            return False
+        if not close(part.narrow(axis, others, count), whole.index_select(axis, rows)):
+            return False
+    return True
+
+
+class _Orders(NamedTuple):
+    """Which rows the three runs of a trial take, of `count` rows and two others behind them."""
+
+    few: Tensor  # one of the others, and a few
+    whole: Tensor  # all but the others
+    many: Tensor  # both others, and more than `most`
+    known_few: Tensor  # without the others
+    known_many: Tensor
+
+
 @lru_cache(maxsize=256)
-def _orders(count: int, most: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of so many rows and two others behind them: a few, all but the others, and more than `most`; and which of all
-    rows, one after another, the few and the more are, the others left out.
-    """
-    few = [count - 1, 0] if count != 3 else [0]  # never as many as there were
-    many = [row % count for row in reversed(range(most))]
-    orders = [count, *few], range(count), [count + 1, count, *many], [*few, *many]
-    few_rows, whole, many_rows, known = [numbers(order, device) for order in orders]
-    return few_rows, whole, many_rows, known
+def _orders(count: int, most: int, device: torch.device) -> _Orders:
+    few = numbers([count, count - 1, 0] if count != 3 else [count, 0], device)  # never as many as there were
+    many = numbers([count + 1, count, *[row % count for row in reversed(range(most))]], device)
+    return _Orders(few, numbers(range(count), device), many, few[1:], many[2:])
 
 
 def _looks_alike(one: Tensor, other: Tensor) -> bool:
     if not _is_real(one):
         return torch.equal(one, other)
+    pairs = zip(one.flatten()[:16].tolist(), other.flatten()[:16].tolist(), strict=True)  # most often these tell
+    if any(abs(mine - theirs) > LIKELY.absolute + LIKELY.of_each * abs(theirs) for mine, theirs in pairs):
+        return False
     return LIKELY.holds(one, other)
 
 
@@ -251,13 +312,21 @@ def _made(value: Tensor, axis: int | None, most: int, seed: int, integral: bool)
     return _in_orders(made, axis, most)
 
 
+@lru_cache(maxsize=16)
+def _pool(seed: int) -> Tensor:
+    return torch.rand(POOL, generator=torch.Generator().manual_seed(seed)).add_(0.1)
+
+
 @lru_cache(maxsize=64)
 def _reals(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device, axis: int | None, most: int, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
     longer = shape if axis is None else (*shape[:axis], shape[axis] + 2, *shape[axis + 1 :])
-    made = torch.rand(longer, generator=generator).add_(0.1)
+    count = prod(longer)
+    if count <= POOL:
+        made = _pool(seed)[:count].view(longer).clone()
+    else:
+        made = torch.rand(longer, generator=torch.Generator().manual_seed(seed)).add_(0.1)
     if axis is not None:
         made.narrow(axis, shape[axis], 2).sub_(0.5).clamp_(min=0).mul_(-30)
     made = (torch.complex(made, made * made) if dtype.is_complex else made).to(device, dtype)
@@ -265,7 +334,7 @@ def _reals(
 
 
 def _in_orders(made: Tensor, axis: int, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    few, whole, many, _ = _orders(made.shape[axis] - 2, most, made.device)
+    few, whole, many, *_ = _orders(made.shape[axis] - 2, most, made.device)
     return made.index_select(axis, few), made.index_select(axis, whole), made.index_select(axis, many)
 
 

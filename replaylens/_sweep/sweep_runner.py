@@ -16,7 +16,7 @@ from .._edit.patch import keeps_layout
 from .._ir.equality import same_content
 from .._ir.graph import Graph
 from .._ir.label import Label
-from .._ir.node import Call, Input, refs_in, specs_of
+from .._ir.node import Call, Input, refs_in
 from .._ir.ops import Quirk, info
 from .._ir.runtime import looks_at_memory
 from .._ir.shared_memory import version_of
@@ -192,7 +192,12 @@ def _same(before: Record, now: Record) -> bool:
 
 def _quantized(graph: Graph) -> list[str]:
     """The nodes that give integers which mean numbers on a scale: several scales make no one tensor."""
-    return [n.name for n in graph.nodes if any(one.dtype in _ON_A_SCALE for one in specs_of(n).values())]
+    pairs = [
+        (node.name, one)
+        for node in graph.nodes
+        for one in (node.meaning if isinstance(node, Call) else (node.meaning,))
+    ]
+    return list(dict.fromkeys([name for name, one in pairs if one.dtype in _ON_A_SCALE]))
 
 
 def _quantizes(graph: Graph) -> str:
