@@ -1,18 +1,11 @@
-"""Do two runs of a program go the same way, although values differ in their last bits?
+"""Edits of a program's record: patches put into it, fused operations opened, nodes bypassed and rewired, other
+state, slices.
 
-In: the Records of a program and of one made from it that must compute the same, such as one with a fused operation
-opened. Out: where the second has left the path of the first. Numbers that left torch may differ as rounding lets them;
-everything that decides a way (booleans, integers, strings, shapes) is the same.
+In: a Record, and what is to change, as Refs, names of nodes and tensors. Out: the Record of the edited program, and
+its output. How graphs are rewritten is in `_edit`; here they get their values.
 
-Fused operations opened: their open forms recorded on what the operations were given, and put in their places.
-
-In: a Record, the calls, and a way to record a function. Out: the Record of the expanded program, and what it returns.
-Which operations stand for a fused one is said in `_edit`; how a function is recorded is not known here.
-
-Edits of a program's record: patches put into it, nodes bypassed and rewired, other state, slices.
-
-In: a Record, and what is to be another, as Refs, names of nodes and tensors. Out: the Record of the edited program, and
-what it returns. How a graph is rewritten is in `_edit`; here it gets its values.
+An opened operation computes the same in another order, so last bits differ: `departures_beyond_rounding` compares
+floating numbers that left torch up to rounding, and booleans, integers, strings and shapes exactly.
 """
 
 from __future__ import annotations
@@ -48,14 +41,14 @@ from .retention import with_values
 
 
 def departures_beyond_rounding(old: Record, new: Record) -> Iterator[Departure]:
-    """Guards of the old program that are answered otherwise in the new one."""
+    """Guards of the old program that have another answer in the new one, beyond rounding."""
     left = list(old.graph.guards)
     for guard in new.graph.guards:
         if left and place(left[0]) == place(guard):
-            yield from _beyond(left.pop(0), guard, old, new)
+            yield from _guard_departures(left.pop(0), guard, old, new)
 
 
-def _beyond(was: Guard, guard: Guard, old: Record, new: Record) -> Iterator[Departure]:
+def _guard_departures(was: Guard, guard: Guard, old: Record, new: Record) -> Iterator[Departure]:
     if not was.compares_content:
         if not _is_close(was.result, guard.result):
             yield from filter(None, (changed(was, guard.result),))
@@ -65,7 +58,7 @@ def _beyond(was: Guard, guard: Guard, old: Record, new: Record) -> Iterator[Depa
 
 
 def _is_close(one: Any, other: Any) -> bool:
-    """Equal; or floating numbers that are so up to rounding."""
+    """True for equal values, and for floating numbers that are equal up to rounding."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         if not one.is_floating_point() or one.shape != other.shape:
             return one.shape == other.shape and bool((one == other).all())
@@ -84,8 +77,8 @@ def expand(
     record: Record, names: Iterable[str], recorder: Recorder, on_divergence: str = "raise"
 ) -> tuple[Record, Any]:
     """The program with these calls opened. Numbers that left torch may differ as rounding lets them."""
-    whole = with_values(record, [ref for name in names for ref in _around(record.graph, name)])
-    graph, seen = record.graph, {name: _seen(whole, record.graph[name], recorder) for name in names}
+    whole = with_values(record, [ref for name in names for ref in _operands_and_results(record.graph, name)])
+    graph, seen = record.graph, {name: _record_open_form(whole, record.graph[name], recorder) for name in names}
     of_model = {id(tensor): Ref(name) for name, tensor in record.live.items()}
     shared: dict[str, dict[Ref, Ref]] = {}
     for name, look in seen.items():
@@ -105,13 +98,13 @@ def expand(
     return found, output
 
 
-def _around(graph: Graph, name: str) -> tuple[Ref, ...]:
+def _operands_and_results(graph: Graph, name: str) -> tuple[Ref, ...]:
     """The values that a call reads and gives."""
     return *graph.refs[graph.positions[name]], *refs_of(graph[name])
 
 
-def _seen(record: Record, call: Any, recorder: Recorder) -> Record:
-    """What a call's open form does on what the call was given, in its modes and with its draws."""
+def _record_open_form(record: Record, call: Any, recorder: Recorder) -> Record:
+    """The record of a call's open form on what the call was given, in its modes and with its draws."""
     assert isinstance(call, Call)
     given: dict[Ref, torch.Tensor] = {}  # one tensor for each value, and none for two
 
@@ -130,7 +123,7 @@ def _seen(record: Record, call: Any, recorder: Recorder) -> Record:
 
 
 def _require_same(call: Call, made: torch.Tensor, recorded: torch.Tensor) -> None:
-    """Refuse an open form that does not give what the call gave: a kernel may draw its random numbers otherwise."""
+    """Raises if an open form does not give what the call gave: a kernel may draw random numbers in its own way."""
     is_rough = bool(call.context.autocast) or recorded.dtype in (torch.float16, torch.bfloat16)
     both = made.detach().isfinite() & recorded.detach().isfinite()
     if not both.any():
@@ -150,9 +143,9 @@ Bound = Sequence[tuple[Location, Sequence[tuple[Any, Patch]]]]
 
 @drawing_alone()
 def patch(record: Record, bound: Bound, request: Request) -> Made:
-    """Patches put into the program: at each place those of the values that lie there.
+    """Patches put into the program: at each Location those for the values there.
 
-    `request` asks for a replay with the same patches. It is made first: it says what is wrong with them.
+    `request` is a replay with the same patches. It runs first, and raises for invalid patches.
     """
     require_choice(request.on_divergence)
     watched = Watched(record.draws)
@@ -195,7 +188,7 @@ def _by_node(graph: Graph, bound: Bound) -> dict[str, list[tuple[Any, Patch]]]:
 
 
 def _other_strides(old: Graph, new: Graph, names: Iterable[str]) -> list[str]:
-    """The patches that gave another memory layout than was recorded."""
+    """The patches that gave another memory layout than the recorded one."""
     found = []
     for name in names:
         before = value_of(old[name]) if name in old else None
@@ -209,7 +202,7 @@ def _other_strides(old: Graph, new: Graph, names: Iterable[str]) -> list[str]:
 def bypass(
     record: Record, names: Iterable[str], to: Any, resolve: Callable[[Any], Ref], on_divergence: str = "raise"
 ) -> Made:
-    """Nodes that hand on what they read."""
+    """Nodes that pass on what they read."""
     graph = record.graph
     for name in names:
         graph = bypassed(graph, name, to, resolve)
@@ -217,13 +210,13 @@ def bypass(
 
 
 def rewire(record: Record, readers: Sequence[str], old: Ref, new: Ref, on_divergence: str = "raise") -> Made:
-    """Some nodes read another value in the place of one."""
+    """Some nodes read another value instead of `old`."""
     graph = rewired(record.graph, readers, old, new)
     return apply_edit(record, without(graph, unread_sources(record.graph, graph)), on_divergence=on_divergence)
 
 
 def with_state(record: Record, address: str, value: Any, nearest: Callable[[str], str], on_divergence: str) -> Made:
-    """Another parameter or buffer, the program's own from now on: a tensor, or a function of the present one."""
+    """Another parameter or buffer, from now on the program's own: a tensor, or a function of the present one."""
     require_choice(on_divergence)
     if not isinstance(value, torch.Tensor):
         node = state_called(record.graph, address, nearest)
@@ -245,12 +238,12 @@ def with_state(record: Record, address: str, value: Any, nearest: Callable[[str]
 
 
 def _with_flag(tensor: torch.Tensor, flag: bool) -> torch.Tensor:
-    """The content without a history; torch chooses kernels by whether a tensor needs gradients."""
+    """The content without a history. The flag is kept: torch chooses kernels by whether a tensor needs gradients."""
     return tensor if tensor.is_inference() else tensor.detach().requires_grad_(flag)
 
 
 def tap(record: Record, sender: tuple[Ref, ...], readers: Sequence[str]) -> tuple[Record, Any, tuple[str, ...]]:
-    """The program with a node for what some nodes, and only they, read from another."""
+    """The program with a node for what some readers, and only they, read from another node."""
     graph, names = tapped(record.graph, sender, readers)
     return (*apply_edit(record, graph), names)
 
