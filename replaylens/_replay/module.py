@@ -168,7 +168,7 @@ class ProgramModule(Holder):
         if len(tensors) == len(self._held) and all(map(operator.is_, tensors, before)) and have_same_layouts(*tensors):
             return
         for node in self._record.graph.state_nodes:
-            if node.name not in held or node.name not in self._begun.left:  # these are asked before
+            if node.name not in held or node.name not in self._begun.written_back:  # these are asked before
                 _require_alike(node, held.get(node.name))
         is_plain = all(type(tensor) in PLAIN and tensor.layout is torch.strided for tensor in tensors)
         self.__dict__["_fitting"] = tensors, same_layouts(tensors) if tensors and is_plain else _never
