@@ -119,10 +119,7 @@ def apply_edit(
     Values that other nodes read must keep their recorded shape and dtype; `wanted` gives the specs of values that are
     new.
     """
-    if on_divergence not in ("raise", "ignore"):
-        raise ValueError(
-            f"an edit goes on_divergence='raise' or 'ignore', not {on_divergence!r}: it has no model to run."
-        )
+    require_choice(on_divergence)
     derivation = _Derivation(record, graph, added, unchanged_values(record.graph, graph, added.values), wanted)
     departures: list[Departure] = []
 

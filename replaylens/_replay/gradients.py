@@ -56,7 +56,7 @@ class GradientBlockers:
         if ref.node not in self._ancestors:
             return self._leaves_torch(ref.node)
         if not self._is_read(ref):
-            return "the model reads on from the memory that it was written to, not from this view of it"
+            return "the model continues from the base tensor, not from this view"
         blockers = sorted(self._blocking_nodes(ref), key=self.graph.positions.__getitem__)
         return self._reason(blockers[0], ref.node) if blockers else None
 
@@ -407,7 +407,7 @@ def total(value: Any) -> torch.Tensor:
     """The sum of a value: where a backward pass begins unless `of=` says otherwise."""
     if not isinstance(value, torch.Tensor):
         raise BadMetric(
-            f"there is no one tensor to begin at, but a {type(value).__name__}. Say which number of it is meant: "
+            f"a gradient begins at one tensor, and this is a {type(value).__name__}. Say which number of it is meant: "
             "of=lambda value: value[0].sum()."
         )
     return value.sum()

@@ -180,7 +180,7 @@ def raising(
 
 def _path_ends(left: Departure) -> DivergedReplay:
     return DivergedReplay(
-        f"the recorded path ends here, and cannot be gone on with: {left}\n"
+        f"the recorded path ends here and cannot be continued: {left}\n"
         'The model catches exceptions: on_divergence="rerun" runs the model itself, where a program still holds it.'
     )
 
@@ -220,19 +220,19 @@ def misdirected(call: Call, is_constant: bool) -> Iterator[Departure]:
     `is_constant`: the model takes a gradient through the call, and the new value does not depend on the old one.
     """
     if call.is_overwritten:
-        what = f"the memory of {call.name}, which the model writes later and reads again,"
-        yield Departure(what, "shared with it", "apart from it, as that of a patch is", call.source)
+        what = f"the storage of {call.name}, which the model modifies in place later and reads again,"
+        yield Departure(what, "shared with it", "not shared with a patch", call.source)
     if call.is_shared:
-        what = f"what `{call.scope}` hands on in a container that something else holds as well"
+        what = f"what `{call.scope}` returns in a container that something else holds as well"
         own = ", ".join(map(str, call.refs))
         cure = f"A patch at `{own}` changes it for all that read it, from wherever they have it.\n"
         yield Departure(
             what, f"{own} for all", "another value for those that read it from there", call.source, cure=cure
         )
     if call.is_twice:
-        what = f"what `{call.scope}` hands on twice, and the model writes later,"
+        what = f"what `{call.scope}` returns twice, and the model writes later,"
         own = ", ".join(map(str, call.refs))
-        cure = f"A patch at `{own}` changes the one tensor that it hands on.\n"
+        cure = f"A patch at `{own}` changes the one tensor that it returns.\n"
         yield Departure(what, "one tensor", "one or two, as a hook makes them", call.source, cure=cure)
     if call.is_differentiated or is_constant:
         what = f"the gradient that the model takes through {call.name}"

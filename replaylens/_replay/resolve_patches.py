@@ -87,8 +87,8 @@ def _for_each_tensor(graph: Graph, location: Location, what: Any) -> list[tuple[
     each, read = location.each, [one for one in location.each if not _has_no_outside_reader(graph, one)]
     if not read:
         raise BadPatch(
-            f"nothing outside of the module reads what {location.name!r} hands on: patched there, nothing would change."
-            f" Inside it is {location.label!r}."
+            f"nothing outside of the module reads what {location.name!r} returns: a patch there changes nothing. "
+            f"Inside the module it is {location.label!r}."
         )
     if len(each) == 1:
         return [(location, what)]
@@ -98,13 +98,13 @@ def _for_each_tensor(graph: Graph, location: Location, what: Any) -> list[tuple[
         freeze_deep(what, flat.append)
         if len(flat) != len(each):
             raise ShapeMismatch(
-                f"{location.name!r} hands on {len(each)} tensors, {named}; {len(flat)} were given. Give as many."
+                f"{location.name!r} returns {len(each)} tensors, {named}; {len(flat)} were given. Give as many."
             )
         return [(one, new) for one, new in zip(each, flat, strict=True) if one in read]
     patch = patch_of(what)
     if patch.parts or _begins_with_tensor(patch):
         raise BadPatch(
-            f"{location.name!r} hands on {len(each)} tensors, and {patch!r} is for one. Name the one: {named}."
+            f"{location.name!r} returns {len(each)} tensors, and {patch!r} is for one. Name the one: {named}."
         )
     return [(one, what) for one in read]
 

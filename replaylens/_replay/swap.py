@@ -31,10 +31,9 @@ from ..errors import BadEdit, ReplaylensError
 from .alias_analysis import detached_views
 from .apply_edit import EditAdditions, apply_edit, handed_back, shares_memory
 from .deferred import mark_of
+from .edits import Recorder
 from .guards import diverged, misdirected, node_of
 from .record import Record
-
-Recorder = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Record]
 
 
 @frozen(eq=False)

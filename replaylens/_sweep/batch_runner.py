@@ -25,7 +25,7 @@ from .._ir.trees import freeze_deep, keyed, leaves, remake, thaw, walk
 from .._ir.validate import require_lawful
 from .._replay.guards import Departure
 from .._replay.record import Cache, Record, Versions
-from .._replay.request import Change
+from .._replay.resolve_patches import Changes
 from ..errors import BadMetric
 from .chunks import Plan, chunks, plan
 from .engine import Variant, run
@@ -155,7 +155,6 @@ def _is_interactive() -> bool:
     return sys.stderr is not None and (sys.stderr.isatty() or "ipykernel" in sys.modules)
 
 
-Changes = dict[int, tuple[Change, ...]]
 _PROGRAMS: Cache[None, PreparedProgram] = Cache()
 
 

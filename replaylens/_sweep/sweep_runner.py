@@ -31,11 +31,11 @@ from .._replay.guards import diverged
 from .._replay.record import Cache, Record
 from .._replay.replay import led_astray
 from .._replay.request import Change
+from .._replay.resolve_patches import Changes
 from .._replay.supply import Run
 from ..errors import CaptureError, DivergedReplay, ReplaylensError
 from .batch_runner import (
     Batch,
-    Changes,
     Replays,
     as_tensors,
     bar,
@@ -143,7 +143,7 @@ class BatchedSweep:
         except ReplaylensError:
             raise
         except Exception as error:  # whatever went wrong batchable goes right alone, or raises there
-            self.notes.append(f"everything: batchable it raised {type(error).__name__}: {error}")
+            self.notes.append(f"everything: together it raised {type(error).__name__}: {error}")
             return self._replays(self._all_alone(tick), baseline)
         for number in sorted({*self.unbatchable, *self.batch.departures}):
             _write_result(values, number, self._alone(number), self.keys[number])
@@ -289,10 +289,10 @@ _PLAIN_DOORS: tuple[Any, ...] = (
     torch.Tensor.__torch_dispatch__,
 )
 _ON_A_SCALE = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4))
-_QUANTIZED = "patched there, quantised values lie on another scale"
-_SHIFTING = "patched there, a draw takes another count of random numbers, and later ones move"
-_ASKS_GRAD = "behind it a custom function asks whether gradients are needed, which those that go batchable have none of"
-_ALIASED = "patched there, a gradient that the model takes itself is another, or a view is parted from its memory"
+_QUANTIZED = "patched there, quantised values have another scale"
+_SHIFTING = "patched there, a draw takes more or fewer random numbers, and later draws shift"
+_ASKS_GRAD = "a custom function behind it asks whether gradients are needed, and a batch runs without"
+_ALIASED = "patched there, a gradient that the model takes itself changes, or a view is detached from its base"
 
 
 def _layers(graph: Graph, changes: Sequence[Changes]) -> tuple[str, ...]:
