@@ -134,7 +134,7 @@ def apply_edit(
         departed(departure)
     graph = as_it_came_out(graph, {ref: tensor for ref, tensor in values.items() if ref not in derivation.same})
     if departures:
-        graph = evolve(graph, guards=tuple([_with_present_answer(guard, values) for guard in graph.guards]))
+        graph = evolve(graph, guards=tuple([_as_answered(guard, values) for guard in graph.guards]))
     made = Record(
         graph,
         values,
@@ -323,7 +323,7 @@ class _Derivation:
         """Each guard as it was before the edit, by its number now. Guards that the edit brought hold anyway."""
         left, found = list(self.record.graph.guards), {}
         for number, guard in enumerate(self.graph.guards):
-            if left and _same_fact(left[0], guard):
+            if left and place(left[0]) == place(guard) and same_result(left[0].result, guard.result):
                 found[number] = left.pop(0)
         return found
 
@@ -353,11 +353,6 @@ def handed_back(call: Call) -> Departure:
     return Departure(what, "that of one tensor", "handed on by a function, which a program cannot follow", call.source)
 
 
-def _same_fact(one: Guard, other: Guard) -> bool:
-    """True if these are one guard before and after an edit. Its operands may have other names."""
-    return place(one) == place(other) and same_result(one.result, other.result)
-
-
-def _with_present_answer(guard: Guard, values: Values) -> Guard:
+def _as_answered(guard: Guard, values: Values) -> Guard:
     """The guard with the answer of these values: the derived program takes this path."""
     return answered(guard, values.__getitem__) if all(ref in values for ref in guard.refs) else guard

@@ -50,7 +50,7 @@ class Mode:
     grad: bool = False
     fresh: bool = False
     left: GeneratorLeft | None = None  # of fresh draws: where the user's generator is left
-    is_traced: bool = False  # torch.compile may look at it
+    is_traced: bool = False  # torch.compile may trace it
     places: Mapping[int, tuple[Ref, ...]] = MappingProxyType({})  # by position: values to take gradients at
 
 
@@ -167,7 +167,7 @@ class _Compiler:
         """A call that reruns other nodes itself: it receives the patches at these, or is told that all of them have
         run.
         """
-        positions = [self.graph.positions.get(name, -1) for name in node.through]  # of a stretch not all need stand
+        positions = [self.graph.positions.get(name, -1) for name in node.through]  # an edit may have removed some
         inside = {n: [*self._functions(p)] for n, p in enumerate(positions) if p in self.patched}
         if inside:
 

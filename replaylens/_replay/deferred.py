@@ -176,7 +176,8 @@ class Late:
             for position, changes in self.request.changed.items()
         }
         draws, mode = {**record.draws, **self.begun}, Mode(self.request.grad)
-        ran = run(graph, made, draws, self._supplied, record.value, mode=mode, patches=patches)
+        supplied = lambda ref: self._value(ref) if self._is_held(ref) else self._source(ref)  # noqa: E731
+        ran = run(graph, made, draws, supplied, record.value, mode=mode, patches=patches)
         self.begun |= ran.states_begun
         for position in (*made.run, *made.supply):
             for ref in refs_of(graph.nodes[position]):
@@ -203,9 +204,6 @@ class Late:
         graph = self.record.graph
         shifted = {p: before for p, before in graph.shifts.items() if before in self._reached}
         return {p: before for p, before in shifted.items() if graph.nodes[p].draws not in self.begun}
-
-    def _supplied(self, ref: Ref) -> Any:
-        return self._value(ref) if self._is_held(ref) else self._source(ref)
 
     def _source(self, ref: Ref) -> Any:
         position = self.record.graph.positions[ref.node]

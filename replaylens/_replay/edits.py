@@ -77,30 +77,28 @@ def expand(
     record: Record, names: Iterable[str], recorder: Recorder, on_divergence: str = "raise"
 ) -> tuple[Record, Any]:
     """The program with these calls opened. Numbers that left torch may differ as rounding lets them."""
-    whole = with_values(record, [ref for name in names for ref in _operands_and_results(record.graph, name)])
-    graph, seen = record.graph, {name: _record_open_form(whole, record.graph[name], recorder) for name in names}
+    graph = record.graph
+    whole = with_values(
+        record, [ref for name in names for ref in (*graph.refs[graph.positions[name]], *refs_of(graph[name]))]
+    )
+    forms = {name: _record_open_form(whole, record.graph[name], recorder) for name in names}
     of_model = {id(tensor): Ref(name) for name, tensor in record.live.items()}
     shared: dict[str, dict[Ref, Ref]] = {}
-    for name, look in seen.items():
-        own = {Ref(node.name): of_model.get(id(look.values[Ref(node.name)])) for node in look.graph.const_nodes}
+    for name, form in forms.items():
+        own = {Ref(node.name): of_model.get(id(form.values[Ref(node.name)])) for node in form.graph.const_nodes}
         shared[name] = {inner: ref for inner, ref in own.items() if ref is not None}
-    made = expanded(graph, {name: look.graph for name, look in seen.items()}, shared)
+    made = expanded(graph, {name: form.graph for name, form in forms.items()}, shared)
     constants = {
-        made.names[name][node.name]: look.values[Ref(node.name)]
-        for name, look in seen.items()
-        for node in look.graph.const_nodes
+        made.names[name][node.name]: form.values[Ref(node.name)]
+        for name, form in forms.items()
+        for node in form.graph.const_nodes
         if Ref(node.name) not in shared[name]
     }
-    draws = {made.draws[name][key]: state for name, look in seen.items() for key, state in look.draws.items()}
+    draws = {made.draws[name][key]: state for name, form in forms.items() for key, state in form.draws.items()}
     found, output = apply_edit(record, made.graph, EditAdditions(constants, draws=draws), "ignore")
     if on_divergence == "raise" and (away := next(departures_beyond_rounding(record, found), None)) is not None:
         raise diverged(away)
     return found, output
-
-
-def _operands_and_results(graph: Graph, name: str) -> tuple[Ref, ...]:
-    """The values that a call reads and gives."""
-    return *graph.refs[graph.positions[name]], *refs_of(graph[name])
 
 
 def _record_open_form(record: Record, call: Any, recorder: Recorder) -> Record:
@@ -115,11 +113,11 @@ def _record_open_form(record: Record, call: Any, recorder: Recorder) -> Record:
     with recorded_world(call.draws is not None, record.graph), modes(call.context):
         if call.draws is not None:
             torch.default_generator.set_state(record.draws[call.draws])
-        seen = recorder(as_called(call), args, kwargs)
-    for made, ref in zip(seen.graph.output[0].items, specs_of(call), strict=True):
-        _require_same(call, seen.values[made], record.value(ref))
-    held = {Ref(node.name): seen.values[Ref(node.name)] for node in seen.graph.const_nodes}
-    return evolve(seen, values=held)  # the rest comes again when the program is derived
+        form = recorder(as_called(call), args, kwargs)
+    for made, ref in zip(form.graph.output[0].items, specs_of(call), strict=True):
+        _require_same(call, form.values[made], record.value(ref))
+    held = {Ref(node.name): form.values[Ref(node.name)] for node in form.graph.const_nodes}
+    return evolve(form, values=held)  # the rest comes again when the program is derived
 
 
 def _require_same(call: Call, made: torch.Tensor, recorded: torch.Tensor) -> None:
@@ -227,7 +225,8 @@ def with_state(record: Record, address: str, value: Any, nearest: Callable[[str]
         return apply_edit(record, record.graph, on_divergence=on_divergence)
     ((position, tensor),) = found.items()
     name = record.graph.nodes[position].name
-    held = _with_flag(tensor, record.values[Ref(name)].requires_grad)
+    flag = record.values[Ref(name)].requires_grad  # torch chooses kernels by it
+    held = tensor if tensor.is_inference() else tensor.detach().requires_grad_(flag)
     for departure in departures(
         record.graph, record.values, {Ref(name): held}, OuterModes.of_replay(record.graph, False)
     ):
@@ -235,11 +234,6 @@ def with_state(record: Record, address: str, value: Any, nearest: Callable[[str]
             raise diverged(departure)
     added = EditAdditions({name: held}, {name: tensor if tensor.requires_grad else held})
     return apply_edit(record, record.graph, added, on_divergence)
-
-
-def _with_flag(tensor: torch.Tensor, flag: bool) -> torch.Tensor:
-    """The content without a history. The flag is kept: torch chooses kernels by whether a tensor needs gradients."""
-    return tensor if tensor.is_inference() else tensor.detach().requires_grad_(flag)
 
 
 def tap(record: Record, sender: tuple[Ref, ...], readers: Sequence[str]) -> tuple[Record, Any, tuple[str, ...]]:

@@ -26,7 +26,7 @@ from .guards import Departure, changed, diverged, fact
 from .layout_guards import Layouts, Tensors, asked_of, layout_departures, lies_otherwise, shows_memory
 
 UNKNOWN = "not known"
-SOME = "there"  # the answer where the model only asks whether there is something
+SOME = "there"  # the answer if the model only asks whether it is None
 WALK = "next_functions"
 
 
@@ -114,10 +114,10 @@ class ReplacedValues:
     graph: Graph
     recorded: Tensors
     around: OuterModes
-    fixed: Set[Ref]  # all that is given or patched, now or later: what comes before does not tell how it lies
+    fixed: Set[Ref]  # all given or patched values, now or later: neither layout nor flags follow from their operands
     given: Tensors
-    other: dict[Ref, torch.Tensor] = field(init=False)  # what stands there and lies otherwise
-    flagged: dict[Ref, torch.Tensor] = field(init=False)  # ... and has another flag
+    other: dict[Ref, torch.Tensor] = field(init=False)  # those with another layout
+    flagged: dict[Ref, torch.Tensor] = field(init=False)  # those with another flag
     reported: set[str] = field(factory=set)
 
     @other.default
@@ -247,7 +247,7 @@ class _Flags:
             return None
         if word == "is_inference":
             return self._inference(guard, ref)
-        was, now = self._was(ref), self.found.get(ref)
+        was, now = self.before.get(ref), self.found.get(ref)
         if now is None or was is None or was == now:
             return None
         if word == "requires_grad":
@@ -259,7 +259,7 @@ class _Flags:
 
     def caught(self) -> Iterator[Departure]:
         """Calls that torch may refuse for values that need gradients now, where the model may catch that."""
-        flagged = {ref for ref, flag in self.found.items() if flag and self._was(ref) is False}
+        flagged = {ref for ref, flag in self.found.items() if flag and self.before.get(ref) is False}
         if not flagged or not self.around.grad:
             return
         for guard in filter(shows_memory, self.graph.guards):
@@ -271,7 +271,7 @@ class _Flags:
         if not self.graph.ambient.grad:
             for ref in self.graph.written:
                 node = self.graph[ref.node]
-                if isinstance(node, State) and self._was(ref):
+                if isinstance(node, State) and self.before.get(ref):
                     what = f"whether {node.address}, which the model writes and which needs gradients, can be written"
                     yield Departure(what, "True", UNKNOWN, None, "exception")
         for call in self.graph.calls:
@@ -304,9 +304,6 @@ class _Flags:
                 return Departure(fact(guard), guard.result, UNKNOWN, guard.source)
         return None
 
-    def _was(self, ref: Ref) -> bool | None:
-        return self.before.get(ref)
-
     def _before(self, node: Call, refs: tuple[Ref, ...], meaning: TensorSpec) -> bool:
         """True if a value that was not kept needed gradients."""
         on = node.context.grad and meaning.is_differentiable and not info(node.target).has(Quirk.DETACHING)
@@ -323,7 +320,7 @@ class _Flags:
                 if ref in self.given:
                     found[ref] = self.given[ref].requires_grad
                 elif ref in self.fixed or not isinstance(node, Call):
-                    found[ref] = bool(self._was(ref))
+                    found[ref] = bool(self.before.get(ref))
                 else:
                     found[ref] = self._flag_of_call(node, ref, refs, meaning)
 
@@ -331,8 +328,8 @@ class _Flags:
         same = self.around.grad == self.graph.ambient.grad
         on = node.context.grad if same else self.around.grad
         now = on and meaning.is_differentiable and any(self.found.get(one, False) for one in refs)
-        before = node.context.grad and any(self._was(one) or False for one in refs)
-        was = self._was(ref)
+        before = node.context.grad and any(self.before.get(one) or False for one in refs)
+        was = self.before.get(ref)
         if before and was is False:  # a call that gives no history, whatever it reads
             return False
         if was and not before:

@@ -137,7 +137,7 @@ class GradientBlockers:
             return f"detached in {_line(node)}"
         if _runs_without_grad(node, self.graph):
             return f"{_line(node)} runs where the model turned gradients off"
-        if not _is_differentiable(node):
+        if not any(meaning.is_differentiable for meaning in node.meaning):
             return f"{_line(node)} gives {_dtype(node.meaning[0])}, which has no gradient"
         return f"{_line(node)} gives none back" if cut != name else f"torch gives it none, in {_line(node)}"
 
@@ -170,10 +170,6 @@ def hides_gradient(graph: Graph) -> dict[Ref, Call]:
 
 def _runs_without_grad(node: Call, graph: Graph) -> bool:
     return (not node.context.grad and graph.ambient.grad) or (node.context.inference and not graph.ambient.inference)
-
-
-def _is_differentiable(node: Call) -> bool:
-    return any(meaning.is_differentiable for meaning in node.meaning)
 
 
 def _dtype(meaning: TensorSpec) -> str:

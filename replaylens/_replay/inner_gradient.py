@@ -40,7 +40,7 @@ def differentiate(
     The graph's inputs are the starts, then the others. Its output is (outputs, with respect to what). Patches at nodes
     of the stretch, by their number among its calls, take part: gradients go through them.
 
-    Of a gradient that is differentiated again, `there` is that output as the program itself there it, and
+    Of a gradient that is differentiated again, `there` is that output as the program itself computed it, and
     `is_alive` says that the whole stretch has just run with gradients. Then these values are differentiated, as the
     model does, so that other readers of the stretch add their gradients before they go further back. Rerun, the
     stretch gets its own gradients, whose sum is the same but for the last bits.
@@ -68,7 +68,7 @@ def differentiate(
 
 
 def _has_live_history(outputs: Tensors, targets: Tensors) -> bool:
-    """True if gradients can go back through the values that were just there."""
+    """True if gradients can go back through the values that were just computed."""
     if peek_interpreter_stack() is not None or torch.compiler.is_compiling():
         return False
     return all(value.requires_grad for value in (*outputs, *targets))

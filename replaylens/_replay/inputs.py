@@ -298,8 +298,7 @@ def _tensor_mismatch(
 
 def _spec_mismatch(what: str, meaning: TensorSpec, tensor: torch.Tensor) -> Mismatch | None:
     new = TensorSpec.of(tensor)
-    kinds = [(one.shape, one.dtype, one.device, one.layout) for one in (new, meaning)]
-    if kinds[0] == kinds[1]:
+    if (new.kind, new.layout) == (meaning.kind, meaning.layout):
         return None
     now, was = (_spec_text(one, new.layout is not meaning.layout) for one in (new, meaning))
     return _mismatch(what, was, now, f"{what} is {now}; the program was recorded with {was}.\n{CAPTURE_AGAIN}")

@@ -70,9 +70,9 @@ class Code:
     template: tuple[Any, ...]
     stretches: tuple[Stretch, ...]
     slots: dict[Ref, int]
-    supply: tuple[tuple[Ref, int], ...]  # the values that it begins with, and their slots
-    patches: tuple[tuple[int, int, int], ...]  # of each patch: the position, its number there, the slot of its function
-    departed: int  # the slot of what is told of each guard that has another answer
+    supply: tuple[tuple[Ref, int], ...]  # the initial values, and their slots
+    patches: tuple[tuple[int, int, int], ...]  # of each patch: its position, its number there, the slot of its function
+    departed: int  # the slot of the callback for departures
     executed: tuple[str, ...]
     draws: bool
     places: tuple[Ref, ...] = ()  # the values at which gradients can be taken

@@ -122,12 +122,12 @@ class Layouts:
         fixed: Set[Ref] = frozenset(),
     ) -> None:
         self.graph, self.recorded, self.up_to_rounding = graph, recorded, up_to_rounding
-        self.fixed = fixed  # what is given lies as it does, whatever comes before it
-        self.strides = strides  # of an edited graph: how values lay before, if that is not what their nodes say
+        self.fixed = fixed  # given values: their layout does not follow from their operands
+        self.strides = strides  # of an edited graph: recorded strides that differ from the specs
         self.meanings = {ref: meaning for node in graph.nodes for ref, meaning in specs_of(node).items()}
         self.other = {ref: tensor.detach() for ref, tensor in other.items()}
-        self.zeros: dict[Ref, torch.Tensor] = {}  # in the place of recorded values that were not kept
-        self.unknown: set[Ref] = set()  # nobody can say how they lie now
+        self.zeros: dict[Ref, torch.Tensor] = {}  # for recorded values that were not kept
+        self.unknown: set[Ref] = set()  # values whose layout is not known
         self.ever_other = set(self.other)
         self.viewed = graph.marked_ancestors([guard.refs[0].node for guard in graph.asked if asks_for_view(guard)])
 

@@ -41,7 +41,7 @@ def _never(*tensors: torch.Tensor) -> bool:
 class Holder(nn.Module):
     """The state below an address of the model, and nothing else: `m.layer1[0].weight` is reached as in the model."""
 
-    _standing: dict[str, BoundPlace]  # by key: only what stands in this one
+    _standing: dict[str, BoundPlace]  # by key: only those of this module
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,8 +70,10 @@ class ProgramModule(Holder):
     _exchanged: frozenset[str]  # the addresses of tensors that the forward gives other memory
     _begun: Begun
     _sources: tuple[str, ...]  # what is no call
-    _fitting: tuple[list[torch.Tensor], Callable[..., bool]]  # what stood in the model at the last call, and how it lay
-    _asks_state: bool  # does anything hang on how what the model holds is laid out or flagged?
+    _fitting: tuple[
+        list[torch.Tensor], Callable[..., bool]
+    ]  # the tensors of the last call, and a check of their layouts
+    _asks_state: bool  # may the path depend on layouts or flags of the state?
 
     def __init__(self, record: Record) -> None:
         super().__init__()
@@ -108,10 +110,7 @@ class ProgramModule(Holder):
 
     def follow(self) -> None:
         """Refreshes the tensors from the model: `load_state_dict(assign=True)` gives it others."""
-        for places in self._held.values():
-            for place in places:
-                place.now()
-        for place in self._ends.values():
+        for place in self._ends.values():  # those of `_held` are among them
             place.now()
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -137,7 +136,7 @@ class ProgramModule(Holder):
         """The output of the program for these inputs, of the recorded shapes."""
         record = self._record
         graph = record.graph
-        for departure in self._begun.departures(self._standing_at):
+        for departure in self._begun.departures(lambda address: self._ends[address].now()):
             raise diverged(departure)
         held = {name: tensor for name, places in self._held.items() if (tensor := places[0].now()) is not None}
         self._require_fitting(held)
@@ -157,9 +156,6 @@ class ProgramModule(Holder):
             ran = run_code(graph, begin(self._compiled(grad), lambda ref: sources[ref.node], refuse))
         self._write({address: ran[ref] for address, ref in graph.changes})
         return ran.tree(graph.output)
-
-    def _standing_at(self, address: str) -> torch.Tensor | None:
-        return self._ends[address].now()
 
     def _require_fitting(self, held: dict[str, torch.Tensor]) -> None:
         """Raises unless the program can use what the model holds. Skipped if that lies as at the last call."""

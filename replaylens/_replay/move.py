@@ -32,7 +32,7 @@ from .record import Record, Versions
 from .retention import keeping
 from .runner import run
 
-At = Callable[[str], torch.Tensor | None]  # what stands at an address now
+At = Callable[[str], torch.Tensor | None]  # the tensor at an address now
 
 
 class Begun:
@@ -92,8 +92,7 @@ def _kind_departures(node: State, tensor: torch.Tensor | None) -> Iterable[Depar
     if tensor is None:
         return ()
     now, then = TensorSpec.of(tensor), node.meaning
-    kinds = [(one.shape, one.dtype, one.device, one.layout) for one in (now, then)]
-    if kinds[0] == kinds[1]:
+    if (now.kind, now.layout) == (then.kind, then.layout):
         return ()
     was, is_now = (
         f"{one}{f' in {one.layout}' * (now.layout is not then.layout)} on {one.device}" for one in (then, now)

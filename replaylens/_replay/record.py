@@ -100,7 +100,7 @@ class Record:
         place = self.place_of(ref)
         if place is None or place.is_as_it_was():
             return None
-        if settled(place.is_as_it_was):  # another thread ran the model once more, and had something else there
+        if settled(place.is_as_it_was):  # another thread was running the model, and has put it back
             return None
         return stale_text(self.graph, ref, place)
 

@@ -46,20 +46,20 @@ class HandOffChange:
 
     address: str
     call: int
-    number: int  # among the tensors that the call hands on
+    number: int  # among the tensors that the call returns
     count: int  # of these
     ref: Ref
-    is_every: bool  # in calls beyond the recorded too
+    is_every: bool  # in later calls, too
 
 
 @frozen
 class LivePatchScope:
     """Which patches hold beyond what was recorded, where the model itself runs."""
 
-    every: frozenset[int] = frozenset()  # of the changed ones, those that are changed in passes beyond the recorded too
-    kinds: frozenset[str] = frozenset()  # of operations that are changed wherever they come up
-    globs: tuple[str, ...] = ()  # that mean modules: also such as were not recorded to run
-    hands: tuple[HandOffChange, ...] = ()  # of the changed ones, those that are what modules hand on
+    every: frozenset[int] = frozenset()  # changed positions that are patched in later passes, too
+    kinds: frozenset[str] = frozenset()  # of operations that are patched wherever they occur
+    globs: tuple[str, ...] = ()  # that name modules, also ones that were not recorded
+    hands: tuple[HandOffChange, ...] = ()  # changed positions that modules return
 
 
 @frozen(eq=False)
@@ -78,7 +78,5 @@ class Request:
     fresh: bool = False
     on_divergence: str = "raise"
     whole: bool = False
-    at: frozenset[Ref] = frozenset()  # where gradients are to be taken: nothing else begins a history
-    beyond: Callable[[], LivePatchScope] = (
-        LivePatchScope  # what its patches mean beyond what was recorded, should the model be run
-    )
+    at: frozenset[Ref] = frozenset()  # where gradients are taken: only there histories begin
+    beyond: Callable[[], LivePatchScope] = LivePatchScope  # what its patches mean if the model itself runs

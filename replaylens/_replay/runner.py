@@ -22,7 +22,7 @@ from .plan import Plan
 
 Patches = Mapping[int, tuple[tuple[Any, Callable[..., Any]], ...]]  # position -> (which of its values, new from old)
 Supply = Callable[[Ref], Any]
-Departed = Callable[[Departure], None]  # is told of each guard that has another answer than recorded
+Departed = Callable[[Departure], None]  # called with each departure
 
 
 @frozen(eq=False)

@@ -135,10 +135,6 @@ def _recorded(
     return apply_edit(record, made, EditAdditions(spliced.values, spliced.live, spliced.draws), on_divergence, wanted)
 
 
-def _is_edited(node: Node) -> bool:
-    return isinstance(node, Call) and bool(node.edited)
-
-
 # -- seeing what the function does -------------------------------------------------------------------------------------
 
 
@@ -171,7 +167,8 @@ class _SwapTrial:
         except ReplaylensError:
             raise
         except Exception as error:  # of the model's own operation, perhaps: then it is a departure
-            if on_divergence == "ignore" or (node := node_of(error)) not in graph or _is_edited(graph[node]):
+            node = graph[name] if (name := node_of(error)) in graph else None
+            if on_divergence == "ignore" or node is None or (isinstance(node, Call) and node.edited):
                 raise
             apply_edit(record, graph, wanted=wanted)
             raise

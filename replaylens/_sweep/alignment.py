@@ -32,7 +32,7 @@ Tensor = torch.Tensor
 Shape = tuple[int, ...]
 MAX_CANDIDATES = 80  # for one axis of what a call gives
 ENOUGH = 6  # times four numbers, or answers of yes and no, that differ from row to row
-MAX_TRIALS = 2 * ENOUGH  # at largest_literal
+MAX_TRIALS = 2 * ENOUGH  # at most
 MAX_EXTRA = 1_000_000  # numbers in a trial of more rows than any number among the arguments
 SMALL = 16_384  # numbers: so few of them are kept for other proofs
 POOL = 4096  # numbers that are drawn at once for several proofs
@@ -288,9 +288,7 @@ def _are_alike(one: Tensor, other: Tensor) -> bool:
     """True if two rows are equal, or nearly so: they tell nothing about which row is which."""
     if not _is_real(one):
         return torch.equal(one, other)
-    pairs = zip(
-        one.flatten()[:16].tolist(), other.flatten()[:16].tolist(), strict=True
-    )  # largest_literal often these tell
+    pairs = zip(one.flatten()[:16].tolist(), other.flatten()[:16].tolist(), strict=True)  # most often these differ
     if any(abs(mine - theirs) > LIKELY.absolute + LIKELY.of_each * abs(theirs) for mine, theirs in pairs):
         return False
     return LIKELY.holds(one, other)

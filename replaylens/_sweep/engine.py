@@ -330,13 +330,10 @@ class _Chunk:
         lanes = {lane for slot in slots if (delta := self.env[slot]) is not None for lane in delta.pairs.lanes}
         found: dict[int, Departure] = {}
         for lane in sorted(lanes):
-            value = partial(self._ref_value, lane)
+            value = partial(lambda lane, ref: self._value(self.program.slot[ref], lane), lane)
             if (left := departure(guard, value, lambda ref: self.program.values[self.program.slot[ref]])) is not None:
                 found[lane] = left
         self._drop(found, found.__getitem__)
-
-    def _ref_value(self, lane: int, ref: Ref) -> Tensor:
-        return self._value(self.program.slot[ref], lane)
 
     def _drop(self, lanes: Iterable[int], why: Callable[[int], Departure]) -> None:
         dropped = set(lanes)

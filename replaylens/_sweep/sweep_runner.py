@@ -101,8 +101,9 @@ class BatchedSweep:
 
     def _exclude(self, numbers: Sequence[int], why: str) -> None:
         self.unbatchable = self.unbatchable.union(numbers)
-        names = _layers(self.record.graph, [self.changes[number] for number in numbers])
-        self.notes.extend(f"{name}: {why}" for name in names)
+        nodes, positions = self.record.graph.nodes, [p for number in numbers for p in self.changes[number]]
+        layers = dict.fromkeys(Label.of(nodes[position].name).layer for position in positions)  # whatever their passes
+        self.notes.extend(f"{layer}: {why}" for layer in layers)
 
     def _with_metric(self) -> Record | None:
         """The program with the metric, if that is nothing but tensor operations."""
@@ -142,7 +143,7 @@ class BatchedSweep:
             values = self._at_once(tick)
         except ReplaylensError:
             raise
-        except Exception as error:  # whatever went wrong batchable goes right alone, or raises there
+        except Exception as error:  # whatever went wrong in a batch goes right alone, or raises there
             self.notes.append(f"everything: together it raised {type(error).__name__}: {error}")
             return self._replays(self._all_alone(tick), baseline)
         for number in sorted({*self.unbatchable, *self.batch.departures}):
@@ -293,11 +294,6 @@ _QUANTIZED = "patched there, quantised values have another scale"
 _SHIFTING = "patched there, a draw takes more or fewer random numbers, and later draws shift"
 _ASKS_GRAD = "a custom function behind it asks whether gradients are needed, and a batch runs without"
 _ALIASED = "patched there, a gradient that the model takes itself changes, or a view is detached from its base"
-
-
-def _layers(graph: Graph, changes: Sequence[Changes]) -> tuple[str, ...]:
-    """The changed layers, each once, whatever its passes."""
-    return tuple(dict.fromkeys(Label.of(graph.nodes[p].name).layer for each in changes for p in each))
 
 
 def apart(output: Any) -> Any:
