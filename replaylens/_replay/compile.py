@@ -85,10 +85,10 @@ class _Compiler:
     ) -> None:
         self.graph, self.plan, self.states, self.recorded = graph, plan, states, recorded
         self.mode, self.patched, self.run = mode, patched, frozenset(plan.run)
-        self.slotting = slotting = _Slots(graph)
-        self.stream = streamed(graph, plan.run, mode.fresh, slotting.literal, slotting.slots, mode.left)
-        self.departed = slotting.literal(None)
-        self.functions = {(p, n): slotting.literal(None) for p, trees in patched.items() for n in range(len(trees))}
+        self.slot_map = slot_map = _Slots(graph)
+        self.stream = streamed(graph, plan.run, mode.fresh, slot_map.literal, slot_map.slots, mode.left)
+        self.departed = slot_map.literal(None)
+        self.functions = {(p, n): slot_map.literal(None) for p, trees in patched.items() for n in range(len(trees))}
         self.steps: list[tuple[Context, Step]] = []
 
     def code(self) -> Code:
@@ -97,7 +97,7 @@ class _Compiler:
         guards: dict[int, list[Guard]] = {}
         for number in plan.guards:
             guards.setdefault(graph.guards[number].position, []).append(graph.guards[number])
-        dying, changed = _dying(graph, plan, self.slotting), frozenset(plan.patch)
+        dying, changed = _dying(graph, plan, self.slot_map), frozenset(plan.patch)
         refs = {ref for trees in self.patched.values() for tree in trees for ref in refs_in(tree)}
         detached = detached_views(graph, refs)
         for position, node in enumerate(graph.nodes):
@@ -121,11 +121,11 @@ class _Compiler:
         return self._made()
 
     def _made(self) -> Code:
-        graph, plan, slots = self.graph, self.plan, self.slotting.slots
+        graph, plan, slots = self.graph, self.plan, self.slot_map.slots
         there = self.run.union(plan.supply)
-        nothing = self.slotting.literal(None)
+        nothing = self.slot_map.literal(None)
         return Code(
-            tuple(self.slotting.template),
+            tuple(self.slot_map.template),
             tuple(_segments(self.steps, nothing)),
             slots,
             tuple([(ref, slots[ref]) for position in plan.supply for ref in refs_of(graph.nodes[position])]),
@@ -138,18 +138,18 @@ class _Compiler:
         )
 
     def _add_guard(self, guard: Guard) -> None:
-        slots, departed, recorded = self.slotting.slots, self.departed, self.recorded
+        slots, departed, recorded = self.slot_map.slots, self.departed, self.recorded
 
         def check(env: Env) -> None:
             found = departure(guard, lambda ref: env[slots[ref]], recorded)
             if found is not None and env[departed] is not None:
                 env[departed](found)
 
-        self.steps.append((NO_MODES, Step("a guard", lambda env: (env,), check, self.slotting.literal(None), (), ())))
+        self.steps.append((NO_MODES, Step("a guard", lambda env: (env,), check, self.slot_map.literal(None), (), ())))
 
     def _add_call(self, position: int, node: Call, dead: tuple[int, ...]) -> None:
         """A call of the model's, with its recorded draws or in its place in the generator's stream."""
-        slots, literal, turn = self.slotting.slots, self.slotting.literal, self.stream.turns.get(position)
+        slots, literal, turn = self.slot_map.slots, self.slot_map.literal, self.stream.turns.get(position)
         if turn is None:
             read, call = caller(node, slots, literal, self.states, self.mode)
         else:
@@ -159,7 +159,7 @@ class _Compiler:
             )
         if node.through:
             read, call = self._rerunning(node, read, call)
-        slot, parts = slots[Ref(node.name)], self.slotting.parts[node.name]
+        slot, parts = slots[Ref(node.name)], self.slot_map.parts[node.name]
         step = Step(node.name, read, call, slot, parts, dead, node.source, is_node=True)
         self.steps.append((self._context(node.context), step))
 
@@ -192,16 +192,16 @@ class _Compiler:
         """What follows a node: its patches, and a node of its own in autograd's graph."""
         apply = apart_from(self.stream, _applied)
         after = [
-            _patch_step(node, self.slotting, *each, apply) for each in (self._functions(position) if trees else ())
+            _patch_step(node, self.slot_map, *each, apply) for each in (self._functions(position) if trees else ())
         ]
         if places:
-            after.append(_place_step(node, self.slotting, places, bool(trees)))
+            after.append(_place_step(node, self.slot_map, places, bool(trees)))
         after[-1] = evolve(after[-1], dead=dead)
         context = self._context(node.context if isinstance(node, Call) else self.graph.ambient)
         self.steps.extend([(context, step) for step in after])
 
     def _add_generator_exit(self) -> None:
-        left, literal = self.stream.leaves, self.slotting.literal
+        left, literal = self.stream.leaves, self.slot_map.literal
         if left is not None:
             slot = literal(self.states[left]) if isinstance(left, str) else left
             leave = Step("the generator", partial(left_at, slot), _same, literal(None), (), ())
@@ -248,12 +248,12 @@ class _Slots:
         return len(self.template) - 1
 
 
-def _dying(graph: Graph, plan: Plan, slotting: _Slots) -> dict[int, tuple[int, ...]]:
+def _dying(graph: Graph, plan: Plan, slot_map: _Slots) -> dict[int, tuple[int, ...]]:
     """What is freed after each step. The model's own tensors are not: the model holds them."""
     dying: dict[int, list[int]] = {}
     for position, last in plan.last_use.items():
         if position not in plan.kept and not isinstance(graph.nodes[position], State):
-            dying.setdefault(last, []).extend(slotting.of_position[position])
+            dying.setdefault(last, []).extend(slot_map.of_position[position])
     return {last: tuple(slots) for last, slots in dying.items()}
 
 
@@ -342,27 +342,27 @@ def _applied(patch: Callable[[Any], Any], value: Any) -> Any:
     return patch(value)
 
 
-def _patch_step(node: Node, slotting: _Slots, tree: Any, function: int, apply: Callable[..., Any]) -> Step:
+def _patch_step(node: Node, slot_map: _Slots, tree: Any, function: int, apply: Callable[..., Any]) -> Step:
     """A patch reads values of a node as the model saw them, and replaces them."""
     if type(tree) is Ref:
-        slot = slotting.slots[tree]
+        slot = slot_map.slots[tree]
         return Step(node.name, itemgetter(function, slot), apply, slot, (), ())
 
     def read(env: Env) -> Any:
-        return env[function], filled(tree, lambda ref: env[slotting.slots[ref]])
+        return env[function], filled(tree, lambda ref: env[slot_map.slots[ref]])
 
-    parts = tuple([(path, slotting.slots[ref]) for path, ref in walk(tree) if type(ref) is Ref])
-    return Step(node.name, read, apply, slotting.literal(None), parts, ())
+    parts = tuple([(path, slot_map.slots[ref]) for path, ref in walk(tree) if type(ref) is Ref])
+    return Step(node.name, read, apply, slot_map.literal(None), parts, ())
 
 
-def _place_step(node: Any, slotting: _Slots, refs: tuple[Ref, ...], patched: bool) -> Step:
+def _place_step(node: Any, slot_map: _Slots, refs: tuple[Ref, ...], patched: bool) -> Step:
     """Gives values of a node nodes of their own in autograd's graph. See `placed`."""
-    slots = [slotting.slots[ref] for ref in refs]
-    others = [slotting.slots[ref] for ref in node.refs] if isinstance(node, Call) else []
+    slots = [slot_map.slots[ref] for ref in refs]
+    others = [slot_map.slots[ref] for ref in node.refs] if isinstance(node, Call) else []
     if patched:
         others += slots  # a patch may give any object, also one that stands elsewhere
     read = itemgetter(*slots, *others) if len(slots) + len(others) > 1 else itemgetter(slice(slots[0], slots[0] + 1))
     if len(refs) == 1:
         return Step(node.name, read, placed, slots[0], (), ())
     parts = tuple([((number,), slot) for number, slot in enumerate(slots)])
-    return Step(node.name, read, partial(all_placed, len(slots)), slotting.literal(None), parts, ())
+    return Step(node.name, read, partial(all_placed, len(slots)), slot_map.literal(None), parts, ())

@@ -65,10 +65,10 @@ class Stretch:
 
 @frozen(eq=False)
 class Code:
-    """A compiled plan: the initial slots, which of them to fill, and the stretches to run."""
+    """A compiled plan: the initial slots, which of them to fill, and the segments to run."""
 
     template: tuple[Any, ...]
-    stretches: tuple[Stretch, ...]
+    segments: tuple[Stretch, ...]
     slots: dict[Ref, int]
     supply: tuple[tuple[Ref, int], ...]  # the initial values, and their slots
     patches: tuple[tuple[int, int, int], ...]  # of each patch: its position, its number there, the slot of its function
@@ -84,8 +84,8 @@ class Code:
         def around(read: Any, call: Any, slot: int, *rest: Any) -> Any:
             return read, wrap(slot, call), slot, *rest
 
-        stretches = [evolve(one, rows=tuple([around(*row) for row in one.rows])) for one in self.stretches]
-        return evolve(self, stretches=tuple(stretches))
+        segments = [evolve(one, rows=tuple([around(*row) for row in one.rows])) for one in self.segments]
+        return evolve(self, segments=tuple(segments))
 
 
 def interpret(code: Code, env: Env) -> Env:
@@ -97,11 +97,11 @@ def interpret(code: Code, env: Env) -> Env:
 
 def _interpret(code: Code, env: Env) -> Env:
     """Runs the steps. Values that nothing needs any more are freed at once: that is speed, too, not only memory."""
-    for stretch in code.stretches:
+    for segment in code.segments:
         row: Any = None
         try:
-            with modes(stretch.context):
-                for row in stretch.rows:
+            with modes(segment.context):
+                for row in segment.rows:
                     read, call, slot, dead, rest = row
                     env[slot] = call(*read(env))
                     if rest is not None:
@@ -109,7 +109,7 @@ def _interpret(code: Code, env: Env) -> Env:
                     env[dead] = None
         except Exception as error:
             if row is not None:
-                step = stretch.steps[next(n for n, other in enumerate(stretch.rows) if other is row)]
+                step = segment.steps[next(n for n, other in enumerate(segment.rows) if other is row)]
                 raised_at(error, step.name if step.is_node else "")
                 add_note(error, step.note)
             raise
@@ -125,7 +125,7 @@ def _unpack_and_free(env: Env, slot: int, rest: Any) -> None:
 
 
 def modes(context: Context) -> Any:
-    """The grad, inference and autocast modes and kernel settings of a stretch; a null context if they are on
+    """The grad, inference and autocast modes and kernel settings of a segment; a null context if they are on
     already.
     """
     if torch.compiler.is_compiling():

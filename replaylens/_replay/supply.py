@@ -40,7 +40,7 @@ def supply(record: Record, request: Request, ref: Ref) -> Any:
         given, under a transform          | given                         | without history: flags are forbidden there
         given                             | given                         | a leaf with the recorded `requires_grad`
         grad, the model holds it          | live, in the recorded memory  | the model's own tensor, which collects grads
-        grad, the model holds it          | live, moved since             | StaleValue, unless the forward writes it
+        grad, the model holds it          | live, moved, never written    | StaleValue
         grad, the model holds it          | live, has a history           | the recorded value
         grad, the model holds it          | live, written by the forward  | the recorded content, standing for live
         grad                              | recorded, an inference tensor | a copy, which can have gradients

@@ -11,10 +11,10 @@ A recorded 2x3 value, and the variants (lanes) 0 and 1, which differ in the capi
     a b c        a b c        a Q c
     d e f        D e f        d e f
 
-    dense            axis None, pairs (0,0) (1,0)          [[a b c], [d->D e f]] and [[a Q c], [d e f]], stacked
+    dense            axis None, pairs (0,0) (1,0)          a b c / D e f  and  a Q c / d e f, stacked
     folded, axis 0   pairs (0,0) (0,1) (1,0) (1,1)         a b c / D e f / a Q c / d e f
     packed, axis 0   pairs (0,1) (1,0)                     D e f / a Q c           only rows that differ
-    packed, axis 1   pairs (0,0) (1,1)                     a Q / D e               columns: a D of lane 0, Q e of lane 1
+    packed, axis 1   pairs (0,0) (1,1)                     a Q / D e               columns of lane 0, lane 1
     chosen, axis 0, rows (1,)   pairs (0,1) (1,1)          D e f / d e f           row 1 of every lane
 
 The operations themselves are not known here.
