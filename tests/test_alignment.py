@@ -319,14 +319,14 @@ MIXING = {
 def test_a_kernel_that_mixes_rows_has_none(name):
     step = last_step(torch.asinh, of(4, 3))
     assert step.holds(Alignment((0,), (0,)))
-    step.like.proved.clear()  # what is known of it is shared by all calls of these shapes
+    step.signature.proved.clear()  # what is known of it is shared by all calls of these shapes
     step.call = lambda values: MIXING[name](values[0])
-    before = step.like.alignments
+    before = step.signature.alignments
     try:
         assert not step.holds(Alignment((0,), (0,))) and not step.has_rows(0, 0)
     finally:
-        step.like.alignments = before
-        step.like.proved.clear()
+        step.signature.alignments = before
+        step.signature.proved.clear()
 
 
 BOUNDING = {
@@ -370,7 +370,7 @@ def test_the_rows_that_a_view_takes_are_known_of_its_memory(name):
 
 
 def test_what_was_proved_serves_every_call_of_the_same_kind_and_no_other():
-    one, same, longer = [last_step(torch.tanh, of(*shape)).like for shape in ((4, 3), (4, 3), (5, 3))]
+    one, same, longer = [last_step(torch.tanh, of(*shape)).signature for shape in ((4, 3), (4, 3), (5, 3))]
     assert one is same and one is not longer
 
 

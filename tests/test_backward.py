@@ -161,7 +161,7 @@ def test_a_start_that_is_no_one_number_is_an_error(model, x):
     with pytest.raises(rl.BadMetric) as error:
         rl.capture(lambda x: (x * 2, x), x).backward()
     assert str(error.value) == (
-        "there is no one tensor to begin at, but a tuple. Say which number of it is meant: "
+        "a gradient begins at one tensor, and this is a tuple. Say which number of it is meant: "
         "of=lambda value: value[0].sum()."
     )
     with pytest.raises(TypeError) as error:

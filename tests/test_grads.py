@@ -334,7 +334,7 @@ def writes_through_a_view(x):
 
 
 REASONS = {
-    "written_view": (writes_through_a_view, "exp_1", "the model reads on from the memory that it was written to, not from this view of it"),
+    "written_view": (writes_through_a_view, "exp_1", "the model continues from the base tensor, not from this view"),
     "view": (writes_through_a_view, "getitem_1", "exp_1_3 (LINE hidden[1:].exp_()) writes over it in place; the gradient is that of what it is a view of"),
     "detached": (detaches, "cos_1", "detached in detach_1_3 (LINE still = hidden.cos().detach())"),
     "detached_later": (detaches, "sin_1", "detached in detach_1_3 (LINE still = hidden.cos().detach())"),

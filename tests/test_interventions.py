@@ -850,7 +850,7 @@ def test_a_patched_view_that_goes_on_by_another_geometry_does_not_see_writes_to_
     prog, given = rl.capture(model, x()), x()
     wanted = model(given, lambda view: view * 0.5)
     assert_same(prog.replay(patch={"t_1": rl.Scale(0.5)}).output, wanted)
-    assert "which the model writes later and reads again" in said(
+    assert "which the model modifies in place later and reads again" in said(
         rl.DivergedReplay, lambda: prog.replay(patch={"t_1": rl.Scale(0.5)}, on_divergence="raise")
     )
 

@@ -211,7 +211,7 @@ def test_a_patch_where_a_module_keeps_the_very_container_that_it_hands_on_is_mad
 def test_without_a_model_such_a_patch_is_refused_and_the_layer_named_that_all_read(container, x):
     model = Net(KeepsWhole(KEPT[container]))
     prog = rl.capture(model, x)
-    said = r"what `part:1` hands on in a container that something else holds as well was relu_1_1 for all(.|\n)*"
+    said = r"what `part:1` returns in a container that something else holds as well was relu_1_1 for all(.|\n)*"
     said += "A patch at `relu_1_1` changes it for all that read it"
     for asked in (
         lambda: prog.replay(patch={"part": torch.neg}, on_divergence="raise"),
@@ -231,7 +231,7 @@ def test_what_needs_to_know_who_reads_a_shared_container_says_that_nobody_does(x
         prog.slice(from_="part")
     with pytest.raises(rl.errors.NoGradient, match="At relu_1_1 is the gradient of all that read it"):
         prog.grads(of=torch.sum, at="part")["part"]
-    with pytest.raises(rl.errors.DivergedReplay, match="hands on in a container"):
+    with pytest.raises(rl.errors.DivergedReplay, match="returns in a container"):
         prog.function(inputs="part")(x)
     swapped = prog.swap("part", torch.tanh)
     assert torch.equal(swapped.output, x.tanh() + 10 * x.tanh())

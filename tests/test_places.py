@@ -265,7 +265,7 @@ def test_a_module_that_keeps_its_output_for_nobody_has_no_node_more(x):
 
 def test_what_only_the_module_itself_reads_cannot_be_patched_by_its_address(x):
     model = Around(Part(reads_it_twice), lambda model, out: model.part.kept)
-    with pytest.raises(rl.errors.BadPatch, match="nothing outside of the module reads what 'part' hands on"):
+    with pytest.raises(rl.errors.BadPatch, match="nothing outside of the module reads what 'part' returns"):
         rl.capture(model, x).replay(patch={"part": tripled})
 
 
@@ -281,7 +281,7 @@ def test_each_of_several_tensors_has_a_name(x):
 @pytest.mark.parametrize("what", [rl.Zero("b [c]", c=1), torch.zeros(2, 3)])
 def test_a_patch_for_one_tensor_says_the_names_of_several(x, what):
     prog = rl.capture(Around(Part(keeps_one_of_two), with_kept), x)
-    with pytest.raises(rl.errors.BadPatch, match=r"'part' hands on 2 tensors.*'part\[0\]'.*'part\[1\]'"):
+    with pytest.raises(rl.errors.BadPatch, match=r"'part' returns 2 tensors.*'part\[0\]'.*'part\[1\]'"):
         prog.replay(patch={"part": what})
 
 

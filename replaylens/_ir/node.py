@@ -16,7 +16,7 @@ from attrs import evolve, field, frozen
 
 from .settings import Settings
 from .target import Target
-from .trees import ATOMS, leaves_of, remake
+from .trees import ATOMS, leaves_of, remake, thaw
 
 Arg = Any  # a tree (see trees.py) whose leaves are Refs and literals
 
@@ -35,6 +35,11 @@ class Ref:
 def refs_in(tree: Arg) -> list[Ref]:
     """The Refs among the leaves of a tree, from left to right."""
     return leaves_of(Ref, tree)
+
+
+def filled(tree: Arg, value: Callable[[Ref], Any]) -> Any:
+    """The nested value that a tree stands for, with `value(ref)` in the place of each Ref."""
+    return thaw(tree, lambda leaf: value(leaf) if type(leaf) is Ref else leaf)
 
 
 @frozen

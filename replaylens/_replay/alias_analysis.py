@@ -1,7 +1,21 @@
-"""Which views are no longer views: what a patch or an edit has parted from the memory that it lay in.
+"""Alias analysis: which views a patch or an edit has detached from their base, so that a later write in place goes to
+the view alone.
 
-In: a Graph and the values that are changed. Out: for each call that writes through views, those that are tensors of
-their own by now, as the one that a hook gives back: a write goes to them, not to the memory. No tensor is touched here.
+In: a Graph and the values that are changed. Out: for each Write, the views among its operands that no longer alias
+their base. No tensor is touched.
+
+The analysis tracks, for each value, the changed values that it depends on. A view and its base agree on these as long
+as they share memory; a view that depends on a change its base has not seen is a tensor of its own.
+
+    x = relu(h)           # changed: {x}      x: {x}
+    v = x[:, 0]           #                   v: {x}       from x, as x itself
+    v.mul_(2)             # Write, base x     {x} - {x} = {}: v still aliases x, the write goes to x
+
+    x = relu(h)           # changed: {v}      x: {}
+    v = x[:, 0]           #                   v: {v}       replaced by the patch
+    v.mul_(2)             # Write, base x     {v} - {} = {v}: v is detached, x keeps its old content
+
+In the model, too, a forward hook that returns another tensor for `v` makes `v.mul_` write that tensor and not `x`.
 """
 
 from __future__ import annotations
@@ -18,7 +32,7 @@ NONE: frozenset[Ref] = frozenset()
 
 
 def detached_views(graph: Graph, changed: Iterable[Ref]) -> dict[str, frozenset[Ref]]:
-    """By the name of the call that writes: the views that a change has reached which has not reached their memory."""
+    """By the name of each Write, the views that depend on a change their base does not depend on."""
     changed = graph.edited_refs.union(changed)
     if not changed or not writes_views(graph):
         return {}
@@ -26,11 +40,11 @@ def detached_views(graph: Graph, changed: Iterable[Ref]) -> dict[str, frozenset[
     influences: Influences = {}
     for node in graph.nodes[min(graph.positions[ref.node] for ref in changed) :]:
         if isinstance(node, Write):
-            views = _write(node, influences)
+            views = _follow_write(node, influences)
             if views:
                 found[node.name] = views
-        elif isinstance(node, Call) and (above := _union(influences, node.refs)):
-            influences.update(dict.fromkeys(refs_of(node), above))
+        elif isinstance(node, Call) and (dependencies := _union(influences, node.refs)):
+            influences.update(dict.fromkeys(refs_of(node), dependencies))
         for ref in refs_of(node):
             if ref in changed:
                 influences[ref] = influences.get(ref, NONE) | {ref}
@@ -38,7 +52,7 @@ def detached_views(graph: Graph, changed: Iterable[Ref]) -> dict[str, frozenset[
 
 
 def writes_views(graph: Graph) -> bool:
-    """Does the model write through views at all?"""
+    """True if the model writes through a view anywhere."""
     writes = [call for call in graph.calls if isinstance(call, Write)]
     return any(type(value) is Ref for write in writes for value in write.arguments.values)
 
@@ -47,23 +61,31 @@ def _union(influences: Influences, refs: Iterable[Ref]) -> frozenset[Ref]:
     return NONE.union(*[influences.get(ref, NONE) for ref in refs])
 
 
-def _write(call: Write, influences: Influences) -> frozenset[Ref]:
-    """What a write through views leaves of changes, where; and the views that are parted from their memory."""
+def _follow_write(call: Write, influences: Influences) -> frozenset[Ref]:
+    """Propagates dependencies through a write, and returns its views that are detached from their base.
+
+    A base that is written through a view that still aliases it depends on everything that is written; a base whose
+    views are all detached stays as it was. A detached view takes its own dependencies instead of its base's.
+    """
     arguments, values = call.arguments, call.arguments.values
     written, memory = call.gives.targets, call.gives.bases
-    above = [influences.get(base, NONE) for base in arguments.bases]
+    from_bases = [influences.get(base, NONE) for base in arguments.bases]
     numbers = [unpacked(target).base for target in arguments.targets]
-    own = [influences.get(v, NONE) if type(v) is Ref else above[n] for v, n in zip(values, numbers, strict=True)]
-    apart = [bool(one - above[number]) for one, number in zip(own, numbers, strict=True)]
-    own = [one if is_apart else above[n] for one, is_apart, n in zip(own, apart, numbers, strict=True)]
-    given = _union(influences, refs_in((arguments.args, arguments.kwargs)))
-    given = given.union(*own[len(written) :])  # views that it only reads
+    from_values = [
+        influences.get(v, NONE) if type(v) is Ref else from_bases[n] for v, n in zip(values, numbers, strict=True)
+    ]
+    is_detached = [bool(one - from_bases[number]) for one, number in zip(from_values, numbers, strict=True)]
+    from_values = [
+        one if detached else from_bases[n] for one, detached, n in zip(from_values, is_detached, numbers, strict=True)
+    ]
+    from_arguments = _union(influences, refs_in((arguments.args, arguments.kwargs)))
+    from_arguments = from_arguments.union(*from_values[len(written) :])  # views that it only reads
     for number, ref in enumerate(memory):
-        is_written = any(n == number and not a for n, a in zip(numbers[: len(written)], apart, strict=False))
-        influences[ref] = above[number] | given if is_written else above[number]
-    for ref, one in zip(written, own, strict=False):
-        influences[ref] = influences.get(ref, NONE) | one | given if ref in memory else one | given
+        is_written = any(n == number and not a for n, a in zip(numbers[: len(written)], is_detached, strict=False))
+        influences[ref] = from_bases[number] | from_arguments if is_written else from_bases[number]
+    for ref, one in zip(written, from_values, strict=False):
+        influences[ref] = influences.get(ref, NONE) | one | from_arguments if ref in memory else one | from_arguments
     for leaf in leaves(call.gives.result):
         if type(leaf) is Ref and leaf not in written and leaf not in memory:
-            influences[leaf] = given.union(*own)
-    return frozenset([v for v, is_apart in zip(values, apart, strict=True) if is_apart and type(v) is Ref])
+            influences[leaf] = from_arguments.union(*from_values)
+    return frozenset([v for v, detached in zip(values, is_detached, strict=True) if detached and type(v) is Ref])

@@ -1,13 +1,11 @@
-"""An edit's functions that draw: which of them do, and the state of the generator before each.
+"""The record of an edited graph: what the edit cannot have changed is shared, the rest runs at once.
 
-In: an edited graph, and how its record is derived. Out: that record, in which each function of the edit that drew is a
-draw as recorded ones are. It draws from the user's generator; drawn anew, it has a stream of its own.
+In: the Record of a program, a graph rewritten from its graph, and the tensors that the edit brought in. Out: a Record
+of the edited graph, and its output. Wrong shapes and departures from the recorded path are found here and not in a
+later replay. What the edit was is not known here.
 
-The record of an edited graph: what the edit cannot have changed is shared, the rest is run at once.
-
-In: the Record of a program, a graph made from its graph, and the tensors that the edit brought in. Out: a Record of the
-edited graph, and what it returns. A wrong shape shows here, and not in a later replay; so does a path that the model
-would not have taken. What the edit was is not known here.
+Functions of an edit may draw random numbers. `Watched` finds out which of them do: they draw from the user's generator
+while the record is derived, and become draws of the program with the generator state that they began in.
 """
 
 from __future__ import annotations
@@ -24,12 +22,11 @@ from .._edit.unchanged_values import origins, unchanged_values
 from .._ir.autograd import as_leaf
 from .._ir.graph import Graph
 from .._ir.label import fresh
-from .._ir.node import Call, Guard, Input, Node, Ref, State, TensorSpec, refs_of, specs_of, value_of
+from .._ir.node import Call, Guard, Input, Node, Ref, State, TensorSpec, filled, refs_of, specs_of, value_of
 from .._ir.printer import listing
 from .._ir.runtime import alias
 from .._ir.shared_memory import storage_of, version_of
 from .._ir.target import Target
-from .._ir.trees import thaw
 from ..errors import ShapeMismatch
 from .alias_analysis import detached_views
 from .compile import compile_plan
@@ -48,7 +45,7 @@ Derived = tuple[Record, Any]
 
 @frozen(eq=False)
 class Watched:
-    """Functions of an edit, watched while its record is derived."""
+    """Observes which functions of an edit draw random numbers while its record is derived."""
 
     before: Mapping[str, torch.Tensor]  # the states that are kept already, by key
     start: torch.Tensor = field(factory=lambda: torch.default_generator.get_state())
@@ -56,12 +53,12 @@ class Watched:
     states: dict[str, torch.Tensor] = field(factory=dict)  # of nodes that drew
 
     def __call__(self, graph: Graph, names: set[str], derived: Callable[[Graph], Derived]) -> Derived:
-        """What `derived` makes of the graph, whose calls of these names are watched."""
+        """The record and output that `derived` makes of the graph, with the observed calls marked as draws."""
         self.now[:] = [self.start]
         self.states.clear()
         calls = {name: call for name in names if isinstance(call := graph[name], Call)}
-        watched = replace(graph, {name: (self._watching(call),) for name, call in calls.items()}) if calls else graph
-        record, output = derived(watched)
+        observed = replace(graph, {name: (self._observed(call),) for name, call in calls.items()}) if calls else graph
+        record, output = derived(observed)
         torch.default_generator.set_state(self.now[0])
         if not calls:
             return record, output
@@ -78,10 +75,10 @@ class Watched:
         made = evolve(record.graph, nodes=tuple(map(plain, record.graph.nodes)))
         return evolve(record, graph=made, draws=draws), output
 
-    def _watching(self, call: Call) -> Call:
+    def _observed(self, call: Call) -> Call:
         function = call.target.function
 
-        def watch(*args: Any, **kwargs: Any) -> Any:
+        def observe(*args: Any, **kwargs: Any) -> Any:
             outside, state = torch.default_generator.get_state(), self.now[0]
             torch.default_generator.set_state(state)
             try:
@@ -92,7 +89,7 @@ class Watched:
                 if not torch.equal(self.now[0], state):
                     self.states[call.name] = state
 
-        return evolve(call, target=Target(call.target.name, watch, is_stable=False))
+        return evolve(call, target=Target(call.target.name, observe, is_stable=False))
 
 
 Values = dict[Ref, torch.Tensor]
@@ -119,13 +116,11 @@ def apply_edit(
 ) -> tuple[Record, Any]:
     """A Record of the edited graph, and its output. Values that the edit cannot reach are the very same tensors.
 
-    What calls read must keep its recorded shape and dtype; `wanted` says those of values that are new.
+    Values that other nodes read must keep their recorded shape and dtype; `wanted` gives the specs of values that are
+    new.
     """
-    if on_divergence not in ("raise", "ignore"):
-        raise ValueError(
-            f"an edit goes on_divergence='raise' or 'ignore', not {on_divergence!r}: it has no model to run."
-        )
-    work = _Work(record, graph, added, unchanged_values(record.graph, graph, added.values), wanted)
+    require_choice(on_divergence)
+    derivation = _Derivation(record, graph, added, unchanged_values(record.graph, graph, added.values), wanted)
     departures: list[Departure] = []
 
     def departed(departure: Departure) -> None:
@@ -133,34 +128,34 @@ def apply_edit(
         if on_divergence == "raise":
             raise diverged(departure)
 
-    known = work.known()
-    values = {**known, **work.run(known, departed)}
-    for departure in work.departures(values):
+    known = derivation.known()
+    values = {**known, **derivation.run(known, departed)}
+    for departure in derivation.departures(values):
         departed(departure)
-    graph = as_it_came_out(graph, {ref: tensor for ref, tensor in values.items() if ref not in work.same})
+    graph = as_it_came_out(graph, {ref: tensor for ref, tensor in values.items() if ref not in derivation.same})
     if departures:
-        graph = evolve(graph, guards=tuple([_as_it_is_now(guard, values) for guard in graph.guards]))
+        graph = evolve(graph, guards=tuple([_as_answered(guard, values) for guard in graph.guards]))
     made = Record(
         graph,
         values,
-        work.versions(values),
-        {**record.draws, **added.draws, **work.drawn},
-        work.live(),
+        derivation.versions(values),
+        {**record.draws, **added.draws, **derivation.drawn},
+        derivation.live(),
         account=record.account.untimed(),
         places=record.places,
     )
     made = made if record.saved is None else keeping(made, record.saved)
-    return made, thaw(graph.output, lambda leaf: values[leaf] if type(leaf) is Ref else leaf)
+    return made, filled(graph.output, values.__getitem__)
 
 
 def require_choice(on_divergence: str) -> None:
-    """An edited program has no model that could be run with the same edit."""
+    """Checks `on_divergence` of an edit: an edited program has no model to rerun."""
     if on_divergence not in ("raise", "ignore"):
         raise ValueError(f"on_divergence of an edit must be one of 'raise', 'ignore', not {on_divergence!r}.")
 
 
 @frozen(eq=False)
-class _Work:
+class _Derivation:
     """One derivation: the record before, the graph after, and which values are the same in both."""
 
     record: Record
@@ -171,13 +166,13 @@ class _Work:
     drawn: dict[str, torch.Tensor] = field(factory=dict)  # the states of draws that begin elsewhere now
 
     def known(self) -> Values:
-        """The values that are there before anything runs."""
+        """The values that exist before anything runs."""
         old = self.record.values
         shared = {new: old[ref] for new, ref in self.same.items() if ref in old}
         return shared | {Ref(name): tensor for name, tensor in self.added.values.items()}
 
     def run(self, known: Values, departed: Callable[[Departure], None]) -> Values:
-        """Everything else."""
+        """Runs every node whose value is not known."""
         graph = self.graph
         made, code = self._compiled(known)
         begun = begin(
@@ -189,7 +184,9 @@ class _Work:
                 ran = run_code(graph, begun)
             except Exception as error:
                 self.require_shapes(begun.tensors(refs), error)
-                for departure in self.led_away(known | begun.tensors(refs)):  # what is wrong may only follow from that
+                for departure in self.aliasing_departures(
+                    known | begun.tensors(refs)
+                ):  # what is wrong may only follow from that
                     departed(departure)
                 raise
         found = ran.tensors(refs)
@@ -198,7 +195,7 @@ class _Work:
         return found | self._states_begun()
 
     def _states_begun(self) -> Values:
-        """What calls that run a draw again themselves are given: the state in which it begins now."""
+        """The generator states that calls which rerun a draw themselves receive: those in which it begins now."""
         drawn, states = self.graph.drawn, self.graph.states
         return {ref: self.drawn[key] for key in self.drawn for ref in states.get(drawn[key], ())}
 
@@ -214,13 +211,15 @@ class _Work:
         return made, compile_plan(graph, made, draws, lambda ref: self.record.value(before[ref]))
 
     def require_shapes(self, values: Values, cause: Exception | None = None) -> None:
-        """What calls read has its recorded shape, but for what content decides: of that a guard tells."""
+        """Raises if a value that is read has lost its recorded shape or dtype. Shapes that depend on content are left
+        to guards.
+        """
         old, graph = self.record.graph, self.graph
         before = {ref: meaning for node in old.calls for ref, meaning in specs_of(node).items()}
         before |= {Ref(n.name): before[tree] for n in old.calls if type(tree := value_of(n)) is Ref and tree in before}
         before |= self.wanted
         now = as_it_came_out(graph, values)
-        decided, ends = self._decided_otherwise(now, before, values), frozenset(graph.output_refs)
+        decided, ends = self._content_dependent(now, before, values), frozenset(graph.output_refs)
         for node in now.calls:
             for ref, meaning in specs_of(node).items():
                 wanted = before.get(ref)
@@ -242,8 +241,8 @@ class _Work:
                     ) from cause
 
     @staticmethod
-    def _decided_otherwise(now: Graph, before: Mapping[Ref, TensorSpec], values: Values) -> frozenset[str]:
-        """What follows from calls to which their content gives another shape than the recorded one."""
+    def _content_dependent(now: Graph, before: Mapping[Ref, TensorSpec], values: Values) -> frozenset[str]:
+        """The nodes after calls whose content gives another shape than the recorded one."""
         other = [
             node.name
             for node in now.calls
@@ -253,15 +252,15 @@ class _Work:
         return now.descendants(other) if other else frozenset()
 
     def departures(self, values: Values) -> Iterator[Departure]:
-        """Where the edit leads away from the recorded path, and no guard tells."""
-        yield from self.led_away(values)
+        """Departures from the recorded path that no guard reports."""
+        yield from self.aliasing_departures(values)
         yield from self.handed_back(values)
-        yield from self.answered_otherwise(values)
-        yield from self.laid_out_otherwise(values)
+        yield from self.asked_departures(values)
+        yield from self.layout_departures(values)
 
     def handed_back(self, values: Values) -> Iterator[Departure]:
-        """Functions of the user's that hand on the very memory that they are given, where the model writes through it:
-        what a program writes is a copy, and which of the two shares it nobody could say.
+        """Functions of the user's that return the memory that they are given, where the model writes through it. A
+        program's write makes a copy, so which of the two tensors would share it is undecidable.
         """
         functions = [call for call in self.graph.edited if may_vary(call)]
         if not functions or not detached_views(self.graph, ()):
@@ -270,8 +269,8 @@ class _Work:
             if shares_memory(values, refs_of(call), call.refs):
                 yield handed_back(call)
 
-    def led_away(self, values: Values) -> Iterator[Departure]:
-        """Edits of calls whose memory the model writes later, or through which it takes gradients."""
+    def aliasing_departures(self, values: Values) -> Iterator[Departure]:
+        """Edited calls whose memory the model writes later, or through which it takes gradients."""
         old, graph = self.record.graph, self.graph
         for edited in graph.edited:
             if edited.name not in old or refs_of(edited)[0] in self.same:
@@ -279,10 +278,10 @@ class _Work:
             call = old[edited.name]
             if not isinstance(call, Call) or edited is call:
                 continue
-            yield from misdirected(call, self._is_cut_off(edited.name))
+            yield from misdirected(call, self._is_gradient_cut(edited.name))
 
-    def answered_otherwise(self, values: Values) -> Iterator[Departure]:
-        """What the model asks of the layouts and flags of values that the edit has altered."""
+    def asked_departures(self, values: Values) -> Iterator[Departure]:
+        """Other answers to questions about the layout and flags of values that the edit has altered."""
         for guard in self.graph.asked:
             if guard.refs and (ref := guard.refs[0]) in values and ref not in self.same:
                 yield from asked_again(guard, values[ref])
@@ -290,13 +289,13 @@ class _Work:
                     yield from filter(None, (changed(guard, answer(guard, values[ref])),))
 
     def _is_made_by_an_edit(self, ref: Ref) -> bool:
-        """Does an edit's own call give it? An alias stands for what it was made of."""
+        """True if a call of the edit itself gives the value. An alias stands for the value it aliases."""
         node = self.graph[ref.node]
         return isinstance(node, Call) and bool(node.edited) and node.target.function is not alias
 
-    def laid_out_otherwise(self, values: Values) -> Iterator[Departure]:
-        """What hangs on how values lie in memory that the edit has altered."""
-        old, instead = self.record, dict(self._read_instead())
+    def layout_departures(self, values: Values) -> Iterator[Departure]:
+        """Departures that follow from the memory layout of values that the edit has altered."""
+        old, instead = self.record, dict(self._replaced_operands())
         meanings = {ref: meaning for node in old.graph.nodes for ref, meaning in specs_of(node).items()}
         new = {ref: tensor for ref, tensor in values.items() if ref not in self.same}
         places = {ref: instead.get(ref, ref) for ref in new}
@@ -305,29 +304,31 @@ class _Work:
         edited = {*instead, *self.graph.edited_refs, *[Ref(name) for name in self.added.values]}
         yield from layouts_altered(self.graph, before, strides, new, edited)
 
-    def _read_instead(self) -> Iterator[tuple[Ref, Ref]]:
-        """What the model's calls read now, and what they read before."""
+    def _replaced_operands(self) -> Iterator[tuple[Ref, Ref]]:
+        """What the model's calls read now, with what they read before the edit."""
         old = self.record.graph
         for call in self.graph.calls:
             was = old[call.name] if call.name in old and not call.edited else None
             if isinstance(was, Call) and was.refs != call.refs and len(was.refs) == len(call.refs):
                 yield from zip(call.refs, was.refs, strict=True)
 
-    def _is_cut_off(self, name: str) -> bool:
-        """Does the model take a gradient through this node that has no way any more to where it starts?"""
+    def _is_gradient_cut(self, name: str) -> bool:
+        """True if the model takes a gradient through this node, and it no longer depends on where that gradient
+        starts.
+        """
         given = [call.arguments for call in self.graph.again if name in call.through]
         return any(name not in self.graph.descendants([ref.node for ref in one.starts]) for one in given)
 
     def _recorded_guards(self) -> dict[int, Guard]:
-        """What each guard was before the edit, by its number now; those that the edit brought agree with it anyway."""
+        """Each guard as it was before the edit, by its number now. Guards that the edit brought hold anyway."""
         left, found = list(self.record.graph.guards), {}
         for number, guard in enumerate(self.graph.guards):
-            if left and _same_fact(left[0], guard):
+            if left and place(left[0]) == place(guard) and same_result(left[0].result, guard.result):
                 found[number] = left.pop(0)
         return found
 
     def versions(self, values: Values) -> Versions:
-        """The write counters of all values; those of shared ones as they were when they were recorded."""
+        """The write counters of all values; those of shared values as recorded."""
         old, same = self.record.versions, self.same
         return Versions((ref, old[same[ref]] if ref in same else version_of(t)) for ref, t in values.items())
 
@@ -341,22 +342,17 @@ class _Work:
 
 
 def shares_memory(values: Mapping[Ref, torch.Tensor], some: Iterable[Ref], others: Iterable[Ref]) -> bool:
-    """Do values of some lie in the memory of others?"""
+    """True if any of the first values shares memory with one of the others."""
     memory = {storage_of(values[ref]) for ref in others if ref in values} - {None}
     return any(ref in values and storage_of(values[ref]) in memory for ref in some)
 
 
 def handed_back(call: Call) -> Departure:
-    """A function of the user's hands on the memory that it is given, and the model writes there."""
+    """The departure for a user's function that returns the memory it is given, where the model writes."""
     what = f"the memory of {call.name}, which the model writes,"
     return Departure(what, "that of one tensor", "handed on by a function, which a program cannot follow", call.source)
 
 
-def _same_fact(one: Guard, other: Guard) -> bool:
-    """Are these one guard, before and after an edit? What it reads may have another name."""
-    return place(one) == place(other) and same_result(one.result, other.result)
-
-
-def _as_it_is_now(guard: Guard, values: Values) -> Guard:
-    """The guard with what the model would meet now: the derived program goes this way."""
+def _as_answered(guard: Guard, values: Values) -> Guard:
+    """The guard with the answer of these values: the derived program takes this path."""
     return answered(guard, values.__getitem__) if all(ref in values for ref in guard.refs) else guard

@@ -1,7 +1,7 @@
 """The compiler: a plan of a graph as steps over numbered slots.
 
 In: a Plan of a Graph, and which values are patched. Out: Code. A step reads its arguments from slots by one
-`itemgetter`. The function of a patch stands in a slot as well: all patches at the same places share one Code.
+`itemgetter`. Patch functions stand in slots, too, so that all patches at the same values share one Code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,20 @@ from attrs import evolve, frozen
 
 from .._ir.autograd import all_placed, placed
 from .._ir.graph import Graph
-from .._ir.node import NO_MODES, Call, Context, Generator, GeneratorLeft, Guard, Node, Ref, State, refs_in, refs_of
+from .._ir.node import (
+    NO_MODES,
+    Call,
+    Context,
+    Generator,
+    GeneratorLeft,
+    Guard,
+    Node,
+    Ref,
+    State,
+    filled,
+    refs_in,
+    refs_of,
+)
 from .._ir.trees import leaves, thaw, walk
 from .._ir.write import Write
 from .alias_analysis import NONE, detached_views
@@ -32,12 +45,12 @@ Patched = Mapping[int, tuple[Any, ...]]  # by position: which of its values are 
 
 @frozen
 class Mode:
-    """How a graph is compiled: what of the recorded contexts and draws holds in this replay."""
+    """How a graph is compiled: which recorded contexts and draws hold in this replay."""
 
     grad: bool = False
     fresh: bool = False
     left: GeneratorLeft | None = None  # of fresh draws: where the user's generator is left
-    is_traced: bool = False  # torch.compile may look at it
+    is_traced: bool = False  # torch.compile may trace it
     places: Mapping[int, tuple[Ref, ...]] = MappingProxyType({})  # by position: values to take gradients at
 
 
@@ -52,14 +65,14 @@ def compile_plan(
     mode: Mode = AS_RECORDED,
     patched: Patched = MappingProxyType({}),
 ) -> Code:
-    """Steps for a plan. `states` has those of the generators before the recorded draws, and `recorded` the values with
-    which guards compare.
+    """Code for a plan. `states` are the generator states before the recorded draws, `recorded` gives the values that
+    guards compare with.
     """
     return _Compiler(graph, plan, states, recorded, mode, patched).code()
 
 
 class _Compiler:
-    """One plan, as far as it is compiled."""
+    """One plan while it is compiled."""
 
     def __init__(
         self,
@@ -72,48 +85,48 @@ class _Compiler:
     ) -> None:
         self.graph, self.plan, self.states, self.recorded = graph, plan, states, recorded
         self.mode, self.patched, self.run = mode, patched, frozenset(plan.run)
-        self.layout = layout = _Layout(graph)
-        self.stream = streamed(graph, plan.run, mode.fresh, layout.literal, layout.slots, mode.left)
-        self.departed = layout.literal(None)
-        self.functions = {(p, n): layout.literal(None) for p, trees in patched.items() for n in range(len(trees))}
+        self.slot_map = slot_map = _Slots(graph)
+        self.stream = streamed(graph, plan.run, mode.fresh, slot_map.literal, slot_map.slots, mode.left)
+        self.departed = slot_map.literal(None)
+        self.functions = {(p, n): slot_map.literal(None) for p, trees in patched.items() for n in range(len(trees))}
         self.steps: list[tuple[Context, Step]] = []
 
     def code(self) -> Code:
-        """All of it: what a guard asks comes before the node at its position, patches come after theirs."""
+        """The whole Code. Guards come before the node at their position, patches after theirs."""
         graph, plan = self.graph, self.plan
         guards: dict[int, list[Guard]] = {}
         for number in plan.guards:
             guards.setdefault(graph.guards[number].position, []).append(graph.guards[number])
-        dying, changed = _deaths(graph, plan, self.layout), frozenset(plan.patch)
+        dying, changed = _dying(graph, plan, self.slot_map), frozenset(plan.patch)
         refs = {ref for trees in self.patched.values() for tree in trees for ref in refs_in(tree)}
-        apart = detached_views(graph, refs)
+        detached = detached_views(graph, refs)
         for position, node in enumerate(graph.nodes):
             for guard in guards.get(position, ()):
-                self._ask(guard)
+                self._add_guard(guard)
             trees = self.patched.get(position, ()) if position in changed else ()
             places = self.mode.places.get(position, ()) if position in self.run or trees else ()
             dead = dying.get(position, ())
             if position in self.run:
                 assert isinstance(node, Call)
-                self._call(
+                self._add_call(
                     position,
-                    (node.keeping(apart.get(node.name, NONE)) if isinstance(node, Write) else node),
+                    (node.keeping(detached.get(node.name, NONE)) if isinstance(node, Write) else node),
                     () if trees or places else dead,
                 )
             if trees or places:
-                self._change(position, node, trees, places, dead)
+                self._add_patches(position, node, trees, places, dead)
         for guard in guards.get(len(graph), ()):
-            self._ask(guard)
-        self._leave_generator()
+            self._add_guard(guard)
+        self._add_generator_exit()
         return self._made()
 
     def _made(self) -> Code:
-        graph, plan, slots = self.graph, self.plan, self.layout.slots
+        graph, plan, slots = self.graph, self.plan, self.slot_map.slots
         there = self.run.union(plan.supply)
-        nothing = self.layout.literal(None)
+        nothing = self.slot_map.literal(None)
         return Code(
-            tuple(self.layout.template),
-            tuple(_stretches(self.steps, nothing)),
+            tuple(self.slot_map.template),
+            tuple(_segments(self.steps, nothing)),
             slots,
             tuple([(ref, slots[ref]) for position in plan.supply for ref in refs_of(graph.nodes[position])]),
             tuple([(*place, slot) for place, slot in self.functions.items()]),
@@ -124,19 +137,19 @@ class _Compiler:
             self.stream.begun(graph),
         )
 
-    def _ask(self, guard: Guard) -> None:
-        slots, departed, recorded = self.layout.slots, self.departed, self.recorded
+    def _add_guard(self, guard: Guard) -> None:
+        slots, departed, recorded = self.slot_map.slots, self.departed, self.recorded
 
-        def ask(env: Env) -> None:
+        def check(env: Env) -> None:
             found = departure(guard, lambda ref: env[slots[ref]], recorded)
             if found is not None and env[departed] is not None:
                 env[departed](found)
 
-        self.steps.append((NO_MODES, Step("a guard", lambda env: (env,), ask, self.layout.literal(None), (), ())))
+        self.steps.append((NO_MODES, Step("a guard", lambda env: (env,), check, self.slot_map.literal(None), (), ())))
 
-    def _call(self, position: int, node: Call, dead: tuple[int, ...]) -> None:
-        """A call of the model's, with its recorded draws or in its turn."""
-        slots, literal, turn = self.layout.slots, self.layout.literal, self.stream.turns.get(position)
+    def _add_call(self, position: int, node: Call, dead: tuple[int, ...]) -> None:
+        """A call of the model's, with its recorded draws or in its place in the generator's stream."""
+        slots, literal, turn = self.slot_map.slots, self.slot_map.literal, self.stream.turns.get(position)
         if turn is None:
             read, call = caller(node, slots, literal, self.states, self.mode)
         else:
@@ -145,14 +158,16 @@ class _Compiler:
                 read, call, turn, None if turn.begins is not None else self.states.get(node.draws or "")
             )
         if node.through:
-            read, call = self._running_others(node, read, call)
-        slot, parts = slots[Ref(node.name)], self.layout.parts[node.name]
+            read, call = self._rerunning(node, read, call)
+        slot, parts = slots[Ref(node.name)], self.slot_map.parts[node.name]
         step = Step(node.name, read, call, slot, parts, dead, node.source, is_node=True)
         self.steps.append((self._context(node.context), step))
 
-    def _running_others(self, node: Call, read: Any, call: Any) -> Any:
-        """A call that runs others again itself: with the patches at these, or told that all of them have run."""
-        positions = [self.graph.positions.get(name, -1) for name in node.through]  # of a stretch not all need stand
+    def _rerunning(self, node: Call, read: Any, call: Any) -> Any:
+        """A call that reruns other nodes itself: it receives the patches at these, or is told that all of them have
+        run.
+        """
+        positions = [self.graph.positions.get(name, -1) for name in node.through]  # an edit may have removed some
         inside = {n: [*self._functions(p)] for n, p in enumerate(positions) if p in self.patched}
         if inside:
 
@@ -167,29 +182,35 @@ class _Compiler:
         return read, partial(call, is_alive=True) if is_alive else call
 
     def _functions(self, position: int) -> Iterator[tuple[Any, int]]:
-        """The patches at a node: what each is for, and the slot of what it calls."""
+        """The patches at a node: the values that each is for, and the slot of its function."""
         for number, tree in enumerate(self.patched[position]):
             yield tree, self.functions[position, number]
 
-    def _change(self, position: int, node: Node, trees: Any, places: tuple[Ref, ...], dead: tuple[int, ...]) -> None:
-        """What comes after a node: its patches, and a place of its own in autograd's graph."""
+    def _add_patches(
+        self, position: int, node: Node, trees: Any, places: tuple[Ref, ...], dead: tuple[int, ...]
+    ) -> None:
+        """What follows a node: its patches, and a node of its own in autograd's graph."""
         apply = apart_from(self.stream, _applied)
-        after = [_patch_step(node, self.layout, *each, apply) for each in (self._functions(position) if trees else ())]
+        after = [
+            _patch_step(node, self.slot_map, *each, apply) for each in (self._functions(position) if trees else ())
+        ]
         if places:
-            after.append(_place_step(node, self.layout, places, bool(trees)))
+            after.append(_place_step(node, self.slot_map, places, bool(trees)))
         after[-1] = evolve(after[-1], dead=dead)
         context = self._context(node.context if isinstance(node, Call) else self.graph.ambient)
         self.steps.extend([(context, step) for step in after])
 
-    def _leave_generator(self) -> None:
-        left, literal = self.stream.leaves, self.layout.literal
+    def _add_generator_exit(self) -> None:
+        left, literal = self.stream.leaves, self.slot_map.literal
         if left is not None:
             slot = literal(self.states[left]) if isinstance(left, str) else left
             leave = Step("the generator", partial(left_at, slot), _same, literal(None), (), ())
             self.steps.append((self.steps[-1][0] if self.steps else NO_MODES, leave))
 
     def _context(self, context: Context) -> Context:
-        """The modes of a call in this replay: those recorded; for gradients without what lay around the whole model."""
+        """The modes of a call in this replay: the recorded ones; for gradients without those that lay around the whole
+        model.
+        """
         if not self.mode.grad:
             return context
         ambient = self.graph.ambient
@@ -197,14 +218,14 @@ class _Compiler:
         return Context(grad, inference, context.autocast, context.settings)
 
 
-def _stretches(made: Sequence[tuple[Context, Step]], nothing: int) -> Iterator[Stretch]:
+def _segments(made: Sequence[tuple[Context, Step]], nothing: int) -> Iterator[Stretch]:
     for context, group in groupby(made, itemgetter(0)):
         steps = tuple([step for _, step in group])
         yield Stretch(context, tuple([step.row(nothing) for step in steps]), steps)
 
 
-class _Layout:
-    """Which slot each value, part of a value and literal has."""
+class _Slots:
+    """The slot of each value, part of a value and literal."""
 
     def __init__(self, graph: Graph) -> None:
         self.slots: dict[Ref, int] = {}
@@ -227,22 +248,22 @@ class _Layout:
         return len(self.template) - 1
 
 
-def _deaths(graph: Graph, plan: Plan, layout: _Layout) -> dict[int, tuple[int, ...]]:
-    """What is forgotten after each step. The model's own tensors are not: it holds them."""
+def _dying(graph: Graph, plan: Plan, slot_map: _Slots) -> dict[int, tuple[int, ...]]:
+    """What is freed after each step. The model's own tensors are not: the model holds them."""
     dying: dict[int, list[int]] = {}
     for position, last in plan.last_use.items():
         if position not in plan.kept and not isinstance(graph.nodes[position], State):
-            dying.setdefault(last, []).extend(layout.of_position[position])
+            dying.setdefault(last, []).extend(slot_map.of_position[position])
     return {last: tuple(slots) for last, slots in dying.items()}
 
 
 def caller(
     node: Call, slots: dict[Ref, int], literal: Callable[[Any], int], states: Mapping[str, torch.Tensor], mode: Mode
 ) -> Any:
-    """How a call gets its arguments from the env, and how it is made, with its recorded draws: (read, call)."""
+    """How a call reads its arguments, and how it is made, with its recorded draws: (read, call)."""
     read, call = reader(node, slots, literal, states, mode)
     if node.draws is not None and not has_own_generator(node):
-        call = _drawing(call, states[node.draws])
+        call = _with_recorded_draw(call, states[node.draws])
     return read, call
 
 
@@ -253,7 +274,9 @@ def reader(
     states: Mapping[str, torch.Tensor],
     mode: Mode,
 ) -> Any:
-    """How a call gets its arguments from the env: (read, call). A generator of its own is in the recorded state."""
+    """How a call reads its arguments, and how it is made: (read, call). Its own generators are set to the recorded
+    state.
+    """
     function = node.target.function
     found = [_slot(arg, slots, literal) for arg in node.args]
     flat = [slot for slot in found if slot is not None]
@@ -264,7 +287,7 @@ def reader(
         if not flat:
             return (lambda env: ()), function
         if mode.is_traced:  # the compiler does not know itemgetters
-            return partial(_pick, tuple(flat)), function
+            return partial(_read_slots, tuple(flat)), function
         if len(flat) == 1:
             return itemgetter(slice(flat[0], flat[0] + 1)), function  # a list of one, to be starred like a tuple
         return itemgetter(*flat), function
@@ -284,7 +307,7 @@ def reader(
     return read, call
 
 
-def _pick(slots: tuple[int, ...], env: Env) -> list[Any]:
+def _read_slots(slots: tuple[int, ...], env: Env) -> list[Any]:
     return [env[slot] for slot in slots]
 
 
@@ -307,7 +330,7 @@ def _generator(state: torch.Tensor | None) -> torch.Generator:
     return generator if state is None else generator.set_state(state)
 
 
-def _drawing(call: Callable[..., Any], state: torch.Tensor) -> Callable[..., Any]:
+def _with_recorded_draw(call: Callable[..., Any], state: torch.Tensor) -> Callable[..., Any]:
     def draw(*args: Any) -> Any:
         torch.default_generator.set_state(state)
         return call(*args)
@@ -319,27 +342,27 @@ def _applied(patch: Callable[[Any], Any], value: Any) -> Any:
     return patch(value)
 
 
-def _patch_step(node: Node, layout: _Layout, tree: Any, function: int, apply: Callable[..., Any]) -> Step:
-    """A patch reads values of a node as the model saw them, and puts others in their place."""
+def _patch_step(node: Node, slot_map: _Slots, tree: Any, function: int, apply: Callable[..., Any]) -> Step:
+    """A patch reads values of a node as the model saw them, and replaces them."""
     if type(tree) is Ref:
-        slot = layout.slots[tree]
+        slot = slot_map.slots[tree]
         return Step(node.name, itemgetter(function, slot), apply, slot, (), ())
 
     def read(env: Env) -> Any:
-        return env[function], thaw(tree, lambda leaf: env[layout.slots[leaf]] if type(leaf) is Ref else leaf)
+        return env[function], filled(tree, lambda ref: env[slot_map.slots[ref]])
 
-    parts = tuple([(path, layout.slots[ref]) for path, ref in walk(tree) if type(ref) is Ref])
-    return Step(node.name, read, apply, layout.literal(None), parts, ())
+    parts = tuple([(path, slot_map.slots[ref]) for path, ref in walk(tree) if type(ref) is Ref])
+    return Step(node.name, read, apply, slot_map.literal(None), parts, ())
 
 
-def _place_step(node: Any, layout: _Layout, refs: tuple[Ref, ...], patched: bool) -> Step:
-    """Gives values of a node places of their own in autograd's graph. See `placed`."""
-    slots = [layout.slots[ref] for ref in refs]
-    others = [layout.slots[ref] for ref in node.refs] if isinstance(node, Call) else []
+def _place_step(node: Any, slot_map: _Slots, refs: tuple[Ref, ...], patched: bool) -> Step:
+    """Gives values of a node nodes of their own in autograd's graph. See `placed`."""
+    slots = [slot_map.slots[ref] for ref in refs]
+    others = [slot_map.slots[ref] for ref in node.refs] if isinstance(node, Call) else []
     if patched:
         others += slots  # a patch may give any object, also one that stands elsewhere
     read = itemgetter(*slots, *others) if len(slots) + len(others) > 1 else itemgetter(slice(slots[0], slots[0] + 1))
     if len(refs) == 1:
         return Step(node.name, read, placed, slots[0], (), ())
     parts = tuple([((number,), slot) for number, slot in enumerate(slots)])
-    return Step(node.name, read, partial(all_placed, len(slots)), layout.literal(None), parts, ())
+    return Step(node.name, read, partial(all_placed, len(slots)), slot_map.literal(None), parts, ())

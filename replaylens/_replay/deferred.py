@@ -1,9 +1,9 @@
-"""What a replay did not keep, when somebody asks for it later: the value that led to the run's output, or StaleValue.
+"""Values that a replay did not keep, computed when they are asked for: the value that led to the run's output, or
+StaleValue.
 
-In: an executed request. Out: values by place. A first question runs what that value needs, a second one all the rest;
-everything on the way is remembered. What patches and functions of an edit made is not asked of them again: they may
-draw, count, or read a tensor that is another one by now. Of what was given, it is noticed if somebody wrote to it
-since.
+In: an executed request. Out: values by Location. The first question runs what that value needs, the second one
+everything else; all values on the way are remembered. Patches and functions of an edit are not called again: they may
+draw, count, or read a tensor that has changed since. Writes to given tensors since the replay are detected.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import torch
 from attrs import evolve
 
 from .._ir.model_state import sight_of
-from .._ir.node import Call, Ref, refs_in, refs_of
+from .._ir.node import Call, Ref, filled, refs_in, refs_of
 from .._ir.shared_memory import version_of
-from .._ir.trees import thaw
 from .._ir.util import cached_property
 from .._ir.world import drawing_alone
 from ..errors import ReplaylensError, StaleValue
@@ -30,16 +29,16 @@ from .supply import known_marks, supply
 
 
 def mark_of(value: Any) -> Any:
-    """What tells whether a value was written to since."""
+    """The write counters of a value: they differ once it was written to."""
     if isinstance(value, (tuple, list)):
         return tuple(map(mark_of, value))
     return version_of(value) if isinstance(value, torch.Tensor) else None
 
 
-def _sight_of(value: Any) -> Any:
-    """The same, and where the value lies and how."""
+def _full_mark(value: Any) -> Any:
+    """The same, with where the value lies and its layout."""
     if isinstance(value, (tuple, list)):
-        return tuple(map(_sight_of, value))
+        return tuple(map(_full_mark, value))
     return (version_of(value), sight_of(value)) if isinstance(value, torch.Tensor) else None
 
 
@@ -51,8 +50,8 @@ def _marks(env: list[Any]) -> list[Any]:
 
 
 class Remembered:
-    """What patches made in a replay, by position and number: a second question gets the same answer. And what they
-    drew, for a replay that leaves its path: they are made again then.
+    """What patches gave in a replay, by position and number, so that a second question gets the same answer; and the
+    generator states around them, for a replay that is abandoned and whose patches run again.
     """
 
     def __init__(self) -> None:
@@ -61,7 +60,7 @@ class Remembered:
         self.ended: torch.Tensor | None = None  # and after the last one
 
     def watched(self, position: int, number: int, patch: Callable[[Any], Any], is_steady: bool) -> Callable[[Any], Any]:
-        """A patch, of which is remembered what it makes and draws; but for one that makes the same whenever asked."""
+        """A patch whose result and draws are remembered, unless it always gives the same."""
         return patch if is_steady else partial(self._drawn, position, number, patch)
 
     def _drawn(self, position: int, number: int, patch: Callable[[Any], Any], value: Any) -> Any:
@@ -72,7 +71,7 @@ class Remembered:
         return self.note(position, number, made)
 
     def undraw(self) -> None:
-        """The user's generator as it was before the patches drew, if nobody drew since."""
+        """Resets the user's generator to its state before the patches drew, if nobody drew since."""
         if self.began is None or self.ended is None or torch.equal(self.began, self.ended):
             return
         with drawing_alone():
@@ -80,70 +79,70 @@ class Remembered:
                 torch.default_generator.set_state(self.began)
 
     def note(self, position: int, number: int, value: Any) -> Any:
-        """This is what the patch made."""
-        self.values[position, number] = value, _sight_of(value)
+        """Remembers what a patch gave."""
+        self.values[position, number] = value, _full_mark(value)
         return value
 
-    def again(self, position: int, number: int, name: str) -> Any:
-        """What it made then, if nobody wrote to it since, or gave it another memory."""
+    def replayed(self, position: int, number: int, name: str) -> Any:
+        """What the patch gave, if nobody wrote to it or moved it since."""
         value, mark = self.values[position, number]
-        if _sight_of(value) != mark:
-            raise StaleValue(_text(f"what the patch at `{name}` gave", name))
+        if _full_mark(value) != mark:
+            raise StaleValue(_overwritten(f"what the patch at `{name}` gave", name))
         return value
 
 
 class Late:
-    """The values of one replay."""
+    """The values of one replay, also those that it did not keep."""
 
     def __init__(self, ran: Any, record: Record, finish: Callable[[Any], Any]) -> None:
         self.record, self.request, self.code, self.env = record, ran.request, ran.values.code, ran.values.env
         self.finish = finish
         self.patched: Remembered = ran.patched
-        self.given = ran.given
+        self.given_marks = ran.given
         changes = ran.request.changed.items()
-        self.held = {(p, n): mark_of(c.holds) for p, of in changes for n, c in enumerate(of) if c.holds}
+        self.operand_marks = {(p, n): mark_of(c.holds) for p, of in changes for n, c in enumerate(of) if c.holds}
         self.once = ran.once
         self.kept = ran.wanted | ran.request.keep | ran.once
-        self.marks = _marks(self.env) if ran.request.keep else self._marks_of_wanted(ran.wanted | ran.once)
+        self.marks = _marks(self.env) if ran.request.keep else self._wanted_marks(ran.wanted | ran.once)
         self.begun = ran.values.states_begun  # of draws that began elsewhere than recorded, by key
-        self.asked = 0
+        self.questions = 0
         self.values: dict[Ref, tuple[Any, Any]] = {}  # what was computed since
 
-    def _marks_of_wanted(self, wanted: Iterable[int]) -> Any:
+    def _wanted_marks(self, wanted: Iterable[int]) -> Any:
         nodes, slots = self.record.graph.nodes, self.code.slots
         return {slots[ref]: mark_of(self.env[slots[ref]]) for p in wanted for ref in refs_of(nodes[p])}
 
     def __call__(self, position: int, tree: Any) -> Any:
         """The values at a node, as a tree."""
         refs = refs_in(tree)
-        if not all(map(self._is_here, refs)):
+        if not all(map(self._is_held, refs)):
             if self._is_as_recorded(position) and all(ref in self.record.values for ref in refs):
-                return thaw(tree, lambda leaf: self.finish(self.record.value(leaf)) if type(leaf) is Ref else leaf)
+                return filled(tree, lambda ref: self.finish(self.record.value(ref)))
             self._run(position)
-        return thaw(tree, lambda leaf: self.finish(self._held(leaf)) if type(leaf) is Ref else leaf)
+        return filled(tree, lambda ref: self.finish(self._value(ref)))
 
     def everything(self) -> None:
-        """All that the replay ran, in one run."""
+        """Computes everything that the replay ran, in one run."""
         positions = [self.record.graph.positions[name] for name in self.code.executed]
-        if not self.request.fresh and any(not self._has(position) for position in positions):
+        if not self.request.fresh and any(not self._has_all(position) for position in positions):
             self._execute(positions)
 
-    def _is_here(self, ref: Ref) -> bool:
+    def _is_held(self, ref: Ref) -> bool:
         is_kept = self.record.graph.positions[ref.node] in self.kept
         return ref in self.values or (is_kept and self.env[self.code.slots[ref]] is not None)
 
-    def _held(self, ref: Ref) -> Any:
+    def _value(self, ref: Ref) -> Any:
         slot = self.code.slots[ref]
         value, mark = self.values[ref] if ref in self.values else (self.env[slot], self.marks[slot])
         if mark_of(value) != mark:
-            raise StaleValue(_text(f"the value of `{ref.node}` in this run", ref.node))
+            raise StaleValue(_overwritten(f"the value of `{ref.node}` in this run", ref.node))
         return value
 
-    def _has(self, position: int) -> bool:
-        return all(map(self._is_here, refs_of(self.record.graph.nodes[position])))
+    def _has_all(self, position: int) -> bool:
+        return all(map(self._is_held, refs_of(self.record.graph.nodes[position])))
 
     def _is_as_recorded(self, position: int) -> bool:
-        """Can nothing of what was asked for have changed the value there, and was it not run again?"""
+        """True if nothing in the request can have changed the value there, and it did not run again."""
         request, name = self.request, self.record.graph.nodes[position].name
         changed = position in request.changed or position in request.given or position in self._reached
         return not changed and name not in self._executed and not request.grad
@@ -154,7 +153,7 @@ class Late:
 
     @cached_property
     def _reached(self) -> frozenset[int]:
-        """What the change can reach, also where the output did not need it; and what functions of an edit can."""
+        """What the changes and the functions of an edit reach, also where the output does not need it."""
         graph, request = self.record.graph, self.request
         changed = (*request.changed, *request.given, *request.start, *self.once)
         names = [graph.nodes[position].name for position in changed]
@@ -164,12 +163,12 @@ class Late:
         graph, name = self.record.graph, self.record.graph.nodes[position].name
         if self.request.fresh:
             raise ReplaylensError(f"{name} was not kept, and fresh draws cannot be repeated. Pass keep=[{name!r}].")
-        self.asked += 1
-        rest = [graph.positions[other] for other in self.code.executed] if self.asked > 1 else []
+        self.questions += 1
+        rest = [graph.positions[other] for other in self.code.executed] if self.questions > 1 else []
         self._execute([position, *rest])
 
     def _execute(self, positions: Iterable[int]) -> None:
-        """Run what these nodes need and nobody remembers."""
+        """Runs what these nodes need and nobody remembers."""
         graph, record = self.record.graph, self.record
         made = self._plan(positions)
         patches = {
@@ -177,11 +176,12 @@ class Late:
             for position, changes in self.request.changed.items()
         }
         draws, mode = {**record.draws, **self.begun}, Mode(self.request.grad)
-        ran = run(graph, made, draws, self._supplied, record.value, mode=mode, patches=patches)
+        supplied = lambda ref: self._value(ref) if self._is_held(ref) else self._source(ref)  # noqa: E731
+        ran = run(graph, made, draws, supplied, record.value, mode=mode, patches=patches)
         self.begun |= ran.states_begun
         for position in (*made.run, *made.supply):
             for ref in refs_of(graph.nodes[position]):
-                if not self._is_here(ref) and (value := ran[ref]) is not None:
+                if not self._is_held(ref) and (value := ran[ref]) is not None:
                     self.values[ref] = value, mark_of(value)
 
     def _plan(self, positions: Iterable[int]) -> Plan:
@@ -190,29 +190,26 @@ class Late:
         for position, node in enumerate(graph.nodes):
             if isinstance(node, Call):
                 usable = known[position] and position not in self._reached
-                known[position] = self._has(position) or usable
+                known[position] = self._has_all(position) or usable
         turns = self._turns()
         for position in turns.values():
             known[position] = False  # where it leaves the generator is not known
         made = plan(graph, positions, known, (), keep=range(len(graph)), turns=turns)
         run, supply = set(made.run), set(made.supply)
-        again = [p for p in sorted(self.request.changed) if p in run or (p in supply and not self._has(p))]
+        again = [p for p in sorted(self.request.changed) if p in run or (p in supply and not self._has_all(p))]
         return evolve(made, patch=tuple(again))
 
     def _turns(self) -> dict[int, int]:
-        """The draws that may begin elsewhere than recorded, where is not known yet; and the draw before each."""
+        """The draws that may begin elsewhere than recorded, at a state not known yet; and the draw before each."""
         graph = self.record.graph
         shifted = {p: before for p, before in graph.shifts.items() if before in self._reached}
         return {p: before for p, before in shifted.items() if graph.nodes[p].draws not in self.begun}
 
-    def _supplied(self, ref: Ref) -> Any:
-        return self._held(ref) if self._is_here(ref) else self._source(ref)
-
     def _source(self, ref: Ref) -> Any:
         position = self.record.graph.positions[ref.node]
         given = self.request.given.get(position)
-        if given is not None and self.given[position] != (mark_of(given), sight_of(given)):
-            raise StaleValue(_text(f"what was given for `{ref.node}`", ref.node))
+        if given is not None and self.given_marks[position] != (mark_of(given), sight_of(given)):
+            raise StaleValue(_overwritten(f"what was given for `{ref.node}`", ref.node))
         if (drawn := self.record.graph.state_of.get(position)) is not None:
             return self.begun.get(self.record.graph.nodes[drawn].draws, self.record.value(ref))
         return supply(self.record, self.request, ref)
@@ -220,12 +217,12 @@ class Late:
     def _patched(self, position: int, number: int, value: Any) -> Any:
         change, name = self.request.changed[position][number], self.record.graph.nodes[position].name
         if (position, number) in self.patched.values and not self.record.graph.is_run_again(name):
-            return self.patched.again(position, number, name)
-        if change.holds and self.held[position, number] != mark_of(change.holds):
-            raise StaleValue(_text(f"a tensor of the patch at `{name}`", name))
+            return self.patched.replayed(position, number, name)
+        if change.holds and self.operand_marks[position, number] != mark_of(change.holds):
+            raise StaleValue(_overwritten(f"a tensor of the patch at `{name}`", name))
         return self.patched.note(position, number, change(value))
 
 
-def _text(what: str, name: str) -> str:
+def _overwritten(what: str, name: str) -> str:
     cure = f"Ask for values before, or let the replay hold them: keep={[name]!r}."
     return f"{what} was overwritten since the replay.\n{cure}"

@@ -1,18 +1,11 @@
-"""Do two runs of a program go the same way, although values differ in their last bits?
+"""Edits of a program's record: patches put into it, fused operations opened, nodes bypassed and rewired, other
+state, slices.
 
-In: the Records of a program and of one made from it that must compute the same, such as one with a fused operation
-opened. Out: where the second has left the path of the first. Numbers that left torch may differ as rounding lets them;
-everything that decides a way (booleans, integers, strings, shapes) is the same.
+In: a Record, and what is to change, as Refs, names of nodes and tensors. Out: the Record of the edited program, and
+its output. How graphs are rewritten is in `_edit`; here they get their values.
 
-Fused operations opened: their open forms recorded on what the operations were given, and put in their places.
-
-In: a Record, the calls, and a way to record a function. Out: the Record of the expanded program, and what it returns.
-Which operations stand for a fused one is said in `_edit`; how a function is recorded is not known here.
-
-Edits of a program's record: patches put into it, nodes bypassed and rewired, other state, slices.
-
-In: a Record, and what is to be another, as Refs, names of nodes and tensors. Out: the Record of the edited program, and
-what it returns. How a graph is rewritten is in `_edit`; here it gets its values.
+An opened operation computes the same in another order, so last bits differ: `departures_beyond_rounding` compares
+floating numbers that left torch up to rounding, and booleans, integers, strings and shapes exactly.
 """
 
 from __future__ import annotations
@@ -32,9 +25,8 @@ from .._edit.rewrite import unread_sources, without
 from .._edit.slice import slice_of
 from .._ir.graph import Graph
 from .._ir.location import Location
-from .._ir.node import Call, Guard, Ref, refs_of, specs_of, value_of
+from .._ir.node import Call, Guard, Ref, filled, refs_of, specs_of, value_of
 from .._ir.tolerances import REARRANGED, REARRANGED_NARROW, is_close_number
-from .._ir.trees import thaw
 from .._ir.world import drawing_alone
 from ..errors import DivergedReplay, ReplaylensError
 from .apply_edit import EditAdditions, Watched, apply_edit, require_choice
@@ -49,14 +41,14 @@ from .retention import with_values
 
 
 def departures_beyond_rounding(old: Record, new: Record) -> Iterator[Departure]:
-    """Guards of the old program that are answered otherwise in the new one."""
+    """Guards of the old program that have another answer in the new one, beyond rounding."""
     left = list(old.graph.guards)
     for guard in new.graph.guards:
         if left and place(left[0]) == place(guard):
-            yield from _beyond(left.pop(0), guard, old, new)
+            yield from _guard_departures(left.pop(0), guard, old, new)
 
 
-def _beyond(was: Guard, guard: Guard, old: Record, new: Record) -> Iterator[Departure]:
+def _guard_departures(was: Guard, guard: Guard, old: Record, new: Record) -> Iterator[Departure]:
     if not was.compares_content:
         if not _is_close(was.result, guard.result):
             yield from filter(None, (changed(was, guard.result),))
@@ -66,7 +58,7 @@ def _beyond(was: Guard, guard: Guard, old: Record, new: Record) -> Iterator[Depa
 
 
 def _is_close(one: Any, other: Any) -> bool:
-    """Equal; or floating numbers that are so up to rounding."""
+    """True for equal values, and for floating numbers that are equal up to rounding."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         if not one.is_floating_point() or one.shape != other.shape:
             return one.shape == other.shape and bool((one == other).all())
@@ -85,53 +77,51 @@ def expand(
     record: Record, names: Iterable[str], recorder: Recorder, on_divergence: str = "raise"
 ) -> tuple[Record, Any]:
     """The program with these calls opened. Numbers that left torch may differ as rounding lets them."""
-    whole = with_values(record, [ref for name in names for ref in _around(record.graph, name)])
-    graph, seen = record.graph, {name: _seen(whole, record.graph[name], recorder) for name in names}
+    graph = record.graph
+    whole = with_values(
+        record, [ref for name in names for ref in (*graph.refs[graph.positions[name]], *refs_of(graph[name]))]
+    )
+    forms = {name: _record_open_form(whole, record.graph[name], recorder) for name in names}
     of_model = {id(tensor): Ref(name) for name, tensor in record.live.items()}
     shared: dict[str, dict[Ref, Ref]] = {}
-    for name, look in seen.items():
-        own = {Ref(node.name): of_model.get(id(look.values[Ref(node.name)])) for node in look.graph.const_nodes}
+    for name, form in forms.items():
+        own = {Ref(node.name): of_model.get(id(form.values[Ref(node.name)])) for node in form.graph.const_nodes}
         shared[name] = {inner: ref for inner, ref in own.items() if ref is not None}
-    made = expanded(graph, {name: look.graph for name, look in seen.items()}, shared)
+    made = expanded(graph, {name: form.graph for name, form in forms.items()}, shared)
     constants = {
-        made.names[name][node.name]: look.values[Ref(node.name)]
-        for name, look in seen.items()
-        for node in look.graph.const_nodes
+        made.names[name][node.name]: form.values[Ref(node.name)]
+        for name, form in forms.items()
+        for node in form.graph.const_nodes
         if Ref(node.name) not in shared[name]
     }
-    draws = {made.draws[name][key]: state for name, look in seen.items() for key, state in look.draws.items()}
+    draws = {made.draws[name][key]: state for name, form in forms.items() for key, state in form.draws.items()}
     found, output = apply_edit(record, made.graph, EditAdditions(constants, draws=draws), "ignore")
     if on_divergence == "raise" and (away := next(departures_beyond_rounding(record, found), None)) is not None:
         raise diverged(away)
     return found, output
 
 
-def _around(graph: Graph, name: str) -> tuple[Ref, ...]:
-    """The values that a call reads and gives."""
-    return *graph.refs[graph.positions[name]], *refs_of(graph[name])
-
-
-def _seen(record: Record, call: Any, recorder: Recorder) -> Record:
-    """What a call's open form does on what the call was given, in its modes and with its draws."""
+def _record_open_form(record: Record, call: Any, recorder: Recorder) -> Record:
+    """The record of a call's open form on what the call was given, in its modes and with its draws."""
     assert isinstance(call, Call)
     given: dict[Ref, torch.Tensor] = {}  # one tensor for each value, and none for two
 
-    def leaf(value: Any) -> Any:
-        return given.setdefault(value, record.value(value).detach()) if type(value) is Ref else value
+    def operand(ref: Ref) -> torch.Tensor:
+        return given.setdefault(ref, record.value(ref).detach())
 
-    args, kwargs = thaw(call.args, leaf), {key: thaw(value, leaf) for key, value in call.kwargs}
+    args, kwargs = filled(call.args, operand), {key: filled(value, operand) for key, value in call.kwargs}
     with recorded_world(call.draws is not None, record.graph), modes(call.context):
         if call.draws is not None:
             torch.default_generator.set_state(record.draws[call.draws])
-        seen = recorder(as_called(call), args, kwargs)
-    for made, ref in zip(seen.graph.output[0].items, specs_of(call), strict=True):
-        _require_same(call, seen.values[made], record.value(ref))
-    held = {Ref(node.name): seen.values[Ref(node.name)] for node in seen.graph.const_nodes}
-    return evolve(seen, values=held)  # the rest comes again when the program is derived
+        form = recorder(as_called(call), args, kwargs)
+    for made, ref in zip(form.graph.output[0].items, specs_of(call), strict=True):
+        _require_same(call, form.values[made], record.value(ref))
+    held = {Ref(node.name): form.values[Ref(node.name)] for node in form.graph.const_nodes}
+    return evolve(form, values=held)  # the rest comes again when the program is derived
 
 
 def _require_same(call: Call, made: torch.Tensor, recorded: torch.Tensor) -> None:
-    """Refuse an open form that does not give what the call gave: a kernel may draw its random numbers otherwise."""
+    """Raises if an open form does not give what the call gave: a kernel may draw random numbers in its own way."""
     is_rough = bool(call.context.autocast) or recorded.dtype in (torch.float16, torch.bfloat16)
     both = made.detach().isfinite() & recorded.detach().isfinite()
     if not both.any():
@@ -151,9 +141,9 @@ Bound = Sequence[tuple[Location, Sequence[tuple[Any, Patch]]]]
 
 @drawing_alone()
 def patch(record: Record, bound: Bound, request: Request) -> Made:
-    """Patches put into the program: at each place those of the values that lie there.
+    """Patches put into the program: at each Location those for the values there.
 
-    `request` asks for a replay with the same patches. It is made first: it says what is wrong with them.
+    `request` is a replay with the same patches. It runs first, and raises for invalid patches.
     """
     require_choice(request.on_divergence)
     watched = Watched(record.draws)
@@ -196,7 +186,7 @@ def _by_node(graph: Graph, bound: Bound) -> dict[str, list[tuple[Any, Patch]]]:
 
 
 def _other_strides(old: Graph, new: Graph, names: Iterable[str]) -> list[str]:
-    """The patches that gave another memory layout than was recorded."""
+    """The patches that gave another memory layout than the recorded one."""
     found = []
     for name in names:
         before = value_of(old[name]) if name in old else None
@@ -210,7 +200,7 @@ def _other_strides(old: Graph, new: Graph, names: Iterable[str]) -> list[str]:
 def bypass(
     record: Record, names: Iterable[str], to: Any, resolve: Callable[[Any], Ref], on_divergence: str = "raise"
 ) -> Made:
-    """Nodes that hand on what they read."""
+    """Nodes that pass on what they read."""
     graph = record.graph
     for name in names:
         graph = bypassed(graph, name, to, resolve)
@@ -218,13 +208,13 @@ def bypass(
 
 
 def rewire(record: Record, readers: Sequence[str], old: Ref, new: Ref, on_divergence: str = "raise") -> Made:
-    """Some nodes read another value in the place of one."""
+    """Some nodes read another value instead of `old`."""
     graph = rewired(record.graph, readers, old, new)
     return apply_edit(record, without(graph, unread_sources(record.graph, graph)), on_divergence=on_divergence)
 
 
 def with_state(record: Record, address: str, value: Any, nearest: Callable[[str], str], on_divergence: str) -> Made:
-    """Another parameter or buffer, the program's own from now on: a tensor, or a function of the present one."""
+    """Another parameter or buffer, from now on the program's own: a tensor, or a function of the present one."""
     require_choice(on_divergence)
     if not isinstance(value, torch.Tensor):
         node = state_called(record.graph, address, nearest)
@@ -235,7 +225,8 @@ def with_state(record: Record, address: str, value: Any, nearest: Callable[[str]
         return apply_edit(record, record.graph, on_divergence=on_divergence)
     ((position, tensor),) = found.items()
     name = record.graph.nodes[position].name
-    held = _with_flag(tensor, record.values[Ref(name)].requires_grad)
+    flag = record.values[Ref(name)].requires_grad  # torch chooses kernels by it
+    held = tensor if tensor.is_inference() else tensor.detach().requires_grad_(flag)
     for departure in departures(
         record.graph, record.values, {Ref(name): held}, OuterModes.of_replay(record.graph, False)
     ):
@@ -245,13 +236,8 @@ def with_state(record: Record, address: str, value: Any, nearest: Callable[[str]
     return apply_edit(record, record.graph, added, on_divergence)
 
 
-def _with_flag(tensor: torch.Tensor, flag: bool) -> torch.Tensor:
-    """The content without a history; torch chooses kernels by whether a tensor needs gradients."""
-    return tensor if tensor.is_inference() else tensor.detach().requires_grad_(flag)
-
-
 def tap(record: Record, sender: tuple[Ref, ...], readers: Sequence[str]) -> tuple[Record, Any, tuple[str, ...]]:
-    """The program with a node for what some nodes, and only they, read from another."""
+    """The program with a node for what some readers, and only they, read from another node."""
     graph, names = tapped(record.graph, sender, readers)
     return (*apply_edit(record, graph), names)
 
@@ -274,4 +260,4 @@ def cut_out(record: Record, starts: Sequence[Any] | None, output: Any) -> Made:
         saved=record.saved,
         places=record.places,
     )
-    return fresh, thaw(made.graph.output, lambda leaf: fresh.value(leaf) if type(leaf) is Ref else leaf)
+    return fresh, filled(made.graph.output, fresh.value)

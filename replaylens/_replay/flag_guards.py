@@ -1,8 +1,8 @@
-"""What a change does to answers that no content decides: layouts in memory, flags, modes.
+"""Answers that no content decides: flags, modes and, by way of layout_guards.py, memory layouts.
 
-In: the record of a program, and the values that stand in the place of recorded ones, as they were given. Out: a
-Departure for each question of the model's that has another answer with them. Flags are followed through the graph,
-layouts by layout_guards.py. Where no source lies or is flagged otherwise than it was recorded, there is nothing to ask.
+In: the record of a program, and the tensors that replace recorded values. Out: a Departure for each question of the
+model's that has another answer with them. Flags are followed through the graph. If no source has another layout or
+flag than recorded, there is nothing to ask.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .guards import Departure, changed, diverged, fact
 from .layout_guards import Layouts, Tensors, asked_of, layout_departures, lies_otherwise, shows_memory
 
 UNKNOWN = "not known"
-SOME = "there"  # the answer where the model only asks whether there is something
+SOME = "there"  # the answer if the model only asks whether it is None
 WALK = "next_functions"
 
 
@@ -39,19 +39,19 @@ class OuterModes:
 
     @staticmethod
     def of_replay(graph: Graph, grad: bool) -> OuterModes:
-        """Those of the capture; for gradients they are on."""
+        """The modes of the capture; with gradients on if the replay needs them."""
         return OuterModes(graph.ambient.grad or grad, graph.ambient.inference and not grad)
 
     @staticmethod
     def now() -> OuterModes:
-        """Those that this thread is in."""
+        """The modes of this thread now."""
         return OuterModes(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
 
 
 def heeded(graph: Graph, changed: Iterable[int], until: int | None = None) -> list[int]:
-    """Of changed nodes those that a fact can hang on which no content decides, whether the output needs them or not:
-    what the model asks for behind them, what it can catch, and of those that the output does not need, their shape and
-    dtype, which Python may have read.
+    """Of changed nodes, those on which a fact depends that no content decides, whether or not the output needs them:
+    questions that the model asks behind them, exceptions that it can catch, and for nodes that the output does not
+    need their shape and dtype, which Python may have read.
     """
     asked = [g for g in graph.asked if g.refs and (until is None or g.position <= until)]
     above = graph.marked_ancestors([ref.node for guard in asked for ref in guard.refs])
@@ -67,7 +67,7 @@ def heeded(graph: Graph, changed: Iterable[int], until: int | None = None) -> li
 
 
 def departures(graph: Graph, recorded: Tensors, given: Tensors, around: OuterModes) -> Iterator[Departure]:
-    """Other answers, where these values are given in the place of recorded ones."""
+    """Other answers, with these tensors in the place of recorded values."""
     if graph.asked or graph.catches:
         yield from _mode_departures(graph, around)
         yield from flag_departures(graph, recorded, given, around)
@@ -82,14 +82,16 @@ def _mode_departures(graph: Graph, around: OuterModes) -> Iterator[Departure]:
 
 
 def require_as_asked(graph: Graph, recorded: Tensors, given: Tensors, around: OuterModes | None = None) -> None:
-    """Refuse values that lead away, where nothing else can be done. The modes `around` are mostly those that are on."""
+    """Raises for tensors with other answers, where there is no other way out. `around` defaults to the modes that
+    are on.
+    """
     for departure in departures(graph, recorded, given, around or OuterModes.now()):
         raise diverged(departure)
 
 
 def asked_again(guard: Guard, value: torch.Tensor) -> Iterator[Departure]:
-    """Another answer of a value itself. Where a value has no history here, nothing is said of
-    which function of autograd gave it.
+    """Another answer of the tensor itself. Where it has no history here, the autograd function that gave it is not
+    compared.
     """
     if guard.kind == "layout" and value.layout is torch.strided:
         yield from asked_of(guard, value)
@@ -107,16 +109,16 @@ def asked_again(guard: Guard, value: torch.Tensor) -> Iterator[Departure]:
 
 @frozen
 class ReplacedValues:
-    """What stands in the place of recorded values in a replay, as far as it has come."""
+    """The tensors that replace recorded values in a replay, as far as it has come."""
 
     graph: Graph
     recorded: Tensors
     around: OuterModes
-    fixed: Set[Ref]  # all that is given or patched, now or later: what comes before does not tell how it lies
+    fixed: Set[Ref]  # all given or patched values, now or later: neither layout nor flags follow from their operands
     given: Tensors
-    other: dict[Ref, torch.Tensor] = field(init=False)  # what stands there and lies otherwise
-    flagged: dict[Ref, torch.Tensor] = field(init=False)  # ... and has another flag
-    said: set[str] = field(factory=set)
+    other: dict[Ref, torch.Tensor] = field(init=False)  # those with another layout
+    flagged: dict[Ref, torch.Tensor] = field(init=False)  # those with another flag
+    reported: set[str] = field(factory=set)
 
     @other.default
     def _others(self) -> dict[Ref, torch.Tensor]:
@@ -128,49 +130,49 @@ class ReplacedValues:
         return dict(self.given)
 
     def departures(self, ref: Ref, old: Any, new: torch.Tensor) -> Iterator[Departure]:
-        """Other answers with a patched value, each once."""
-        for departure in self._found(ref, old, new):
-            if str(departure) not in self.said:
-                self.said.add(str(departure))
+        """Other answers with a patched value, each reported once."""
+        for departure in self._departures(ref, old, new):
+            if str(departure) not in self.reported:
+                self.reported.add(str(departure))
                 yield departure
 
-    def _found(self, ref: Ref, old: Any, new: torch.Tensor) -> Iterator[Departure]:
-        """Other answers with a patched value. Its flag counts where the old value had another, and where the model
-        itself does not turn it just there.
+    def _departures(self, ref: Ref, old: Any, new: torch.Tensor) -> Iterator[Departure]:
+        """Other answers with a patched value. Its flag counts only if the old value had another, and the model does
+        not set it right there.
         """
         graph = self.graph
         is_given = is_like_an_input(new) and isinstance(graph[ref.node], Input)
-        if (graph.asked or graph.catches) and new is not old and (is_given or not _is_turned(graph, ref)):
+        if (graph.asked or graph.catches) and new is not old and (is_given or not _sets_own_flag(graph, ref)):
             if is_given or (isinstance(old, torch.Tensor) and _flags(old) != _flags(new)):
                 self.flagged[ref] = new
                 yield from flag_departures(graph, self.recorded, self.flagged, self.around, self.fixed)
-                yield from () if is_given else _histories_asked(graph, ref, new, of_the_object=True)
+                yield from () if is_given else _history_departures(graph, ref, new, of_the_object=True)
             else:
-                yield from _histories_asked(graph, ref, new)
+                yield from _history_departures(graph, ref, new)
         if is_given:
             yield from _class_departures(graph, ref, new)
         yield from _attribute_departures(graph, ref, new)
         if isinstance(old, torch.Tensor) and old.layout is not new.layout:
             yield Departure(f"the layout of {ref}", str(old.layout), str(new.layout))
-        self._lies(ref, new)
+        self._update_layout(ref, new)
         if self.other:
             yield from Layouts(graph, self.recorded, self.other, fixed=self.fixed).departures()
 
-    def _lies(self, ref: Ref, new: torch.Tensor) -> None:
+    def _update_layout(self, ref: Ref, new: torch.Tensor) -> None:
         self.other.pop(ref, None)
         if lies_otherwise(self.graph, self.recorded, ref, new):
             self.other[ref] = new
 
     def lay(self, ref: Ref, new: torch.Tensor) -> torch.Tensor:
-        """What a patch gave, as it would have to lie in memory for the model to go this way."""
+        """The result of a patch, in the memory layout that the recorded path needs."""
         laid = in_layout(new, specs_of(self.graph[ref.node])[ref].strides)
-        self._lies(ref, laid)
+        self._update_layout(ref, laid)
         return laid
 
 
 def is_like_an_input(new: torch.Tensor) -> bool:
-    """Has it what a tensor of the user's may have, and a model may ask an input for: a class, a flag, a gradient, an
-    attribute?
+    """True if a tensor has what only a user's tensor may have, and a model may ask an input for: a class, a flag, a
+    gradient, an attribute.
     """
     if type(new) is not torch.Tensor:
         return not is_wrapped(new)
@@ -178,7 +180,7 @@ def is_like_an_input(new: torch.Tensor) -> bool:
 
 
 def _class_departures(graph: Graph, ref: Ref, new: torch.Tensor) -> Iterator[Departure]:
-    """Where an input is patched with a tensor of another class: nobody sees the model ask for that."""
+    """An input patched with a tensor of another class. The model may ask for the class unseen."""
     node = graph[ref.node]
     was, now = getattr(node, "python_type", None), type(new)
     if was is None or now is torch.Tensor:
@@ -188,7 +190,7 @@ def _class_departures(graph: Graph, ref: Ref, new: torch.Tensor) -> Iterator[Dep
 
 
 def _attribute_departures(graph: Graph, ref: Ref, new: torch.Tensor) -> Iterator[Departure]:
-    """Where an input is patched with a tensor on which Python code has hung something else."""
+    """An input patched with a tensor that has other Python attributes."""
     if isinstance(graph[ref.node], Input) and type(new) in (torch.Tensor, torch.nn.Parameter):
         paths, held = walk(graph.inputs, named) if graph.literals else (), dict(graph.literals)
         was = next((held.get(path) for path, leaf in paths if type(leaf) is Ref and leaf == ref), None)
@@ -196,8 +198,8 @@ def _attribute_departures(graph: Graph, ref: Ref, new: torch.Tensor) -> Iterator
             yield Departure(f"the Python attributes of {ref}", was, now)
 
 
-def _is_turned(graph: Graph, ref: Ref) -> bool:
-    """Does the model turn the flag of this value, whatever it was: `h.detach().requires_grad_()`?"""
+def _sets_own_flag(graph: Graph, ref: Ref) -> bool:
+    """True if the model sets the flag of this value, whatever it was: `h.detach().requires_grad_()`."""
     node = graph[ref.node]
     return isinstance(node, Call) and node.kind in ("requiresgrad", "newparameter")
 
@@ -212,7 +214,7 @@ def _flags(tensor: torch.Tensor) -> tuple[bool, bool]:
 def flag_departures(
     graph: Graph, recorded: Tensors, given: Tensors, around: OuterModes, fixed: Set[Ref] = frozenset()
 ) -> Iterator[Departure]:
-    """Where flags of what is given, or other modes, alter an answer."""
+    """Answers that change with the flags of the given tensors, or with other modes."""
     questions = [guard for guard in graph.asked if guard.kind == "flags"]
     flags = _Flags(graph, recorded, given, around, fixed) if questions or graph.catches else None
     for guard in questions:
@@ -223,7 +225,7 @@ def flag_departures(
 
 
 class _Flags:
-    """Which values need gradients, with the given ones in the place of the recorded ones."""
+    """Which values need gradients, with the given tensors in the place of the recorded ones."""
 
     def __init__(
         self, graph: Graph, recorded: Tensors, given: Tensors, around: OuterModes, fixed: Set[Ref] = frozenset()
@@ -245,7 +247,7 @@ class _Flags:
             return None
         if word == "is_inference":
             return self._inference(guard, ref)
-        was, now = self._was(ref), self.found.get(ref)
+        was, now = self.before.get(ref), self.found.get(ref)
         if now is None or was is None or was == now:
             return None
         if word == "requires_grad":
@@ -256,8 +258,8 @@ class _Flags:
         return Departure(what, guard.result, UNKNOWN if now else None, guard.source) if word == "grad_fn" else None
 
     def caught(self) -> Iterator[Departure]:
-        """Where torch may refuse what needs gradients now, and the model may catch that."""
-        flagged = {ref for ref, flag in self.found.items() if flag and self._was(ref) is False}
+        """Calls that torch may refuse for values that need gradients now, where the model may catch that."""
+        flagged = {ref for ref, flag in self.found.items() if flag and self.before.get(ref) is False}
         if not flagged or not self.around.grad:
             return
         for guard in filter(shows_memory, self.graph.guards):
@@ -269,7 +271,7 @@ class _Flags:
         if not self.graph.ambient.grad:
             for ref in self.graph.written:
                 node = self.graph[ref.node]
-                if isinstance(node, State) and self._was(ref):
+                if isinstance(node, State) and self.before.get(ref):
                     what = f"whether {node.address}, which the model writes and which needs gradients, can be written"
                     yield Departure(what, "True", UNKNOWN, None, "exception")
         for call in self.graph.calls:
@@ -284,7 +286,7 @@ class _Flags:
                 yield Departure(what, "False", "True", call.source)
 
     def _other_gradient(self, guard: Guard, ref: Ref) -> Departure | None:
-        """The model has looked at a gradient that the recorded tensor had, which is a constant of the program."""
+        """The model read a gradient of the recorded tensor, which is a constant of the program."""
         new = self.given[ref]
         if guard.target.short != "grad" or guard.result is True or new.grad is None:
             return None
@@ -294,7 +296,7 @@ class _Flags:
         return Departure(fact(guard), guard.result, "another gradient", guard.source)
 
     def _inference(self, guard: Guard, ref: Ref) -> Departure | None:
-        """A view of an inference tensor is one: what comes of a given one may be."""
+        """A view of an inference tensor is one, so what is made from a given one may be."""
         below = self.graph.ancestors([ref.node])
         for source, tensor in self.given.items():
             known = self.recorded.get(source)
@@ -302,11 +304,8 @@ class _Flags:
                 return Departure(fact(guard), guard.result, UNKNOWN, guard.source)
         return None
 
-    def _was(self, ref: Ref) -> bool | None:
-        return self.before.get(ref)
-
     def _before(self, node: Call, refs: tuple[Ref, ...], meaning: TensorSpec) -> bool:
-        """Did a value need gradients that was not kept?"""
+        """True if a value that was not kept needed gradients."""
         on = node.context.grad and meaning.is_differentiable and not info(node.target).has(Quirk.DETACHING)
         return on and any(self.before.get(one, False) for one in refs)
 
@@ -321,16 +320,16 @@ class _Flags:
                 if ref in self.given:
                     found[ref] = self.given[ref].requires_grad
                 elif ref in self.fixed or not isinstance(node, Call):
-                    found[ref] = bool(self._was(ref))
+                    found[ref] = bool(self.before.get(ref))
                 else:
-                    found[ref] = self._of_call(node, ref, refs, meaning)
+                    found[ref] = self._flag_of_call(node, ref, refs, meaning)
 
-    def _of_call(self, node: Call, ref: Ref, refs: tuple[Ref, ...], meaning: TensorSpec) -> bool:
+    def _flag_of_call(self, node: Call, ref: Ref, refs: tuple[Ref, ...], meaning: TensorSpec) -> bool:
         same = self.around.grad == self.graph.ambient.grad
         on = node.context.grad if same else self.around.grad
         now = on and meaning.is_differentiable and any(self.found.get(one, False) for one in refs)
-        before = node.context.grad and any(self._was(one) or False for one in refs)
-        was = self._was(ref)
+        before = node.context.grad and any(self.before.get(one) or False for one in refs)
+        was = self.before.get(ref)
         if before and was is False:  # a call that gives no history, whatever it reads
             return False
         if was and not before:
@@ -339,7 +338,7 @@ class _Flags:
 
 
 def answer(guard: Guard, tensor: torch.Tensor) -> Any:
-    """What a question about a flag has for an answer on this tensor."""
+    """The answer of a flag question on this tensor."""
     try:
         is_bare = guard.target.short == "grad" and not (tensor.is_leaf or tensor.retains_grad)  # torch warns of asking
         found: Any = None if is_bare else guard.target.function(tensor)
@@ -349,12 +348,12 @@ def answer(guard: Guard, tensor: torch.Tensor) -> Any:
 
 
 def in_short(found: Any) -> Any:
-    """What a model is told about autograd, as plain data: of an object its class."""
+    """What a model reads of autograd, as plain data: of an object its class."""
     return found if type(found) in (bool, int) else found is None or type(found).__name__
 
 
-def _handed_on(graph: Graph, ref: Ref) -> Ref:
-    """The value that stands here as it came: to a model `nn.Identity` and its like give the very same object."""
+def _through_identities(graph: Graph, ref: Ref) -> Ref:
+    """The value behind identities: for a model, `nn.Identity` and inactive dropout return the very same object."""
     while isinstance(node := graph[ref.node], Call) and len(node.refs) == 1:
         is_dropout = node.kind.endswith("dropout") and any(arg is False for arg in node.args)
         if node.target.function is not alias and not is_dropout:
@@ -363,14 +362,14 @@ def _handed_on(graph: Graph, ref: Ref) -> Ref:
     return ref
 
 
-def _histories_asked(graph: Graph, ref: Ref, new: torch.Tensor, of_the_object: bool = False) -> Iterator[Departure]:
-    """What the model asks of the history of a patched value, or of one that it can walk back from; or only what it
-    asks of the very object.
+def _history_departures(graph: Graph, ref: Ref, new: torch.Tensor, of_the_object: bool = False) -> Iterator[Departure]:
+    """Other answers to questions about the history of a patched value, or of one whose history leads back to it.
+    With `of_the_object` only questions about the very object.
     """
     for guard in graph.asked:
         if guard.kind != "flags" or (of_the_object and not info(guard.target).has(Quirk.OBJECT)):
             continue
-        if _handed_on(graph, guard.refs[0]) == ref or guard.refs[0] == ref:
+        if _through_identities(graph, guard.refs[0]) == ref or guard.refs[0] == ref:
             yield from filter(None, (changed(guard, answer(guard, new)),))
         elif guard.target.short == WALK and ref.node in graph.ancestors([guard.refs[0].node]):
             yield Departure(fact(guard), guard.result, UNKNOWN, guard.source)

@@ -1,7 +1,7 @@
 """A program as a pure function `f(*tensors)`, for `torch.func.grad`, `vmap`, `jvp`, `jacrev` and `torch.compile`.
 
-In: a record, and which nodes the arguments and the results stand for. Out: a function without effects: it reads no mode
-but those that the model itself entered, writes nothing, and draws as recorded.
+In: a record, and which nodes the arguments and results stand for. Out: a function without effects: it reads no mode
+but those that the model itself enters, writes nothing, and draws as recorded.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import torch
 from .._ir.autograd import as_leaf
 from .._ir.equality import same_content
 from .._ir.graph import Graph
-from .._ir.node import Call, Ref, refs_of, value_of
+from .._ir.node import Call, Ref, filled, refs_of, value_of
 from .._ir.torch_private import peek_interpreter_stack
-from .._ir.trees import thaw
 from ..errors import InputMismatch, NotDifferentiable, ReplaylensError
 from .compile import Mode, compile_plan
 from .flag_guards import require_as_asked
@@ -50,7 +49,7 @@ def function_of(record: Record, inputs: list[int], outputs: list[int] | None, gr
 
 
 def require_differentiable(graph: Graph) -> None:
-    """Refuse gradients where of a custom function, or of what only the model can do, there is the forward alone."""
+    """Raises if gradients cannot be replayed: of a custom function only the forward is known."""
     words = sorted(set(graph.one_way))
     if told := [word for word in words if ": " in word]:
         what, _, why = told[0].partition(": ")
@@ -65,7 +64,7 @@ def require_differentiable(graph: Graph) -> None:
 
 
 def _pure(record: Record, inputs: list[int], outputs: list[int] | None, grad: bool) -> Callable[..., Any]:
-    """The function itself. The tensors go into the slots of the inputs; the rest stands there already."""
+    """The function itself. Its tensors go into the slots of the inputs; all other values already stand in theirs."""
     graph = record.graph
     wanted = outputs if outputs is not None else [graph.positions[ref.node] for ref in graph.output_refs]
     known = bytearray([not isinstance(n, Call) or all(r in record.values for r in refs_of(n)) for n in graph.nodes])
@@ -84,13 +83,13 @@ def _pure(record: Record, inputs: list[int], outputs: list[int] | None, grad: bo
     beginning = begin(code, held, refuse).env
     trees = [graph.output] if outputs is None else [value_of(graph.nodes[position]) for position in outputs]
     read = [_reader(tree, code.slots) for tree in trees]
-    watch = _watch(record, made.supply, inputs)
+    check_arguments = _argument_check(record, made.supply, inputs)
 
     def pure(*tensors: torch.Tensor) -> Any:
         if len(tensors) != len(inputs):
             raise InputMismatch(f"the function takes {len(inputs)} tensors, and was given {len(tensors)}.")
         if not torch.compiler.is_compiling():
-            watch(tensors)
+            check_arguments(tensors)
         env = list(beginning)
         for slot, tensor in zip(slots, tensors, strict=True):
             env[slot] = tensor
@@ -102,38 +101,40 @@ def _pure(record: Record, inputs: list[int], outputs: list[int] | None, grad: bo
 
 
 def _reader(tree: Any, slots: dict[Ref, int]) -> Callable[[list[Any]], Any]:
-    """How a tree of Refs is read from the env; plain ones in a way that the compiler can follow."""
+    """Reads a tree of Refs from the env; plain trees in a way that torch.compile can trace."""
     if type(tree) is Ref:
         slot = slots[tree]
         return lambda env: env[slot]
     if type(tree) is tuple and all(type(item) is Ref for item in tree):
         several = [slots[item] for item in tree]
         return lambda env: tuple([env[slot] for slot in several])
-    return lambda env: thaw(tree, lambda leaf: env[slots[leaf]] if type(leaf) is Ref else leaf)
+    return lambda env: filled(tree, lambda ref: env[slots[ref]])
 
 
-def _watch(record: Record, supply: tuple[int, ...], inputs: list[int]) -> Callable[[Sequence[torch.Tensor]], None]:
-    """Asks whether a value that a function holds was overwritten since, and whether its arguments fit."""
+def _argument_check(
+    record: Record, supply: tuple[int, ...], inputs: list[int]
+) -> Callable[[Sequence[torch.Tensor]], None]:
+    """Raises if a value that a function holds was overwritten, or an argument does not fit."""
     refs = [ref for position in supply if position not in inputs for ref in refs_of(record.graph.nodes[position])]
     steady = Steady(record, refs)
     names = [record.graph.nodes[position].name for position in inputs]
-    astray = _astray(record.graph, inputs)
+    hazards = _hazardous_arguments(record.graph, inputs)
 
-    def watch(arguments: Sequence[torch.Tensor]) -> None:
+    def check_arguments(arguments: Sequence[torch.Tensor]) -> None:
         require_arguments(record.graph, names, arguments, record.live)
         given = {Ref(name): tensor for name, tensor in zip(names, arguments, strict=True)}
-        for number, (ref, departure) in astray.items():
+        for number, (ref, departure) in hazards.items():
             if peek_interpreter_stack() is not None or not same_content(record.value(ref), arguments[number]):
                 raise diverged(departure)
         require_as_asked(record.graph, record.values, given)
         if not steady:
             steady.require(record)
 
-    return watch
+    return check_arguments
 
 
-def _astray(graph: Graph, inputs: list[int]) -> dict[int, tuple[Ref, Departure]]:
-    """The arguments of a function, by number, for which another value than the recorded one leads away."""
+def _hazardous_arguments(graph: Graph, inputs: list[int]) -> dict[int, tuple[Ref, Departure]]:
+    """The arguments of a function, by number, for which any value but the recorded one leaves the recorded path."""
     found: dict[int, tuple[Ref, Departure]] = {}
     for number, position in enumerate(inputs):
         node = graph.nodes[position]

@@ -1,14 +1,12 @@
-"""Why no gradient reaches a value.
+"""Gradients of a number at any values of a program, in one backward pass; and why a value has none.
 
-In: a Graph, and what one backward pass showed: which nodes it reached, which values gradients flow through at all, and
-which outputs the metric read. Out: for a value without a gradient the reason, in a user's words, or None where the
-metric does not depend on it: then its gradient is zero. No tensor is touched here.
+In: a Record, a Request that says where (`at`), and a function from the output to a number. Out: Grads. The request
+runs with gradients on, and only what follows those places has a history: no parameter collects anything. The values
+themselves are what is differentiated by, without hooks or perturbations.
 
-Gradients of a number at any values of a program, in one backward pass.
-
-In: a Record, a Request that says where (`at`), and a function from the output to a number. Out: Grads. The request runs
-with gradients on, and nothing has a history but what follows those places: no parameter collects anything. The values
-themselves are then what is differentiated by: no hook, no perturbation. Why a value has no gradient is told in cuts.py.
+GradientBlockers explains missing gradients from what one backward pass showed: the nodes that it reached, the values
+that gradients flow through at all, and the outputs that the metric read. Where the metric does not depend on a value
+there is nothing to explain: the gradient is zero.
 """
 
 from __future__ import annotations
@@ -23,11 +21,10 @@ from attrs import evolve, field, frozen
 from .._ir.autograd import placed
 from .._ir.graph import Graph, InnerGradient
 from .._ir.location import Location
-from .._ir.node import Call, Input, Node, Ref, State, TensorSpec, refs_in, specs_of
+from .._ir.node import Call, Input, Node, Ref, State, TensorSpec, filled, refs_in, specs_of
 from .._ir.ops import Quirk, info
 from .._ir.runtime import copied
 from .._ir.shared_memory import version_of
-from .._ir.trees import thaw
 from .._ir.util import cached_property, notes_of
 from .._ir.value_source import Unpickled
 from .._ir.write import Write
@@ -57,17 +54,17 @@ class GradientBlockers:
         if ref not in self.flows:
             return f"{self._why_not_in(ref.node)}. Name it in at=[...] to have the gradient that begins there"
         if ref.node not in self._ancestors:
-            return self._escape(ref.node)
+            return self._leaves_torch(ref.node)
         if not self._is_read(ref):
-            return "the model reads on from the memory that it was written to, not from this view of it"
-        cuts = sorted(self._cuts_below(ref), key=self.graph.positions.__getitem__)
-        return self._words(cuts[0], ref.node) if cuts else None
+            return "the model continues from the base tensor, not from this view"
+        blockers = sorted(self._blocking_nodes(ref), key=self.graph.positions.__getitem__)
+        return self._reason(blockers[0], ref.node) if blockers else None
 
     def meaning_of(self, ref: Ref) -> TensorSpec:
         return specs_of(self.graph[ref.node])[ref]
 
-    def hides(self, refs: Iterable[Ref]) -> str | None:
-        """Why the gradient that came to some values is not the whole one."""
+    def why_incomplete(self, refs: Iterable[Ref]) -> str | None:
+        """Why the gradient at some values is only part of theirs; None if it is complete."""
         for ref in refs:
             node = self.graph[ref.node]
             if isinstance(node, Call) and node.is_shared:
@@ -87,11 +84,11 @@ class GradientBlockers:
         return self.graph.ancestors(self.read)
 
     def _is_read(self, ref: Ref) -> bool:
-        """Does anything read this value? Of a write in place it may be that only the memory is read on."""
+        """True if anything reads this value. Of what a write gives, perhaps only the base is read on."""
         users = self.graph.users[self.graph.positions[ref.node]]
         return ref in self.graph.output_refs or any(ref in self.graph.refs[position] for position in users)
 
-    def _cuts_below(self, ref: Ref) -> Iterator[str]:
+    def _blocking_nodes(self, ref: Ref) -> Iterator[str]:
         """The nodes at which the ways from a value to the metric end for a gradient."""
         graph, seen = self.graph, {ref.node}
         stack = [(ref.node, p) for p in graph.users[graph.positions[ref.node]] if ref in graph.refs[p]]
@@ -101,18 +98,20 @@ class GradientBlockers:
             if node.name in seen or node.name not in self._ancestors or node.name in self.replaced:
                 continue
             seen.add(node.name)
-            if node.name in self.reached or node.name in self.read or not self._goes_through(source, node):
+            if node.name in self.reached or node.name in self.read or not self._passes_through(source, node):
                 yield node.name
             else:
                 stack.extend((node.name, p) for p in graph.users[position])
 
-    def _goes_through(self, source: str, node: Node) -> bool:
-        """Can a gradient go back from a node to one that it reads? What is merely written over is not read."""
+    def _passes_through(self, source: str, node: Node) -> bool:
+        """True if a gradient can pass from a node to one that it reads. A value that is only overwritten is not
+        read.
+        """
         if isinstance(node, Write):
             given = node.arguments
             read = [leaf.node for leaf in refs_in((given.bases, given.args, given.kwargs))]
-            return source in read and self._flows(node)
-        return self._flows(node)
+            return source in read and self._has_flow(node)
+        return self._has_flow(node)
 
     def _why_not_in(self, name: str) -> str:
         """Why gradients do not flow through a value, whatever is asked for."""
@@ -120,30 +119,30 @@ class GradientBlockers:
         while stack:
             node = graph[stack.pop()]
             parents = [graph.nodes[position] for position in graph.parents[graph.positions[node.name]]]
-            if any(self._flows(parent) for parent in parents):
-                return self._words(node.name, name)
+            if any(self._has_flow(parent) for parent in parents):
+                return self._reason(node.name, name)
             stack.extend(parent.name for parent in parents if parent.name not in seen)
             seen.update(parent.name for parent in parents)
         return "neither an input nor a parameter with gradients goes into it"
 
-    def _flows(self, node: Node) -> bool:
+    def _has_flow(self, node: Node) -> bool:
         return any(ref in self.flows for ref in specs_of(node))
 
-    def _words(self, cut: str, name: str) -> str:
+    def _reason(self, cut: str, name: str) -> str:
         node = self.graph[cut]
         assert isinstance(node, Call)
         if isinstance(node, Write) and cut != name:
             return f"{_line(node)} writes over it in place; the gradient is that of what it is a view of"
         if node.target.function is copied or info(node.target).has(Quirk.DETACHING):
             return f"detached in {_line(node)}"
-        if _runs_without(node, self.graph):
+        if _runs_without_grad(node, self.graph):
             return f"{_line(node)} runs where the model turned gradients off"
-        if not _is_differentiable(node):
+        if not any(meaning.is_differentiable for meaning in node.meaning):
             return f"{_line(node)} gives {_dtype(node.meaning[0])}, which has no gradient"
         return f"{_line(node)} gives none back" if cut != name else f"torch gives it none, in {_line(node)}"
 
-    def _escape(self, name: str) -> str | None:
-        """Where content of a node, or of what follows it, leaves torch as a number."""
+    def _leaves_torch(self, name: str) -> str | None:
+        """Where the content of a node, or of a descendant, leaves torch as a number."""
         below = self.graph.descendants([name])
         for guard in self.graph.guards:
             refs = [ref for ref in guard.refs if ref.node in below and guard.kind == "content"]
@@ -155,10 +154,10 @@ class GradientBlockers:
 
 
 def hides_gradient(graph: Graph) -> dict[Ref, Call]:
-    """The values that a call uses in a way that leaves no trace at the value itself, and the call.
+    """The values that a call uses in a way that leaves no trace in their own history, with that call.
 
-    A gradient taken inside the forward, to be differentiated again, runs a stretch of the program once more, from where
-    that begins. A write that reads what it writes to reads it from there.
+    A gradient taken inside the forward and differentiated again reruns a stretch of the program from its start. A
+    write that reads what it writes reads it from the base.
     """
     found: dict[Ref, Call] = {}
     for call in graph.calls:
@@ -169,12 +168,8 @@ def hides_gradient(graph: Graph) -> dict[Ref, Call]:
     return found
 
 
-def _runs_without(node: Call, graph: Graph) -> bool:
+def _runs_without_grad(node: Call, graph: Graph) -> bool:
     return (not node.context.grad and graph.ambient.grad) or (node.context.inference and not graph.ambient.inference)
-
-
-def _is_differentiable(node: Call) -> bool:
-    return any(meaning.is_differentiable for meaning in node.meaning)
 
 
 def _dtype(meaning: TensorSpec) -> str:
@@ -203,20 +198,20 @@ class Grads(Unpickled, Mapping[str, Any]):
     _find: Callable[[Any], Location]
     _values: Found
     _ends: Found  # at the outputs of the program
-    _cuts: GradientBlockers
+    _blockers: GradientBlockers
 
     @property
     def begins(self) -> frozenset[str]:
         """The nodes whose values the number was made of: there the backward pass began."""
-        return self._cuts.read
+        return self._blockers.read
 
     def __getitem__(self, name: Any) -> Any:
         if isinstance(name, str) and name in self._gradients:
             return self._gradients[name]
         at = self._find(name)
         if at.label not in (asked := self._asked.labels):
-            raise NoGradient(f"the gradient at {at.label} was not asked for. It was at {_some(list(asked))}.")
-        found, reason = self._at(at)
+            raise NoGradient(f"the gradient at {at.label} was not asked for. It was at {_first_few(list(asked))}.")
+        found, reason = self._lookup(at)
         if reason is not None:
             raise NoGradient(f"no gradient reaches {at.label}: {reason}.")
         return found
@@ -232,7 +227,7 @@ class Grads(Unpickled, Mapping[str, Any]):
             at = self._find(name)
         except LookupError:
             return False
-        return at.label in self._asked.labels and self._at(at)[1] is None
+        return at.label in self._asked.labels and self._lookup(at)[1] is None
 
     def get(self, name: Any, default: Any = None) -> Any:
         """The gradient at a layer, or something else where there is none."""
@@ -252,43 +247,43 @@ class Grads(Unpickled, Mapping[str, Any]):
 
     @cached_property
     def _table(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """By label: the gradients, and the reasons why there is none."""
+        """By label: the gradients, and the reasons for missing ones."""
         found: dict[str, Any] = {}
         without: dict[str, str] = {}
         for label, at in self._asked.labels.items():
-            gradient, reason = self._at(at)
+            gradient, reason = self._lookup(at)
             if reason is None:
                 found[label] = gradient
             else:
                 without[label] = reason
         return found, without
 
-    def _at(self, at: Location) -> tuple[Any, str | None]:
+    def _lookup(self, at: Location) -> tuple[Any, str | None]:
         """The gradient at a layer, and why there is none."""
-        cuts = self._cuts
-        tree, values = at.tree(cuts.graph), self._values if at.output is None else self._ends
+        blockers = self._blockers
+        tree, values = at.tree(blockers.graph), self._values if at.output is None else self._ends
         refs = refs_in(tree)
-        if at.output is None and (reason := cuts.hides(refs)):
+        if at.output is None and (reason := blockers.why_incomplete(refs)):
             return None, reason
         found: dict[Ref, Any] = {ref: values.get(ref) for ref in refs}
         if any(gradient is None for gradient in found.values()):
-            reasons = {ref: cuts.why_not_at(ref) for ref, gradient in found.items() if gradient is None}
+            reasons = {ref: blockers.why_not_at(ref) for ref, gradient in found.items() if gradient is None}
             if len(reasons) == len(found) and None not in reasons.values():
                 return None, reasons[refs[0]]
             found.update({ref: self._zeros(ref) for ref in reasons})
         if type(tree) is Ref:
             return found[tree], None
-        return thaw(tree, lambda leaf: found[leaf] if type(leaf) is Ref else leaf), None
+        return filled(tree, found.__getitem__), None
 
     def _zeros(self, ref: Ref) -> torch.Tensor | None:
-        meaning = self._cuts.meaning_of(ref)
+        meaning = self._blockers.meaning_of(ref)
         if not meaning.is_differentiable:
             return None
         return torch.zeros(meaning.shape, dtype=meaning.dtype, device=meaning.device)
 
     def __repr__(self) -> str:
-        more = f"; none reaches {_some(list(self.without))}" if self.without else ""
-        return f"<Grads of {self.metric.item():.6g} at {len(self)} layers: {_some(list(self))}{more}>"
+        more = f"; none reaches {_first_few(list(self.without))}" if self.without else ""
+        return f"<Grads of {self.metric.item():.6g} at {len(self)} layers: {_first_few(list(self))}{more}>"
 
 
 def gradients(
@@ -298,14 +293,14 @@ def gradients(
     asked: GradTargets,
     find: Callable[[Any], Location],
 ) -> Grads:
-    """One replay, one backward pass. `of` may read any part of the output."""
+    """One replay and one backward pass. `of` may read any part of the output."""
     graph = record.graph
     with _differentiating():
-        begins = asked.refs | _told(record)
+        begins = asked.refs | _sources_of_told(record)
         keep = request.keep.union([graph.positions[ref.node] for call in graph.told for ref in call.refs])
         with _refusing(graph):
             ran = _executed(record, evolve(request, at=begins, keep=keep, whole=False), asked)
-        _require_told_as_recorded(ran, graph)
+        _require_same_flags(ran, graph)
         outputs = _outputs(ran, graph)
         metric = _metric(of, graph, outputs)
         places = ran.values.code.places
@@ -313,10 +308,10 @@ def gradients(
         wanted = [*[ran[ref] for ref in places], *[outputs[ref] for ref in ends]]
         with _refusing(graph):
             found: Sequence[Any] = torch.autograd.grad(metric, wanted, allow_unused=True)
-    values = {ref: _hooked(record, ran.request, ref, one) for ref, one in zip(places, found, strict=False)}
+    values = {ref: _after_hooks(record, ran.request, ref, one) for ref, one in zip(places, found, strict=False)}
     at_ends = dict(zip(ends, found[len(places) :], strict=True))
     constant = [p for p, changes in ran.request.changed.items() if not any(change.follows for change in changes)]
-    cuts = GradientBlockers(
+    blockers = GradientBlockers(
         graph,
         asked.refs | values_with_grad(record),
         hidden=asked.hidden,
@@ -324,18 +319,18 @@ def gradients(
         reached=frozenset([ref.node for ref, gradient in values.items() if gradient is not None]),
         replaced=frozenset([graph.nodes[position].name for position in constant]),
     )
-    return Grads(metric.detach(), asked, find, values, at_ends, cuts)
+    return Grads(metric.detach(), asked, find, values, at_ends, blockers)
 
 
-def _told(record: Record) -> frozenset[Ref]:
-    """Where gradients begin in the model itself, if a custom function asks whether they are needed."""
+def _sources_of_told(record: Record) -> frozenset[Ref]:
+    """The sources of gradients in the model itself, if a custom function asks whether they are needed."""
     nodes = record.graph.nodes if record.graph.told else ()
     begun = [Ref(n.name) for n in nodes if not isinstance(n, Call) and record.values[Ref(n.name)].requires_grad]
     return frozenset([ref for ref in begun if _begins(record, record.graph[ref.node])])
 
 
-def _require_told_as_recorded(ran: Executed, graph: Graph) -> None:
-    """Was each custom function that asks for it told what it was told when it was recorded?"""
+def _require_same_flags(ran: Executed, graph: Graph) -> None:
+    """Raises unless each custom function that asks for flags got those that it got when recorded."""
     given = {ref for call in graph.told for ref in call.refs}
     for guard in graph.asked:
         if guard.target.short != "requires_grad" or guard.refs[0] not in given:
@@ -346,10 +341,8 @@ def _require_told_as_recorded(ran: Executed, graph: Graph) -> None:
             raise diverged(departure)
 
 
-def _hooked(record: Record, request: Request, ref: Ref, gradient: Any) -> Any:
-    """What the user's own hooks on a parameter make of its gradient (`weight.register_hook`), as in the model's
-    backward.
-    """
+def _after_hooks(record: Record, request: Request, ref: Ref, gradient: Any) -> Any:
+    """A parameter's gradient after the user's own hooks (`weight.register_hook`), as in the model's backward."""
     position, live = record.graph.positions[ref.node], record.live.get(ref.node)
     if live is None or gradient is None or position in request.given or position in request.changed:
         return gradient
@@ -361,7 +354,7 @@ def _hooked(record: Record, request: Request, ref: Ref, gradient: Any) -> Any:
 
 @contextmanager
 def _refusing(graph: Graph) -> Iterator[None]:
-    """Within, torch may find that it has no backward for a call: the model's own would raise that, too."""
+    """Within, torch may find that a call has no backward: the model's own would raise that, too."""
     try:
         yield
     except ReplaylensError:
@@ -386,7 +379,7 @@ def _refusing(graph: Graph) -> Iterator[None]:
 
 
 def _executed(record: Record, request: Request, asked: GradTargets) -> Executed:
-    """The replay. A gradient may have been asked for at what torch does not differentiate a function by."""
+    """The replay. A gradient may be asked for at an argument that torch does not differentiate by."""
     try:
         return execute(record, request)
     except RuntimeError as error:
@@ -395,21 +388,22 @@ def _executed(record: Record, request: Request, asked: GradTargets) -> Executed:
         nodes = [record.graph[at.node] for at in asked.labels.values()]
         begins = [node.name for node in nodes if not _begins(record, node) and Ref(node.name) in asked.refs]
         why = str(error).partition(" This input")[0]
-        why = f"no gradient can begin at all of {_some(begins)}: {why[:1].lower()}{why[1:]} Leave out what it reads so."
+        why = f"{why[:1].lower()}{why[1:]} Leave out what it reads so."
+        why = f"no gradient can begin at all of {_first_few(begins)}: {why}"
         raise NoGradient("\n".join([why, *notes_of(error)])) from None
 
 
 def seen_from(record: Record, tree: Any) -> Record:
-    """The record as if the model returned these values of it and nothing else."""
+    """The record as if the model returned just these values of it."""
     graph = evolve(record.graph, output=tree, changes=())
     return evolve(record, graph=graph, histories=values_with_grad(record))
 
 
 def total(value: Any) -> torch.Tensor:
-    """The sum of a value: what a backward pass begins with, unless it is told otherwise."""
+    """The sum of a value: where a backward pass begins unless `of=` says otherwise."""
     if not isinstance(value, torch.Tensor):
         raise BadMetric(
-            f"there is no one tensor to begin at, but a {type(value).__name__}. Say which number of it is meant: "
+            f"a gradient begins at one tensor, and this is a {type(value).__name__}. Say which number of it is meant: "
             "of=lambda value: value[0].sum()."
         )
     return value.sum()
@@ -417,7 +411,7 @@ def total(value: Any) -> torch.Tensor:
 
 @frozen(eq=False)
 class GradTargets:
-    """At which layers gradients are asked for, by label, and which values those are."""
+    """The layers at which gradients are asked for, by label, and their values."""
 
     labels: Mapping[str, Location]
     refs: frozenset[Ref]
@@ -425,9 +419,10 @@ class GradTargets:
 
 
 def grad_targets(record: Record, labels: Mapping[str, Location], named: Collection[str]) -> GradTargets:
-    """Of the layers' values those that gradients flow through, and all of the layers that are named one by one.
+    """Of the layers' values those that gradients flow through, and all values of layers that are named one by one.
 
-    What a write in place gives lies in the memory that it was written to, and shares its history: that is asked too.
+    The result of a write in place lies in the memory of its base, and shares its history: gradients at the base are
+    asked for, too.
     """
     graph, flows = record.graph, values_with_grad(record)
     refs: set[Ref] = set()
@@ -443,7 +438,7 @@ def grad_targets(record: Record, labels: Mapping[str, Location], named: Collecti
 def values_with_grad(record: Record) -> frozenset[Ref]:
     """The values through which gradients flow in the model itself, when its inputs and parameters take them.
 
-    Torch is asked, once for a program: neither a table of operations nor the modes around them tell it for sure.
+    Torch is asked, once per program: neither tables of operations nor the modes around them answer this for sure.
     """
     if record.histories is None:
         graph = record.graph
@@ -466,7 +461,7 @@ def _has_history(value: torch.Tensor) -> bool:
 
 
 def _begins(record: Record, node: Node) -> bool:
-    """Is it a source that takes gradients: an input, a parameter, another tensor that the model had take them?"""
+    """True for a source of gradients: an input, a parameter, or another tensor that the model had take them."""
     if isinstance(node, Call) or not node.meaning.is_differentiable:
         return False
     is_own = isinstance(node, Input) or (isinstance(node, State) and node.kind == "parameter")
@@ -480,7 +475,9 @@ def _differentiating() -> Iterator[None]:
 
 
 def _outputs(ran: Executed, graph: Graph) -> dict[Ref, torch.Tensor]:
-    """The tensors of the output, each at a place of its own: what the metric reads, apart from what the model reads."""
+    """The tensors of the output, each with an autograd node of its own: the metric may read what the model reads,
+    too.
+    """
     found: dict[Ref, torch.Tensor] = {}
     for ref in dict.fromkeys(graph.output_refs):
         change = ran.request.ends.get(ref)
@@ -490,9 +487,9 @@ def _outputs(ran: Executed, graph: Graph) -> dict[Ref, torch.Tensor]:
 
 
 def _metric(of: Callable[[Any], Any], graph: Graph, outputs: dict[Ref, torch.Tensor]) -> torch.Tensor:
-    """What `of` makes of the output, if it is one number that a gradient can start from."""
+    """The result of `of`, if it is one number that a gradient can start from."""
     versions = [version_of(value) for value in outputs.values()]
-    metric = of(thaw(graph.output, lambda leaf: outputs[leaf] if type(leaf) is Ref else leaf))
+    metric = of(filled(graph.output, outputs.__getitem__))
     if not isinstance(metric, torch.Tensor):
         raise BadMetric(
             f"of= gives {type(metric).__name__} {metric!r:.60}, not a tensor. Give a tensor with one number in it; "
@@ -516,5 +513,5 @@ def _metric(of: Callable[[Any], Any], graph: Graph, outputs: dict[Ref, torch.Ten
     return metric
 
 
-def _some(labels: list[str]) -> str:
+def _first_few(labels: list[str]) -> str:
     return ", ".join(labels[:4]) + (", ..." if len(labels) > 4 else "")

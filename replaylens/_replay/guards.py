@@ -1,7 +1,7 @@
-"""Has the counterfactual left the recorded path?
+"""Guards: has the counterfactual left the recorded path?
 
-In: a guard, and the values of this replay. Out: nothing while the answer is the recorded one; else a Departure: what
-diverged, where in the user's source, the recorded and the new value. Whoever runs nodes asks guards by `departure`.
+In: a guard, and the values of this replay. Out: None while the answer is the recorded one; else a Departure: what
+differs, where in the user's source, the recorded and the new value. All runners ask guards by `departure`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from attrs import evolve, frozen
 
 from .._ir.equality import same, same_content
 from .._ir.graph import Graph
-from .._ir.node import Call, Guard, Ref, Source, TensorSpec
+from .._ir.node import Call, Guard, Ref, Source, TensorSpec, filled
 from .._ir.printer import expression
 from .._ir.runtime import kind_of, message_of, what_is_raised
-from .._ir.trees import thaw
 from ..errors import DivergedReplay, ReplaylensError
 
 
 @frozen(eq=False)
 class Departure:
-    """One place where the model would have gone another way."""
+    """One place where the model would have taken another path."""
 
     what: str
     recorded: Any
@@ -42,9 +41,9 @@ Value = Callable[[Ref], Any]  # the value of a Ref, in one run or another
 
 
 def departure(guard: Guard, value: Value, recorded: Value) -> Departure | None:
-    """Ask a guard of these values: does the model meet another fact now than it did when it was recorded?
+    """Checks a guard: the Departure if its answer on these values differs from the recorded one, else None.
 
-    `recorded` gives the recorded value of what a guard compares as a whole.
+    `recorded` gives the recorded values that a guard compares as a whole.
     """
     if not guard.compares_content:
         return changed(guard, answer(guard, value))
@@ -53,14 +52,13 @@ def departure(guard: Guard, value: Value, recorded: Value) -> Departure | None:
 
 
 def answer(guard: Guard, value: Value) -> Any:
-    """What a guard's question has for an answer on these values."""
-    leaf = lambda tree: value(tree) if type(tree) is Ref else tree  # noqa: E731
-    args = [thaw(arg, leaf) for arg in guard.args]
-    return _QUESTIONS.get(guard.kind, _read)(guard, args, {key: thaw(arg, leaf) for key, arg in guard.kwargs})
+    """The answer to a guard's question on these values."""
+    args = [filled(arg, value) for arg in guard.args]
+    return _QUESTIONS.get(guard.kind, _call_target)(guard, args, {key: filled(arg, value) for key, arg in guard.kwargs})
 
 
 def answered(guard: Guard, value: Value) -> Guard:
-    """The guard with the answer that it has on these values: for a program that goes this way."""
+    """The guard with its answer on these values, for a program that takes this path."""
     if guard.compares_content:
         return guard
     result = answer(guard, value)
@@ -68,7 +66,7 @@ def answered(guard: Guard, value: Value) -> Guard:
 
 
 def changed(guard: Guard, result: Any) -> Departure | None:
-    """A departure, if the answer is another one than the recorded."""
+    """A departure if the result differs from the recorded one."""
     if same_result(guard.result, result):
         return None
     one = guard.kind == "shape" and len(guard.result) == 1
@@ -77,14 +75,14 @@ def changed(guard: Guard, result: Any) -> Departure | None:
 
 
 def changed_content(guard: Guard, recorded: torch.Tensor, new: torch.Tensor) -> Departure | None:
-    """A departure, if content that left torch as a whole is another."""
+    """A departure if content that left torch as a whole differs from the recorded one."""
     if _is_same(recorded, new):
         return None
-    return Departure(fact(guard), _brief(recorded), _brief(new), guard.source, guard.kind)
+    return Departure(fact(guard), _excerpt(recorded), _excerpt(new), guard.source, guard.kind)
 
 
 def _is_same(recorded: torch.Tensor, new: torch.Tensor) -> bool:
-    """To the last bit; inside a transform, where bits cannot be looked at, number by number."""
+    """True if equal to the last bit; under a transform, where bits cannot be read, number by number."""
     try:
         return same(recorded, new)
     except RuntimeError:
@@ -92,13 +90,13 @@ def _is_same(recorded: torch.Tensor, new: torch.Tensor) -> bool:
 
 
 def same_result(one: Any, other: Any) -> bool:
-    """Equal to the last bit; NaN equals NaN."""
+    """True if equal to the last bit; NaN equals NaN."""
     if type(one) is not type(other):
         return False
     return bool(repr(one) == repr(other)) if isinstance(one, (float, complex)) else bool(one == other)
 
 
-def _read(guard: Guard, args: list[Any], kwargs: dict[str, Any]) -> Any:
+def _call_target(guard: Guard, args: list[Any], kwargs: dict[str, Any]) -> Any:
     return guard.target.function(*args, **kwargs)
 
 
@@ -106,20 +104,20 @@ def _sizes(guard: Guard, args: list[Any], kwargs: dict[str, Any]) -> Any:
     return tuple([TensorSpec.of(value).sizes for value in args if isinstance(value, torch.Tensor)])
 
 
-def _raised(guard: Guard, args: list[Any], kwargs: dict[str, Any]) -> Any:
+def _exception(guard: Guard, args: list[Any], kwargs: dict[str, Any]) -> Any:
     error = what_is_raised(guard.target.function, *args, **kwargs)
     return message_of(error) if guard.kind == "message" else kind_of(error)
 
 
-def _is_there(guard: Guard, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """The values are there: what computes them has run, and would have shown by itself that it raises."""
+def _completed(guard: Guard, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """The values exist: the calls that compute them have run, and would have raised themselves."""
 
 
 _QUESTIONS: dict[str, Callable[[Guard, list[Any], dict[str, Any]], Any]] = {
     "shape": _sizes,
-    "exception": _raised,
-    "message": _raised,
-    "completion": _is_there,
+    "exception": _exception,
+    "message": _exception,
+    "completion": _completed,
 }
 
 
@@ -138,7 +136,7 @@ def fact(guard: Guard) -> str:
 
 
 class LeftPath(Exception):
-    """A replay found that it has left the recorded path, and somebody above can run the model instead."""
+    """A replay left the recorded path, and a caller can run the model instead."""
 
     def __init__(self, departure: Departure) -> None:
         super().__init__(str(departure))
@@ -146,7 +144,7 @@ class LeftPath(Exception):
 
 
 def raised_at(error: BaseException, node: str) -> None:
-    """Remember with an exception which node of a program raised it; none, if a patch or a guard did."""
+    """Attaches to an exception the node of a program that raised it; '' if a patch or guard did."""
     with suppress(AttributeError):
         error._replaylens_node = node  # type: ignore[attr-defined]
 
@@ -160,32 +158,34 @@ def node_of(error: BaseException) -> str:
 def raising(
     graph: Graph, altered: Callable[[], Iterable[str]], departed: Callable[[Departure], None]
 ) -> Iterator[None]:
-    """Within, an exception that the model's own operation raises because its values are others now is a departure: the
-    model may catch it. `altered` gives the nodes that have another value to begin with. Where departures are ignored
-    the recorded path ends there all the same: what the model does next, if it catches it, was not recorded.
+    """Within, an exception that the model's own operation raises on other values than recorded is a departure: the
+    model may catch it.
+
+    `altered` gives the nodes that have another value to begin with. If departures are ignored, the recorded path still
+    ends here when the model catches exceptions: what it does next was not recorded.
     """
     try:
         yield
     except Exception as error:
-        if (left := _departure_by(graph, altered, error)) is None:
+        if (left := _exception_departure(graph, altered, error)) is None:
             raise
         try:
             departed(left)
         except (DivergedReplay, LeftPath) as leaving:
             raise leaving from error
         if graph.catches:
-            raise _at_its_end(left) from error
+            raise _path_ends(left) from error
         raise
 
 
-def _at_its_end(left: Departure) -> DivergedReplay:
+def _path_ends(left: Departure) -> DivergedReplay:
     return DivergedReplay(
-        f"the recorded path ends here, and cannot be gone on with: {left}\n"
+        f"the recorded path ends here and cannot be continued: {left}\n"
         'The model catches exceptions: on_divergence="rerun" runs the model itself, where a program still holds it.'
     )
 
 
-def _departure_by(graph: Graph, altered: Callable[[], Iterable[str]], error: Exception) -> Departure | None:
+def _exception_departure(graph: Graph, altered: Callable[[], Iterable[str]], error: Exception) -> Departure | None:
     name = node_of(error)
     node = graph[name] if name and name in graph else None
     if not isinstance(node, Call) or node.edited or isinstance(error, _NO_FACTS):
@@ -205,34 +205,34 @@ class Guards(tuple[Guard, ...]):
     __slots__ = ()
 
     def __str__(self) -> str:
-        return "\n".join(map(_line, self))
+        return "\n".join(map(_listed, self))
 
 
-def _line(guard: Guard) -> str:
+def _listed(guard: Guard) -> str:
     where = guard.source.indented if guard.source else ""
     said = "" if guard.compares_content or guard.kind == "completion" else f" was {_short(guard.result)}"
     return f"{guard.kind:10s} {fact(guard)}{said}{where}"
 
 
 def misdirected(call: Call, is_constant: bool) -> Iterator[Departure]:
-    """Where a new value of a call leads away from the path: its memory, or gradients that the model takes through it.
+    """Departures that a new value of a call implies: through aliasing, or through gradients that the model takes.
 
-    `is_constant`: the model takes a gradient through the call, and nothing of its old value is in the new one.
+    `is_constant`: the model takes a gradient through the call, and the new value does not depend on the old one.
     """
     if call.is_overwritten:
-        what = f"the memory of {call.name}, which the model writes later and reads again,"
-        yield Departure(what, "shared with it", "apart from it, as that of a patch is", call.source)
+        what = f"the storage of {call.name}, which the model modifies in place later and reads again,"
+        yield Departure(what, "shared with it", "not shared with a patch", call.source)
     if call.is_shared:
-        what = f"what `{call.scope}` hands on in a container that something else holds as well"
+        what = f"what `{call.scope}` returns in a container that something else holds as well"
         own = ", ".join(map(str, call.refs))
         cure = f"A patch at `{own}` changes it for all that read it, from wherever they have it.\n"
         yield Departure(
             what, f"{own} for all", "another value for those that read it from there", call.source, cure=cure
         )
     if call.is_twice:
-        what = f"what `{call.scope}` hands on twice, and the model writes later,"
+        what = f"what `{call.scope}` returns twice, and the model writes later,"
         own = ", ".join(map(str, call.refs))
-        cure = f"A patch at `{own}` changes the one tensor that it hands on.\n"
+        cure = f"A patch at `{own}` changes the one tensor that it returns.\n"
         yield Departure(what, "one tensor", "one or two, as a hook makes them", call.source, cure=cure)
     if call.is_differentiated or is_constant:
         what = f"the gradient that the model takes through {call.name}"
@@ -248,28 +248,26 @@ def diverged(departure: Departure, which: str = "") -> DivergedReplay:
 
 
 def refuse(departure: Departure) -> NoReturn:
-    """Where nothing else can be done about a departure."""
+    """Raises for a departure, where there is no other way out."""
     raise diverged(departure)
 
 
 def departures(one: Graph, other: Graph, recorded: Value, new: Value) -> tuple[Departure, ...]:
-    """Where another run of the model, with its own graph, met other facts than the recorded run did: as far as the
-    two paths are one.
-    """
+    """Facts that another run of the model, with a graph of its own, met otherwise, as far as the two paths agree."""
     found: list[Departure] = []
     for mine, theirs in zip(one.guards, other.guards, strict=False):
         if place(mine) != place(theirs):
             break
-        found.extend(_between(mine, theirs, recorded, new))
+        found.extend(_guard_departures(mine, theirs, recorded, new))
     return tuple(found)
 
 
 def place(guard: Guard) -> Any:
-    """What makes a guard of one run that of another, whatever was read there."""
+    """What identifies a guard across runs, whatever was read there."""
     return guard.kind, guard.target.name, guard.has_result, guard.source, str(guard.scope)
 
 
-def _between(mine: Guard, theirs: Guard, recorded: Value, new: Value) -> Iterator[Departure]:
+def _guard_departures(mine: Guard, theirs: Guard, recorded: Value, new: Value) -> Iterator[Departure]:
     if not mine.compares_content:
         yield from filter(None, (changed(mine, theirs.result),))
         return
@@ -277,7 +275,7 @@ def _between(mine: Guard, theirs: Guard, recorded: Value, new: Value) -> Iterato
         yield from filter(None, (changed_content(mine, recorded(one), new(other)),))
 
 
-def _brief(tensor: torch.Tensor) -> str:
+def _excerpt(tensor: torch.Tensor) -> str:
     return str(tensor.detach().flatten()[:4].tolist()) if tensor.numel() <= 4 else f"a tensor {tuple(tensor.shape)}"
 
 

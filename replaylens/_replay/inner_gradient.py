@@ -1,7 +1,7 @@
 """A gradient taken inside a forward, as one pure call.
 
 In: the stretch of the program between what is differentiated and by what, as a Graph, and the values that it reads.
-Out: the gradients. The stretch is run again to give them, so that they depend on nothing but what comes in, and can be
+Out: the gradients. The stretch runs again to give them, so they depend on nothing but the operands, and can be
 differentiated again, vmapped and patched like any other value.
 """
 
@@ -40,16 +40,16 @@ def differentiate(
     The graph's inputs are the starts, then the others. Its output is (outputs, with respect to what). Patches at nodes
     of the stretch, by their number among its calls, take part: gradients go through them.
 
-    Of a gradient that is differentiated again, `there` is that output as the program itself computed it, and `is_alive`
-    says that all of the stretch has run just now, with gradients. Then these are differentiated, as the model does:
-    what else reads the stretch adds its gradient to theirs before it goes further back. Run again the stretch gets its
-    own gradients apart, which add up to the same but for the last bits.
+    Of a gradient that is differentiated again, `there` is that output as the program itself computed it, and
+    `is_alive` says that the whole stretch has just run with gradients. Then these values are differentiated, as the
+    model does, so that other readers of the stretch add their gradients before they go further back. Rerun, the
+    stretch gets its own gradients, whose sum is the same but for the last bits.
 
-    `reached` says which of the gradients there were when recorded: where that is otherwise now, a model raises, or is
-    given None for a tensor, which it may ask for.
+    `reached` says which gradients existed when recorded: where that differs now, the model would raise, or get None
+    instead of a tensor, which it may branch on.
     """
     stretch = _Stretch(graph, starts, others, cotangents, states, patches)
-    if is_alive and there and not patches and _is_one_history(*there):
+    if is_alive and there and not patches and _has_live_history(*there):
         found = torch.autograd.grad(*there, list(cotangents), create_graph=True, allow_unused=True)
     elif peek_interpreter_stack() is None:
         found = stretch.gradients(keep_graph)
@@ -67,8 +67,8 @@ def differentiate(
     return found
 
 
-def _is_one_history(outputs: Tensors, targets: Tensors) -> bool:
-    """Can gradients go back through what has run, as they are?"""
+def _has_live_history(outputs: Tensors, targets: Tensors) -> bool:
+    """True if gradients can go back through the values that were just computed."""
     if peek_interpreter_stack() is not None or torch.compiler.is_compiling():
         return False
     return all(value.requires_grad for value in (*outputs, *targets))
@@ -76,7 +76,7 @@ def _is_one_history(outputs: Tensors, targets: Tensors) -> bool:
 
 @frozen(eq=False)
 class _Stretch:
-    """A stretch of the program that is run again, with what comes in and goes back."""
+    """A stretch of the program that runs again, with its operands and cotangents."""
 
     graph: Graph
     starts: Tensors
@@ -87,14 +87,14 @@ class _Stretch:
 
     def gradients(self, keep_graph: bool) -> tuple[Any, ...]:
         with torch.enable_grad():
-            begun = [s if s.requires_grad and keep_graph else s.detach().requires_grad_() for s in self.starts]
-            ran = self.run(tuple(begun))
+            leaves = [s if s.requires_grad and keep_graph else s.detach().requires_grad_() for s in self.starts]
+            ran = self.run(tuple(leaves))
             outputs, targets = (ran.listed(tree) for tree in self.graph.output)
-            slopes = list(self.cotangents)
-            return torch.autograd.grad(outputs, targets, slopes, create_graph=keep_graph, allow_unused=True)
+            cotangents = list(self.cotangents)
+            return torch.autograd.grad(outputs, targets, cotangents, create_graph=keep_graph, allow_unused=True)
 
     def by_transform(self) -> Any:
-        """The same under `torch.func` transforms, which do not let `torch.autograd.grad` through."""
+        """The same under `torch.func` transforms, which reject `torch.autograd.grad`."""
         graph, starts = self.graph, self.starts
         targets = refs_in(graph.output[1])
         if any(graph.positions[ref.node] >= len(starts) for ref in targets):
@@ -102,10 +102,10 @@ class _Stretch:
                 "a gradient with respect to a value inside the differentiated stretch, under torch.func"
             )
         outputs, pull = torch.func.vjp(  # type: ignore[misc]
-            lambda *begun: tuple(self.run(begun).listed(graph.output[0])), *starts
+            lambda *leaves: tuple(self.run(leaves).listed(graph.output[0])), *starts
         )
-        slopes = zip(outputs, self.cotangents, strict=True)
-        return pull(tuple([torch.ones_like(output) if slope is None else slope for output, slope in slopes]))
+        cotangents = zip(outputs, self.cotangents, strict=True)
+        return pull(tuple([torch.ones_like(output) if slope is None else slope for output, slope in cotangents]))
 
     def run(self, starts: Tensors) -> Values:
         graph, given = self.graph, (*starts, *self.others)

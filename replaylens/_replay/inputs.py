@@ -1,9 +1,8 @@
-"""New inputs and other state next to what was recorded: what they stand for, and where they are not alike.
+"""New inputs and other state against the recorded ones: what they stand for, and where they differ.
 
 In: what the user gave, and the graph. Out: a tensor for each Input and State node that gets one, and a Mismatch for
-each fact of the recorded inputs that is another now: a shape, a dtype, a class, an attribute, a container, the order of
-keys, which inputs are one tensor or share memory. Whether that is an error or the model is run again is not decided
-here.
+each fact of the recorded inputs that differs: a shape, a dtype, a class, an attribute, a container, the order of keys,
+which inputs are one tensor or share memory. Whether a mismatch is an error or the model is rerun is not decided here.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ NONE: Tensors = MappingProxyType({})
 
 @frozen(eq=False)
 class Mismatch:
-    """One fact of the recorded inputs that is another now. `can_follow`: the recorded path can be gone all the same."""
+    """One fact of the recorded inputs that differs now. `can_follow`: the recorded path is possible all the same."""
 
     text: str
     departure: Departure
@@ -51,7 +50,7 @@ class Mismatch:
 
 @frozen(eq=False)
 class GivenInputs:
-    """Tensors by the position of their node, what is not as recorded, and the inputs as the user gave them."""
+    """Tensors by the position of their node, the mismatches, and the inputs as the user gave them."""
 
     tensors: dict[int, torch.Tensor] = field(factory=dict)
     mismatches: tuple[Mismatch, ...] = ()
@@ -59,38 +58,40 @@ class GivenInputs:
 
     @property
     def fitting(self) -> dict[int, torch.Tensor]:
-        """The tensors, where nothing else can be done than to go the recorded way."""
+        """The tensors; raises at a mismatch, for callers that can only take the recorded path."""
         if self.mismatches:
             raise InputMismatch(self.mismatches[0].text)
         return self.tensors
 
 
 def new_inputs(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any], held: Tensors = NONE) -> GivenInputs:
-    """The tensors of new inputs. `held` are those of the model, by the names of their nodes."""
+    """The tensors of new inputs. `held` are the model's tensors, by the names of their nodes."""
     tensors: list[torch.Tensor] = []
 
-    def leaf(tensor: torch.Tensor) -> _Given:
+    def leaf(tensor: torch.Tensor) -> _TensorNumber:
         tensors.append(tensor)
-        return _Given(len(tensors) - 1)
+        return _TensorNumber(len(tensors) - 1)
 
     tree = freeze_deep((tuple(args), dict(kwargs)), leaf)
     found: dict[str, torch.Tensor] = {}
-    mismatches = [_other("which inputs share memory", "some that are written", "others", SHARED)] * graph.shares_inputs
-    if (container := _other_container(graph.inputs, tree)) is not None:
+    mismatches = [
+        _mismatch("which inputs share memory", "some that are written", "others", SHARED)
+    ] * graph.shares_inputs
+    if (container := _container_mismatch(graph.inputs, tree)) is not None:
         mismatches.append(container)
     else:
-        mismatches.extend(_other_leaves(graph, tree, tensors, found))
-        mismatches.extend(_other_order(graph, graph.inputs, tree))
-        mismatches.extend(_other_objects(graph.inputs, tree))
+        mismatches.extend(_leaf_mismatches(graph, tree, tensors, found))
+        mismatches.extend(_order_mismatches(graph, graph.inputs, tree))
+        mismatches.extend(_identity_mismatches(graph.inputs, tree))
     if not mismatches:
-        mismatches.extend(_other_sharing(graph, found, held))
+        mismatches.extend(_sharing_mismatches(graph, found, held))
     positions = {graph.positions[name]: tensor for name, tensor in found.items()}
     return GivenInputs(positions, tuple(mismatches), (tuple(args), dict(kwargs)))
 
 
 def made_ordinary(graph: Graph, value: Any) -> Any:
-    """What is given within inference mode, with copies that autograd may save in the place of tensors that it may not:
-    a replay runs in the modes of the capture. Tensors that share memory, and what a model asks for, stay as they are.
+    """A value given within inference mode, with its tensors copied so that autograd may save them: a replay runs in
+    the modes of the capture. Tensors that share memory, or that a model asks about, stay as they are.
     """
     if not torch.is_inference_mode_enabled() or not graph.is_ordinary:
         return value
@@ -118,7 +119,7 @@ def new_state(
     nearest: Callable[[str], str],
     account: CaptureMetadata = NOTHING_KNOWN,
 ) -> GivenInputs:
-    """Other parameters and buffers. Any of a tied tensor's addresses will do."""
+    """Other parameters and buffers, under any address of a tied tensor."""
     found: dict[int, torch.Tensor] = {}
     given: dict[str, tuple[str, torch.Tensor]] = {}
     mismatches = []
@@ -139,14 +140,14 @@ def new_state(
         if kinds[0] != kinds[1]:
             what, how = f"the state at {address!r}", "" if kinds[0][2] is kinds[1][2] else f", {kinds[0][2]}"
             text = f"{what} is {meaning}{how}; the program was recorded with {node.meaning}."
-            mismatches.append(evolve(_other(what, node.meaning, meaning, text), of_state=True))
+            mismatches.append(evolve(_mismatch(what, node.meaning, meaning, text), of_state=True))
     for node in graph.state_nodes if graph.replaced else ():
         _require_all_names(graph, node, state)
     return GivenInputs(found, tuple(mismatches))
 
 
 def _require_alike(address: str, new: Any, account: CaptureMetadata) -> None:
-    """What no operation reads may still be asked for its shape and dtype, of which nothing is seen."""
+    """Raises for another shape or dtype of state that no operation reads: Python may have read these unseen."""
     for one in (*account.unread, *account.unread_buffers) if isinstance(new, torch.Tensor) else ():
         if address in (one.address, *one.aliases) and (tuple(new.shape), new.dtype) != (one.shape, one.dtype):
             was = TensorSpec(one.shape, one.dtype, "", None)
@@ -158,7 +159,7 @@ def _require_alike(address: str, new: Any, account: CaptureMetadata) -> None:
 
 
 def _require_all_names(graph: Graph, node: State, state: Mapping[str, torch.Tensor]) -> None:
-    """Places that hold one tensor by the forward's own assignments are not tied: other state is given to each."""
+    """Raises unless all addresses that the forward's own assignments made one tensor are given: they are not tied."""
     names = (node.address, *node.aliases)
     missing = [name for name in names if name not in state]
     if missing and len(missing) < len(names) and not graph.replaced.isdisjoint(names):
@@ -171,7 +172,7 @@ def _require_all_names(graph: Graph, node: State, state: Mapping[str, torch.Tens
 
 
 def state_called(graph: Graph, address: str, nearest: Callable[[str], str]) -> State:
-    """The State node with this address, or with this name."""
+    """The State node with this address or name."""
     node = graph.state_by_name.get(address)
     if node is None:
         raise InputMismatch(f"no parameter or buffer that the forward read is called {address!r}.{nearest(address)}")
@@ -179,22 +180,22 @@ def state_called(graph: Graph, address: str, nearest: Callable[[str], str]) -> S
 
 
 def numbers_of(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:
-    """By the name of a recorded input, the number that the tensor in its place has among new inputs."""
+    """By the name of a recorded input, the number of the tensor in its place among new inputs."""
     seen: list[torch.Tensor] = []
 
-    def leaf(tensor: torch.Tensor) -> _Given:
+    def leaf(tensor: torch.Tensor) -> _TensorNumber:
         known = next((number for number, other in enumerate(seen) if other is tensor), len(seen))
         if known == len(seen):
             seen.append(tensor)
-        return _Given(known)
+        return _TensorNumber(known)
 
     new = dict(walk(freeze_deep((tuple(args), dict(kwargs)), leaf), named))
     old = ((path, ref.node) for path, ref in walk(graph.inputs, named) if isinstance(ref, Ref))
-    return {name: other.number for path, name in old if isinstance(other := new.get(path), _Given)}
+    return {name: other.number for path, name in old if isinstance(other := new.get(path), _TensorNumber)}
 
 
 def require_arguments(graph: Graph, names: Sequence[str], tensors: Sequence[torch.Tensor], held: Tensors) -> None:
-    """The arguments of a function are what the values in their places were."""
+    """Raises for arguments of a function that differ in kind from the recorded values."""
     found: dict[str, torch.Tensor] = {}
     prints = dict(graph.literals)
     own = {ref.node: prints[p] for p, ref in walk(graph.inputs, named) if isinstance(ref, Ref) and p in prints}
@@ -203,15 +204,15 @@ def require_arguments(graph: Graph, names: Sequence[str], tensors: Sequence[torc
         meaning = next(iter(specs_of(node).values()))
         _require_tensor(what, meaning, tensor)
         mismatch = (
-            _other_tensor(graph, what, name, tensor, found, own.get(name))
+            _tensor_mismatch(graph, what, name, tensor, found, own.get(name))
             if isinstance(node, Input)
-            else _other_meaning(what, meaning, tensor)
+            else _spec_mismatch(what, meaning, tensor)
         )
         if mismatch is not None:
             raise InputMismatch(mismatch.text)
     if graph.shares_inputs and found:
         raise InputMismatch(SHARED)
-    for mismatch in _other_sharing(graph, found, held):
+    for mismatch in _sharing_mismatches(graph, found, held):
         raise InputMismatch(mismatch.text)
 
 
@@ -221,11 +222,11 @@ _MISSING = object()
 
 
 @frozen
-class _Given:
+class _TensorNumber:
     number: int
 
 
-def _other(what: str, recorded: Any, new: Any, text: str, can_follow: bool = False) -> Mismatch:
+def _mismatch(what: str, recorded: Any, new: Any, text: str, can_follow: bool = False) -> Mismatch:
     return Mismatch(text, Departure(what, recorded, new), can_follow)
 
 
@@ -238,66 +239,72 @@ def _require_tensor(what: str, meaning: TensorSpec, value: Any) -> None:
         )
 
 
-def _other_leaves(
+def _leaf_mismatches(
     graph: Graph, tree: Any, tensors: list[torch.Tensor], found: dict[str, torch.Tensor]
 ) -> Iterator[Mismatch]:
-    """Where tensors and plain values differ from the recorded ones. `found` gets the tensors that stand for inputs."""
+    """Tensors and plain values that differ from the recorded ones. `found` gets the tensors that stand for inputs."""
     recorded, new = dict(walk(graph.inputs, named)), dict(walk(tree, named))
-    as_it_was = dict(graph.literals)
+    fingerprints = dict(graph.literals)
     for path in sorted({*recorded, *new}, key=str):
         one, other = recorded.get(path, _MISSING), new.get(path, _MISSING)
-        if isinstance(one, Ref) and isinstance(other, _Given):
+        if isinstance(one, Ref) and isinstance(other, _TensorNumber):
             tensor = tensors[other.number]
-            what = f"the input at {_words(path)}"
-            if mismatch := _other_tensor(graph, what, one.node, tensor, found, as_it_was.get(path)):
+            what = f"the input at {_path_text(path)}"
+            if mismatch := _tensor_mismatch(graph, what, one.node, tensor, found, fingerprints.get(path)):
                 yield mismatch
-        elif isinstance(one, Ref) or isinstance(other, _Given) or not _same_literal(one, other, as_it_was.get(path)):
-            what, was = f"the input at {_words(path)}", "without it" if one is _MISSING else f"with {_describe(one)}"
+        elif (
+            isinstance(one, Ref)
+            or isinstance(other, _TensorNumber)
+            or not _same_literal(one, other, fingerprints.get(path))
+        ):
+            what, was = (
+                f"the input at {_path_text(path)}",
+                "without it" if one is _MISSING else f"with {_describe(one)}",
+            )
             was += ", which was changed since" if one is other else ""
             text = f"{what} is {_describe(other)}; the program was recorded {was}.\n{ONE_STRUCTURE}"
-            yield _other(what, _describe(one), _describe(other), text)
+            yield _mismatch(what, _describe(one), _describe(other), text)
 
 
-def _other_tensor(
+def _tensor_mismatch(
     graph: Graph,
     what: str,
     name: str,
     tensor: torch.Tensor,
     found: dict[str, torch.Tensor],
-    print_of_own: str | None,
+    attributes_then: str | None,
 ) -> Mismatch | None:
     node = graph[name]
     assert isinstance(node, Input)
-    if (mismatch := _other_meaning(what, node.meaning, tensor)) is not None:
+    if (mismatch := _spec_mismatch(what, node.meaning, tensor)) is not None:
         return mismatch
-    if type(tensor) in PLAIN and (own := attached(tensor)) != print_of_own:
+    if type(tensor) in PLAIN and (own := attached(tensor)) != attributes_then:
         text = f"{what} has other Python attributes than the tensor had with which the program was recorded."
-        return _other(f"the Python attributes of {what}", print_of_own, own, text, can_follow=True)
+        return _mismatch(f"the Python attributes of {what}", attributes_then, own, text, can_follow=True)
     before = found.setdefault(name, tensor)
     if before is not tensor:
         text = (
             f"{what} was the very same tensor as another input when the program was recorded, and is another one now. "
             "Give one tensor twice, or capture again with two."
         )
-        return _other(what, "the very same tensor as another", "one of its own", text, _same_memory(before, tensor))
+        return _mismatch(what, "the very same tensor as another", "one of its own", text, _same_memory(before, tensor))
     hidden = is_wrapped(tensor)
     if node.python_type is not None and not hidden and _class_name(node.python_type) != _class_name(type(tensor)):
         was, now = node.python_type.__name__, type(tensor).__name__
         text = f"{what} is a {now}; the program was recorded with a {was}.\n{ONE_STRUCTURE}"
-        return _other(f"the class of {what}", was, now, text, can_follow=True)
+        return _mismatch(f"the class of {what}", was, now, text, can_follow=True)
     return None
 
 
-def _other_meaning(what: str, meaning: TensorSpec, tensor: torch.Tensor) -> Mismatch | None:
+def _spec_mismatch(what: str, meaning: TensorSpec, tensor: torch.Tensor) -> Mismatch | None:
     new = TensorSpec.of(tensor)
-    kinds = [(one.shape, one.dtype, one.device, one.layout) for one in (new, meaning)]
-    if kinds[0] == kinds[1]:
+    if (new.kind, new.layout) == (meaning.kind, meaning.layout):
         return None
-    now, was = (_words_of(one, new.layout is not meaning.layout) for one in (new, meaning))
-    return _other(what, was, now, f"{what} is {now}; the program was recorded with {was}.\n{CAPTURE_AGAIN}")
+    now, was = (_spec_text(one, new.layout is not meaning.layout) for one in (new, meaning))
+    return _mismatch(what, was, now, f"{what} is {now}; the program was recorded with {was}.\n{CAPTURE_AGAIN}")
 
 
-def _words_of(meaning: TensorSpec, with_layout: bool) -> str:
+def _spec_text(meaning: TensorSpec, with_layout: bool) -> str:
     return f"{meaning}{f' in {meaning.layout}' if with_layout else ''} on {meaning.device}"
 
 
@@ -307,8 +314,8 @@ def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
 
 
-def _same_literal(one: Any, other: Any, print_of_one: str | None) -> bool:
-    if one is _MISSING or other is _MISSING or (print_of_one is not None and fingerprint(other) != print_of_one):
+def _same_literal(one: Any, other: Any, recorded_print: str | None) -> bool:
+    if one is _MISSING or other is _MISSING or (recorded_print is not None and fingerprint(other) != recorded_print):
         return False
     if one is other:
         return True
@@ -325,12 +332,12 @@ def _same_literal(one: Any, other: Any, print_of_one: str | None) -> bool:
 def _describe(value: Any) -> str:
     if value is _MISSING:
         return "missing"
-    if isinstance(value, (_Given, Ref)):
+    if isinstance(value, (_TensorNumber, Ref)):
         return "a tensor"
     return repr(value) if len(repr(value)) < 60 else f"a {type(value).__name__}"
 
 
-def _words(path: tuple[Any, ...]) -> str:
+def _path_text(path: tuple[Any, ...]) -> str:
     if not path:
         return "the top"
     word = "args" if path[0] == 0 else "kwargs"
@@ -340,17 +347,17 @@ def _words(path: tuple[Any, ...]) -> str:
 # -- containers --------------------------------------------------------------------------------------------------------
 
 
-def _other_container(one: Any, other: Any, at: tuple[Any, ...] = ()) -> Mismatch | None:
-    """Where two trees of inputs first have containers of different kinds."""
+def _container_mismatch(one: Any, other: Any, at: tuple[Any, ...] = ()) -> Mismatch | None:
+    """The first place where two trees of inputs have containers of different kinds."""
     kinds = [tree.kind if isinstance(tree, Branch) else tuple if type(tree) is tuple else None for tree in (one, other)]
     if kinds[0] is None or kinds[1] is None:
         return None
     if _class_name(kinds[0]) != _class_name(kinds[1]):
-        what, was, now = f"the input at {_words(at)}", f"a {kinds[0].__name__}", f"a {kinds[1].__name__}"
-        return _other(what, was, now, f"{what} is {now}; the program was recorded with {was}.\n{ONE_STRUCTURE}")
+        what, was, now = f"the input at {_path_text(at)}", f"a {kinds[0].__name__}", f"a {kinds[1].__name__}"
+        return _mismatch(what, was, now, f"{what} is {now}; the program was recorded with {was}.\n{ONE_STRUCTURE}")
     new = dict(named(other))
     for key, item in named(one):
-        if key in new and (found := _other_container(item, new[key], (*at, key))) is not None:
+        if key in new and (found := _container_mismatch(item, new[key], (*at, key))) is not None:
             return found
     return None
 
@@ -359,51 +366,53 @@ def _class_name(kind: type) -> tuple[str, str]:
     return kind.__module__, kind.__qualname__  # a class that was defined again is the same to a user
 
 
-def _other_order(graph: Graph, one: Any, other: Any, at: tuple[Any, ...] = ()) -> Iterator[Mismatch]:
-    """Mappings with the recorded keys in another order: a forward may go by it."""
+def _order_mismatches(graph: Graph, one: Any, other: Any, at: tuple[Any, ...] = ()) -> Iterator[Mismatch]:
+    """Mappings with the recorded keys in another order: a forward may depend on it."""
     if not all(isinstance(tree, Branch) or type(tree) is tuple for tree in (one, other)):
         return
     was, now = [[key for key, _ in named(tree)] for tree in (one, other)]
     if not _are_same_keys(was, now) and set(was) == set(now) and (at != (1,) or graph.takes_any_keyword):
-        what = f"the {'keys' if was == now else 'order of the keys'} at {_words(at)}"
+        what = f"the {'keys' if was == now else 'order of the keys'} at {_path_text(at)}"
         text = f"{what} is {_listed(now)}; the program was recorded with {_listed(was)}.\n{ONE_STRUCTURE}"
-        yield _other(what, _listed(was), _listed(now), text, can_follow=True)
+        yield _mismatch(what, _listed(was), _listed(now), text, can_follow=True)
     new = dict(named(other))
     for key, item in named(one):
-        yield from _other_order(graph, item, new.get(key), (*at, key))
+        yield from _order_mismatches(graph, item, new.get(key), (*at, key))
 
 
 def _are_same_keys(was: Sequence[Any], now: Sequence[Any]) -> bool:
-    """In the same order, and not only equal: 1, 1.0 and True are three."""
-    return was == now and (not was or [*map(_marked, was)] == [*map(_marked, now)])
+    """True for equal keys of equal types in the same order: 1, 1.0 and True are three."""
+    return was == now and (not was or [*map(_exact_key, was)] == [*map(_exact_key, now)])
 
 
-def _marked(key: Any) -> Any:
+def _exact_key(key: Any) -> Any:
     if type(key) is str:
         return key
-    return type(key), tuple(map(_marked, key)) if type(key) is tuple else repr(key) if isinstance(key, float) else key
+    return type(key), tuple(map(_exact_key, key)) if type(key) is tuple else repr(key) if isinstance(
+        key, float
+    ) else key
 
 
-def _other_objects(one: Any, other: Any) -> Iterator[Mismatch]:
-    """Lists, dicts and objects that are one, where there were several, or the other way round: a forward may write
-    them, and ask for it.
+def _identity_mismatches(one: Any, other: Any) -> Iterator[Mismatch]:
+    """Lists, dicts and objects that are one where there were several, or the reverse: a forward may mutate them or
+    compare identities.
     """
     args, kwargs = other
     if all(type(item) in _LEAVES for item in (*args, *kwargs.items)):
         return  # no container: there was none either
-    was, now = _shared(one), _shared(other)
+    was, now = _repeated(one), _repeated(other)
     for path, first in sorted((was ^ now), key=str):
-        what = f"whether the inputs at {_words(first)} and {_words(path)} are one object"
+        what = f"whether the inputs at {_path_text(first)} and {_path_text(path)} are one object"
         is_one = (path, first) in now
         text = f"{what} is {is_one} now, and was {not is_one} when the program was recorded.\n{ONE_STRUCTURE}"
-        yield _other(what, str(not is_one), str(is_one), text, can_follow=True)
+        yield _mismatch(what, str(not is_one), str(is_one), text, can_follow=True)
 
 
 _Path = tuple[Any, ...]
 
 
-def _shared(tree: Any) -> set[tuple[_Path, _Path]]:
-    """The ways to what stands in several places, each with the first way to it."""
+def _repeated(tree: Any) -> set[tuple[_Path, _Path]]:
+    """The paths of objects that stand in several places, each with the first path to that object."""
     found: dict[int, _Path] = {}
     shared: set[tuple[_Path, _Path]] = set()
     stack: list[tuple[Any, _Path]] = [(tree, ())]
@@ -421,11 +430,11 @@ def _shared(tree: Any) -> set[tuple[_Path, _Path]]:
     return shared
 
 
-_LEAVES = ATOMS | {Ref, _Given, BackReference}
+_LEAVES = ATOMS | {Ref, _TensorNumber, BackReference}
 
 
 def _has_identity(value: Any) -> bool:
-    """May it be written, so that it counts which one it is?"""
+    """True if the object may be mutated, so that its identity matters."""
     if isinstance(value, Branch):
         return not issubclass(value.kind, (tuple, frozenset, slice))
     return not isinstance(value, _FIXED)
@@ -438,16 +447,18 @@ def _listed(keys: list[Any]) -> str:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def _other_sharing(graph: Graph, found: Tensors, held: Tensors) -> Iterator[Mismatch]:
-    """Inputs that are one object or share memory, with each other or with what the model holds, as none did before."""
+def _sharing_mismatches(graph: Graph, found: Tensors, held: Tensors) -> Iterator[Mismatch]:
+    """Inputs that are one object or share memory, with each other or with what the model holds, unlike when
+    recorded.
+    """
     now = Overlaps.among({**held, **found}, frozenset(found), bool(graph.overlaps.touched))
     for one, other in sorted(now.same - graph.overlaps.same):
         what, was = f"whether {one} and {other} are one tensor", "False"
         text = f"{one} and {other} are the very same tensor; the program was recorded with two.\n{ONE_STRUCTURE}"
-        yield _other(what, was, "True", text, can_follow=True)
+        yield _mismatch(what, was, "True", text, can_follow=True)
     for pair in sorted(now.meeting ^ graph.overlaps.meeting):
         if pair not in now.same and graph.overlaps.touched.intersection(pair) and found.keys() & set(pair):
             one, other = pair
             shared = ("apart", "shared") if pair in now.meeting else ("shared", "apart")
             text = f"the memory of {one} and {other} is {shared[1]}; it was {shared[0]} when recorded, and is written."
-            yield _other(f"the memory of {one} and {other}", *shared, text, can_follow=True)
+            yield _mismatch(f"the memory of {one} and {other}", *shared, text, can_follow=True)

@@ -1,7 +1,7 @@
 """The interpreter: an env and a loop. It knows nothing of patches.
 
 In: Code, and an env of its slots to begin with. Out: the env after the last step. All decisions were taken before:
-what to run (plan.py), where everything stands (compile.py), what to begin with (runner.py).
+what runs (plan.py), which slot holds what (compile.py), which values it begins with (runner.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Env = list[Any]
 
 @frozen(eq=False)
 class Step:
-    """One call: where its arguments stand, what is called, where its value goes, what dies after it."""
+    """One call: the slots of its arguments, the function, the slot of its value, the slots freed after it."""
 
     name: str
     read: Callable[[Env], Any]
@@ -42,21 +42,21 @@ class Step:
 
     @property
     def note(self) -> str:
-        """What is added to an exception that the call raises."""
+        """The note added to an exception that the call raises."""
         where = "\n" + self.source.indented if self.source is not None else ""
         return f"replaylens: raised by node {self.name} of the program{where}"
 
-    def row(self, nothing: int) -> Any:
-        """As the loop has it: with one slot that is forgotten, which for most is all, and what else there is to do.
-        `nothing`: a slot in which nothing stands.
+    def row(self, empty_slot: int) -> Any:
+        """The step as the loop reads it: one slot to free, which is all for most steps, and what else there is to
+        do. `empty_slot` is a slot that holds nothing.
         """
-        more = (self.parts, self.dead[1:]) if self.parts or len(self.dead) > 1 else None
-        return self.read, self.call, self.slot, self.dead[0] if self.dead else nothing, more
+        rest = (self.parts, self.dead[1:]) if self.parts or len(self.dead) > 1 else None
+        return self.read, self.call, self.slot, self.dead[0] if self.dead else empty_slot, rest
 
 
 @frozen(eq=False)
 class Stretch:
-    """Steps that run under the same modes, as rows: a loop over tuples is a quarter faster than one over attributes."""
+    """Steps under the same modes, as rows: a loop over tuples is a quarter faster than one over attributes."""
 
     context: Context
     rows: tuple[Any, ...]
@@ -65,59 +65,59 @@ class Stretch:
 
 @frozen(eq=False)
 class Code:
-    """A compiled plan: the slots to begin with, what is to be put into them, and the stretches to run."""
+    """A compiled plan: the initial slots, which of them to fill, and the segments to run."""
 
     template: tuple[Any, ...]
-    stretches: tuple[Stretch, ...]
+    segments: tuple[Stretch, ...]
     slots: dict[Ref, int]
-    supply: tuple[tuple[Ref, int], ...]  # the values that it begins with, and their slots
-    patches: tuple[tuple[int, int, int], ...]  # of each patch: the position, its number there, the slot of its function
-    departed: int  # the slot of what is told of each guard that has another answer
+    supply: tuple[tuple[Ref, int], ...]  # the initial values, and their slots
+    patches: tuple[tuple[int, int, int], ...]  # of each patch: its position, its number there, the slot of its function
+    departed: int  # the slot of the callback for departures
     executed: tuple[str, ...]
     draws: bool
     places: tuple[Ref, ...] = ()  # the values at which gradients can be taken
     begun: tuple[tuple[str, int], ...] = ()  # of draws that may begin elsewhere than recorded: the slot of that state
 
     def wrapped(self, wrap: Callable[[int, Any], Any]) -> Code:
-        """The same, with what `wrap` makes of each call. It is told the slot that the call writes."""
+        """The same code with `wrap(slot, call)` in place of each call; `slot` is where the call writes."""
 
         def around(read: Any, call: Any, slot: int, *rest: Any) -> Any:
             return read, wrap(slot, call), slot, *rest
 
-        stretches = [evolve(one, rows=tuple([around(*row) for row in one.rows])) for one in self.stretches]
-        return evolve(self, stretches=tuple(stretches))
+        segments = [evolve(one, rows=tuple([around(*row) for row in one.rows])) for one in self.segments]
+        return evolve(self, segments=tuple(segments))
 
 
 def interpret(code: Code, env: Env) -> Env:
-    """Run the steps. Torch's modes are left as they were, wherever an interrupt comes."""
+    """Runs the steps. Torch's modes are restored wherever an interrupt comes."""
     if torch.compiler.is_compiling():
         return _interpret(code, env)
     return restoring(partial(_interpret, code, env))
 
 
 def _interpret(code: Code, env: Env) -> Env:
-    """Run the steps. Values that nothing needs any more are forgotten at once: that is speed, not only memory."""
-    for stretch in code.stretches:
+    """Runs the steps. Values that nothing needs any more are freed at once: that is speed, too, not only memory."""
+    for segment in code.segments:
         row: Any = None
         try:
-            with modes(stretch.context):
-                for row in stretch.rows:
-                    read, call, slot, dead, more = row
+            with modes(segment.context):
+                for row in segment.rows:
+                    read, call, slot, dead, rest = row
                     env[slot] = call(*read(env))
-                    if more is not None:
-                        _part_and_forget(env, slot, more)
+                    if rest is not None:
+                        _unpack_and_free(env, slot, rest)
                     env[dead] = None
         except Exception as error:
             if row is not None:
-                step = stretch.steps[next(n for n, other in enumerate(stretch.rows) if other is row)]
+                step = segment.steps[next(n for n, other in enumerate(segment.rows) if other is row)]
                 raised_at(error, step.name if step.is_node else "")
                 add_note(error, step.note)
             raise
     return env
 
 
-def _part_and_forget(env: Env, slot: int, more: Any) -> None:
-    parts, dead = more
+def _unpack_and_free(env: Env, slot: int, rest: Any) -> None:
+    parts, dead = rest
     for path, part in parts:
         env[part] = part_at(env[slot], path)
     for other in dead:
@@ -125,23 +125,23 @@ def _part_and_forget(env: Env, slot: int, more: Any) -> None:
 
 
 def modes(context: Context) -> Any:
-    """The grad, inference and autocast modes and the kernels that a stretch runs under; nothing at all where they are
-    on already.
+    """The grad, inference and autocast modes and kernel settings of a segment; a null context if they are on
+    already.
     """
     if torch.compiler.is_compiling():
         return torch.set_grad_enabled(context.grad)
     autocast = is_any_autocast_on()
     if context.inference or torch.is_inference_mode_enabled() or context.autocast or autocast or context.settings:
-        return _all_modes(context)
+        return _entered_modes(context)
     if settings():
-        return _all_modes(context)
+        return _entered_modes(context)
     if torch.is_grad_enabled() != context.grad:
         return torch.set_grad_enabled(context.grad)
     return nullcontext()
 
 
 @contextmanager
-def _all_modes(context: Context) -> Any:
+def _entered_modes(context: Context) -> Any:
     with ExitStack() as stack:
         if context.settings or settings():
             stack.enter_context(under(context.settings))
@@ -157,7 +157,7 @@ def _all_modes(context: Context) -> Any:
 
 
 def recorded_world(draws: bool, graph: Graph) -> Any:
-    """The generators are put back afterwards; the recorded default dtype and device hold meanwhile."""
+    """Within, the recorded default dtype and device hold; the generators are restored afterwards."""
     if torch.compiler.is_compiling():
         return nullcontext()
     same = torch.get_default_dtype() == graph.default_dtype and default_device() == graph.default_device
@@ -171,7 +171,7 @@ def _recorded_world(draws: bool, graph: Graph) -> Any:
     with drawing_alone() if draws else nullcontext():
         before, depth = torch.default_generator.get_state() if draws else None, len(outside)
 
-        def leave() -> None:
+        def restore() -> None:
             if len(outside) > depth:
                 torch.default_generator.set_state(outside[depth])
                 del outside[depth:]
@@ -187,6 +187,6 @@ def _recorded_world(draws: bool, graph: Graph) -> Any:
                 with device:
                     yield
             finally:
-                leave()
+                restore()
         finally:  # again: an interrupt may have come before, or in it
-            leave()
+            restore()

@@ -1,11 +1,13 @@
-"""What becomes of another memory layout on its way through a program.
+"""How another memory layout of some values propagates through a program, and which answers it changes.
 
-In: a graph, its recorded values, and others that are laid out otherwise. Out: a Departure for each question about
-layout that has another answer, each call that cannot be made of such memory where the model may catch that, each one
-that gives a view of what the model writes where it gave a copy, or the other way round, and each that was recorded as
-torch takes it apart for the recorded layout. Where there is none, a replay of the values as they lie is what the model
-would have done. Only the calls behind such values are made, for as far as what they give lies otherwise than it did,
-and only if there is something to find.
+In: a graph, its recorded values, and tensors with other layouts in their place. Out: a Departure for each question
+about layout with another answer, each call that this memory does not allow where the model may catch that, each call
+that gives a view of written memory instead of a copy or the reverse, and each call that was recorded as torch
+decomposed it for the recorded layout. With no departure, a replay on the tensors as they lie does what the model would
+have done.
+
+Only calls behind such values run, only while their results still lie otherwise than recorded, and only if there is
+something to find.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ from typing import Any
 import torch
 
 from .._ir.graph import Graph
-from .._ir.node import ITSELF, Call, Guard, Ref, TensorSpec, refs_in, refs_of, specs_of
+from .._ir.node import ITSELF, Call, Guard, Ref, TensorSpec, filled, refs_in, refs_of, specs_of
 from .._ir.ops import Quirk, info
 from .._ir.runtime import kind_of, looks_at_memory, message_of
 from .._ir.shared_memory import overlaps_itself
 from .._ir.torch_private import OpOverload, is_wrapped
-from .._ir.trees import part_at, thaw
+from .._ir.trees import part_at
 from .._ir.world import drawing_alone
 from .._ir.write import Write
 from ..errors import ReplaylensError
@@ -36,13 +38,13 @@ UNKNOWN = "not known on this memory layout"
 
 
 def geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """How a tensor lies in its memory: there may stand the conjugate of it, or the negative."""
+    """How a tensor lies in its memory: strides, offset, and whether the conjugate or negative is stored."""
     lazy = (tensor.is_conj(), tensor.is_neg()) if is_lazy(tensor) else ()
     return (tensor.stride(), int(tensor.storage_offset()), *lazy)
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
-    """Does something else stand in memory than the numbers are?"""
+    """True if memory holds other numbers than the tensor does: their conjugates or negatives."""
     return tensor.is_conj() or tensor.is_neg()
 
 
@@ -53,7 +55,7 @@ def layout_departures(
     up_to_rounding: bool = False,
     fixed: Set[Ref] = frozenset(),
 ) -> Iterator[Departure]:
-    """Where the memory layout of what is given alters an answer, or which calls give views of what is written."""
+    """Answers that the memory layout of the given tensors changes, and calls that now give views of written memory."""
     other = {ref: tensor for ref, tensor in given.items() if lies_otherwise(graph, recorded, ref, tensor)}
     if other:
         yield from Layouts(graph, recorded, other, up_to_rounding, fixed=fixed | given.keys()).departures()
@@ -62,7 +64,7 @@ def layout_departures(
 def layouts_altered(
     graph: Graph, recorded: Tensors, strides: Mapping[Ref, tuple[int, ...] | None], now: Tensors, edited: Set[Ref]
 ) -> Iterator[Departure]:
-    """Where an edit gives values that lie otherwise than those in their places did, whose `strides` these are."""
+    """The same for an edit: values that lie otherwise than those in their places did, whose `strides` these are."""
     known = {ref: (new, strides[ref]) for ref, new in now.items() if ref in strides and _has_strides(new)}
     other = {ref: new for ref, (new, then) in known.items() if then is not None and new.stride() != then}
     if not edited.isdisjoint(other):
@@ -70,18 +72,19 @@ def layouts_altered(
 
 
 def lies_otherwise(graph: Graph, recorded: Tensors, ref: Ref, tensor: torch.Tensor) -> bool:
+    """True if a dense tensor of the recorded shape has another memory layout than the recorded value."""
     meaning = specs_of(graph[ref.node]).get(ref) if ref.node in graph else None
     if meaning is None or meaning.strides is None or not _has_strides(tensor) or tuple(tensor.shape) != meaning.shape:
         return False
-    return tensor.stride() != meaning.strides or not _lies_as(tensor, recorded.get(ref), meaning)
+    return tensor.stride() != meaning.strides or not _has_layout_of(tensor, recorded.get(ref), meaning)
 
 
 def _has_strides(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and not is_wrapped(tensor)
 
 
-def _lies_as(tensor: torch.Tensor, recorded: torch.Tensor | None, meaning: TensorSpec) -> bool:
-    """Does a tensor lie as the recorded value does; or, if that was not kept, as is known of it?"""
+def _has_layout_of(tensor: torch.Tensor, recorded: torch.Tensor | None, meaning: TensorSpec) -> bool:
+    """True if a tensor lies as the recorded value, or, if that was not kept, as its spec says."""
     if recorded is None:
         return tensor.stride() == meaning.strides and not is_lazy(tensor)
     return geometry(recorded) == geometry(tensor)
@@ -101,14 +104,13 @@ def _answer(guard: Guard, tensor: torch.Tensor) -> Any:
 
 
 def _called(node: Guard | Call, value_of: Callable[[Ref], torch.Tensor]) -> Any:
-    """What a question or a call gives of these values."""
-    leaf = lambda value: value_of(value) if type(value) is Ref else value  # noqa: E731
-    kwargs = {key: thaw(arg, leaf) for key, arg in node.kwargs}
-    return node.target.function(*[thaw(arg, leaf) for arg in node.args], **kwargs)
+    """The result of a question or call on these values."""
+    kwargs = {key: filled(arg, value_of) for key, arg in node.kwargs}
+    return node.target.function(*[filled(arg, value_of) for arg in node.args], **kwargs)
 
 
 class Layouts:
-    """One walk over a graph, with some values that lie otherwise."""
+    """One walk over a graph in which some values have another layout."""
 
     def __init__(
         self,
@@ -120,17 +122,17 @@ class Layouts:
         fixed: Set[Ref] = frozenset(),
     ) -> None:
         self.graph, self.recorded, self.up_to_rounding = graph, recorded, up_to_rounding
-        self.fixed = fixed  # what is given lies as it does, whatever comes before it
-        self.strides = strides  # of an edited graph: how values lay before, if that is not what their nodes say
+        self.fixed = fixed  # given values: their layout does not follow from their operands
+        self.strides = strides  # of an edited graph: recorded strides that differ from the specs
         self.meanings = {ref: meaning for node in graph.nodes for ref, meaning in specs_of(node).items()}
         self.other = {ref: tensor.detach() for ref, tensor in other.items()}
-        self.blank: dict[Ref, torch.Tensor] = {}  # in the place of recorded values that were not kept
-        self.unknown: set[Ref] = set()  # nobody can say how they lie now
-        self.ever = set(self.other)
+        self.zeros: dict[Ref, torch.Tensor] = {}  # for recorded values that were not kept
+        self.unknown: set[Ref] = set()  # values whose layout is not known
+        self.ever_other = set(self.other)
         self.viewed = graph.marked_ancestors([guard.refs[0].node for guard in graph.asked if asks_for_view(guard)])
 
     def departures(self) -> list[Departure]:
-        """Every other answer, in the order of the program."""
+        """Every answer that differs, in the order of the program."""
         caught = [guard for guard in self.graph.guards if guard.kind in _RAISED or shows_memory(guard)]
         asked = [guard for guard in self.graph.asked if guard.kind == "layout"]
         questions = sorted((*asked, *caught), key=lambda guard: guard.position)
@@ -146,7 +148,7 @@ class Layouts:
 
     def _walk(self, questions: list[Guard]) -> Iterator[Departure]:
         for ref in self.other:
-            yield from self._other_writes(ref)
+            yield from self._write_departures(ref)
         for position, node in enumerate(self.graph.nodes):
             while questions and questions[0].position <= position:
                 yield from self._ask(questions.pop(0))
@@ -158,17 +160,17 @@ class Layouts:
             yield from self._ask(guard)
 
     def of_computed(self, now: Tensors) -> Iterator[Departure]:
-        """The same without the questions, where all values are known: nothing is made again."""
+        """The same without the questions, where all values are known: nothing runs again."""
         for ref in self.other:
-            yield from self._other_writes(ref)
+            yield from self._write_departures(ref)
         for guard in filter(shows_memory, self.graph.guards):
             yield from self._ask_outside(guard, guard.refs[0])
         for call in self.graph.calls if self.other else ():
             if not call.edited and any(ref in self.other for ref in call.refs):
-                yield from self._by_memory(call)
+                yield from self._memory_departures(call)
                 for ref in refs_of(call):
                     if ref in now:
-                        yield from self._other_views(call, ref, now[ref])
+                        yield from self._view_departures(call, ref, now[ref])
 
     # -- questions -----------------------------------------------------------------------------------------------------
 
@@ -183,7 +185,7 @@ class Layouts:
             yield Departure(fact(guard), guard.result, UNKNOWN, guard.source)
         elif ref in self.other:
             if guard.result == ITSELF:
-                yield from self._ask_itself(guard, ref, _answer(guard, self.other[ref]))
+                yield from self._ask_identity(guard, ref, _answer(guard, self.other[ref]))
             else:
                 yield from asked_of(guard, self.other[ref])
 
@@ -195,7 +197,7 @@ class Layouts:
             yield Departure(f"how {ref} lies in the memory that left torch", str(was), now, guard.source, "layout")
 
     def _ask_exception(self, guard: Guard) -> Iterator[Departure]:
-        """A call that raised, which the model caught: does it raise on this memory?"""
+        """A call that raised, and whose exception the model caught: does it raise on this memory?"""
         if not any(ref in self.other or ref in self.unknown for ref in guard.refs):
             return
         now = None
@@ -205,20 +207,20 @@ class Layouts:
             now = message_of(error) if guard.kind == "message" else kind_of(error)
         yield from filter(None, (changed(guard, now),))
 
-    def _ask_itself(self, guard: Guard, ref: Ref, answer: torch.Tensor) -> Iterator[Departure]:
-        """`contiguous` of what was contiguous is no call of the program. What goes on from here is its copy now."""
+    def _ask_identity(self, guard: Guard, ref: Ref, answer: torch.Tensor) -> Iterator[Departure]:
+        """`contiguous` of a contiguous tensor is no call of the program. Its copy replaces the value from here on."""
         if answer is self.other[ref]:
             return
         if not self.up_to_rounding or self.graph.asks_identity or self._is_written(ref) or self._is_viewed(ref):
             yield Departure(fact(guard), ITSELF, "a copy", guard.source)
-        self._settle(ref, answer)
+        self._set_layout(ref, answer)
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def _follow(self, node: Call) -> Iterator[Departure]:
-        """How what a call gives lies now."""
+        """Finds the layout of what a call gives."""
         gives = [ref for ref in refs_in(node.returns) if ref not in self.fixed]
-        yield from self._by_memory(node)
+        yield from self._memory_departures(node)
         if any(ref in self.unknown for ref in node.refs) or not _can_run(node):
             self.unknown.update(gives)
             return
@@ -234,39 +236,39 @@ class Layouts:
             if not isinstance(new, torch.Tensor) or tuple(new.shape) != self.meanings[ref].shape:
                 self.unknown.add(ref)
             elif new.layout is torch.strided and self.meanings[ref].strides is not None:
-                yield from self._other_views(node, ref, new)
-                self._settle(ref, new)
-                yield from self._other_writes(ref)
+                yield from self._view_departures(node, ref, new)
+                self._set_layout(ref, new)
+                yield from self._write_departures(ref)
 
-    def _by_memory(self, node: Call) -> Iterator[Departure]:
-        """Does what a call computes hang on how what it reads lies?"""
-        if _goes_by_memory(node) and self._is_looked_at(node):
+    def _memory_departures(self, node: Call) -> Iterator[Departure]:
+        """Departures of a call whose result depends on how its operands lie."""
+        if _reads_geometry(node) and self._reads_other_geometry(node):
             yield Departure(f"the memory that {node.name} looks at", "laid out in one way", "in another", node.source)
-        if _is_taken_apart(node, self.graph.is_deep):
+        if _is_decomposed(node, self.graph.is_deep):
             yield Departure(f"how torch takes apart what gives {node.name}", "known", UNKNOWN, node.source, "layout")
-        if (base := self._written_over_itself(node)) is not None:
+        if (base := self._self_overlapping_target(node)) is not None:
             yield Departure(
                 f"whether the elements of {base} lie apart, which is written,", "True", "False", node.source
             )
 
-    def _is_looked_at(self, node: Call) -> bool:
-        """Does a call that goes by memory go by memory that lies otherwise? A write's views are made of its bases; what
-        a patch gives in the place of such a view is a tensor of its own.
+    def _reads_other_geometry(self, node: Call) -> bool:
+        """True if a call that reads geometry reads one that has changed. The views of a write are made of its bases;
+        a patch of such a view is a tensor of its own.
         """
         if not isinstance(node, Write) or looks_at_memory(node.arguments.function):
             return True
-        return any(map(self._lies_otherwise, node.arguments.bases))
+        return any(map(self._has_other_layout, node.arguments.bases))
 
-    def _written_over_itself(self, node: Call) -> Ref | None:
-        """What a call writes, if some of its elements are one in memory now: torch refuses most of such writes."""
+    def _self_overlapping_target(self, node: Call) -> Ref | None:
+        """A written value whose elements now overlap in memory, if any: torch refuses most such writes."""
         bases = node.arguments.bases if isinstance(node, Write) else ()
         return next((ref for ref in bases if ref in self.other and overlaps_itself(self.other[ref])), None)
 
-    def _lies_otherwise(self, leaf: Any) -> bool:
+    def _has_other_layout(self, leaf: Any) -> bool:
         return type(leaf) is Ref and (leaf in self.other or leaf in self.unknown)
 
-    def _other_views(self, node: Call, ref: Ref, new: torch.Tensor) -> Iterator[Departure]:
-        """Is it a view where it was a copy, or the other way round, and does the model write what it looks at?"""
+    def _view_departures(self, node: Call, ref: Ref, new: torch.Tensor) -> Iterator[Departure]:
+        """Results that are views where they were copies, or the reverse, if the model writes that memory."""
         before = self.recorded.get(ref)
         for source in node.refs:
             was_source = self.recorded.get(source)
@@ -276,15 +278,15 @@ class Layouts:
                 if self._is_viewed(ref):
                     yield Departure(f"whether {node.name} gives a view of {source}", "known", UNKNOWN, node.source)
                 continue
-            was, now = _shares(before, was_source), _shares(new, self.other[source])
+            was, now = _share_storage(before, was_source), _share_storage(new, self.other[source])
             matters = self.graph.asks_identity or self._is_viewed(ref)
             if was != now and (matters or self._is_written(source) or self._is_written(ref)):
                 words = {True: "a view of it", False: "a copy"}
                 yield Departure(f"what {node.name} gives of {source}", words[was], words[now], node.source)
 
-    def _other_writes(self, ref: Ref) -> Iterator[Departure]:
-        """Does the model write what lies otherwise now? A write into dense memory may stand in the program as a call
-        that gives new memory, whose layout is that of the call's.
+    def _write_departures(self, ref: Ref) -> Iterator[Departure]:
+        """A written value that has another layout. A write into dense memory may stand in the program as a call that
+        gives new memory in a layout of its own.
         """
         if ref not in self.other or ref not in self.graph.written:
             return
@@ -299,50 +301,52 @@ class Layouts:
         found = self.other.get(ref, self.recorded.get(ref))
         if found is not None:
             return found.detach()
-        if ref not in self.blank:
+        if ref not in self.zeros:
             meaning = self.meanings[ref]
             made = torch.empty_strided(meaning.shape, meaning.strides or (), dtype=meaning.dtype, device=meaning.device)
-            self.blank[ref] = made.zero_()
-        return self.blank[ref]
+            self.zeros[ref] = made.zero_()
+        return self.zeros[ref]
 
-    def _settle(self, ref: Ref, tensor: torch.Tensor) -> None:
-        """From here on a value lies like this; which is of no interest where it did before."""
-        if _lies_as(tensor, self.recorded.get(ref), self.meanings[ref]):
+    def _set_layout(self, ref: Ref, tensor: torch.Tensor) -> None:
+        """Records the layout of a value from here on; one that equals the recorded layout is dropped."""
+        if _has_layout_of(tensor, self.recorded.get(ref), self.meanings[ref]):
             self.other.pop(ref, None)
         else:
             self.other[ref] = tensor
-            self.ever.add(ref)
+            self.ever_other.add(ref)
 
     def _is_viewed(self, ref: Ref) -> bool:
-        """Does the model ask whether it is a view, or whether what it makes of it is one?"""
+        """True if the model asks whether this value, or one made from it, is a view."""
         return bool(self.viewed[self.graph.positions[ref.node]])
 
     def _is_written(self, ref: Ref) -> bool:
-        """Does the model write the memory of a value, or of one that lies otherwise and that it may be a view of?"""
+        """True if the model writes the memory of a value, or of one with another layout that it may be a view of."""
         written = self.graph.written
-        return ref in written or bool(written & self.ever & {Ref(name) for name in self.graph.ancestors([ref.node])})
+        return ref in written or bool(
+            written & self.ever_other & {Ref(name) for name in self.graph.ancestors([ref.node])}
+        )
 
 
 def goes_by_layout(graph: Graph) -> bool:
-    """Without a question: may a model go another way where a value lies otherwise in memory?"""
-    delicate = any(_goes_by_memory(call) or _is_taken_apart(call, graph.is_deep) for call in graph.calls)
+    """True if a model may take another path where a value has another layout, even if it asks no question about it."""
+    delicate = any(_reads_geometry(call) or _is_decomposed(call, graph.is_deep) for call in graph.calls)
     asked = any(map(asks_for_view, graph.asked))
     return bool(graph.written) or graph.asks_identity or graph.catches or delicate or asked
 
 
 def asks_for_view(guard: Guard) -> bool:
-    """Does the model ask whether a value is a view, which its layout may decide: of `reshape`, of `contiguous`?"""
+    """True if the model asks whether a value is a view, which layouts may decide: of `reshape`, of `contiguous`."""
     return bool(guard.refs) and guard.target.short in ("_base", "_is_view")
 
 
 def shows_memory(guard: Guard) -> bool:
-    """Did the memory of a tensor leave torch, and not its numbers alone?"""
+    """True if the memory of a tensor left torch, and not only its numbers."""
     return guard.compares_content and info(guard.target).has(Quirk.EXPOSES_MEMORY)
 
 
-def _is_taken_apart(node: Call, is_deep: bool) -> bool:
-    """Is it what torch makes of a call beneath the functions that a model calls, which goes by layouts, too? Of what
-    `matmul`, `linear`, `reshape` and the like become, the first call is none that goes over numbers one by one.
+def _is_decomposed(node: Call, is_deep: bool) -> bool:
+    """True for a call beneath the functions that a model calls: torch decomposes `matmul`, `linear`, `reshape` and
+    the like by layout. The first call of such a decomposition is never pointwise.
     """
     function: Any = node.target.function
     if not isinstance(function, OpOverload) or function.namespace != "aten":
@@ -351,13 +355,13 @@ def _is_taken_apart(node: Call, is_deep: bool) -> bool:
     return is_deep or not (op.is_pointwise or op.has(Quirk.SAME_BENEATH))
 
 
-def _goes_by_memory(node: Call) -> bool:
-    """Does it look at memory by numbers of its own?"""
+def _reads_geometry(node: Call) -> bool:
+    """True if a call indexes memory by strides of its own."""
     return any(map(looks_at_memory, node.functions))
 
 
 def _can_run(node: Call) -> bool:
-    """Is it a function of torch's or ours, without effects? A user's own is not called for this."""
+    """True for functions of torch's or ours without effects. A user's own function is not called for this."""
     function: Any = node.target.function
     while isinstance(function, partial):
         function = function.func
@@ -368,5 +372,5 @@ def _can_run(node: Call) -> bool:
     return home in ("torch", "builtins", "_operator") or isinstance(node, Write)
 
 
-def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.layout is torch.strided and one.untyped_storage()._cdata == other.untyped_storage()._cdata

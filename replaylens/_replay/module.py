@@ -1,8 +1,8 @@
 """A program as an `nn.Module` whose parameters are the model's own.
 
 In: the Record of a program or slice. Out: a module. It computes with the parameters as they are when it is called,
-gives gradients to them, and writes what the model writes (the statistics of a batch norm). It goes the recorded path:
-inputs for which the model would have gone another way are an error.
+gives gradients to them, and writes what the model writes, such as the statistics of a batch norm. It takes the
+recorded path: inputs for which the model would take another are an error.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def _never(*tensors: torch.Tensor) -> bool:
 
 
 class Holder(nn.Module):
-    """What lies at an address of the model, and nothing else: `m.layer1[0].weight` is reached as in the model."""
+    """The state below an address of the model, and nothing else: `m.layer1[0].weight` is reached as in the model."""
 
-    _standing: dict[str, BoundPlace]  # by key: only what stands in this one
+    _standing: dict[str, BoundPlace]  # by key: only those of this module
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,8 +70,10 @@ class ProgramModule(Holder):
     _exchanged: frozenset[str]  # the addresses of tensors that the forward gives other memory
     _begun: Begun
     _sources: tuple[str, ...]  # what is no call
-    _fitting: tuple[list[torch.Tensor], Callable[..., bool]]  # what stood in the model at the last call, and how it lay
-    _asks_state: bool  # does anything hang on how what the model holds is laid out or flagged?
+    _fitting: tuple[
+        list[torch.Tensor], Callable[..., bool]
+    ]  # the tensors of the last call, and a check of their layouts
+    _asks_state: bool  # may the path depend on layouts or flags of the state?
 
     def __init__(self, record: Record) -> None:
         super().__init__()
@@ -104,18 +106,15 @@ class ProgramModule(Holder):
         known = {place.address for places in held.values() for place in places}
         ends = [*[address for address, _ in record.graph.changes], *record.graph.removed]
         hidden["_ends"] = {place.address: place for places in held.values() for place in places}
-        hidden["_ends"] |= {address: _end(self, record, address) for address in ends if address not in known}
+        hidden["_ends"] |= {address: _written_place(self, record, address) for address in ends if address not in known}
 
     def follow(self) -> None:
-        """Hold what the model holds now: `load_state_dict(assign=True)` gives it other tensors."""
-        for places in self._held.values():
-            for place in places:
-                place.now()
-        for place in self._ends.values():
+        """Refreshes the tensors from the model: `load_state_dict(assign=True)` gives it others."""
+        for place in self._ends.values():  # those of `_held` are among them
             place.now()
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """As any module's. Those who list parameters and buffers ask for it."""
+        """As any module's. All listings of parameters and buffers go through it."""
         self.follow()
         return super().named_modules(*args, **kwargs)
 
@@ -134,10 +133,10 @@ class ProgramModule(Holder):
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the program gives for these inputs, of the recorded shapes."""
+        """The output of the program for these inputs, of the recorded shapes."""
         record = self._record
         graph = record.graph
-        for departure in self._begun.departures(self._standing_at):
+        for departure in self._begun.departures(lambda address: self._ends[address].now()):
             raise diverged(departure)
         held = {name: tensor for name, places in self._held.items() if (tensor := places[0].now()) is not None}
         self._require_fitting(held)
@@ -158,23 +157,20 @@ class ProgramModule(Holder):
         self._write({address: ran[ref] for address, ref in graph.changes})
         return ran.tree(graph.output)
 
-    def _standing_at(self, address: str) -> torch.Tensor | None:
-        return self._ends[address].now()
-
     def _require_fitting(self, held: dict[str, torch.Tensor]) -> None:
-        """Can the program go on from what stands in the model? Not asked again where that lies as at the last call."""
+        """Raises unless the program can use what the model holds. Skipped if that lies as at the last call."""
         tensors = list(held.values())
-        before, lie = self._fitting
-        if len(tensors) == len(self._held) and all(map(operator.is_, tensors, before)) and lie(*tensors):
+        before, have_same_layouts = self._fitting
+        if len(tensors) == len(self._held) and all(map(operator.is_, tensors, before)) and have_same_layouts(*tensors):
             return
         for node in self._record.graph.state_nodes:
-            if node.name not in held or node.name not in self._begun.left:  # these are asked before
+            if node.name not in held or node.name not in self._begun.written_back:  # these are asked before
                 _require_alike(node, held.get(node.name))
         is_plain = all(type(tensor) in PLAIN and tensor.layout is torch.strided for tensor in tensors)
         self.__dict__["_fitting"] = tensors, same_layouts(tensors) if tensors and is_plain else _never
 
     def _write(self, changes: dict[str, torch.Tensor]) -> None:
-        """What the model leaves in its parameters and buffers: written in place, assigned or removed, as it does."""
+        """Writes what the model leaves in its parameters and buffers: in place, assigned or removed, as it does."""
         replaced = self._record.graph.replaced
         with torch.no_grad():
             for address, value in changes.items():
@@ -224,7 +220,7 @@ class ProgramModule(Holder):
 
 
 def _require_alike(node: State, tensor: torch.Tensor | None) -> None:
-    """What stands at a place of the model is of the kind that was recorded."""
+    """Raises unless a tensor of the model is of the recorded kind."""
     what, cure = f"the {node.kind} `{node.address}`", "Capture the model again, as it is now."
     if tensor is None:
         raise StaleValue(f"{what} was removed since the capture, and the program reads it.\n{cure}")
@@ -235,7 +231,7 @@ def _require_alike(node: State, tensor: torch.Tensor | None) -> None:
 
 @define(eq=False)
 class BoundPlace:
-    """A place in the module, and the same one in the model while both hold one tensor."""
+    """A place in the module, tied to the same place in the model while both hold one tensor."""
 
     address: str
     own: dict[str, Any]
@@ -244,7 +240,7 @@ class BoundPlace:
     shared: torch.Tensor | None = None  # what both held last
 
     def now(self) -> torch.Tensor | None:
-        """What stands there: in the model, if the module was not given another tensor meanwhile."""
+        """The tensor there: that of the model, unless the module was given another one meanwhile."""
         mine: torch.Tensor | None = self.own.get(self.key)
         if self.model is None or mine is not self.shared:
             return mine
@@ -252,7 +248,7 @@ class BoundPlace:
         return self.shared
 
     def put(self, tensor: torch.Tensor | None) -> None:
-        """Assign another tensor, in the model too."""
+        """Assigns another tensor, in the model too."""
         both = self.model is not None and self.own.get(self.key) is self.shared
         self.own[self.key] = tensor
         if both and self.model is not None:
@@ -260,7 +256,7 @@ class BoundPlace:
             self.shared = tensor
 
     def write(self, value: torch.Tensor, is_exchanged: bool) -> None:
-        """Write a value in place; or as `.data =` does, which leaves what the backward has saved as it is."""
+        """Writes in place; or as `.data =` does, which leaves what the backward has saved as it is."""
         tensor = self.now()
         if tensor is not None and is_exchanged:
             tensor.data = writable_copy(value.detach())
@@ -272,7 +268,7 @@ class BoundPlace:
 
 
 def _places(root: nn.Module, record: Record, node: State) -> tuple[BoundPlace, ...]:
-    """Put a tensor of the model where its addresses say; and how it is read there."""
+    """Registers a tensor of the model's under its addresses, and returns the places."""
     tensor, place = record.live.get(node.name), record.places.get(node.address)
     own = place is not None and (place.tensor is None or place.tensor is tensor)
     written = {*[address for address, _ in record.graph.changes], *record.graph.removed}
@@ -289,16 +285,16 @@ def _places(root: nn.Module, record: Record, node: State) -> tuple[BoundPlace, .
     for address in (node.address, *node.aliases):
         held, key = _register(root, address, node.kind, tensor)
         model = record.places.get(address) if own else None
-        found.append(_stand(root, BoundPlace(address, held, key, model, tensor)))
+        found.append(_bind(root, BoundPlace(address, held, key, model, tensor)))
     return tuple(found)
 
 
-def _end(root: nn.Module, record: Record, address: str) -> BoundPlace:
+def _written_place(root: nn.Module, record: Record, address: str) -> BoundPlace:
     """A place that the forward writes and never reads."""
     place = record.places.get(address)
     tensor = place.now() if place is not None else None
     held, key = _register(root, address, place.kind if place is not None else "buffer", tensor)
-    return _stand(root, BoundPlace(address, held, key, place, tensor))
+    return _bind(root, BoundPlace(address, held, key, place, tensor))
 
 
 def _register(root: nn.Module, address: str, kind: str, tensor: torch.Tensor | None) -> tuple[dict[str, Any], str]:
@@ -317,8 +313,8 @@ def _register(root: nn.Module, address: str, kind: str, tensor: torch.Tensor | N
     return held, key
 
 
-def _stand(root: nn.Module, standing: BoundPlace) -> BoundPlace:
-    """Let the holder of a place know of it."""
+def _bind(root: nn.Module, standing: BoundPlace) -> BoundPlace:
+    """Tells the holder of a place of it."""
     holder = root
     for word in standing.address.split(".")[:-1]:
         holder = holder._modules.get(word) or holder
@@ -335,7 +331,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _without_gradients(graph: Graph) -> Graph:
-    """The same, without the gradients that its calls were recorded with: who calls it wants none."""
+    """The graph with gradients off in every call, for callers that want none."""
 
     def quiet(node: Node) -> Node:
         if not isinstance(node, Call):
@@ -347,7 +343,7 @@ def _without_gradients(graph: Graph) -> Graph:
 
 
 def _require_written_once(graph: Graph) -> None:
-    """Gradients are asked for: does the backward of the model write nothing that the program's does not?"""
+    """Raises for gradients through a model whose backward writes again what its checkpoints wrote."""
     written = {address for address, _ in graph.changes}
     if again := [address for address in graph.computed_again if address in written]:
         raise NotDifferentiable(
@@ -359,7 +355,7 @@ def _require_written_once(graph: Graph) -> None:
 
 
 def _require_left_alone(graph: Graph) -> None:
-    """Gradients are asked for: does the forward itself leave any in the model's parameters?"""
+    """Raises for gradients through a forward that itself leaves gradients in the model's parameters."""
     if graph.collects:
         raise NotDifferentiable(
             "the forward calls `.backward()`, which adds gradients to those of the model's parameters. A program adds "

@@ -1,13 +1,12 @@
-"""Does the model hold now what the recorded forward found, in all but content?
+"""The same program on other tensors: refreshed after training, moved to another device, cast to another dtype; and
+whether the model's state still lies as the recorded forward found it.
 
-In: a Record, and what stands at addresses of its model now. Out: a Departure for each fact of the state that the
-forward exchanges which is another: its shape and dtype, whether two places hold one tensor, whether what is written
-shares memory with another. A module and a refreshed program begin where the model stands, with what the forward before
-has left there, so that it is asked each time; of a forward that exchanges nothing there is nothing to ask.
+In: a Record, and what the model holds at its addresses now. Out: another Record whose values are those of a new run,
+and its output; or a Departure for each fact of the state that differs and that the forward's own assignments could
+have changed: its shape and dtype, whether two addresses hold one tensor, whether written state shares memory.
 
-The same program on other tensors: refreshed after training, moved to another device, in another dtype.
-
-In: a Record. Out: another Record whose values are those of a new run, and its output.
+A module and a refreshed program begin where the model stands, after whatever earlier forwards assigned, so this is
+checked each time. A forward that assigns nothing cannot have changed any of it.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ from torch import nn
 from .._ir.autograd import as_leaf, standing
 from .._ir.graph import Graph
 from .._ir.model_state import StatePlace, sight_of
-from .._ir.node import Call, Node, Ref, State, TensorSpec, refs_in, remade
+from .._ir.node import Call, Node, Ref, State, TensorSpec, filled, refs_in, remade
 from .._ir.shared_memory import Overlaps, Pair, version_of
-from .._ir.trees import thaw
 from ..errors import DivergedReplay, StaleValue
 from .flag_guards import OuterModes, require_as_asked
 from .guards import Departure
@@ -34,11 +32,11 @@ from .record import Record, Versions
 from .retention import keeping
 from .runner import run
 
-At = Callable[[str], torch.Tensor | None]  # what stands at an address now
+At = Callable[[str], torch.Tensor | None]  # the tensor at an address now
 
 
 class Begun:
-    """How the state lay with which the recorded forward began."""
+    """How the state was laid out when the recorded forward began."""
 
     def __init__(self, record: Record) -> None:
         graph = record.graph
@@ -48,17 +46,17 @@ class Begun:
         nodes = graph.state_nodes
         self.graph = graph
         left = [node for node in nodes if not ends.isdisjoint((node.address, *node.aliases))]
-        self.left = {node.name: node for node in left}
+        self.written_back = {node.name: node for node in left}
         self.tied = [node for node in nodes if node.aliases]
         self.moved = frozenset([node.name for node in nodes if not moved.isdisjoint((node.address, *node.aliases))])
         self.touched = graph.overlaps.touched | {ref.node for ref in graph.written}
         first = {node.name: record.live.get(node.name) for node in nodes if node.address not in given}
-        self.meeting = self._meeting({name: tensor for name, tensor in first.items() if tensor is not None})
+        self.overlaps = self._overlapping({name: tensor for name, tensor in first.items() if tensor is not None})
 
     def departures(self, now: At) -> Iterator[Departure]:
-        """What is otherwise with what stands there now."""
-        for node in self.left.values():
-            yield from _other_kind(node, now(node.address))
+        """Facts of that layout that differ for the tensors held now."""
+        for node in self.written_back.values():
+            yield from _kind_departures(node, now(node.address))
         for node in self.tied:
             for other in node.aliases:
                 first, second = now(node.address), now(other)
@@ -66,13 +64,13 @@ class Begun:
                     yield Departure(f"whether `{node.address}` and `{other}` hold one tensor", "True", "False")
         if self.moved and self.touched:
             held = {node.name: now(node.address) for node in self.graph.state_nodes}
-            meeting = self._meeting({name: tensor for name, tensor in held.items() if tensor is not None})
-            for one, other in sorted(meeting ^ self.meeting):
+            meeting = self._overlapping({name: tensor for name, tensor in held.items() if tensor is not None})
+            for one, other in sorted(meeting ^ self.overlaps):
                 shared = ("apart", "shared") if (one, other) in meeting else ("shared", "apart")
                 yield Departure(f"the memory of {one} and {other}, which the model writes,", *shared)
 
-    def _meeting(self, tensors: dict[str, torch.Tensor]) -> frozenset[Pair]:
-        """The pairs that share memory, of which one is written, and one exchanged."""
+    def _overlapping(self, tensors: dict[str, torch.Tensor]) -> frozenset[Pair]:
+        """The pairs that share memory, where one is written and one is reassigned by the forward."""
         if not self.touched or not self.moved:
             return frozenset()
         found = Overlaps.among(tensors, self.moved.intersection(tensors), True).meeting
@@ -80,7 +78,7 @@ class Begun:
 
 
 def exchanged(graph: Graph) -> frozenset[str]:
-    """The addresses of what `tensor.data = value` gave other memory, and did not write."""
+    """The addresses whose tensors got other memory by `tensor.data = value`, and were not written."""
     return frozenset([address for address, ref in graph.changes if _is_exchanged(graph, ref)])
 
 
@@ -89,13 +87,12 @@ def _is_exchanged(graph: Graph, ref: Ref) -> bool:
     return isinstance(node, Call) and node.target.function in (standing, torch.Tensor.detach)
 
 
-def _other_kind(node: State, tensor: torch.Tensor | None) -> Iterable[Departure]:
-    """Another shape, dtype, device or layout: Python may have read it, and nobody sees that."""
+def _kind_departures(node: State, tensor: torch.Tensor | None) -> Iterable[Departure]:
+    """Another shape, dtype, device or layout: Python may have read it unseen."""
     if tensor is None:
         return ()
     now, then = TensorSpec.of(tensor), node.meaning
-    kinds = [(one.shape, one.dtype, one.device, one.layout) for one in (now, then)]
-    if kinds[0] == kinds[1]:
+    if (now.kind, now.layout) == (then.kind, then.layout):
         return ()
     was, is_now = (
         f"{one}{f' in {one.layout}' * (now.layout is not then.layout)} on {one.device}" for one in (then, now)
@@ -104,8 +101,8 @@ def _other_kind(node: State, tensor: torch.Tensor | None) -> Iterable[Departure]
 
 
 def with_present_state(record: Record, model: Any) -> Record:
-    """The record with the parameters and buffers that the model holds under their addresses now. `model` is None where
-    only the places are known at which they were found.
+    """The record with the parameters and buffers that the model holds at their addresses now. With `model` None only
+    the places are known where they were found.
     """
     if record.graph.not_again:
         raise StaleValue(f"{record.graph.not_again[0]}: the next one may take another path.\n{CAPTURE_AGAIN}")
@@ -121,19 +118,19 @@ def with_present_state(record: Record, model: Any) -> Record:
             live[node.name] = held
         elif place is not None and place.tensor is not None and node.name not in record.graph.written_state:
             raise StaleValue(f"the {node.kind} `{node.address}` {place.change}.\n{CAPTURE_AGAIN}")
-    for address in _appeared(record.graph, module) if module is not None else ():
+    for address in _new_state_addresses(record.graph, module) if module is not None else ():
         raise StaleValue(f"the model has `{address}` now, and had none when it was captured.\n{CAPTURE_AGAIN}")
     names = [address for node in record.graph.state_nodes for address in (node.address, *node.aliases)]
-    stand = {address: _standing(address, places, module) for address in names}
-    for departure in Begun(record).departures(stand.get):
+    held_now = {address: _held_now(address, places, module) for address in names}
+    for departure in Begun(record).departures(held_now.get):
         _departed(departure)
     return evolve(record, live=live, places=places)
 
 
-def _standing(address: str, places: Mapping[str, StatePlace], module: nn.Module | None) -> torch.Tensor | None:
-    """What stands at an address now: in the module that the model has there."""
+def _held_now(address: str, places: Mapping[str, StatePlace], module: nn.Module | None) -> torch.Tensor | None:
+    """The tensor at an address now, in the module that the model has there."""
     place = places.get(address)
-    holder = _below(module, address.split(".")[:-1]) if place is not None and place.kind != "attribute" else None
+    holder = _module_at(module, address.split(".")[:-1]) if place is not None and place.kind != "attribute" else None
     if place is not None and holder is not None:
         place = evolve(place, held=(holder._parameters, holder._buffers))
     return place.now() if place is not None else None
@@ -143,12 +140,12 @@ CAPTURE_AGAIN = "Capture the model again, as it is now."
 
 
 def _holder(model: nn.Module | None, node: State) -> nn.Module | None:
-    """The module that holds a parameter or buffer now: another one, where it was replaced in the model."""
-    return None if node.kind == "attribute" else _below(model, node.address.split(".")[:-1])
+    """The module that holds a parameter or buffer now, also where that module was replaced."""
+    return None if node.kind == "attribute" else _module_at(model, node.address.split(".")[:-1])
 
 
-def _below(model: nn.Module | None, path: Iterable[str]) -> nn.Module | None:
-    """The module at an address, as the model has it now. The compiler's wrapper is no level of it."""
+def _module_at(model: nn.Module | None, path: Iterable[str]) -> nn.Module | None:
+    """The module at an address now. The compiler's wrapper is no level of it."""
     try:
         holder = reduce(getattr, path, model)
     except AttributeError:
@@ -158,12 +155,12 @@ def _below(model: nn.Module | None, path: Iterable[str]) -> nn.Module | None:
     return holder if isinstance(holder, nn.Module) else None
 
 
-def _appeared(graph: Graph, model: nn.Module) -> Iterator[str]:
-    """Parameters and buffers that stand now in modules that were called, and did not when the model was captured."""
+def _new_state_addresses(graph: Graph, model: nn.Module) -> Iterator[str]:
+    """Parameters and buffers that modules of the forward have now, and had not when it was captured."""
     known = {*graph.unread, *[address for node in graph.state_nodes for address in (node.address, *node.aliases)]}
     known |= {address for address, _ in graph.changes} | {*graph.removed}
     for address in dict.fromkeys(["", *[scope.address for scope, _ in graph.module_outputs]]):
-        module, prefix = _below(model, address.split(".") if address else ()), f"{address}." if address else ""
+        module, prefix = _module_at(model, address.split(".") if address else ()), f"{address}." if address else ""
         for held in (module._parameters, module._buffers) if module is not None else ():
             for key, tensor in held.items():
                 if tensor is not None and prefix + key not in known:
@@ -173,7 +170,7 @@ def _appeared(graph: Graph, model: nn.Module) -> Iterator[str]:
 def rerun(
     record: Record, sources: dict[Ref, torch.Tensor] | None = None, graph: Graph | None = None
 ) -> tuple[Record, Any]:
-    """A Record of the whole program run on these sources (as they are now, if none are given), and its output."""
+    """A Record of the whole program run on these sources (the current ones by default), and its output."""
     is_refreshed, graph = sources is None, graph or record.graph
     if sources is None:
         sources = {}
@@ -181,7 +178,7 @@ def rerun(
             if not isinstance(node, Call):
                 ref = Ref(node.name)
                 held = record.live.get(node.name) if isinstance(node, State) else None
-                sources[ref] = _present(record, node, record.values[ref] if held is None else held)
+                sources[ref] = _current_source(record, node, record.values[ref] if held is None else held)
     if is_refreshed:
         require_as_asked(graph, record.values, sources, OuterModes.of_replay(graph, False))
     made = plan(graph, range(len(graph)), bytearray(len(graph)), (), rerun_all=True, keep=range(len(graph)))
@@ -199,11 +196,11 @@ def rerun(
         {**record.draws, **ran.states_begun},
         live,
         account=record.account.untimed(),
-        places=_as_they_are(record, live),
-        lent=_lent_now(record, values),
+        places=_current_places(record, live),
+        lent=_current_lent(record, values),
     )
     fresh = fresh if record.saved is None else keeping(fresh, record.saved)
-    return fresh, thaw(graph.output, lambda leaf: values[leaf] if type(leaf) is Ref else leaf)
+    return fresh, filled(graph.output, values.__getitem__)
 
 
 def _departed(departure: Departure) -> NoReturn:
@@ -212,13 +209,13 @@ def _departed(departure: Departure) -> NoReturn:
     )
 
 
-def _lent_now(record: Record, values: dict[Ref, torch.Tensor]) -> dict[str, tuple[str, torch.Tensor]]:
+def _current_lent(record: Record, values: dict[Ref, torch.Tensor]) -> dict[str, tuple[str, torch.Tensor]]:
     """What the model holds in the memory of inputs, as those are now."""
     now = {address: (name, first, values[Ref(name)]) for address, (name, first) in record.lent.items()}
     return {a: (n, t if t.stride() == first.stride() else first) for a, (n, first, t) in now.items()}
 
 
-def _present(record: Record, node: Node, tensor: torch.Tensor) -> torch.Tensor:
+def _current_source(record: Record, node: Node, tensor: torch.Tensor) -> torch.Tensor:
     """A source as it is now, if it is of the recorded kind."""
     assert not isinstance(node, Call)
     now, then = TensorSpec.of(tensor), node.meaning
@@ -231,7 +228,7 @@ def _present(record: Record, node: Node, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _as_they_are(record: Record, live: Mapping[str, torch.Tensor]) -> dict[str, StatePlace]:
+def _current_places(record: Record, live: Mapping[str, torch.Tensor]) -> dict[str, StatePlace]:
     """The places of the model's tensors, as they look now."""
     found = dict(record.places)
     for node in record.graph.state_nodes:
@@ -242,7 +239,7 @@ def _as_they_are(record: Record, live: Mapping[str, torch.Tensor]) -> dict[str, 
 
 
 def as_it_came_out(graph: Graph, values: Mapping[Ref, torch.Tensor]) -> Graph:
-    """The graph with the shapes and dtypes of these values; nodes of which they have none stay as they are."""
+    """The graph with the specs of these values. Nodes without values keep theirs."""
     nodes: list[Node] = []
     for node in graph.nodes:
         refs = refs_in(node.returns) if isinstance(node, Call) else [Ref(node.name)]
@@ -259,7 +256,7 @@ def as_it_came_out(graph: Graph, values: Mapping[Ref, torch.Tensor]) -> Graph:
 
 
 def move(record: Record, *args: Any, **kwargs: Any) -> tuple[Record, Any]:
-    """A Record on another device or in another dtype: floating sources are cast, devices in arguments rewritten."""
+    """A Record on another device or in another dtype: floating sources are cast, devices in arguments replaced."""
     probe = torch.empty(0).to(*args, **kwargs)
     sources = {}
     for node in record.graph.nodes:

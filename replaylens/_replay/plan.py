@@ -1,4 +1,4 @@
-"""Which nodes must run, and when each value may be forgotten.
+"""Which nodes must run, and when each value may be freed.
 
 In: a Graph, the nodes wanted, the nodes whose values are known, the nodes that are changed. Out: a Plan. No tensor is
 touched here, so plans are tested on graphs written by hand, and the interpreter has no decision left to take.
@@ -40,14 +40,14 @@ def plan(
     last: Iterable[int] = (),
     heeded: Iterable[int] = (),
 ) -> Plan:
-    """The causal cone: what a change can reach and the wanted nodes need, and what must be computed again for it.
+    """The causal cone: what a change can reach and the wanted nodes need, and what must run again for it.
 
-    `known` marks nodes with a usable value; `changed` ones get another value than the recorded one; those `replaced`
-    do not even need it. With `rerun_all` every call is wanted, and nothing but sources is taken as known. What follows
-    the nodes in `again` runs again on the same values, so that it asks no guard. Of the draws in `turns` (position ->
-    the draw before it in its stream) the earlier one runs wherever the later one does; elsewhere it does where it may
-    leave the generator in another state than the recorded one. Those in `last` run for where they leave the generator.
-    Changed nodes that are `heeded` are changed even where nobody wants them: a fact hangs on how they come out.
+    `known` marks nodes with a usable value; `changed` nodes get another value than the recorded one, for which
+    `replaced` ones do not even need the old. With `rerun_all` every call is wanted, and only sources count as known.
+    Nodes behind those in `again` run again on the same values, so they ask no guard. `turns` maps a draw to the draw
+    before it in its stream: the earlier one runs wherever the later one does; without an entry it runs only where it
+    may leave the generator in another state than recorded. Draws in `last` run for the state in which they leave the
+    generator. Changed nodes in `heeded` are changed even if nobody wants them: a guarded fact depends on their value.
     """
     known_marks = bytearray(len(graph)) if not isinstance(known, bytearray) else known
     if known_marks is not known:
@@ -78,9 +78,7 @@ def plan(
 
 
 def _below(graph: Graph, changed: tuple[int, ...]) -> bytearray:
-    """Marks of every node whose value a change can alter: the changed ones themselves are not, unless one reaches
-    another.
-    """
+    """Marks the nodes whose value a change can alter. A changed node is marked only if another one reaches it."""
     marks = bytearray(len(graph))
     stack = [user for position in changed for user in graph.reached[position]]
     while stack:
@@ -104,7 +102,7 @@ def _guards(
 
 
 def _sources(graph: Graph, ends: set[int]) -> bytearray:
-    """Marks of everything that is no call and that something reads."""
+    """Marks every node that is no call and that something reads."""
     calls, users = graph.call_marks, graph.users
     return bytearray([not call and (bool(users[p]) or p in ends) for p, call in enumerate(calls)])
 

@@ -1,8 +1,8 @@
-"""Record: what is known of one run of a program, and what was worked out of that.
+"""Record: what is known of one run of a program, and what was computed from that.
 
 In: a Graph, the values of a run of it, and where the model holds its own tensors. Out: a value, if nobody overwrote it
-since, computed again if it was not kept; or StaleValue, with the reason. Compiled plans and the like are kept with it,
-each kind in a Cache of the module that makes it.
+since, recomputed if it was not kept; or StaleValue with the reason. Compiled plans and the like are kept with the
+record, each kind in a Cache of the module that makes it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OVERWRITTEN = -2  # in the place of a write counter: of a copy of what had been 
 
 
 class Versions(dict[Ref, int]):
-    """Torch's write counters of the recorded values: most are zero, and are not kept."""
+    """Torch's write counters of the recorded values. Most are zero, and are not stored."""
 
     def __init__(self, pairs: Iterable[tuple[Ref, int]]) -> None:
         super().__init__([(ref, count) for ref, count in pairs if count])
@@ -42,18 +42,18 @@ class Versions(dict[Ref, int]):
 
 @frozen(eq=False)
 class Cache(Generic[K, V]):
-    """What a module works out of records, and keeps with each: its newest values, by key. The module owns the Cache,
-    which carries the types; the values go when their record goes.
+    """What a module derives from records, kept with each record: the newest values, by key. The module owns the
+    Cache, which carries the types; the values die with their record.
     """
 
     size: int = 64
 
     def get(self, record: Record, key: K) -> V | None:
-        """What is kept for a record under a key."""
+        """The value kept for a record under a key."""
         return record.caches.get(self, NOTHING).get(key)
 
     def put(self, record: Record, key: K, value: V) -> V:
-        """Keep it. The oldest one makes room."""
+        """Keeps a value; the oldest one makes room."""
         kept = record.caches.setdefault(self, {})
         if len(kept) >= self.size and key not in kept:
             kept.pop(next(iter(kept)), None)
@@ -66,9 +66,7 @@ NOTHING: dict[Any, Any] = {}
 
 @define(eq=False)
 class Record:
-    """A Graph with what is known of one run of it. Values are kept by reference, with torch's write counter
-    beside them.
-    """
+    """A Graph with what is known of one run of it. Values are kept by reference, with torch's write counters."""
 
     graph: Graph
     values: dict[Ref, torch.Tensor]
@@ -87,7 +85,7 @@ class Record:
     caches: dict[Cache[Any, Any], dict[Any, Any]] = field(factory=dict, init=False)  # of this very record alone
 
     def value(self, ref: Ref) -> torch.Tensor:
-        """A recorded value, if nobody overwrote it since; computed again, if it was not kept."""
+        """A recorded value, if nobody overwrote it since; recomputed, if it was not kept."""
         tensor = self.values.get(ref)
         if tensor is None:
             return recovered(self, [ref])[ref]
@@ -96,18 +94,18 @@ class Record:
         return tensor
 
     def stale(self, ref: Ref) -> str | None:
-        """Why a recorded value does not hold any more."""
+        """Why a recorded value no longer holds; None if it does."""
         if self.versions[ref] != version_of(self.values[ref]):
             return stale_text(self.graph, ref)
         place = self.place_of(ref)
         if place is None or place.is_as_it_was():
             return None
-        if settled(place.is_as_it_was):  # another thread ran the model once more, and had something else there
+        if settled(place.is_as_it_was):  # another thread was running the model, and has put it back
             return None
         return stale_text(self.graph, ref, place)
 
     def place_of(self, ref: Ref) -> StatePlace | None:
-        """Where the model holds the memory in which a recorded value lies, if that is to be as it was recorded."""
+        """The place in the model whose memory a recorded value shares, if that must be unchanged."""
         by_name, by_storage = self.watched
         if not by_name:
             return None
@@ -115,8 +113,8 @@ class Record:
 
     @cached_property
     def watched(self) -> tuple[dict[str, StatePlace], dict[int, StatePlace]]:
-        """The state whose recorded values are the model's own tensors: its places, by the name of a node and by
-        storage. What the forward writes is kept by value.
+        """The places of state whose recorded values are the model's own tensors, by the name of a node and by
+        storage. State that the forward writes is kept by value.
         """
         by_name, by_storage = {}, {}
         for node in self.graph.state_nodes if self.places else ():
@@ -131,22 +129,22 @@ class Record:
 
     @cached_property
     def steady(self) -> Steady:
-        """Are all of them as they were recorded?"""
+        """Whether all values are as they were recorded."""
         return Steady(self, self.values)
 
     def steady_values(self) -> list[torch.Tensor]:
-        """All recorded values without their histories, if nobody overwrote one since."""
+        """All recorded values without their histories; raises if one was overwritten."""
         self.require_steady()
         return [tensor.detach() if tensor.requires_grad else tensor for tensor in self.values.values()]
 
     def require_steady(self) -> None:
-        """Did nobody overwrite a recorded value?"""
+        """Raises if a recorded value was overwritten."""
         if not self.steady:
             self.steady.require(self)
 
 
 class Steady:
-    """Whether some recorded values are as they were: asked at each replay, so all at once."""
+    """Whether some recorded values are unchanged: asked at each replay, so for all at once."""
 
     def __init__(self, record: Record, refs: Iterable[Ref]) -> None:
         self.refs = list(refs)
@@ -158,14 +156,14 @@ class Steady:
         return versions_of(self.tensors) == self.versions and bool(self.standing)
 
     def require(self, record: Record) -> None:
-        """Refuse to go on where they are not: raises for the one that was overwritten."""
+        """Raises for the value that was overwritten."""
         for ref in self.refs:
             record.value(ref)
 
 
 def recovered(record: Record, refs: Iterable[Ref]) -> dict[Ref, torch.Tensor]:
-    """The values at these Refs, of which none was kept: the very ones that the model had, draws included, without
-    histories. Only what they need is run.
+    """The values at these Refs, recomputed: the very ones that the model had, draws included, without histories.
+    Only what they need runs.
     """
     graph, wanted = record.graph, list(dict.fromkeys(refs))
     positions = {graph.positions[ref.node] for ref in wanted}
@@ -195,5 +193,5 @@ def stale_text(graph: Graph, ref: Ref, place: StatePlace | None = None) -> str:
 
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:
-    """The same value without a history."""
+    """The value without a history."""
     return tensor.detach() if tensor.requires_grad else tensor

@@ -1,8 +1,7 @@
-"""replay: run a program again, whole or in part, with changes.
+"""Replay: runs a program again, whole or in part, with changes.
 
-In: the record of a forward pass and a Request. Out: a Run. What must run is decided in plan.py, what it begins with in
-supply.py, how it runs in interpreter.py; here the request is translated into positions and values, and the result read
-back.
+In: the record of a forward pass and a Request. Out: a Run. plan.py decides what runs, supply.py with which values,
+interpreter.py runs it; here the request is translated into positions and values, and the result is read back.
 """
 
 from __future__ import annotations
@@ -41,10 +40,13 @@ from .supply import Beginning, Run, is_drawn_anew, known_marks
 
 
 def replay(
-    record: Record, request: Request, resolve: Callable[[Any], Location], told: Callable[[Code], Code] | None = None
+    record: Record,
+    request: Request,
+    resolve: Callable[[Any], Location],
+    instrument: Callable[[Code], Code] | None = None,
 ) -> Run:
-    """Run what the request needs. `resolve` finds what a user's name means, for the Run's own lookups."""
-    ran = execute(record, request, told)
+    """Runs what the request needs. `resolve` turns a user's name into a Location, for lookups in the Run."""
+    ran = execute(record, request, instrument)
     graph, request, values = record.graph, ran.request, ran.values
 
     def finish(value: Any) -> Any:
@@ -52,35 +54,35 @@ def replay(
 
     late = Late(ran, record, finish)
 
-    def by_name(name: Any) -> Any:
+    def lookup(name: Any) -> Any:
         at = name if isinstance(name, Location) else resolve(name)
-        return _read(graph, late, ended, at)
+        return _read(graph, late, patched_outputs, at)
 
-    def end(leaf: Any) -> Any:
+    def output_leaf(leaf: Any) -> Any:
         if type(leaf) is not Ref:
             return leaf
-        return ended[leaf] if leaf in ended else finish(values[leaf])
+        return patched_outputs[leaf] if leaf in patched_outputs else finish(values[leaf])
 
     has_output = request.to is None
-    ended = {ref: finish(change(values[ref])) for ref, change in request.ends.items()} if has_output else {}
-    output = thaw(graph.output, end) if has_output else None
+    patched_outputs = {ref: finish(change(values[ref])) for ref, change in request.ends.items()} if has_output else {}
+    output = thaw(graph.output, output_leaf) if has_output else None
     changes: dict[str, Any] = {a: finish(values[ref]) for a, ref in graph.changes} if has_output else {}
     changes |= dict.fromkeys(graph.removed) if has_output else {}
-    return Run(values.code.executed, changes, tuple(ran.departures), output, has_output, by_name, late.everything)
+    return Run(values.code.executed, changes, tuple(ran.departures), output, has_output, lookup, late.everything)
 
 
-def _read(graph: Graph, late: Late, ended: Mapping[Ref, Any], at: Location) -> Any:
-    """What a run has at a place."""
+def _read(graph: Graph, late: Late, patched_outputs: Mapping[Ref, Any], at: Location) -> Any:
+    """What a run has at a Location."""
     if (places := at.inner) is not None:
-        return thaw(places, lambda leaf: _read(graph, late, ended, leaf) if type(leaf) is Location else leaf)
-    if at.output is not None and at.output in ended:
-        return ended[at.output]
+        return thaw(places, lambda leaf: _read(graph, late, patched_outputs, leaf) if type(leaf) is Location else leaf)
+    if at.output is not None and at.output in patched_outputs:
+        return patched_outputs[at.output]
     return late(graph.positions[at.node], at.tree(graph))
 
 
 @frozen(eq=False)
 class Executed:
-    """What a request came to: the values after its last step, and where it left the recorded path."""
+    """The result of a request: the values after its last step, and where it left the recorded path."""
 
     request: Request
     wanted: frozenset[int]
@@ -94,23 +96,26 @@ class Executed:
         return self.values[ref]
 
 
-def execute(record: Record, request: Request, told: Callable[[Code], Code] | None = None) -> Executed:
-    """Run what the request needs. `told` may put other code in its place, which does the same and tells of it."""
-    departed = _Departures(request.on_divergence)
+def execute(record: Record, request: Request, instrument: Callable[[Code], Code] | None = None) -> Executed:
+    """Runs what the request needs. `instrument` may wrap the code to observe it."""
+    departed = _DepartureHandler(request.on_divergence)
     _require_fitting(request, departed)
-    graph, record = record.graph, _with_starts(record, request)
+    graph, record = record.graph, _with_start_values(record, request)
     compiled = _compiled(record, request)
     code = compiled.code
     if request.grad:
         require_differentiable(graph)
-    for departure in _foreseen(graph, request):
+    for departure in _departures_before(graph, request):
         departed(departure)
     given = {Ref(graph.nodes[position].name): tensor for position, tensor in request.given.items()}
     around = OuterModes.of_replay(graph, request.grad)
     if [*map(departed, departures_of(graph, record.values, given, around))]:
         request = evolve(request, given=_on_the_recorded_path(graph, request.given))
 
-    remembered, looks = Remembered(), {p: (mark_of(tensor), sight_of(tensor)) for p, tensor in request.given.items()}
+    remembered, given_marks = (
+        Remembered(),
+        {p: (mark_of(tensor), sight_of(tensor)) for p, tensor in request.given.items()},
+    )
     env = compiled.beginning.begin(record, request)
     env[code.departed] = departed
     if code.patches:
@@ -121,19 +126,19 @@ def execute(record: Record, request: Request, told: Callable[[Code], Code] | Non
             env[slot] = applying.function(position, number, request.changed[position][number])
     try:
         with (
-            raising(graph, partial(_altered, graph, request), departed),
-            _drawing_anew() if request.fresh else nullcontext(),
+            raising(graph, partial(_changed_nodes, graph, request), departed),
+            _undoing_draws() if request.fresh else nullcontext(),
         ):
-            run_code(graph, Values(code if told is None else told(code), env))
+            run_code(graph, Values(code if instrument is None else instrument(code), env))
     except LeftPath:
         remembered.undraw()
         raise
-    return Executed(request, compiled.wanted, Values(code, env), compiled.once, departed.found, remembered, looks)
+    return Executed(request, compiled.wanted, Values(code, env), compiled.once, departed.found, remembered, given_marks)
 
 
 @frozen(eq=False)
-class _Departures:
-    """Where a replay leaves the recorded path: an error, handed up so that the model itself is run, or noted."""
+class _DepartureHandler:
+    """Handles departures from the recorded path: raises, asks for a rerun of the model, or notes them."""
 
     on_divergence: str
     found: list[Departure] = field(factory=list)
@@ -146,16 +151,16 @@ class _Departures:
         self.found.append(departure)
 
 
-def _require_fitting(request: Request, departed: _Departures) -> None:
-    """Where what is given is not as it was recorded, that is a departure, or an error."""
+def _require_fitting(request: Request, departed: _DepartureHandler) -> None:
+    """Reports each mismatch of the given tensors as a departure, or raises."""
     for mismatch in request.mismatches:
         if request.on_divergence == "raise" or (request.on_divergence == "ignore" and not mismatch.can_follow):
             raise InputMismatch(mismatch.text)
         departed(mismatch.departure)
 
 
-def _with_starts(record: Record, request: Request) -> Record:
-    """With the values that gradients end at, where a replay begins at one: what came before has no part in them."""
+def _with_start_values(record: Record, request: Request) -> Record:
+    """The record with the values at which gradients end, where a replay begins at one."""
     starts = request.start if request.grad and not request.at else ()
     refs = [ref for position in starts for ref in refs_of(record.graph.nodes[position])]
     if all(ref in record.values for ref in refs):
@@ -164,7 +169,7 @@ def _with_starts(record: Record, request: Request) -> Record:
     return evolve(record, values={**record.values, **found})
 
 
-def _foreseen(graph: Graph, request: Request) -> Iterator[Departure]:
+def _departures_before(graph: Graph, request: Request) -> Iterator[Departure]:
     """Departures that are known before anything runs."""
     yield from led_astray(graph, request.changed)
     for name in graph.drawn_elsewhere if request.fresh else ():
@@ -174,7 +179,7 @@ def _foreseen(graph: Graph, request: Request) -> Iterator[Departure]:
 
 
 def led_astray(graph: Graph, changed: Mapping[int, tuple[Change, ...]]) -> Iterator[Departure]:
-    """Patches through which the model takes gradients in a way that they cannot take part in."""
+    """Patches that break aliasing, or through which the model takes gradients that cannot follow them."""
     for position, changes in changed.items():
         node = graph.nodes[position]
         if graph.shares_inputs and isinstance(node, Input):
@@ -185,13 +190,13 @@ def led_astray(graph: Graph, changed: Mapping[int, tuple[Change, ...]]) -> Itera
 
 
 def _on_the_recorded_path(graph: Graph, given: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """What is given as it would have to lie in memory for the model to go this way."""
+    """The given tensors in the memory layouts that the recorded path needs."""
     strides = {position: graph.nodes[position].meaning.strides for position in given}  # type: ignore[union-attr]
     return {p: tensor if is_wrapped(tensor) else in_layout(tensor, strides[p]) for p, tensor in given.items()}
 
 
-def _altered(graph: Graph, request: Request) -> list[str]:
-    """The nodes that may have another value than the recorded one to begin with."""
+def _changed_nodes(graph: Graph, request: Request) -> list[str]:
+    """The nodes that may have another value than recorded to begin with."""
     drawn = [call.name for call in graph.calls if call.draws is not None] if request.fresh else []
     changed = {graph.nodes[position].name for position in request.changed}
     again = [call.name for call in graph.again if not changed.isdisjoint(call.through)]
@@ -199,8 +204,8 @@ def _altered(graph: Graph, request: Request) -> list[str]:
 
 
 @contextmanager
-def _drawing_anew() -> Iterator[None]:
-    """What a replay draws from the user's generator before it leaves its path is drawn again by the model."""
+def _undoing_draws() -> Iterator[None]:
+    """Undoes the draws from the user's generator if the replay leaves its path: the model makes them again."""
     with drawing_alone():
         state = torch.default_generator.get_state()
         try:
@@ -212,7 +217,7 @@ def _drawing_anew() -> Iterator[None]:
 
 @frozen(eq=False)
 class _Compiled:
-    """What all requests of one kind have in common."""
+    """What all requests of one kind share."""
 
     code: Code
     beginning: Beginning
@@ -221,11 +226,11 @@ class _Compiled:
     writes_views: bool
 
 
-_KINDS: Cache[Hashable, _Compiled] = Cache()
+_COMPILED: Cache[Hashable, _Compiled] = Cache()
 
 
 def _compiled(record: Record, request: Request) -> _Compiled:
-    """The compiled plan for this kind of request: the same for all patches at the same values."""
+    """The compiled plan for this kind of request: one for all patches at the same values."""
     trees = [(p, tuple([change.tree for change in changes])) for p, changes in sorted(request.changed.items())]
     kind = (
         tuple(trees),
@@ -238,8 +243,8 @@ def _compiled(record: Record, request: Request) -> _Compiled:
         request.fresh,
         request.whole,
     )
-    known = _KINDS.get(record, kind)
-    return _KINDS.put(record, kind, _compile(record, request, dict(trees))) if known is None else known
+    known = _COMPILED.get(record, kind)
+    return _COMPILED.put(record, kind, _compile(record, request, dict(trees))) if known is None else known
 
 
 def _compile(record: Record, request: Request, trees: dict[int, tuple[Any, ...]]) -> _Compiled:
@@ -283,7 +288,7 @@ def _wanted(graph: Graph, request: Request) -> frozenset[int]:
 
 
 def _leaves_generator(request: Request) -> bool:
-    """Is the user's generator left where the model leaves it? A part of the program leaves it behind its last draw."""
+    """True if the user's generator ends where the model leaves it. Part of a program leaves it after its last draw."""
     return request.fresh and request.to is None and not request.start
 
 

@@ -1,6 +1,6 @@
-"""What a replay is asked for, as data: positions, tensors and functions that a replay works with. Nothing runs here.
+"""What a replay is asked for, as data: positions, tensors and functions. Nothing runs here.
 
-In: what inputs.py and patching.py made of a user's words. Out: a Request.
+In: what inputs.py and resolve_patches.py made of a user's words. Out: a Request.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .inputs import Mismatch
 
 @frozen(eq=False)
 class Change:
-    """A new value from the old one. `follows`: it depends on the old one, so that gradients go through it."""
+    """A new value from the old one. `follows`: it depends on the old value, so gradients go through it."""
 
     make: Callable[[Any], Any]
     follows: bool
@@ -29,7 +29,7 @@ class Change:
 
     @property
     def is_steady(self) -> bool:
-        """Does it give the same whenever it is asked? A user's function need not; a given tensor may be written to."""
+        """True if it always gives the same. A user's function need not; a given tensor may be written to."""
         return isinstance(self.what, (Zero, Mean, Clamp, Scale)) and not self.holds
 
     @property
@@ -42,24 +42,24 @@ class Change:
 
 @frozen
 class HandOffChange:
-    """One tensor that a call of a module hands on, and for which a patch is meant that names the module."""
+    """One tensor that a module call returns, and that a patch under the name of the module is for."""
 
     address: str
     call: int
-    number: int  # among the tensors that the call hands on
+    number: int  # among the tensors that the call returns
     count: int  # of these
     ref: Ref
-    is_every: bool  # in calls beyond the recorded too
+    is_every: bool  # in later calls, too
 
 
 @frozen
 class LivePatchScope:
-    """Which patches hold beyond what was recorded, where the model itself is run."""
+    """Which patches hold beyond what was recorded, where the model itself runs."""
 
-    every: frozenset[int] = frozenset()  # of the changed ones, those that are changed in passes beyond the recorded too
-    kinds: frozenset[str] = frozenset()  # of operations that are changed wherever they come up
-    globs: tuple[str, ...] = ()  # that mean modules: also such as were not recorded to run
-    hands: tuple[HandOffChange, ...] = ()  # of the changed ones, those that are what modules hand on
+    every: frozenset[int] = frozenset()  # changed positions that are patched in later passes, too
+    kinds: frozenset[str] = frozenset()  # of operations that are patched wherever they occur
+    globs: tuple[str, ...] = ()  # that name modules, also ones that were not recorded
+    hands: tuple[HandOffChange, ...] = ()  # changed positions that modules return
 
 
 @frozen(eq=False)
@@ -78,7 +78,5 @@ class Request:
     fresh: bool = False
     on_divergence: str = "raise"
     whole: bool = False
-    at: frozenset[Ref] = frozenset()  # where gradients are to be taken: nothing else begins a history
-    beyond: Callable[[], LivePatchScope] = (
-        LivePatchScope  # what its patches mean beyond what was recorded, should the model be run
-    )
+    at: frozenset[Ref] = frozenset()  # where gradients are taken: only there histories begin
+    beyond: Callable[[], LivePatchScope] = LivePatchScope  # what its patches mean if the model itself runs

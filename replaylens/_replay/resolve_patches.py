@@ -1,8 +1,8 @@
 """A user's patches as changes of a program's values.
 
-In: what was given for which sites, and the graph. Out: functions from a node's value to its new value, which check that
-the new one is of the recorded shape and dtype. References are bound to what they have there. Then, for one replay, the
-functions that stand in the slots of its env.
+In: what was given for which Locations, and the graph. Out: functions from a node's value to its new value, which check
+the recorded shape and dtype. Value sources are bound to what they have there. Then, for one replay, the functions that
+stand in the slots of its env.
 """
 
 from __future__ import annotations
@@ -39,74 +39,78 @@ Changes = dict[int, tuple[Change, ...]]
 
 
 def changes_of(
-    graph: Graph, patch: Any, start: Location | None, sites: Callable[[Any], tuple[Location, ...]]
+    graph: Graph, patch: Any, start: Location | None, locations: Callable[[Any], tuple[Location, ...]]
 ) -> tuple[Changes, dict[Ref, Change]]:
-    """Patches at nodes, by position, and at outputs of the program. `sites` finds what a key means."""
-    wanted = _wanted(graph, patch, start, sites)
+    """Patches at nodes, by position, and at outputs of the program. `locations` resolves a key."""
+    wanted = _by_location(graph, patch, start, locations)
     changed: Changes = {}
     ends: dict[Ref, Change] = {}
     keys: dict[tuple[bool, Ref], Any] = {}  # an output of the program is another value than the node that gives it
-    for site, key, what in wanted:
+    for location, key, what in wanted:
         try:
-            made = change_at(graph, site, what)
+            made = change_at(graph, location, what)
         except BadPart as error:
-            if is_named(key, site):
+            if is_named(key, location):
                 raise
             raise BadPart(f"{error}\n{key!r} means this layer too. {CURE}") from error
-        for value in {(site.output is not None, ref) for ref in refs_in(made.tree)}:
+        for value in {(location.output is not None, ref) for ref in refs_in(made.tree)}:
             if value in keys:
                 both = f"under {keys[value]!r} and {key!r}"
-                raise ReplaylensError(f"two patches for {site.label}, {both}. Give one, or a list of both.")
+                raise ReplaylensError(f"two patches for {location.label}, {both}. Give one, or a list of both.")
             keys[value] = key
-        if site.output is not None:
-            ends[site.output] = made
+        if location.output is not None:
+            ends[location.output] = made
         else:
-            position = graph.positions[site.node]
+            position = graph.positions[location.node]
             changed[position] = (*changed.get(position, ()), made)
     return changed, ends
 
 
-def _wanted(
-    graph: Graph, patch: Any, start: Location | None, sites: Callable[[Any], tuple[Location, ...]]
+def _by_location(
+    graph: Graph, patch: Any, start: Location | None, locations: Callable[[Any], tuple[Location, ...]]
 ) -> list[tuple[Location, Any, Any]]:
-    """What was given for each site, and under which key."""
+    """What was given for each Location, and under which key."""
     if patch is None:
         return []
     if isinstance(patch, Mapping):
-        pairs = [(site, key, what) for key, what in patch.items() for site in sites(key)]
-        return [(one, key, each) for site, key, what in pairs for one, each in _spread(graph, site, what)]
+        pairs = [(location, key, what) for key, what in patch.items() for location in locations(key)]
+        return [
+            (one, key, each) for location, key, what in pairs for one, each in _for_each_tensor(graph, location, what)
+        ]
     if start is None:
         raise ReplaylensError("a bare patch needs from_= to say where. Or give a mapping: patch={'relu_3': tensor}.")
-    return [(one, start.name, each) for one, each in _spread(graph, start, patch)]
+    return [(one, start.name, each) for one, each in _for_each_tensor(graph, start, patch)]
 
 
-def _spread(graph: Graph, site: Location, what: Any) -> list[tuple[Location, Any]]:
-    """What was given for a site, for each of the tensors that a module hands on there, and that something reads."""
-    each, read = site.each, [one for one in site.each if not _is_read_inside_alone(graph, one)]
+def _for_each_tensor(graph: Graph, location: Location, what: Any) -> list[tuple[Location, Any]]:
+    """What was given for a Location, for each tensor that a module returns there and that something reads."""
+    each, read = location.each, [one for one in location.each if not _has_no_outside_reader(graph, one)]
     if not read:
         raise BadPatch(
-            f"nothing outside of the module reads what {site.name!r} hands on: patched there, nothing would change. "
-            f"Inside it is {site.label!r}."
+            f"nothing outside of the module reads what {location.name!r} returns: a patch there changes nothing. "
+            f"Inside the module it is {location.label!r}."
         )
     if len(each) == 1:
-        return [(site, what)]
+        return [(location, what)]
     named = ", ".join(f"{one.name!r} ({one.part})" for one in each)
-    if not isinstance(what, (Patch, ValueSource, torch.Tensor)) and (_are_values(what) or isinstance(what, tuple)):
+    if not isinstance(what, (Patch, ValueSource, torch.Tensor)) and (_is_tensor_list(what) or isinstance(what, tuple)):
         flat: list[torch.Tensor] = []
         freeze_deep(what, flat.append)
         if len(flat) != len(each):
             raise ShapeMismatch(
-                f"{site.name!r} hands on {len(each)} tensors, {named}; {len(flat)} were given. Give as many."
+                f"{location.name!r} returns {len(each)} tensors, {named}; {len(flat)} were given. Give as many."
             )
         return [(one, new) for one, new in zip(each, flat, strict=True) if one in read]
     patch = patch_of(what)
-    if patch.parts or _takes_one(patch):
-        raise BadPatch(f"{site.name!r} hands on {len(each)} tensors, and {patch!r} is for one. Name the one: {named}.")
+    if patch.parts or _begins_with_tensor(patch):
+        raise BadPatch(
+            f"{location.name!r} returns {len(each)} tensors, and {patch!r} is for one. Name the one: {named}."
+        )
     return [(one, what) for one in read]
 
 
-def _is_read_inside_alone(graph: Graph, place: Location) -> bool:
-    """Is it a module's, and does nothing read it but the module itself? A forward hook there changes nothing."""
+def _has_no_outside_reader(graph: Graph, place: Location) -> bool:
+    """True for a module output that only the module itself reads: a forward hook there changes nothing."""
     if place.scope is None or place.names:
         return False
     mine = set(refs_in(place.tree(graph)))
@@ -118,16 +122,16 @@ def _is_read_inside_alone(graph: Graph, place: Location) -> bool:
     return all(isinstance(r, Call) and r.scope is not None and place.scope in r.scope.stack for r in readers)
 
 
-def _takes_one(patch: Patch) -> bool:
-    """Is it, or begins it with, one given tensor?"""
+def _begins_with_tensor(patch: Patch) -> bool:
+    """True if the patch is one given tensor, or begins with one."""
     steps = patch.patches if isinstance(patch, Chain) else (patch,)
     return any(isinstance(one, Set) and isinstance(one.value, torch.Tensor) for one in steps)
 
 
-def change_at(graph: Graph, site: Location, what: Any) -> Change:
-    """What was given for a site as a function from its value to its new value, with the result's meaning required."""
-    node = graph[site.node]
-    patched = _Patched(graph, node, site.tree(graph), specs_of(node), site.name)
+def change_at(graph: Graph, location: Location, what: Any) -> Change:
+    """What was given for a Location, as a function from its value to its new value that checks the result."""
+    node = graph[location.node]
+    patched = _Patched(graph, node, location.tree(graph), specs_of(node), location.name)
     is_laid_out = keeps_layout(what)
 
     def make(value: Any) -> Any:
@@ -161,12 +165,12 @@ class _Patched:
     node: Node
     tree: Any
     meanings: dict[Ref, TensorSpec]
-    name: str  # of the site, in references
+    name: str  # of the location, in references
 
     def new_value(self, what: Any) -> New:
         """What was given, as a function from the old value to the new one."""
         ordinary = partial(made_ordinary, self.graph)
-        if _are_values(what):
+        if _is_tensor_list(what):
             given = ordinary(what)
             return (lambda value: given), False, ()
         patch = patch_of(what)
@@ -181,7 +185,7 @@ class _Patched:
         if is_whole and isinstance(new := bound.terms()[1][0], torch.Tensor):
             laid = ordinary(new)
             return (lambda value: laid), False, (laid,)
-        return _with_ordinary(bound, ordinary), bound.follows, _tensors_of(bound)
+        return _outside_inference(bound, ordinary), bound.follows, _tensors_of(bound)
 
     def _for_each(self, patch: Patch, ordinary: Callable[[Any], Any]) -> New:
         """The patch at each of the floating tensors that a node gives."""
@@ -198,7 +202,7 @@ class _Patched:
             raise BadPatch(
                 f"{node} gives {len(refs)} tensors, none of a floating type. Give a tuple of tensors, or a function."
             )
-        made = [None if one is None else _with_ordinary(one, ordinary) for one in bound]
+        made = [None if one is None else _outside_inference(one, ordinary) for one in bound]
 
         def each(value: Any) -> Any:
             flat: list[torch.Tensor] = []
@@ -216,16 +220,16 @@ class _Patched:
         if isinstance(new, torch.Tensor):
             if type(self.tree) is not Ref:
                 raise self._too_few()
-            return self._fitting(self.tree, old, new)
+            return self._require_spec(self.tree, old, new)
         if isinstance(new, (tuple, list)) and isinstance(old, (tuple, list)) and len(new) == len(old):
             refs = refs_in(self.tree)
-            return tuple(map(self._fitting, refs, old, new)) if len(refs) == len(new) else new
+            return tuple(map(self._require_spec, refs, old, new)) if len(refs) == len(new) else new
         raise ShapeMismatch(
             f"the patch at `{self.node.name}` gives {type(new).__name__}, not a tensor.\n"
             f"{listing(self.graph, self.node.name)}"
         )
 
-    def _fitting(self, ref: Ref, old: Any, new: Any) -> torch.Tensor:
+    def _require_spec(self, ref: Ref, old: Any, new: Any) -> torch.Tensor:
         if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
             self._require_dense(old, new)
         meaning = self.meanings[ref]
@@ -240,9 +244,7 @@ class _Patched:
         return cast(torch.Tensor, new)
 
     def _require_dense(self, old: torch.Tensor, new: torch.Tensor) -> None:
-        """What reads a value cannot read one without numbers, nor mostly a sparse one in the place of a dense one.
-        Where nothing reads it, only what the model asks of it is another answer.
-        """
+        """Raises for a new value without numbers, or a sparse one that replaces a dense one, if anything reads it."""
         graph, name = self.graph, self.node.name
         if new.device != old.device:
             fact = f"a tensor on {new.device}; what uses it was recorded on {old.device}"
@@ -255,7 +257,7 @@ class _Patched:
         raise ShapeMismatch(f"the patch at `{name}` gives {fact}.\n{listing(graph, name, 'patched')}\n{cure}")
 
 
-def _with_ordinary(bound: Patch, ordinary: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _outside_inference(bound: Patch, ordinary: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """A patch, with its tensors as a replay takes them."""
     function, args, kwargs = bound.terms()
     given = [ordinary(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
@@ -268,26 +270,29 @@ def _tensors_of(bound: Patch) -> tuple[torch.Tensor, ...]:
     return tuple([arg for arg in bound.terms()[1] if isinstance(arg, torch.Tensor)])
 
 
-def _are_values(what: Any) -> bool:
-    """Is it no patch but several tensors, one for each that a node gives, or what is refused for what it is?"""
+def _is_tensor_list(what: Any) -> bool:
+    """True for several tensors, one for each that a node gives, and for anything that is no patch at all."""
     if isinstance(what, list):
         return all(isinstance(one, torch.Tensor) for one in what)
     return not isinstance(what, (Patch, ValueSource, torch.Tensor)) and not callable(what)
 
 
 def bound_patches(
-    graph: Graph, patch: Any, sites: Callable[[Any], tuple[Location, ...]]
+    graph: Graph, patch: Any, locations: Callable[[Any], tuple[Location, ...]]
 ) -> list[tuple[Location, list[tuple[Any, Patch]]]]:
-    """A mapping of patches as the patches of one tensor each, bound: for each site the values and what is for them.
+    """A mapping of patches as bound patches of one tensor each: for each Location the values and their patches.
 
-    What is wrong with them, `changes_of` and a replay with it say.
+    `changes_of` and a replay with it report what is wrong with them.
     """
-    wanted = _wanted(graph, patch, None, sites)
-    return [(site, _bound(graph[site.node], site.tree(graph), site.name, what)) for site, _, what in wanted]
+    wanted = _by_location(graph, patch, None, locations)
+    return [
+        (location, _bound(graph[location.node], location.tree(graph), location.name, what))
+        for location, _, what in wanted
+    ]
 
 
 def _bound(node: Any, tree: Any, name: str, what: Any) -> list[tuple[Any, Patch]]:
-    if _are_values(what):
+    if _is_tensor_list(what):
         flat: list[torch.Tensor] = []
         freeze_deep(what, flat.append)
         return [(ref, Set(tensor)) for ref, tensor in zip(refs_in(tree), flat, strict=True)]
@@ -300,8 +305,9 @@ def _bound(node: Any, tree: Any, name: str, what: Any) -> list[tuple[Any, Patch]
 
 @frozen(eq=False)
 class Applying:
-    """The patches of one replay, as the functions that it calls. What they give is remembered, and looked at: how it
-    lies in memory may lead away from the recorded path. Where that is ignored it is laid as recorded.
+    """The patches of one replay, as the functions that it calls. Results are remembered, and their memory layout is
+    checked: it may lead away from the recorded path. If that is ignored, the result is copied into the recorded
+    layout.
     """
 
     graph: Graph
@@ -311,7 +317,7 @@ class Applying:
     remembered: Remembered
 
     def function(self, position: int, number: int, change: Change) -> Callable[[Any], Any]:
-        """What is called with the value of a node, and gives the value that the replay goes on with."""
+        """The function of a patch: from the value of a node to the value that the replay continues with."""
         return self.remembered.watched(position, number, partial(self._applied, change), change.is_steady)
 
     def _applied(self, change: Change, old: Any) -> Any:
@@ -319,23 +325,23 @@ class Applying:
         if peek_interpreter_stack() is not None:
             return new
         if isinstance(new, torch.Tensor):
-            return self._looked_at(tree, old, new)
+            return self._check_layout(tree, old, new)
         refs = refs_in(tree)
         if not isinstance(new, (tuple, list)) or len(refs) != len(new):
             return new
         olds = old if isinstance(old, (tuple, list)) and len(old) == len(new) else [None] * len(new)
-        return tuple([self._looked_at(*one) for one in zip(refs, olds, new, strict=True)])
+        return tuple([self._check_layout(*one) for one in zip(refs, olds, new, strict=True)])
 
-    def _looked_at(self, ref: Ref, old: Any, new: torch.Tensor) -> torch.Tensor:
-        if self.writes_views and _is_handed_back(old, new) and detached_views(self.graph, (ref,)):
+    def _check_layout(self, ref: Ref, old: Any, new: torch.Tensor) -> torch.Tensor:
+        if self.writes_views and _shares_memory(old, new) and detached_views(self.graph, (ref,)):
             what = f"the memory of {ref}, which the model writes through it,"
             self.departed(Departure(what, "shared", "shared again"))
         found = [*map(self.departed, self.instead.departures(ref, old, new))]
         return self.instead.lay(ref, new) if found else new
 
 
-def _is_handed_back(old: Any, new: torch.Tensor) -> bool:
-    """Does a patch hand on the very memory that it was given?"""
+def _shares_memory(old: Any, new: torch.Tensor) -> bool:
+    """True if a patch returns the very memory that it was given."""
     if new is old:
         return True
     dense = isinstance(old, torch.Tensor) and new.layout is old.layout is torch.strided

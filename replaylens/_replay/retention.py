@@ -1,9 +1,8 @@
-"""Records that keep little, and how they become whole.
+"""Records that keep few values, and how they become complete again.
 
-In: a Record, and the nodes whose values are to be kept. Out: a Record that has these values and no others. What has to
-be there in any case stays: inputs, state and constants, which nothing computes; what the program returns and writes;
-contents that the model read in Python, by which it is known that a replay leaves the path; what an edit's functions
-made, which may make something else when they are called again.
+In: a Record, and the nodes whose values are to be kept. Out: a Record with these values and no others, except those
+that must exist: inputs, state and constants, which nothing computes; outputs and writes; contents that the model read
+in Python, which guards compare; results of an edit's functions, which may differ when called again.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from .record import Record, Versions, recovered
 
 
 def with_values(record: Record, refs: Iterable[Ref]) -> Record:
-    """The record with these values too."""
+    """The record with these values, too."""
     missing = [ref for ref in refs if ref not in record.values]
     if not missing:
         return record
@@ -44,14 +43,14 @@ def completed(record: Record) -> Record:
 
 
 def keeping(record: Record, names: frozenset[str]) -> Record:
-    """The record with the values of these nodes, and those that have to be there. No value holds a history, nor much
-    more memory than it fills.
+    """The record with the values of these nodes, and those that must exist. No value holds a history, nor much more
+    memory than it fills.
     """
     graph = record.graph
-    refs = dict.fromkeys([r for node in graph.nodes if node.name in names for r in refs_of(node)] + _always(graph))
+    refs = dict.fromkeys([r for node in graph.nodes if node.name in names for r in refs_of(node)] + _always_kept(graph))
     whole = with_values(record, refs)
     made = {ref: as_leaf(whole.values[ref]) for ref in refs if isinstance(graph[ref.node], Call)}
-    small = {ref: whole.value(ref).detach().clone() for ref in _parts_of_more(graph, made)}
+    small = {ref: whole.value(ref).detach().clone() for ref in _small_parts(graph, made)}
     small = {ref: tensor.requires_grad_(made[ref].requires_grad) for ref, tensor in small.items()}
     values = {ref: small.get(ref, made.get(ref, whole.values[ref])) for ref in refs}
     counts = Versions((ref, version_of(small[ref]) if ref in small else whole.versions[ref]) for ref in refs)
@@ -60,13 +59,13 @@ def keeping(record: Record, names: frozenset[str]) -> Record:
 
 
 def _histories(record: Record) -> dict[Ref, str]:
-    """What autograd would do for each value that has a history, which it is about to lose."""
+    """The autograd functions of values that are about to lose their histories."""
     found = {ref: history_of(value) for ref, value in record.values.items() if isinstance(record.graph[ref.node], Call)}
     return {ref: history for ref, history in found.items() if history is not None}
 
 
 def _without_objects(graph: Graph) -> Graph:
-    """The graph, holding none of the objects that the model and its modules gave: their tensors have histories."""
+    """The graph without the model's own objects: the tensors in them hold histories."""
     output, inside = bare(graph.output), tuple([(scope, bare(tree)) for scope, tree in graph.module_outputs])
     pairs = zip(inside, graph.module_outputs, strict=True)
     if output is graph.output and all(one[1] is other[1] for one, other in pairs):
@@ -74,16 +73,16 @@ def _without_objects(graph: Graph) -> Graph:
     return evolve(graph, output=output, module_outputs=inside)
 
 
-def _always(graph: Graph) -> list[Ref]:
-    """What nothing computes, or what has to be there to be compared with."""
-    read = [ref for guard in graph.guards if guard.compares_content for ref in guard.refs]
+def _always_kept(graph: Graph) -> list[Ref]:
+    """The values that nothing computes, or that guards compare."""
+    compared = [ref for guard in graph.guards if guard.compares_content for ref in guard.refs]
     sources = [Ref(node.name) for node in graph.nodes if not isinstance(node, Call)]
     varying = [ref for node in graph.calls if may_vary(node) for ref in refs_of(node)]
-    return [*sources, *graph.wanted_refs, *read, *varying]
+    return [*sources, *graph.wanted_refs, *compared, *varying]
 
 
-def _parts_of_more(graph: Graph, values: dict[Ref, torch.Tensor]) -> Iterator[Ref]:
-    """The values that hold on to memory more than twice as large as all that is kept of it."""
+def _small_parts(graph: Graph, values: dict[Ref, torch.Tensor]) -> Iterator[Ref]:
+    """The values whose storage is more than twice as large as all that is kept of it."""
     sizes: Counter[int] = Counter()
     dense = {ref: tensor for ref, tensor in values.items() if _is_dense(tensor)}
     for tensor in dense.values():
@@ -98,11 +97,11 @@ def _parts_of_more(graph: Graph, values: dict[Ref, torch.Tensor]) -> Iterator[Re
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Is a copy of it the same in strides?"""
+    """True if a copy has the same strides."""
     plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
     return plain and not tensor.is_conj() and not tensor.is_neg() and tensor.is_contiguous()
 
 
 def _looks_at_memory(call: Call) -> bool:
-    """Does a call look at memory by its geometry, past the edges of what it is given?"""
+    """True if a call reads memory by strides of its own, beyond what it is given."""
     return any(looks_at_memory(target) or "set_" in target.short for target in call.functions)

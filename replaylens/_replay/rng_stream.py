@@ -1,9 +1,11 @@
 """Where in a generator's stream each draw of a replay begins.
 
-In: a graph, the positions that run, and whether draws are to be fresh. Out: a Stream: which draws begin where another
-one ended, in slots of the env, and which state is left for the user. As recorded, a draw begins where it did; behind
-one that may have taken more numbers than it did, it begins where that one ends. Fresh draws go on from the user's
-generator as the model's would: what the forward seeded stays as it was, and draws that began in one state still do.
+In: a graph, the positions that run, and whether draws are fresh. Out: a Stream: which draws begin where another one
+ended, in slots of the env, and in which state the user's generator is left.
+
+A recorded draw begins in its recorded state; behind a draw that may have taken more or fewer numbers than recorded, it
+begins where that one ends. Fresh draws continue from the user's generator as the model's would: states that the
+forward seeded stay, and draws that began in one state still do.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from .._ir.world import freed, in_children, one_draws
 outside: list[torch.Tensor] = []  # the user's states of the global generator while replays set it; under `one_draws`
 
 
-def _in_a_child() -> None:
-    """Another thread of the parent may have been at work: the generator is the user's again."""
+def _reset_in_child() -> None:
+    """In a forked child: a thread of the parent may have been replaying; the generator is the user's again."""
     if not one_draws._is_owned():  # type: ignore[attr-defined]
         freed(one_draws)
         if outside:
@@ -33,18 +35,18 @@ def _in_a_child() -> None:
             outside.clear()
 
 
-in_children(_in_a_child)
+in_children(_reset_in_child)
 _START = ""  # the state in which the user's generator was when the replay began
 
 
 @frozen
 class Turn:
-    """One draw: the slot of the state that it begins with, and the slot for the state that it leaves."""
+    """One draw: the slot of the state in which it begins, and the slot for the state in which it ends."""
 
     begins: int | None = None
     ends: int | None = None
     starts: int | None = None  # the slot for the state before it, from which all fresh draws go on
-    goes_on: bool = False  # the generator is where it should be
+    continues: bool = False  # the generator is where it should be
     key: str = ""  # of a draw whose forerunner does not run: it has a stream of its own, made of the start and this
     own: bool = False  # it draws from a generator of its own
     held: tuple[int, ...] = ()  # the slots of the state that it begins with, for calls that run it again themselves
@@ -52,8 +54,8 @@ class Turn:
 
 @frozen
 class Stream:
-    """The turns by position; may the global generator be set; the state that the user is left with: its slot, or the
-    key of a recorded one.
+    """The turns by position; whether the global generator is set; and the state in which the user's is left: its
+    slot, or the key of a recorded one.
     """
 
     turns: dict[int, Turn] = field(factory=dict)
@@ -62,13 +64,15 @@ class Stream:
     is_fresh: bool = False
 
     def begun(self, graph: Graph) -> tuple[tuple[str, int], ...]:
-        """Of draws that may begin elsewhere than recorded: the key, and the slot of the state that they begin with."""
+        """For draws that may begin elsewhere than recorded: their key, and the slot of the state in which they
+        begin.
+        """
         keys = {position: key for key, position in graph.drawn.items()}
         return tuple([(keys[p], turn.begins) for p, turn in self.turns.items() if turn.begins is not None])
 
 
 def has_own_generator(node: Call) -> bool:
-    """Does a call draw from a generator that it is given?"""
+    """True if a call draws from a generator among its arguments."""
     return bool(leaves_of(Generator, node.trees))
 
 
@@ -80,7 +84,7 @@ def streamed(
     slots: Mapping[Ref, int],
     left: GeneratorLeft | None = None,
 ) -> Stream:
-    """The stream of the draws that run. `left`: where the user's generator is to be left, if that is known."""
+    """The stream of the draws that run. `left`: where the user's generator is to be left, if known."""
     drawing = [p for p in run if graph.nodes[p].draws is not None]  # type: ignore[union-attr]
     held = {p: tuple([slots[ref] for ref in graph.states[p]]) for p in drawing if p in graph.states}
     if fresh and drawing:
@@ -112,34 +116,34 @@ def _fresh(
     held: Mapping[int, tuple[int, ...]],
     left: GeneratorLeft | None,
 ) -> Stream:
-    """Draws that begin with the user's generator go on from there, in the model's order."""
-    begins = {p: _beginning(graph, p, set(drawing)) for p in drawing}
+    """The stream of fresh draws: in the model's order, from the state of the user's generator."""
+    begins = {p: _begin_of(graph, p, set(drawing)) for p in drawing}
     own = {p for p in drawing if has_own_generator(graph.nodes[p])}  # type: ignore[arg-type]
-    going, last, at = _going_on(graph, [p for p in drawing if p not in own], begins)
+    continuing, last, at = _continuing(graph, [p for p in drawing if p not in own], begins)
     end = _end(graph, drawing, left, last)
-    sets = len(going) + len(own) < len(drawing) or (left is not None and end != at)
-    wanted = {begins[p] for p in drawing if p not in going} | ({end} if sets else set())
+    sets = len(continuing) + len(own) < len(drawing) or (left is not None and end != at)
+    wanted = {begins[p] for p in drawing if p not in continuing} | ({end} if sets else set())
     fixed = left.fixed if left is not None and end == left.fixed else None
     start = literal(None) if any(type(begin) is str for begin in wanted - {fixed}) else None
     slots: dict[Any, int | None] = {p: literal(None) for p in drawing if p in wanted}
     turns: dict[int, Turn] = {}
     for number, p in enumerate(drawing):
-        begin = None if p in going else begins[p]
+        begin = None if p in continuing else begins[p]
         turns[p] = Turn(
             begins=start if type(begin) is str else slots.get(begin),
             ends=slots.get(p),
             starts=start if number == 0 else None,
-            goes_on=p in going,
+            continues=p in continuing,
             key=begin if type(begin) is str else "",
             own=p in own,
-            held=held.get(p, ()) if begin is not None or p in going else (),
+            held=held.get(p, ()) if begin is not None or p in continuing else (),
         )
     return Stream(turns, sets, (fixed or slots.get(end, start)) if sets else None, True)
 
 
 def _end(graph: Graph, drawing: list[int], left: GeneratorLeft | None, last: Any) -> Any:
-    """Where the user's generator is left: behind a draw, as it was, in a state that a seed fixed (its key); behind the
-    last that no seed fixed, where the model did not say.
+    """Where the user's generator is left: behind a draw; in a state that a seed fixed (its key); or behind the last
+    unseeded draw, if the model does not say.
     """
     if left is None:
         return last
@@ -151,23 +155,23 @@ def _end(graph: Graph, drawing: list[int], left: GeneratorLeft | None, last: Any
     return _START if left.follows is None and not is_own else last
 
 
-def _going_on(graph: Graph, drawing: list[int], begins: dict[int, Any]) -> tuple[set[int], Any, Any]:
-    """The draws for which the global generator is already where they begin; which of them goes on from the user's
-    state as the last; and behind which the generator is in the end.
+def _continuing(graph: Graph, drawing: list[int], begins: dict[int, Any]) -> tuple[set[int], Any, Any]:
+    """The draws for which the global generator is already in place; the last draw that continues the user's state;
+    and the draw behind which the generator ends.
     """
     at: Any = _START  # where the generator is, as far as draws of the program have moved it
     last: Any = _START
-    going: set[int] = set()
+    continuing: set[int] = set()
     for p in drawing:
         if begins[p] is not None and begins[p] == at:
-            going.add(p)
+            continuing.add(p)
         at = p
         last = last if graph.nodes[p].is_seeded else p  # type: ignore[union-attr]
-    return going, last, at
+    return continuing, last, at
 
 
-def _beginning(graph: Graph, position: int, drawing: set[int]) -> Any:
-    """The draw where one begins, or the key of its own stream, or None: with the state that was recorded."""
+def _begin_of(graph: Graph, position: int, drawing: set[int]) -> Any:
+    """The draw behind which one begins, the key of its own stream, or None for the recorded state."""
     node = graph.nodes[position]
     assert isinstance(node, Call)
     before = graph.turns.get(position)
@@ -183,12 +187,12 @@ def in_turn(read: Callable[..., Any], call: Callable[..., Any], turn: Turn, reco
         return env, read(env)
 
     def drawing(env: list[Any], given: Any) -> Any:
-        generator = _of(given) if turn.own else torch.default_generator
+        generator = _generator_in(given) if turn.own else torch.default_generator
         if turn.starts is not None:
             env[turn.starts] = torch.default_generator.get_state()
-        if not turn.goes_on:
+        if not turn.continues:
             state: Any = recorded if turn.begins is None else env[turn.begins]
-            generator.set_state(_branched(state, turn.key) if turn.key else state)
+            generator.set_state(_own_stream(state, turn.key) if turn.key else state)
         if turn.held:
             state = generator.get_state()
             for slot in turn.held:
@@ -201,8 +205,8 @@ def in_turn(read: Callable[..., Any], call: Callable[..., Any], turn: Turn, reco
     return reading, drawing
 
 
-def _of(given: Any) -> torch.Generator:
-    """The generator among the arguments that were read for a call."""
+def _generator_in(given: Any) -> torch.Generator:
+    """The generator among the arguments of a call."""
     stack = list(given)
     while stack:
         value = stack.pop()
@@ -215,22 +219,22 @@ def _of(given: Any) -> torch.Generator:
     return torch.default_generator
 
 
-def _branched(state: torch.Tensor, key: str) -> torch.Tensor:
-    """A state of its own for each key, the same for the same beginning."""
+def _own_stream(state: torch.Tensor, key: str) -> torch.Tensor:
+    """A state for each key, the same for the same start."""
     digest = blake2b(key.encode(), key=bytes(state.numpy()[-64:]), digest_size=8)
     digest.update(state.numpy().tobytes())
     return torch.Generator().manual_seed(int.from_bytes(digest.digest(), "little") >> 1).get_state()
 
 
 def left_at(slot: int, env: list[Any]) -> tuple[Any, ...]:
-    """The user's generator is left where the model leaves it."""
+    """Leaves the user's generator where the model leaves it."""
     if outside and env[slot] is not None:
         outside[-1] = env[slot]
     return (None,)
 
 
 def apart_from(stream: Stream, patch: Callable[..., Any]) -> Callable[..., Any]:
-    """A patch draws from the user's generator, not from what the model's draws made of it."""
+    """A patch that draws from the user's generator, and not from the state in which the model's draws left it."""
     if stream.is_fresh or not stream.sets:
         return patch
 
@@ -245,7 +249,7 @@ def apart_from(stream: Stream, patch: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def as_the_user() -> Iterator[None]:
-    """Within, the generator is the user's, which goes on from where it is left; afterwards it is as it was."""
+    """Within, the generator is the user's; afterwards it is as before."""
     before, depth = torch.default_generator.get_state(), len(outside)
     try:
         torch.default_generator.set_state(outside[-1])

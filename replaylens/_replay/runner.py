@@ -1,7 +1,7 @@
-"""The runner: a plan compiled, supplied and interpreted, in that order, for everybody who runs part of a program.
+"""The runner: compiles a plan, supplies its values and interprets it. All runs of part of a program go through it.
 
-In: a Graph, a Plan of it, and what says the values that it begins with. Out: Values. Who runs the same often keeps the
-Code, and does the last two steps alone.
+In: a Graph, a Plan of it, and the values that it begins with. Out: Values. Callers that repeat a run keep the Code,
+and call `begin` and `run_code` themselves.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import torch
 from attrs import frozen
 
 from .._ir.graph import Graph
-from .._ir.node import Ref
-from .._ir.trees import leaves, thaw
+from .._ir.node import Ref, filled, refs_in
 from .compile import AS_RECORDED, Mode, compile_plan
 from .guards import Departure
 from .interpreter import Code, Env, interpret, recorded_world
@@ -23,12 +22,12 @@ from .plan import Plan
 
 Patches = Mapping[int, tuple[tuple[Any, Callable[..., Any]], ...]]  # position -> (which of its values, new from old)
 Supply = Callable[[Ref], Any]
-Departed = Callable[[Departure], None]  # is told of each guard that has another answer than recorded
+Departed = Callable[[Departure], None]  # called with each departure
 
 
 @frozen(eq=False)
 class Values:
-    """The env of some code, read by Ref: as far as it was run, and without what nobody needs any more."""
+    """The env of some code, read by Ref: as far as it ran, and without values that were freed."""
 
     code: Code
     env: Env
@@ -37,20 +36,20 @@ class Values:
         return self.env[self.code.slots[ref]]
 
     def tree(self, tree: Any) -> Any:
-        """The values in the place of the Refs of a tree."""
-        return thaw(tree, lambda leaf: self[leaf] if type(leaf) is Ref else leaf)
+        """A tree with the values in place of its Refs."""
+        return filled(tree, self.__getitem__)
 
     def listed(self, tree: Any) -> list[Any]:
         """The values of the Refs in a tree."""
-        return [self[leaf] for leaf in leaves(tree) if type(leaf) is Ref]
+        return [self[ref] for ref in refs_in(tree)]
 
     def tensors(self, refs: Iterable[Ref]) -> dict[Ref, torch.Tensor]:
-        """Those of these values that are tensors."""
+        """The values at these Refs that are tensors."""
         return {ref: value for ref in refs if isinstance(value := self[ref], torch.Tensor)}
 
     @property
     def states_begun(self) -> dict[str, torch.Tensor]:
-        """The states in which draws began that may have begun elsewhere than recorded, by key."""
+        """The generator states of draws that may begin elsewhere than recorded, by key."""
         return {key: self.env[slot] for key, slot in self.code.begun if self.env[slot] is not None}
 
 
@@ -64,7 +63,7 @@ def run(
     mode: Mode = AS_RECORDED,
     patches: Patches = MappingProxyType({}),
 ) -> Values:
-    """Run a plan. `supply` gives the values that it begins with, `recorded` those with which guards compare."""
+    """Runs a plan. `supply` gives the values that it begins with, `recorded` those that guards compare with."""
     patched = {position: tuple([tree for tree, _ in each]) for position, each in patches.items()}
     code = compile_plan(graph, plan, states, recorded, mode, patched)
     return run_code(graph, begin(code, supply, departed, patches))
@@ -73,7 +72,7 @@ def run(
 def begin(
     code: Code, supply: Supply, departed: Departed | None = None, patches: Patches = MappingProxyType({})
 ) -> Values:
-    """The values to begin with."""
+    """The initial env."""
     env = list(code.template)
     for ref, slot in code.supply:
         env[slot] = supply(ref)
@@ -84,7 +83,7 @@ def begin(
 
 
 def run_code(graph: Graph, values: Values) -> Values:
-    """Run the steps in the recorded world."""
+    """Runs the steps in the recorded world."""
     with recorded_world(values.code.draws, graph):
         interpret(values.code, values.env)
     return values

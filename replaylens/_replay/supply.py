@@ -1,13 +1,8 @@
-"""Which values a replay begins with.
+"""Which values a replay begins with; and Run, the values of one replay.
 
 In: a record, and a Request. Out: which nodes have a usable value, and that value as the request needs it: with which
-history, with which flag, in whose memory.
-
-Run: the values of one replay.
-
-In: what the interpreter left in its env, and how the replay was asked for. Out: the output in the model's own
-structure, any value by name. What was not kept is computed when it is asked for, from what led to
-the output: see deferred.py.
+history, flag and storage. A Run reads the env that the interpreter left: the output in the model's own structure, and
+any value by name. Values that were not kept are computed on demand: see deferred.py.
 """
 
 from __future__ import annotations
@@ -34,45 +29,56 @@ from .runner import begin
 
 
 def supply(record: Record, request: Request, ref: Ref) -> Any:
-    """The value that a replay begins with. Live tensors are the model's own, which stand for recorded values.
+    """The value that a replay begins with. The first row that applies decides:
 
-    ============ ==================== ================================= ======================================
-    asked for    given                live                              recorded
-    ============ ==================== ================================= ======================================
-    gradients at a leaf of its own where they are asked for, elsewhere without a history (as `live` too)
-    gradients    as it is             as it is, or what stands for it   itself if it is a leaf, else as a leaf
-    values       as a leaf, with the  the recorded value                as a leaf
-                 recorded flag
-    ============ ==================== ================================= ======================================
+        the request                       | the value                     | gives
+        ----------------------------------|-------------------------------|--------------------------------------------
+        at=..., this value among them     | given, else recorded          | a fresh leaf, where gradients end
+        at=...                            | given, else recorded          | without history (inference tensors: a copy)
+        given, grad                       | given                         | as it is: gradients may go on behind it
+        given                             | given, an inference tensor    | as it is
+        given, under a transform          | given                         | without history: flags are forbidden there
+        given                             | given                         | a leaf with the recorded `requires_grad`
+        grad, the model holds it          | live, in the recorded memory  | the model's own tensor, which collects grads
+        grad, the model holds it          | live, moved, never written    | StaleValue
+        grad, the model holds it          | live, has a history           | the recorded value
+        grad, the model holds it          | live, written by the forward  | the recorded content, standing for live
+        grad                              | recorded, an inference tensor | a copy, which can have gradients
+        grad                              | recorded                      | itself if it is a leaf, else a new leaf
+        no grad, the model holds it       | recorded                      | as it is
+        no grad                           | recorded                      | a leaf, without the model's history
 
-    For gradients a recorded inference tensor, which can have none, is copied.
+    Reading a recorded value raises StaleValue if it was overwritten since.
     """
     given = request.given.get(record.graph.positions[ref.node])
     if request.at:
-        return _begun_at(record.value(ref) if given is None else given, ref in request.at)
+        return _grad_start(record.value(ref) if given is None else given, ref in request.at)
     if given is not None:
-        return given if request.grad else _flagged(given, record.values[ref])
+        return given if request.grad else _with_recorded_flag(given, record.values[ref])
     if request.grad:
         live = record.live.get(ref.node)
-        return _with_history(record.value(ref)) if live is None else _live(record, ref, live)
+        return _own_leaf(record.value(ref)) if live is None else _live(record, ref, live)
     return record.value(ref) if ref.node in record.live else as_leaf(record.value(ref))
 
 
-def _begun_at(value: torch.Tensor, is_asked: bool) -> torch.Tensor:
-    """A history begins where gradients are asked for, and nowhere else."""
+def _grad_start(value: torch.Tensor, is_asked: bool) -> torch.Tensor:
+    """A fresh leaf where gradients are asked for, and a value without history elsewhere."""
     if is_asked:
         return fresh_leaf(value)
     return value.clone() if value.is_inference() else value.detach()
 
 
-def _with_history(value: torch.Tensor) -> torch.Tensor:
+def _own_leaf(value: torch.Tensor) -> torch.Tensor:
+    """The recorded value as a leaf that can have gradients."""
     if value.is_inference():
         return value.clone()
     return value if value.is_leaf else as_leaf(value)
 
 
 def _live(record: Record, ref: Ref, live: torch.Tensor) -> torch.Tensor:
-    """The model's own tensor, which collects the gradients; where the forward wrote it, what stands for it."""
+    """The model's own tensor, which collects the gradients; where the forward wrote it, a stand-in with its recorded
+    content.
+    """
     recorded, node = record.value(ref), record.graph[ref.node]
     if begin_together(live, recorded):
         return live
@@ -83,8 +89,8 @@ def _live(record: Record, ref: Ref, live: torch.Tensor) -> torch.Tensor:
     return standing(live, recorded)
 
 
-def _flagged(given: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
-    """A given value without a history, and with the flag that the recorded one had."""
+def _with_recorded_flag(given: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
+    """A given value without a history, with the flag of the recorded one."""
     if given.is_inference():
         return given
     hidden = peek_interpreter_stack() is not None  # a transform forbids the flag
@@ -92,48 +98,50 @@ def _flagged(given: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
 
 
 class Beginning:
-    """The env that the replays of one kind begin with. What is the same in all of them is prepared once."""
+    """The env that the replays of one kind begin with. What all of them share is prepared once."""
 
     def __init__(self, code: Code, request: Request) -> None:
         self.code = code
-        self.others: list[tuple[Ref, int]] = []  # given ones, and what is a leaf of its own in each replay
+        self.varying: list[tuple[Ref, int]] = []  # given ones, and what is a leaf of its own in each replay
         self.is_live = request.grad and not request.at  # the model's own parameters collect the gradients
         self.kept: tuple[Steady, Env] | None = None
 
     def begin(self, record: Record, request: Request) -> Env:
-        """The env to begin with. Which nodes are given is the same for all replays of a kind."""
+        """The initial env. Which nodes are given is the same for all replays of a kind."""
         if self.kept is None:
-            return self._prepared(record, request)
+            return self._first_env(record, request)
         steady, kept = self.kept
         if not steady:
             if self.is_live:
                 return begin(self.code, partial(supply, record, request)).env
             steady.require(record)
         env = kept.copy()
-        for ref, slot in self.others:
+        for ref, slot in self.varying:
             env[slot] = supply(record, request, ref)
         return env
 
-    def _prepared(self, record: Record, request: Request) -> Env:
-        """The first env, of which the next ones keep what is the same."""
+    def _first_env(self, record: Record, request: Request) -> Env:
+        """The first env; later ones reuse what is the same in all."""
         env, positions = begin(self.code, partial(supply, record, request)).env, record.graph.positions
         fixed = [(ref, slot) for ref, slot in self.code.supply if positions[ref.node] not in request.given]
-        same = {ref for ref, slot in fixed if self._is_same(record, ref, env[slot])}
-        self.others, kept = [(ref, slot) for ref, slot in self.code.supply if ref not in same], env.copy()
-        for _, slot in self.others:
+        same = {ref for ref, slot in fixed if self._is_shared(record, ref, env[slot])}
+        self.varying, kept = [(ref, slot) for ref, slot in self.code.supply if ref not in same], env.copy()
+        for _, slot in self.varying:
             kept[slot] = None
         self.kept = Steady(record, same), kept
         return env
 
-    def _is_same(self, record: Record, ref: Ref, value: torch.Tensor) -> bool:
-        """Does each replay begin with this very object? For gradients only with the model's own, where they stand."""
+    def _is_shared(self, record: Record, ref: Ref, value: torch.Tensor) -> bool:
+        """True if each replay begins with this very object: with gradients only the model's own, where it still
+        holds them.
+        """
         if not self.is_live:
             return True
         return value is record.live.get(ref.node) and record.place_of(ref) is not None
 
 
 def known_marks(record: Record, request: Request) -> bytearray:
-    """Marks of the nodes with usable values. With gradients only sources and the start are: all else must have a
+    """Marks of the nodes with usable values. With gradients only sources and the start are: all others need a
     history.
     """
     graph = record.graph
@@ -149,14 +157,16 @@ def known_marks(record: Record, request: Request) -> bytearray:
 
 
 def is_drawn_anew(graph: Graph, request: Request, position: int) -> bool:
-    """Does a fresh replay draw there? Not what a seed fixed, nor the layer on whose recorded value it begins."""
+    """True if a fresh replay draws there: not if a seed fixed the draw, nor at the node on whose recorded value it
+    begins.
+    """
     node = graph.nodes[position]
     return isinstance(node, Call) and bool(node.draws) and not node.is_seeded and position not in request.start
 
 
 @frozen(eq=False)
 class Origin:
-    """Where a run comes from: the program that was replayed, and what it was asked for."""
+    """Where a run comes from: the program that was replayed, and the request."""
 
     program: Any
     request: Any
@@ -165,7 +175,7 @@ class Origin:
 
 @frozen(eq=False, repr=False)
 class Run(ValueSource):
-    """What one replay gave. `run.output` is what the model would have returned; `run["relu_3"]` any value on the
+    """The values of one replay. `run.output` is what the model would have returned; `run["relu_3"]` any value on the
     way.
     """
 
@@ -190,7 +200,7 @@ class Run(ValueSource):
 
     @property
     def diverged(self) -> bool:
-        """Would the model have taken another path? `departures` says where."""
+        """True if the model would have taken another path. `departures` says where."""
         return bool(self.departures)
 
     def draw(self, path: Any = None, **options: Any) -> Any:

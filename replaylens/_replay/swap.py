@@ -1,8 +1,9 @@
-"""Another function in the place of an operation, or behind it: recorded on the values that it gets there, and spliced.
+"""Another function in place of an operation, or behind a value: recorded on the values that it gets there, and
+spliced.
 
 In: a Record, the nodes, and a function: torch's, a module, any Python. Out: the Record of a program in which the calls
-that the function makes stand there. So its parameters are state of the program, its draws are recorded, and what it
-writes in place stays its own. How a function is recorded is not known here: that comes in as a function too.
+of that function stand there. Its parameters become state of the program, its draws are recorded, and its writes in
+place stay its own. How a function is recorded is not known here: the recorder is passed in.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .._ir.copies import writable_copy
 from .._ir.equality import same_content
 from .._ir.graph import Graph
 from .._ir.label import fresh
-from .._ir.node import Call, Const, Node, Ref, State, TensorSpec, specs_of, value_of
+from .._ir.node import Call, Const, Node, Ref, State, TensorSpec, filled, specs_of, value_of
 from .._ir.runtime import alias
 from .._ir.target import Target
 from .._ir.trees import Branch, freeze_deep, thaw
@@ -30,15 +31,14 @@ from ..errors import BadEdit, ReplaylensError
 from .alias_analysis import detached_views
 from .apply_edit import EditAdditions, apply_edit, handed_back, shares_memory
 from .deferred import mark_of
+from .edits import Recorder
 from .guards import diverged, misdirected, node_of
 from .record import Record
-
-Recorder = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Record]
 
 
 @frozen(eq=False)
 class SwapSite:
-    """A plain call whose place a function is to take, and what the function is given there."""
+    """A plain call that a function replaces, and what the function is given there."""
 
     name: str
     given: Arguments
@@ -54,7 +54,7 @@ def swap(
     with_args: bool = True,
     on_divergence: str = "raise",
 ) -> tuple[Record, Any]:
-    """A function in the place of some calls."""
+    """A function in place of some calls."""
     graph, sites = record.graph, []
     for name in names:
         node = graph[name]
@@ -71,7 +71,7 @@ def swap(
 
 
 def is_call_of(node: Node, function: Callable[..., Any]) -> bool:
-    """Is this the very call that a swap for the function would give?"""
+    """True if this is the very call that a swap for the function would give."""
     return isinstance(node, Call) and original_call(node).target.function is function
 
 
@@ -82,7 +82,7 @@ def insert(
     recorder: Recorder,
     on_divergence: str = "raise",
 ) -> tuple[Record, Any]:
-    """A function behind some values: all that reads them reads what it makes of them."""
+    """A function behind some values: all their readers read its result instead."""
     graph, sites = record.graph, []
     for ref in refs:
         node = graph[ref.node]
@@ -122,21 +122,17 @@ def _recorded(
     recorder: Recorder,
     on_divergence: str,
 ) -> tuple[Record, Any]:
-    """The graph with what the function does at each site, as it was seen in one run through them all."""
+    """The graph with the calls of the function at each site, as recorded in one run through all of them."""
     with drawing_alone():
         trial = _SwapTrial(graph, function, recorder)
         places = {site.name: (trial.place(site),) for site in sites}
         wanted = {Ref(site.name): site.wanted for site in sites if site.wanted is not None}
         trial.run(record, replace(graph, places), wanted, on_divergence)
-    work = _Splicing(record, graph)
+    spliced = _SplicedGraph(record, graph)
     for site in sites:
-        work.put(site, trial.seen[site.name])
-    made = without(work.graph, unread_sources(record.graph, work.graph))
-    return apply_edit(record, made, EditAdditions(work.values, work.live, work.draws), on_divergence, wanted)
-
-
-def _is_edited(node: Node) -> bool:
-    return isinstance(node, Call) and bool(node.edited)
+        spliced.splice_in(site, trial.seen[site.name])
+    made = without(spliced.graph, unread_sources(record.graph, spliced.graph))
+    return apply_edit(record, made, EditAdditions(spliced.values, spliced.live, spliced.draws), on_divergence, wanted)
 
 
 # -- seeing what the function does -------------------------------------------------------------------------------------
@@ -144,7 +140,7 @@ def _is_edited(node: Node) -> bool:
 
 @define(eq=False)
 class _SwapTrial:
-    """One run in which the function stands at its sites as it is, and is recorded at each."""
+    """One run in which the function itself stands at its sites, and is recorded at each."""
 
     graph: Graph
     function: Callable[..., Any]
@@ -153,7 +149,7 @@ class _SwapTrial:
     generator: torch.Tensor = field(factory=lambda: torch.default_generator.get_state())
 
     def place(self, site: SwapSite) -> Call:
-        """The call that stands at a site meanwhile."""
+        """The call that stands at a site during the trial."""
         call = self.graph[site.name]
         assert isinstance(call, Call)
 
@@ -165,13 +161,14 @@ class _SwapTrial:
         return evolve(plain, args=site.given.args, kwargs=site.given.kwargs)
 
     def run(self, record: Record, graph: Graph, wanted: Mapping[Ref, TensorSpec], on_divergence: str) -> None:
-        """Run what the sites can reach. The function draws from the generators as it would anywhere."""
+        """Runs what the sites can reach. The function draws from the generators as it would anywhere."""
         try:
             apply_edit(record, graph, on_divergence="ignore", wanted=wanted)
         except ReplaylensError:
             raise
         except Exception as error:  # of the model's own operation, perhaps: then it is a departure
-            if on_divergence == "ignore" or (node := node_of(error)) not in graph or _is_edited(graph[node]):
+            node = graph[name] if (name := node_of(error)) in graph else None
+            if on_divergence == "ignore" or node is None or (isinstance(node, Call) and node.edited):
                 raise
             apply_edit(record, graph, wanted=wanted)
             raise
@@ -200,9 +197,9 @@ class _SwapTrial:
         finally:
             self.generator = torch.default_generator.get_state()
             torch.default_generator.set_state(outside)
-        _put_back(seen)
+        _restore_buffers(seen)
         _require_alike(call, seen.graph.output, self.function)
-        return thaw(seen.graph.output, lambda leaf: seen.values[leaf] if type(leaf) is Ref else leaf)
+        return filled(seen.graph.output, seen.values.__getitem__)
 
 
 _UNSEEN = (
@@ -211,8 +208,8 @@ _UNSEEN = (
 )
 
 
-def _put_back(seen: Record) -> None:
-    """An edit leaves the function as it found it: what it wrote to buffers of its own is undone."""
+def _restore_buffers(seen: Record) -> None:
+    """Undoes what the function wrote to its own buffers: an edit leaves the function as it was."""
     names = {node.address: node.name for node in seen.graph.state_nodes}
     with torch.no_grad():
         for address, _ in seen.graph.changes:
@@ -221,14 +218,14 @@ def _put_back(seen: Record) -> None:
 
 
 def _require_alike(call: Call, output: Any, function: Callable[..., Any]) -> None:
-    """The function gives as many tensors as the call did, in the same order."""
+    """Raises unless the function gives as many tensors as the call, in the same order."""
     before, after = _shape(value_of(call)), _shape(output)
     if before != after:
-        raise BadEdit(f"{call.name} gives {_words(before)}; {name_of(function)} gives {_words(after)}.")
+        raise BadEdit(f"{call.name} gives {_shape_text(before)}; {name_of(function)} gives {_shape_text(after)}.")
 
 
 def _shape(tree: Any) -> Any:
-    """The containers of a tree, a dot for each tensor."""
+    """The containers of a tree, with a dot for each tensor."""
     if type(tree) is Ref:
         return "."
     is_sequence = isinstance(tree, Branch) and issubclass(tree.kind, (list, tuple))
@@ -236,7 +233,7 @@ def _shape(tree: Any) -> Any:
     return type(tree).__name__ if items is None else tuple(map(_shape, items))
 
 
-def _words(shape: Any) -> str:
+def _shape_text(shape: Any) -> str:
     if shape == ".":
         return "a tensor"
     return str(shape).replace("'.'", "tensor").replace(",)", ")") if isinstance(shape, tuple) else str(shape)
@@ -245,8 +242,8 @@ def _words(shape: Any) -> str:
 # -- putting it there --------------------------------------------------------------------------------------------------
 
 
-class _Splicing:
-    """The graph as it grows, and the tensors that came with what was put into it."""
+class _SplicedGraph:
+    """The graph as it grows, and the tensors of what was spliced into it."""
 
     def __init__(self, record: Record, graph: Graph) -> None:
         self.graph, self.record = graph, record
@@ -257,8 +254,8 @@ class _Splicing:
         self.now = {id(tensor): Ref(node.name) for node, tensor in live}  # what a tensor of the model's own holds
         self.home = {id(tensor): node.address for node, tensor in live}
 
-    def put(self, site: SwapSite, seen: Record) -> None:
-        """What was seen at a site, spliced into it."""
+    def splice_in(self, site: SwapSite, seen: Record) -> None:
+        """Splices the calls recorded at a site into it."""
         owner, tensors = site.name, _sources(seen)
         shared = {Ref(name): ref for name, tensor in tensors.items() if (ref := self.now.get(id(tensor))) is not None}
         names = {
@@ -285,7 +282,7 @@ class _Splicing:
         self._take_writes(sub, tensors, there)
 
     def _take_writes(self, sub: Graph, tensors: Mapping[str, torch.Tensor], there: Callable[[Any], Any]) -> None:
-        """What the function writes to buffers of its own the program writes now; the next site reads it from there."""
+        """The program takes over what the function writes to its own buffers; the next site reads it from there."""
         held = {node.address: tensors[node.name] for node in sub.state_nodes}
         changes = dict(self.graph.changes)
         for address, ref in sub.changes:
@@ -304,7 +301,7 @@ def _sources(seen: Record) -> dict[str, torch.Tensor]:
 
 
 def _addressed(graph: Graph, owner: str) -> Graph:
-    """The graph, its state under addresses in the program: those of the function, behind the name of the site."""
+    """The graph with its state under addresses of the program: those of the function, behind the name of the site."""
 
     def moved(node: Node) -> Node:
         if not isinstance(node, State):

@@ -1,21 +1,26 @@
 """Along which axes a call treats rows alike: found by search, proved by running it.
 
-In: what a call reads and gives. Out: Alignments. A call is aligned when it gives the same row, whatever the other rows
-are and however many: `op(x)[row r along b] == op(x[row r along a])`. Then it can be called on rows from anywhere. Every
-way that the sizes allow is a candidate, and none is trusted before it is proved: on numbers made for that, so that one
-proof serves all calls of these shapes. No operator is known here but those of which a proof would say nothing.
+In: the operands and results of a call. Out: Alignments. A call is aligned if each row of its result depends on the
+same row of its operands alone, whatever the other rows are and however many: `op(x)[row r along b] == op(x[row r along
+a])`. Then it can run on rows of any variants. Every way that the sizes allow is a candidate, and none is used before
+it is proved, on made-up numbers, so that one proof serves all calls of these shapes. No operator is named here; the
+operator book marks those of which a proof says nothing.
+
+    F.linear(x, w, b)       x (3, 5, 4), w (6, 4), b (6,)  ->  (3, 5, 6)
+    operands (0, None, None), outputs (0,)      rows of x along axis 0 give rows of the result along axis 0
+    operands (None, 0, 0), outputs (2,)         rows of w and b give the last axis
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import lru_cache
-from itertools import islice, product
-from math import inf, nan
-from typing import Any
+from itertools import groupby, islice, product
+from math import inf, nan, prod
+from typing import Any, NamedTuple
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from .._ir.node import Call
 from .._ir.ops import Quirk, info
@@ -25,17 +30,18 @@ from .sparse_rows import numbers
 
 Tensor = torch.Tensor
 Shape = tuple[int, ...]
-MOST_CANDIDATES = 80  # for one axis of what a call gives
+MAX_CANDIDATES = 80  # for one axis of what a call gives
 ENOUGH = 6  # times four numbers, or answers of yes and no, that differ from row to row
-TRIALS = 2 * ENOUGH  # at most
-MOST_EXTRA = 1_000_000  # numbers in a trial of more rows than any number among the arguments
+MAX_TRIALS = 2 * ENOUGH  # at most
+MAX_EXTRA = 1_000_000  # numbers in a trial of more rows than any number among the arguments
 SMALL = 16_384  # numbers: so few of them are kept for other proofs
+POOL = 4096  # numbers that are drawn at once for several proofs
 LARGE = 65_536  # numbers: what is larger, and changes nothing, is taken as it was recorded
 
 
 @frozen
 class Alignment:
-    """Along which axis each operand's rows are those of each output. None: it has no rows, and must be as recorded."""
+    """The axis of rows in each operand and in each output. None: the operand has no rows, and must be as recorded."""
 
     operands: tuple[int | None, ...]
     outputs: tuple[int, ...]
@@ -45,8 +51,8 @@ class Alignment:
 def candidates(
     node: Call, name: str, reads: Sequence[Tensor], results: Sequence[Tensor], unread: Collection[int]
 ) -> tuple[Alignment, ...]:
-    """Every way in which sizes allow rows, by the axes of the first result; for each the likeliest first. None where
-    a call draws, or content or the user's own code decides: there a proof would say nothing.
+    """Every alignment that the sizes allow, by the axes of the first result, the likeliest first. Empty if the call
+    draws, or content or the user's own code decides: a proof would say nothing.
     """
     op = info(name)
     if (
@@ -67,19 +73,42 @@ def candidates(
             return ()
         unread = range(1, len(reads))  # what these look at decides nothing: only where to look does
     if op.has(Quirk.RECURRENT):  # their kernels compare no sizes, and read past the end: only one way may be tried
-        return _of_samples(node, reads, len(results))
+        return _along_batch(node, reads, len(results))
+    plain = _fitting(tuple([value.shape for value in reads]), tuple([one.shape for one in results]), frozenset(unread))
     resizes = _resizes(reads, results, unread) if len(reads) == 1 or not node.is_dynamic else ""
+    if not resizes:
+        return plain
+    written = _sizes_in((node.args, node.kwargs))
     found: list[Alignment] = []
-    for axis in range(results[0].dim()):
-        plain = [Alignment(*axes) for axes in islice(_fitting(reads, results, unread, axis), MOST_CANDIDATES)]
-        if resizes:
-            found += [Alignment(align.operands, align.outputs, resizes) for align in plain]
-        found += plain
+    for axis, several in groupby(plain, lambda align: align.outputs[0]):
+        mine = list(several)
+        resized = [evolve(align, resizes=resizes) for align in mine if _keeps_order(align, reads, results[0], resizes)]
+        length = results[0].shape[axis]
+        found += [*resized, *mine] if length > 1 and length in written else [*mine, *resized]
     return tuple(found)
 
 
-def _of_samples(node: Call, reads: Sequence[Tensor], outputs: int) -> tuple[Alignment, ...]:
-    """For recurrent functions over whole sequences: the samples, in the input and in the states."""
+def _sizes_in(tree: Any) -> set[int]:
+    """The integers among the arguments of a call: a size written there holds for no other count of rows."""
+    found = list(leaves(tree))
+    return {
+        size for leaf in found if type(leaf) in (int, torch.Size) for size in ((leaf,) if type(leaf) is int else leaf)
+    }
+
+
+def _keeps_order(align: Alignment, reads: Sequence[Tensor], result: Tensor, resizes: str) -> bool:
+    """True if rows stay in place when another count of them is resized: `reshape` needs the same number of elements
+    before and behind the axis, `expand` the same axis from the right.
+    """
+    number = next(n for n, axis in enumerate(align.operands) if axis is not None)
+    shape, axis, output = reads[number].shape, align.operands[number] or 0, align.outputs[0]
+    if resizes == "expand":
+        return axis - len(shape) == output - result.dim()
+    return prod(shape[:axis]) == prod(result.shape[:output])
+
+
+def _along_batch(node: Call, reads: Sequence[Tensor], outputs: int) -> tuple[Alignment, ...]:
+    """For recurrent functions over whole sequences: the batch axis of the input and of the states."""
     batch = 0 if node.args[-1] is True else 1
     if node.args[-1] not in (True, False) or reads[0].dim() != 3:
         return ()
@@ -87,15 +116,24 @@ def _of_samples(node: Call, reads: Sequence[Tensor], outputs: int) -> tuple[Alig
     return (Alignment(tuple(operands), (batch, *[1] * (outputs - 1))),)
 
 
-def _fitting(
-    reads: Sequence[Tensor], results: Sequence[Tensor], unread: Collection[int], axis: int
-) -> Iterator[tuple[tuple[int | None, ...], tuple[int, ...]]]:
-    """Axes of the size that the first result has here: in all operands, in the first or last ones, in any of them."""
-    size, right = results[0].shape[axis], axis - results[0].dim()
+@lru_cache(maxsize=4096)
+def _fitting(reads: tuple[Shape, ...], results: tuple[Shape, ...], unread: frozenset[int]) -> tuple[Alignment, ...]:
+    """Every alignment that the shapes allow, by the axes of the first result."""
+    every = [islice(_fitting_along(reads, results, unread, axis), MAX_CANDIDATES) for axis in range(len(results[0]))]
+    return tuple([Alignment(*axes) for several in every for axes in several])
 
-    def fitting(value: Tensor) -> list[int]:
-        same = [number for number, length in enumerate(value.shape) if length == size]
-        rank = value.dim()
+
+def _fitting_along(
+    reads: Sequence[Shape], results: Sequence[Shape], unread: Collection[int], axis: int
+) -> Iterator[tuple[tuple[int | None, ...], tuple[int, ...]]]:
+    """Axes of the size that the first result has along `axis`: in all operands, in the first or last ones, in any of
+    them.
+    """
+    size, right = results[0][axis], axis - len(results[0])
+
+    def fitting(shape: Shape) -> list[int]:
+        same = [number for number, length in enumerate(shape) if length == size]
+        rank = len(shape)
         return sorted(same, key=lambda number: (number - rank != right, number != axis)) if len(same) > 1 else same
 
     ways: list[list[int | None]] = [[] if n in unread else [*fitting(value)] for n, value in enumerate(reads)]
@@ -104,43 +142,54 @@ def _fitting(
         others = [sorted(fitting(one), key=axis.__ne__) for one in results[1:]]
         outputs = [(axis, *rest) for rest in islice(product(*others), 8)]
     count, every = len(ways), [way[0] if way else None for way in ways]
+    if sum(map(bool, ways)) == 1:  # the same as below, sooner
+        (place,) = [number for number, way in enumerate(ways) if way]
+        for axis_of_it in ways[place]:
+            operands = (*[None] * place, axis_of_it, *[None] * (count - place - 1))
+            yield from [(operands, output) for output in outputs]
+        return
     likely = [(*every[:n], *[None] * (count - n)) for n in range(count, 0, -1)]
     likely += [(*[None] * n, *every[n:]) for n in range(1, count)]
     seen: set[Any] = {(None,) * count}
-    for operands in (*likely, *islice(product(*[[*way, None] for way in ways]), MOST_CANDIDATES)):
+    for operands in (*likely, *islice(product(*[[*way, None] for way in ways]), MAX_CANDIDATES)):
         if operands not in seen:
             seen.add(operands)
             yield from [(operands, output) for output in outputs]
 
 
 def _resizes(reads: Sequence[Tensor], results: Sequence[Tensor], unread: Collection[int]) -> str:
-    """Does a call give what it reads in another shape? Then the sizes among its arguments may be for other rows."""
+    """How a call gives its operand in another shape, if it does: then sizes among its arguments may stand for other
+    rows.
+    """
     rest = [value for number, value in enumerate(reads) if number not in unread]
     if len(rest) != 1 or len(results) != 1 or rest[0].dtype != results[0].dtype:
         return ""
     (value,), (result,) = rest, results
     if value.numel() == result.numel():
         return "reshape" if torch.equal(value.reshape(result.shape), result) else ""
-    try:
-        return "expand" if torch.equal(value.expand(result.shape), result) else ""
-    except RuntimeError:
+    if value.dim() > result.dim() or any(
+        size not in (1, wanted) for size, wanted in zip(reversed(value.shape), reversed(result.shape), strict=False)
+    ):
         return ""
+    return "expand" if torch.equal(value.expand(result.shape), result) else ""
 
 
 def only_moves(align: Alignment, reads: Sequence[Tensor], call: Callable[[Sequence[Tensor]], Tensor]) -> bool:
-    """Does a call give every number as it is, in another shape? Also those that it might bound, round or replace."""
+    """True if a call gives every number unchanged, also numbers that it might bound, round or replace."""
     number = next(n for n, axis in enumerate(align.operands) if axis is not None)
     value, generator = reads[number], torch.Generator().manual_seed(0)
     made = torch.randn(value.shape, generator=generator)
     made = made * 10 ** (torch.rand(value.shape, generator=generator) * 60 - 30)
     if not _is_real(value):
         made = made.clamp(-100, 100)
-    odd = [torch.full_like(made, number) for number in (nan, inf, -inf)] if _is_real(value) else []
-    for wide in [one.to(value.device, value.dtype) for one in (made, *odd)]:
+    for odd in (None, nan, inf, -inf) if _is_real(value) else (None,):
+        wide = (made if odd is None else torch.full_like(made, odd)).to(value.device, value.dtype)
         result = call([*reads[:number], wide, *reads[number + 1 :]])
         moved = wide.reshape(result.shape) if align.resizes == "reshape" else wide.expand(result.shape)
         if not torch.equal(result, moved) and not (moved.isnan().all() and result.isnan().all()):
             return False
+        if result.untyped_storage().data_ptr() == wide.untyped_storage().data_ptr():
+            return True  # a view of these shapes is one of any content
     return True
 
 
@@ -149,93 +198,123 @@ def only_moves(align: Alignment, reads: Sequence[Tensor], call: Callable[[Sequen
 Run = Callable[[Sequence[Tensor], int | None], list[Tensor]]  # on so many rows; None: as it was called
 
 
-def proves(align: Alignment, reads: Sequence[Tensor], run: Run, most: int, is_pointwise: Callable[[], bool]) -> bool:
-    """Is an alignment true? Tried on other numbers until they have told: once where those that come out differ from row
-    to row, more often where they are few. Where all are alike, of `x == 0` say, torch's own word counts.
+def proves(
+    align: Alignment, reads: Sequence[Tensor], run: Run, largest_literal: int, is_pointwise: Callable[[], bool]
+) -> bool:
+    """True if an alignment holds on other numbers. Trials go on until there is enough evidence: one is enough if
+    many results differ from row to row. Where all rows come out alike, as of `x == 0`, torch's own tag decides.
 
-    `most`: the largest number among the arguments.
+    `largest_literal`: the largest integer among the arguments.
     """
-    told = 0
-    for number in range(TRIALS):
+    evidence = 0
+    for number in range(MAX_TRIALS):
         try:
-            weight = _trial(align, reads, run, most, number)
+            weight = _trial(align, reads, run, largest_literal, number)
         except Exception:  # whatever it is, the call does not take rows in this way
             return False
         if weight is None:
             return False
-        told += weight
-        if told >= ENOUGH:
+        evidence += weight
+        if evidence >= ENOUGH:
             return True
-    return told > 1 or is_pointwise()
+    return evidence > 1 or is_pointwise()
 
 
-def _trial(align: Alignment, reads: Sequence[Tensor], run: Run, most: int, number: int) -> int | None:
-    """Run on a few rows, on the whole, and on more rows than the whole has, in another order: None if any row is
-    another one then, else how much that tells.
+def _trial(align: Alignment, reads: Sequence[Tensor], run: Run, largest_literal: int, number: int) -> int | None:
+    """Runs a few rows, the whole, and more rows than the whole has, in another order. None if any row comes out
+    different; else how much evidence that is.
     """
     operands = list(zip(reads, align.operands, strict=True))
     pairs = [(value, axis) for value, axis in operands if axis is not None]
     count = pairs[0][0].shape[pairs[0][1]]
-    if not all(value.is_cpu for value in reads) and _may_miss(align, reads):
+    is_on_cpu = all(value.is_cpu for value in reads)
+    if not is_on_cpu and _may_miss(align, reads):
         return None
-    if most < count or (most + 2) * sum(value.numel() for value, _ in pairs) > MOST_EXTRA * count:
-        most = count
-    integral = all(value.is_cpu and not _is_real(value) for value in reads)
-    made = [_made(value, axis, most, number * 101 + place, integral) for place, (value, axis) in enumerate(operands)]
+    if largest_literal < count or (largest_literal + 2) * sum(value.numel() for value, _ in pairs) > MAX_EXTRA * count:
+        largest_literal = count
+    integral = is_on_cpu and not any(map(_is_real, reads))
+    made = [
+        _trial_values(value, axis, largest_literal, number * 101 + place, integral)
+        for place, (value, axis) in enumerate(operands)
+    ]
     few, whole, many = zip(*made, strict=True)
-    few_rows, _, many_rows, known = _orders(count, most, reads[0].device)
-    some = run(few, len(few_rows))
-    shapes = [(part.dim() > axis and part.shape[axis]) for part, axis in zip(some, align.outputs, strict=True)]
-    if any(length != len(few_rows) for length in shapes):
+    orders = _row_orders(count, largest_literal, reads[0].device)
+    some = run(few, orders.few.numel())
+    if any(part.dim() <= axis for part, axis in zip(some, align.outputs, strict=True)):
         return None
-    wholes, more, told = run(whole, None), run(many, len(many_rows)), 0
-    for first, middle, last, axis in zip(some, wholes, more, align.outputs, strict=True):
-        if last.shape[axis] != len(many_rows):
-            return None
-        mine = torch.cat((first.narrow(axis, 1, len(few_rows) - 1), last.narrow(axis, 2, len(many_rows) - 2)), axis)
-        if not close(mine, middle.index_select(axis, known)):
-            return None
-        if told <= ENOUGH and not _looks_alike(first.narrow(axis, 0, 1), first.narrow(axis, 1, 1)):
-            told = max(told, 1, mine.numel() // 4 if _is_real(first) else 0)
-    return told
+    wholes = run(whole, None)
+    if not _are_rows_of(wholes, some, align.outputs, orders.known_few, 1):
+        return None
+    if not _are_rows_of(wholes, run(many, orders.many.numel()), align.outputs, orders.known_many, 2):
+        return None
+    evidence, known = 0, orders.known_few.numel() + orders.known_many.numel()
+    for part, axis in zip(some, align.outputs, strict=True):
+        if evidence <= ENOUGH and not _are_alike(part.narrow(axis, 0, 1), part.narrow(axis, 1, 1)):
+            evidence = max(evidence, 1, part.numel() // part.shape[axis] * known // 4 if _is_real(part) else 0)
+    return evidence
+
+
+def _are_rows_of(
+    wholes: Sequence[Tensor], parts: Sequence[Tensor], axes: Sequence[int], rows: Tensor, others: int
+) -> bool:
+    """True if each part holds these rows of a whole, behind so many others that are not compared."""
+    count = rows.numel()
+    for part, whole, axis in zip(parts, wholes, axes, strict=True):
+        if part.shape[axis] != others + count:
+            return False
+        if not close(part.narrow(axis, others, count), whole.index_select(axis, rows)):
+            return False
+    return True
+
+
+class _RowOrders(NamedTuple):
+    """Which rows the three runs of a trial take, of `count` rows and two others behind them."""
+
+    few: Tensor  # one of the others, and a few
+    whole: Tensor  # all but the others
+    many: Tensor  # both others, and more than `largest_literal`
+    known_few: Tensor  # without the others
+    known_many: Tensor
 
 
 @lru_cache(maxsize=256)
-def _orders(count: int, most: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of so many rows and two others behind them: a few, all but the others, and more than `most`; and which of all
-    rows, one after another, the few and the more are, the others left out.
-    """
-    few = [count - 1, 0] if count != 3 else [0]  # never as many as there were
-    many = [row % count for row in reversed(range(most))]
-    orders = [count, *few], range(count), [count + 1, count, *many], [*few, *many]
-    few_rows, whole, many_rows, known = [numbers(order, device) for order in orders]
-    return few_rows, whole, many_rows, known
+def _row_orders(count: int, largest_literal: int, device: torch.device) -> _RowOrders:
+    few = numbers([count, count - 1, 0] if count != 3 else [count, 0], device)  # never as many as there were
+    many = numbers([count + 1, count, *[row % count for row in reversed(range(largest_literal))]], device)
+    return _RowOrders(few, numbers(range(count), device), many, few[1:], many[2:])
 
 
-def _looks_alike(one: Tensor, other: Tensor) -> bool:
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    """True if two rows are equal, or nearly so: they tell nothing about which row is which."""
     if not _is_real(one):
         return torch.equal(one, other)
+    pairs = zip(one.flatten()[:16].tolist(), other.flatten()[:16].tolist(), strict=True)  # most often these differ
+    if any(abs(mine - theirs) > LIKELY.absolute + LIKELY.of_each * abs(theirs) for mine, theirs in pairs):
+        return False
     return LIKELY.holds(one, other)
 
 
 def _may_miss(align: Alignment, reads: Sequence[Tensor]) -> bool:
-    """May indices that stay point behind rows that are fewer? Elsewhere than on a CPU that ends the process."""
+    """True if fixed indices may point beyond fewer rows. Off the CPU, that ends the process."""
     return any(
         axis is None and value.dim() and not value.is_floating_point() and value.dtype is not torch.bool
         for value, axis in zip(reads, align.operands, strict=True)
     )
 
 
-def _made(value: Tensor, axis: int | None, most: int, seed: int, integral: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Numbers in an operand's place: a few rows of them, the whole, and more, as `_orders` says. Rows beside those of
-    the whole have other signs and sizes, and some are zero.
+def _trial_values(
+    value: Tensor, axis: int | None, largest_literal: int, seed: int, integral: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Numbers for one operand of a trial: a few rows, the whole, and more, as `_row_orders` says. Rows that are not
+    in the whole have other signs and sizes, and some are zero.
 
-    Also what changes nothing is made up: a convolution by zeros has rows, and another one of the same shapes has none.
+    Operands without rows get made-up numbers, too: a convolution by zeros has rows along any axis, and another one of
+    the same shapes has not.
     """
-    if _is_real(value) and (axis is not None or value.numel() <= LARGE or not _is_telling(value)):
-        kept = value.numel() <= SMALL and (axis is None or most == value.shape[axis])
+    if _is_real(value) and (axis is not None or value.numel() <= LARGE or not _is_varied(value)):
+        kept = value.numel() <= SMALL and (axis is None or largest_literal == value.shape[axis])
         make = _reals if kept else _reals.__wrapped__
-        return make(value.shape, value.dtype, value.device, axis, 0 if axis is None else most, seed)
+        return make(value.shape, value.dtype, value.device, axis, 0 if axis is None else largest_literal, seed)
     if axis is None:
         return value, value, value
     generator, count = torch.Generator().manual_seed(seed), value.shape[axis]
@@ -243,29 +322,37 @@ def _made(value: Tensor, axis: int | None, most: int, seed: int, integral: bool)
     if value.dtype is torch.bool:  # some rows of one answer alone: for `any` and `all`
         ones = [length if number == axis else 1 for number, length in enumerate(shape)]
         often = torch.rand(ones, generator=generator) * 1.6 - 0.3
-        return _in_orders((torch.rand(shape, generator=generator) < often).to(value.device), axis, most)
+        return _select_rows((torch.rand(shape, generator=generator) < often).to(value.device), axis, largest_literal)
     flat = value.reshape(-1)  # indices may be no others than those that were there
     made = flat[torch.randint(len(flat), shape, generator=generator).to(value.device)]
     if integral and bool((flat == flat[0]).all()):
         made = made + torch.randint(-1, 2, shape, generator=generator).to(value.dtype)
-    return _in_orders(made, axis, most)
+    return _select_rows(made, axis, largest_literal)
+
+
+@lru_cache(maxsize=16)
+def _pool(seed: int) -> Tensor:
+    return torch.rand(POOL, generator=torch.Generator().manual_seed(seed)).add_(0.1)
 
 
 @lru_cache(maxsize=64)
 def _reals(
-    shape: Sequence[int], dtype: torch.dtype, device: torch.device, axis: int | None, most: int, seed: int
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, axis: int | None, largest_literal: int, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
     longer = shape if axis is None else (*shape[:axis], shape[axis] + 2, *shape[axis + 1 :])
-    made = torch.rand(longer, generator=generator).add_(0.1)
+    count = prod(longer)
+    if count <= POOL:
+        made = _pool(seed)[:count].view(longer).clone()
+    else:
+        made = torch.rand(longer, generator=torch.Generator().manual_seed(seed)).add_(0.1)
     if axis is not None:
         made.narrow(axis, shape[axis], 2).sub_(0.5).clamp_(min=0).mul_(-30)
     made = (torch.complex(made, made * made) if dtype.is_complex else made).to(device, dtype)
-    return (made, made, made) if axis is None else _in_orders(made, axis, most)
+    return (made, made, made) if axis is None else _select_rows(made, axis, largest_literal)
 
 
-def _in_orders(made: Tensor, axis: int, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    few, whole, many, _ = _orders(made.shape[axis] - 2, most, made.device)
+def _select_rows(made: Tensor, axis: int, largest_literal: int) -> tuple[Tensor, Tensor, Tensor]:
+    few, whole, many, *_ = _row_orders(made.shape[axis] - 2, largest_literal, made.device)
     return made.index_select(axis, few), made.index_select(axis, whole), made.index_select(axis, many)
 
 
@@ -273,15 +360,15 @@ def _is_real(value: Tensor) -> bool:
     return value.is_floating_point() or value.is_complex()
 
 
-def _is_telling(value: Tensor) -> bool:
-    """Are a large value's numbers as good as random ones? Not where most are zero, say."""
+def _is_varied(value: Tensor) -> bool:
+    """True if a large value's numbers are as good as random ones; not if most are zero, say."""
     generator = torch.Generator().manual_seed(0)
     places = [torch.randint(size, (256,), generator=generator) for size in value.shape]
     return value[tuple(places)].unique().numel() > 64
 
 
 def close(one: Tensor, other: Tensor) -> bool:
-    """Equal but for what another size of a batch does to the last bits."""
+    """True if equal up to what another batch size does to the last bits."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if not _is_real(one):

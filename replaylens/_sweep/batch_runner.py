@@ -1,16 +1,8 @@
-"""A metric as more program: what it computes of the output becomes nodes after the model's own.
+"""Batches: the variants of one record in passes, with the metric as more program, and their results in order.
 
-In: the record of a program, and the record of the metric on that program's output. Out: one record of both, whose
-output is the metric's. So a sweep sees what the metric reads, and computes nothing else.
-
-How far long work has come: a bar by tqdm, where it is installed and somebody is looking.
-
-In: how many things there are to do. Out: a function to call when some are done.
-
-Many replays at once: the variants in passes, and what came of each, in their own order.
-
-In: a record (with the metric, if there is one, as its last nodes), and for each variant its changes. Out: the values of
-the output for each, stacked. What a variant that left the recorded path gives is asked of `alone`, one by one.
+In: a record, the record of a metric on its output if there is one, and the changes of each variant. Out: the values of
+the output for each variant, stacked. Metric nodes follow the model's own, so that a sweep sees what the metric reads
+and computes nothing else. Variants that leave the recorded path are reported, and left to the caller.
 """
 
 from __future__ import annotations
@@ -26,14 +18,14 @@ import torch
 from attrs import define, evolve, field, frozen
 
 from .._ir.graph import Graph
-from .._ir.node import Call, Const, Generator, Guard, Input, Node, Ref, Source, TensorSpec, refs_in, remade
+from .._ir.node import Call, Const, Generator, Guard, Input, Node, Ref, Source, TensorSpec, filled, refs_in, remade
 from .._ir.shared_memory import version_of
 from .._ir.torch_private import pytree
 from .._ir.trees import freeze_deep, keyed, leaves, remake, thaw, walk
 from .._ir.validate import require_lawful
 from .._replay.guards import Departure
 from .._replay.record import Cache, Record, Versions
-from .._replay.request import Change
+from .._replay.resolve_patches import Changes
 from ..errors import BadMetric
 from .chunks import Plan, chunks, plan
 from .engine import Variant, run
@@ -48,30 +40,32 @@ def with_metric(record: Record, metric: Record) -> Record:
     known = {ref.node: outputs[path[2:]] for path, ref in walk(more.inputs, keyed) if type(ref) is Ref}
     names = {node.name: f"metric.{node.name}" for node in more.nodes if node.name not in known}
 
-    def moved(leaf: Any) -> Any:
+    def renamed(leaf: Any) -> Any:
         if type(leaf) is Ref:
             return known[leaf.node] if leaf.node in known else Ref(names[leaf.node], leaf.path)
         return Generator(f"metric.{leaf.key}") if type(leaf) is Generator else leaf
 
-    added = [_moved(node, names[node.name], moved) for node in more.nodes if not isinstance(node, Input)]
-    joined = require_lawful(evolve(graph, nodes=(*graph.nodes, *added), output=remake(more.output, moved), changes=()))
+    added = [_renamed(node, names[node.name], renamed) for node in more.nodes if not isinstance(node, Input)]
+    joined = require_lawful(
+        evolve(graph, nodes=(*graph.nodes, *added), output=remake(more.output, renamed), changes=())
+    )
     values = dict(record.values)
-    values.update({moved(ref): tensor for ref, tensor in metric.values.items() if ref.node in names})
+    values.update({renamed(ref): tensor for ref, tensor in metric.values.items() if ref.node in names})
     versions = Versions((ref, count) for ref, count in record.versions.items())
-    versions.update({moved(ref): count for ref, count in metric.versions.items() if ref.node in names})
+    versions.update({renamed(ref): count for ref, count in metric.versions.items() if ref.node in names})
     draws = {**record.draws, **{f"metric.{key}": state for key, state in metric.draws.items()}}
     return Record(joined, values, versions, draws, record.live, places=record.places)
 
 
-def _moved(node: Node, name: str, moved: Any) -> Node:
+def _renamed(node: Node, name: str, renamed: Any) -> Node:
     if not isinstance(node, Call):
         return evolve(node, name=name)
     return remade(
         node,
-        moved,
+        renamed,
         name=name,
-        returns=remake(node.returns, moved),
-        result=remake(node.result, moved),
+        returns=remake(node.returns, renamed),
+        result=remake(node.result, renamed),
         draws=None if node.draws is None else f"metric.{node.draws}",
         follows=None if node.draws is None else f"metric.{node.follows or 'start'}",
         through=tuple([f"metric.{inner}" for inner in node.through]),
@@ -79,14 +73,14 @@ def _moved(node: Node, name: str, moved: Any) -> Node:
 
 
 def why_impure(graph: Graph) -> str:
-    """Why a metric is not nothing but tensor operations, the same for every variant, whatever the contents; else
-    empty. What it reads of tensors of its own is the same for all.
+    """Why a metric is more than tensor operations that are the same for every variant; empty if it is not. Reads of
+    its own tensors are the same for all.
     """
     varying = graph.descendants([node.name for node in graph.input_nodes])
     if draws := [call for call in graph.calls if call.draws is not None]:
         return f"it draws random numbers, by {draws[0].kind}{_at(draws[0].source)}"
     for guard in graph.guards:
-        if any(ref.node in varying for ref in _deciding(graph, guard)):
+        if any(ref.node in varying for ref in _operands_of_answer(graph, guard)):
             what = "has a shape that depends on contents" if guard.kind == "shape" else "is read in Python"
             return f"{guard.refs[0].node} {what}{_at(guard.source)}"
     if graph.changes:
@@ -99,8 +93,8 @@ def _at(source: Source | None) -> str:
     return f" ({source})" if source is not None else ""
 
 
-def _deciding(graph: Graph, guard: Guard) -> tuple[Ref, ...]:
-    """What a guard's answer depends on: of an index by a mask it is the mask."""
+def _operands_of_answer(graph: Graph, guard: Guard) -> tuple[Ref, ...]:
+    """What a guard's answer depends on: for an index by a mask, the mask."""
     if guard.kind != "shape":
         return guard.refs
     calls = [node for ref in guard.refs if isinstance(node := graph[ref.node], Call)]
@@ -109,7 +103,7 @@ def _deciding(graph: Graph, guard: Guard) -> tuple[Ref, ...]:
 
 
 def with_fixed_masks(record: Record) -> Record:
-    """The record of a metric in which an index by a mask of its own is one by the places that are chosen."""
+    """The record of a metric, with indices by its own masks replaced by the positions they choose."""
     graph = record.graph
     varying = graph.descendants([node.name for node in graph.input_nodes])
     nodes: list[Node] = []
@@ -142,8 +136,8 @@ PATIENCE = 2.0  # seconds before a bar is shown that was not asked for
 
 @contextmanager
 def bar(total: int, wanted: bool | None, unit: str = "variant") -> Iterator[Callable[[int], None]]:
-    """`tick(n)`: n more are done. `wanted` None: a bar on a terminal or in a notebook, when it takes long."""
-    if wanted is False or (wanted is None and not _is_watched()):
+    """`tick(n)`: n more are done. `wanted` None: a bar on a terminal or in a notebook if it takes long."""
+    if wanted is False or (wanted is None and not _is_interactive()):
         yield lambda count: None
         return
     try:
@@ -157,84 +151,78 @@ def bar(total: int, wanted: bool | None, unit: str = "variant") -> Iterator[Call
         yield lambda count: shown.update(count) and None
 
 
-def _is_watched() -> bool:
+def _is_interactive() -> bool:
     return sys.stderr is not None and (sys.stderr.isatty() or "ipykernel" in sys.modules)
 
 
-Changes = dict[int, tuple[Change, ...]]
-_MACHINE: Cache[None, PreparedProgram] = Cache()
+_PROGRAMS: Cache[None, PreparedProgram] = Cache()
 
 
 @define(eq=False)
 class Batch:
-    """Variants of one record, to be run together."""
+    """Variants of one record that run together."""
 
     record: Record
     variants: list[Variant]
     count: int  # of all variants, those among them that are run elsewhere
     memory: float | None = None
-    machine: PreparedProgram = field(init=False)
+    program: PreparedProgram = field(init=False)
     departures: dict[int, Departure] = field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
         graph = self.record.graph
-        known = _MACHINE.get(self.record, None)
+        known = _PROGRAMS.get(self.record, None)
         if known is None:
-            known = _MACHINE.put(
+            known = _PROGRAMS.put(
                 self.record, None, PreparedProgram(self.record, tuple(dict.fromkeys(graph.output_refs)))
             )
         else:
             self.record.require_steady()
-        self.machine = known
-        self.machine.prepare([position for variant in self.variants for position, _ in variant.changes])
+        self.program = known
+        self.program.prepare([position for variant in self.variants for position, _ in variant.changes])
 
     @property
     def plan(self) -> Plan:
-        return plan(self.machine, self.variants, self.memory)
+        return plan(self.program, self.variants, self.memory)
 
     def run(self, tick: Callable[[int], None]) -> Iterator[tuple[list[int], dict[Ref, Delta]]]:
-        """Pass by pass: which variants, and where the output's values differ. Those that departed are left out."""
-        for chunk in chunks(self.machine, self.variants, self.memory):
-            found = run(self.machine, chunk, self.departures.__setitem__)
+        """Pass by pass: its variants, and where the output differs. Those that left the recorded path are left out."""
+        for chunk in chunks(self.program, self.variants, self.memory):
+            found = run(self.program, chunk, self.departures.__setitem__)
             yield [variant.number for variant in chunk], found
             tick(len(chunk))
 
     def stacked(self, tick: Callable[[int], None]) -> Any:
-        """The output for every variant: its tensors with the variants as a new first axis."""
-        refs = self.machine.ends
+        """The output for every variant: its tensors, with the variants as a new first axis."""
+        refs = self.program.ends
         count = self.count
         made = {ref: self._recorded(ref).expand(count, *self._recorded(ref).shape).clone() for ref in refs}
         for _, found in self.run(tick):
             for ref, delta in found.items():
                 whole = dense(delta, self._recorded(ref))
                 made[ref][list(whole.pairs.lanes)] = whole.data
-        return thaw(self.record.graph.output, lambda leaf: made[leaf] if type(leaf) is Ref else leaf)
+        return filled(self.record.graph.output, made.__getitem__)
 
     def each(self, read: Callable[[Any], Any], tick: Callable[[int], None]) -> list[Any]:
-        """`read` of every variant's output, one by one; None for those that departed."""
+        """`read` of every variant's output, one by one; None for those that left the recorded path."""
         results: list[Any] = [None] * self.count
         tree = self.record.graph.output
         for lanes, found in self.run(tick):
             for lane in lanes:
                 if lane not in self.departures:
-                    results[lane] = read(thaw(tree, self._reader(found, lane)))
+                    results[lane] = read(filled(tree, partial(self._value, found, lane)))
         return results
 
-    def _reader(self, found: dict[Ref, Delta], lane: int) -> Callable[[Any], Any]:
-        def leaf(value: Any) -> Any:
-            if type(value) is not Ref:
-                return value
-            delta = found.get(value)
-            return self._recorded(value) if delta is None else lane_value(delta, lane, self._recorded(value))
-
-        return leaf
+    def _value(self, found: dict[Ref, Delta], lane: int, ref: Ref) -> torch.Tensor:
+        delta, recorded = found.get(ref), self._recorded(ref)
+        return recorded if delta is None else lane_value(delta, lane, recorded)
 
     def _recorded(self, ref: Ref) -> torch.Tensor:
-        return self.machine.values[self.machine.slot[ref]]
+        return self.program.values[self.program.slot[ref]]
 
 
 def variants_of(changes: Sequence[Changes]) -> list[Variant]:
-    """Variants from what a replay takes: position -> changes."""
+    """Variants from the changes of replays: position -> changes."""
     return [
         Variant(number, tuple([(position, change) for position, several in each.items() for change in several]))
         for number, each in enumerate(changes)
@@ -243,7 +231,7 @@ def variants_of(changes: Sequence[Changes]) -> list[Variant]:
 
 @frozen(eq=False)
 class Replays:
-    """What many replays at once gave: `values[n]` belongs to `keys[n]`."""
+    """The results of many replays at once: `values[n]` belongs to `keys[n]`."""
 
     keys: tuple[Any, ...]
     values: Any  # a tensor with the variants along its first axis, or a structure of such
@@ -273,7 +261,7 @@ def as_tensors(result: Any) -> Any:
 
 
 def stacked_results(results: Sequence[Any]) -> Any:
-    """Results of the same structure as one, whose tensors and numbers have one more axis in front."""
+    """Results of one structure as one, whose tensors and numbers have a new first axis."""
     columns: list[list[torch.Tensor]] = []
     tree: Any = None
     for result in reversed([as_tensors(result) for result in results]):
@@ -293,6 +281,6 @@ def _slot(column: list[torch.Tensor], tensor: torch.Tensor) -> TensorSlot:
 
 @frozen
 class TensorSlot:
-    """Where a tensor stood."""
+    """The place of a tensor in a tree."""
 
     number: int

@@ -1,7 +1,7 @@
 """One node, run for many variants at once: row by row, under vmap, or variant by variant.
 
-In: a call of the program, and the Deltas of what it reads. Out: the Deltas of what it gives. A way of running a node is
-proved on the recorded values before it is trusted, once for all nodes that are called alike.
+In: a call of the program, and the Deltas of its operands. Out: the Deltas of its results. Row alignments are proved on
+made-up numbers, and vmap on the recorded values, before they are used: once for all calls with the same signature.
 """
 
 from __future__ import annotations
@@ -22,24 +22,26 @@ from .._ir.torch_private import add_batch, remove_batch, vmap_begins, vmap_ends,
 from .._ir.trees import Branch, leaves
 from .._ir.util import cached_property
 from .._ir.write import Write, original_call
-from .._replay.compile import Mode, caller
+from .._replay.compile import AS_RECORDED, caller
 from .._replay.guards import Departure
 from .._replay.interpreter import modes
 from .alignment import Alignment, candidates, close, only_moves, proves
 from .sparse_rows import Delta, dense, rows_of, stacked, together
 
 Tensor = torch.Tensor
-MOST_PROBED = 4_000_000  # numbers: a larger value is taken as it was recorded when a call is tried
+MAX_PROBED = 4_000_000  # numbers: a larger value is taken as it was recorded when a call is tried
 
 
 @define(eq=False)
 class CallSignature:
-    """What is known of all nodes that are called alike: candidates for alignments, and those that are proved."""
+    """What is known of all calls with the same function, literals and shapes: their candidate alignments and the
+    proved ones.
+    """
 
     name: str  # of the operation; empty where it is none of torch's own
     alignments: tuple[Alignment, ...]  # those that are not refuted
     unread: frozenset[int]  # the values of which only shape, dtype or device are read
-    most: int  # the largest number among the arguments
+    largest_literal: int  # the largest number among the arguments
     proved: set[Alignment] = field(factory=set)
     vmaps: dict[Any, bool] = field(factory=dict)  # by which values vary; missing: not tried yet
     routes: dict[Any, Any] = field(factory=dict)  # how to run a step, by the forms of what it reads
@@ -56,43 +58,45 @@ class BatchedOp:
     outputs: tuple[Ref, ...]
     gives: tuple[int, ...]  # the slots of these
     results: tuple[Tensor, ...]  # the recorded values of what it gives
-    like: CallSignature
+    signature: CallSignature
     call: Callable[[Sequence[Any]], Any]
     is_single: bool = field(init=False)  # it gives one tensor
     may_take: bool = field(init=False)  # it may hand on some rows as they are
     routes: dict[Any, Any] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.routes = self.like.routes
+        self.routes = self.signature.routes
         self.is_single = len(self.outputs) == 1 and not self.outputs[0].path
         self.may_take = (
             self.is_single
             and len(self.reads) == 1
-            and self.like.name != ""
+            and self.signature.name != ""
             and self.results[0].numel() < self.recorded[0].numel()
         )
 
     @property
     def alignments(self) -> tuple[Alignment, ...]:
-        """Candidates: true only if they hold."""
-        return self.like.alignments
+        """Candidates: each may be used only if it `holds`."""
+        return self.signature.alignments
 
     @property
     def unread(self) -> frozenset[int]:
-        return self.like.unread
+        return self.signature.unread
 
     @cached_property
     def work(self) -> float:
-        """Multiplications, where it is a product of matrices; else zero."""
-        name = self.like.name
+        """Multiplications of a matrix product; zero for any other operation."""
+        name = self.signature.name
         if name not in ("linear", "addmm", "matmul", "mm", "bmm", "baddbmm") or not self.results[0].dim():
             return 0.0
         return self.multiplications
 
     @property
     def multiplications(self) -> float:
-        """Multiplications of products, convolutions and attention, roughly; zero for what only walks over numbers."""
-        name, out = self.like.name, self.results[0].numel()
+        """Multiplications of products, convolutions and attention, roughly; zero for operations that only pass over
+        numbers.
+        """
+        name, out = self.signature.name, self.results[0].numel()
         shapes = [value.shape for value in self.recorded]
         if name in ("linear", "matmul", "mm", "bmm") and shapes[0]:
             return float(out * shapes[0][-1])
@@ -108,41 +112,40 @@ class BatchedOp:
         return 0.0
 
     def holds(self, align: Alignment) -> bool:
-        """Is this alignment true here? Tried once for all calls alike."""
-        like = self.like
-        if align in like.proved:
+        """True if this alignment is true here. Proved once per signature."""
+        signature = self.signature
+        if align in signature.proved:
             return True
-        if align not in like.alignments:
+        if align not in signature.alignments:
             return False
         with modes(_without_gradients(self.node.context)):
-            run, is_pointwise = partial(self._run, align), lambda: info(like.name).is_pointwise
-            found = proves(align, self.recorded, run, like.most, is_pointwise) and (
+            run, is_pointwise = partial(self._run, align), lambda: info(signature.name).is_pointwise
+            found = proves(align, self.recorded, run, signature.largest_literal, is_pointwise) and (
                 not align.resizes or only_moves(align, self.recorded, self.call)
             )
         if found:
-            like.proved.add(align)
+            signature.proved.add(align)
         else:
             self.refute(align)
         return found
 
     def has_rows(self, number: int, axis: int) -> bool:
-        """Does any true alignment have the rows of a value along this axis?"""
+        """True if any true alignment has the rows of an operand along this axis."""
         return any(align.operands[number] == axis and self.holds(align) for align in self.alignments)
 
     def refute(self, align: Alignment) -> None:
-        """This one is not true: it is forgotten."""
-        self.like.proved.discard(align)
-        self.like.alignments = tuple([other for other in self.like.alignments if other != align])
-        self.like.routes.clear()
+        """Drops an alignment that turned out false."""
+        self.signature.proved.discard(align)
+        self.signature.alignments = tuple([other for other in self.signature.alignments if other != align])
+        self.signature.routes.clear()
 
     def _run(self, align: Alignment, values: Sequence[Tensor], rows: int | None) -> list[Tensor]:
         resized = align.resizes and rows is not None
         return self.parts(self._resized(values, align, rows) if resized else self.call(values))
 
     def _probes(self, varies: Sequence[bool], scale: float = 1.0) -> list[Tensor]:
-        """Numbers to try a call on, none alike, none large, where values vary. The recorded ones may all be zeros.
-
-        Those of another scale have another sum, maximum and spread, too.
+        """Random numbers, all different and none large, for operands that vary: the recorded ones may all be zeros.
+        Another scale gives another sum, maximum and spread, too.
         """
         generator = torch.Generator().manual_seed(len(self.recorded))
         return [
@@ -179,42 +182,42 @@ class BatchedOp:
         return values[number].reshape(sizes) if align.resizes == "reshape" else values[number].expand(sizes)
 
     def whole(self, deltas: Sequence[Delta | None]) -> tuple[list[Delta], bool]:
-        """Every variant's whole value: under vmap where that is right, else one by one. And whether it was vmap."""
+        """Every variant's whole value, under vmap where that is right, else one by one; and whether it was vmap."""
         stacks = [
             None if delta is None else dense(delta, value) for delta, value in zip(deltas, self.recorded, strict=True)
         ]
         pairs, changed = together(stacks, self.recorded)
         lanes = pairs.lanes
-        if self._may_vmap() and self._vmaps(changed):
+        if self._allows_vmap() and self._is_vmappable(changed):
             try:
-                found = self._vmapped(changed, len(lanes))
+                found = self._under_vmap(changed, len(lanes))
                 return [stacked(lanes, data) for data in found], True
             except RuntimeError:  # such as a view that this memory layout does not have: each lies right by itself
                 pass
-        return self._looped(changed, lanes), False
+        return self._one_by_one(changed, lanes), False
 
-    def _may_vmap(self) -> bool:
-        """No draws, no shapes that contents decide, no gradient on the way, and no rule of torch's that is wrong."""
+    def _allows_vmap(self) -> bool:
+        """False for draws, shapes that contents decide, gradients inside, and operations whose vmap rule is wrong."""
         node = self.node
         is_wrong = info(original_call(node).target).has(Quirk.WRONG_UNDER_VMAP)
         return node.draws is None and not node.is_dynamic and not node.through and not is_wrong
 
-    def _vmaps(self, changed: Sequence[Tensor | None]) -> bool:
-        """Does the call work under vmap? Tried once for the same varying values: two lanes that differ in each of them,
-        and must both come out as by themselves. A rule of torch's may read a tensor as one number for all lanes.
+    def _is_vmappable(self, changed: Sequence[Tensor | None]) -> bool:
+        """True if the call gives the same under vmap as lane by lane, tried on two lanes that differ in each varying
+        operand. Torch's rules may read a tensor as one number for all lanes.
         """
         key = tuple([data is not None for data in changed])
-        known = self.like.vmaps.get(key)
+        known = self.signature.vmaps.get(key)
         if known is None:
-            if (lanes := self._two_lanes(changed)) is None:
+            if (lanes := self._distinct_lanes(changed)) is None:
                 return False  # nothing to tell them apart by: the next values may
-            known = self.like.vmaps[key] = self._proves_vmap(*lanes, key)
+            known = self.signature.vmaps[key] = self._proves_vmap(*lanes, key)
         return known
 
     def _proves_vmap(self, one: list[Tensor], other: list[Tensor], varies: Sequence[bool]) -> bool:
         copies = [torch.stack(pair) if varied else None for *pair, varied in zip(one, other, varies, strict=True)]
         try:
-            found = self._vmapped(copies, 2)
+            found = self._under_vmap(copies, 2)
             wholes = zip(*[self.parts(self.call(values)) for values in (one, other)], strict=True)
             return all(
                 close(new[0], first) and close(new[1], second)
@@ -223,8 +226,8 @@ class BatchedOp:
         except Exception:  # no rule for it: the loop is always right
             return False
 
-    def _two_lanes(self, changed: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]] | None:
-        """Two sets of values that differ wherever values vary; None where none are known that the call can take."""
+    def _distinct_lanes(self, changed: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]] | None:
+        """Two sets of operands that differ wherever values vary; None if no such values are known."""
         varies = [data is not None for data in changed]
         one, other = self._probes(varies), self._probes(varies, 0.4)
         for number, (data, value) in enumerate(zip(changed, self.recorded, strict=True)):
@@ -236,13 +239,13 @@ class BatchedOp:
                 other[number] = found
         return one, other
 
-    def _vmapped(self, changed: Sequence[Tensor | None], count: int) -> list[Tensor]:
+    def _under_vmap(self, changed: Sequence[Tensor | None], count: int) -> list[Tensor]:
         def once(values: Sequence[Tensor]) -> list[Tensor]:
             return self.parts(self.call(values))
 
         return batched(once, changed, self.recorded, count)
 
-    def _looped(self, changed: Sequence[Tensor | None], lanes: tuple[int, ...]) -> list[Delta]:
+    def _one_by_one(self, changed: Sequence[Tensor | None], lanes: tuple[int, ...]) -> list[Delta]:
         rows = []
         for number in range(len(lanes)):
             values = [
@@ -251,10 +254,10 @@ class BatchedOp:
             ]
             rows.append(self.parts(self.call(values)))
         columns = zip(zip(*rows, strict=True), self.results, strict=True)
-        return [_stacked_or_departed(self.node, lanes, column, recorded) for column, recorded in columns]
+        return [_stacked(self.node, lanes, column, recorded) for column, recorded in columns]
 
     def parts(self, result: Any) -> list[Tensor]:
-        """The tensors in what the call gave, in the order of `outputs`."""
+        """The tensors in the result of a call, in the order of `outputs`."""
         if self.is_single:
             return [result]
         found = []
@@ -267,7 +270,7 @@ class BatchedOp:
 
 
 def _can_be_random(value: Tensor) -> bool:
-    return (value.is_floating_point() or value.is_complex()) and value.numel() <= MOST_PROBED
+    return (value.is_floating_point() or value.is_complex()) and value.numel() <= MAX_PROBED
 
 
 def _random(value: Tensor, generator: torch.Generator, scale: float) -> Tensor:
@@ -276,7 +279,7 @@ def _random(value: Tensor, generator: torch.Generator, scale: float) -> Tensor:
 
 
 def laid_like(tensor: Tensor, recorded: Tensor) -> Tensor:
-    """The tensor in the recorded memory layout: the order of random draws, for one, follows it."""
+    """The tensor in the recorded memory layout: random draws, for one, follow it."""
     if tensor.stride() == recorded.stride() or not recorded.numel() or 0 in recorded.stride():
         return tensor
     made = torch.empty_strided(recorded.shape, recorded.stride(), dtype=tensor.dtype, device=tensor.device)
@@ -295,7 +298,7 @@ class Departed(Exception):
         self.departures = departures
 
 
-def _stacked_or_departed(node: Call, lanes: tuple[int, ...], values: tuple[Tensor, ...], recorded: Tensor) -> Delta:
+def _stacked(node: Call, lanes: tuple[int, ...], values: tuple[Tensor, ...], recorded: Tensor) -> Delta:
     others = {
         lane: Departure(f"the shape of {node.name}", tuple(recorded.shape), tuple(value.shape), node.source, "shape")
         for lane, value in zip(lanes, values, strict=True)
@@ -334,7 +337,7 @@ def batched(
 
 # ---- making steps --------------------------------------------------------------------------------------------------
 
-_likes: dict[Any, CallSignature] = {}
+_SIGNATURES: dict[Any, CallSignature] = {}
 _ALIAS = Target.of(alias).name
 
 
@@ -345,7 +348,7 @@ def step_of(
     meanings: Sequence[TensorSpec],
     states: dict[str, Tensor],
 ) -> BatchedOp:
-    """A node made ready. `values` and `meanings` are the recorded ones, by slot."""
+    """A node made ready to run. `values` and `meanings` are the recorded ones, by slot."""
     if isinstance(node, Write):  # a patch that parts a view from its memory runs alone: see together.py
         node = node.keeping(frozenset())
     refs = node.refs
@@ -359,7 +362,7 @@ def step_of(
         template.append(value)
         return len(template) - 1
 
-    read, function = caller(node, slots, literal, states, Mode())
+    read, function = caller(node, slots, literal, states, AS_RECORDED)
     rest = template[len(reads) :]
 
     def call(given: Sequence[Any]) -> Any:
@@ -368,40 +371,48 @@ def step_of(
     outputs = tuple(dict.fromkeys(refs_in(node.returns)))
     gives = tuple([slot[ref] for ref in outputs])
     recorded, results = [tuple([values[number] for number in numbers]) for numbers in (reads, gives)]
-    like = _like(node, tuple([place[read] for read in every]), recorded, results, [meanings[read] for read in every])
-    return BatchedOp(node, reads, recorded, outputs, gives, results, like, call)
+    signature = _signature_of(
+        node, tuple([place[read] for read in every]), recorded, results, [meanings[read] for read in every]
+    )
+    return BatchedOp(node, reads, recorded, outputs, gives, results, signature, call)
 
 
-def _like(
+def _signature_of(
     node: Call,
     where: tuple[int, ...],
     recorded: tuple[Tensor, ...],
     results: tuple[Tensor, ...],
     meanings: Sequence[TensorSpec],
 ) -> CallSignature:
-    """`where`: which of the values each operand is."""
+    """The signature of a call. `where`: the number of the value at each operand."""
     if node.draws is not None or node.through:
         return CallSignature("", (), frozenset(), 0)
     met = iter(meanings)
     try:
-        key = (node.target.function, node.context, _key(node.args, met), _key(node.kwargs, met), where)
-        known = _likes.get(key)
+        key = (
+            node.target.function,
+            node.context,
+            _signature_key(node.args, met),
+            _signature_key(node.kwargs, met),
+            where,
+        )
+        known = _SIGNATURES.get(key)
     except TypeError:  # a literal that cannot be hashed
         key, known = None, None
     if known is None:
         name = node.target.short.strip("_") if is_torchs(node.target.name) else ""
-        unread = _unread(name, where)
+        unread = _shape_only(name, where)
         found = candidates(node, name, recorded, results, unread)
         given = leaves((node.args, node.kwargs))
         known = CallSignature(name, found, unread, max([abs(leaf) for leaf in given if type(leaf) is int], default=0))
         if key is not None:
-            if len(_likes) > 20000:
-                _likes.clear()
-            _likes[key] = known
+            if len(_SIGNATURES) > 20000:
+                _SIGNATURES.clear()
+            _SIGNATURES[key] = known
     return known
 
 
-def _unread(name: str, where: tuple[int, ...]) -> frozenset[int]:
+def _shape_only(name: str, where: tuple[int, ...]) -> frozenset[int]:
     """The values of which only shape, dtype or device are read, wherever they stand."""
     op = info(name)
     if op.reads_shape_of_first:
@@ -418,21 +429,21 @@ def _without_gradients(context: Context) -> Context:
     return evolve(context, grad=False, inference=False)
 
 
-def _key(tree: Any, met: Iterator[TensorSpec]) -> Any:
-    """What makes two calls alike: literals with their types, and the kinds of tensors, in order."""
+def _signature_key(tree: Any, met: Iterator[TensorSpec]) -> Any:
+    """What two calls of one signature share: literals with their types, and the specs of tensors, in order."""
     kind = type(tree)
     if kind is Ref:
         meaning = next(met)
         return meaning.shape, meaning.dtype, meaning.strides
     if kind is tuple:
-        return tuple([_key(item, met) for item in tree])
+        return tuple([_signature_key(item, met) for item in tree])
     if kind is Branch:
-        return tree.kind, tree.keys, tuple([_key(item, met) for item in tree.items])
+        return tree.kind, tree.keys, tuple([_signature_key(item, met) for item in tree.items])
     return kind, tree
 
 
 def is_torchs(name: str) -> bool:
-    """Is this one of torch's own operations? Others may share their names, and mean another thing."""
+    """True for torch's own operations. Others may share their names, and mean something else."""
     if name.startswith("torch.ops."):
         return name.startswith(("torch.ops.aten.", "torch.ops.prims."))
     return name.startswith("torch.") or name == _ALIAS

@@ -1,7 +1,7 @@
-"""How many variants go into one pass, in which order, and what it will cost.
+"""How many variants go into one pass, in which order, and what they cost.
 
-In: a Machine and the variants' positions. Out: chunks, and a Plan in forwards and bytes. Large chunks are slow, not
-fast, once the values leave the processor's cache: the size follows the largest value on the way.
+In: a PreparedProgram and the positions of the variants. Out: chunks, and a Plan in forwards and bytes. Large chunks
+are slow once their values leave the processor's cache, so the size follows the largest value on the way.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PASS_BYTES = 2e9  # of all values that live at once
 
 @frozen
 class Plan:
-    """What a sweep will cost, beforehand. `forwards` is at most: rows that do not differ are found on the way."""
+    """What a sweep will cost, beforehand. `forwards` is an upper bound: equal rows are found only on the way."""
 
     variants: int
     passes: int
@@ -36,40 +36,40 @@ class Plan:
         return f"{passes}: {cost}, {self.peak_bytes / 1e6:.3g} MB at a time"
 
 
-def chunks(machine: PreparedProgram, variants: Sequence[Variant], memory: float | None) -> list[list[Variant]]:
-    """The variants by their first change, in passes."""
-    largest, live = sizes(machine)
+def chunks(program: PreparedProgram, variants: Sequence[Variant], memory: float | None) -> list[list[Variant]]:
+    """The variants, ordered by their first change, in passes."""
+    largest, live = sizes(program)
     found: list[list[Variant]] = []
     for variant in sorted(variants, key=lambda variant: variant.first):
-        if found and len(found[-1]) < _room(largest, live, found[-1][0].first, memory):
+        if found and len(found[-1]) < _capacity(largest, live, found[-1][0].first, memory):
             found[-1].append(variant)
         else:
             found.append([variant])
     return found
 
 
-def _room(largest: list[float], live: list[float], first: int, memory: float | None) -> int:
+def _capacity(largest: list[float], live: list[float], first: int, memory: float | None) -> int:
     return max(1, int(min(VALUE_BYTES / max(largest[first], 1.0), (memory or PASS_BYTES) / max(live[first], 1.0))))
 
 
-def sizes(machine: PreparedProgram) -> tuple[list[float], list[float]]:
-    """For each position: the bytes of the largest value from there on, and of the most that live at once."""
-    if machine.sizes is None:
-        machine.sizes = _sizes(machine)
-    return machine.sizes
+def sizes(program: PreparedProgram) -> tuple[list[float], list[float]]:
+    """For each position: the bytes of the largest value from there on, and the most bytes alive at once."""
+    if program.sizes is None:
+        program.sizes = _sizes(program)
+    return program.sizes
 
 
-def _sizes(machine: PreparedProgram) -> tuple[list[float], list[float]]:
-    cone = machine.cone(machine.prepared)
-    dying = machine.deaths(cone)
-    graph = machine.graph
+def _sizes(program: PreparedProgram) -> tuple[list[float], list[float]]:
+    cone = program.cone(program.prepared)
+    dying = program.deaths(cone)
+    graph = program.graph
     gives: dict[int, float] = {}
     alive, peaks = 0.0, {}
     held: dict[int, float] = {}
     for position in cone:
-        slots = machine.gives(position)
+        slots = program.gives(position)
         for slot in slots:
-            held[slot] = read_bytes(machine, slot)
+            held[slot] = read_bytes(program, slot)
         gives[position] = max([held[slot] for slot in slots], default=0.0)
         alive += sum(held[slot] for slot in slots)
         peaks[position] = alive
@@ -81,29 +81,29 @@ def _sizes(machine: PreparedProgram) -> tuple[list[float], list[float]]:
     return largest, live
 
 
-def read_bytes(machine: PreparedProgram, slot: int) -> float:
-    """The bytes of what anybody reads of a value."""
-    if slot not in machine.wanted:
+def read_bytes(program: PreparedProgram, slot: int) -> float:
+    """The bytes of a value that anybody reads."""
+    if slot not in program.wanted:
         return 0.0
-    value, rows = machine.values[slot], machine.wanted[slot]
+    value, rows = program.values[slot], program.wanted[slot]
     part = 1.0 if rows is None else len(rows[1]) / max(value.shape[rows[0]], 1)
     return value.numel() * value.itemsize * part
 
 
-def plan(machine: PreparedProgram, variants: Sequence[Variant], memory: float | None) -> Plan:
+def plan(program: PreparedProgram, variants: Sequence[Variant], memory: float | None) -> Plan:
     """What the variants will cost."""
-    made = chunks(machine, variants, memory)
-    _, live = sizes(machine)
-    graph = machine.graph
-    costs = [work(machine, position) if isinstance(node, Call) else 0.0 for position, node in enumerate(graph.nodes)]
+    made = chunks(program, variants, memory)
+    _, live = sizes(program)
+    graph = program.graph
+    costs = [work(program, position) if isinstance(node, Call) else 0.0 for position, node in enumerate(graph.nodes)]
     whole = max(sum(costs), 1e-12)
     after: dict[tuple[int, ...], tuple[float, float]] = {}
     at_once = alone = 0.0
     for variant in variants:
         key = tuple(sorted({position for position, _ in variant.changes}))
         if key not in after:
-            cone = [position for position in machine.cone(key) if position not in key]
-            read = sum(costs[position] * _read_part(machine, position) for position in cone)
+            cone = [position for position in program.cone(key) if position not in key]
+            read = sum(costs[position] * _read_part(program, position) for position in cone)
             after[key] = read / whole, sum(costs[position] for position in cone) / whole
         at_once, alone = at_once + after[key][0], alone + after[key][1]
     widest = max(made, key=len) if made else []
@@ -111,16 +111,16 @@ def plan(machine: PreparedProgram, variants: Sequence[Variant], memory: float | 
     return Plan(len(variants), len(made), len(widest), at_once, int(peak), alone)
 
 
-def _read_part(machine: PreparedProgram, position: int) -> float:
-    """How much of what a node gives is read."""
-    rows = machine.demanded(machine.step(position))
+def _read_part(program: PreparedProgram, position: int) -> float:
+    """The share of what a node gives that is read."""
+    rows = program.demanded(program.step(position))
     if rows is None:
         return 1.0
-    return len(rows[1]) / max(machine.step(position).results[0].shape[rows[0]], 1)
+    return len(rows[1]) / max(program.step(position).results[0].shape[rows[0]], 1)
 
 
-def work(machine: PreparedProgram, position: int) -> float:
+def work(program: PreparedProgram, position: int) -> float:
     """Seconds that a node takes, roughly: 3 us, its multiplications at 30 a nanosecond, its bytes at 5."""
-    step = machine.step(position)
+    step = program.step(position)
     read = sum(value.numel() * value.itemsize for value in (*step.recorded, *step.results))
     return 3e-6 + 2 * step.multiplications / 3e10 + read / 5e9

@@ -1,7 +1,8 @@
-"""Which rows of each value anybody reads, walking back from what is asked for.
+"""Which rows of each value anybody reads, found by walking back from the ends.
 
-In: steps, and the values asked for. Out: for a value either nothing (all of it is read), or an axis and its rows. A
-number in an index begins a demand (`logits[:, -1]`), and operations that treat rows alike hand it on to what they read.
+In: batched ops, and the values asked for. Out: for each value either None, if all of it is read, or an axis and its
+rows. An index such as `logits[:, -1]` starts a demand, and operations that treat rows alike pass it on to their
+operands.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ Demand = dict[int, Rows | None]  # by slot; None: all of it
 
 
 def demand(graph: Graph, positions: Iterable[int], ends: Iterable[int], step_at: Callable[[int], BatchedOp]) -> Demand:
-    """What is read of each value that one of the ends needs. `positions` are those that may change, last one first."""
+    """What is read of each value that the ends need. `positions` are those that may change, in descending order."""
     found: Demand = dict.fromkeys(ends)
     for position in positions:
         if not graph.call_marks[position]:
             continue
         step = step_at(position)
-        asked = [found[given] for given in step.gives if given in found]
-        if asked:
-            for number, rows in enumerate(_read(step, asked)):
+        wanted = [found[given] for given in step.gives if given in found]
+        if wanted:
+            for number, rows in enumerate(_operand_rows(step, wanted)):
                 if number not in step.unread:
-                    _add(found, step, number, rows)
+                    _merge(found, step, number, rows)
     return found
 
 
-def _read(step: BatchedOp, asked: list[Rows | None]) -> Sequence[Rows | None]:
-    """What a step reads of each of its refs, when this is asked of its outputs."""
-    first = asked[0]
-    if first is not None and all(rows == first for rows in asked):
+def _operand_rows(step: BatchedOp, wanted: list[Rows | None]) -> Sequence[Rows | None]:
+    """What an op reads of each operand, if these rows of its outputs are wanted."""
+    first = wanted[0]
+    if first is not None and all(rows == first for rows in wanted):
         for align in step.alignments:
             if set(align.outputs) == {first[0]} and step.holds(align):
                 return [None if axis is None else (axis, first[1]) for axis in align.operands]
@@ -45,22 +46,22 @@ def _read(step: BatchedOp, asked: list[Rows | None]) -> Sequence[Rows | None]:
 
 
 def taken_rows(step: BatchedOp) -> Rows | None:
-    """The rows that a view looks at, if it looks at some and not at others: along the first axis where it does."""
+    """The rows that a view selects, along the first axis where it selects some and not all."""
     if not step.may_take:
         return None
-    if step.like.taken is None:
+    if step.signature.taken is None:
         found: Rows | None = None
-        for axis, at in enumerate(places := _places(step) or ()):
+        for axis, at in enumerate(places := _source_positions(step) or ()):
             marks = torch.zeros(step.recorded[0].shape[axis], dtype=torch.bool, device=at.device)
             marks[at] = True
             if found is None and not bool(marks.all()):
                 found = axis, tuple(marks.nonzero().flatten().tolist())
-        step.like.taken = found, bool(places)
-    rows: Rows | None = step.like.taken[0]
+        step.signature.taken = found, bool(places)
+    rows: Rows | None = step.signature.taken[0]
     return rows
 
 
-def _add(found: Demand, step: BatchedOp, number: int, rows: Rows | None) -> None:
+def _merge(found: Demand, step: BatchedOp, number: int, rows: Rows | None) -> None:
     slot, shape = step.reads[number], step.recorded[number].shape
     if slot in found:
         before = found[slot]
@@ -74,9 +75,9 @@ def _add(found: Demand, step: BatchedOp, number: int, rows: Rows | None) -> None
 
 
 def taking(step: BatchedOp, axis: int) -> tuple[int, Callable[[Tensor], Tensor]] | None:
-    """For a view of one row along an axis: that row, and what becomes of several such that are stacked in front."""
+    """For a view of one row along an axis: that row, and the view of several such rows stacked in front."""
     taken_rows(step)
-    places = _places(step) if step.like.taken[1] else None
+    places = _source_positions(step) if step.signature.taken[1] else None
     if places is None or not bool((places[axis] == (row := int(places[axis][0]))).all()):
         return None
     shape, result = step.recorded[0].shape, step.results[0]
@@ -90,15 +91,15 @@ def taking(step: BatchedOp, axis: int) -> tuple[int, Callable[[Tensor], Tensor]]
     return row, take
 
 
-def _places(step: BatchedOp) -> list[Tensor] | None:
-    """Where each number that a view shows stands in what it looks at, by axis; None if a step gives no view."""
+def _source_positions(step: BatchedOp) -> list[Tensor] | None:
+    """For each element of a view, its position in the operand, by axis; None if the op gives no view."""
     (value,), (result,) = step.recorded, step.results
     given = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
     try:
         (found,) = step.parts(step.call([given]))
     except Exception:  # not even in this layout
         return None
-    if (found.shape, found.dtype) != (result.shape, value.dtype) or _memory(found) != _memory(given):
+    if (found.shape, found.dtype) != (result.shape, value.dtype) or _storage(found) != _storage(given):
         return None
     flat = torch.tensor(found.storage_offset(), device=value.device)
     for size, stride in zip(found.shape, found.stride(), strict=True):
@@ -106,5 +107,5 @@ def _places(step: BatchedOp) -> list[Tensor] | None:
     return [flat.flatten() // stride % size for size, stride in zip(given.shape, given.stride(), strict=True)]
 
 
-def _memory(value: Tensor) -> int:
+def _storage(value: Tensor) -> int:
     return value.untyped_storage().data_ptr()

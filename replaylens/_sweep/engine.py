@@ -1,7 +1,8 @@
-"""A chunk of variants in one pass: each joins at its own node, and every node runs once for all who have reached it.
+"""A chunk of variants in one pass: each starts at its own nodes, and every node runs once for all variants that have
+reached it.
 
-In: a Machine, and variants, each a list of changes at positions. Out: what each variant makes of the values asked for.
-Nothing is computed that no change can reach, that nobody reads, or whose row is as recorded.
+In: a PreparedProgram, and variants, each a list of changes at positions. Out: what each variant makes of the values
+asked for. Values that no change can reach, that nobody reads, or whose row is as recorded are not computed.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ import torch
 from attrs import evolve, frozen
 
 from .._ir.copies import in_layout
-from .._ir.node import Context, Guard, Input, Ref
-from .._ir.trees import leaves, thaw
+from .._ir.node import Context, Guard, Input, Ref, filled, refs_in
 from .._replay.flag_guards import OuterModes, ReplacedValues, is_like_an_input
 from .._replay.guards import Departure, departure
 from .._replay.interpreter import modes, recorded_world
@@ -34,7 +34,7 @@ Deltas = Sequence[Delta | None]
 
 @frozen(eq=False)
 class Variant:
-    """One set of changes: at which positions, what."""
+    """One set of changes: at which positions, which."""
 
     number: int
     changes: tuple[tuple[int, Change], ...]
@@ -46,8 +46,8 @@ class Variant:
 
 @frozen(eq=False)
 class Strategy:
-    """How a step is run on values of certain forms: the rows that are alike, and whether to look for those that
-    differ. `fits`: the values lie as they must already.
+    """How an op runs on Deltas of certain forms: the alignment, and whether to search dense values for the rows that
+    differ. `fits`: the Deltas already lie along its axes.
     """
 
     align: Alignment
@@ -56,13 +56,13 @@ class Strategy:
 
 
 def run(
-    machine: PreparedProgram, variants: Sequence[Variant], departed: Callable[[int, Departure], None]
+    program: PreparedProgram, variants: Sequence[Variant], departed: Callable[[int, Departure], None]
 ) -> dict[Ref, Delta]:
     """The ends' values of these variants, where they differ from the recorded ones. Variants that leave the recorded
     path are reported, and dropped.
     """
-    with torch.no_grad(), recorded_world(machine.draws, machine.graph):
-        return _Chunk(machine, variants, departed).run()
+    with torch.no_grad(), recorded_world(program.draws, program.graph):
+        return _Chunk(program, variants, departed).run()
 
 
 _UNKNOWN: Any = object()
@@ -72,41 +72,41 @@ class _Chunk:
     """The mutable state of one pass: `env` holds the values that differ, by slot."""
 
     def __init__(
-        self, machine: PreparedProgram, variants: Sequence[Variant], departed: Callable[[int, Departure], None]
+        self, program: PreparedProgram, variants: Sequence[Variant], departed: Callable[[int, Departure], None]
     ) -> None:
-        self.machine, self.departed = machine, departed
-        self.env: list[Delta | None] = [None] * len(machine.values)
-        self.limited: dict[tuple[int, Rows], Any] = {}  # pairs that were cut to a demand already
-        self.gone: set[int] = set()
-        self.joins: dict[int, list[tuple[int, Change]]] = {}
+        self.program, self.departed = program, departed
+        self.env: list[Delta | None] = [None] * len(program.values)
+        self.restricted_pairs: dict[tuple[int, Rows], Any] = {}  # pairs that were cut to a demand already
+        self.dropped: set[int] = set()
+        self.starts: dict[int, list[tuple[int, Change]]] = {}
         for variant in variants:
             for position, change in variant.changes:
-                self.joins.setdefault(position, []).append((variant.number, change))
+                self.starts.setdefault(position, []).append((variant.number, change))
 
     def run(self) -> dict[Ref, Delta]:
-        machine = self.machine
-        cone, dying = machine.way(frozenset(self.joins))
-        guards = sorted(machine.graph.guards, key=lambda guard: guard.position, reverse=True)
-        calls, nodes = machine.graph.call_marks, machine.graph.nodes
+        program = self.program
+        cone, dying = program.cone_of(frozenset(self.starts))
+        guards = sorted(program.graph.guards, key=lambda guard: guard.position, reverse=True)
+        calls, nodes = program.graph.call_marks, program.graph.nodes
         context: Context | None = None
         with ExitStack() as stack:
             for position in cone:
                 while guards and guards[-1].position <= position:
-                    self._ask(guards.pop())
+                    self._check_guard(guards.pop())
                 if calls[position]:
                     node = nodes[position]
                     if node.context is not context:  # type: ignore[union-attr]
                         stack.close()
                         context = node.context  # type: ignore[union-attr]
                         stack.enter_context(_modes_of(context))
-                    self._execute(machine.step(position))
-                if position in self.joins:
-                    self._join(self.joins[position])
+                    self._execute(program.step(position))
+                if position in self.starts:
+                    self._start_variants(self.starts[position])
                 for slot in dying.get(position, ()):
                     self.env[slot] = None
             while guards:
-                self._ask(guards.pop())
-        found = [(ref, self.env[machine.slot[ref]]) for ref in machine.ends]
+                self._check_guard(guards.pop())
+        found = [(ref, self.env[program.slot[ref]]) for ref in program.ends]
         return {ref: delta for ref, delta in found if delta is not None}
 
     # -- running a node ------------------------------------------------------------------------------------------------
@@ -119,13 +119,13 @@ class _Chunk:
         if not any(deltas):
             return
         try:
-            found = self._taken(step, deltas) if step.may_take else None
+            found = self._row_view(step, deltas) if step.may_take else None
             if found is None:
-                found = self._aligned(step, deltas)
+                found = self._run_by_rows(step, deltas)
             if found is None:
                 found, at_once = step.whole(deltas)
                 if not at_once:
-                    self.machine.alone[step.node.name] = step.node.kind
+                    self.program.alone[step.node.name] = step.node.kind
         except Departed as error:
             self._drop(error.departures, error.departures.__getitem__)
             self._execute(step)
@@ -134,49 +134,49 @@ class _Chunk:
             self._keep(slot, delta, result)
 
     def _keep(self, slot: int, delta: Delta, recorded: Tensor) -> None:
-        """Remember a value, cut to what anybody reads of it."""
-        wanted = self.machine.wanted
+        """Stores a value, restricted to what anybody reads of it."""
+        wanted = self.program.wanted
         if slot not in wanted:
             return
         rows = wanted[slot]
         if rows is not None:
-            delta = self._cut(delta, rows, recorded)
+            delta = self._restricted(delta, rows, recorded)
         if len(delta.pairs):
             self.env[slot] = delta
 
-    def _cut(self, delta: Delta, rows: Rows, recorded: Tensor) -> Delta:
+    def _restricted(self, delta: Delta, rows: Rows, recorded: Tensor) -> Delta:
         axis, numbers = rows
         if delta.axis is not None and delta.axis != axis and not delta.is_dense:
             return delta
-        if delta.axis == axis and (id(delta.pairs), rows) in self.limited:
+        if delta.axis == axis and (id(delta.pairs), rows) in self.restricted_pairs:
             return delta
         delta = chosen(delta, axis, recorded, numbers)
-        self.limited[id(delta.pairs), rows] = delta.pairs
+        self.restricted_pairs[id(delta.pairs), rows] = delta.pairs
         return delta
 
-    def _aligned(self, step: BatchedOp, deltas: Deltas) -> list[Delta] | None:
-        """Run row by row, if there is a way that all changed values can take."""
-        rows = self.machine.demanded(step)
+    def _run_by_rows(self, step: BatchedOp, deltas: Deltas) -> list[Delta] | None:
+        """Runs an op row by row, if an alignment has rows in every changed operand; else None."""
+        rows = self.program.demanded(step)
         forms = [None if delta is None else (delta.axis, delta.pairs.codes is None) for delta in deltas]
-        key = (self.machine.packs, rows and rows[0], *forms)
-        route: Strategy | None = step.routes.get(key, _UNKNOWN)
-        if route is _UNKNOWN:
-            route = step.routes[key] = self._route(step, deltas)
-        if route is None:
+        key = (self.program.packs, rows and rows[0], *forms)
+        strategy: Strategy | None = step.routes.get(key, _UNKNOWN)
+        if strategy is _UNKNOWN:
+            strategy = step.routes[key] = self._choose_strategy(step, deltas)
+        if strategy is None:
             return None
-        align = route.align
-        if rows is None and route.fits:
+        align = strategy.align
+        if rows is None and strategy.fits:
             return self._by_rows(step, align, deltas)
-        ready = deltas if route.fits else self._laid(step, deltas, route)
+        ready = deltas if strategy.fits else self._arranged(step, deltas, strategy)
         if rows is not None and rows[0] == align.outputs[0]:
             ready = [
-                None if delta is None else self._cut(delta, (axis or 0, rows[1]), recorded)
+                None if delta is None else self._restricted(delta, (axis or 0, rows[1]), recorded)
                 for delta, axis, recorded in zip(ready, align.operands, step.recorded, strict=True)
             ]
         found = self._by_rows(step, align, ready)
-        if self.machine.scratch.lent:
-            self.machine.scratch.take_back(found or ())
-        return self._aligned(step, deltas) if found is None else found
+        if self.program.scratch.lent:
+            self.program.scratch.take_back(found or ())
+        return self._run_by_rows(step, deltas) if found is None else found
 
     def _by_rows(self, step: BatchedOp, align: Alignment, deltas: Deltas) -> list[Delta] | None:
         try:
@@ -185,25 +185,37 @@ class _Chunk:
             step.refute(align)
             return None
 
-    def _route(self, step: BatchedOp, deltas: Deltas) -> Strategy | None:
+    def _choose_strategy(self, step: BatchedOp, deltas: Deltas) -> Strategy | None:
         changed = [number for number, delta in enumerate(deltas) if delta is not None]
         possible = [align for align in step.alignments if all(align.operands[number] is not None for number in changed)]
         while possible:
-            align, packs = self._best(step, possible, deltas, changed)
+            align, packs = self._preferred(step, possible, deltas, changed)
             if step.holds(align):
                 fits = not packs and all(deltas[n].axis == align.operands[n] for n in changed)  # type: ignore[union-attr]
                 return Strategy(align, packs, fits)
             possible.remove(align)
         return None
 
-    def _best(
+    def _preferred(
         self, step: BatchedOp, possible: list[Alignment], deltas: Deltas, changed: list[int]
     ) -> tuple[Alignment, bool]:
-        """The way that keeps sparse values sparse; and whether dense ones are to be looked through for what differs."""
+        """The alignment to try first, and whether to pack: to search dense values for the rows that differ.
+
+        1. One along the axis of which only some rows are read: the others are never computed.
+
+        2. If some Deltas are sparse, one along all their axes, so that they stay sparse. Dense operands beside them
+        are packed; so is everything if the op is costly.
+
+        3. If all are dense and the op is costly, the one with the most rows, packed: fewer rows are multiplied.
+
+        4. One along the axes that the Deltas lie along already: nothing moves.
+
+        5. The first one, the likeliest by its axes.
+        """
         axes = {number: delta.axis for number, delta in enumerate(deltas) if delta is not None}
         sparse = [number for number, delta in enumerate(deltas) if delta is not None and not delta.is_dense]
-        costly = self.machine.packs and step.work >= WORTH_PACKING
-        if (rows := self.machine.demanded(step)) is not None:
+        costly = self.program.packs and step.work >= WORTH_PACKING
+        if (rows := self.program.demanded(step)) is not None:
             for align in possible:
                 if align.outputs[0] == rows[0]:
                     return align, False
@@ -222,22 +234,22 @@ class _Chunk:
                 return align, False
         return possible[0], False
 
-    def _laid(self, step: BatchedOp, deltas: Deltas, route: Strategy) -> list[Delta | None]:
-        """The values as the route wants them: sparse along its axes, or all rows of each variant."""
+    def _arranged(self, step: BatchedOp, deltas: Deltas, strategy: Strategy) -> list[Delta | None]:
+        """The Deltas as the strategy needs them: sparse along its axes, or all rows of each variant."""
         found: list[Delta | None] = []
-        for delta, axis, recorded in zip(deltas, route.align.operands, step.recorded, strict=True):
+        for delta, axis, recorded in zip(deltas, strategy.align.operands, step.recorded, strict=True):
             if delta is None:
                 found.append(None)
                 continue
             assert axis is not None
-            if route.packs and recorded.shape[axis] > 1 and (delta.is_dense or delta.axis != axis):
+            if strategy.packs and recorded.shape[axis] > 1 and (delta.is_dense or delta.axis != axis):
                 found.append(packed(delta, axis, recorded))
             else:
-                found.append(delta if delta.axis == axis else folded(delta, axis, recorded, self.machine.scratch))
+                found.append(delta if delta.axis == axis else folded(delta, axis, recorded, self.program.scratch))
         return found
 
-    def _taken(self, step: BatchedOp, deltas: Deltas) -> list[Delta] | None:
-        """An index that takes one row: only that row is looked at, and it is a whole value afterwards."""
+    def _row_view(self, step: BatchedOp, deltas: Deltas) -> list[Delta] | None:
+        """A view of one row, taken of that row alone, which is a whole value afterwards."""
         delta = deltas[0]
         if delta is None or delta.axis is None or delta.is_dense or (at := taking(step, delta.axis)) is None:
             return None
@@ -249,88 +261,87 @@ class _Chunk:
 
     # -- variants that join, and those that leave ---------------------------------------------------------------------
 
-    def _join(self, changes: list[tuple[int, Change]]) -> None:
-        """Variants whose change is here: the value as it is for them so far, changed."""
-        machine = self.machine
+    def _start_variants(self, changes: list[tuple[int, Change]]) -> None:
+        """Starts variants whose change is here: their value so far, changed."""
+        program = self.program
         news: dict[int, list[tuple[int, Tensor]]] = {}
         for lane, change in sorted(changes, key=lambda pair: pair[0]) if len(changes) > 1 else changes:
-            if lane not in self.gone:
+            if lane not in self.dropped:
                 for slot, new in self._changed(lane, change):
-                    if (departure := self._lies_otherwise(slot, new)) is not None:
+                    if (departure := self._metadata_departure(slot, new)) is not None:
                         self._drop((lane,), {lane: departure}.__getitem__)
                         continue
                     news.setdefault(slot, []).append((lane, new.detach() if new.requires_grad else new))
         for slot, pairs in news.items():
-            recorded = machine.values[slot]
+            recorded = program.values[slot]
             lanes = tuple([lane for lane, _ in pairs])
             values = [new for _, new in pairs]
-            axis = machine.row_axis(slot)
-            if axis is not None and len(values) == 1 and not machine.packs:
+            axis = program.row_axis(slot)
+            if axis is not None and len(values) == 1 and not program.packs:
                 fresh = Delta(axis, Pairs(recorded.shape[axis], lanes, device=recorded.device), values[0])
             else:
                 fresh = stacked(lanes, torch.stack(values))
                 if axis is not None:
-                    fresh = packed(fresh, axis, recorded) if machine.packs else folded(fresh, axis, recorded)
+                    fresh = packed(fresh, axis, recorded) if program.packs else folded(fresh, axis, recorded)
             old, self.env[slot] = self.env[slot], None
             left = without(old, lanes) if old is not None else None
             self._keep(slot, fresh if left is None else joined(left, fresh, recorded), recorded)
 
     def _changed(self, lane: int, change: Change) -> list[tuple[int, Tensor]]:
         if type(change.tree) is Ref:
-            slot = self.machine.slot[change.tree]
+            slot = self.program.slot[change.tree]
             value = self._value(slot, lane)
-            if self.machine.graph.asked:  # how it lies, too: a function of the user's is given it as it lay
-                return [(slot, change.make(in_layout(value, self.machine.meanings[slot].strides)))]
+            if self.program.graph.asked:  # how it lies, too: a function of the user's is given it as it lay
+                return [(slot, change.make(in_layout(value, self.program.meanings[slot].strides)))]
             new = change.free(value)
             if not isinstance(new, Tensor) or new.shape != value.shape or new.dtype != value.dtype:
                 new = change.make(value)  # raises, and says what is wrong
             return [(slot, new)]
-        slots = [self.machine.slot[leaf] for leaf in leaves(change.tree) if type(leaf) is Ref]
-        now = thaw(change.tree, lambda leaf: self._value(self.machine.slot[leaf], lane) if type(leaf) is Ref else leaf)
+        slots = [self.program.slot[ref] for ref in refs_in(change.tree)]
+        now = filled(change.tree, lambda ref: self._value(self.program.slot[ref], lane))
         news = change.make(now)
         return list(zip(slots, news, strict=True))
 
-    def _lies_otherwise(self, slot: int, new: Tensor) -> Departure | None:
-        """Does the memory layout of a patched value lead away, or what else the model may ask of an input?"""
-        has_attributes = bool(vars(new)) or bool(self.machine.graph.literals)
-        own, known = is_like_an_input(new) or has_attributes, self.machine.values[slot]
+    def _metadata_departure(self, slot: int, new: Tensor) -> Departure | None:
+        """The departure if a patched value has another memory layout, or something else that a model may ask an
+        input for.
+        """
+        has_attributes = bool(vars(new)) or bool(self.program.graph.literals)
+        own, known = is_like_an_input(new) or has_attributes, self.program.values[slot]
         if (new.is_conj(), new.is_neg()) != (known.is_conj(), known.is_neg()):  # stacked, variants have no such marks
             return Departure("the mark of a conjugate or negative of a patched value", "one", "another")
-        lies = geometry if self.machine.graph.asked else Tensor.stride
+        lies = geometry if self.program.graph.asked else Tensor.stride
         if lies(new) == lies(known) and not own:
             return None
-        ref = next(ref for ref, number in self.machine.slot.items() if number == slot)
-        graph, values = self.machine.graph, self.machine.record.values
+        ref = next(ref for ref, number in self.program.slot.items() if number == slot)
+        graph, values = self.program.graph, self.program.record.values
         if not own or not isinstance(graph[ref.node], Input):
             return next(layout_departures(graph, values, {ref: new}, up_to_rounding=True), None)
         instead = ReplacedValues(graph, values, OuterModes.of_replay(graph, False), frozenset((ref,)), {})
         return next(instead.departures(ref, values[ref], new), None)
 
     def _value(self, slot: int, lane: int) -> Tensor:
-        recorded, delta = self.machine.values[slot], self.env[slot]
+        recorded, delta = self.program.values[slot], self.env[slot]
         return recorded if delta is None else lane_value(delta, lane, recorded)
 
-    def _ask(self, guard: Guard) -> None:
-        """Ask a guard again, for each variant that has another value there."""
-        slots = [self.machine.slot[ref] for ref in guard.refs]
+    def _check_guard(self, guard: Guard) -> None:
+        """Checks a guard for each variant that has another value there."""
+        slots = [self.program.slot[ref] for ref in guard.refs]
         lanes = {lane for slot in slots if (delta := self.env[slot]) is not None for lane in delta.pairs.lanes}
         found: dict[int, Departure] = {}
         for lane in sorted(lanes):
-            value = partial(self._of, lane)
-            if (left := departure(guard, value, lambda ref: self.machine.values[self.machine.slot[ref]])) is not None:
+            value = partial(lambda lane, ref: self._value(self.program.slot[ref], lane), lane)
+            if (left := departure(guard, value, lambda ref: self.program.values[self.program.slot[ref]])) is not None:
                 found[lane] = left
         self._drop(found, found.__getitem__)
 
-    def _of(self, lane: int, ref: Ref) -> Tensor:
-        return self._value(self.machine.slot[ref], lane)
-
     def _drop(self, lanes: Iterable[int], why: Callable[[int], Departure]) -> None:
-        gone = set(lanes)
-        for lane in sorted(gone):
+        dropped = set(lanes)
+        for lane in sorted(dropped):
             self.departed(lane, why(lane))
-        self.gone |= gone
-        if gone:
-            self.env = [None if delta is None else without(delta, gone) for delta in self.env]
+        self.dropped |= dropped
+        if dropped:
+            self.env = [None if delta is None else without(delta, dropped) for delta in self.env]
 
 
 def _modes_of(context: Context) -> Any:

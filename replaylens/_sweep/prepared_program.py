@@ -1,7 +1,7 @@
-"""A record made ready for many variants: slots, steps, what is read of each value.
+"""A record made ready for many variants: slots, batched ops, and what is read of each value.
 
 In: a Record, and the values asked for. Out: for positions that change, the cone that they reach, and each node of it
-made ready to be run. Built once for a sweep; what is known of a node is found when it is first needed.
+ready to run. Built once for a sweep; facts about a node are found when they are first needed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PreparedProgram:
     draws: bool = field(init=False)
     wanted: Demand = field(factory=dict)
     prepared: frozenset[int] = frozenset()  # the positions that all this is prepared for
-    ways: dict[frozenset[int], Any] = field(factory=dict)
+    cones: dict[frozenset[int], Any] = field(factory=dict)
     sizes: tuple[list[float], list[float]] | None = None  # of values, by position: see chunks.py
     packs: bool = False  # looking for the rows that differ pays somewhere below the changes
     axes: dict[int, int | None] = field(factory=dict)  # of a slot: the axis along which its readers treat rows alike
@@ -61,7 +61,7 @@ class PreparedProgram:
         return self.record.graph
 
     def step(self, position: int) -> BatchedOp:
-        """The node at a position, made ready when it is first needed."""
+        """The batched op at a position, made when it is first needed."""
         found = self.steps[position]
         if found is None:
             node = self.graph.nodes[position]
@@ -78,12 +78,12 @@ class PreparedProgram:
         for position in range(marks.find(1), len(graph)):
             if marks[position]:
                 for user in reached[position]:
-                    if needed[user] and not marks[user] and self._reads(user, position):
+                    if needed[user] and not marks[user] and self._reads_content(user, position):
                         marks[user] = 1
         return [position for position, mark in enumerate(marks) if mark and needed[position]]
 
-    def _reads(self, user: int, position: int) -> bool:
-        """Does a call read the content of what a node gives, and not only its shape?"""
+    def _reads_content(self, user: int, position: int) -> bool:
+        """True if a call reads the content of a node, and not only its shape."""
         node = self.graph.nodes[user]
         short = node.target.name if isinstance(node, Call) else ""
         if not short.endswith(("_like", "_as")) and ".new_" not in short:
@@ -93,7 +93,7 @@ class PreparedProgram:
         return any(read in mine and number not in step.unread for number, read in enumerate(step.reads))
 
     def prepare(self, positions: Iterable[int]) -> None:
-        """Find what is read of each value, for all changes that there will be."""
+        """Finds what is read of each value, for all changes to come."""
         self.alone.clear()
         places = frozenset(positions)
         if places == self.prepared:
@@ -108,7 +108,7 @@ class PreparedProgram:
         self.sizes = None
 
     def _is_costly(self, position: int, changing: set[int]) -> bool:
-        """Is this a product of matrices that is worth computing on some of its rows?"""
+        """True for a matrix product that is worth computing on some of its rows alone."""
         step = self.step(position)
         if step.work < WORTH_PACKING:
             return False
@@ -126,24 +126,24 @@ class PreparedProgram:
         return self.step(position).gives if isinstance(node, Call) else (self.slot[Ref(node.name)],)
 
     def demanded(self, step: BatchedOp) -> Rows | None:
-        """The rows that are read of all that a step gives."""
+        """The rows that are read of everything an op gives."""
         if len(step.gives) == 1:
             return self.wanted.get(step.gives[0])
         asked = [self.wanted[given] for given in step.gives if given in self.wanted]
         return asked[0] if asked and all(rows == asked[0] for rows in asked) else None
 
-    def way(self, positions: frozenset[int]) -> tuple[list[int], dict[int, list[int]]]:
-        """The cone of changes at these positions, and its deaths; kept, for sweeps come again."""
-        found = self.ways.get(positions)
+    def cone_of(self, positions: frozenset[int]) -> tuple[list[int], dict[int, list[int]]]:
+        """The cone of changes at these positions, with its deaths; cached, since sweeps repeat."""
+        found = self.cones.get(positions)
         if found is None:
             cone = self.cone(positions)
-            if len(self.ways) >= 64:
-                self.ways.clear()
-            found = self.ways[positions] = cone, self.deaths(cone)
+            if len(self.cones) >= 64:
+                self.cones.clear()
+            found = self.cones[positions] = cone, self.deaths(cone)
         return found
 
     def deaths(self, cone: Sequence[int]) -> dict[int, list[int]]:
-        """Which slots nobody reads any more after each position of a cone."""
+        """After each position of a cone, the slots that nobody reads any more."""
         last: dict[int, int] = {}
         for position in cone:
             if self.graph.call_marks[position]:
@@ -157,7 +157,7 @@ class PreparedProgram:
         return dying
 
     def row_axis(self, slot: int) -> int | None:
-        """The axis along which the readers of a value treat rows alike: the longest one where rows are to be packed."""
+        """The axis along which the readers of a value treat rows alike: the longest one if rows are packed."""
         if slot not in self.axes:
             self.axes[slot] = self._row_axis(slot)
         return self.axes[slot]

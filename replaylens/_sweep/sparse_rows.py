@@ -1,11 +1,23 @@
 """Where the values of many variants differ from the recorded one: rows, each belonging to a variant.
 
-A Delta holds one tensor for all variants of a chunk. Along `axis`, in place of the recorded rows, stand the rows that
-differ, of whichever variant: `pairs` says which row of which variant each is. What is not there is as recorded. With
-`axis` None the variants are stacked in front, each with its whole value. An operation that treats rows alike can be
-called on such a tensor as it is, whether it holds one row of each of a thousand variants or all rows of one.
+A Delta holds one tensor for all variants of a chunk. Along `axis`, instead of the recorded rows, it has the rows that
+differ, of whichever variant: `pairs` says which row of which variant each is. Everything else is as recorded. With
+`axis` None the variants are stacked in front, each with its whole value. An operation that treats rows alike can run
+on such a tensor as it is, whether it holds one row of each of a thousand variants or all rows of one.
 
-What the operations are is not known here.
+A recorded 2x3 value, and the variants (lanes) 0 and 1, which differ in the capital letters:
+
+    recorded     lane 0       lane 1
+    a b c        a b c        a Q c
+    d e f        D e f        d e f
+
+    dense            axis None, pairs (0,0) (1,0)          a b c / D e f  and  a Q c / d e f, stacked
+    folded, axis 0   pairs (0,0) (0,1) (1,0) (1,1)         a b c / D e f / a Q c / d e f
+    packed, axis 0   pairs (0,1) (1,0)                     D e f / a Q c           only rows that differ
+    packed, axis 1   pairs (0,0) (1,1)                     a Q / D e               columns of lane 0, lane 1
+    chosen, axis 0, rows (1,)   pairs (0,1) (1,1)          D e f / d e f           row 1 of every lane
+
+The operations themselves are not known here.
 """
 
 from __future__ import annotations
@@ -25,7 +37,7 @@ Tensor = torch.Tensor
 class Pairs:
     """(variant, row) pairs, sorted by variant, then by row. `count` rows make a whole value.
 
-    Where every variant has all its rows, only `whole` is kept, and the tensors are made when they are asked for.
+    Where every variant has all its rows, only `whole` is kept, and the tensors are made on demand.
     """
 
     count: int
@@ -79,14 +91,14 @@ def stacked(lanes: tuple[int, ...], data: Tensor) -> Delta:
 
 
 class Scratch:
-    """Memory that is used again: what is returned to the system comes back page by page, and dear."""
+    """Memory that is used again: memory returned to the system comes back page by page, at a cost."""
 
     def __init__(self) -> None:
         self.free: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
         self.lent: list[Tensor] = []
 
     def copies(self, recorded: Tensor, count: int) -> Tensor:
-        """`count` copies of a value, in memory that lies ready, or new."""
+        """`count` copies of a value, in free memory if there is any."""
         shape = (count, *recorded.shape)
         ready = self.free.get((shape, recorded.dtype))
         made = ready.pop() if ready else torch.empty(shape, dtype=recorded.dtype, device=recorded.device)
@@ -94,10 +106,10 @@ class Scratch:
         return made.copy_(recorded.contiguous())  # strides of its own would make it ten times as slow
 
     def take_back(self, results: Sequence[Delta]) -> None:
-        """What was lent is free again, unless a result lies in it."""
-        taken = {delta.data.untyped_storage().data_ptr() for delta in results}
+        """Frees what was lent, unless a result lies in it."""
+        in_use = {delta.data.untyped_storage().data_ptr() for delta in results}
         for made in self.lent:
-            if made.untyped_storage().data_ptr() not in taken:
+            if made.untyped_storage().data_ptr() not in in_use:
                 ready = self.free.setdefault((tuple(made.shape), made.dtype), [])
                 if len(ready) < 4:
                     ready.append(made)
@@ -105,7 +117,7 @@ class Scratch:
 
 
 def dense(delta: Delta, recorded: Tensor, scratch: Scratch | None = None) -> Delta:
-    """The same with every variant's whole value, stacked in front; what did not differ is as recorded."""
+    """The same with every variant's whole value, stacked in front; rows that did not differ are as recorded."""
     if delta.axis is None:
         return delta
     axis, pairs, lanes = delta.axis, delta.pairs, delta.pairs.lanes
@@ -168,7 +180,7 @@ def chosen(delta: Delta, axis: int, recorded: Tensor, rows: Sequence[int]) -> De
 
 
 def kept(delta: Delta, marks: Tensor) -> Delta:
-    """Only the pairs that are marked."""
+    """Only the marked pairs."""
     assert delta.axis is not None
     if bool(marks.all()):
         return delta
@@ -180,11 +192,11 @@ def kept(delta: Delta, marks: Tensor) -> Delta:
 
 def without(delta: Delta, lanes: Iterable[int]) -> Delta | None:
     """The same without some variants; None if nothing is left."""
-    gone, pairs = set(lanes), delta.pairs
-    if min(gone) > pairs.lanes[-1] or not gone & set(pairs.lanes):
+    dropped, pairs = set(lanes), delta.pairs
+    if min(dropped) > pairs.lanes[-1] or not dropped & set(pairs.lanes):
         return delta
     if pairs.is_whole:
-        left = [number for number, lane in enumerate(pairs.lanes) if lane not in gone]
+        left = [number for number, lane in enumerate(pairs.lanes) if lane not in dropped]
         if not left:
             return None
         names = tuple([pairs.lanes[number] for number in left])
@@ -195,7 +207,7 @@ def without(delta: Delta, lanes: Iterable[int]) -> Delta | None:
         shape = (*delta.data.shape[:axis], len(left) * pairs.count, *delta.data.shape[axis + 1 :])
         data = (rows if axis == 0 else rows.movedim(0, axis)).reshape(shape)
         return Delta(axis, Pairs(pairs.count, names, device=data.device), data)
-    marks = ~torch.isin(pairs.variants, numbers(sorted(gone), delta.data.device))
+    marks = ~torch.isin(pairs.variants, numbers(sorted(dropped), delta.data.device))
     return kept(delta, marks) if bool(marks.any()) else None
 
 
@@ -226,21 +238,22 @@ def _in_order(axis: int | None, lanes: tuple[int, ...], count: int, data: Tensor
 
 
 def together(deltas: Sequence[Delta | None], recorded: Sequence[Tensor | None]) -> tuple[Pairs, list[Tensor | None]]:
-    """The union of the pairs of several Deltas, and the rows of each for all of them: its own or the recorded ones.
+    """The union of the pairs of several Deltas, and the rows of each for all these pairs: its own or the recorded
+    ones.
 
-    Each lies along its own axis; rows of the same number belong together.
+    Each Delta lies along its own axis; rows of the same number belong together.
     """
-    there = [delta for delta in deltas if delta is not None]
-    if len(there) == 1:
-        return there[0].pairs, [None if delta is None else delta.data for delta in deltas]
-    pairs = _union([delta.pairs for delta in there])
+    present = [delta for delta in deltas if delta is not None]
+    if len(present) == 1:
+        return present[0].pairs, [None if delta is None else delta.data for delta in deltas]
+    pairs = _union([delta.pairs for delta in present])
     found: list[Tensor | None] = []
     for delta, mine in zip(deltas, recorded, strict=True):
         if delta is None or delta.pairs is pairs:
             found.append(None if delta is None else delta.data)
         else:
             assert mine is not None
-            found.append(_filled(delta, pairs, mine))
+            found.append(_rows_for(delta, pairs, mine))
     return pairs, found
 
 
@@ -258,8 +271,8 @@ def _union(all_pairs: list[Pairs]) -> Pairs:
     return Pairs(first.count, None, torch.unique(torch.cat([pairs.code for pairs in all_pairs])))
 
 
-def _filled(delta: Delta, pairs: Pairs, recorded: Tensor) -> Tensor:
-    """A Delta's rows for more pairs than it has: the others are the recorded rows."""
+def _rows_for(delta: Delta, pairs: Pairs, recorded: Tensor) -> Tensor:
+    """A Delta's rows for a larger set of pairs: those it lacks are the recorded rows."""
     if len(delta.pairs) == len(pairs):
         return delta.data  # the same pairs, in another object
     at = torch.searchsorted(pairs.code, delta.pairs.code)
@@ -271,7 +284,7 @@ def _filled(delta: Delta, pairs: Pairs, recorded: Tensor) -> Tensor:
 
 
 def rows_of(recorded: Tensor, axis: int, pairs: Pairs) -> Tensor:
-    """The recorded rows that stand where the pairs' rows do."""
+    """The recorded rows at the rows of the pairs."""
     if pairs.count == 1:
         return recorded.expand(*recorded.shape[:axis], len(pairs), *recorded.shape[axis + 1 :])
     return recorded.index_select(axis, pairs.rows)
@@ -295,7 +308,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The same memory as whole numbers: minus zero differs from zero, and a NaN is equal to itself."""
+    """The same memory as integers: minus zero differs from zero, and a NaN equals itself."""
     if tensor.is_floating_point() and (kind := _INTEGERS.get(tensor.itemsize)) is not None:
         return tensor.view(kind)
     return (

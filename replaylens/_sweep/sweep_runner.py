@@ -1,7 +1,8 @@
-"""Variants of a program, each as a replay takes it, run together: with a metric as more program where it is one.
+"""A sweep: variants of a program, each as a replay takes it, run together, with the metric as more program where
+possible.
 
 In: a record, the changes of each variant, how to capture a metric, and how to replay one variant alone. Out: Replays.
-Whatever does not go at once goes one by one, and is said.
+Variants that cannot be batched are replayed one by one, and the reason is reported.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from .._edit.patch import keeps_layout
 from .._ir.equality import same_content
 from .._ir.graph import Graph
 from .._ir.label import Label
-from .._ir.node import Call, Input, Ref, specs_of
+from .._ir.node import Call, Input, refs_in
 from .._ir.ops import Quirk, info
 from .._ir.runtime import looks_at_memory
 from .._ir.shared_memory import version_of
-from .._ir.trees import freeze_deep, leaves, thaw
+from .._ir.trees import freeze_deep, thaw
 from .._ir.value_source import Unpickled
 from .._ir.world import restoring
 from .._ir.write import Write
@@ -30,11 +31,11 @@ from .._replay.guards import diverged
 from .._replay.record import Cache, Record
 from .._replay.replay import led_astray
 from .._replay.request import Change
+from .._replay.resolve_patches import Changes
 from .._replay.supply import Run
 from ..errors import CaptureError, DivergedReplay, ReplaylensError
 from .batch_runner import (
     Batch,
-    Changes,
     Replays,
     as_tensors,
     bar,
@@ -53,18 +54,18 @@ _METRIC: Cache[None, tuple[Record, Record]] = Cache()  # of the last metric: its
 
 @define(eq=False)
 class BatchedSweep:
-    """Variants to be run at once; those that change an output itself go alone."""
+    """Variants to run together; those that change an output itself run alone."""
 
     record: Record
     keys: tuple[Any, ...]
     changes: Sequence[Changes]
-    loners: frozenset[int]  # numbers of variants that only a replay of their own can do
+    unbatchable: frozenset[int]  # numbers of variants that only a replay of their own can do
     metric: Metric | None
     output: Any  # of the program, as it was recorded
     capture: Callable[[Metric, Any], Record]
     alone: Callable[[int], Run]  # a variant in a replay of its own
     memory: float | None = None
-    many: Batch = field(init=False)
+    batch: Batch = field(init=False)
     is_program: bool = field(init=False)
     notes: list[str] = field(factory=list)
 
@@ -72,74 +73,82 @@ class BatchedSweep:
         graph = self.record.graph
         why = _ALONE.get(self.record, None)
         if why is None:
-            why = _ALONE.put(self.record, None, shares_nothing(graph) or _of_a_class(self.record))
+            why = _ALONE.put(self.record, None, shares_nothing(graph) or _why_subclass(self.record))
         if why:
             self.notes.append(f"everything: {why}")
-            self.loners = frozenset(range(len(self.keys)))
-        self.loners |= _heeding(graph, self.changes)
-        if delicate := [call for call in graph.calls if call.through or isinstance(call, Write)]:
-            self._leave([n for n, each in enumerate(self.changes) if not can_share(graph, delicate, each)], _DELICATE)
-        self._leave_to_themselves([call.name for call in graph.told], _TOLD)
-        self._leave_to_themselves(_quantized(graph), _QUANTIZED)
-        self.loners |= {n for n, each in enumerate(self.changes) if any(led_astray(graph, each))}
+            self.unbatchable = frozenset(range(len(self.keys)))
+        self.unbatchable |= _asked_of(graph, self.changes)
+        if aliased := [call for call in graph.calls if call.through or isinstance(call, Write)]:
+            self._exclude([n for n, each in enumerate(self.changes) if not can_share(graph, aliased, each)], _ALIASED)
+        self._exclude_above([call.name for call in graph.told], _ASKS_GRAD)
+        self._exclude_above(_quantized(graph), _QUANTIZED)
+        self.unbatchable |= {n for n, each in enumerate(self.changes) if any(led_astray(graph, each))}
         if graph.shifts:
-            self._leave([n for n, each in enumerate(self.changes) if _shifts_draws(graph, each)], _SHIFTING)
+            self._exclude([n for n, each in enumerate(self.changes) if _shifts_draws(graph, each)], _SHIFTING)
         whole = self._with_metric() if self.metric is not None else self.record
         self.is_program = whole is not None
-        together = [number for number, each in enumerate(self.changes) if each and number not in self.loners]
+        batchable = [number for number, each in enumerate(self.changes) if each and number not in self.unbatchable]
         every = variants_of(self.changes)
-        grouped = [every[number] for number in together]
-        self.many = Batch(whole or self.record, grouped, len(self.keys), self.memory)
+        grouped = [every[number] for number in batchable]
+        self.batch = Batch(whole or self.record, grouped, len(self.keys), self.memory)
 
-    def _leave_to_themselves(self, names: Sequence[str], why: str) -> None:
-        """Variants that reach one of these nodes are replayed alone."""
+    def _exclude_above(self, names: Sequence[str], why: str) -> None:
+        """Leaves out the variants that reach one of these nodes: they are replayed alone."""
         if not names:
             return
         above = self.record.graph.marked_ancestors(names)
-        self._leave([n for n, each in enumerate(self.changes) if any(above[position] for position in each)], why)
+        self._exclude([n for n, each in enumerate(self.changes) if any(above[position] for position in each)], why)
 
-    def _leave(self, numbers: Sequence[int], why: str) -> None:
-        self.loners = self.loners.union(numbers)
-        names = _layers(self.record.graph, [self.changes[number] for number in numbers])
-        self.notes.extend(f"{name}: {why}" for name in names)
+    def _exclude(self, numbers: Sequence[int], why: str) -> None:
+        self.unbatchable = self.unbatchable.union(numbers)
+        nodes, positions = self.record.graph.nodes, [p for number in numbers for p in self.changes[number]]
+        layers = dict.fromkeys(Label.of(nodes[position].name).layer for position in positions)  # whatever their passes
+        self.notes.extend(f"{layer}: {why}" for layer in layers)
 
     def _with_metric(self) -> Record | None:
         """The program with the metric, if that is nothing but tensor operations."""
         assert self.metric is not None
         try:
             made = self.capture(self.metric, apart(self.output))
-            why = why_impure(made.graph) or shares_nothing(made.graph) or _of_a_class(made) or _quantizes(made.graph)
+            why = (
+                why_impure(made.graph)
+                or shares_nothing(made.graph)
+                or _why_subclass(made)
+                or _why_quantized(made.graph)
+            )
         except CaptureError as error:
             why = str(error).partition("\n")[0]
         if why:
             self.notes.append(f"the metric: {why}")
             return None
         before, whole = _METRIC.get(self.record, None) or (None, None)
-        if before is None or not _same(before, made):  # the same function may read another number or tensor now
+        if before is None or not _is_same_metric(
+            before, made
+        ):  # the same function may read another number or tensor now
             whole = with_metric(self.record, with_fixed_masks(made))
             _METRIC.put(self.record, None, (made, whole))
         return whole
 
     @property
     def plan(self) -> Plan:
-        return self.many.plan
+        return self.batch.plan
 
     def run(self, on_divergence: str, tick: Callable[[int], None]) -> Replays:
-        """All of them, in the order of their keys."""
+        """Runs all of them, in the order of their keys."""
         self.record.require_steady()  # it may have been planned long ago
         baseline = self.output if self.metric is None else self._measured(self.output)
-        if len(self.loners) == len(self.keys):
-            return self._done(self._all_alone(tick), baseline)
+        if len(self.unbatchable) == len(self.keys):
+            return self._replays(self._all_alone(tick), baseline)
         try:
             values = self._at_once(tick)
         except ReplaylensError:
             raise
-        except Exception as error:  # whatever went wrong together goes right alone, or raises there
+        except Exception as error:  # whatever went wrong in a batch goes right alone, or raises there
             self.notes.append(f"everything: together it raised {type(error).__name__}: {error}")
-            return self._done(self._all_alone(tick), baseline)
-        for number in sorted({*self.loners, *self.many.departures}):
-            _put(values, number, self._alone(number), self.keys[number])
-        return self._done(values, baseline)
+            return self._replays(self._all_alone(tick), baseline)
+        for number in sorted({*self.unbatchable, *self.batch.departures}):
+            _write_result(values, number, self._alone(number), self.keys[number])
+        return self._replays(values, baseline)
 
     def _all_alone(self, tick: Callable[[int], None]) -> Any:
         results = []
@@ -149,8 +158,8 @@ class BatchedSweep:
         return stacked_results(results)
 
     def _alone(self, number: int) -> Any:
-        """What a variant comes to by itself. Whether it leaves the recorded path is said by its own replay."""
-        suspected = self.many.departures.pop(number, None)
+        """The result of a variant by itself. Its own replay decides whether it leaves the recorded path."""
+        suspected = self.batch.departures.pop(number, None)
         try:
             run = self.alone(number)
         except DivergedReplay as error:
@@ -158,13 +167,13 @@ class BatchedSweep:
                 raise
             raise diverged(suspected, f"in the variant {self.keys[number]!r}, ") from error
         if run.departures:
-            self.many.departures[number] = run.departures[0]
+            self.batch.departures[number] = run.departures[0]
         return self._measured(run.output)
 
     def _at_once(self, tick: Callable[[int], None]) -> Any:
         if self.metric is None or self.is_program:
-            return self.many.stacked(tick)
-        found = self.many.each(self._measured, tick)
+            return self.batch.stacked(tick)
+        found = self.batch.each(self._measured, tick)
         blank = self._measured(self.output)
         return stacked_results([blank if one is None else one for one in found])
 
@@ -172,15 +181,15 @@ class BatchedSweep:
         with torch.no_grad():
             return output if self.metric is None else self.metric(apart(output))
 
-    def _done(self, values: Any, baseline: Any) -> Replays:
-        names = dict.fromkeys(Label.of(name).layer for name in self.many.machine.alone)
+    def _replays(self, values: Any, baseline: Any) -> Replays:
+        names = dict.fromkeys(Label.of(name).layer for name in self.batch.program.alone)
         alone = [f"{name}: no rule to run it for all at once" for name in names]
-        departures = {self.keys[number]: departure for number, departure in self.many.departures.items()}
+        departures = {self.keys[number]: departure for number, departure in self.batch.departures.items()}
         return Replays(self.keys, values, baseline, departures, (*self.notes, *alone))
 
 
-def _same(before: Record, now: Record) -> bool:
-    """Do two captures of a metric compute the same of the same?"""
+def _is_same_metric(before: Record, now: Record) -> bool:
+    """True if two captures of a metric compute the same from the same values."""
     if before.graph != now.graph or before.draws or now.draws:
         return False
     refs = [ref for ref in now.values if not isinstance(now.graph[ref.node], Input)]
@@ -191,38 +200,45 @@ def _same(before: Record, now: Record) -> bool:
 
 
 def _quantized(graph: Graph) -> list[str]:
-    """The nodes that give integers which mean numbers on a scale: several scales make no one tensor."""
-    return [n.name for n in graph.nodes if any(one.dtype in _ON_A_SCALE for one in specs_of(n).values())]
+    """The nodes with quantized results: values on several scales cannot be stacked."""
+    pairs = [
+        (node.name, one)
+        for node in graph.nodes
+        for one in (node.meaning if isinstance(node, Call) else (node.meaning,))
+    ]
+    return list(dict.fromkeys([name for name, one in pairs if one.dtype in _ON_A_SCALE]))
 
 
-def _quantizes(graph: Graph) -> str:
+def _why_quantized(graph: Graph) -> str:
     found = _quantized(graph)
     return f"{found[0]} is quantised, on a scale of its own for each variant" if found else ""
 
 
-def _of_a_class(record: Record) -> str:
-    """Why values of a class of the user's stay apart: what that does in torch's functions, no stack of them does."""
+def _why_subclass(record: Record) -> str:
+    """Why values of a user's tensor class cannot be batched: a stack of them does not do what the class does in
+    torch's functions.
+    """
     for ref, value in record.values.items():
-        if type(value) is not torch.Tensor and _has_functions(type(value)):
+        if type(value) is not torch.Tensor and _overrides_functions(type(value)):
             return f"{ref} is a {type(value).__name__}, which changes what torch's functions do"
     return ""
 
 
-def _has_functions(kind: Any) -> bool:
-    """Does a class of tensors say itself what torch's functions do with it?"""
+def _overrides_functions(kind: Any) -> bool:
+    """True if a tensor class itself decides what torch's functions do with it."""
     doors = getattr(kind.__torch_function__, "__func__", kind.__torch_function__), kind.__torch_dispatch__
     return any(door not in _PLAIN_DOORS for door in doors)
 
 
 def _shifts_draws(graph: Graph, changes: Changes) -> bool:
-    """May a variant make a call take more or fewer random numbers, so that later ones draw others?"""
+    """True if a variant may make a call take more or fewer random numbers, so that later draws differ."""
     below = graph.descendants([graph.nodes[position].name for position in changes])
     return any(graph.nodes[before].name in below for before in graph.shifts.values())
 
 
-def _heeding(graph: Graph, changes: Sequence[Changes]) -> frozenset[int]:
-    """The variants that are asked for what runs that go together cannot tell: where nothing but a fact hangs on a
-    change, and where the model asks for flags that a patch may alter. How memory lies is asked where variants join.
+def _asked_of(graph: Graph, changes: Sequence[Changes]) -> frozenset[int]:
+    """The variants with questions that a batch cannot answer: a change on which only a guarded fact depends, or
+    flags that the model asks for and a patch may alter. Memory layouts are checked where variants start.
     """
     places = {position for each in changes for position in each}
     needed = graph.marked_ancestors([ref.node for ref in graph.wanted_refs])
@@ -240,12 +256,12 @@ def _heeding(graph: Graph, changes: Sequence[Changes]) -> frozenset[int]:
 
 
 def _keeps_flags(change: Change) -> bool:
-    """Does the new value need gradients exactly where the old one does?"""
+    """True if the new value needs gradients exactly where the old one does."""
     return change.follows and keeps_layout(change.what) and not any(tensor.requires_grad for tensor in change.holds)
 
 
 def shares_nothing(graph: Graph) -> str:
-    """Why nothing of this program can be run for several variants at once; empty where it can."""
+    """Why nothing of this program can be batched; empty if something can."""
     for call in graph.calls:
         for function in call.functions:
             if looks_at_memory(function):
@@ -257,15 +273,15 @@ def shares_nothing(graph: Graph) -> str:
     return ""
 
 
-def can_share(graph: Graph, delicate: Sequence[Call], changes: Changes) -> bool:
-    """Can a variant run with others? Not where a call must know of its patches: one that takes a gradient through what
-    is patched, or that writes through a view which a patch parts from its memory.
+def can_share(graph: Graph, aliased: Sequence[Call], changes: Changes) -> bool:
+    """True if a variant can be batched. False where a call must know its patches: one that takes a gradient through
+    patched values, or that writes through a view which a patch detaches from its base.
     """
-    if not delicate:
+    if not aliased:
         return True
     names = {graph.nodes[position].name for position in changes}
-    values = {leaf for several in changes.values() for one in several for leaf in leaves(one.tree) if type(leaf) is Ref}
-    return not (any(names.intersection(call.through) for call in delicate) or detached_views(graph, values))
+    values = {ref for several in changes.values() for one in several for ref in refs_in(one.tree)}
+    return not (any(names.intersection(call.through) for call in aliased) or detached_views(graph, values))
 
 
 _PLAIN_DOORS: tuple[Any, ...] = (
@@ -274,24 +290,19 @@ _PLAIN_DOORS: tuple[Any, ...] = (
     torch.Tensor.__torch_dispatch__,
 )
 _ON_A_SCALE = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4))
-_QUANTIZED = "patched there, quantised values lie on another scale"
-_SHIFTING = "patched there, a draw takes another count of random numbers, and later ones move"
-_TOLD = "behind it a custom function asks whether gradients are needed, which those that go together have none of"
-_DELICATE = "patched there, a gradient that the model takes itself is another, or a view is parted from its memory"
-
-
-def _layers(graph: Graph, changes: Sequence[Changes]) -> tuple[str, ...]:
-    """What is changed, each layer once, whatever its passes."""
-    return tuple(dict.fromkeys(Label.of(graph.nodes[p].name).layer for each in changes for p in each))
+_QUANTIZED = "patched there, quantised values have another scale"
+_SHIFTING = "patched there, a draw takes more or fewer random numbers, and later draws shift"
+_ASKS_GRAD = "a custom function behind it asks whether gradients are needed, and a batch runs without"
+_ALIASED = "patched there, a gradient that the model takes itself changes, or a view is detached from its base"
 
 
 def apart(output: Any) -> Any:
-    """The output in memory of its own: a metric may write to it, and may hold the recorded one besides."""
+    """A copy of the output in its own memory: a metric may write to it, and may keep the recorded one besides."""
     return thaw(freeze_deep(output, lambda tensor: tensor.detach().clone()), lambda leaf: leaf)
 
 
-def _put(values: Any, number: int, result: Any, key: Any) -> None:
-    """One variant's result in its place."""
+def _write_result(values: Any, number: int, result: Any, key: Any) -> None:
+    """Writes one variant's result into its place."""
     found: list[list[torch.Tensor]] = [[], []]
     for tensors, tree in zip(found, (values, as_tensors(result)), strict=True):
         freeze_deep(tree, tensors.append)
@@ -308,17 +319,17 @@ def _put(values: Any, number: int, result: Any, key: Any) -> None:
 
 @frozen(eq=False)
 class PendingSweep(Unpickled):
-    """Many replays that were asked for, and not run yet."""
+    """Many replays that were asked for, and have not run yet."""
 
-    together: BatchedSweep
+    sweep: BatchedSweep
     on_divergence: str
 
     @property
     def plan(self) -> Plan:
         """What it will cost."""
-        return self.together.plan
+        return self.sweep.plan
 
     def run(self, progress: bool | None = None) -> Replays:
-        """Carry them out. A bar shows how far it is where it takes long, and tqdm is there."""
-        with bar(len(self.together.keys), progress) as tick:
-            return restoring(lambda: self.together.run(self.on_divergence, tick))
+        """Runs them. A progress bar shows if it takes long and tqdm is installed."""
+        with bar(len(self.sweep.keys), progress) as tick:
+            return restoring(lambda: self.sweep.run(self.on_divergence, tick))
