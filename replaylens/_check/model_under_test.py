@@ -1,7 +1,7 @@
-"""A model under check: captured once, then run plainly from where the capture began, as often as is asked.
+"""A model under test: captured once, then run plainly from the same starting state as often as needed.
 
-In: a model and its inputs. Out: the record of its forward, and plain forwards that begin where it began: parameters,
-buffers, inputs, attributes and generators are put back before each, and when all is over.
+In: a model and its inputs. Out: the record of its forward, and plain forwards. Parameters, buffers, inputs, attributes
+and generators are restored before each of them and at the end.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ UNSTEADY = "the model gives another output each time: it reads what lies outside
 
 @frozen(eq=False)
 class ModelUnderTest:
-    """A captured model. `record` outlives what further forwards do to the model's own tensors."""
+    """A captured model. `record` survives what further forwards do to the model's tensors."""
 
     model: Any
     args: tuple[Any, ...]
@@ -56,13 +56,13 @@ class ModelUnderTest:
     belongings: ModelState
 
     def begin(self) -> None:
-        """The model, its inputs and the generators as they were when the capture began, its hooks included."""
+        """Restore the model, its inputs, hooks and the generators to the state in which the capture began."""
         self.belongings.put_back()
         put_back(self.captured.recording, self.captured.beginning)
-        torch.clear_autocast_cache()  # of casts of what an earlier forward wrote
+        torch.clear_autocast_cache()  # it may hold casts of what an earlier forward wrote
 
     def forward(self, *around: AbstractContextManager[Any], given: Any = None) -> Any:
-        """What the model gives when it is run plainly, from where the capture began; on `given` (args, kwargs)."""
+        """Run the model plainly from the state in which the capture began, optionally on other (args, kwargs)."""
         args, kwargs = given or (self.args, self.kwargs)
         self.begin()
         with ExitStack() as stack:
@@ -74,19 +74,19 @@ class ModelUnderTest:
 
     @property
     def is_unsteady(self) -> bool:
-        """Do two plain forwards from the same beginning give different outputs?"""
+        """True if two plain forwards from the same starting state give different outputs."""
         first = copied(self.forward(open_layers()))
         return apart(first, self.forward(open_layers()))
 
     def again(self) -> ModelUnderTest:
-        """The same model, captured once more: what its first forward left outside of it is there already."""
+        """The model captured a second time, when caches outside of it are already filled."""
         self.begin()
         return _captured(self.model, self.args, self.kwargs, self.belongings)
 
     @property
     def lone_inputs(self) -> frozenset[str]:
-        """The inputs that share their memory with nothing else that the model reads, and on which Python code has hung
-        nothing: they alone can be exchanged.
+        """The inputs that can be replaced: those that share no memory with anything else the model reads, and that
+        carry no Python attributes.
         """
         sources = [source for source in self.captured.recording.records if isinstance(source, SourceRecord)]
         held_by_model = {
@@ -100,8 +100,8 @@ class ModelUnderTest:
 
 
 def under_check(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], work: Callable[[ModelUnderTest], T]) -> T:
-    """What some work gives with a model that is captured for it. Afterwards the model, its inputs and the generators
-    are as they were; no other thread runs it meanwhile.
+    """Call `work` with the captured model. Afterwards the model, its inputs and the generators are as before; no other
+    thread runs the model meanwhile.
     """
     require_supported(model)
     require_no_iterators(args, kwargs)
@@ -120,7 +120,7 @@ def _under_check(turn: Turn, model: Any, args: Any, kwargs: Any, work: Callable[
             return work(subject)
         finally:
             _leave(subject, belongings, begun, world)
-    finally:  # again: an interrupt may have come before, or in it
+    finally:  # again: an interrupt may have come before it or during it
         surely(lambda: _leave(subject, belongings, begun, world))
 
 
@@ -130,7 +130,7 @@ def _leave(
     world.put_back()
     if subject is not None:
         subject.begin()
-    else:  # no look came to its end
+    else:  # the capture did not finish
         for recording, beginning in reversed(begun):
             put_back(recording, beginning)
     belongings.put_back()
@@ -146,7 +146,7 @@ def _captured(
     begun: Callable[[tuple[Recording, ForwardState]], None] | None = None,
 ) -> ModelUnderTest:
     def undo(recording: Recording, beginning: ForwardState) -> None:
-        """What a forward did before it raised."""
+        """Undo what a forward did before it raised."""
         belongings.put_back()
         put_back(recording, beginning)
 
@@ -156,8 +156,10 @@ def _captured(
 
 
 def _sheltered(made: Record, recording: Recording) -> Record:
-    """The record with copies of the values that lie in memory which is put back: what the model wrote at its end; and
-    of what was there first, which by `.data =` has other memory by now, but one write counter with it.
+    """The record with copies of all values in memory that restoring the model overwrites.
+
+    These are the values that the forward wrote to parameters, buffers and inputs. After `p.data = q` the first value of
+    `p` has other memory than `p`, but shares its version counter, so it is copied too.
     """
     pairs = list(zip(recording.records, made.graph.nodes, strict=True))
     doomed = {memory for source, _ in pairs if (memory := _memory_put_back(source, recording)) is not None}
@@ -172,7 +174,7 @@ def _sheltered(made: Record, recording: Recording) -> Record:
 
 
 def _is_assigned(made: Record, ref: Ref) -> bool:
-    """Was it given to a tensor by `.data =`? It has one write counter with it from then on."""
+    """True if it was assigned by `.data =`, and thus shares a version counter."""
     return getattr(made.graph[ref.node], "kind", "") == "data"
 
 
@@ -194,13 +196,13 @@ def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
 def _memory_of(tensor: torch.Tensor) -> int | None:
     try:
         return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # sparse tensors and their kin have no one memory
+    except (NotImplementedError, RuntimeError):  # sparse tensors and the like have no single storage
         return None
 
 
 @contextmanager
 def open_layers() -> Iterator[None]:
-    """Within, torch runs no layer as one fused kernel: a program has them open, because a capture sees them so."""
+    """Within, torch runs no transformer layer as one fused kernel, as in a capture, which records their operations."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -210,8 +212,8 @@ def open_layers() -> Iterator[None]:
 
 
 class _OpenBranches(TorchFunctionMode):
-    """Within, `torch.cond` is the branch that it takes. Torch compiles it, so that gradients reach what its branches
-    hold besides their arguments; uncompiled, as a check runs the model, it loses them or raises.
+    """Within, `torch.cond` calls the branch that it takes. Torch compiles `cond`, so that gradients reach the tensors
+    that its branches close over; uncompiled, as a check runs the model, it would lose them or raise.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -223,7 +225,7 @@ class _OpenBranches(TorchFunctionMode):
 
 @contextmanager
 def _same_world() -> Iterator[None]:
-    """Torch's switches that a forward may turn, afterwards as they were."""
+    """Restore torch's global switches that a forward may change."""
     dtype, grad, threads = torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()
     is_open, is_checked = torch.backends.mha.get_fastpath_enabled(), torch.is_anomaly_enabled()
     is_strict, warns = (

@@ -1,7 +1,7 @@
-"""The laws of each call by itself: does it give its own value, does all that it reads matter, are its draws known?
+"""The laws of single calls: each reproduces its value, depends on all that it reads, and has its draws recorded.
 
-In: a program under check. Out: the result of each law of `NODE_LAWS`. One walk asks all of them. Values that were not
-kept are computed on the way and forgotten after their last use, so that it needs no second copy of the activations.
+In: a program under test. Out: the result of each law in `NODE_LAWS`, all from one walk over the calls. Values that were
+not kept are recomputed on the way and freed after their last use, so the walk needs no second copy of the activations.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .run_node import NodeRunner, Values, as_replayed, drawing_otherwise, ready,
 
 @define
 class Tally:
-    """What one law has found so far in a walk."""
+    """What one law has found so far."""
 
     asked: int = 0
     failures: list[Finding] = field(factory=list)
@@ -39,21 +39,21 @@ class Tally:
 
 @frozen(eq=False)
 class NodeRun:
-    """One call, run by itself on the saved values of what it reads."""
+    """One call, run on its own on the saved values of its arguments."""
 
     record: Record
     node: Call
-    is_stale: bool = False  # a value that it reads or gives was overwritten: it was not run
-    error: Exception | None = None  # what it raised
+    is_stale: bool = False  # a value that it reads or returns was overwritten, so it was not run
+    error: Exception | None = None  # what the call raised
     draws_unrecorded: bool = False
-    trial: Trial | None = None  # the call, what it read, and what it gave; None where nothing can be tried further
+    trial: Trial | None = None  # the call, its arguments and its value; None if nothing further can be tried
 
 
 @frozen(eq=False)
 class NodeLaw:
-    """A law of each call by itself. `ask` adds what it finds at one call to the tally, from which `result` is made.
+    """A law of single calls. `ask` adds its findings at one call to a tally, which `result` turns into a LawResult.
 
-    A new law is an entry of `NODE_LAWS`; nothing else knows which there are.
+    To add a law, add an entry to `NODE_LAWS`; nothing else lists them.
     """
 
     name: str
@@ -62,14 +62,14 @@ class NodeLaw:
     result: Callable[[Tally, ProgramUnderTest], LawResult]
 
     def of(self, program: ProgramUnderTest) -> LawResult:
-        """The result of this law. Whichever law is the first to be asked walks for all of them."""
+        """The result of this law. The first law that is checked walks the program for all of them."""
         if not program.per_node:
             program.per_node.update(_walk(program))
         return program.per_node[self.name]
 
 
 def _walk(program: ProgramUnderTest) -> dict[str, LawResult]:
-    """Ask each chosen call, in order. What a whole replay proved of it is not run again."""
+    """Check the chosen calls in order. A call that the whole replay already verified is not run again."""
     walk, chosen = _Walk(program), program.chosen
     tallies = [(law, Tally()) for law in NODE_LAWS]
     with (
@@ -78,7 +78,7 @@ def _walk(program: ProgramUnderTest) -> dict[str, LawResult]:
         torch.inference_mode(False),
         torch.no_grad(),
     ):
-        warnings.simplefilter("ignore")  # nonsense makes calls complain
+        warnings.simplefilter("ignore")  # perturbed arguments make calls warn
         for position, node in enumerate(program.graph.nodes):
             if isinstance(node, Call) and walk.is_needed(position, node):
                 with recorded_world(True, program.graph):
@@ -98,20 +98,18 @@ class _Walk:
     def __init__(self, program: ProgramUnderTest) -> None:
         self.program, self.record, self.graph = program, program.record, program.graph
         self.values = Values(self.record)
-        self.apart = detached_views(
-            self.graph, ()
-        )  # views that an edit has parted from their memory, by the call that writes
+        self.detached = detached_views(self.graph, ())  # by write: the views that an edit took off its storage
 
     def is_needed(self, position: int, node: Call) -> bool:
-        """Is the call asked, or must a value that was not kept be computed?"""
+        """True if the call is to be checked, or a value of it was not kept and must be recomputed."""
         return position in self.program.chosen or any(ref not in self.record.values for ref in refs_of(node))
 
     def run(self, position: int, node: Call) -> NodeRun:
-        """A call on its parents' values. One that is verified is not run again."""
+        """Run a call on its parents' values, unless it is verified already."""
         if any(ref in self.program.stale for ref in (*node.refs, *refs_of(node))):
             return NodeRun(self.record, node, is_stale=True)
         before = torch.default_generator.get_state()
-        alone = ready(as_replayed(node, self.apart), self.record.draws)
+        alone = ready(as_replayed(node, self.detached), self.record.draws)
         given = {ref: self.values[ref] for ref in dict.fromkeys(node.refs)}
         is_verified = position in self.program.verified
         value = {ref: self.record.values[ref] for ref in alone.gives} if is_verified else self._value(alone, given)
@@ -123,8 +121,10 @@ class _Walk:
         return NodeRun(self.record, node, trial=Trial(alone, given, value, self.record.draws))
 
     def _value(self, alone: NodeRunner, given: dict[Ref, Any]) -> dict[Ref, Any] | Exception:
-        """What a call gives on its parents' values. One that reads the memory around a view gets the view made anew,
-        where the saved one is a copy that lies by itself.
+        """The value of a call on its parents' values, or what it raised.
+
+        A saved view is a copy without the storage around it. A call that looks beyond its argument (`as_strided`)
+        therefore gives another value on it, and is tried again on views that are remade from their bases.
         """
         value, saved = _tried(alone, given), self.record.values
         if not isinstance(value, Exception) and all(
@@ -139,7 +139,7 @@ class _Walk:
         return again
 
     def _in_memory(self, given: dict[Ref, Any], depth: int = 4) -> dict[Ref, Any] | None:
-        """The same values, as views of the memory that they are made from; None where no parent can be made so."""
+        """The same values, as views of their bases where that is possible; None if it is possible for none."""
         remade = {ref: made for ref in given if (made := self._view(ref, depth)) is not None}
         return {**given, **remade} if remade else None
 
@@ -149,7 +149,7 @@ class _Walk:
             return None
         given = {other: self.values[other] for other in node.refs}
         given = self._in_memory(given, depth - 1) or given
-        made = _tried(ready(as_replayed(node, self.apart), self.record.draws), given)
+        made = _tried(ready(as_replayed(node, self.detached), self.record.draws), given)
         if isinstance(made, Exception) or not isinstance(made[ref], torch.Tensor) or made[ref]._base is None:
             return None
         return made[ref] if same(made[ref], self.values[ref]) else None
@@ -162,11 +162,8 @@ def _tried(alone: NodeRunner, given: Mapping[Ref, Any]) -> dict[Ref, Any] | Exce
         return error
 
 
-# ---- each node alone ----
-
-
 def _ask_alone(run: NodeRun, tally: Tally) -> None:
-    """Does the call give its own saved value?"""
+    """Check that the call reproduces its own saved value."""
     node, trial = run.node, run.trial
     if run.is_stale:
         tally.special.append(at_node(node, "a value that it reads or gives was overwritten since"))
@@ -183,7 +180,7 @@ def _ask_alone(run: NodeRun, tally: Tally) -> None:
 
 
 def _is_another(node: Call, trial: Trial, saved: Mapping[Ref, torch.Tensor], tally: Tally) -> None:
-    """A call gives other values than these saved ones: perhaps it gives others each time."""
+    """Record a call that does not reproduce these saved values: a failure, unless its kernel is nondeterministic."""
     if (spread := spread_of_repetitions(trial.alone, trial.given, saved)) is not None:
         fact = "its kernel is not deterministic: the saved value lies within what repetitions give"
         tally.special.append(at_node(node, fact, difference=spread))
@@ -230,11 +227,8 @@ def _result(tally: Tally, **words: str) -> LawResult:
     return LawResult(tally.asked, tuple(tally.failures), tuple(tally.special), **words)
 
 
-# ---- nonsense parents ----
-
-
 def _ask_parents(run: NodeRun, tally: Tally) -> None:
-    """Does all that the call reads matter to what it gives?"""
+    """Check that the value of the call depends on everything that it reads."""
     if run.trial is None:
         return
     for parent in run.trial.given:
@@ -258,11 +252,8 @@ def _parents_result(tally: Tally, program: ProgramUnderTest) -> LawResult:
     return _result(tally, note=_left_out(program), unit="parents", holds=f"{seen:,} change the value")
 
 
-# ---- draws ----
-
-
 def _ask_draws(run: NodeRun, tally: Tally) -> None:
-    """Another state of the generator gives another value, or it is known why not; no draw is without a state."""
+    """Check that draws have a recorded generator state, and that another state gives another value."""
     if run.draws_unrecorded:
         tally.asked += 1
         tally.failures.append(at_node(run.node, "draws random numbers, and no state of the generator is recorded"))

@@ -1,10 +1,10 @@
-"""Does the program say what the model says on inputs that it was not captured on, and when both are differentiated?
+"""The laws that the model and a replay agree on other inputs and on gradients.
 
-In: a captured model. Out: a LawResult. What the model took from its inputs behind torch's back (numpy where torch
-functions are switched off, raw pointers) stands in the program as a constant: a replay on other inputs then gives
-something else than the model. Where the model reads content in Python and goes another way, a replay says so, and
-nothing can be compared. For gradients one random number is made of the outputs of a plain forward, and of those of a
-replay, with the same coefficients. Nothing collects gradients, and the model is afterwards as it was.
+In: a captured model. Out: a LawResult. What the model read from its inputs behind torch's back (numpy where torch
+functions are switched off, raw pointers) is a constant in the program, so a replay on other inputs differs from the
+model. If the model takes another path on them, the replay says so, and nothing is compared. For gradients the outputs
+of a plain forward and of a replay are each reduced to one number with the same random coefficients. No `.grad` is
+touched, and the model is left as it was.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .report import Finding, LawResult
 
 
 def gradients(subject: ModelUnderTest) -> LawResult:
-    """A plain forward and a replay, both differentiated."""
+    """Compare the gradients of a plain forward with those of a replay."""
     if not subject.record.graph.ambient.grad or subject.record.graph.ambient.inference:
         return LawResult(skipped="gradients are off; check the model with them on")
     values = [subject.record.values[Ref(node.name)] for node in subject.record.graph.input_nodes]
@@ -53,7 +53,7 @@ def gradients(subject: ModelUnderTest) -> LawResult:
 
 
 def _led_away(subject: ModelUnderTest, inputs: dict[str, torch.Tensor]) -> str:
-    """Why the model would go another way on these inputs than it was captured; empty if it would not."""
+    """Why the model would take another path on these inputs; "" if it would not."""
     record = subject.record
     given: dict[Ref, torch.Tensor] = {Ref(name): value for name, value in inputs.items()}
     found = next(departures(record.graph, record.values, given, OuterModes.now()), None)
@@ -62,14 +62,14 @@ def _led_away(subject: ModelUnderTest, inputs: dict[str, torch.Tensor]) -> str:
 
 @frozen(eq=False)
 class _Backward:
-    """What one backward pass gave: by name of a leaf, or of an output."""
+    """The result of one backward pass."""
 
-    gradients: Mapping[str, torch.Tensor | None]
-    needing: Mapping[str, bool]  # do the outputs need gradients?
+    gradients: Mapping[str, torch.Tensor | None]  # by leaf
+    needing: Mapping[str, bool]  # by output: whether it requires a gradient
 
 
 def _inputs(subject: ModelUnderTest, flagged: bool) -> dict[str, torch.Tensor]:
-    """Copies of the inputs, which need gradients as the recorded ones do; or all that can."""
+    """Copies of the replaceable inputs with their `requires_grad`, or with it set wherever possible if `flagged`."""
     record, alone = subject.record, subject.lone_inputs
     values = {node.name: record.values[Ref(node.name)] for node in record.graph.input_nodes if node.name in alone}
     plain = {name: value for name, value in values.items() if type(value) is torch.Tensor and not value.is_inference()}
@@ -81,7 +81,7 @@ def _inputs(subject: ModelUnderTest, flagged: bool) -> dict[str, torch.Tensor]:
 
 
 def _asked(subject: ModelUnderTest, inputs: dict[str, torch.Tensor]) -> LawResult | None:
-    """The law on these inputs; None where the model refuses them, or goes another way."""
+    """The law on these inputs; None if the model refuses them or takes another path."""
     graph = subject.record.graph
     values = {node.name: subject.record.values[Ref(node.name)] for node in graph.input_nodes}
     given = thaw_shared(graph.inputs, lambda leaf: (values | inputs)[leaf.node] if type(leaf) is Ref else leaf)
@@ -89,7 +89,7 @@ def _asked(subject: ModelUnderTest, inputs: dict[str, torch.Tensor]) -> LawResul
     again = {graph.positions[name]: twin for name, twin in twins.items()}
     try:
         subject.begin()
-        leaves = _leaves(subject, inputs)  # before the forward, which may make others
+        leaves = _leaves(subject, inputs)  # before the forward, which may create others
         output = subject.forward(open_layers(), given=given)
         pairs = side_by_side(output, graph.output)
         wanted = _backward([(str(ref), tensor) for tensor, ref in pairs], leaves)
@@ -111,7 +111,7 @@ def _asked(subject: ModelUnderTest, inputs: dict[str, torch.Tensor]) -> LawResul
 
 
 def _leaves(subject: ModelUnderTest, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The leaves that collect gradients: the inputs, the model's parameters, what else it holds."""
+    """The leaves that receive gradients: inputs, parameters, and other state of the model."""
     named = addresses(Provenance(subject.model).table)
     found = {name: value for name, value in inputs.items() if value.requires_grad}
     for node in subject.record.graph.state_nodes:
@@ -126,7 +126,7 @@ def _leaves(subject: ModelUnderTest, inputs: dict[str, torch.Tensor]) -> dict[st
 
 
 def _backward(outputs: Sequence[tuple[str, torch.Tensor]], leaves: dict[str, torch.Tensor]) -> _Backward:
-    """One backward pass from a random number of the outputs: the same for the same shapes."""
+    """One backward pass from a random combination of the outputs, the same for the same shapes."""
     draw = torch.Generator().manual_seed(0)
     torch.manual_seed(0)  # a backward may draw
     roots, weights = [], []
@@ -161,7 +161,7 @@ def _compared(wanted: _Backward, found: _Backward) -> LawResult:
 
 
 def other_inputs(subject: ModelUnderTest) -> LawResult:
-    """A plain forward and a replay, both on other inputs than the recorded ones."""
+    """Compare a plain forward with a replay on other inputs than the recorded ones."""
     record = subject.record
     values = {node.name: record.values[Ref(node.name)] for node in record.graph.input_nodes}
     alone = subject.lone_inputs
@@ -199,7 +199,7 @@ def _unseen(count: int, reason: str) -> LawResult:
 
 
 def _other(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Another value of the same dtype, shape and range; None where there is none that would surely be valid."""
+    """Another value of the same dtype, shape and range; None if none is certain to be valid."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     if not plain or tensor.is_quantized or tensor.is_meta or tensor.is_nested or tensor.dtype is torch.bool:
         return None

@@ -1,7 +1,7 @@
-"""Layer: the view of one node for a person.
+"""Layer: one layer of a program, as users see it.
 
-In: the Lens of a program and a Location in it. Out: everything that is known of the layer there (facts.py), and
-what can be done with it.
+In: the ProgramFacts of a program and a Location in it. Out: the facts of the layer there (layer_facts.py), its value,
+its gradient and its plot.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .program_facts import ProgramFacts
 
 @frozen(repr=False)
 class Layer(LayerFacts, ValueSource):
-    """One layer of a program: its label, its value, where it lies and what is next to it."""
+    """One layer of a program: its label, its value, its facts and its neighbours."""
 
     _lens: ProgramFacts
     _place: Location

@@ -1,7 +1,7 @@
-"""What is known of one layer: all facts of it, each a property.
+"""The facts of a layer, each a property.
 
-In: the Lens that all layers of a program share, and the Location of its own layer. Out: the base of `Layer`. fields.py
-says where each fact is shown; TorchLens's names for them are in _torchlens/names.py.
+In: the ProgramFacts that all layers of a program share, and the Location of the layer. Out: the base class of `Layer`.
+fields.py says where each fact is shown; TorchLens's names for them are in _torchlens/names.py.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class LayerFacts(TorchLensNames):
         return self._lens.atlas.ordinals.get(self._place.label)
 
     def _born_among(self, labels: Iterable[str]) -> list[str]:
-        """Those layers that were made inside the model."""
+        """Those of the labels whose layers were created inside the model."""
         kin, ordinals = self._lens.kin, self._lens.atlas.ordinals
         return [label for label in labels if kin.is_born[ordinals[label]]]
 

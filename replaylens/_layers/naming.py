@@ -1,8 +1,8 @@
-"""A label for each node of a program.
+"""The labels of nodes.
 
-In: what is known of each node besides its content, in execution order. Out: a label for each. Numbers count layers in
-execution order, after orphans (what neither comes from an input nor reaches an output) are set aside. Inputs count from
-zero. Calls that are passes of one layer share a label and are told apart by their number.
+In: a NodeSummary of each node, in execution order. Out: a label for each. `relu_2_7` is the second relu and the seventh
+layer, in execution order; inputs count from zero. Orphans, which neither derive from an input nor reach an output, are
+not counted. The passes of one layer share a label and differ in the pass: `linear_1_1:1`, `linear_1_1:2`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .recurrence import Dataflow, same_layers
 
 
 def labels(drafts: Sequence[NodeSummary], ends: set[int]) -> tuple[list[str], list[bool]]:
-    """A name for each draft, and which of them are orphans."""
+    """The label of each node, and which nodes are orphans. `ends` are the values of the outputs."""
     orphans = _orphans(drafts, ends)
     layers = same_layers(Dataflow(drafts, orphans))
     passes = Counter(layer for layer, draft, orphan in zip(layers, drafts, orphans, strict=True) if not orphan)
@@ -45,7 +45,7 @@ def labels(drafts: Sequence[NodeSummary], ends: set[int]) -> tuple[list[str], li
 
 
 def _orphans(drafts: Sequence[NodeSummary], ends: set[int]) -> list[bool]:
-    """What neither comes from an input nor reaches an output."""
+    """For each node whether it neither derives from an input nor reaches an output."""
     from_input: set[int] = set()
     for draft in drafts:
         if draft.kind == "input" or any(value in from_input for value in draft.reads):

@@ -1,7 +1,7 @@
-"""What is known of a whole forward pass: the part of `Program` that describes.
+"""The facts of a whole forward pass: the descriptive base class of `Program`.
 
-In: the Lens of the program. Out: its facts by the paper's names (Supplementary Table 1, left column, in its order), and
-tables of layers, modules and parameters.
+In: the ProgramFacts of the program. Out: its facts under the names of the TorchLens paper (Supplementary Table 1, left
+column, in its order), and tables of layers, modules and parameters.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 from .._ir.label import Label
 from .._ir.location import Location
 from .._ir.node import Call, Input, State
-from . import topology as traits
 from .conditionals import Conditional
 from .fields import COLUMNS, row
 from .layer import Layer
 from .program_facts import ProgramFacts
 from .tables import Table
+from .topology import is_branching, is_recurrent, max_recurrent_loops
 
 
 class ProgramMetadata:
@@ -45,17 +45,17 @@ class ProgramMetadata:
     @property
     def model_is_recurrent(self) -> bool:
         """Whether any layer runs more than once."""
-        return traits.is_recurrent(self._lens.graph)
+        return is_recurrent(self._lens.graph)
 
     @property
     def model_max_recurrent_loops(self) -> int:
         """The largest number of passes of any layer."""
-        return traits.max_recurrent_loops(self._lens.graph)
+        return max_recurrent_loops(self._lens.graph)
 
     @property
     def model_is_branching(self) -> bool:
         """Whether a layer has more than one child. State (buffers, constants) may be read by many."""
-        return traits.is_branching(self._lens.graph)
+        return is_branching(self._lens.graph)
 
     @property
     def model_has_conditional_branching(self) -> bool:
@@ -92,7 +92,7 @@ class ProgramMetadata:
     @property
     def internally_initialized_layers(self) -> list[str]:
         """The layers created inside the model, from no other layer."""
-        return self._marked(number for number, born in enumerate(self._lens.kin.is_born) if born)
+        return [self._lens.atlas.order[number] for number, born in enumerate(self._lens.kin.is_born) if born]
 
     @property
     def internally_terminated_layers(self) -> list[str]:
@@ -115,9 +115,6 @@ class ProgramMetadata:
     def _all(self) -> Iterable[Layer]:
         return map(self._layer, self._lens.atlas.places)
 
-    def _marked(self, numbers: Iterable[int]) -> list[str]:
-        return [self._lens.atlas.order[number] for number in numbers]
-
     # -- tensors and parameters -------------------------------------------------------------------------------------
 
     @property
@@ -137,9 +134,7 @@ class ProgramMetadata:
 
     @property
     def saved_labels(self) -> list[str]:
-        """The layers that `save=` named; of the others only those values are kept without which nothing can be computed
-        again.
-        """
+        """The layers that `save=` selected. Of the others only what recomputation needs is kept."""
         saved = self._lens.record.saved
         return [label for label in self._lens.atlas.order if saved is None or label in saved]
 
@@ -181,7 +176,7 @@ class ProgramMetadata:
 
     @property
     def _reads(self) -> dict[str, list[str]]:
-        """By layer: the addresses of the parameters that it reads."""
+        """By layer: the addresses of the parameters that it reads, each once."""
         graph = self._lens.graph
         parameters = {node.name: node.address for node in graph.state_nodes if node.kind == "parameter"}
         return {
@@ -192,8 +187,7 @@ class ProgramMetadata:
 
     @property
     def _parameters(self) -> Any:
-        known = {id(parameter): parameter for parameter in self._lens.parameters.values()}
-        return list(known.values())
+        return list({id(parameter): parameter for parameter in self._lens.parameters.values()}.values())
 
     # -- modules ----------------------------------------------------------------------------------------------------
 
@@ -254,22 +248,18 @@ class ProgramMetadata:
     @property
     def flops(self) -> int:
         """Floating-point operations of all calls with a known cost; `uncounted` lists the others."""
-        return sum([cost.flops or 0 for cost in self._costs.values()])
+        return sum([cost.flops or 0 for cost in self._lens.costs.values()])
 
     @property
     def macs(self) -> int:
         """Multiply-adds in matrix products and convolutions."""
-        return sum([cost.macs or 0 for cost in self._costs.values()])
+        return sum([cost.macs or 0 for cost in self._lens.costs.values()])
 
     @property
     def uncounted(self) -> list[str]:
         """The types of operations with an unknown cost."""
-        kinds = {node.kind for node in self._lens.graph.calls if self._costs[node.name].flops is None}
+        kinds = {node.kind for node in self._lens.graph.calls if self._lens.costs[node.name].flops is None}
         return sorted(kinds)
-
-    @property
-    def _costs(self) -> Any:
-        return self._lens.costs
 
     # -- tables -----------------------------------------------------------------------------------------------------
 
@@ -285,7 +275,7 @@ class ProgramMetadata:
 
     @property
     def _owned(self) -> dict[str, int]:
-        """How many numbers are in the parameters of each module and those in it."""
+        """The number of elements in the parameters of each module, submodules included."""
         found = dict.fromkeys(self._lens.module_calls.types, 0)
         for parameter in self._parameters:
             for module in {above for name in (parameter.address, *parameter.aliases) for above in _above(name)}:
@@ -312,6 +302,6 @@ class ProgramMetadata:
 
 
 def _above(address: str) -> Iterable[str]:
-    """The modules that an address lies in: `layer1.0` and `layer1` for `layer1.0.weight`."""
+    """The modules that contain an address: `layer1.0` and `layer1` for `layer1.0.weight`."""
     while address := address.rpartition(".")[0]:
         yield address

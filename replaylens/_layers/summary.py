@@ -1,6 +1,6 @@
-"""print(prog): what a forward pass was, on one screen.
+"""The summary of a program: the text of `print(prog)`, and HTML with a table of all layers.
 
-In: the facts of a program. Out: text, and the same as HTML with a table of all layers.
+In: the facts of a program. Out: text on one screen.
 """
 
 from __future__ import annotations
@@ -20,15 +20,8 @@ WIDTH = 110
 
 
 def summary(prog: ProgramMetadata, most: int = 48) -> str:
-    """The summary, one line a fact; then the tree of modules and the layers in order."""
-    return "\n".join(
-        [
-            *_head(prog),
-            *_modules(prog, most // 3),
-            "    Layers:",
-            *_layers(prog, most),
-        ]
-    )
+    """The facts of the program, one line each; then the tree of modules and the layers in order."""
+    return "\n".join([*_head(prog), *_modules(prog, most // 3), "    Layers:", *_layers(prog, most)])
 
 
 def _head(prog: ProgramMetadata) -> list[str]:
@@ -53,7 +46,7 @@ def _head(prog: ProgramMetadata) -> list[str]:
 
 
 def _facts(graph: Graph) -> str:
-    """What the recorded path depends on, by kind."""
+    """The guards of the recorded path, counted by kind."""
     counts = Counter(guard.kind for guard in graph.guards)
     read = counts.pop("content", 0)
     words = [f"Content read in Python {format_passes(read, 'time')}"] if read else []
@@ -62,7 +55,7 @@ def _facts(graph: Graph) -> str:
 
 
 def _named(prog: ProgramMetadata) -> str:
-    """How many layers `save=` named, where it did not name all: of inputs, state and outputs more is kept."""
+    """The number of layers that `save=` selected, unless it selected all."""
     named = prog.saved_labels if prog._lens.record.saved is not None else []
     return f", {format_passes(len(named), 'layer')} of it by `save=`" if named else ""
 
@@ -88,11 +81,10 @@ def _cost(prog: ProgramMetadata) -> str:
 
 
 def _modules(prog: ProgramMetadata, most: int) -> list[str]:
-    """The tree of module calls by address; those that have none below them share lines."""
+    """The tree of module calls by address; leaves share lines."""
     calls = prog._lens.module_calls
     below: dict[str, dict[str, None]] = {}
-    for name, scope in calls.scopes.items():
-        del name
+    for scope in calls.scopes.values():
         below.setdefault(scope.parent.address if scope.parent else "", {}).setdefault(scope.address)
     rows: list[str] = []
     _branch("", below, 2, rows, set())
@@ -138,7 +130,7 @@ def _layers(prog: ProgramMetadata, most: int) -> list[str]:
 
 
 def as_html(prog: ProgramMetadata) -> str:
-    """The summary for a notebook: its head, and tables that unfold."""
+    """The summary for a notebook: its first lines, and tables that unfold."""
     rows: list[tuple[Any, ...]] = []
     for number, place in enumerate(prog._lens.atlas.places):
         layer = prog._layer(place)

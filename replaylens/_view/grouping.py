@@ -1,13 +1,9 @@
-"""Which layers of a picture are drawn as one, and the frames around them.
+"""The Scene of a program: which layers are drawn as one, in which frames.
 
-In: a Sketch, and what is to be seen of it. Out: for each layer the key of what it is drawn as, which of its turns it
-is, and the frames that it lies in. How a picture is put together from them is in `gather.py`.
-
-A Scene of a program: its layers, and which of them are drawn as one.
-
-In: a Graph, its Atlas, and what is to be seen of it. Out: a Scene. Passes of a layer (rolled), repeated blocks (fold)
-and modules below some depth are all drawn in one way: many layers get one key, and an arrow between two keys stands for
-every line between their layers. It says for which turns it holds, so that nothing is claimed that is not so.
+In: a Graph, its LayerIndex, ViewOptions. Out: a Scene. Passes of a layer (rolled), repeated blocks (fold) and modules
+below a depth are grouped by one mechanism: many layers get one key, and an arrow between two keys stands for every link
+between their layers. A layer's turn says which repetition it is: rolled, `linear_1_1:2` has the key `linear_1_1`, where
+it is the second turn. An arrow names the turns that it holds for, unless it holds for all.
 """
 
 from __future__ import annotations
@@ -32,20 +28,20 @@ from .scene import NO_ROLES, Arrow, Frame, Glyph, Roles, Scene, Totals, bytes_of
 
 @frozen
 class ViewOptions:
-    """What is to be seen of a program."""
+    """What of a program is drawn, and how it is grouped."""
 
     rolled: bool = False  # all passes of a layer, and all calls of a module, as one
-    depth: int | None = None  # modules nested deeper are drawn as one thing
+    depth: int | None = None  # modules nested deeper are drawn as one box each
     module: str | None = None  # only this module, or this call of one
     buffers: bool = True  # buffers, and what is computed for them alone
     fold: bool = False  # repeated blocks as one
-    gradients: frozenset[Ref] = frozenset()  # values through which gradients flow: drawn along them
-    begins: frozenset[str] | None = None  # the nodes where they begin, where not at every output
+    gradients: frozenset[Ref] = frozenset()  # values through which gradients flow; their arrows are added
+    begins: frozenset[str] | None = None  # the nodes where gradients begin; None for every output
 
 
 @frozen
 class GroupKey:
-    """A frame, or a layer, that a dot belongs to: which one is drawn, and which of its turns this is."""
+    """What a layer is drawn as, or a frame around it; and which turn of that it is."""
 
     key: str
     turn: str
@@ -55,7 +51,7 @@ class GroupKey:
 
 @frozen(eq=False)
 class Grouping:
-    """What each layer of a sketch is drawn as."""
+    """What each layer is drawn as."""
 
     graph: Graph
     drawn: LayerGraph
@@ -67,7 +63,7 @@ class Grouping:
 
     @cached_property
     def of(self) -> dict[str, tuple[GroupKey, tuple[GroupKey, ...]]]:
-        """For each layer what it is drawn as, and the frames around that, outermost first."""
+        """For each layer what it is drawn as, and the frames around it, outermost first."""
         found = {}
         limit = None if self.look.depth is None else self.look.depth + (self.look.module is not None)
         for dot in self.drawn.dots:
@@ -81,10 +77,10 @@ class Grouping:
         return found
 
     def _frames(self, dot: LayerMark) -> tuple[GroupKey, ...]:
-        """The frames around a layer: the module calls that it lies in, and the repeated blocks that are no modules."""
+        """The frames around a layer: module calls, and repeated blocks that are no modules."""
         model = self.drawn.by_label[self.repeats.first.get(dot.label, dot.label)]
         scopes = self._framed(dot.scopes)
-        models = self._framed(model.scopes)  # the calls of the first of several blocks, which stand for its own
+        models = self._framed(model.scopes)  # those of the first repetition, which is the one that is drawn
         bands = self.repeats.bands.get(dot.label, ())
         shift = len([scope for scope in dot.scopes if str(scope) not in self.drawn.single]) - len(scopes)
         found = [_of_band(band) for band in around(bands, shift)]
@@ -95,7 +91,7 @@ class Grouping:
         return tuple(found)
 
     def _framed(self, scopes: tuple[Scope, ...]) -> list[Scope]:
-        """The module calls that a frame is drawn around: those of several operations, in the module that is drawn."""
+        """The module calls that get a frame: those of several operations, within the module that is drawn."""
         framed = [scope for scope in scopes if str(scope) not in self.drawn.single]
         if self.look.module is None:
             return framed
@@ -103,7 +99,7 @@ class Grouping:
         return framed[wanted.index(True) :] if any(wanted) else []
 
     def _frame_key(self, stack: list[Scope]) -> str:
-        """Drawn as one, a module that is called from two others is two frames still."""
+        """The key of a frame. Rolled, a module that is called from two others still is two frames."""
         return "@" + (">".join(scope.address for scope in stack) if self.look.rolled else str(stack[-1]))
 
     def key(self, label: str) -> str:
@@ -120,7 +116,7 @@ class Grouping:
 
 
 def within(drawn: LayerGraph, module: str, atlas: LayerIndex) -> LayerGraph:
-    """Only what lies in a module, and the layers that it reads from or that read it."""
+    """The layers inside of a module, and markers for those outside that it reads or that read it."""
     inside = {dot.label: dot for dot in drawn.dots if any(is_call_of(scope, module) for scope in dot.scopes)}
     if not inside:
         raise NoSuchLayer(f"no module {module!r} ran an operation.{atlas.nearest(module)}")
@@ -149,7 +145,7 @@ def _outside(dot: LayerMark, word: str, role: str) -> LayerMark:
 
 
 def is_call_of(scope: Scope, module: str) -> bool:
-    """Is this a call of a module, `layer3`, or the very call, `layer3:2`?"""
+    """True if the scope is a call of the module `layer3`, or the call `layer3:2` itself."""
     return module in (scope.address, str(scope))
 
 
@@ -162,12 +158,14 @@ def without_pass(label: str) -> str:
     return re.sub(r":\d+", "", label)
 
 
-OF_ALL: Roles = frozenset({"internal", "added", "removed", "before"})  # roles that hold of several only if of each
+OF_ALL: Roles = frozenset(
+    {"internal", "added", "removed", "before"}
+)  # roles that a group has only if all its members do
 
 
 @define
 class _Group:
-    """What is drawn as one glyph, while it is put together."""
+    """The layers that are drawn as one glyph, as they are collected."""
 
     frames: list[tuple[GroupKey, ...]] = Factory(list)
     turns: dict[str, int] = Factory(dict)
@@ -176,7 +174,7 @@ class _Group:
 
     @property
     def around(self) -> tuple[str, ...]:
-        """The frames that all of it lies in."""
+        """The frames around all of it."""
         return common([tuple([level.key for level in frames]) for frames in self.frames])
 
     def add(self, level: GroupKey, frames: tuple[GroupKey, ...], dot: LayerMark) -> None:
@@ -187,7 +185,7 @@ class _Group:
 
 
 def scene(graph: Graph, atlas: LayerIndex, look: ViewOptions | None = None, drawn: LayerGraph | None = None) -> Scene:
-    """The picture of a program; of a sketch of it, where one is there."""
+    """The picture of a program, from its LayerGraph `drawn` if that is given."""
     look = look or ViewOptions()
     if look.depth is not None and (type(look.depth) is not int or look.depth < 1):
         raise ValueError(
@@ -253,7 +251,7 @@ class _Gathering:
         return glyph
 
     def _collapsed(self, glyph: Glyph, scope: Scope, note: str) -> Glyph:
-        """A module in the place of all that is in it."""
+        """The glyph of a module that stands for everything in it."""
         kept = glyph.roles & {"parameters", "internal", "edited", "rerun", "added", "removed", "changed"}
         return evolve(
             glyph,
@@ -266,7 +264,7 @@ class _Gathering:
         )
 
     def _given(self, scope: Scope) -> tuple[TensorSpec, ...]:
-        """What is known of the tensors that a module call gave."""
+        """The specs of the tensors that a module call returned."""
         refs = leaves(self._outputs.get(str(scope), ()))
         known = [specs_of(self.graph[ref.node]).get(ref) for ref in refs if type(ref) is Ref]
         return tuple([meaning for meaning in known if meaning is not None])
@@ -312,13 +310,13 @@ class _Gathering:
         )
 
     def _turns(self, key: str, labels: list[str]) -> tuple[int, ...]:
-        """The turns of a glyph that some of its layers belong to; none, where it is all of them."""
+        """The turns of a glyph that these of its layers belong to; () if they are all."""
         all_turns = self.groups[key].turns
         turns = {all_turns[self.levels.of[label][0].turn] for label in labels}
         return () if len(turns) == len(all_turns) else tuple(sorted(turns))
 
     def _gradients(self) -> list[Arrow]:
-        """Where gradients flow, against the way of the data."""
+        """The arrows of gradients, against the direction of the data."""
         if not self.look.gradients:
             return []
         pairs = dict.fromkeys(
@@ -329,8 +327,8 @@ class _Gathering:
         return [Arrow(tail, head, roles=frozenset({"gradient"})) for tail, head in pairs if tail != head]
 
     def _flows(self, tail: str, head: str) -> bool:
-        """Does a gradient go from one node to what it reads? From an output, which is of the same node, if it is one
-        of those where the gradients begin.
+        """True if a gradient flows from node `head` to node `tail`, which it reads. If both are one node, `head` is an
+        output, and gradients must begin there.
         """
         nodes, begins = self._flowing, self.look.begins
         return tail in nodes and head in nodes and (tail != head or begins is None or head in begins)
@@ -352,7 +350,7 @@ class _Gathering:
 
 
 def _short(notes: list[str]) -> str:
-    """What is said of what is drawn as one: the first two things."""
+    """The note of a group: the first two notes of its members."""
     each = _each(notes)
     return "; ".join(each if len(each) <= 2 else (each[0], "..."))
 
@@ -362,11 +360,11 @@ def _each(words: Iterable[str]) -> tuple[str, ...]:
 
 
 def _together(roles: list[Roles]) -> Roles:
-    """The roles of what is drawn as one: those that one of them has; of some, those that all have."""
+    """The roles of a group: those of any member, but roles in OF_ALL only if all members have them."""
     return frozenset().union(*roles) - (OF_ALL - frozenset.intersection(*roles))
 
 
 def _altered(roles: list[Roles]) -> Roles:
-    """Where only some of what is drawn as one was added or removed, the whole was changed."""
+    """The role `changed`, if only some members of a group were added or removed."""
     some = any(one & {"added", "removed"} for one in roles)
     return frozenset({"changed"}) if some and not _together(roles) & {"added", "removed"} else NO_ROLES

@@ -1,10 +1,6 @@
-"""A Scene of a recorded program with all that is to be laid over it.
+"""The Scene of a recorded program with overlays: numbers as colours, a replay, another program, gradients.
 
-In: a record, its Atlas, what is to be seen (Look), and what lies over it (Over). Out: a Scene, for a drawing or a page.
-
-What is laid over a picture: numbers as colours, what a replay ran and changed.
-
-In: a Scene or a Sketch, and facts by the labels of layers. Out: one that has them.
+In: a record, its LayerIndex, ViewOptions and an Overlay. Out: a Scene, for a drawing or a page.
 """
 
 from __future__ import annotations
@@ -33,22 +29,22 @@ from .program_diff import program_diff
 from .scene import Glyph, Roles, Scene
 from .values import tensors_in
 
-Layers = Callable[[Location], Any]  # the Layer of a place
+Layers = Callable[[Location], Any]  # makes the Layer of a Location
 
 
 @frozen(kw_only=True, eq=False)
 class Overlay:
-    """What is laid over a picture."""
+    """What is laid over a picture; each item is optional."""
 
     values: Mapping[Any, float] | Callable[[Any], float | None] | None = None  # a number for each layer
     run: Run | None = None  # a replay of this program
     against: tuple[Record, LayerIndex] | None = None  # another program
     gradients: bool = False
-    begins: frozenset[str] | None = None  # the nodes where a backward pass began; all outputs, if there was none
+    begins: frozenset[str] | None = None  # the nodes where a backward pass began; None for all outputs
 
 
 def compose(record: Record, atlas: LayerIndex, layers: Layers, look: ViewOptions, over: Overlay) -> Scene:
-    """The picture of a program, and what lies over it."""
+    """The picture of a program with its overlays."""
     graph = record.graph
     drawn = layer_graph(graph, atlas, look.buffers)
     if over.against is not None:
@@ -71,7 +67,7 @@ def compose(record: Record, atlas: LayerIndex, layers: Layers, look: ViewOptions
 
 
 def _with_unread(made: Scene, unread: tuple[Parameter, ...]) -> Scene:
-    """The title counts parameters that no layer read, too: of the whole model, or of the module that is drawn."""
+    """Add the parameters that no layer read to the title: of the model, or of the module that is drawn."""
     within = f"{made.module.partition(':')[0]}." if made.module else ""
     own = [one for one in unread if any(name.startswith(within) for name in (one.address, *one.aliases))]
     totals = evolve(
@@ -83,7 +79,7 @@ def _with_unread(made: Scene, unread: tuple[Parameter, ...]) -> Scene:
 
 
 def _flowing(record: Record, begins: frozenset[str] | None) -> frozenset[Ref]:
-    """The values through which gradients flow, from the output back, or from where a backward pass began."""
+    """The values through which gradients flow back from the outputs, or from where a backward pass began."""
     graph, flowing = record.graph, values_with_grad(record)
     used = graph.ancestors([ref.node for ref in graph.output_refs if ref in flowing] if begins is None else begins)
     found = frozenset([ref for ref in flowing if ref.node in used])
@@ -93,7 +89,7 @@ def _flowing(record: Record, begins: frozenset[str] | None) -> frozenset[Ref]:
 
 
 def _numbers(values: Any, atlas: LayerIndex, layers: Layers) -> dict[str, float]:
-    """The numbers by the labels of layers, whatever names they were given by."""
+    """The numbers by label, from any names of layers or from a function of a layer."""
     if callable(values):
         found = {place.label: values(layers(place)) for place in atlas.places}
     elif isinstance(values, Mapping):
@@ -113,7 +109,7 @@ def _number(label: str, number: Any) -> float:
 
 
 def _require_of(run: Run, record: Record) -> None:
-    """Can this run be laid over the picture of this program?"""
+    """Raise unless the run is a replay of this program."""
     if not isinstance(run, Run):
         raise CannotDraw(f"run= takes what `prog.replay()` gives, not {type(run).__name__}.")
     if run.origin is None or run.origin.program.graph is not record.graph:
@@ -131,7 +127,7 @@ def executed_in(atlas: LayerIndex, run: Run) -> list[str]:
 
 
 def _changes(record: Record, atlas: LayerIndex, layers: Layers, run: Run, labels: set[str]) -> dict[str, float]:
-    """How much layers changed in a replay."""
+    """How much these layers changed in a replay."""
     full = with_all_values(run)
     found = [compared(layers(place), full) for place in atlas.places if place.label in labels]
     return {change.label: change.change for change in found if change.change is not None}
@@ -175,9 +171,7 @@ def patched_in(graph: Graph, atlas: LayerIndex, run: Run) -> dict[str, str]:
 
 
 def with_numbers(scene: Scene, numbers: Mapping[str, float], legend: str = "") -> Scene:
-    """The picture with a number for each layer that has one. What stands for several layers shows the one that is
-    farthest from zero.
-    """
+    """The picture coloured by these numbers. A glyph of several layers shows the number farthest from zero."""
     glyphs = tuple([_with_number(glyph, numbers) for glyph in scene.glyphs])
     shown = [glyph.value for glyph in glyphs if glyph.value is not None and math.isfinite(glyph.value)]
     span = (min(shown), max(shown)) if shown else (0.0, 0.0)
@@ -196,7 +190,7 @@ def _distance(number: float) -> float:
 
 
 def with_replay(drawn: LayerGraph, ran: Iterable[str], patched: Mapping[str, str]) -> LayerGraph:
-    """The layers with what a replay ran, and what was patched in it: layer -> the patch in words."""
+    """Mark the layers that a replay ran, and those that were patched, with their patches in words."""
     ran = frozenset(ran)
     dots = []
     for dot in drawn.dots:

@@ -1,7 +1,7 @@
-"""Two programs in one picture: what only one of them has, and what is another operation, or of another shape.
+"""Two programs in one picture, with their differences.
 
-In: two Sketches. Out: one, in which dots and lines have the roles added, removed, changed. Layers are matched in order
-of execution, by what they are and in which module they ran: numbers in labels shift where something was put in.
+In: two LayerGraphs. Out: one whose layers and links have the roles added, removed, changed. Layers are matched in
+execution order by kind and module, not by label, because an insertion shifts the numbers in labels.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from difflib import SequenceMatcher
 
 from attrs import evolve
 
+from .._ir.label import primed
 from .layer_graph import DataLink, LayerGraph, LayerMark
 from .scene import NO_ROLES, Roles
 
@@ -17,10 +18,10 @@ ADDED, REMOVED, CHANGED = (frozenset({role}) for role in ("added", "removed", "c
 
 
 def program_diff(old: LayerGraph, new: LayerGraph) -> LayerGraph:
-    """The new one, with what the old one had besides."""
+    """The new graph, together with what only the old one has."""
     same = matched(old.dots, new.dots)  # old label -> new label
     known = {dot.label for dot in new.dots}
-    names = {dot.label: same.get(dot.label) or _free(dot.label, known) for dot in old.dots}
+    names = {dot.label: same.get(dot.label) or _unused(dot.label, known) for dot in old.dots}
     before = {new_label: old.by_label[label] for label, new_label in same.items()}
     dots = [evolve(dot, roles=dot.roles | _roles(dot, before.get(dot.label))) for dot in new.dots]
     gone = {
@@ -40,8 +41,8 @@ def program_diff(old: LayerGraph, new: LayerGraph) -> LayerGraph:
 
 
 def matched(old: tuple[LayerMark, ...], new: tuple[LayerMark, ...]) -> dict[str, str]:
-    """Which layer of one program is which of the other. In the same place, under the same name, another operation is
-    the same layer too: it was changed.
+    """The corresponding layers of two programs, by label. Another operation at the same position and under the same
+    label corresponds, too: it was changed.
     """
     found: dict[str, str] = {}
     pairs = SequenceMatcher(None, [_kind(dot) for dot in old], [_kind(dot) for dot in new], autojunk=False)
@@ -65,10 +66,8 @@ def _roles(dot: LayerMark, before: LayerMark | None) -> Roles:
     return CHANGED if dot.kind != before.kind or shapes[0] != shapes[1] else NO_ROLES
 
 
-def _free(label: str, taken: set[str]) -> str:
-    while label in taken:
-        label += "'"
-    taken.add(label)
+def _unused(label: str, taken: set[str]) -> str:
+    taken.add(label := primed(label, taken))
     return label
 
 
@@ -79,7 +78,7 @@ def _ends(line: DataLink) -> tuple[str, str, str]:
 def _in_place(
     dots: list[LayerMark], gone: dict[str, LayerMark], old: LayerGraph, names: dict[str, str]
 ) -> tuple[LayerMark, ...]:
-    """The dots in order, each that is gone behind the one that it followed."""
+    """The layers in order, each removed one behind the layer that it followed."""
     behind: dict[str | None, list[LayerMark]] = {}
     last: str | None = None
     for dot in old.dots:

@@ -1,6 +1,6 @@
 """How much each layer of a run differs from the recorded run.
 
-In: the layers of a program, and a run of it. Out: a Diff, a table that can be printed.
+In: the layers of a program, and a run of it. Out: a Diff, which prints as a table.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Diff:
 
 
 def diff(record: Record, atlas: LayerIndex, layers: Sequence[Layer], run: Run) -> Diff:
-    """The table for a run of this program, in which every value of the run is looked at."""
+    """Compare every layer that the run executed or patched."""
     labels = frozenset(atlas.order)
     if run.program is not None:  # the model itself ran, from the beginning
         ran, values = labels, run
@@ -94,6 +94,8 @@ def diff(record: Record, atlas: LayerIndex, layers: Sequence[Layer], run: Run) -
 def _line(row: LayerChange, width: int, top: float) -> str:
     if row.change is None:
         return f"    {row.label:{width}}  {row.note}"
-    share = (row.change / top if top else 0.0) if isfinite(row.change) else 1.0  # what is not finite is the most
+    share = (
+        (row.change / top if top else 0.0) if isfinite(row.change) else 1.0
+    )  # a change that is not finite gets the longest bar
     bar = "#" * max(round(20 * share), int(row.is_changed))
     return f"    {row.label:{width}}  {row.change:<8.3g} {row.largest:<8.3g} {row.share:7.1%}  {bar}".rstrip()
