@@ -1,7 +1,7 @@
-"""Held: what a program holds, and what a user's words for places in it mean. Nothing is run here.
+"""Base class of Program: its record, the resolution of names, and what several public methods share.
 
-In: a captured forward, or the record that an edit gave. Out: layers by any of their names, the sites that a key of
-patches means, requests in positions and tensors. What is done with them is for `Program`.
+In: a captured forward, or the record of an edit. Out: layers by any of their names, the locations that a key of patches
+means, requests in positions and tensors; replays and reruns of the model for such requests.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ import torch
 from attrs import evolve
 
 from ._capture.capture import Captured, record_of
+from ._capture.rerun.call_sites import MatchingSites
+from ._capture.rerun.run import as_run, otherwise, run_with_patches
+from ._capture.snapshot import ForwardState
 from ._edit.bind import refers
 from ._edit.edges import Edge
 from ._edit.save_spec import SaveSpec
@@ -23,44 +26,78 @@ from ._ir.graph import Graph
 from ._ir.label import Label
 from ._ir.location import Location
 from ._ir.node import Call, Input, Ref, refs_in
+from ._ir.shared_memory import version_of
 from ._ir.torch_private import outside_of_transforms
 from ._ir.trees import thaw
-from ._ir.util import cached_property, is_glob
+from ._ir.util import add_note, cached_property, is_glob
 from ._ir.value_source import ValueSource
-from ._ir.world import freed, in_children
+from ._ir.world import drawing_alone, freed, in_children
 from ._layers.index import LayerIndex
 from ._layers.layer import Layer
 from ._layers.name_resolution import NameResolver, as_list
 from ._layers.program_facts import ProgramFacts
 from ._layers.program_metadata import ProgramMetadata
-from ._replay.gradients import Grads, GradTargets, grad_targets
-from ._replay.inputs import GivenInputs, made_ordinary, new_inputs, new_state
-from ._replay.record import Record, detached
+from ._replay.gradients import Grads, GradTargets, grad_targets, gradients, seen_from
+from ._replay.guards import Departure, LeftPath
+from ._replay.inputs import CAPTURE_AGAIN, GivenInputs, made_ordinary, new_inputs, new_state
+from ._replay.record import OVERWRITTEN, Record, Versions, detached
+from ._replay.replay import replay
 from ._replay.request import HandOffChange, LivePatchScope, Request
 from ._replay.resolve_patches import changes_of
-from ._replay.retention import with_values
+from ._replay.retention import completed, with_values
+from ._replay.supply import Origin, Run
+from ._sweep.sweep_runner import BatchedSweep
+from ._view.grouping import ViewOptions
+from ._view.overlays import Overlay, compose
+from ._view.run_diff import Diff, diff
+from ._view.scene import Scene
 from ._view.value_plots import plot_value
-from .errors import NoGradient, NoSuchLayer, NotSaved, NoValues, ReplaylensError
+from .errors import (
+    CannotDraw,
+    DivergedReplay,
+    InputMismatch,
+    NoGradient,
+    NoSuchLayer,
+    NotSaved,
+    NoValues,
+    ReplaylensError,
+)
 
-_freezing = RLock()  # two threads may ask a program for its graph at once
+Recorder = Callable[[Any, tuple[Any, ...], dict[str, Any]], Record]  # records a call of a function
+_freezing = RLock()  # two threads may freeze the record of one program at once
 in_children(partial(freed, _freezing))
 
 
 class ProgramBase(ProgramMetadata, ValueSource):
     """The record of a forward, and the names for what is in it."""
 
+    history: tuple[str, ...]
+
     def __init__(
-        self, captured: Captured | None, record: Record | None, outline: Record | None, grads: Grads | None
+        self,
+        captured: Captured | None,
+        record: Record | None,
+        output: Any,
+        outline: Record | None,
+        beginning: ForwardState | None,
+        grads: Grads | None,
     ) -> None:
         self._captured = captured
         self._given = record
-        self._outline = outline  # of a forward that computed nothing
+        self._returned = captured.output if captured is not None else output
+        self._outline = outline  # the record of a fake forward, without values
+        self._beginning = captured.beginning if captured is not None else beginning  # the model, to rerun it
         self._grads = grads  # of the backward pass that it had
-        self._edges: dict[Edge, tuple[Location, ...]] = {}  # nodes of their own for what one node reads from another
+        self._edges: dict[Edge, tuple[Location, ...]] = {}  # by edge: the nodes that stand for it
+
+    @property
+    def output(self) -> Any:
+        """What the model returned when it was captured."""
+        return self._returned if self._outline is None else self._record
 
     @property
     def graph(self) -> Graph:
-        """The program's structure: nodes in order, no tensors."""
+        """The structure of the program: its nodes in order, without tensors."""
         return self._told.graph
 
     @property
@@ -96,29 +133,29 @@ class ProgramBase(ProgramMetadata, ValueSource):
         where: Callable[[Layer], Any] | None = None,
         state: str | None = None,
     ) -> Selection:
-        """The layers for which all of this holds, as a value: for patches, for iteration, for `assert_count`.
+        """The layers that satisfy all conditions, as a Selection: for patches, iteration, `assert_count`.
 
         `op` is a type of operation, `module` the address of a module that they ran in, `input_of` a layer or module
         that reads them; all three may be globs: `*` stays within one level of an address (`"layer4.*"`), `**` crosses
-        dots. `where` is a function of a layer. `state` means parameters and buffers, by their address or a glob;
-        without it none of them is found.
+        dots. `where` is a predicate of a layer. `state` selects parameters and buffers by address or glob, which are
+        found in no other way.
         """
         return find(self._atlas, self.__getitem__, op, module, input_of, where, state)
 
     def names_of(self, key: Any) -> tuple[str, ...]:
-        """The names of the layers that a key of a mapping of patches means: of a glob, a type, a selection, a name."""
+        """The names of the layers that a key of patches means: a glob, a type, a selection, or a name."""
         return tuple([site.name for site in self._sites(key)])
 
     @property
     def gradients(self) -> Grads:
-        """The gradients of the backward pass that this program had, by layer; and why some have none."""
+        """The gradients of the backward pass of this program by layer, with the reasons of layers that have none."""
         if self._grads is None:
             raise NoGradient(
                 "no gradient is here: the program had no backward pass. `prog.backward(of=...)` gives one that had."
             )
         return self._grads
 
-    # -- below ---------------------------------------------------------------------------------------------------------
+    # -- the record and its layers -------------------------------------------------------------------------------------
 
     @cached_property
     def _record(self) -> Record:
@@ -129,7 +166,7 @@ class ProgramBase(ProgramMetadata, ValueSource):
                 "the program was captured with fake=True: it has structure and shapes, and no values. "
                 "Capture the model without it."
             )
-        with _freezing, outside_of_transforms():  # the program outlives the transform that asks for it first
+        with _freezing, outside_of_transforms():  # the program outlives a transform that uses it first
             if (known := vars(self).get("_record")) is None:
                 assert self._captured is not None
                 known = vars(self)["_record"] = record_of(self._captured)
@@ -138,7 +175,7 @@ class ProgramBase(ProgramMetadata, ValueSource):
 
     @property
     def _told(self) -> Record:
-        """What is known of the forward, with its values or without."""
+        """The record, also that of a fake forward, which has no values."""
         return self._outline or self._record
 
     @cached_property
@@ -156,11 +193,11 @@ class ProgramBase(ProgramMetadata, ValueSource):
         return self.gradients[label]
 
     def _meant(self, wish: SaveSpec) -> tuple[str, ...]:
-        """The labels of the layers that a wish means."""
+        """The labels of the layers that `wish` selects."""
         return wish.labels(self._atlas, self.__getitem__)
 
     def _read(self, place: Location, again: bool = False) -> Any:
-        """The recorded value of a layer. `again`: also if it must be computed again."""
+        """The recorded value of a layer; with `again` it is recomputed if it was not kept."""
         record, tree = self._record, place.tree(self.graph)
         missing = [leaf for leaf in refs_in(tree) if leaf not in record.values]
         if missing and not again:
@@ -168,6 +205,8 @@ class ProgramBase(ProgramMetadata, ValueSource):
             raise NotSaved(f"the value of {name} was not saved. `prog.recover({name!r})` computes it again.")
         record = with_values(record, missing)
         return thaw(tree, lambda leaf: detached(record.value(leaf)) if type(leaf) is Ref else leaf)
+
+    # -- names ---------------------------------------------------------------------------------------------------------
 
     def _site(self, name: Any) -> Location:
         found = self._atlas.find(name)
@@ -185,7 +224,7 @@ class ProgramBase(ProgramMetadata, ValueSource):
 
     @cached_property
     def _named_sites(self) -> dict[str, tuple[Location, ...]]:
-        """What names were found to mean: a sweep asks for the same ones again and again."""
+        """A cache, because a sweep resolves the same names many times."""
         return {}
 
     @cached_property
@@ -196,8 +235,20 @@ class ProgramBase(ProgramMetadata, ValueSource):
         return self[name]._value_for(name)
 
     def _positions(self, names: Any) -> list[int]:
-        """Where layers lie; of a module that hands on several tensors, each of them."""
+        """The positions of layers; a module that returns several tensors has the position of each."""
         return [self.graph.positions[one.node] for name in as_list(names) for one in self._atlas.find(name).each]
+
+    def _keep(self, keep: Any) -> frozenset[int]:
+        """The positions of the values that `keep=` of a replay means."""
+        if keep in ("all", "everything"):
+            return frozenset(range(len(self.graph)))
+        if keep is None or keep == "output":
+            return frozenset()
+        if callable(keep):
+            keep = [layer for layer in self.layers if keep(layer)]
+        return frozenset(self._positions(keep))
+
+    # -- requests ------------------------------------------------------------------------------------------------------
 
     def _inputs(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> GivenInputs:
         if not inputs and not named:
@@ -215,7 +266,7 @@ class ProgramBase(ProgramMetadata, ValueSource):
         on_divergence: str,
         **more: Any,
     ) -> Request:
-        """What a user asks for, in positions and tensors."""
+        """The arguments of a replay as a Request, in positions and tensors."""
         given = self._inputs(inputs, named_inputs)
         other = GivenInputs()
         if state:
@@ -238,13 +289,13 @@ class ProgramBase(ProgramMetadata, ValueSource):
             start=tuple([self.graph.positions[one.node] for one in start.each]) if start else (),
             on_divergence=on_divergence,
             whole=not asks,
-            beyond=partial(self._beyond, dict(patch) if isinstance(patch, Mapping) else patch),
+            beyond=partial(self._live_scope, dict(patch) if isinstance(patch, Mapping) else patch),
             **more,
         )
 
-    def _asked(self, at: Any, from_: Any) -> GradTargets:
-        """The layers at which gradients are asked for."""
-        labels, named = self._everywhere.labels, frozenset[str]()
+    def _grad_targets(self, at: Any, from_: Any) -> GradTargets:
+        """The layers at which gradients are requested."""
+        labels, named = self._all_targets.labels, frozenset[str]()
         if at is not None:
             one_key = isinstance(at, (str, int, Selection, Where, Layer))
             sites = {key: self._sites(key) for key in ([at] if one_key else at)}
@@ -252,7 +303,7 @@ class ProgramBase(ProgramMetadata, ValueSource):
             named = frozenset([one.label for one, is_one in pairs if is_one])
             labels = {one.label: one for one, _ in pairs}
         elif from_ is None:
-            return self._everywhere
+            return self._all_targets
         if from_ is not None:
             begin = self._atlas.find(from_).node
             below = self.graph.descendants([begin])
@@ -263,14 +314,14 @@ class ProgramBase(ProgramMetadata, ValueSource):
         return grad_targets(self._record, labels, named)
 
     @cached_property
-    def _everywhere(self) -> GradTargets:
-        """The inputs, and every layer that the forward computed."""
+    def _all_targets(self) -> GradTargets:
+        """The default targets of gradients: the inputs and every layer that the forward computed."""
         computed = [place for place in self._atlas.places if isinstance(self.graph[place.node], (Call, Input))]
         return grad_targets(self._record, {place.label: place for place in computed}, ())
 
-    def _beyond(self, patch: Any) -> LivePatchScope:
-        """Which patches hold beyond what was recorded, where the model itself is run: those for all passes of a layer,
-        and those for a type of operation. What takes from another program at each site does not: it has none there.
+    def _live_scope(self, patch: Any) -> LivePatchScope:
+        """Which patches also apply to calls that were not recorded, if the model itself is run: those for all passes of
+        a layer and for a type of operation, but not those that take values from another program, which has none there.
         """
         pairs = patch.items() if isinstance(patch, Mapping) else ()
         keys = [key for key, what in pairs if not refers(what)]
@@ -280,18 +331,19 @@ class ProgramBase(ProgramMetadata, ValueSource):
         return LivePatchScope(
             every=frozenset(self.graph.positions[node.name] for of_key in nodes.values() for node in of_key),
             kinds=frozenset(kind for kind in kinds if kind not in self._atlas.module_calls),
-            globs=tuple([key for key in found if is_glob(key) and self._is_of_modules(found[key])]),
-            hands=tuple([hand for key, _ in pairs for hand in self._hands(key, key in found)]),
+            globs=tuple([key for key in found if is_glob(key) and any(map(self._is_of_module, found[key]))]),
+            hands=tuple([hand for key, _ in pairs for hand in self._hand_offs(key, key in found)]),
         )
 
-    def _is_of_modules(self, found: tuple[Location, ...]) -> bool:
-        return any(site.scope is not None and site.name not in self._atlas.by_label for site in found)
+    def _is_of_module(self, site: Location) -> bool:
+        """True if a module was named, and not the layer that gives its output."""
+        return site.scope is not None and site.name not in self._atlas.by_label
 
-    def _hands(self, key: Any, is_every: bool) -> Iterator[HandOffChange]:
-        """What a key means of what modules hand on, where it names modules."""
+    def _hand_offs(self, key: Any, is_every: bool) -> Iterator[HandOffChange]:
+        """The module outputs that a key means, if it names modules."""
         trees = {str(scope): tree for scope, tree in self.graph.module_outputs}
         for site in self._sites(key) if isinstance(key, str) else ():
-            if (scope := site.scope) is None or site.name in self._atlas.by_label:
+            if (scope := site.scope) is None or not self._is_of_module(site):
                 continue
             refs = refs_in(trees[str(scope)])
             count = len(set(refs))
@@ -299,11 +351,179 @@ class ProgramBase(ProgramMetadata, ValueSource):
                 ref = one.part if type(one.part) is Ref else refs[0]
                 yield HandOffChange(scope.address, scope.call, refs.index(ref), count, ref, is_every)
 
-    def _keep(self, keep: Any) -> frozenset[int]:
-        if keep in ("all", "everything"):
-            return frozenset(range(len(self.graph)))
-        if keep is None or keep == "output":
-            return frozenset()
-        if callable(keep):
-            keep = [layer for layer in self.layers if keep(layer)]
-        return frozenset(self._positions(keep))
+    # -- runs ----------------------------------------------------------------------------------------------------------
+
+    def _derived(self, record: Record, output: Any, *steps: str) -> ProgramBase:
+        """Another program with this history and further steps. Implemented by Program."""
+        raise NotImplementedError
+
+    def _when_diverged(self, choice: str | None) -> str:
+        """What a replay does if it leaves the recorded path: by default rerun the model, if the program holds it."""
+        if choice is None:
+            return "raise" if self._beginning is None else "rerun"
+        require_choice("on_divergence", choice, ("rerun", "raise", "ignore"))
+        if choice == "rerun" and self._beginning is None:
+            raise ReplaylensError(
+                'on_divergence="rerun" runs the model itself, and this program does not hold it: only a captured one '
+                "does, not one that was moved, copied or edited."
+            )
+        return choice
+
+    def _replayed(self, request: Request) -> Run:
+        """A replay; or a run of the model itself, if the replay leaves the recorded path."""
+        try:
+            return self._with_origin(request, replay(self._record, request, self._atlas.find))
+        except LeftPath as left:
+            return self._with_origin(request, self._rerun(request, left.departure))
+
+    def _with_origin(self, request: Request, made: Run) -> Run:
+        """The run with its program and request."""
+        return evolve(made, origin=Origin(self, request, self._atlas.find))
+
+    def _rerun(self, request: Request, first: Departure | None, given: Any = None) -> Run:
+        """Run the model itself with the changes of a request. `first` is how a replay left the recorded path."""
+        assert self._beginning is not None
+        try:
+            made = run_with_patches(self._beginning, self._record, request, given or request.inputs)
+        except DivergedReplay as refusal:
+            why = f"the change leads away from the recorded path: {first}\n" if first is not None else ""
+            raise DivergedReplay(f"{why}{refusal}") from None
+        except Exception as error:
+            if first is not None:
+                add_note(error, f"replaylens: raised where the model was run again, because {first}")
+            misfits = [one.text for one in request.mismatches if one.of_state]
+            if misfits and not isinstance(error, ReplaylensError):
+                raised = f"With it the model raises {type(error).__name__}: {error}"
+                raise InputMismatch(f"{misfits[0]}\n{raised}\n{CAPTURE_AGAIN}") from error
+            raise
+        output = thaw(made.record.graph.output, lambda leaf: made.record.values[leaf] if type(leaf) is Ref else leaf)
+        prog = self._derived(made.record, output, "run again with patches")
+        places = MatchingSites(self.graph, prog.graph)
+
+        def find(name: Any) -> Location:
+            """The location there of a name in this program; a name unknown here is one of the other program."""
+            if isinstance(name, str) and (name in prog._atlas.module_places or name not in self):
+                return prog._atlas.find(name)
+            at = places.of(self._atlas.find(name))
+            if at is None:
+                raise NoSuchLayer(f"{name!r} did not run on the path that the model took. `run.program` has that path.")
+            return at
+
+        return as_run(made, self._record, request, first, find, prog)
+
+    def _patched_live(self, patch: Any, grad: bool, given: Any) -> Run:
+        """The model run with patches that are named as in this recorded run of it. `given` is (args, kwargs)."""
+        changed, ends = changes_of(self.graph, patch, None, self._sites)
+        scope = partial(self._live_scope, patch)
+        request = Request(changed=changed, ends=ends, grad=grad, on_divergence="raise", beyond=scope)
+        try:
+            return self._with_origin(request, self._rerun(request, None, given))
+        except DivergedReplay as refusal:  # some patches can only be applied in a replay, which must keep the path
+            try:
+                return self._with_origin(request, self._with_quiet_patches(request))
+            except DivergedReplay:
+                raise refusal from None
+
+    def _with_quiet_patches(self, request: Request) -> Run:
+        """A replay in place of a live run, if the patches do not draw: that would shift what the model draws."""
+        with drawing_alone():
+            state = torch.default_generator.get_state()
+            made = replay(self._record, request, self._atlas.find)
+            if self.graph.drawn and not torch.equal(state, torch.default_generator.get_state()):
+                torch.default_generator.set_state(state)
+                raise DivergedReplay("a patch draws random numbers, and the model draws on from where it ends.")
+            return made
+
+    def _batched(
+        self, variants: Mapping[Any, Any], metric: Any, memory: float | None, on_divergence: str, record_of: Recorder
+    ) -> BatchedSweep:
+        """The variants of a sweep, resolved. Variants that patch outputs of the program cannot be batched."""
+        patches = list(variants.values())
+        made = [changes_of(self.graph, patch, None, self._sites) for patch in patches]
+
+        def alone(number: int) -> Run:
+            return self._replayed(self._request((), {}, None, patches[number], None, on_divergence))
+
+        def captured(metric: Any, output: Any) -> Record:
+            with torch.no_grad():
+                return record_of(metric, (output,), {})
+
+        loners = frozenset([number for number, (_, ends) in enumerate(made) if ends])
+        changes = [changed for changed, _ in made]
+        return BatchedSweep(
+            completed(self._record), tuple(variants), changes, loners, metric, self.output, captured, alone, memory
+        )
+
+    def _gradients_at(self, of: Callable[[Any], Any], from_layer: Any, wish: SaveSpec) -> Grads:
+        """The gradients of a number at the layers that `wish` selects."""
+        state = {address for node in self.graph.state_nodes for address in (node.address, *node.aliases)}
+        named = [key for key in wish.keys if isinstance(key, str) and key in state]
+        rest = evolve(wish, keys=tuple([key for key in wish.keys if key not in named]))
+        labels = dict(self._all_targets.labels) if wish.everything else {}
+        one_by_one = rest.names_itself(self._atlas, self.__getitem__)
+        for name in (*self._meant(evolve(rest, everything=False)), *named):
+            place = self._atlas.find(name)
+            labels.setdefault(place.label, place)
+        targets = grad_targets(self._record, labels, {*one_by_one, *[self._atlas.find(name).label for name in named]})
+        record = self._record
+        if from_layer is not None:
+            record = seen_from(record, self._atlas.find(from_layer).tree(self.graph))
+            targets = evolve(targets, labels={name: one for name, one in targets.labels.items() if one.output is None})
+        return gradients(record, Request(grad=True), of, targets, self._atlas.find)
+
+    def _require_settled(self, wanted: str) -> None:
+        """Raise if the forward changed Python state that it reads, and the next forward would take another path."""
+        record = self._record
+        if not (names := record.graph.altered) or record.graph.not_again:
+            return
+        what = f"the forward changes {' and '.join(f'`{name}`' for name in names[:3])}, which it reads"
+        if self._beginning is None:
+            raise ReplaylensError(
+                f"{what}: whether its next one does the same only the model can tell, which an edited program does not "
+                "hold.\nLet the model keep no such things, or call the model."
+            )
+        if why := otherwise(self._beginning, record):
+            raise ReplaylensError(
+                f"{what}, and its next one {why}: a {wanted} goes the recorded path. Capture the model "
+                "again, if it has settled by now, or call the model."
+            )
+
+    # -- pictures ------------------------------------------------------------------------------------------------------
+
+    def _diff(self, run: Run) -> Diff:
+        """How much each layer of a run of this program differs from what was recorded."""
+        return diff(self._record, self._atlas, self.layers, run)
+
+    def _scene(self, look: ViewOptions, *, against: ProgramBase | None = None, **over: Any) -> Scene:
+        """The picture of the program with its overlays, as data."""
+        if against is not None and not isinstance(against, ProgramBase):
+            raise CannotDraw(f"against= takes another program, as capture gives, not {type(against).__name__}.")
+        other = None if against is None else (against._told, against._atlas)
+        begins = self._grads.begins if self._grads is not None else None
+        return compose(self._told, self._atlas, self._layer, look, Overlay(against=other, begins=begins, **over))
+
+
+def require_choice(word: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Raise unless the value of an argument is one of these."""
+    if value not in choices:
+        raise ValueError(f"{word} must be one of {', '.join(map(repr, choices))}, not {value!r}.")
+
+
+def with_tensors(record: Record, values: dict[Ref, Any], stale: frozenset[Ref]) -> Record:
+    """The record on other tensors, such as copies. The copy of a stale value is stale."""
+    versions = Versions((ref, _version(record, ref, tensor, ref in stale)) for ref, tensor in values.items())
+    sources = (*record.graph.state_nodes, *record.graph.input_nodes)
+    same = {node.name for node in sources if values[Ref(node.name)] is record.values[Ref(node.name)]}
+    live = {name: tensor for name, tensor in record.live.items() if name in same}
+    return evolve(record, values=values, versions=versions, live=live, histories=None, lent={})
+
+
+def _version(record: Record, ref: Ref, tensor: Any, is_stale: bool) -> int:
+    """The version counter at which a value is intact: the recorded one for the recorded tensor itself; for the copy of
+    a stale value one that is never reached.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        return -1
+    if tensor is record.values[ref]:
+        return record.versions[ref]
+    return OVERWRITTEN if is_stale else version_of(tensor)
