@@ -220,7 +220,7 @@ class Program(ProgramBase):
         return self if self._outline is not None else pytree.tree_map(_copied, self)
 
     def __repr__(self) -> str:
-        return f"<Program of {self.model_name}: {len(self.graph.calls)} calls, {len(self._atlas.order)} layers>"
+        return f"<Program of {self.model_name}: {len(self.graph.calls)} calls, {len(self._index.order)} layers>"
 
     def __str__(self) -> str:
         return summary(self)
@@ -233,10 +233,10 @@ class Program(ProgramBase):
         value, from one run. The program does not change: `saving` returns one that has the values.
         """
         if len(names) == 1 and names[0] in self:
-            return self._read(self._atlas.find(names[0]), again=True)
+            return self._read(self._index.find(names[0]), again=True)
         return {
             layer.label: layer.value
-            for layer in map(self._keeping(SaveSpec.of(names)).__getitem__, self._meant(SaveSpec.of(names)))
+            for layer in map(self._keeping(SaveSpec.of(names)).__getitem__, self._selected(SaveSpec.of(names)))
         }
 
     def saving(self, save: Any) -> Program:
@@ -274,8 +274,8 @@ class Program(ProgramBase):
         function that returns graphviz attributes) are called with what is drawn as one: `.name`, `.kind`, `.layers`,
         `.roles`. `theme` is "paper", "dark" or a Theme.
         """
-        look = ViewOptions(rolled=rolled, fold=fold, depth=depth, module=module, buffers=buffers)
-        made = self._scene(look, values=values, run=run, against=against, gradients=gradients)
+        view = ViewOptions(rolled=rolled, fold=fold, depth=depth, module=module, buffers=buffers)
+        made = self._scene(view, values=values, run=run, against=against, gradients=gradients)
         return draw(made, DrawOptions(path, format, direction, theme, labels, style))
 
     def page(
@@ -296,9 +296,9 @@ class Program(ProgramBase):
         layer: shapes, source line, statistics and pictures of its value, its parents and children. `run`, `sweep` and
         `values` (as in `draw`) colour it, `against` shows the difference to another program. Returns the path.
         """
-        found = page_data(self._atlas, run, sweep, values)
-        look = ViewOptions(rolled=rolled, fold=fold, module=module)
-        made = found.named(self._scene(look, values=found.numbers, run=run, against=against))
+        found = page_data(self._index, run, sweep, values)
+        view = ViewOptions(rolled=rolled, fold=fold, module=module)
+        made = found.named(self._scene(view, values=found.numbers, run=run, against=against))
         return save_page(path, made, self.layers, found.details)
 
     # -- running it again ----------------------------------------------------------------------------------------------
@@ -401,7 +401,7 @@ class Program(ProgramBase):
         targets = home._grad_targets(self._all_targets.labels if at is None and home is not self else at, from_)
         require_choice("on_divergence", on_divergence, ("raise", "ignore"))
         request = home._request(inputs, named_inputs, from_, patch, state, on_divergence, grad=True)
-        return gradients(home._record, request, of, targets, home._atlas.find)
+        return gradients(home._record, request, of, targets, home._index.find)
 
     def check(self, sample: float | None = None, progress: bool | None = None) -> CheckReport:
         """Prove that the program is correct: `assert prog.check()`. `print(prog.check())` shows the report.
@@ -459,7 +459,7 @@ class Program(ProgramBase):
         """
         home, what, said = self._home(patch), _require_mapping(patch), _said(on_divergence)
         request = home._request((), {}, None, what, None, on_divergence)
-        bound = bound_patches(home.graph, what, home._sites)
+        bound = bound_patches(home.graph, what, home._locations)
         return self._edited(editing.patch(home._record, bound, request), "with_patch", what, **said)
 
     def lesion(self, where: Any, pattern: Any = None, /, *, on_divergence: str = "raise", **axes: Any) -> Program:
@@ -478,13 +478,13 @@ class Program(ProgramBase):
         Python function, or a module, whose parameters become state of the program.
         """
         said = _said(on_divergence)
-        made = swap(self._record, self._words.operations(where), function, _recorded, with_args, on_divergence)
+        made = swap(self._record, self._names.operations(where), function, _recorded, with_args, on_divergence)
         return self._edited(made, "swap", where, function, **said)
 
     def insert_after(self, where: Any, function: Callable[..., Any], *, on_divergence: str = "raise") -> Program:
         """The program with a function inserted behind layers: all their readers read its result instead."""
         said = _said(on_divergence)
-        made = insert(self._record, self._words.refs(where), function, _recorded, on_divergence)
+        made = insert(self._record, self._names.refs(where), function, _recorded, on_divergence)
         return self._edited(made, "insert_after", where, function, **said)
 
     def expand(self, where: Any, *, on_divergence: str = "raise") -> Program:
@@ -494,7 +494,7 @@ class Program(ProgramBase):
         steps as passes of layers (`hidden_l0_1:5`, `forget_gate_l0_1:5`), a normalisation its `scale_1`. The result of
         the operation keeps its name. Values differ from the recorded ones by rounding.
         """
-        names = chosen(self.graph, where, self._words.nodes)
+        names = chosen(self.graph, where, self._names.nodes)
         said = _said(on_divergence)
         return self._edited(expand(self._record, names, _recorded, on_divergence), "expand", where, **said)
 
@@ -503,19 +503,19 @@ class Program(ProgramBase):
         the tensors that the layer reads.
         """
         said = _said(on_divergence) if to is None else {"to": to, **_said(on_divergence)}
-        made = editing.bypass(self._record, self._words.operations(where), to, self._words.ref, on_divergence)
+        made = editing.bypass(self._record, self._names.operations(where), to, self._names.ref, on_divergence)
         return self._edited(made, "bypass", where, **said)
 
     def rewire(self, readers: Any, old: Any, *, to: Any, on_divergence: str = "raise") -> Program:
         """The program in which `readers`, layers or the `"output"`, read the value `to` instead of `old`."""
-        words, said = self._words, _said(on_divergence)
+        words, said = self._names, _said(on_divergence)
         made = editing.rewire(self._record, words.readers(readers), words.ref(old), words.ref(to), on_divergence)
         return self._edited(made, "rewire", readers, old, to=to, **said)
 
     def set_state(self, address: str, value: Any, *, on_divergence: str = "raise") -> Program:
         """The program with another parameter or buffer: a tensor, or a function of the current one."""
         said = _said(on_divergence)
-        made = editing.with_state(self._record, address, value, self._atlas.nearest, on_divergence)
+        made = editing.with_state(self._record, address, value, self._index.nearest, on_divergence)
         return self._edited(made, "set_state", address, value, **said)
 
     def slice(self, from_: Any = None, to: Any = None) -> Program:
@@ -524,7 +524,7 @@ class Program(ProgramBase):
 
         Other values that it needs, from paths around `from_`, are recorded constants.
         """
-        made = editing.cut_out(self._record, self._words.starts(from_), self._words.end(to))
+        made = editing.cut_out(self._record, self._names.starts(from_), self._names.end(to))
         words = {key: value for key, value in (("from_", from_), ("to", to)) if value is not None}
         return self._edited(made, "slice", **words)
 
@@ -565,7 +565,7 @@ class Program(ProgramBase):
         if wish.everything and self._record.saved is None:
             return self
         whole = completed(self._record) if wish.everything else None
-        record = whole or keeping(self._record, frozenset(self._meant(wish)))
+        record = whole or keeping(self._record, frozenset(self._selected(wish)))
         output = thaw(record.graph.output, lambda leaf: detached(record.value(leaf)) if type(leaf) is Ref else leaf)
         return self._derived(record, output, _beginning=self._beginning)
 
@@ -581,11 +581,11 @@ class Program(ProgramBase):
         return self._homes[edges]
 
     def _with_tap(self, edge: Edge) -> Program:
-        parts, readers = self._words.parts(edge.sender), self._words.readers(edge.receiver)
+        parts, readers = self._names.parts(edge.sender), self._names.readers(edge.receiver)
         record, output, names = editing.tap(self._record, parts, readers)
         home = self._derived(record, output)
-        name = self._site(edge.sender).name  # what the value is called in other programs
-        home._edges = {**self._edges, edge: tuple([evolve(home._atlas.by_label[tap], name=name) for tap in names])}
+        name = self._location(edge.sender).name  # what the value is called in other programs
+        home._edges = {**self._edges, edge: tuple([evolve(home._index.by_label[tap], name=name) for tap in names])}
         return home
 
 

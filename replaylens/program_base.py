@@ -83,7 +83,7 @@ class ProgramBase(ProgramMetadata, ValueSource):
         grads: Grads | None,
     ) -> None:
         self._captured = captured
-        self._given = record
+        self._given_record = record
         self._returned = captured.output if captured is not None else output
         self._outline = outline  # the record of a fake forward, without values
         self._beginning = captured.beginning if captured is not None else beginning  # the model, to rerun it
@@ -98,23 +98,23 @@ class ProgramBase(ProgramMetadata, ValueSource):
     @property
     def graph(self) -> Graph:
         """The structure of the program: its nodes in order, without tensors."""
-        return self._told.graph
+        return self._any_record.graph
 
     @property
     def layers(self) -> list[Layer]:
         """Every layer in execution order, inputs and outputs included."""
-        return [self._layer(place) for place in self._atlas.places]
+        return [self._layer(place) for place in self._index.places]
 
     @property
     def layer_labels(self) -> list[str]:
-        return list(self._atlas.order)
+        return list(self._index.order)
 
     def __getitem__(self, name: Any) -> Layer:
-        return self._layer(self._atlas.find(name))
+        return self._layer(self._index.find(name))
 
     def __contains__(self, name: Any) -> bool:
         try:
-            self._atlas.find(name)
+            self._index.find(name)
         except NoSuchLayer:
             return False
         return True
@@ -123,7 +123,7 @@ class ProgramBase(ProgramMetadata, ValueSource):
         return iter(self.layers)
 
     def __len__(self) -> int:
-        return len(self._atlas.order)
+        return len(self._index.order)
 
     def find(
         self,
@@ -140,11 +140,11 @@ class ProgramBase(ProgramMetadata, ValueSource):
         dots. `where` is a predicate of a layer. `state` selects parameters and buffers by address or glob, which are
         found in no other way.
         """
-        return find(self._atlas, self.__getitem__, op, module, input_of, where, state)
+        return find(self._index, self.__getitem__, op, module, input_of, where, state)
 
     def names_of(self, key: Any) -> tuple[str, ...]:
         """The names of the layers that a key of patches means: a glob, a type, a selection, or a name."""
-        return tuple([site.name for site in self._sites(key)])
+        return tuple([site.name for site in self._locations(key)])
 
     @property
     def gradients(self) -> Grads:
@@ -159,8 +159,8 @@ class ProgramBase(ProgramMetadata, ValueSource):
 
     @cached_property
     def _record(self) -> Record:
-        if self._given is not None:
-            return self._given
+        if self._given_record is not None:
+            return self._given_record
         if self._outline is not None:
             raise NoValues(
                 "the program was captured with fake=True: it has structure and shapes, and no values. "
@@ -174,27 +174,27 @@ class ProgramBase(ProgramMetadata, ValueSource):
         return cast(Record, known)
 
     @property
-    def _told(self) -> Record:
+    def _any_record(self) -> Record:
         """The record, also that of a fake forward, which has no values."""
         return self._outline or self._record
 
     @cached_property
-    def _atlas(self) -> LayerIndex:
+    def _index(self) -> LayerIndex:
         return LayerIndex(self.graph)
 
     def _layer(self, place: Location) -> Layer:
-        return Layer(self._lens, place, self._read, self._gradient, plot_value)
+        return Layer(self._facts, place, self._read, self._gradient, plot_value)
 
     @cached_property
-    def _lens(self) -> ProgramFacts:
-        return ProgramFacts(self._told, self._atlas)
+    def _facts(self) -> ProgramFacts:
+        return ProgramFacts(self._any_record, self._index)
 
     def _gradient(self, label: str) -> Any:
         return self.gradients[label]
 
-    def _meant(self, wish: SaveSpec) -> tuple[str, ...]:
+    def _selected(self, wish: SaveSpec) -> tuple[str, ...]:
         """The labels of the layers that `wish` selects."""
-        return wish.labels(self._atlas, self.__getitem__)
+        return wish.labels(self._index, self.__getitem__)
 
     def _read(self, place: Location, again: bool = False) -> Any:
         """The recorded value of a layer; with `again` it is recomputed if it was not kept."""
@@ -208,35 +208,35 @@ class ProgramBase(ProgramMetadata, ValueSource):
 
     # -- names ---------------------------------------------------------------------------------------------------------
 
-    def _site(self, name: Any) -> Location:
-        found = self._atlas.find(name)
+    def _location(self, name: Any) -> Location:
+        found = self._index.find(name)
         return evolve(found, name=name) if isinstance(name, str) else found
 
-    def _sites(self, key: Any) -> tuple[Location, ...]:
+    def _locations(self, key: Any) -> tuple[Location, ...]:
         if isinstance(key, Edge):
             return self._edges[key]
         if type(key) is not str:
-            return sites(self._atlas, self.__getitem__, key)
-        known = self._named_sites.get(key)
+            return sites(self._index, self.__getitem__, key)
+        known = self._known_locations.get(key)
         if known is None:
-            known = self._named_sites[key] = sites(self._atlas, self.__getitem__, key)
+            known = self._known_locations[key] = sites(self._index, self.__getitem__, key)
         return known
 
     @cached_property
-    def _named_sites(self) -> dict[str, tuple[Location, ...]]:
+    def _known_locations(self) -> dict[str, tuple[Location, ...]]:
         """A cache, because a sweep resolves the same names many times."""
         return {}
 
     @cached_property
-    def _words(self) -> NameResolver:
-        return NameResolver(self._atlas, self._sites)
+    def _names(self) -> NameResolver:
+        return NameResolver(self._index, self._locations)
 
     def _value_for(self, name: str) -> Any:
         return self[name]._value_for(name)
 
     def _positions(self, names: Any) -> list[int]:
         """The positions of layers; a module that returns several tensors has the position of each."""
-        return [self.graph.positions[one.node] for name in as_list(names) for one in self._atlas.find(name).each]
+        return [self.graph.positions[one.node] for name in as_list(names) for one in self._index.find(name).each]
 
     def _keep(self, keep: Any) -> frozenset[int]:
         """The positions of the values that `keep=` of a replay means."""
@@ -270,13 +270,13 @@ class ProgramBase(ProgramMetadata, ValueSource):
         given = self._inputs(inputs, named_inputs)
         other = GivenInputs()
         if state:
-            other = new_state(self.graph, dict(state), self._atlas.nearest, self._record.account)
-        start = self._site(from_) if from_ is not None else None
+            other = new_state(self.graph, dict(state), self._index.nearest, self._record.account)
+        start = self._location(from_) if from_ is not None else None
         if start and (inputs or named_inputs):
             raise ReplaylensError(
                 "from_= begins at a recorded value, and new inputs change what comes before it. Give one."
             )
-        changed, ends = changes_of(self.graph, patch, start, self._sites)
+        changed, ends = changes_of(self.graph, patch, start, self._locations)
         asks = (start or changed or ends or given.tensors or other.tensors or given.mismatches or other.mismatches) or (
             more.get("to") is not None or more.get("fresh")
         )
@@ -298,14 +298,14 @@ class ProgramBase(ProgramMetadata, ValueSource):
         labels, named = self._all_targets.labels, frozenset[str]()
         if at is not None:
             one_key = isinstance(at, (str, int, Selection, Where, Layer))
-            sites = {key: self._sites(key) for key in ([at] if one_key else at)}
+            sites = {key: self._locations(key) for key in ([at] if one_key else at)}
             pairs = [(one, is_named(key, site)) for key, found in sites.items() for site in found for one in site.each]
             named = frozenset([one.label for one, is_one in pairs if is_one])
             labels = {one.label: one for one, _ in pairs}
         elif from_ is None:
             return self._all_targets
         if from_ is not None:
-            begin = self._atlas.find(from_).node
+            begin = self._index.find(from_).node
             below = self.graph.descendants([begin])
             beside = [label for label, one in labels.items() if one.node not in below]
             if at is not None and beside:
@@ -316,7 +316,7 @@ class ProgramBase(ProgramMetadata, ValueSource):
     @cached_property
     def _all_targets(self) -> GradTargets:
         """The default targets of gradients: the inputs and every layer that the forward computed."""
-        computed = [place for place in self._atlas.places if isinstance(self.graph[place.node], (Call, Input))]
+        computed = [place for place in self._index.places if isinstance(self.graph[place.node], (Call, Input))]
         return grad_targets(self._record, {place.label: place for place in computed}, ())
 
     def _live_scope(self, patch: Any) -> LivePatchScope:
@@ -325,24 +325,24 @@ class ProgramBase(ProgramMetadata, ValueSource):
         """
         pairs = patch.items() if isinstance(patch, Mapping) else ()
         keys = [key for key, what in pairs if not refers(what)]
-        found = {key: self._sites(key) for key in keys if isinstance(key, str) and not Label.of(key).turn}
+        found = {key: self._locations(key) for key in keys if isinstance(key, str) and not Label.of(key).turn}
         nodes = {key: [self.graph[one.node] for s in of_key for one in s.each] for key, of_key in found.items()}
         kinds = [key for key, of in nodes.items() if all(isinstance(n, Call) and n.kind == key != n.name for n in of)]
         return LivePatchScope(
             every=frozenset(self.graph.positions[node.name] for of_key in nodes.values() for node in of_key),
-            kinds=frozenset(kind for kind in kinds if kind not in self._atlas.module_calls),
+            kinds=frozenset(kind for kind in kinds if kind not in self._index.module_calls),
             globs=tuple([key for key in found if is_glob(key) and any(map(self._is_of_module, found[key]))]),
             hands=tuple([hand for key, _ in pairs for hand in self._hand_offs(key, key in found)]),
         )
 
     def _is_of_module(self, site: Location) -> bool:
         """True if a module was named, and not the layer that gives its output."""
-        return site.scope is not None and site.name not in self._atlas.by_label
+        return site.scope is not None and site.name not in self._index.by_label
 
     def _hand_offs(self, key: Any, is_every: bool) -> Iterator[HandOffChange]:
         """The module outputs that a key means, if it names modules."""
         trees = {str(scope): tree for scope, tree in self.graph.module_outputs}
-        for site in self._sites(key) if isinstance(key, str) else ():
+        for site in self._locations(key) if isinstance(key, str) else ():
             if (scope := site.scope) is None or not self._is_of_module(site):
                 continue
             refs = refs_in(trees[str(scope)])
@@ -372,13 +372,13 @@ class ProgramBase(ProgramMetadata, ValueSource):
     def _replayed(self, request: Request) -> Run:
         """A replay; or a run of the model itself, if the replay leaves the recorded path."""
         try:
-            return self._with_origin(request, replay(self._record, request, self._atlas.find))
+            return self._with_origin(request, replay(self._record, request, self._index.find))
         except LeftPath as left:
             return self._with_origin(request, self._rerun(request, left.departure))
 
     def _with_origin(self, request: Request, made: Run) -> Run:
         """The run with its program and request."""
-        return evolve(made, origin=Origin(self, request, self._atlas.find))
+        return evolve(made, origin=Origin(self, request, self._index.find))
 
     def _rerun(self, request: Request, first: Departure | None, given: Any = None) -> Run:
         """Run the model itself with the changes of a request. `first` is how a replay left the recorded path."""
@@ -402,9 +402,9 @@ class ProgramBase(ProgramMetadata, ValueSource):
 
         def find(name: Any) -> Location:
             """The location there of a name in this program; a name unknown here is one of the other program."""
-            if isinstance(name, str) and (name in prog._atlas.module_places or name not in self):
-                return prog._atlas.find(name)
-            at = places.of(self._atlas.find(name))
+            if isinstance(name, str) and (name in prog._index.module_places or name not in self):
+                return prog._index.find(name)
+            at = places.of(self._index.find(name))
             if at is None:
                 raise NoSuchLayer(f"{name!r} did not run on the path that the model took. `run.program` has that path.")
             return at
@@ -413,7 +413,7 @@ class ProgramBase(ProgramMetadata, ValueSource):
 
     def _patched_live(self, patch: Any, grad: bool, given: Any) -> Run:
         """The model run with patches that are named as in this recorded run of it. `given` is (args, kwargs)."""
-        changed, ends = changes_of(self.graph, patch, None, self._sites)
+        changed, ends = changes_of(self.graph, patch, None, self._locations)
         scope = partial(self._live_scope, patch)
         request = Request(changed=changed, ends=ends, grad=grad, on_divergence="raise", beyond=scope)
         try:
@@ -428,7 +428,7 @@ class ProgramBase(ProgramMetadata, ValueSource):
         """A replay in place of a live run, if the patches do not draw: that would shift what the model draws."""
         with drawing_alone():
             state = torch.default_generator.get_state()
-            made = replay(self._record, request, self._atlas.find)
+            made = replay(self._record, request, self._index.find)
             if self.graph.drawn and not torch.equal(state, torch.default_generator.get_state()):
                 torch.default_generator.set_state(state)
                 raise DivergedReplay("a patch draws random numbers, and the model draws on from where it ends.")
@@ -439,7 +439,7 @@ class ProgramBase(ProgramMetadata, ValueSource):
     ) -> BatchedSweep:
         """The variants of a sweep, resolved. Variants that patch outputs of the program cannot be batched."""
         patches = list(variants.values())
-        made = [changes_of(self.graph, patch, None, self._sites) for patch in patches]
+        made = [changes_of(self.graph, patch, None, self._locations) for patch in patches]
 
         def alone(number: int) -> Run:
             return self._replayed(self._request((), {}, None, patches[number], None, on_divergence))
@@ -460,16 +460,16 @@ class ProgramBase(ProgramMetadata, ValueSource):
         named = [key for key in wish.keys if isinstance(key, str) and key in state]
         rest = evolve(wish, keys=tuple([key for key in wish.keys if key not in named]))
         labels = dict(self._all_targets.labels) if wish.everything else {}
-        one_by_one = rest.names_itself(self._atlas, self.__getitem__)
-        for name in (*self._meant(evolve(rest, everything=False)), *named):
-            place = self._atlas.find(name)
+        one_by_one = rest.names_itself(self._index, self.__getitem__)
+        for name in (*self._selected(evolve(rest, everything=False)), *named):
+            place = self._index.find(name)
             labels.setdefault(place.label, place)
-        targets = grad_targets(self._record, labels, {*one_by_one, *[self._atlas.find(name).label for name in named]})
+        targets = grad_targets(self._record, labels, {*one_by_one, *[self._index.find(name).label for name in named]})
         record = self._record
         if from_layer is not None:
-            record = seen_from(record, self._atlas.find(from_layer).tree(self.graph))
+            record = seen_from(record, self._index.find(from_layer).tree(self.graph))
             targets = evolve(targets, labels={name: one for name, one in targets.labels.items() if one.output is None})
-        return gradients(record, Request(grad=True), of, targets, self._atlas.find)
+        return gradients(record, Request(grad=True), of, targets, self._index.find)
 
     def _require_settled(self, wanted: str) -> None:
         """Raise if the forward changed Python state that it reads, and the next forward would take another path."""
@@ -492,15 +492,15 @@ class ProgramBase(ProgramMetadata, ValueSource):
 
     def _diff(self, run: Run) -> Diff:
         """How much each layer of a run of this program differs from what was recorded."""
-        return diff(self._record, self._atlas, self.layers, run)
+        return diff(self._record, self._index, self.layers, run)
 
-    def _scene(self, look: ViewOptions, *, against: ProgramBase | None = None, **over: Any) -> Scene:
+    def _scene(self, view: ViewOptions, *, against: ProgramBase | None = None, **over: Any) -> Scene:
         """The picture of the program with its overlays, as data."""
         if against is not None and not isinstance(against, ProgramBase):
             raise CannotDraw(f"against= takes another program, as capture gives, not {type(against).__name__}.")
-        other = None if against is None else (against._told, against._atlas)
+        other = None if against is None else (against._any_record, against._index)
         begins = self._grads.begins if self._grads is not None else None
-        return compose(self._told, self._atlas, self._layer, look, Overlay(against=other, begins=begins, **over))
+        return compose(self._any_record, self._index, self._layer, view, Overlay(against=other, begins=begins, **over))
 
 
 def require_choice(word: str, value: Any, choices: tuple[str, ...]) -> None:

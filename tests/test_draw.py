@@ -25,7 +25,7 @@ needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="graphviz's d
 
 
 def seen(prog, **look):
-    return scene(prog.graph, prog._atlas, ViewOptions(**look))
+    return scene(prog.graph, prog._index, ViewOptions(**look))
 
 
 def arrows(made):
@@ -203,7 +203,7 @@ def test_depth_draws_deeper_modules_as_one_box_with_what_they_give():
     made = seen(captured(figures.NetworkOrganizationDemo()), depth=1)
     (box,) = [glyph for glyph in made.glyphs if "collapsed" in glyph.roles]
     assert (box.name, box.kind, len(box.layers)) == ("submodule1", "Outer", 8)
-    assert [meaning.shape for meaning in box.meanings] == [(5, 5)]
+    assert [meaning.shape for meaning in box.specs] == [(5, 5)]
     assert not made.frames
     made = seen(captured(figures.NetworkOrganizationDemo()), depth=2)
     assert [frame.name for frame in made.frames] == ["submodule1"]

@@ -224,7 +224,7 @@ def lines_are_whole(found):
 def test_each_thing_stands_below_what_it_reads(prog, monkeypatch, path):
     if path is not None:
         monkeypatch.setenv("PATH", path)
-    made = scene(prog.graph, prog._atlas)
+    made = scene(prog.graph, prog._index)
     found = rows_of(made)
     for frame, rows in found.items():
         items = [item for row in rows.rows for item in row if not isinstance(item, Track)]
@@ -237,7 +237,7 @@ def test_each_thing_stands_below_what_it_reads(prog, monkeypatch, path):
 
 
 def test_both_ways_to_order_rows_keep_their_content(prog, monkeypatch):
-    made = scene(prog.graph, prog._atlas)
+    made = scene(prog.graph, prog._index)
     by_dot = rows_of(made)
     monkeypatch.setenv("PATH", "")
     here = rows_of(made)

@@ -323,31 +323,31 @@ def _apart_from_inputs(replayed: list[AtenCall], graph: Graph) -> Counter[OpSign
 
 def plain_calls(subject: ModelUnderTest) -> tuple[list[AtenCall], Any]:
     """The calls of a plain forward, and its output."""
-    watch = Watch(ModelUnderTest.forward.__code__)
-    output = subject.forward(watch)
-    return watch.seen, output
+    log = Watch(ModelUnderTest.forward.__code__)
+    output = subject.forward(log)
+    return log.seen, output
 
 
 def replayed_calls(record: Record) -> list[AtenCall]:
     """The calls of a whole replay, each with its node or guard."""
-    watch = Watch(_at.__code__)
-    with watch:
-        execute(record, Request(whole=True, on_divergence="ignore"), partial(_told, watch, record.graph))
-    return watch.seen
+    log = Watch(_at.__code__)
+    with log:
+        execute(record, Request(whole=True, on_divergence="ignore"), partial(_logging, log, record.graph))
+    return log.seen
 
 
-def _told(watch: Watch, graph: Graph, code: Code) -> Code:
+def _logging(log: Watch, graph: Graph, code: Code) -> Code:
     """The code of a replay, wrapped so that each step tells the log its node or guard."""
     guards = iter(sorted(graph.guards, key=lambda guard: guard.position))
 
     def step(slot: int) -> Node | Guard:
         return graph.nodes[slot] if slot < len(graph) else next(guards)
 
-    return code.wrapped(lambda slot, call: partial(_at, watch, step(slot), call))
+    return code.wrapped(lambda slot, call: partial(_at, log, step(slot), call))
 
 
-def _at(watch: Watch, step: Node | Guard, call: Any, *args: Any) -> Any:
-    watch.step = step
+def _at(log: Watch, step: Node | Guard, call: Any, *args: Any) -> Any:
+    log.step = step
     return call(*args)
 
 
@@ -357,19 +357,19 @@ def _fused(subject: ModelUnderTest, plain: list[AtenCall], output: Any) -> tuple
     if not calls:
         return ()
     recorded = subject.record.graph.output, subject.record.value
-    apart = furthest(output, *recorded)
+    distance = furthest(output, *recorded)
     fact = "a plain forward runs it as one fused kernel, the program has it open"
-    if _is_far(apart) and not _is_far(inside := furthest(output, *recorded, but_zeros=True)):
-        apart = inside
+    if _is_far(distance) and not _is_far(inside := furthest(output, *recorded, but_zeros=True)):
+        distance = inside
         fact = (
             "a plain forward runs it as one fused kernel, which leaves zeros where tokens are padding; the program has "
             "it open, and other numbers there"
         )
-    return tuple([Finding(seen.signature.name, fact, seen.source, difference=apart) for seen in calls])
+    return tuple([Finding(seen.signature.name, fact, seen.source, difference=distance) for seen in calls])
 
 
-def _is_far(apart: float | None) -> bool:
-    return apart is None or apart > FUSED_LAYER.absolute
+def _is_far(distance: float | None) -> bool:
+    return distance is None or distance > FUSED_LAYER.absolute
 
 
 COUNTED = frozenset((OpClass.COMPUTE, OpClass.CAST, OpClass.FILL, OpClass.READ))
@@ -475,7 +475,7 @@ def _reason(seen: AtenCall, of_gradients: set[str]) -> str:
         return ""
     if seen.step.name in of_gradients:
         return AGAIN
-    if seen.step.meaning and all(meaning.device == "meta" for meaning in seen.step.meaning):
+    if seen.step.meaning and all(spec.device == "meta" for spec in seen.step.meaning):
         return META
     sort, reason = ADDED.get(seen.step.target.function, (None, ""))
     if seen.signature.sort is sort:

@@ -99,7 +99,7 @@ class Unseen:
 class Trial:
     """A call, its recorded arguments and its recorded value."""
 
-    alone: NodeRunner
+    runner: NodeRunner
     given: Given
     value: Mapping[Ref, Any]
     draws: Draws
@@ -108,8 +108,8 @@ class Trial:
     def changes(self, others: Given) -> bool | None:
         """Whether the value changes if some arguments are replaced; None if the call raises on them."""
         try:
-            made = self.alone({**self.given, **others})
-            return any(not same(made[ref], self.value[ref], zeros=True) for ref in self.alone.gives)
+            made = self.runner({**self.given, **others})
+            return any(not same(made[ref], self.value[ref], zeros=True) for ref in self.runner.gives)
         except Exception as error:
             self.problems.append(error)
             return None
@@ -118,7 +118,7 @@ class Trial:
         """The trial with some arguments replaced and the value recomputed; None if the call raises on them."""
         given = {**self.given, **others}
         try:
-            return evolve(self, given=given, value=self.alone(given), problems=[])
+            return evolve(self, given=given, value=self.runner(given), problems=[])
         except Exception:
             return None
 
@@ -132,7 +132,7 @@ def unseen(trial: Trial, parent: Ref) -> Unseen | None:
         return Unseen(parent, "it has no elements")
     if all(made.is_meta for made in trial.value.values() if isinstance(made, torch.Tensor)):
         return Unseen(parent, "the value has no content")
-    if trusts(trial.alone.node, value):
+    if trusts(trial.runner.node, value):
         return Unseen(parent, "integers that the call takes for places in memory, unchecked")
     outcomes = []
     for made in _nonsense(trial, parent):
@@ -148,7 +148,7 @@ def _reason(trial: Trial, parent: Ref, outcomes: list[bool | None]) -> str:
     """Why it is right that no perturbation changed the value; "" if no reason is found."""
     if not outcomes:
         return "no other value of its kind could be made"
-    if reason := known_reason(trial.alone.node, parent, trial.value, trial.given):
+    if reason := known_reason(trial.runner.node, parent, trial.value, trial.given):
         return reason
     if all(outcome is None for outcome in outcomes):
         return f"on other values it raises {type(trial.problems[0]).__name__}"
@@ -158,7 +158,7 @@ def _reason(trial: Trial, parent: Ref, outcomes: list[bool | None]) -> str:
 
 
 def _nonsense(trial: Trial, parent: Ref) -> Iterator[torch.Tensor]:
-    value, node = trial.given[parent], trial.alone.node
+    value, node = trial.given[parent], trial.runner.node
     yield from others_than(value, wide=node.target.name.startswith("torch."))
     yield from hinted(value, _hints(trial, parent))
     is_comparison = any(isinstance(made, torch.Tensor) and made.dtype == torch.bool for made in trial.value.values())
@@ -168,13 +168,13 @@ def _nonsense(trial: Trial, parent: Ref) -> Iterator[torch.Tensor]:
 
 def _hints(trial: Trial, parent: Ref) -> Iterator[Any]:
     """Numbers and tensors that the call may compare with: its other arguments, and some that outweigh all of them."""
-    node = trial.alone.node
+    node = trial.runner.node
     numbers = [leaf for leaf in leaves(node.trees) if type(leaf) in (int, float)]
     is_float = trial.given[parent].is_floating_point() or trial.given[parent].is_complex()
     takes_negative = is_float or info(node.target).has(Quirk.COMPARES)  # else it may be an index
     numbers = [number for number in (0, 1, *numbers, -1) if number >= 0 or takes_negative]
     yield from dict.fromkeys(numbers)
-    yield from [trial.given[ref] for ref in trial.alone.reads if ref != parent]
+    yield from [trial.given[ref] for ref in trial.runner.reads if ref != parent]
     if not is_float:
         return
     sizes = [_size(made) for made in (*trial.value.values(), *trial.given.values())]
@@ -194,7 +194,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def _hidden(trial: Trial, parent: Ref) -> str:
     """What hides the argument: once that is perturbed, a perturbation of `parent` is noticed. "" if nothing does."""
-    beside = [ref for ref in trial.alone.reads if ref != parent and _can_vary(trial.given[ref])]
+    beside = [ref for ref in trial.runner.reads if ref != parent and _can_vary(trial.given[ref])]
     for refs in ([ref] for ref in beside):
         if _is_noticed(trial, parent, refs):
             return _words(trial.given[refs[0]])
@@ -206,11 +206,11 @@ def _hidden(trial: Trial, parent: Ref) -> str:
         return "hidden by the recorded draw"
     if _is_noticed_with_other_literals(trial, parent):
         return "hidden by a number among the arguments, as in x * 0"
-    if is_read_backward(trial.alone.node, trial.draws, trial.given, parent, _nonsense(trial, parent)):
+    if is_read_backward(trial.runner.node, trial.draws, trial.given, parent, _nonsense(trial, parent)):
         return "read in the backward of a custom function alone"
-    if is_foreign(trial.alone.node):
+    if is_foreign(trial.runner.node):
         return "taken by code that is not torch's, which does not read it"
-    if is_given_to_torch(trial.alone.node, parent):
+    if is_given_to_torch(trial.runner.node, parent):
         return "torch's own kernel makes nothing of its numbers"
     return ""
 
@@ -218,9 +218,9 @@ def _hidden(trial: Trial, parent: Ref) -> str:
 def _is_noticed_in_one_place(trial: Trial, parent: Ref) -> bool:
     """True if perturbing a single one of several occurrences of `parent` is noticed."""
     other = Ref("in_one_place")
-    for node in reading_elsewhere(trial.alone.node, parent, other):
+    for node in reading_elsewhere(trial.runner.node, parent, other):
         given = {**trial.given, other: trial.given[parent]}
-        moved = evolve(trial, alone=ready(node, trial.draws), given=given)
+        moved = evolve(trial, runner=ready(node, trial.draws), given=given)
         if any(moved.changes({other: made}) for made in _nonsense(trial, parent)):
             return True
     return False
@@ -263,19 +263,19 @@ def _changes_there(trial: Trial, parent: Ref) -> bool:
 
 
 def _is_noticed_with_other_draws(trial: Trial, parent: Ref) -> bool:
-    node = trial.alone.node
+    node = trial.runner.node
     if node.draws is None:
         return False
     for seed in range(8):
-        moved = evolve(trial, alone=drawing_otherwise(node, trial.draws, seed)).moved({})
+        moved = evolve(trial, runner=drawing_otherwise(node, trial.draws, seed)).moved({})
         if moved is not None and _changes_there(moved, parent):
             return True
     return False
 
 
 def _is_noticed_with_other_literals(trial: Trial, parent: Ref) -> bool:
-    for node in otherwise(trial.alone.node):
-        moved = evolve(trial, alone=ready(node, trial.draws)).moved({})
+    for node in otherwise(trial.runner.node):
+        moved = evolve(trial, runner=ready(node, trial.draws)).moved({})
         if moved is not None and _changes_there(moved, parent):
             return True
     return False

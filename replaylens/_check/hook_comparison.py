@@ -44,11 +44,11 @@ def witness(subject: ModelUnderTest) -> LawResult:
     beginning = [*wrong_beginning(subject, origins)]
     output = subject.forward(open_layers(), hooks.on(origins.modules))
     graph = subject.record.graph
-    fact, far = unlike(output, graph.output, subject.record.value)
+    fact, distance = unlike(output, graph.output, subject.record.value)
     failures = [*beginning, *hooks.failures, *_missing(hooks, graph), *wrong_ending(subject, origins)]
     if fact:
-        failures.append(Finding("", f"the output of a plain forward is {fact}", difference=far))
-    if failures and subject.is_unsteady:
+        failures.append(Finding("", f"the output of a plain forward is {fact}", difference=distance))
+    if failures and subject.is_nondeterministic:
         failures, hooks.special = [], [Finding("", UNSTEADY)]
     return LawResult(
         asked=hooks.compared,
@@ -149,11 +149,11 @@ class _Hooks:
     def compare(self, call: ModuleCall, output: Any) -> None:
         """Compare the output of a call with the recorded one."""
         scope, tree = self.expected[call].pop(0)
-        fact, apart = unlike(output, tree, self.record.value)
+        fact, distance = unlike(output, tree, self.record.value)
         self.compared += 1
         if fact:
             node = next((leaf.node for leaf in leaves(tree) if isinstance(leaf, Ref)), "")
-            finding = Finding(node, f"the output of {_label(call)} is {fact}", scope.source, difference=apart)
+            finding = Finding(node, f"the output of {_label(call)} is {fact}", scope.source, difference=distance)
             self.failures.append(finding)
 
 
@@ -181,9 +181,9 @@ Holdings = dict[str, tuple[str, torch.Tensor]]  # by address: "parameter" or "bu
 def wrong_beginning(subject: ModelUnderTest, origins: Provenance) -> Iterator[Finding]:
     """Inputs and state that differ from the recorded ones before the forward."""
     record = subject.record
-    fact, far = unlike((subject.args, subject.kwargs), record.graph.inputs, record.value)
+    fact, distance = unlike((subject.args, subject.kwargs), record.graph.inputs, record.value)
     if fact:
-        yield Finding("", f"the inputs are recorded otherwise than they were given: {fact}", difference=far)
+        yield Finding("", f"the inputs are recorded otherwise than they were given: {fact}", difference=distance)
     held = _held(origins)
     names: defaultdict[int, set[str]] = defaultdict(set)
     for address, (_, tensor) in held.items():

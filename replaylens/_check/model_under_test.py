@@ -53,11 +53,11 @@ class ModelUnderTest:
     kwargs: dict[str, Any]
     captured: Captured
     record: Record
-    belongings: ModelState
+    model_state: ModelState
 
     def begin(self) -> None:
         """Restore the model, its inputs, hooks and the generators to the state in which the capture began."""
-        self.belongings.put_back()
+        self.model_state.put_back()
         put_back(self.captured.recording, self.captured.beginning)
         torch.clear_autocast_cache()  # it may hold casts of what an earlier forward wrote
 
@@ -73,7 +73,7 @@ class ModelUnderTest:
             return self.model(*args, **kwargs)
 
     @property
-    def is_unsteady(self) -> bool:
+    def is_nondeterministic(self) -> bool:
         """True if two plain forwards from the same starting state give different outputs."""
         first = copied(self.forward(open_layers()))
         return apart(first, self.forward(open_layers()))
@@ -81,10 +81,10 @@ class ModelUnderTest:
     def again(self) -> ModelUnderTest:
         """The model captured a second time, when caches outside of it are already filled."""
         self.begin()
-        return _captured(self.model, self.args, self.kwargs, self.belongings)
+        return _captured(self.model, self.args, self.kwargs, self.model_state)
 
     @property
-    def lone_inputs(self) -> frozenset[str]:
+    def replaceable_inputs(self) -> frozenset[str]:
         """The inputs that can be replaced: those that share no memory with anything else the model reads, and that
         carry no Python attributes.
         """
@@ -109,23 +109,23 @@ def under_check(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], work:
 
 
 def _under_check(turn: Turn, model: Any, args: Any, kwargs: Any, work: Callable[[ModelUnderTest], T]) -> T:
-    belongings = ModelState(Provenance(model).modules, (args, kwargs))
+    model_state = ModelState(Provenance(model).modules, (args, kwargs))
     subject, world = None, World()
     begun: list[tuple[Recording, ForwardState]] = []
     try:
         try:
-            turn.undo = lambda: _leave(subject, belongings, begun, world)
+            turn.undo = lambda: _leave(subject, model_state, begun, world)
             with _same_world():
-                subject = _captured(model, args, kwargs, belongings, begun.append)
+                subject = _captured(model, args, kwargs, model_state, begun.append)
             return work(subject)
         finally:
-            _leave(subject, belongings, begun, world)
+            _leave(subject, model_state, begun, world)
     finally:  # again: an interrupt may have come before it or during it
-        surely(lambda: _leave(subject, belongings, begun, world))
+        surely(lambda: _leave(subject, model_state, begun, world))
 
 
 def _leave(
-    subject: ModelUnderTest | None, belongings: ModelState, begun: list[tuple[Recording, ForwardState]], world: World
+    subject: ModelUnderTest | None, model_state: ModelState, begun: list[tuple[Recording, ForwardState]], world: World
 ) -> None:
     world.put_back()
     if subject is not None:
@@ -133,8 +133,8 @@ def _leave(
     else:  # the capture did not finish
         for recording, beginning in reversed(begun):
             put_back(recording, beginning)
-    belongings.put_back()
-    belongings.put_generators_back()
+    model_state.put_back()
+    model_state.put_generators_back()
     world.put_back()
 
 
@@ -142,17 +142,17 @@ def _captured(
     model: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    belongings: ModelState,
+    model_state: ModelState,
     begun: Callable[[tuple[Recording, ForwardState]], None] | None = None,
 ) -> ModelUnderTest:
     def undo(recording: Recording, beginning: ForwardState) -> None:
         """Undo what a forward did before it raised."""
-        belongings.put_back()
+        model_state.put_back()
         put_back(recording, beginning)
 
     captured = record(model, args, kwargs, labels, failed=undo, begun=begun)
     made = _sheltered(record_of(captured), captured.recording)
-    return ModelUnderTest(model, args, kwargs, captured, made, belongings)
+    return ModelUnderTest(model, args, kwargs, captured, made, model_state)
 
 
 def _sheltered(made: Record, recording: Recording) -> Record:

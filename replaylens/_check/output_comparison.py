@@ -21,7 +21,7 @@ Recorded = Callable[[Ref], torch.Tensor]
 
 
 @frozen(eq=False)
-class _Held:
+class _TensorLeaf:
     """A tensor as a leaf of a frozen tree."""
 
     tensor: torch.Tensor
@@ -29,24 +29,26 @@ class _Held:
 
 def copied(value: Any) -> Any:
     """A frozen copy of a value, which no later forward can change."""
-    return freeze_deep(value, lambda tensor: _Held(tensor.detach().clone()))
+    return freeze_deep(value, lambda tensor: _TensorLeaf(tensor.detach().clone()))
 
 
 def apart(tree: Any, value: Any) -> bool:
     """True if some tensor of a value differs from the one in a frozen copy made by `copied`."""
     pairs = _pairs(tree, freeze_deep(value, _leaf_tensors))
-    return any(isinstance(a, _Held) and isinstance(b, _Held) and not same(a.tensor, b.tensor) for a, b in pairs)
+    return any(
+        isinstance(a, _TensorLeaf) and isinstance(b, _TensorLeaf) and not same(a.tensor, b.tensor) for a, b in pairs
+    )
 
 
 def unlike(value: Any, tree: Any, recorded: Recorded) -> tuple[str, float | None]:
     """The first difference from a tree of recorded values, in words and as a number; ("", None) if there is none."""
     for mine, theirs in _pairs(freeze_deep(value, _leaf_tensors), tree):
-        if isinstance(mine, _Held) and isinstance(theirs, Ref):
+        if isinstance(mine, _TensorLeaf) and isinstance(theirs, Ref):
             wanted = recorded(theirs)
             if not same(mine.tensor, wanted):
                 one, other = str(TensorSpec.of(mine.tensor)), str(TensorSpec.of(wanted))
                 return "other numbers" if one == other else f"{one}, not {other}", difference(mine.tensor, wanted)
-        elif isinstance(mine, _Held):
+        elif isinstance(mine, _TensorLeaf):
             return "a tensor that is no value of the program", None
         elif isinstance(theirs, Ref):
             return "no tensor where one was recorded", None
@@ -60,7 +62,9 @@ def unlike(value: Any, tree: Any, recorded: Recorded) -> tuple[str, float | None
 def side_by_side(value: Any, tree: Any) -> list[tuple[torch.Tensor, Ref]]:
     """The tensors in a value, each with the Ref that it should equal."""
     pairs = _pairs(freeze_deep(value, _leaf_tensors), tree)
-    return [(mine.tensor, theirs) for mine, theirs in pairs if isinstance(mine, _Held) and isinstance(theirs, Ref)]
+    return [
+        (mine.tensor, theirs) for mine, theirs in pairs if isinstance(mine, _TensorLeaf) and isinstance(theirs, Ref)
+    ]
 
 
 def furthest(value: Any, tree: Any, recorded: Recorded, but_zeros: bool = False) -> float | None:
@@ -70,7 +74,7 @@ def furthest(value: Any, tree: Any, recorded: Recorded, but_zeros: bool = False)
     pairs = [
         (mine.tensor, recorded(theirs))
         for mine, theirs in _pairs(freeze_deep(value, _leaf_tensors), tree)
-        if isinstance(mine, _Held) and isinstance(theirs, Ref)
+        if isinstance(mine, _TensorLeaf) and isinstance(theirs, Ref)
     ]
     found = [difference(one, _zero_where(one, other) if but_zeros else other) for one, other in pairs]
     return None if not found or None in found else max(number for number in found if number is not None)
@@ -83,11 +87,11 @@ def _zero_where(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return other.detach().masked_fill(~(one != 0).any(-1, keepdim=True), 0)
 
 
-def _leaf_tensors(tensor: torch.Tensor) -> _Held:
+def _leaf_tensors(tensor: torch.Tensor) -> _TensorLeaf:
     """The plain tensor beneath functorch's wrappers, since that is what is recorded."""
     while is_wrapped(tensor):
         tensor = unwrapped(tensor)
-    return _Held(tensor)
+    return _TensorLeaf(tensor)
 
 
 def _pairs(mine: Any, theirs: Any) -> Iterator[tuple[Any, Any]]:

@@ -109,30 +109,30 @@ class _Walk:
         if any(ref in self.program.stale for ref in (*node.refs, *refs_of(node))):
             return NodeRun(self.record, node, is_stale=True)
         before = torch.default_generator.get_state()
-        alone = ready(as_replayed(node, self.detached), self.record.draws)
+        runner = ready(as_replayed(node, self.detached), self.record.draws)
         given = {ref: self.values[ref] for ref in dict.fromkeys(node.refs)}
         is_verified = position in self.program.verified
-        value = {ref: self.record.values[ref] for ref in alone.gives} if is_verified else self._value(alone, given)
+        value = {ref: self.record.values[ref] for ref in runner.gives} if is_verified else self._value(runner, given)
         if isinstance(value, Exception):
             return NodeRun(self.record, node, error=value)
         self.values.keep(position, value)
         if node.draws is None and not torch.equal(before, torch.default_generator.get_state()):
             return NodeRun(self.record, node, draws_unrecorded=True)
-        return NodeRun(self.record, node, trial=Trial(alone, given, value, self.record.draws))
+        return NodeRun(self.record, node, trial=Trial(runner, given, value, self.record.draws))
 
-    def _value(self, alone: NodeRunner, given: dict[Ref, Any]) -> dict[Ref, Any] | Exception:
+    def _value(self, runner: NodeRunner, given: dict[Ref, Any]) -> dict[Ref, Any] | Exception:
         """The value of a call on its parents' values, or what it raised.
 
         A saved view is a copy without the storage around it. A call that looks beyond its argument (`as_strided`)
         therefore gives another value on it, and is tried again on views that are remade from their bases.
         """
-        value, saved = _tried(alone, given), self.record.values
+        value, saved = _tried(runner, given), self.record.values
         if not isinstance(value, Exception) and all(
-            same(value[ref], saved[ref]) for ref in alone.gives if ref in saved
+            same(value[ref], saved[ref]) for ref in runner.gives if ref in saved
         ):
             return value
         remade = self._in_memory(given)
-        again = _tried(alone, remade) if remade is not None else value
+        again = _tried(runner, remade) if remade is not None else value
         if remade is None or isinstance(again, Exception):
             return value
         given.update(remade)
@@ -155,9 +155,9 @@ class _Walk:
         return made[ref] if same(made[ref], self.values[ref]) else None
 
 
-def _tried(alone: NodeRunner, given: Mapping[Ref, Any]) -> dict[Ref, Any] | Exception:
+def _tried(runner: NodeRunner, given: Mapping[Ref, Any]) -> dict[Ref, Any] | Exception:
     try:
-        return alone(given)
+        return runner(given)
     except Exception as error:
         return error
 
@@ -170,7 +170,7 @@ def _ask_alone(run: NodeRun, tally: Tally) -> None:
     elif run.error is not None:
         tally.failures.append(at_node(node, f"raises {type(run.error).__name__} on the saved values of its parents"))
     elif trial is not None:
-        saved = {ref: run.record.values[ref] for ref in trial.alone.gives if ref in run.record.values}
+        saved = {ref: run.record.values[ref] for ref in trial.runner.gives if ref in run.record.values}
         if not saved:
             tally.special.append(at_node(node, "its value was not kept"))
             return
@@ -181,14 +181,14 @@ def _ask_alone(run: NodeRun, tally: Tally) -> None:
 
 def _is_another(node: Call, trial: Trial, saved: Mapping[Ref, torch.Tensor], tally: Tally) -> None:
     """Record a call that does not reproduce these saved values: a failure, unless its kernel is nondeterministic."""
-    if (spread := spread_of_repetitions(trial.alone, trial.given, saved)) is not None:
+    if (spread := spread_of_repetitions(trial.runner, trial.given, saved)) is not None:
         fact = "its kernel is not deterministic: the saved value lies within what repetitions give"
         tally.special.append(at_node(node, fact, difference=spread))
         return
     first, value = next(iter(saved)), trial.value
     fact = f"gives another value than the saved one{_other_kind(value[first], saved[first])}"
     if may_vary(node) and not all(
-        same(one, value[ref]) for ref, one in trial.alone(trial.given).items() if ref in saved
+        same(one, value[ref]) for ref, one in trial.runner(trial.given).items() if ref in saved
     ):
         fact += ": the function of the edit there gives something else each time that it is called"
     far = [d for ref, one in saved.items() if (d := difference(value[ref], one)) is not None]
@@ -233,8 +233,8 @@ def _ask_parents(run: NodeRun, tally: Tally) -> None:
         return
     for parent in run.trial.given:
         tally.asked += 1
-        is_read = parent in run.trial.alone.reads
-        trial = run.trial if is_read else evolve(run.trial, alone=ready(run.node, run.record.draws))
+        is_read = parent in run.trial.runner.reads
+        trial = run.trial if is_read else evolve(run.trial, runner=ready(run.node, run.record.draws))
         if (why := unseen(trial, parent)) is not None:
             name = _name_of(run.record.graph, parent)
             (tally.special if why.reason else tally.failures).append(
@@ -264,7 +264,7 @@ def _ask_draws(run: NodeRun, tally: Tally) -> None:
 
 
 def _draws_differ(trial: Trial, seeds: Iterable[int] = range(4)) -> bool:
-    made = (evolve(trial, alone=drawing_otherwise(trial.alone.node, trial.draws, seed)) for seed in seeds)
+    made = (evolve(trial, runner=drawing_otherwise(trial.runner.node, trial.draws, seed)) for seed in seeds)
     return any(one.changes({}) for one in made)
 
 
@@ -275,8 +275,8 @@ def _why_draws_are_unseen(trial: Trial) -> str:
         for made in others_than(value):
             if (moved := trial.moved({ref: made})) is not None and _draws_differ(moved):
                 return "hidden by what it reads"
-    for other in otherwise(trial.alone.node):
-        moved = evolve(trial, alone=ready(other, trial.draws)).moved({})
+    for other in otherwise(trial.runner.node):
+        moved = evolve(trial, runner=ready(other, trial.draws)).moved({})
         if moved is not None and _draws_differ(moved):
             return "hidden by a number among its arguments"
     return "what it draws does not show in its value"

@@ -119,9 +119,9 @@ def _outputs(record: Record, returned: Any, run: Run) -> Iterator[Finding]:
     for number, (one, other) in enumerate(zip(made, wanted, strict=True)):
         name = refs[number].node if refs else ""
         if not same(one, other):
-            yield _apart(graph, name, f"output {number + 1} is another than the model returned", one, other)
+            yield _value_difference(graph, name, f"output {number + 1} is another than the model returned", one, other)
         elif refs and refs[number] in record.values and not same(record.values[refs[number]], other):
-            yield _apart(graph, name, f"output {number + 1} was saved as another value", one, other)
+            yield _value_difference(graph, name, f"output {number + 1} was saved as another value", one, other)
 
 
 def _changes(record: Record, run: Run) -> Iterator[Finding]:
@@ -129,10 +129,10 @@ def _changes(record: Record, run: Run) -> Iterator[Finding]:
         now = run.state_changes[address]
         if now is not None and ref in record.values and not same(now, record.values[ref]):
             fact = f"what the model writes to `{address}` comes out as another value"
-            yield _apart(record.graph, ref.node, fact, now, record.values[ref])
+            yield _value_difference(record.graph, ref.node, fact, now, record.values[ref])
 
 
-def _apart(graph: Graph, name: str, fact: str, one: torch.Tensor, other: torch.Tensor) -> Finding:
+def _value_difference(graph: Graph, name: str, fact: str, one: torch.Tensor, other: torch.Tensor) -> Finding:
     kinds = f": {kind_of(one)[:3]}, not {kind_of(other)[:3]}" if kind_of(one) != kind_of(other) else ""
     return at_name(graph, name, fact + kinds, difference=difference(one, other))
 
@@ -201,12 +201,12 @@ def _overwritten(record: Record, stale: frozenset[Ref]) -> Iterator[Finding]:
 
 def _of_another_kind(record: Record, stale: frozenset[Ref]) -> Iterator[Finding]:
     for node in record.graph.nodes:
-        for ref, meaning in specs_of(node).items():
+        for ref, spec in specs_of(node).items():
             value = record.values.get(ref)
             if not isinstance(value, torch.Tensor) or ref in stale:
                 continue
             shape = tuple(value.shape) if not value.is_nested else ()
-            mine, wanted = (shape, value.dtype, str(value.device)), (meaning.shape, meaning.dtype, meaning.device)
+            mine, wanted = (shape, value.dtype, str(value.device)), (spec.shape, spec.dtype, spec.device)
             if mine != wanted:
                 yield at_name(record.graph, node.name, f"{ref} was saved as {mine}, and is said to be {wanted}")
 
@@ -217,7 +217,7 @@ def well_formed(program: ProgramUnderTest) -> LawResult:
     failures = [at_name(graph, problem.node, problem.fact) for problem in (*problems(graph), *unguarded_shapes(graph))]
     if not failures:
         orphans = _orphans(graph) if program.as_captured else ()
-        failures = [*_dangling(graph), *_meanings(graph), *_state(graph), *orphans]
+        failures = [*_dangling(graph), *_specs(graph), *_state(graph), *orphans]
     return LawResult(len(graph), tuple(failures), unit="nodes", holds="well formed")
 
 
@@ -238,7 +238,7 @@ def _dangling(graph: Graph) -> Iterator[Finding]:
             yield at_name(graph, ref.node, "stands among the inputs, and is none")
 
 
-def _meanings(graph: Graph) -> Iterator[Finding]:
+def _specs(graph: Graph) -> Iterator[Finding]:
     """Find calls whose specs do not match their values, and values that belong to another node."""
     for call in graph.calls:
         count = len(refs_in(call.returns))

@@ -49,7 +49,7 @@ def gradients(subject: ModelUnderTest) -> LawResult:
         return LawResult(skipped="the model cannot be run and differentiated a second time")
     if law:
         return law
-    return LawResult(law.asked, special=(Finding("", UNSTEADY),)) if subject.is_unsteady else law
+    return LawResult(law.asked, special=(Finding("", UNSTEADY),)) if subject.is_nondeterministic else law
 
 
 def _led_away(subject: ModelUnderTest, inputs: dict[str, torch.Tensor]) -> str:
@@ -70,8 +70,8 @@ class _Backward:
 
 def _inputs(subject: ModelUnderTest, flagged: bool) -> dict[str, torch.Tensor]:
     """Copies of the replaceable inputs with their `requires_grad`, or with it set wherever possible if `flagged`."""
-    record, alone = subject.record, subject.lone_inputs
-    values = {node.name: record.values[Ref(node.name)] for node in record.graph.input_nodes if node.name in alone}
+    record, names = subject.record, subject.replaceable_inputs
+    values = {node.name: record.values[Ref(node.name)] for node in record.graph.input_nodes if node.name in names}
     plain = {name: value for name, value in values.items() if type(value) is torch.Tensor and not value.is_inference()}
     return {
         name: value.detach().clone().requires_grad_(value.requires_grad or flagged)
@@ -164,8 +164,8 @@ def other_inputs(subject: ModelUnderTest) -> LawResult:
     """Compare a plain forward with a replay on other inputs than the recorded ones."""
     record = subject.record
     values = {node.name: record.values[Ref(node.name)] for node in record.graph.input_nodes}
-    alone = subject.lone_inputs
-    others = {name: other for name, value in values.items() if name in alone and (other := _other(value)) is not None}
+    names = subject.replaceable_inputs
+    others = {name: other for name, value in values.items() if name in names and (other := _other(value)) is not None}
     if not others:
         return LawResult(skipped="no input holds numbers that could be others")
     given = thaw_shared(record.graph.inputs, lambda leaf: (values | others)[leaf.node] if type(leaf) is Ref else leaf)
@@ -175,7 +175,7 @@ def other_inputs(subject: ModelUnderTest) -> LawResult:
     except Exception as error:
         return _unseen(len(others), f"the model refuses them ({type(error).__name__})")
     law = _agrees(record, others, output)
-    return law if law or not subject.is_unsteady else _unseen(len(others), UNSTEADY)
+    return law if law or not subject.is_nondeterministic else _unseen(len(others), UNSTEADY)
 
 
 def _agrees(record: Record, others: dict[str, torch.Tensor], output: Any) -> LawResult:

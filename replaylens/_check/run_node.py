@@ -103,9 +103,9 @@ def drawing_otherwise(node: Call, draws: Mapping[str, torch.Tensor], seed: int) 
 _TIMES = 5
 
 
-def spread_of_repetitions(alone: NodeRunner, given: Given, saved: Mapping[Ref, torch.Tensor]) -> float | None:
+def spread_of_repetitions(runner: NodeRunner, given: Given, saved: Mapping[Ref, torch.Tensor]) -> float | None:
     """The spread over repeated runs, if every saved value lies within it; else None."""
-    repeated = [alone(given) for _ in range(_TIMES)]
+    repeated = [runner(given) for _ in range(_TIMES)]
     spreads = [_spread([made[ref] for made in repeated], value) for ref, value in saved.items()]
     return None if any(spread is None for spread in spreads) else max(s for s in spreads if s is not None)
 

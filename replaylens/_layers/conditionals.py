@@ -95,5 +95,5 @@ class Conditionals:
         ]
 
     def _is_single(self, ref: Ref) -> bool:
-        meaning = specs_of(self.graph[ref.node]).get(ref)
-        return meaning is not None and prod(meaning.shape) == 1
+        spec = specs_of(self.graph[ref.node]).get(ref)
+        return spec is not None and prod(spec.shape) == 1

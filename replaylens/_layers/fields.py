@@ -60,15 +60,15 @@ def _head(layer: LayerFacts) -> str:
         return f"{layer.layer_type.capitalize()} {layer.label}:"
     count = len(layer.passes)
     passes = f" (pass {layer.pass_number} of {count})" if count > 1 else ""
-    total = len(layer._lens.atlas.order)
+    total = len(layer._facts.index.order)
     return f"Layer {Label.of(layer.label).layer}{passes}, operation {layer.ordinal + 1} of {total}:"
 
 
 def _value(layer: LayerFacts) -> str:
     part = f" (number {layer.index} of several)" if layer.index is not None else ""
-    meanings = ", ".join(map(str, layer._lens.meanings(layer._place)))
+    specs = ", ".join(map(str, layer._facts.specs(layer._place)))
     preview = [f"        {row}" for row in _preview(layer).splitlines()]
-    return "\n".join([f"{meanings}, {format_bytes(layer.nbytes)}{part}", *preview])
+    return "\n".join([f"{specs}, {format_bytes(layer.nbytes)}{part}", *preview])
 
 
 def _preview(layer: LayerFacts) -> str:
@@ -149,16 +149,16 @@ def _note(layer: LayerFacts) -> str:
 
 
 def _gives(layer: LayerFacts) -> list[str]:
-    return [_sized(meaning) for meaning in layer._lens.meanings(layer._place)]
+    return [_sized(spec) for spec in layer._facts.specs(layer._place)]
 
 
 def _read(layer: LayerFacts) -> list[list[str]]:
-    meanings = [(one, TensorSpec(one.shape, one.dtype, "", None)) for one in layer.parameters]
-    return [[one.address, _sized(meaning)] for one, meaning in meanings]
+    specs = [(one, TensorSpec(one.shape, one.dtype, "", None)) for one in layer.parameters]
+    return [[one.address, _sized(spec)] for one, spec in specs]
 
 
-def _sized(meaning: TensorSpec) -> str:
-    return f"{meaning}  {format_bytes(meaning.nbytes)}"
+def _sized(spec: TensorSpec) -> str:
+    return f"{spec}  {format_bytes(spec.nbytes)}"
 
 
 def _listed(fact: str, nothing: str = "") -> Say:

@@ -59,7 +59,7 @@ def cost_of(call: Call, graph: Graph) -> Cost:
     if op.has(Quirk.DROPOUT):
         return Cost(2 * prod(call.meaning[0].shape)) if _drops(made) else FREE
     if each := next((cost for quirk, cost in _EACH_OUTPUT if op.has(quirk)), int(op.is_pointwise)):
-        return Cost(each * max([prod(meaning.shape) for meaning in call.meaning], default=0))
+        return Cost(each * max([prod(spec.shape) for spec in call.meaning], default=0))
     if each := next((cost for quirk, cost in _EACH_INPUT if op.has(quirk)), int(op.is_reduction)):
         return Cost(each * max([prod(_meaning(graph, ref).shape) for ref in call.refs], default=0))
     return UNKNOWN

@@ -126,7 +126,7 @@ class LayerIndex:
     def find(self, name: Any) -> Location:
         """The layer with this name. A layer of several passes needs the pass."""
         if isinstance(known := getattr(name, "_place", None), Location):
-            return known if name._atlas is self else self.find(name.label)
+            return known if name._index is self else self.find(name.label)
         if type(name) is int:
             if not -len(self.order) <= name < len(self.order):
                 raise NoSuchLayer(

@@ -25,20 +25,20 @@ from .program_facts import ProgramFacts
 class Layer(LayerFacts, ValueSource):
     """One layer of a program: its label, its value, its facts and its neighbours."""
 
-    _lens: ProgramFacts
+    _facts: ProgramFacts
     _place: Location
     _read: Callable[..., Any] = field(repr=False)
     _grad: Callable[[str], Any] = field(repr=False)
     _plot: Callable[..., Any] = field(repr=False)
 
     @property
-    def _atlas(self) -> LayerIndex:
-        return self._lens.atlas
+    def _index(self) -> LayerIndex:
+        return self._facts.index
 
     @property
     def parts(self) -> tuple[Layer, ...]:
         """For an operation that returned several tensors, a Layer for each; otherwise the layer itself."""
-        refs = self._lens.refs(self._place)
+        refs = self._facts.refs(self._place)
         if len(refs) == 1:
             return (self,)
         return tuple([evolve(self, place=self._place.of(ref, ref.node)) for ref in refs])

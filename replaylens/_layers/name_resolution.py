@@ -26,7 +26,7 @@ from .layer import Layer
 class NameResolver:
     """Resolves names in one program."""
 
-    atlas: LayerIndex
+    index: LayerIndex
     sites: Callable[[Any], Iterable[Location]]
 
     def nodes(self, key: Any) -> list[str]:
@@ -37,7 +37,7 @@ class NameResolver:
         """The nodes that a key means. A module is accepted only if it has a single operation, not for its last one."""
         found: list[str] = []
         for site in self.sites(key):
-            every = [call for call in self.atlas.graph.calls if self._lies_in(call, site)]
+            every = [call for call in self.index.graph.calls if self._lies_in(call, site)]
             inside = [call.name for call in every if not _is_handing(call)]
             if len(inside) > 1:
                 some = ", ".join(inside[:4]) + (", ..." if len(inside) > 4 else "")
@@ -50,7 +50,7 @@ class NameResolver:
 
     def _lies_in(self, call: Call, site: Location) -> bool:
         """True if the location is named by a module, and the call runs in it."""
-        if site.name in self.atlas.by_label or site.name not in self.atlas.module_places or call.scope is None:
+        if site.name in self.index.by_label or site.name not in self.index.module_places or call.scope is None:
             return False
         return any(site.name in (scope.address, str(scope)) for scope in call.scope.stack)
 
@@ -60,33 +60,33 @@ class NameResolver:
 
     def ref(self, name: Any) -> Ref:
         """The value of a layer that gives one tensor."""
-        return self._single(self.atlas.find(name))
+        return self._single(self.index.find(name))
 
     def parts(self, name: Any) -> tuple[Ref, ...]:
         """All values of a layer."""
-        return tuple(refs_in(self.atlas.find(name).tree(self.atlas.graph)))
+        return tuple(refs_in(self.index.find(name).tree(self.index.graph)))
 
     def readers(self, names: Any) -> list[str]:
         """The nodes with these names, where `"output"` is the output of the program."""
-        found = [self.atlas.find(name) if name != OUTPUT else None for name in as_list(names)]
+        found = [self.index.find(name) if name != OUTPUT else None for name in as_list(names)]
         return [OUTPUT if place is None or place.output is not None else place.node for place in found]
 
     def starts(self, names: Any) -> list[Any] | None:
         """The values at which a slice begins; None for the inputs of the program."""
-        return None if names is None else [self.atlas.find(name).tree(self.atlas.graph) for name in as_list(names)]
+        return None if names is None else [self.index.find(name).tree(self.index.graph) for name in as_list(names)]
 
     def end(self, names: Any) -> Any:
         """The tree of values that a slice returns."""
         if names is None or (isinstance(names, str) and names == OUTPUT):
-            return self.atlas.graph.output
+            return self.index.graph.output
         if isinstance(names, Mapping):
             return Branch(dict, tuple([self.end(name) for name in names.values()]), tuple(names))
         if isinstance(names, (list, tuple, Selection)):
             return tuple([self.end(name) for name in names])
-        return self.atlas.find(names).tree(self.atlas.graph)
+        return self.index.find(names).tree(self.index.graph)
 
     def _single(self, place: Location) -> Ref:
-        tree = place.tree(self.atlas.graph)
+        tree = place.tree(self.index.graph)
         if type(tree) is not Ref:
             raise BadEdit(f"{place.label} gives several tensors: name the one that is meant by its module.")
         return tree

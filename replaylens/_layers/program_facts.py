@@ -26,20 +26,20 @@ class ProgramFacts:
     """The facts that the layers of a program share, computed on first use."""
 
     record: Record
-    atlas: LayerIndex
+    index: LayerIndex
 
     @property
     def graph(self) -> Graph:
-        return self.atlas.graph
+        return self.index.graph
 
     @property
     def account(self) -> CaptureMetadata:
         return self.record.account
 
     @cached_property
-    def kin(self) -> Topology:
+    def topology(self) -> Topology:
         """Parents, children and distances of the layers."""
-        return topology_of(self.atlas)
+        return topology_of(self.index)
 
     @cached_property
     def module_calls(self) -> ModuleCalls:
@@ -72,18 +72,18 @@ class ProgramFacts:
         """The values of a layer, as the model saw them."""
         return tuple(dict.fromkeys(refs_in(place.tree(self.graph))))
 
-    def meanings(self, place: Location) -> tuple[TensorSpec, ...]:
+    def specs(self, place: Location) -> tuple[TensorSpec, ...]:
         """The spec of each value of a layer."""
         return tuple([specs_of(self.graph[ref.node])[ref] for ref in self.refs(place)])
 
-    def meaning(self, place: Location) -> TensorSpec | None:
+    def spec(self, place: Location) -> TensorSpec | None:
         """The spec of its value if that is a tensor; None for a container of tensors, even of one."""
         tree = place.tree(self.graph)
         return specs_of(self.graph[place.node])[tree] if type(tree) is Ref else None
 
     def nbytes(self, place: Location) -> int:
         """The size of its values in bytes."""
-        return sum([meaning.nbytes for meaning in self.meanings(place)])
+        return sum([spec.nbytes for spec in self.specs(place)])
 
     def is_saved(self, place: Location) -> bool:
         """True if its values are kept."""

@@ -30,24 +30,24 @@ Made = tuple[int, int]  # a value: the position of the node that gives it, and w
 class Dataflow:
     """Which node reads which. A call is a node that is neither a source nor an orphan."""
 
-    def __init__(self, drafts: Sequence[NodeSummary], orphans: Sequence[bool]) -> None:
-        self.drafts = drafts
+    def __init__(self, nodes: Sequence[NodeSummary], orphans: Sequence[bool]) -> None:
+        self.nodes = nodes
         makers: dict[int, Made] = {}
-        for position, draft in enumerate(drafts):
-            for part, value in enumerate(draft.gives):
+        for position, node in enumerate(nodes):
+            for part, value in enumerate(node.gives):
                 makers.setdefault(value, (position, part))
-        self.is_call = [d.function is not None and not lost for d, lost in zip(drafts, orphans, strict=True)]
-        self.parents: list[tuple[Made, ...]] = [tuple([makers[v] for v in d.reads if v in makers]) for d in drafts]
+        self.is_call = [d.function is not None and not lost for d, lost in zip(nodes, orphans, strict=True)]
+        self.parents: list[tuple[Made, ...]] = [tuple([makers[v] for v in d.reads if v in makers]) for d in nodes]
         self.parameters = [
-            tuple(sorted({p for p, _ in parents if drafts[p].address is not None})) for parents in self.parents
+            tuple(sorted({p for p, _ in parents if nodes[p].address is not None})) for parents in self.parents
         ]
-        self._keys: list[int | None] = [None] * len(drafts)
+        self._keys: list[int | None] = [None] * len(nodes)
         self._known: dict[Any, int] = {}
 
     @cached_property
     def users(self) -> list[list[tuple[int, int, int]]]:
         """For each node its readers: their position, the slot among what they read, and which value they read."""
-        found: list[list[tuple[int, int, int]]] = [[] for _ in self.drafts]
+        found: list[list[tuple[int, int, int]]] = [[] for _ in self.nodes]
         for reader, parents in enumerate(self.parents):
             if self.is_call[reader]:
                 for slot, (position, part) in enumerate(parents):
@@ -60,13 +60,13 @@ class Dataflow:
         """
         known = self._keys[position]
         if known is None:
-            draft = self.drafts[position]
-            own, home = self.parameters[position], self._home(draft.modules)
-            key: Any = (draft.kind, draft.function, own, home, draft.literals())
+            node = self.nodes[position]
+            own, home = self.parameters[position], self._owners(node.modules)
+            key: Any = (node.kind, node.function, own, home, node.literals())
             try:
                 hash(key)
             except TypeError:
-                key = (draft.kind, position)  # an unhashable argument: equivalent to no other call
+                key = (node.kind, position)  # an unhashable argument: equivalent to no other call
             known = self._keys[position] = self._known.setdefault(key, len(self._known))
         return known
 
@@ -83,7 +83,7 @@ class Dataflow:
             seen[joined] += 1
         return found
 
-    def _home(self, modules: tuple[str, ...]) -> frozenset[int]:
+    def _owners(self, modules: tuple[str, ...]) -> frozenset[int]:
         """The parameters of the innermost module around a call that has any. They keep two blocks of one class apart,
         also in calls that read no parameter.
         """
@@ -93,8 +93,8 @@ class Dataflow:
     def _owned(self) -> dict[str, frozenset[int]]:
         """The parameters that are read within each module."""
         found: dict[str, set[int]] = {}
-        for draft, own in zip(self.drafts, self.parameters, strict=True):
-            for address in draft.modules if own else ():
+        for node, own in zip(self.nodes, self.parameters, strict=True):
+            for address in node.modules if own else ():
                 found.setdefault(address, set()).update(own)
         return {address: frozenset(own) for address, own in found.items()}
 
@@ -102,28 +102,28 @@ class Dataflow:
 DEEPEST = 50  # how far back the calls that feed two iterations are compared
 
 
-def loops(wires: Dataflow) -> Iterator[tuple[int, int]]:
+def loops(dataflow: Dataflow) -> Iterator[tuple[int, int]]:
     """Pairs of calls that are at the same place of two successive iterations of a loop."""
-    for chain in _chains(wires):
-        for stretch in _stretches(wires, chain):
-            yield from _LoopBody(wires, stretch).pairs()
+    for chain in _chains(dataflow):
+        for run in _runs(dataflow, chain):
+            yield from _LoopBody(dataflow, run).pairs()
 
 
-def _chains(wires: Dataflow) -> list[list[int]]:
+def _chains(dataflow: Dataflow) -> list[list[int]]:
     """The calls in chains: each behind the deepest call that it reads, unless a longer chain continues that one."""
-    count = len(wires.drafts)
+    count = len(dataflow.nodes)
     depth, height, before = [0] * count, [0] * count, [-1] * count
     for position in range(count):
-        if wires.is_call[position]:
-            deepest = max([depth[p] for p, _ in wires.parents[position]], default=0)
+        if dataflow.is_call[position]:
+            deepest = max([depth[p] for p, _ in dataflow.parents[position]], default=0)
             depth[position] = deepest + 1
-            before[position] = next((p for p, _ in wires.parents[position] if depth[p] == deepest > 0), -1)
+            before[position] = next((p for p, _ in dataflow.parents[position] if depth[p] == deepest > 0), -1)
     behind = [-1] * count
     for position in reversed(range(count)):
         parent = before[position]
         if parent >= 0 and height[position] >= height[parent]:
             behind[parent], height[parent] = position, height[position] + 1
-    starts = [p for p in range(count) if wires.is_call[p] and (before[p] < 0 or behind[before[p]] != p)]
+    starts = [p for p in range(count) if dataflow.is_call[p] and (before[p] < 0 or behind[before[p]] != p)]
     return [list(_along(behind, start)) for start in starts]
 
 
@@ -133,11 +133,11 @@ def _along(behind: list[int], position: int) -> Iterator[int]:
         position = behind[position]
 
 
-def _stretches(wires: Dataflow, chain: list[int]) -> Iterator[list[int]]:
+def _runs(dataflow: Dataflow, chain: list[int]) -> Iterator[list[int]]:
     """The runs of a chain in which every call occurs again. The cheap test, by function, comes first."""
-    without = _cut(chain, lambda position: None if wires.parameters[position] else wires.drafts[position].function)
-    for stretch in without:
-        yield from _cut(stretch, wires.key)
+    without = _cut(chain, lambda position: None if dataflow.parameters[position] else dataflow.nodes[position].function)
+    for run in without:
+        yield from _cut(run, dataflow.key)
 
 
 def _cut(chain: Sequence[int], name: Any) -> Iterator[list[int]]:
@@ -159,14 +159,14 @@ def _cut(chain: Sequence[int], name: Any) -> Iterator[list[int]]:
 class _LoopBody:
     """A run of a chain, searched for repetition."""
 
-    def __init__(self, wires: Dataflow, calls: list[int]) -> None:
-        self.wires, self.calls = wires, calls
+    def __init__(self, dataflow: Dataflow, calls: list[int]) -> None:
+        self.dataflow, self.calls = dataflow, calls
         self.place = {position: number for number, position in enumerate(calls)}
         self.known: dict[tuple[int, int, int], bool] = {}
 
     def pairs(self) -> Iterator[tuple[int, int]]:
         """Each call of an iteration with the corresponding one of the next."""
-        names = [self.wires.key(position) for position in self.calls]
+        names = [self.dataflow.key(position) for position in self.calls]
         fed = [(name, *self._feeders(number)) for number, name in enumerate(names)]
         tried: set[tuple[int, int]] = set()
         for start, length in (*distances(names), *(distances(fed) if len({*fed}) > len({*names}) else ())):
@@ -178,9 +178,9 @@ class _LoopBody:
 
     def _feeders(self, number: int) -> tuple[Any, ...]:
         """The keys of what a call reads from outside of the run."""
-        parents = self.wires.parents[self.calls[number]]
+        parents = self.dataflow.parents[self.calls[number]]
         aside = [(p, part) for p, part in parents if p not in self.place]
-        return tuple([(self.wires.key(p), -1) if self.wires.is_call[p] else (p, part) for p, part in aside])
+        return tuple([(self.dataflow.key(p), -1) if self.dataflow.is_call[p] else (p, part) for p, part in aside])
 
     def _extent(self, start: int, length: int) -> tuple[int, int]:
         """The longest range around `start` whose calls correspond to those `length` further on."""
@@ -193,11 +193,11 @@ class _LoopBody:
 
     def _corresponds(self, number: int, length: int) -> bool:
         """True if the call `length` further on is equivalent, and reads what the next iteration would."""
-        wires, one, other = self.wires, self.calls[number], self.calls[number + length]
-        if wires.key(one) != wires.key(other) or not self._is_at_home(one, other, length):
+        dataflow, one, other = self.dataflow, self.calls[number], self.calls[number + length]
+        if dataflow.key(one) != dataflow.key(other) or not self._is_at_home(one, other, length):
             return False  # two successive modules are no loop, however similar
-        is_same_line = wires.drafts[one].site is not None and wires.drafts[one].site == wires.drafts[other].site
-        reads = zip(wires.parents[one], wires.parents[other], strict=True)
+        is_same_line = dataflow.nodes[one].site is not None and dataflow.nodes[one].site == dataflow.nodes[other].site
+        reads = zip(dataflow.parents[one], dataflow.parents[other], strict=True)
         return all(
             old == new
             or self._is_carried(old[0], new[0], number, length)
@@ -210,7 +210,9 @@ class _LoopBody:
         """True if two calls run in the same module. In iterations of several calls one may be wrapped in a module of
         its own, as if a loop uses `self.relu` in one iteration and `F.relu` in the next.
         """
-        inner, outer = sorted((self.wires.drafts[one].modules, self.wires.drafts[other].modules), key=len, reverse=True)
+        inner, outer = sorted(
+            (self.dataflow.nodes[one].modules, self.dataflow.nodes[other].modules), key=len, reverse=True
+        )
         return inner == outer or (length > 1 and len(inner) == len(outer) + 1 and inner[: len(outer)] == outer)
 
     def _is_carried(self, old: int, new: int, number: int, length: int) -> bool:
@@ -222,19 +224,23 @@ class _LoopBody:
         """True if two iterations read two results of one function, two parts of one tensor, two constants or two
         inputs. That is a loop only if one line runs repeatedly: `a + f(b) + f(c)` is none.
         """
-        wires = self.wires
-        if not (wires.is_call[old] and wires.is_call[new]):
-            return old == new or wires.drafts[old].kind == wires.drafts[new].kind in ("constant", "input")
-        if old == new or wires.key(old) == wires.key(new):
+        dataflow = self.dataflow
+        if not (dataflow.is_call[old] and dataflow.is_call[new]):
+            return old == new or dataflow.nodes[old].kind == dataflow.nodes[new].kind in ("constant", "input")
+        if old == new or dataflow.key(old) == dataflow.key(new):
             return True
-        kind, parents = wires.drafts[old].kind, wires.parents
-        is_part = kind == wires.drafts[new].kind and of_kind(kind).has(Quirk.PART)
+        kind, parents = dataflow.nodes[old].kind, dataflow.parents
+        is_part = kind == dataflow.nodes[new].kind and of_kind(kind).has(Quirk.PART)
         return is_part and parents[old][:1] == parents[new][:1]
 
     def _is_alike(self, old: int, new: int, number: int, length: int, deepest: int = DEEPEST) -> bool:
         """True if two calls outside of the run are equivalent, on the same or on corresponding values."""
-        wires = self.wires
-        if not deepest or not (wires.is_call[old] and wires.is_call[new]) or wires.key(old) != wires.key(new):
+        dataflow = self.dataflow
+        if (
+            not deepest
+            or not (dataflow.is_call[old] and dataflow.is_call[new])
+            or dataflow.key(old) != dataflow.key(new)
+        ):
             return False
         known = self.known.get((old, new, length))
         if known is None:
@@ -242,7 +248,7 @@ class _LoopBody:
                 a == b
                 or self._is_carried(a[0], b[0], number, length)
                 or (a[1] == b[1] and self._is_alike(a[0], b[0], number, length, deepest - 1))
-                for a, b in zip(wires.parents[old], wires.parents[new], strict=True)
+                for a, b in zip(dataflow.parents[old], dataflow.parents[new], strict=True)
             )
         return known
 
@@ -263,20 +269,20 @@ def distances(names: Sequence[Any]) -> Iterator[tuple[int, int]]:
         length *= 2
 
 
-def same_layers(wires: Dataflow) -> list[int]:
+def same_layers(dataflow: Dataflow) -> list[int]:
     """For each position the first one of the same layer; itself if the layer runs once."""
-    groups = LayerGroups(wires)
-    for one, other in (*_on_the_same_parameters(wires), *loops(wires)):
+    groups = LayerGroups(dataflow)
+    for one, other in (*_on_the_same_parameters(dataflow), *loops(dataflow)):
         groups.join(one, other)
     first: dict[int, int] = {}
-    return [first.setdefault(groups.find(position), position) for position in range(len(wires.drafts))]
+    return [first.setdefault(groups.find(position), position) for position in range(len(dataflow.nodes))]
 
 
-def _on_the_same_parameters(wires: Dataflow) -> Iterator[tuple[int, int]]:
+def _on_the_same_parameters(dataflow: Dataflow) -> Iterator[tuple[int, int]]:
     first: dict[Any, int] = {}
-    for position, (draft, own) in enumerate(zip(wires.drafts, wires.parameters, strict=True)):
-        if own and wires.is_call[position]:
-            before = first.setdefault((draft.function, draft.kind, own), position)
+    for position, (node, own) in enumerate(zip(dataflow.nodes, dataflow.parameters, strict=True)):
+        if own and dataflow.is_call[position]:
+            before = first.setdefault((node.function, node.kind, own), position)
             if before != position:
                 yield before, position
 
@@ -284,9 +290,9 @@ def _on_the_same_parameters(wires: Dataflow) -> Iterator[tuple[int, int]]:
 class LayerGroups:
     """A union-find of layers. Joining two calls also joins equivalent neighbours that are connected to them alike."""
 
-    def __init__(self, wires: Dataflow) -> None:
-        self._wires = wires
-        self._root = list(range(len(wires.drafts)))
+    def __init__(self, dataflow: Dataflow) -> None:
+        self._dataflow = dataflow
+        self._root = list(range(len(dataflow.nodes)))
         self._around: dict[int, dict[Any, int]] = {}  # by group: one neighbour for each kind of connection
 
     def find(self, position: int) -> int:
@@ -314,4 +320,4 @@ class LayerGroups:
 
     def _neighbours(self, group: int) -> dict[Any, int]:
         known = self._around.pop(group, None)
-        return self._wires.neighbours(group) if known is None else known
+        return self._dataflow.neighbours(group) if known is None else known

@@ -25,9 +25,9 @@ def summary(prog: ProgramMetadata, most: int = 48) -> str:
 
 
 def _head(prog: ProgramMetadata) -> list[str]:
-    graph = prog._lens.graph
+    graph = prog._facts.graph
     rows = [
-        f"Program of {graph.model_name}: {len(graph.calls)} calls, {len(prog._lens.atlas.order)} layers.",
+        f"Program of {graph.model_name}: {len(graph.calls)} calls, {len(prog._facts.index.order)} layers.",
         f"Structure: {_structure(prog)}; {_module_count(prog)}.",
         f"{format_passes(prog.num_tensors_total, 'tensor')} ({format_bytes(prog.tensor_fsize_total)}) computed; "
         f"{prog.num_tensors_saved:,} ({format_bytes(prog.tensor_fsize_saved)}) kept{_named(prog)}.",
@@ -56,7 +56,7 @@ def _facts(graph: Graph) -> str:
 
 def _named(prog: ProgramMetadata) -> str:
     """The number of layers that `save=` selected, unless it selected all."""
-    named = prog.saved_labels if prog._lens.record.saved is not None else []
+    named = prog.saved_labels if prog._facts.record.saved is not None else []
     return f", {format_passes(len(named), 'layer')} of it by `save=`" if named else ""
 
 
@@ -68,7 +68,7 @@ def _structure(prog: ProgramMetadata) -> str:
 
 
 def _module_count(prog: ProgramMetadata) -> str:
-    calls = prog._lens.module_calls.counts
+    calls = prog._facts.module_calls.counts
     idle = sum(1 for count in calls.values() if not count)
     return format_passes(len(calls), "module") + (f", {idle} of them not called" if idle else "")
 
@@ -82,7 +82,7 @@ def _cost(prog: ProgramMetadata) -> str:
 
 def _modules(prog: ProgramMetadata, most: int) -> list[str]:
     """The tree of module calls by address; leaves share lines."""
-    calls = prog._lens.module_calls
+    calls = prog._facts.module_calls
     below: dict[str, dict[str, None]] = {}
     for scope in calls.scopes.values():
         below.setdefault(scope.parent.address if scope.parent else "", {}).setdefault(scope.address)
@@ -113,7 +113,7 @@ def _branch(parent: str, below: dict[str, dict[str, None]], depth: int, rows: li
 
 
 def _layers(prog: ProgramMetadata, most: int) -> list[str]:
-    labels, passes = prog._lens.atlas.order, prog._lens.atlas.passes
+    labels, passes = prog._facts.index.order, prog._facts.index.passes
     width = len(str(len(labels)))
     numbers: list[int | None] = list(range(len(labels)))
     if len(labels) > most:
@@ -132,10 +132,10 @@ def _layers(prog: ProgramMetadata, most: int) -> list[str]:
 def as_html(prog: ProgramMetadata) -> str:
     """The summary for a notebook: its first lines, and tables that unfold."""
     rows: list[tuple[Any, ...]] = []
-    for number, place in enumerate(prog._lens.atlas.places):
+    for number, place in enumerate(prog._facts.index.places):
         layer = prog._layer(place)
-        meanings = ", ".join(map(str, prog._lens.meanings(place)))
-        rows.append((number, place.label, meanings, layer.module, str(layer.source.text) if layer.source else ""))
+        specs = ", ".join(map(str, prog._facts.specs(place)))
+        rows.append((number, place.label, specs, layer.module, str(layer.source.text) if layer.source else ""))
     layers = Table(("#", "layer", "value", "module", "line"), tuple(rows))._repr_html_()
     head = html.escape("\n".join(_head(prog)))
     modules = prog.modules

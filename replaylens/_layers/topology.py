@@ -73,16 +73,16 @@ class Topology:
         return _others(number, self.children, self.parents)
 
 
-def topology_of(atlas: LayerIndex) -> Topology:
+def topology_of(index: LayerIndex) -> Topology:
     """The topology of a program."""
-    places = atlas.places
-    ordinals = atlas.ordinals
-    parents = [tuple([ordinals[label] for label in atlas.parents(place) if label in ordinals]) for place in places]
+    places = index.places
+    ordinals = index.ordinals
+    parents = [tuple([ordinals[label] for label in index.parents(place) if label in ordinals]) for place in places]
     children: list[list[int]] = [[] for _ in places]
     for number, above in enumerate(parents):
         for parent in above:
             children[parent].append(number)
-    nodes = [atlas.graph[place.node] if place.output is None else None for place in places]
+    nodes = [index.graph[place.node] if place.output is None else None for place in places]
     return Topology(
         tuple(parents),
         tuple(map(tuple, children)),

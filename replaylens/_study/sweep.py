@@ -35,7 +35,7 @@ class Sweep(Unpickled):
 
     axes: tuple[str, ...]
     keys: tuple[Any, ...]
-    _asked: Any = field(alias="asked")
+    _pending: Any = field(alias="pending")
     _replays: Replays | None = field(default=None, alias="replays")
 
     @property
@@ -60,11 +60,11 @@ class Sweep(Unpickled):
 
     def plan(self) -> Plan:
         """The cost in forward passes and bytes, known before it runs."""
-        return self._asked.plan
+        return self._pending.plan
 
     def run(self, progress: bool | None = None) -> Sweep:
         """Run a sweep that was created with `dry=True`."""
-        return Sweep(self.axes, self.keys, self._asked, self._asked.run(progress))
+        return Sweep(self.axes, self.keys, self._pending, self._pending.run(progress))
 
     @property
     def grid(self) -> torch.Tensor:
@@ -190,8 +190,10 @@ def sweep(
         names, variants = _variants(prog, sites, part, patch, axes)
     if not variants:
         raise ReplaylensError("there is nothing to try: no variants.")
-    asked = prog.replay_many(variants, metric, memory=memory, on_divergence=on_divergence, progress=progress, dry=True)
-    found = Sweep(names, tuple(variants), asked)
+    pending = prog.replay_many(
+        variants, metric, memory=memory, on_divergence=on_divergence, progress=progress, dry=True
+    )
+    found = Sweep(names, tuple(variants), pending)
     return found if dry else found.run(progress)
 
 

@@ -103,18 +103,18 @@ def lines_of(glyph: Glyph, within: int = 1) -> list[str]:
     """The lines on a glyph, its name first. `within` is the number of repetitions of the block around it."""
     times = f" (x{glyph.times // within})" if glyph.times > within else ""
     if "collapsed" in glyph.roles:
-        numbers = sum(prod(meaning.shape) for meaning in glyph.parameters)
+        numbers = sum(prod(spec.shape) for spec in glyph.parameters)
         layers = len(glyph.layers) // glyph.times
         rows = [
             f"@{glyph.name}{times}",
             f"({glyph.kind})",
-            shapes(glyph.meanings),
+            shapes(glyph.specs),
             f"{layers} layer{'s' if layers > 1 else ''}" + (f", {numbers:,} params" if numbers else ""),
         ]
     else:
         rows = [
             f"{glyph.name}{times}",
-            shapes(glyph.meanings),
+            shapes(glyph.specs),
             f"params: {', '.join(map(shape, glyph.parameters))}" if glyph.parameters else "",
             f"@{glyph.module}" if glyph.module else "",
         ]
@@ -153,19 +153,19 @@ def turns(numbers: tuple[int, ...]) -> str:
     return ",".join(words if len(words) <= 5 else [*words[:4], "..."])
 
 
-def shape(meaning: TensorSpec) -> str:
+def shape(spec: TensorSpec) -> str:
     """`5x5` for a matrix, `scalar` for a single number."""
-    return "x".join(map(str, meaning.shape)) or "scalar"
+    return "x".join(map(str, spec.shape)) or "scalar"
 
 
-def shapes(meanings: tuple[TensorSpec, ...]) -> str:
+def shapes(specs: tuple[TensorSpec, ...]) -> str:
     """The shapes of the values of a layer, and their size."""
-    if not meanings:
+    if not specs:
         return ""
-    words = [shape(meaning) for meaning in meanings]
+    words = [shape(spec) for spec in specs]
     alike = f"{len(words)} of {words[0]}" if len(words) > 1 and len(set(words)) == 1 else ", ".join(words[:4])
     more = ", ..." if len(words) > 4 and len(set(words)) > 1 else ""
-    return f"{alike}{more} ({format_bytes(sum(map(bytes_of, meanings)))})"
+    return f"{alike}{more} ({format_bytes(sum(map(bytes_of, specs)))})"
 
 
 def _title(scene: Scene, theme: Theme) -> str:

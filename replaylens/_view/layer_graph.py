@@ -33,7 +33,7 @@ class LayerMark:
     node: str
     kind: str
     scopes: tuple[Scope, ...] = ()  # the module calls around it, outermost first
-    meanings: tuple[TensorSpec, ...] = ()
+    specs: tuple[TensorSpec, ...] = ()
     parameters: tuple[State, ...] = ()
     roles: Roles = NO_ROLES
     note: str = ""
@@ -58,31 +58,31 @@ class DataLink:
 class LayerGraph:
     """All layers and links of a program."""
 
-    dots: tuple[LayerMark, ...]
-    lines: tuple[DataLink, ...]
+    marks: tuple[LayerMark, ...]
+    links: tuple[DataLink, ...]
 
     @cached_property
     def by_label(self) -> dict[str, LayerMark]:
-        return {dot.label: dot for dot in self.dots}
+        return {mark.label: mark for mark in self.marks}
 
     @cached_property
     def single(self) -> frozenset[str]:
         """The module calls of a single operation, which is drawn as a box without a frame."""
-        own = [dot for dot in self.dots if "operation" in dot.roles and "patch" not in dot.roles]
-        inside = Counter(str(scope) for dot in own for scope in dot.scopes)
-        inner = [str(dot.scopes[-1]) for dot in own if dot.scopes]
+        own = [mark for mark in self.marks if "operation" in mark.roles and "patch" not in mark.roles]
+        inside = Counter(str(scope) for mark in own for scope in mark.scopes)
+        inner = [str(mark.scopes[-1]) for mark in own if mark.scopes]
         return frozenset([name for name in inner if inside[name] == 1])
 
 
-def layer_graph(graph: Graph, atlas: LayerIndex, with_buffers: bool = True) -> LayerGraph:
+def layer_graph(graph: Graph, index: LayerIndex, with_buffers: bool = True) -> LayerGraph:
     """The layers of a program and what each reads."""
     hidden = frozenset() if with_buffers else _for_buffers(graph)
-    places = [place for place in atlas.places if place.output is not None or place.node not in hidden]
+    places = [place for place in index.places if place.output is not None or place.node not in hidden]
     drawn = {place.label for place in places}
-    made = _Pencil(graph, atlas, hidden)
-    dots = tuple([made.dot(place) for place in places])
-    lines = [line for place in places for line in made.lines(place) if line.tail in drawn]
-    return LayerGraph(dots, tuple(dict.fromkeys(lines)))
+    made = _LayerGraphBuilder(graph, index, hidden)
+    marks = tuple([made.mark(place) for place in places])
+    links = [link for place in places for link in made.links(place) if link.tail in drawn]
+    return LayerGraph(marks, tuple(dict.fromkeys(links)))
 
 
 def _for_buffers(graph: Graph) -> frozenset[str]:
@@ -94,9 +94,9 @@ def _for_buffers(graph: Graph) -> frozenset[str]:
 
 
 @frozen(eq=False)
-class _Pencil:
+class _LayerGraphBuilder:
     graph: Graph
-    atlas: LayerIndex
+    index: LayerIndex
     hidden: frozenset[str]
 
     @cached_property
@@ -130,13 +130,13 @@ class _Pencil:
 
     @cached_property
     def drawn(self) -> frozenset[str]:
-        return frozenset([place.node for place in self.atlas.places if place.output is None])
+        return frozenset([place.node for place in self.index.places if place.output is None])
 
-    def dot(self, place: Location) -> LayerMark:
+    def mark(self, place: Location) -> LayerMark:
         node = self.graph[place.node]
         if place.output is not None:
-            meaning = specs_of(node).get(place.output)
-            return LayerMark(place.label, place.node, "output", (), _known(meaning), roles=frozenset({"output"}))
+            spec = specs_of(node).get(place.output)
+            return LayerMark(place.label, place.node, "output", (), _known(spec), roles=frozenset({"output"}))
         if isinstance(node, Call):
             return self._operation(place, node)
         is_buffer = isinstance(node, State) and node.kind == "buffer"
@@ -162,7 +162,7 @@ class _Pencil:
             node=place.node,
             kind=node.kind,
             scopes=node.scope.stack if node.scope else (),
-            meanings=self._given(node),
+            specs=self._given(node),
             parameters=parameters,
             roles=frozenset([role for role, holds in roles.items() if holds]),
             note=f"{node.kind}, {node.edited}"
@@ -190,7 +190,7 @@ class _Pencil:
             scopes = tuple([scope for scope in scopes if f"{node.address}.".startswith(f"{scope.address}.")])
         return scopes
 
-    def lines(self, place: Location) -> Iterator[DataLink]:
+    def links(self, place: Location) -> Iterator[DataLink]:
         """What a layer reads."""
         if place.output is not None:
             yield from self._from(place.output, place.label)
@@ -255,5 +255,5 @@ def _places(tree: Any, word: str, call: Call) -> Iterator[tuple[Ref, str]]:
             yield from _places(item, f"{word}[{key}]", call)
 
 
-def _known(meaning: TensorSpec | None) -> tuple[TensorSpec, ...]:
-    return () if meaning is None else (meaning,)
+def _known(spec: TensorSpec | None) -> tuple[TensorSpec, ...]:
+    return () if spec is None else (spec,)

@@ -43,26 +43,26 @@ class Overlay:
     begins: frozenset[str] | None = None  # the nodes where a backward pass began; None for all outputs
 
 
-def compose(record: Record, atlas: LayerIndex, layers: Layers, look: ViewOptions, over: Overlay) -> Scene:
+def compose(record: Record, index: LayerIndex, layers: Layers, view: ViewOptions, over: Overlay) -> Scene:
     """The picture of a program with its overlays."""
     graph = record.graph
-    drawn = layer_graph(graph, atlas, look.buffers)
+    drawn = layer_graph(graph, index, view.buffers)
     if over.against is not None:
-        drawn = program_diff(layer_graph(over.against[0].graph, over.against[1], look.buffers), drawn)
+        drawn = program_diff(layer_graph(over.against[0].graph, over.against[1], view.buffers), drawn)
     if over.run is not None:
         _require_of(over.run, record)
-        patched = patched_in(graph, atlas, over.run)
-        drawn = with_replay(drawn, executed_in(atlas, over.run), patched)
+        patched = patched_in(graph, index, over.run)
+        drawn = with_replay(drawn, executed_in(index, over.run), patched)
     if over.gradients:
-        look = evolve(look, gradients=_flowing(record, over.begins), begins=over.begins)
-    made = _with_unread(scene(graph, atlas, look, drawn), record.account.unread)
+        view = evolve(view, gradients=_flowing(record, over.begins), begins=over.begins)
+    made = _with_unread(scene(graph, index, view, drawn), record.account.unread)
     if over.against is not None:
         made = evolve(made, legend="green: only here; red: only in the other; orange: another operation or shape")
     if over.run is not None:
-        changes = _changes(record, atlas, layers, over.run, {*executed_in(atlas, over.run), *patched})
+        changes = _changes(record, index, layers, over.run, {*executed_in(index, over.run), *patched})
         made = with_numbers(made, changes, "change against the recorded run")
     if over.values is not None:
-        made = with_numbers(made, _numbers(over.values, atlas, layers))
+        made = with_numbers(made, _numbers(over.values, index, layers))
     return made
 
 
@@ -88,12 +88,12 @@ def _flowing(record: Record, begins: frozenset[str] | None) -> frozenset[Ref]:
     return found
 
 
-def _numbers(values: Any, atlas: LayerIndex, layers: Layers) -> dict[str, float]:
+def _numbers(values: Any, index: LayerIndex, layers: Layers) -> dict[str, float]:
     """The numbers by label, from any names of layers or from a function of a layer."""
     if callable(values):
-        found = {place.label: values(layers(place)) for place in atlas.places}
+        found = {place.label: values(layers(place)) for place in index.places}
     elif isinstance(values, Mapping):
-        found = {atlas.find(name).label: number for name, number in values.items()}
+        found = {index.find(name).label: number for name, number in values.items()}
     else:
         kind = type(values).__name__
         raise CannotDraw(f"values are a mapping from names of layers to numbers, or a function of a layer, not {kind}.")
@@ -120,16 +120,16 @@ def _require_of(run: Run, record: Record) -> None:
         )
 
 
-def executed_in(atlas: LayerIndex, run: Run) -> list[str]:
+def executed_in(index: LayerIndex, run: Run) -> list[str]:
     """The layers that a replay ran."""
     ran = frozenset(run.executed)
-    return [place.label for place in atlas.places if place.node in ran]
+    return [place.label for place in index.places if place.node in ran]
 
 
-def _changes(record: Record, atlas: LayerIndex, layers: Layers, run: Run, labels: set[str]) -> dict[str, float]:
+def _changes(record: Record, index: LayerIndex, layers: Layers, run: Run, labels: set[str]) -> dict[str, float]:
     """How much these layers changed in a replay."""
     full = with_all_values(run)
-    found = [compared(layers(place), full) for place in atlas.places if place.label in labels]
+    found = [compared(layers(place), full) for place in index.places if place.label in labels]
     return {change.label: change.change for change in found if change.change is not None}
 
 
@@ -151,13 +151,13 @@ def with_all_values(run: Run) -> Run:
     return run.hold_all()
 
 
-def patched_in(graph: Graph, atlas: LayerIndex, run: Run) -> dict[str, str]:
+def patched_in(graph: Graph, index: LayerIndex, run: Run) -> dict[str, str]:
     """The layers that a replay was given other values for, and in which words."""
     assert run.origin is not None
     request, found = run.origin.request, {}
     for position, changes in request.changed.items():
         found[graph.nodes[position].name] = "; ".join(dict.fromkeys(shown(change.what) for change in changes))
-    for place in atlas.places:
+    for place in index.places:
         if place.output in request.ends:
             found[place.label] = shown(request.ends[place.output].what)
     for position in request.given:
@@ -192,19 +192,19 @@ def _distance(number: float) -> float:
 def with_replay(drawn: LayerGraph, ran: Iterable[str], patched: Mapping[str, str]) -> LayerGraph:
     """Mark the layers that a replay ran, and those that were patched, with their patches in words."""
     ran = frozenset(ran)
-    dots = []
-    for dot in drawn.dots:
-        roles: Roles = frozenset({"rerun"} if dot.label in ran else ()) | (
-            {"edited"} if dot.label in patched else set()
+    marks = []
+    for mark in drawn.marks:
+        roles: Roles = frozenset({"rerun"} if mark.label in ran else ()) | (
+            {"edited"} if mark.label in patched else set()
         )
-        note = "; ".join(filter(None, [dot.note, patched.get(dot.label)]))
-        dots.append(evolve(dot, roles=dot.roles | roles, note=note) if roles else dot)
-    stained = ran.union(patched)
-    lines = [_stained(line, stained, patched) for line in drawn.lines]
-    return LayerGraph(tuple(dots), tuple(lines))
+        note = "; ".join(filter(None, [mark.note, patched.get(mark.label)]))
+        marks.append(evolve(mark, roles=mark.roles | roles, note=note) if roles else mark)
+    affected = ran.union(patched)
+    links = [_affected(link, affected, patched) for link in drawn.links]
+    return LayerGraph(tuple(marks), tuple(links))
 
 
-def _stained(line: DataLink, stained: frozenset[str], patched: Mapping[str, str]) -> DataLink:
-    if line.edge in patched:
-        return evolve(line, roles=line.roles | {"edited"}, note=patched[line.edge])
-    return evolve(line, roles=line.roles | {"rerun"}) if {line.tail, line.head} <= stained else line
+def _affected(link: DataLink, affected: frozenset[str], patched: Mapping[str, str]) -> DataLink:
+    if link.edge in patched:
+        return evolve(link, roles=link.roles | {"edited"}, note=patched[link.edge])
+    return evolve(link, roles=link.roles | {"rerun"}) if {link.tail, link.head} <= affected else link

@@ -119,7 +119,7 @@ class PageData:
         return evolve(scene, legend=self.legend) if self.legend and scene.span is not None else scene
 
 
-def page_data(atlas: LayerIndex, run: Any, sweep: Any, values: Any) -> PageData:
+def page_data(index: LayerIndex, run: Any, sweep: Any, values: Any) -> PageData:
     """The numbers of a run, of a sweep, or of the user; at most one of them may be given."""
     given = [word for word, one in (("run", run), ("sweep", sweep), ("values", values)) if one is not None]
     if len(given) > 1:
@@ -130,11 +130,11 @@ def page_data(atlas: LayerIndex, run: Any, sweep: Any, values: Any) -> PageData:
         numbers = {row.label: row.change for row in run.diff() if row.change is not None}
         return PageData(numbers, "change against the recorded run")
     if sweep is not None:
-        return _of_sweep(atlas, sweep)
+        return _of_sweep(index, sweep)
     return PageData(values)
 
 
-def _of_sweep(atlas: LayerIndex, sweep: Any) -> PageData:
+def _of_sweep(index: LayerIndex, sweep: Any) -> PageData:
     """For each layer the largest change of the metric by magnitude; all of them for its card."""
     if missing := [word for word in ("axes", "keys", "values", "baseline") if not hasattr(type(sweep), word)]:
         raise CannotDraw(
@@ -150,7 +150,7 @@ def _of_sweep(atlas: LayerIndex, sweep: Any) -> PageData:
     for key, change in zip(sweep.keys, changes, strict=True):
         site, *indices = key if isinstance(key, tuple) else (key,)
         words = [f"{axis} {index}" for axis, index in zip(sweep.axes[1:], indices, strict=False)]
-        for label in _labels(atlas, site):
+        for label in _labels(index, site):
             details.setdefault(label, []).append([", ".join(words) or str(site), change])
     if not details:
         raise CannotDraw("no variant of this sweep is named by a layer, so there is nowhere to lay it.")
@@ -161,10 +161,10 @@ def _of_sweep(atlas: LayerIndex, sweep: Any) -> PageData:
     return PageData(greatest, "change of the metric", shown)
 
 
-def _labels(atlas: LayerIndex, site: Any) -> Iterable[str]:
+def _labels(index: LayerIndex, site: Any) -> Iterable[str]:
     """The layer that the key of a variant names; none if the key is the user's own word."""
-    known = isinstance(site, str) and (site in atlas.by_label or site in atlas.aliases)
-    return [atlas.find(site).label] if known else []
+    known = isinstance(site, str) and (site in index.by_label or site in index.aliases)
+    return [index.find(site).label] if known else []
 
 
 PICTURE_BYTES = 1_500_000  # the budget for thumbnails on a page
@@ -227,14 +227,14 @@ def _data(scene: Scene, rows: Mapping[str | None, Rows], by_label: Mapping[str, 
 
 
 def _glyph(glyph: Glyph, keys: Mapping[str, str]) -> Data:
-    shapes = ", ".join(["x".join(map(str, meaning.shape)) or "scalar" for meaning in glyph.meanings[:4]])
+    shapes = ", ".join(["x".join(map(str, spec.shape)) or "scalar" for spec in glyph.specs[:4]])
     found = {
         "name": glyph.name,
         "kind": glyph.kind,
         "layers": glyph.layers,
         "frame": keys[glyph.frame] if glyph.frame is not None else "root",
         "module": glyph.module,
-        "shape": shapes + (", ..." if len(glyph.meanings) > 4 else ""),
+        "shape": shapes + (", ..." if len(glyph.specs) > 4 else ""),
         "times": glyph.times,
         "roles": sorted(glyph.roles),
         "note": glyph.note,

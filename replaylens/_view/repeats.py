@@ -52,7 +52,7 @@ class _Block:
     scope: Scope | None = None
     depth: int = 0
     items: list[_Block | LayerMark] = Factory(list)
-    dots: list[LayerMark] = field(factory=list)  # all its layers, at any depth
+    marks: list[LayerMark] = field(factory=list)  # all its layers, at any depth
 
 
 def repeats(graph: Graph, drawn: LayerGraph) -> Repeats:
@@ -71,7 +71,7 @@ class _Search:
 
     def found(self) -> Repeats:
         self._search(self._tree())
-        bands = {dot.label: tuple(self._bands(dot.label)) for dot in self.drawn.dots}
+        bands = {mark.label: tuple(self._bands(mark.label)) for mark in self.drawn.marks}
         for label in list(self.first):
             self.first[label] = self._resolved(label)
         self._sources()
@@ -94,20 +94,20 @@ class _Search:
     def _tree(self) -> _Block:
         root = _Block()
         blocks: dict[str, _Block] = {}
-        for dot in self.drawn.dots:
-            if "operation" not in dot.roles:
+        for mark in self.drawn.marks:
+            if "operation" not in mark.roles:
                 continue
             at = root
-            at.dots.append(dot)
-            for scope in dot.scopes:
+            at.marks.append(mark)
+            for scope in mark.scopes:
                 if str(scope) in self.drawn.single:
                     break
                 if str(scope) not in blocks:
                     blocks[str(scope)] = _Block(scope, at.depth + 1)
                     at.items.append(blocks[str(scope)])
                 at = blocks[str(scope)]
-                at.dots.append(dot)
-            at.items.append(dot)
+                at.marks.append(mark)
+            at.items.append(mark)
         return root
 
     def _search(self, block: _Block) -> None:
@@ -129,7 +129,7 @@ class _Search:
             here = signs[start : start + period]
             if here != signs[start + period : start + 2 * period]:
                 continue
-            if len(_dots(items[start : start + period])) < 2:
+            if len(_marks(items[start : start + period])) < 2:
                 continue
             wiring, times = self._wiring(items[start : start + period]), 1
             while True:
@@ -144,7 +144,7 @@ class _Search:
 
     def _is_chain(self, items: list[_Block | LayerMark]) -> bool:
         """True if the first half of the items is connected, and the second half reads from it."""
-        labels = [dot.label for dot in _dots(items)]
+        labels = [mark.label for mark in _marks(items)]
         first, second = labels[: len(labels) // 2], labels[len(labels) // 2 :]
         reads = {tail for label in second for tail, _ in self._reads.get(label, ())}
         return not reads.isdisjoint(first) and self._is_one_piece(first)
@@ -157,16 +157,16 @@ class _Search:
         return len(piece[labels[0]]) == len(labels)
 
     def _fold(self, block: _Block, start: int, period: int, times: int) -> None:
-        whole = _dots(block.items[start : start + period])
+        whole = _marks(block.items[start : start + period])
         for turn in range(times):
             items = block.items[start + turn * period : start + (turn + 1) * period]
-            for dot, model in zip(_dots(items), whole, strict=True):
+            for mark, model in zip(_marks(items), whole, strict=True):
                 if turn:
-                    self.first[dot.label] = model.label
-                    self.windows[dot.label] = f"{whole[0].label} {turn}"
+                    self.first[mark.label] = model.label
+                    self.windows[mark.label] = f"{whole[0].label} {turn}"
                 if period > 1:
                     band = Band(f"repeat {whole[0].label}", f"{whole[0].label} {turn}", block.depth)
-                    self.bands.setdefault(dot.label, []).append(band)
+                    self.bands.setdefault(mark.label, []).append(band)
             if period == 1 and isinstance(items[0], _Block):
                 self.folded.add(str(items[0].scope))
 
@@ -179,20 +179,20 @@ class _Search:
 
     @cached_property
     def _signs(self) -> dict[str, Any]:
-        return {dot.label: self._of_dot(dot) for dot in self.drawn.dots if "operation" in dot.roles}
+        return {mark.label: self._of_mark(mark) for mark in self.drawn.marks if "operation" in mark.roles}
 
-    def _of_dot(self, dot: LayerMark) -> Any:
-        position = self.graph.positions.get(dot.node)  # None for layers of the other program of a difference
+    def _of_mark(self, mark: LayerMark) -> Any:
+        position = self.graph.positions.get(mark.node)  # None for layers of the other program of a difference
         node = self.graph.nodes[position] if position is not None else None
         given = repr(remake((node.args, node.kwargs), _blank)) if isinstance(node, Call) else ""
-        meanings = [(one.shape, str(one.dtype)) for one in dot.meanings]
-        parameters = [one.meaning.shape for one in dot.parameters]
-        kinds = [scope.kind for scope in dot.scopes if str(scope) in self.drawn.single]
-        return hash((dot.kind, given, str(meanings), str(parameters), str(kinds), dot.roles, dot.note))
+        specs = [(one.shape, str(one.dtype)) for one in mark.specs]
+        parameters = [one.meaning.shape for one in mark.parameters]
+        kinds = [scope.kind for scope in mark.scopes if str(scope) in self.drawn.single]
+        return hash((mark.kind, given, str(specs), str(parameters), str(kinds), mark.roles, mark.note))
 
     def _wiring(self, items: list[_Block | LayerMark]) -> tuple[Any, ...]:
         """The links inside of a sequence of items, by index; reads from the outside count as -1."""
-        number = {dot.label: n for n, dot in enumerate(_dots(items))}
+        number = {mark.label: n for n, mark in enumerate(_marks(items))}
         return tuple(
             tuple([(number.get(tail, -1), place) for tail, place in self._reads.get(label, ())]) for label in number
         )
@@ -200,27 +200,27 @@ class _Search:
     @cached_property
     def _reads(self) -> dict[str, list[tuple[str, str]]]:
         found: dict[str, list[tuple[str, str]]] = {}
-        for line in self.drawn.lines:
-            found.setdefault(line.head, []).append((line.tail, line.place + line.part))
+        for link in self.drawn.links:
+            found.setdefault(link.head, []).append((link.tail, link.place + link.part))
         return found
 
     def _sources(self) -> None:
         """Draw buffers and constants as one if corresponding layers of the repetitions read them."""
         readers: dict[str, set[tuple[str, str]]] = {}
-        for line in self.drawn.lines:
-            if "operation" not in self.drawn.by_label[line.tail].roles:
-                readers.setdefault(line.tail, set()).add((self.first.get(line.head, line.head), line.place))
+        for link in self.drawn.links:
+            if "operation" not in self.drawn.by_label[link.tail].roles:
+                readers.setdefault(link.tail, set()).add((self.first.get(link.head, link.head), link.place))
         known: dict[Any, str] = {}
         for label, read in readers.items():
-            dot = self.drawn.by_label[label]
-            if dot.roles & {"buffer", "constant"}:
-                sign = (frozenset(read), dot.kind, str(dot.meanings))
+            mark = self.drawn.by_label[label]
+            if mark.roles & {"buffer", "constant"}:
+                sign = (frozenset(read), mark.kind, str(mark.specs))
                 if known.setdefault(sign, label) != label:
                     self.first[label] = known[sign]
 
 
-def _dots(items: list[_Block | LayerMark]) -> list[LayerMark]:
-    return [dot for item in items for dot in (item.dots if isinstance(item, _Block) else (item,))]
+def _marks(items: list[_Block | LayerMark]) -> list[LayerMark]:
+    return [mark for item in items for mark in (item.marks if isinstance(item, _Block) else (item,))]
 
 
 def _blank(leaf: Any) -> Any:

@@ -79,16 +79,16 @@ class Diff:
         return bars([row.label for row in shown], [row.change or 0.0 for row in shown], words, ax, options)
 
 
-def diff(record: Record, atlas: LayerIndex, layers: Sequence[Layer], run: Run) -> Diff:
+def diff(record: Record, index: LayerIndex, layers: Sequence[Layer], run: Run) -> Diff:
     """Compare every layer that the run executed or patched."""
-    labels = frozenset(atlas.order)
+    labels = frozenset(index.order)
     if run.program is not None:  # the model itself ran, from the beginning
         ran, values = labels, run
     else:
-        ran = labels & {*executed_in(atlas, run), *patched_in(record.graph, atlas, run)}
+        ran = labels & {*executed_in(index, run), *patched_in(record.graph, index, run)}
         values = with_all_values(run)
     rows = [compared(layer, values) for layer in layers if layer.label in ran]
-    return Diff(tuple(rows), labels - ran, lambda name: atlas.find(name).label)
+    return Diff(tuple(rows), labels - ran, lambda name: index.find(name).label)
 
 
 def _line(row: LayerChange, width: int, top: float) -> str:

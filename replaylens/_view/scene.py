@@ -40,7 +40,7 @@ class Glyph:
     layers: tuple[str, ...]  # the labels of the layers that it stands for, in execution order
     frame: str | None = None  # the innermost frame around it
     module: str = ""  # if it is the only operation of a module: that module, with the call if there are several
-    meanings: tuple[TensorSpec, ...] = ()  # of its values (in its first turn)
+    specs: tuple[TensorSpec, ...] = ()  # of its values (in its first turn)
     parameters: tuple[TensorSpec, ...] = ()
     times: int = 1
     roles: Roles = NO_ROLES
@@ -166,8 +166,8 @@ class Scene:
         return {key: sorted(items, key=lambda item: start[item.key]) for key, items in found.items()}
 
 
-def bytes_of(meaning: TensorSpec) -> int:
-    return prod(meaning.shape) * meaning.dtype.itemsize
+def bytes_of(spec: TensorSpec) -> int:
+    return prod(spec.shape) * spec.dtype.itemsize
 
 
 def back_edges(order: Sequence[str], pairs: Iterable[tuple[str, str]]) -> frozenset[tuple[str, str]]:
