@@ -110,13 +110,13 @@ def _found(name: str) -> Any:
     if not (module and colon and path) or not all(
         word.isidentifier() for word in (*module.split("."), *path.split("."))
     ):
-        raise UsageError(f"{name!r} is no place of a model. Write package.module:factory.")
+        raise UsageError(f"{name!r} is not a model path. Expected package.module:factory.")
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
         found: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise UsageError(f"no module {error.name!r} is found from here. Write package.module:factory.") from None
+        raise UsageError(f"no module {error.name!r} was found. Expected package.module:factory.") from None
     for word in path.split("."):
         if not hasattr(found, word):
             raise UsageError(f"{module} has no {path!r}.")
@@ -132,7 +132,7 @@ def _made(found: Any) -> Any:
         return made[0], tuple(made[1]), dict(kwargs)
     if not callable(made):
         raise UsageError(
-            f"the factory gave {type(made).__name__}. It gives a model, (model, args) or (model, args, kwargs)."
+            f"the factory gave {type(made).__name__}. Expected a model, (model, args) or (model, args, kwargs)."
         )
     return made
 
@@ -141,15 +141,15 @@ def _input(shape: str, dtype: str, high: int) -> torch.Tensor:
     """A random tensor of this shape: floats from a normal distribution, integers in [0, high)."""
     kind = getattr(torch, dtype.removeprefix("torch."), None)
     if not isinstance(kind, torch.dtype):
-        raise UsageError(f"{dtype!r} is no dtype of torch's. Write one such as float32 or int64.")
+        raise UsageError(f"{dtype!r} is not a torch dtype. Write one such as float32 or int64.")
     try:
         sizes = [int(size) for size in shape.split(",") if size.strip()]
     except ValueError:
-        raise UsageError(f"{shape!r} is no shape. Write the sizes with commas between: 1,3,224,224.") from None
+        raise UsageError(f"{shape!r} is not a shape. Write the sizes separated by commas: 1,3,224,224.") from None
     if any(size < 0 for size in sizes):
-        raise UsageError(f"{shape!r} is no shape: sizes are not negative. Write 1,3,224,224.")
+        raise UsageError(f"{shape!r} is not a shape: sizes cannot be negative. Write 1,3,224,224.")
     if high < 1:
-        raise UsageError(f"integers from zero on lie below 1 or more, not below {high}.")
+        raise UsageError(f"--high is the exclusive bound of integers from zero, so 1 or more, not {high}.")
     try:
         return _random(sizes, kind, high)
     except (RuntimeError, NotImplementedError, OverflowError, TypeError, MemoryError):
@@ -175,7 +175,7 @@ def _why_not(shape: str, sizes: list[int], kind: torch.dtype, high: int) -> str:
     try:
         _random([1], kind, high)
     except (RuntimeError, OverflowError, TypeError):
-        return f"{kind} has no numbers up to {high}. Write a smaller --high."
+        return f"{kind} cannot hold numbers up to {high}. Write a smaller --high."
     return f"{shape!r} is more than the memory of this machine: {prod(sizes):,} numbers."
 
 
@@ -186,5 +186,5 @@ def _count(word: str) -> float:
     except ValueError:
         count = 0
     if count <= 0 or (isinstance(count, float) and count > 1):
-        raise argparse.ArgumentTypeError(f"{word!r} is no number of nodes, and no share of them such as 0.1")
+        raise argparse.ArgumentTypeError(f"{word!r} is not a number of nodes, nor a fraction of them such as 0.1")
     return count

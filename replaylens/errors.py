@@ -64,7 +64,7 @@ class NotSaved(ReplaylensError, LookupError):
 
 
 class NoValues(NotSaved):
-    """The program was captured with `fake=True`: it has structure and shapes, and no values. Nothing can be computed.
+    """The program was captured with `fake=True`: it has structure and shapes but no values. Nothing can be computed.
 
     Capture the model without it, on a machine where it fits.
     """

@@ -365,7 +365,7 @@ class Program(ProgramBase):
         has a `.plan` with the cost, and `.run()`.
         """
         if not hasattr(variants, "items") or not variants:
-            raise ReplaylensError("variants are a mapping, {key: patches}, of one at least.")
+            raise ReplaylensError("variants must be a non-empty mapping {key: patches}.")
         if memory is not None and memory <= 0:
             raise ValueError(f"memory is a number of bytes, not {memory!r}.")
         home = self._home({key: None for patch in variants.values() for key in patch or () if isinstance(key, Edge)})
@@ -617,7 +617,7 @@ def _require_one_start(of: Any) -> Any:
 
 def _require_mapping(patch: Any) -> Mapping[Any, Any]:
     if not isinstance(patch, Mapping):
-        raise ReplaylensError("with_patch takes a mapping that says where: with_patch({'relu_3': Zero()}).")
+        raise ReplaylensError("with_patch takes a mapping from layers to patches: with_patch({'relu_3': Zero()}).")
     return patch
 
 

@@ -151,7 +151,7 @@ class ProgramBase(ProgramMetadata, ValueSource):
         """The gradients of the backward pass of this program by layer, with the reasons of layers that have none."""
         if self._grads is None:
             raise NoGradient(
-                "no gradient is here: the program had no backward pass. `prog.backward(of=...)` gives one that had."
+                "the program had no backward pass, so there are no gradients. `prog.backward(of=...)` runs one."
             )
         return self._grads
 
@@ -163,7 +163,7 @@ class ProgramBase(ProgramMetadata, ValueSource):
             return self._given_record
         if self._outline is not None:
             raise NoValues(
-                "the program was captured with fake=True: it has structure and shapes, and no values. "
+                "the program was captured with fake=True: it has structure and shapes but no values. "
                 "Capture the model without it."
             )
         with _freezing, outside_of_transforms():  # the program outlives a transform that uses it first
@@ -309,7 +309,7 @@ class ProgramBase(ProgramMetadata, ValueSource):
             below = self.graph.descendants([begin])
             beside = [label for label, one in labels.items() if one.node not in below]
             if at is not None and beside:
-                raise ReplaylensError(f"{beside[0]} does not follow {begin}, which is where from_= begins.")
+                raise ReplaylensError(f"{beside[0]} does not follow {begin}, where from_= begins.")
             labels = {label: one for label, one in labels.items() if label not in beside}
         return grad_targets(self._record, labels, named)
 
@@ -364,7 +364,7 @@ class ProgramBase(ProgramMetadata, ValueSource):
         require_choice("on_divergence", choice, ("rerun", "raise", "ignore"))
         if choice == "rerun" and self._beginning is None:
             raise ReplaylensError(
-                'on_divergence="rerun" runs the model itself, and this program does not hold it: only a captured one '
+                'on_divergence="rerun" runs the model itself, which this program does not hold: only a captured one '
                 "does, not one that was moved, copied or edited."
             )
         return choice
@@ -431,7 +431,9 @@ class ProgramBase(ProgramMetadata, ValueSource):
             made = replay(self._record, request, self._index.find)
             if self.graph.drawn and not torch.equal(state, torch.default_generator.get_state()):
                 torch.default_generator.set_state(state)
-                raise DivergedReplay("a patch draws random numbers, and the model draws on from where it ends.")
+                raise DivergedReplay(
+                    "a patch draws random numbers, which shifts the numbers that the model draws after it."
+                )
             return made
 
     def _batched(
@@ -479,12 +481,12 @@ class ProgramBase(ProgramMetadata, ValueSource):
         what = f"the forward changes {' and '.join(f'`{name}`' for name in names[:3])}, which it reads"
         if self._beginning is None:
             raise ReplaylensError(
-                f"{what}: whether its next one does the same only the model can tell, which an edited program does not "
-                "hold.\nLet the model keep no such things, or call the model."
+                f"{what}: only the model can tell whether its next one does the same, and an edited program does not "
+                "hold it.\nLet the model keep no such state, or call the model."
             )
         if why := otherwise(self._beginning, record):
             raise ReplaylensError(
-                f"{what}, and its next one {why}: a {wanted} goes the recorded path. Capture the model "
+                f"{what}, and its next one {why}: a {wanted} follows the recorded path. Capture the model "
                 "again, if it has settled by now, or call the model."
             )
 

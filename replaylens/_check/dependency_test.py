@@ -133,7 +133,7 @@ def unseen(trial: Trial, parent: Ref) -> Unseen | None:
     if all(made.is_meta for made in trial.value.values() if isinstance(made, torch.Tensor)):
         return Unseen(parent, "the value has no content")
     if trusts(trial.runner.node, value):
-        return Unseen(parent, "integers that the call takes for places in memory, unchecked")
+        return Unseen(parent, "integers that the call uses as unchecked memory offsets")
     outcomes = []
     for made in _nonsense(trial, parent):
         outcomes.append(trial.changes({parent: made}))
@@ -199,7 +199,7 @@ def _hidden(trial: Trial, parent: Ref) -> str:
         if _is_noticed(trial, parent, refs):
             return _words(trial.given[refs[0]])
     if len(beside) > 1 and _is_noticed(trial, parent, beside):
-        return "hidden by what else the call reads, taken together"
+        return "hidden by the other arguments together"
     if _is_noticed_in_one_place(trial, parent):
         return "read in several places, which cancel out, as in x - x"
     if _is_noticed_with_other_draws(trial, parent):
@@ -207,11 +207,11 @@ def _hidden(trial: Trial, parent: Ref) -> str:
     if _is_noticed_with_other_literals(trial, parent):
         return "hidden by a number among the arguments, as in x * 0"
     if is_read_backward(trial.runner.node, trial.draws, trial.given, parent, _nonsense(trial, parent)):
-        return "read in the backward of a custom function alone"
+        return "read only in the backward of a custom function"
     if is_foreign(trial.runner.node):
-        return "taken by code that is not torch's, which does not read it"
+        return "passed to code outside of torch, which ignores it"
     if is_given_to_torch(trial.runner.node, parent):
-        return "torch's own kernel makes nothing of its numbers"
+        return "torch's own kernel ignores its values"
     return ""
 
 
@@ -239,7 +239,7 @@ def _words(value: torch.Tensor) -> str:
         return "hidden by a mask, which is another argument"
     if value.layout is torch.strided and not value.is_nested and not value.is_quantized and not value.any():
         return "hidden by zeros in another argument"
-    return "hidden by what another argument holds"
+    return "hidden by the content of another argument"
 
 
 def _is_noticed(trial: Trial, parent: Ref, beside: list[Ref]) -> bool:

@@ -42,11 +42,11 @@ def known_reason(node: Call, parent: Ref, value: Mapping[Ref, Any], given: Mappi
     function, args, _ = original_call(node)
     op = info(function)
     if node.edits is not None or is_act(function.function):
-        return "a patch puts another value in its place"
+        return "a patch replaces it"
     if op.name == "_new_zeros_with_same_feature_meta":
         return _SHAPE
     if isinstance(node, InnerGradient):
-        return "a gradient that is the same wherever it is taken"
+        return "a gradient that is constant"
     if function.function is standing and _stands(args[:1], parent):
         return "only its place among the gradients is used"
     if isinstance(node, Write):
@@ -57,7 +57,7 @@ def known_reason(node: Call, parent: Ref, value: Mapping[Ref, Any], given: Mappi
     if op.has(Quirk.OVERWRITES) and _stands(args[:1], parent):
         return "all of it is overwritten"
     if (op.has(Quirk.SHARE) and _is_of_one(value)) or (op.has(Quirk.ATTENTION) and _weighs_one(node, parent, given)):
-        return "a share of one thing, which is always the same"
+        return "a share of a single element, which is constant"
     return ""
 
 

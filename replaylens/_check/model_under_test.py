@@ -41,7 +41,7 @@ from .._replay.record import Record, Versions
 from .output_comparison import apart, copied
 
 T = TypeVar("T")
-UNSTEADY = "the model gives another output each time: it reads what lies outside of it, a clock or a counter"
+UNSTEADY = "the model gives another output each time: it reads something outside of it, such as a clock or a counter"
 
 
 @frozen(eq=False)

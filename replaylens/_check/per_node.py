@@ -182,7 +182,7 @@ def _ask_alone(run: NodeRun, tally: Tally) -> None:
 def _is_another(node: Call, trial: Trial, saved: Mapping[Ref, torch.Tensor], tally: Tally) -> None:
     """Record a call that does not reproduce these saved values: a failure, unless its kernel is nondeterministic."""
     if (spread := spread_of_repetitions(trial.runner, trial.given, saved)) is not None:
-        fact = "its kernel is not deterministic: the saved value lies within what repetitions give"
+        fact = "its kernel is nondeterministic: the saved value lies within the spread of repetitions"
         tally.special.append(at_node(node, fact, difference=spread))
         return
     first, value = next(iter(saved)), trial.value
@@ -279,7 +279,7 @@ def _why_draws_are_unseen(trial: Trial) -> str:
         moved = evolve(trial, runner=ready(other, trial.draws)).moved({})
         if moved is not None and _draws_differ(moved):
             return "hidden by a number among its arguments"
-    return "what it draws does not show in its value"
+    return "its value does not depend on what it draws"
 
 
 def _draws_result(tally: Tally, program: ProgramUnderTest) -> LawResult:

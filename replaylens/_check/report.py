@@ -91,7 +91,7 @@ class LawResult:
     def result(self) -> str:
         """The outcome in a few words."""
         if self.skipped:
-            return f"not asked: {self.skipped}"
+            return f"skipped: {self.skipped}"
         words = [f"STALE: {len(self.stale)}" if self.stale else "" if self.failures else self.holds]
         words.append(f"BROKEN {self.breaches} times" if self.breaches else "")
         if self.special:
@@ -161,11 +161,11 @@ class CheckReport:
         name = f"Check of {self.model_name or 'a function'}:"
         if self.stale:
             name = f"{name} stale: {_what_is_stale(self.stale)}"
-            rest = "What else was asked holds." if not broken else f"Besides, {_laws(broken, len(self.laws))}"
+            rest = "All other checked laws hold." if not broken else f"Besides, {_laws(broken, len(self.laws))}"
             return f"{name}\n{CURE}\n{rest}"
         if broken:
             return f"{name} {_laws(broken, len(self.laws))}"
-        return f"{name} all holds." if not unasked else f"{name} all that was asked holds; {unasked} not asked."
+        return f"{name} all laws hold." if not unasked else f"{name} all checked laws hold; {unasked} skipped."
 
     @property
     def _table(self) -> list[str]:

@@ -141,7 +141,7 @@ class LayerIndex:
             return place
         if not name:
             ends = ", ".join([repr(place.label) for place in self.places if place.output is not None])
-            raise NoSuchLayer(f"'' is the model itself, and no layer. What it hands on: {ends or 'no tensor'}.")
+            raise NoSuchLayer(f"'' is the model itself, not a layer. Its outputs: {ends or 'no tensor'}.")
         if places := self.aliases.get(name):
             if len(places) > 1 and name not in self.module_places:
                 raise NoSuchLayer(

@@ -88,7 +88,7 @@ class NameResolver:
     def _single(self, place: Location) -> Ref:
         tree = place.tree(self.index.graph)
         if type(tree) is not Ref:
-            raise BadEdit(f"{place.label} gives several tensors: name the one that is meant by its module.")
+            raise BadEdit(f"{place.label} gives several tensors: name one of them by its module.")
         return tree
 
 

@@ -150,8 +150,9 @@ def _reaches(graph: Graph, starts: set[str], end: str, blocked: set[str]) -> boo
 
 
 def residual_branches(graph: Graph, among: Iterable[str], around: Iterable[str] = ()) -> list[str]:
-    """The summands in `among` that are computed, with parameters, from what they are added to: in `x + mlp(norm(x))`, the
-    `mlp`. A branch that contains one of the nodes `around` does not count.
+    """The summands in `among` that are computed, with parameters, from what they are added to: `mlp` in `x + mlp(x)`.
+
+    A branch that contains one of the nodes `around` does not count.
     """
     weights, found = _weights(graph), []
     among = set(among)

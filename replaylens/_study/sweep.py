@@ -120,7 +120,7 @@ class Sweep(Unpickled):
     @property
     def _found(self) -> Replays:
         if self._replays is None:
-            raise ReplaylensError("this sweep was asked for with dry=True, and has not been run. Call .run().")
+            raise ReplaylensError("this sweep was created with dry=True and has not been run. Call .run().")
         return self._replays
 
     def __repr__(self) -> str:
@@ -179,17 +179,17 @@ def sweep(
     if variants is None and sites is not None and isinstance(sites, Mapping):
         sites, variants = None, sites
     if (variants is None) == (sites is None):
-        raise ReplaylensError("say what to try: sites and a patch, or variants={key: patches}.")
+        raise ReplaylensError("give either sites and a patch, or variants={key: patches}.")
     if variants is not None:
         if part is not None or patch is not None or axes:
-            raise ReplaylensError("variants hold their patches already; part=, patch= and axes go with sites.")
+            raise ReplaylensError("variants already contain their patches; part=, patch= and axes go with sites.")
         names: tuple[str, ...] = _key_names(variants)
     else:
         if patch is None:
             raise ReplaylensError("a sweep over sites needs a patch, such as patch=From(clean) or patch=Zero().")
         names, variants = _variants(prog, sites, part, patch, axes)
     if not variants:
-        raise ReplaylensError("there is nothing to try: no variants.")
+        raise ReplaylensError("there are no variants to run.")
     pending = prog.replay_many(
         variants, metric, memory=memory, on_divergence=on_divergence, progress=progress, dry=True
     )
@@ -200,7 +200,7 @@ def sweep(
 def _variants(prog: Program, sites: Any, part: Any, patch: Any, axes: dict[str, Any]) -> tuple[tuple[str, ...], Any]:
     """A patch for every site and every index of the swept axes."""
     if part is None and axes:
-        raise BadPart(f"{', '.join(axes)}: these name axes of a pattern, and there is none. Give part=.")
+        raise BadPart(f"{', '.join(axes)}: these are axes of a pattern, but there is none. Give part=.")
     place = None if part is None else part.at(**axes) if isinstance(part, Part) else Part(part, **axes)
     made = patch_of(patch)
     walked = place.open_axes if place is not None else ()
@@ -236,14 +236,14 @@ def _names(prog: Program, sites: Any) -> list[str]:
     several = isinstance(sites, Iterable) and not isinstance(sites, (str, Selection))
     found = [name for site in (sites if several else [sites]) for name in prog.names_of(site)]
     if twice := next((name for name in found if found.count(name) > 1), None):
-        raise ReplaylensError(f"{twice} is among the sites twice.")
+        raise ReplaylensError(f"{twice} occurs twice among the sites.")
     return found
 
 
 def _key_names(variants: Mapping[Any, Any]) -> tuple[str, ...]:
     lengths = {len(key) if isinstance(key, tuple) else 1 for key in variants}
     if len(lengths) > 1:
-        raise ReplaylensError("the keys of variants must all have the same number of words.")
+        raise ReplaylensError("the keys of variants must all have the same length.")
     count = next(iter(lengths), 1)
     return ("variant",) if count == 1 else tuple([f"key_{number}" for number in range(count)])
 

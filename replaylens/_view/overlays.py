@@ -84,7 +84,7 @@ def _flowing(record: Record, begins: frozenset[str] | None) -> frozenset[Ref]:
     used = graph.ancestors([ref.node for ref in graph.output_refs if ref in flowing] if begins is None else begins)
     found = frozenset([ref for ref in flowing if ref.node in used])
     if not found:
-        raise NoGradient("no gradient flows from the output of this program: there is none to draw.")
+        raise NoGradient("no gradient flows from the output of this program, so there is none to draw.")
     return found
 
 
@@ -105,7 +105,7 @@ def _number(label: str, number: Any) -> float:
         return float(number)
     except (TypeError, ValueError, RuntimeError):
         what = f"a tensor of shape {tuple(number.shape)}" if hasattr(number, "shape") else repr(number)
-        raise CannotDraw(f"a layer is coloured by one number, and the value of {label} is {what}.") from None
+        raise CannotDraw(f"a layer is coloured by one number, but the value of {label} is {what}.") from None
 
 
 def _require_of(run: Run, record: Record) -> None:
@@ -113,10 +113,10 @@ def _require_of(run: Run, record: Record) -> None:
     if not isinstance(run, Run):
         raise CannotDraw(f"run= takes what `prog.replay()` gives, not {type(run).__name__}.")
     if run.origin is None or run.origin.program.graph is not record.graph:
-        raise CannotDraw("this run is one of another program: `run.draw()` draws it over the program that it is of.")
+        raise CannotDraw("this run belongs to another program: `run.draw()` draws it over its own program.")
     if run.program is not None:
         raise CannotDraw(
-            "in this run the model took another path: `run.draw()` draws it, as a difference to the recorded one."
+            "in this run the model took another path: `run.draw()` draws it as a difference to the recorded one."
         )
 
 

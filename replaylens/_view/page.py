@@ -123,7 +123,9 @@ def page_data(index: LayerIndex, run: Any, sweep: Any, values: Any) -> PageData:
     """The numbers of a run, of a sweep, or of the user; at most one of them may be given."""
     given = [word for word, one in (("run", run), ("sweep", sweep), ("values", values)) if one is not None]
     if len(given) > 1:
-        raise CannotDraw(f"a page shows one thing in colours, and {' and '.join(given)} were given. Give one of them.")
+        raise CannotDraw(
+            f"a page can show one thing in colours, but {' and '.join(given)} were given. Give one of them."
+        )
     if run is not None:
         if not isinstance(run, Run) or run.program is not None or run.origin is None:
             return PageData()  # `compose` raises the error
@@ -144,7 +146,7 @@ def _of_sweep(index: LayerIndex, sweep: Any) -> PageData:
     baseline = torch.as_tensor(sweep.baseline)
     numbers = torch.as_tensor(sweep.values)
     if baseline.numel() != 1 or numbers.numel() != len(sweep.keys):
-        raise CannotDraw("a sweep is laid over a page by one number for each variant. Give it a metric that gives one.")
+        raise CannotDraw("a page shows one number per variant of a sweep. Give the sweep a metric that returns one.")
     changes = (numbers.reshape(-1).double() - baseline.double()).tolist()
     details: dict[str, list[Any]] = {}
     for key, change in zip(sweep.keys, changes, strict=True):
@@ -153,7 +155,7 @@ def _of_sweep(index: LayerIndex, sweep: Any) -> PageData:
         for label in _labels(index, site):
             details.setdefault(label, []).append([", ".join(words) or str(site), change])
     if not details:
-        raise CannotDraw("no variant of this sweep is named by a layer, so there is nowhere to lay it.")
+        raise CannotDraw("no variant of this sweep is named by a layer, so it cannot be shown on layers.")
     greatest = {label: max((change for _, change in rows), key=abs) for label, rows in details.items()}
     shown = {
         label: [[word, rounded(change)] for word, change in rows[:MOST_DETAILS]] for label, rows in details.items()

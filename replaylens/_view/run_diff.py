@@ -74,7 +74,7 @@ class Diff:
         """The change of each layer that ran, as bars. Gives matplotlib's Axes."""
         shown = [row for row in self.rows if row.change is not None]
         if not shown:
-            raise ReplaylensError("there is no change to plot: no layer ran again.")
+            raise ReplaylensError("there is no change to plot, because no layer ran again.")
         words = "change (share of the recorded value)"
         return bars([row.label for row in shown], [row.change or 0.0 for row in shown], words, ax, options)
 
