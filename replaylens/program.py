@@ -82,15 +82,15 @@ def capture(
     if unknown not in ("raise", "constant"):
         raise ValueError(f"unknown must be 'raise' or 'constant', not {unknown!r}.")
     outer = [mode for mode in _function_modes() if not isinstance(mode, DeviceContext)]
-    wish = SaveSpec.of(save)
+    save_spec = SaveSpec.of(save)
     if fake:
         return Program(
             _outline=outlined(model, args, kwargs, labels, unknown), _history=("captured without computing",)
         )
-    prog = Program(_captured=record(model, args, kwargs, labels, unknown, wish))
+    prog = Program(_captured=record(model, args, kwargs, labels, unknown, save_spec))
     if outer:
         _require_unchanged(prog, outer)
-    return prog if wish.everything else prog._keeping(wish)
+    return prog if save_spec.everything else prog._keeping(save_spec)
 
 
 def run(model: Any, *args: Any, patch: Mapping[Any, Any] | None = None, grad: bool = False, **kwargs: Any) -> Run:
@@ -179,7 +179,7 @@ class Program(ProgramBase):
     ) -> None:
         super().__init__(_captured, _record, _output, _outline, _beginning, _grads)
         self.history = _history or ("captured",)
-        self._homes: dict[Any, Program] = {}
+        self._edge_programs: dict[Any, Program] = {}
 
     # -- what it is ---------------------------------------------------------------------------------------------------
 
@@ -333,20 +333,20 @@ class Program(ProgramBase):
         continues on the recorded path.
         """
         require_choice("rng", rng, ("replay", "fresh"))
-        home = self._home(patch)
-        request = home._request(
+        prog = self._with_edge_nodes(patch)
+        request = prog._request(
             inputs,
             named_inputs,
             from_,
             patch,
             state,
-            home._when_diverged(on_divergence),
-            to=max(home._positions(to)) if to is not None else None,
-            keep=home._keep("all" if grad and keep == "output" else keep),  # for gradients at any of them
+            prog._when_diverged(on_divergence),
+            to=max(prog._positions(to)) if to is not None else None,
+            keep=prog._keep("all" if grad and keep == "output" else keep),  # for gradients at any of them
             grad=grad,
             fresh=rng == "fresh",
         )
-        return home._replayed(request)
+        return prog._replayed(request)
 
     def replay_many(
         self,
@@ -368,9 +368,11 @@ class Program(ProgramBase):
             raise ReplaylensError("variants must be a non-empty mapping {key: patches}.")
         if memory is not None and memory <= 0:
             raise ValueError(f"memory is a number of bytes, not {memory!r}.")
-        home = self._home({key: None for patch in variants.values() for key in patch or () if isinstance(key, Edge)})
-        on_divergence = home._when_diverged(on_divergence)
-        batched = restoring(lambda: home._batched(variants, metric, memory, on_divergence, _recorded))
+        prog = self._with_edge_nodes(
+            {key: None for patch in variants.values() for key in patch or () if isinstance(key, Edge)}
+        )
+        on_divergence = prog._when_diverged(on_divergence)
+        batched = restoring(lambda: prog._batched(variants, metric, memory, on_divergence, _recorded))
         pending = PendingSweep(batched, on_divergence)
         return pending if dry else pending.run(progress)
 
@@ -397,11 +399,11 @@ class Program(ProgramBase):
         >>> grads["linear_1"], grads["weight"]
         (tensor([[3.]]), tensor([[3., 3.]]))
         """
-        home = self._home(patch)
-        targets = home._grad_targets(self._all_targets.labels if at is None and home is not self else at, from_)
+        prog = self._with_edge_nodes(patch)
+        targets = prog._grad_targets(self._all_targets.labels if at is None and prog is not self else at, from_)
         require_choice("on_divergence", on_divergence, ("raise", "ignore"))
-        request = home._request(inputs, named_inputs, from_, patch, state, on_divergence, grad=True)
-        return gradients(home._record, request, of, targets, home._index.find)
+        request = prog._request(inputs, named_inputs, from_, patch, state, on_divergence, grad=True)
+        return gradients(prog._record, request, of, targets, prog._index.find)
 
     def check(self, sample: float | None = None, progress: bool | None = None) -> CheckReport:
         """Prove that the program is correct: `assert prog.check()`. `print(prog.check())` shows the report.
@@ -429,7 +431,7 @@ class Program(ProgramBase):
         if of is not None and not callable(of):
             of, from_layer = None, of if from_layer is None else _require_one_start(of)
         grads = self._gradients_at(of or total, from_layer, SaveSpec.of(save))
-        words = [_shown(of)] * (of is not None) + [f"from_layer={from_layer!r}"] * (from_layer is not None)
+        words = [_argument_text(of)] * (of is not None) + [f"from_layer={from_layer!r}"] * (from_layer is not None)
         step = f"backward({', '.join(words)})"
         return self._derived(self._record, self._returned, step, _beginning=self._beginning, _grads=grads)
 
@@ -457,16 +459,18 @@ class Program(ProgramBase):
 
         A patched layer keeps its name; its unpatched value is named `relu_3_9_before`.
         """
-        home, what, said = self._home(patch), _require_mapping(patch), _said(on_divergence)
-        request = home._request((), {}, None, what, None, on_divergence)
-        bound = bound_patches(home.graph, what, home._locations)
-        return self._edited(editing.patch(home._record, bound, request), "with_patch", what, **said)
+        prog, what, said = self._with_edge_nodes(patch), _require_mapping(patch), _divergence_note(on_divergence)
+        request = prog._request((), {}, None, what, None, on_divergence)
+        bound = bound_patches(prog.graph, what, prog._locations)
+        return self._edited(editing.patch(prog._record, bound, request), "with_patch", what, **said)
 
     def lesion(self, where: Any, pattern: Any = None, /, *, on_divergence: str = "raise", **axes: Any) -> Program:
         """The program with zeros at layers, or at parts of them: `lesion("conv2d_3", "b [c] h w", c=[3])`."""
         made = self.with_patch({where: Zero(pattern, **axes)}, on_divergence=on_divergence)
         parts = [] if pattern is None else [pattern]
-        return self._edited((made._record, made._returned), "lesion", where, *parts, **axes, **_said(on_divergence))
+        return self._edited(
+            (made._record, made._returned), "lesion", where, *parts, **axes, **_divergence_note(on_divergence)
+        )
 
     def swap(
         self, where: Any, function: Callable[..., Any], *, with_args: bool = True, on_divergence: str = "raise"
@@ -477,13 +481,13 @@ class Program(ProgramBase):
         them and `with_args` is true, parameters and other arguments (`dim`, `kernel_size`, `weight`). It can be any
         Python function, or a module, whose parameters become state of the program.
         """
-        said = _said(on_divergence)
+        said = _divergence_note(on_divergence)
         made = swap(self._record, self._names.operations(where), function, _recorded, with_args, on_divergence)
         return self._edited(made, "swap", where, function, **said)
 
     def insert_after(self, where: Any, function: Callable[..., Any], *, on_divergence: str = "raise") -> Program:
         """The program with a function inserted behind layers: all their readers read its result instead."""
-        said = _said(on_divergence)
+        said = _divergence_note(on_divergence)
         made = insert(self._record, self._names.refs(where), function, _recorded, on_divergence)
         return self._edited(made, "insert_after", where, function, **said)
 
@@ -495,26 +499,26 @@ class Program(ProgramBase):
         the operation keeps its name. Values differ from the recorded ones by rounding.
         """
         names = chosen(self.graph, where, self._names.nodes)
-        said = _said(on_divergence)
+        said = _divergence_note(on_divergence)
         return self._edited(expand(self._record, names, _recorded, on_divergence), "expand", where, **said)
 
     def bypass(self, where: Any, *, to: Any = None, on_divergence: str = "raise") -> Program:
         """The program in which layers pass on their input. `to` says which of several: its name, or its number among
         the tensors that the layer reads.
         """
-        said = _said(on_divergence) if to is None else {"to": to, **_said(on_divergence)}
+        said = _divergence_note(on_divergence) if to is None else {"to": to, **_divergence_note(on_divergence)}
         made = editing.bypass(self._record, self._names.operations(where), to, self._names.ref, on_divergence)
         return self._edited(made, "bypass", where, **said)
 
     def rewire(self, readers: Any, old: Any, *, to: Any, on_divergence: str = "raise") -> Program:
         """The program in which `readers`, layers or the `"output"`, read the value `to` instead of `old`."""
-        words, said = self._names, _said(on_divergence)
+        words, said = self._names, _divergence_note(on_divergence)
         made = editing.rewire(self._record, words.readers(readers), words.ref(old), words.ref(to), on_divergence)
         return self._edited(made, "rewire", readers, old, to=to, **said)
 
     def set_state(self, address: str, value: Any, *, on_divergence: str = "raise") -> Program:
         """The program with another parameter or buffer: a tensor, or a function of the current one."""
-        said = _said(on_divergence)
+        said = _divergence_note(on_divergence)
         made = editing.with_state(self._record, address, value, self._index.nearest, on_divergence)
         return self._edited(made, "set_state", address, value, **said)
 
@@ -557,36 +561,36 @@ class Program(ProgramBase):
 
     def _edited(self, made: tuple[Record, Any], edit: str, *args: Any, **kwargs: Any) -> Program:
         """The program that an edit gave; its history shows the edit as a call."""
-        words = [*map(_shown, args), *(f"{key}={_shown(value)}" for key, value in kwargs.items())]
+        words = [*map(_argument_text, args), *(f"{key}={_argument_text(value)}" for key, value in kwargs.items())]
         return self._derived(*made, f"{edit}({', '.join(words)})")
 
-    def _keeping(self, wish: SaveSpec) -> Program:
-        """The program with exactly the values that `wish` selects."""
-        if wish.everything and self._record.saved is None:
+    def _keeping(self, save_spec: SaveSpec) -> Program:
+        """The program with exactly the values that `save_spec` selects."""
+        if save_spec.everything and self._record.saved is None:
             return self
-        whole = completed(self._record) if wish.everything else None
-        record = whole or keeping(self._record, frozenset(self._selected(wish)))
+        whole = completed(self._record) if save_spec.everything else None
+        record = whole or keeping(self._record, frozenset(self._selected(save_spec)))
         output = thaw(record.graph.output, lambda leaf: detached(record.value(leaf)) if type(leaf) is Ref else leaf)
         return self._derived(record, output, _beginning=self._beginning)
 
-    def _home(self, patch: Any) -> Program:
+    def _with_edge_nodes(self, patch: Any) -> Program:
         """The program in which each Edge among the keys of `patch` is a node of its own, so that it can be patched."""
         edges = tuple([key for key in patch if isinstance(key, Edge)]) if isinstance(patch, Mapping) else ()
         if all(edge in self._edges for edge in edges):
             return self
-        if edges not in self._homes:
-            if len(self._homes) >= 64:
-                self._homes.pop(next(iter(self._homes)))
-            self._homes[edges] = reduce(Program._with_tap, edges, self)
-        return self._homes[edges]
+        if edges not in self._edge_programs:
+            if len(self._edge_programs) >= 64:
+                self._edge_programs.pop(next(iter(self._edge_programs)))
+            self._edge_programs[edges] = reduce(Program._with_edge_node, edges, self)
+        return self._edge_programs[edges]
 
-    def _with_tap(self, edge: Edge) -> Program:
+    def _with_edge_node(self, edge: Edge) -> Program:
         parts, readers = self._names.parts(edge.sender), self._names.readers(edge.receiver)
         record, output, names = editing.tap(self._record, parts, readers)
-        home = self._derived(record, output)
+        prog = self._derived(record, output)
         name = self._location(edge.sender).name  # what the value is called in other programs
-        home._edges = {**self._edges, edge: tuple([evolve(home._index.by_label[tap], name=name) for tap in names])}
-        return home
+        prog._edges = {**self._edges, edge: tuple([evolve(prog._index.by_label[tap], name=name) for tap in names])}
+        return prog
 
 
 def _recorded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record:
@@ -599,13 +603,13 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return writable_copy(tensor.detach()).requires_grad_(tensor.requires_grad)
 
 
-def _said(on_divergence: str) -> dict[str, str]:
+def _divergence_note(on_divergence: str) -> dict[str, str]:
     """How the history of an edit shows `on_divergence`. Edited programs hold no model that could be rerun."""
     require_choice("on_divergence", on_divergence, ("raise", "ignore"))
     return {} if on_divergence == "raise" else {"on_divergence": on_divergence}
 
 
-def _shown(value: Any) -> str:
+def _argument_text(value: Any) -> str:
     """An argument of an edit, as its history shows it."""
     is_function = callable(value) and not isinstance(value, (Patch, torch.Tensor))
     return name_of(value) if is_function else shown(value)

@@ -192,9 +192,9 @@ class ProgramBase(ProgramMetadata, ValueSource):
     def _gradient(self, label: str) -> Any:
         return self.gradients[label]
 
-    def _selected(self, wish: SaveSpec) -> tuple[str, ...]:
-        """The labels of the layers that `wish` selects."""
-        return wish.labels(self._index, self.__getitem__)
+    def _selected(self, save_spec: SaveSpec) -> tuple[str, ...]:
+        """The labels of the layers that `save_spec` selects."""
+        return save_spec.labels(self._index, self.__getitem__)
 
     def _read(self, place: Location, again: bool = False) -> Any:
         """The recorded value of a layer; with `again` it is recomputed if it was not kept."""
@@ -456,12 +456,12 @@ class ProgramBase(ProgramMetadata, ValueSource):
             completed(self._record), tuple(variants), changes, loners, metric, self.output, captured, alone, memory
         )
 
-    def _gradients_at(self, of: Callable[[Any], Any], from_layer: Any, wish: SaveSpec) -> Grads:
-        """The gradients of a number at the layers that `wish` selects."""
+    def _gradients_at(self, of: Callable[[Any], Any], from_layer: Any, save_spec: SaveSpec) -> Grads:
+        """The gradients of a number at the layers that `save_spec` selects."""
         state = {address for node in self.graph.state_nodes for address in (node.address, *node.aliases)}
-        named = [key for key in wish.keys if isinstance(key, str) and key in state]
-        rest = evolve(wish, keys=tuple([key for key in wish.keys if key not in named]))
-        labels = dict(self._all_targets.labels) if wish.everything else {}
+        named = [key for key in save_spec.keys if isinstance(key, str) and key in state]
+        rest = evolve(save_spec, keys=tuple([key for key in save_spec.keys if key not in named]))
+        labels = dict(self._all_targets.labels) if save_spec.everything else {}
         one_by_one = rest.names_itself(self._index, self.__getitem__)
         for name in (*self._selected(evolve(rest, everything=False)), *named):
             place = self._index.find(name)

@@ -196,21 +196,21 @@ class Watch(TorchDispatchMode):
         code = code_of(hooks[0]) if (hooks := top_saving_hooks(False)) is not None else None
         if code is not None and not code.co_filename.endswith(CHECKPOINTS):
             self.packing.add(code)
-        if self.packing and self._packs():
+        if self.packing and self._is_in_saving_hook():
             return out
-        site, within, in_gradient, is_transformed = self._place()
+        site, within, in_gradient, is_transformed = self._origin()
         builds = None if is_transformed else builds
         self.seen.append(AtenCall(signature_of(func, args, kwargs, out), site, self.step, within, in_gradient, builds))
         return out
 
-    def _packs(self) -> bool:
+    def _is_in_saving_hook(self) -> bool:
         """True if a saved-tensor hook makes this call."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code not in self.packing and frame.f_code is not self.until:
             frame = frame.f_back
         return frame is not None and frame.f_code in self.packing
 
-    def _place(self) -> tuple[Site | None, str, bool, bool]:
+    def _origin(self) -> tuple[Site | None, str, bool, bool]:
         """The nearest line outside of torch (else in torch.nn), the part of torch below it, whether the autograd engine
         called, and whether a transform did.
         """
@@ -224,9 +224,9 @@ class Watch(TorchDispatchMode):
                 within, in_gradient = (RECOMPUTATION if is_kept else within), True
             elif _is_transform(code):
                 is_transformed = True
-                is_kept = is_kept or _keeps(code, in_gradient)
+                is_kept = is_kept or _is_checkpoint(code, in_gradient)
             elif users is None:
-                within = within or _word(code)
+                within = within or _part_of_torch(code)
                 modules = modules or ((code, frame.f_lasti) if "/torch/nn/" in code.co_filename else None)
             frame = frame.f_back
         return users or modules, within, in_gradient, is_transformed
@@ -262,25 +262,25 @@ def _is_transform(code: CodeType) -> bool:
     return any(part in code.co_filename for part in TRANSFORMS)
 
 
-def _keeps(code: CodeType, in_gradient: bool) -> bool:
+def _is_checkpoint(code: CodeType, in_gradient: bool) -> bool:
     """True for checkpoints, but not for the backward of a reentrant one, which takes the gradient itself."""
     return code.co_filename.endswith(CHECKPOINTS) and not (in_gradient and code.co_name == "backward")
 
 
-def _word(code: CodeType) -> str:
+def _part_of_torch(code: CodeType) -> str:
     return next((word for file, word in WITHIN.items() if code.co_filename.endswith(file)), "")
 
 
 def audit(subject: ModelUnderTest) -> LawResult:
     """Compare the ATen calls of a plain forward with those of a whole replay."""
     plain, output = plain_calls(subject)
-    fused = _fused(subject, plain, output)
+    fused = _fused_layers(subject, plain, output)
     decided: frozenset[OpSignature] = frozenset()
     with open_layers() if fused else nullcontext():
         if fused:
             closed, (plain, _) = plain, plain_calls(subject)
             decided = frozenset(seen.signature for seen in closed) - {seen.signature for seen in plain}
-        account, note = _settled(subject, plain, decided)
+        account, note = _compared_again(subject, plain, decided)
     close = not any(_is_far(found.difference) for found in fused)
     return LawResult(
         asked=account.asked,
@@ -292,7 +292,9 @@ def audit(subject: ModelUnderTest) -> LawResult:
     )
 
 
-def _settled(subject: ModelUnderTest, plain: list[AtenCall], decided: frozenset[OpSignature]) -> tuple[Comparison, str]:
+def _compared_again(
+    subject: ModelUnderTest, plain: list[AtenCall], decided: frozenset[OpSignature]
+) -> tuple[Comparison, str]:
     """The comparison, repeated on a second capture if the first leaves a difference that may not be the capture's.
 
     A first forward may fill a cache outside of the model: then it makes more calls than a later one, none of which
@@ -330,7 +332,7 @@ def plain_calls(subject: ModelUnderTest) -> tuple[list[AtenCall], Any]:
 
 def replayed_calls(record: Record) -> list[AtenCall]:
     """The calls of a whole replay, each with its node or guard."""
-    log = Watch(_at.__code__)
+    log = Watch(_log_step.__code__)
     with log:
         execute(record, Request(whole=True, on_divergence="ignore"), partial(_logging, log, record.graph))
     return log.seen
@@ -343,15 +345,15 @@ def _logging(log: Watch, graph: Graph, code: Code) -> Code:
     def step(slot: int) -> Node | Guard:
         return graph.nodes[slot] if slot < len(graph) else next(guards)
 
-    return code.wrapped(lambda slot, call: partial(_at, log, step(slot), call))
+    return code.wrapped(lambda slot, call: partial(_log_step, log, step(slot), call))
 
 
-def _at(log: Watch, step: Node | Guard, call: Any, *args: Any) -> Any:
+def _log_step(log: Watch, step: Node | Guard, call: Any, *args: Any) -> Any:
     log.step = step
     return call(*args)
 
 
-def _fused(subject: ModelUnderTest, plain: list[AtenCall], output: Any) -> tuple[Finding, ...]:
+def _fused_layers(subject: ModelUnderTest, plain: list[AtenCall], output: Any) -> tuple[Finding, ...]:
     """The layers that a plain forward runs as one fused kernel, and how far that is from the record."""
     calls = [seen for seen in plain if info(seen.signature.name).has(Quirk.WHOLE_LAYER)]
     if not calls:
@@ -409,7 +411,11 @@ def comparison_of(plain: list[AtenCall], replayed: list[AtenCall], guards: tuple
     wanted = [
         s for s in plain if s.signature.sort in COUNTED and not s.within and not (opened and _is_of_bytes(s.signature))
     ]
-    given = [seen for seen in replayed if seen.signature.sort in COUNTED and not seen.within and not _is_watched(seen)]
+    given = [
+        seen
+        for seen in replayed
+        if seen.signature.sort in COUNTED and not seen.within and not _only_compares_content(seen)
+    ]
     mine, theirs = (Counter(seen.signature for seen in calls) for calls in (given, wanted))
     again = _run_again(given)
     extra = mine - again - theirs
@@ -433,7 +439,7 @@ def _is_of_bytes(signature: OpSignature) -> bool:
     return signature.sort is OpClass.FILL and signature.operands[0].startswith("uint8[")
 
 
-def _is_watched(seen: AtenCall) -> bool:
+def _only_compares_content(seen: AtenCall) -> bool:
     """True if a replay makes the call only to compare content with the recorded one."""
     return isinstance(seen.step, Guard) and seen.step.compares_content
 

@@ -135,7 +135,7 @@ def unseen(trial: Trial, parent: Ref) -> Unseen | None:
     if trusts(trial.runner.node, value):
         return Unseen(parent, "integers that the call uses as unchecked memory offsets")
     outcomes = []
-    for made in _nonsense(trial, parent):
+    for made in _perturbations(trial, parent):
         outcomes.append(trial.changes({parent: made}))
         if outcomes[-1]:
             return None
@@ -154,10 +154,10 @@ def _reason(trial: Trial, parent: Ref, outcomes: list[bool | None]) -> str:
         return f"on other values it raises {type(trial.problems[0]).__name__}"
     if not all(_has_elements(value) for value in trial.given.values()):
         return "another argument has no elements"
-    return _hidden(trial, parent)
+    return _hidden_by(trial, parent)
 
 
-def _nonsense(trial: Trial, parent: Ref) -> Iterator[torch.Tensor]:
+def _perturbations(trial: Trial, parent: Ref) -> Iterator[torch.Tensor]:
     value, node = trial.given[parent], trial.runner.node
     yield from others_than(value, wide=node.target.name.startswith("torch."))
     yield from hinted(value, _hints(trial, parent))
@@ -192,21 +192,21 @@ def _size(made: Any) -> float:
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def _hidden(trial: Trial, parent: Ref) -> str:
+def _hidden_by(trial: Trial, parent: Ref) -> str:
     """What hides the argument: once that is perturbed, a perturbation of `parent` is noticed. "" if nothing does."""
     beside = [ref for ref in trial.runner.reads if ref != parent and _can_vary(trial.given[ref])]
-    for refs in ([ref] for ref in beside):
-        if _is_noticed(trial, parent, refs):
-            return _words(trial.given[refs[0]])
-    if len(beside) > 1 and _is_noticed(trial, parent, beside):
+    for ref in beside:
+        if _is_noticed(_perturbed_too(trial, [ref]), parent):
+            return _hidden_by_content(trial.given[ref])
+    if len(beside) > 1 and _is_noticed(_perturbed_too(trial, beside), parent):
         return "hidden by the other arguments together"
     if _is_noticed_in_one_place(trial, parent):
         return "read in several places, which cancel out, as in x - x"
-    if _is_noticed_with_other_draws(trial, parent):
+    if _is_noticed(_with_other_draws(trial), parent):
         return "hidden by the recorded draw"
-    if _is_noticed_with_other_literals(trial, parent):
+    if _is_noticed(_with_other_literals(trial), parent):
         return "hidden by a number among the arguments, as in x * 0"
-    if is_read_backward(trial.runner.node, trial.draws, trial.given, parent, _nonsense(trial, parent)):
+    if is_read_backward(trial.runner.node, trial.draws, trial.given, parent, _perturbations(trial, parent)):
         return "read only in the backward of a custom function"
     if is_foreign(trial.runner.node):
         return "passed to code outside of torch, which ignores it"
@@ -221,7 +221,7 @@ def _is_noticed_in_one_place(trial: Trial, parent: Ref) -> bool:
     for node in reading_elsewhere(trial.runner.node, parent, other):
         given = {**trial.given, other: trial.given[parent]}
         moved = evolve(trial, runner=ready(node, trial.draws), given=given)
-        if any(moved.changes({other: made}) for made in _nonsense(trial, parent)):
+        if any(moved.changes({other: made}) for made in _perturbations(trial, parent)):
             return True
     return False
 
@@ -234,7 +234,7 @@ def _has_elements(value: torch.Tensor) -> bool:
     return value.is_nested or bool(value.numel())
 
 
-def _words(value: torch.Tensor) -> str:
+def _hidden_by_content(value: torch.Tensor) -> str:
     if value.dtype == torch.bool:
         return "hidden by a mask, which is another argument"
     if value.layout is torch.strided and not value.is_nested and not value.is_quantized and not value.any():
@@ -242,14 +242,10 @@ def _words(value: torch.Tensor) -> str:
     return "hidden by the content of another argument"
 
 
-def _is_noticed(trial: Trial, parent: Ref, beside: list[Ref]) -> bool:
-    """True if perturbing `parent` is noticed while the arguments `beside` it are perturbed, too."""
+def _perturbed_too(trial: Trial, beside: list[Ref]) -> Iterator[Trial | None]:
+    """The trial with the arguments `beside` perturbed, each stream of perturbations in step."""
     streams = [_beside(trial.given[ref]) for ref in beside]
-    for several in zip(*streams, strict=False):
-        moved = trial.moved(dict(zip(beside, several, strict=True)))
-        if moved is not None and _changes_there(moved, parent):
-            return True
-    return False
+    return (trial.moved(dict(zip(beside, several, strict=True))) for several in zip(*streams, strict=False))
 
 
 def _beside(value: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -258,27 +254,22 @@ def _beside(value: torch.Tensor) -> Iterator[torch.Tensor]:
     yield from hinted(value, (0, 1))
 
 
-def _changes_there(trial: Trial, parent: Ref) -> bool:
-    return any(trial.changes({parent: made}) for made in _nonsense(trial, parent))
-
-
-def _is_noticed_with_other_draws(trial: Trial, parent: Ref) -> bool:
+def _with_other_draws(trial: Trial) -> Iterator[Trial | None]:
     node = trial.runner.node
-    if node.draws is None:
-        return False
-    for seed in range(8):
-        moved = evolve(trial, runner=drawing_otherwise(node, trial.draws, seed)).moved({})
-        if moved is not None and _changes_there(moved, parent):
-            return True
-    return False
+    seeds = range(8) if node.draws is not None else ()
+    return (evolve(trial, runner=drawing_otherwise(node, trial.draws, seed)).moved({}) for seed in seeds)
 
 
-def _is_noticed_with_other_literals(trial: Trial, parent: Ref) -> bool:
-    for node in otherwise(trial.runner.node):
-        moved = evolve(trial, runner=ready(node, trial.draws)).moved({})
-        if moved is not None and _changes_there(moved, parent):
-            return True
-    return False
+def _with_other_literals(trial: Trial) -> Iterator[Trial | None]:
+    return (evolve(trial, runner=ready(node, trial.draws)).moved({}) for node in otherwise(trial.runner.node))
+
+
+def _is_noticed(trials: Iterable[Trial | None], parent: Ref) -> bool:
+    """True if perturbing `parent` changes the value in one of these trials."""
+    return any(
+        trial is not None and any(trial.changes({parent: made}) for made in _perturbations(trial, parent))
+        for trial in trials
+    )
 
 
 Gradients = dict[Ref, torch.Tensor | None]

@@ -67,8 +67,8 @@ class ModelUnderTest:
         self.begin()
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
-            branches = _OpenBranches() if self.captured.recording.took_branch else nullcontext()
-            for context in (_same_world(), eager_compiler(), deeper_stack(), branches, *around):
+            branches = _PlainCond() if self.captured.recording.took_branch else nullcontext()
+            for context in (_restored_switches(), eager_compiler(), deeper_stack(), branches, *around):
                 stack.enter_context(context)
             return self.model(*args, **kwargs)
 
@@ -93,10 +93,10 @@ class ModelUnderTest:
             id(tensor): tensor for module in Provenance(self.model).modules for tensor in _tensors_of(module)
         }
         objects = held_by_model | {id(source.tensor): source.tensor for source in sources}
-        memory = Counter(_memory_of(tensor) for tensor in objects.values())
+        memory = Counter(_storage_of(tensor) for tensor in objects.values())
         nodes = zip(self.captured.recording.records, self.record.graph.nodes, strict=True)
         inputs = [(s.tensor, node.name) for s, node in nodes if isinstance(s, SourceRecord) and s.kind == "input"]
-        return frozenset([name for tensor, name in inputs if memory[_memory_of(tensor)] == 1 and not vars(tensor)])
+        return frozenset([name for tensor, name in inputs if memory[_storage_of(tensor)] == 1 and not vars(tensor)])
 
 
 def under_check(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], work: Callable[[ModelUnderTest], T]) -> T:
@@ -114,17 +114,17 @@ def _under_check(turn: Turn, model: Any, args: Any, kwargs: Any, work: Callable[
     begun: list[tuple[Recording, ForwardState]] = []
     try:
         try:
-            turn.undo = lambda: _leave(subject, model_state, begun, world)
-            with _same_world():
+            turn.undo = lambda: _restore(subject, model_state, begun, world)
+            with _restored_switches():
                 subject = _captured(model, args, kwargs, model_state, begun.append)
             return work(subject)
         finally:
-            _leave(subject, model_state, begun, world)
+            _restore(subject, model_state, begun, world)
     finally:  # again: an interrupt may have come before it or during it
-        surely(lambda: _leave(subject, model_state, begun, world))
+        surely(lambda: _restore(subject, model_state, begun, world))
 
 
-def _leave(
+def _restore(
     subject: ModelUnderTest | None, model_state: ModelState, begun: list[tuple[Recording, ForwardState]], world: World
 ) -> None:
     world.put_back()
@@ -151,23 +151,23 @@ def _captured(
         put_back(recording, beginning)
 
     captured = record(model, args, kwargs, labels, failed=undo, begun=begun)
-    made = _sheltered(record_of(captured), captured.recording)
+    made = _with_copies(record_of(captured), captured.recording)
     return ModelUnderTest(model, args, kwargs, captured, made, model_state)
 
 
-def _sheltered(made: Record, recording: Recording) -> Record:
+def _with_copies(made: Record, recording: Recording) -> Record:
     """The record with copies of all values in memory that restoring the model overwrites.
 
     These are the values that the forward wrote to parameters, buffers and inputs. After `p.data = q` the first value of
     `p` has other memory than `p`, but shares its version counter, so it is copied too.
     """
     pairs = list(zip(recording.records, made.graph.nodes, strict=True))
-    doomed = {memory for source, _ in pairs if (memory := _memory_put_back(source, recording)) is not None}
-    if not doomed:
+    overwritten = {memory for source, _ in pairs if (memory := _restored_storage(source, recording)) is not None}
+    if not overwritten:
         return made
-    firsts = {Ref(node.name) for source, node in pairs if _memory_put_back(source, recording) is not None}
+    firsts = {Ref(node.name) for source, node in pairs if _restored_storage(source, recording) is not None}
     values = {
-        ref: _copy(value) if ref in firsts or _memory_of(value) in doomed or _is_assigned(made, ref) else value
+        ref: _copy(value) if ref in firsts or _storage_of(value) in overwritten or _is_assigned(made, ref) else value
         for ref, value in made.values.items()
     }
     return evolve(made, values=values, versions=Versions((ref, version_of(value)) for ref, value in values.items()))
@@ -182,18 +182,18 @@ def _copy(value: torch.Tensor) -> torch.Tensor:
     return value.clone() if value.grad_fn is not None else value.detach().clone().requires_grad_(value.requires_grad)
 
 
-def _memory_put_back(source: Any, recording: Recording) -> int | None:
+def _restored_storage(source: Any, recording: Recording) -> int | None:
     if not isinstance(source, SourceRecord):
         return None
     now = held(*source.where) if source.kind in ("parameter", "buffer") else source.tensor
-    return _memory_of(now) if now is not None and now is not recording.values[source.returns] else None
+    return _storage_of(now) if now is not None and now is not recording.values[source.returns] else None
 
 
 def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
     return [tensor for held in (module._parameters, module._buffers) for tensor in held.values() if tensor is not None]
 
 
-def _memory_of(tensor: torch.Tensor) -> int | None:
+def _storage_of(tensor: torch.Tensor) -> int | None:
     try:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):  # sparse tensors and the like have no single storage
@@ -211,7 +211,7 @@ def open_layers() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-class _OpenBranches(TorchFunctionMode):
+class _PlainCond(TorchFunctionMode):
     """Within, `torch.cond` calls the branch that it takes. Torch compiles `cond`, so that gradients reach the tensors
     that its branches close over; uncompiled, as a check runs the model, it would lose them or raise.
     """
@@ -224,7 +224,7 @@ class _OpenBranches(TorchFunctionMode):
 
 
 @contextmanager
-def _same_world() -> Iterator[None]:
+def _restored_switches() -> Iterator[None]:
     """Restore torch's global switches that a forward may change."""
     dtype, grad, threads = torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()
     is_open, is_checked = torch.backends.mha.get_fastpath_enabled(), torch.is_anomaly_enabled()

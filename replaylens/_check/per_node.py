@@ -126,36 +126,36 @@ class _Walk:
         A saved view is a copy without the storage around it. A call that looks beyond its argument (`as_strided`)
         therefore gives another value on it, and is tried again on views that are remade from their bases.
         """
-        value, saved = _tried(runner, given), self.record.values
+        value, saved = _value_or_error(runner, given), self.record.values
         if not isinstance(value, Exception) and all(
             same(value[ref], saved[ref]) for ref in runner.gives if ref in saved
         ):
             return value
-        remade = self._in_memory(given)
-        again = _tried(runner, remade) if remade is not None else value
+        remade = self._remade_views(given)
+        again = _value_or_error(runner, remade) if remade is not None else value
         if remade is None or isinstance(again, Exception):
             return value
         given.update(remade)
         return again
 
-    def _in_memory(self, given: dict[Ref, Any], depth: int = 4) -> dict[Ref, Any] | None:
+    def _remade_views(self, given: dict[Ref, Any], depth: int = 4) -> dict[Ref, Any] | None:
         """The same values, as views of their bases where that is possible; None if it is possible for none."""
-        remade = {ref: made for ref in given if (made := self._view(ref, depth)) is not None}
+        remade = {ref: made for ref in given if (made := self._remade_view(ref, depth)) is not None}
         return {**given, **remade} if remade else None
 
-    def _view(self, ref: Ref, depth: int) -> Any:
+    def _remade_view(self, ref: Ref, depth: int) -> Any:
         node = self.graph[ref.node]
         if not isinstance(node, Call) or not depth or any(other not in self.values for other in node.refs):
             return None
         given = {other: self.values[other] for other in node.refs}
-        given = self._in_memory(given, depth - 1) or given
-        made = _tried(ready(as_replayed(node, self.detached), self.record.draws), given)
+        given = self._remade_views(given, depth - 1) or given
+        made = _value_or_error(ready(as_replayed(node, self.detached), self.record.draws), given)
         if isinstance(made, Exception) or not isinstance(made[ref], torch.Tensor) or made[ref]._base is None:
             return None
         return made[ref] if same(made[ref], self.values[ref]) else None
 
 
-def _tried(runner: NodeRunner, given: Mapping[Ref, Any]) -> dict[Ref, Any] | Exception:
+def _value_or_error(runner: NodeRunner, given: Mapping[Ref, Any]) -> dict[Ref, Any] | Exception:
     try:
         return runner(given)
     except Exception as error:
@@ -176,17 +176,17 @@ def _ask_alone(run: NodeRun, tally: Tally) -> None:
             return
         tally.asked += 1
         if wrong := {ref: value for ref, value in saved.items() if not same(trial.value[ref], value)}:
-            _is_another(node, trial, wrong, tally)
+            _record_mismatch(node, trial, wrong, tally)
 
 
-def _is_another(node: Call, trial: Trial, saved: Mapping[Ref, torch.Tensor], tally: Tally) -> None:
+def _record_mismatch(node: Call, trial: Trial, saved: Mapping[Ref, torch.Tensor], tally: Tally) -> None:
     """Record a call that does not reproduce these saved values: a failure, unless its kernel is nondeterministic."""
     if (spread := spread_of_repetitions(trial.runner, trial.given, saved)) is not None:
         fact = "its kernel is nondeterministic: the saved value lies within the spread of repetitions"
         tally.special.append(at_node(node, fact, difference=spread))
         return
     first, value = next(iter(saved)), trial.value
-    fact = f"gives another value than the saved one{_other_kind(value[first], saved[first])}"
+    fact = f"gives another value than the saved one{_spec_difference(value[first], saved[first])}"
     if may_vary(node) and not all(
         same(one, value[ref]) for ref, one in trial.runner(trial.given).items() if ref in saved
     ):
@@ -195,7 +195,7 @@ def _is_another(node: Call, trial: Trial, saved: Mapping[Ref, torch.Tensor], tal
     tally.failures.append(at_node(node, fact, difference=max(far, default=None)))
 
 
-def _other_kind(made: Any, saved: torch.Tensor) -> str:
+def _spec_difference(made: Any, saved: torch.Tensor) -> str:
     if not isinstance(made, torch.Tensor):
         return f": a {type(made).__name__}, no tensor"
     facts = [

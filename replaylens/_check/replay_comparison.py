@@ -39,10 +39,10 @@ def gradients(subject: ModelUnderTest) -> LawResult:
     if any(value.grad_fn is not None for value in values):
         return LawResult(skipped="an input has a history of its own, which ends where a program begins")
     flagged = _inputs(subject, True)
-    away = _led_away(subject, flagged)
-    law = None if away else _asked(subject, flagged)
+    away = _path_change(subject, flagged)
+    law = None if away else _gradients_on(subject, flagged)
     if law is None:
-        law = _asked(subject, _inputs(subject, False))
+        law = _gradients_on(subject, _inputs(subject, False))
         if away and (law is None or not (law.asked or law.skipped)):
             return LawResult(skipped=away)
     if law is None:
@@ -52,7 +52,7 @@ def gradients(subject: ModelUnderTest) -> LawResult:
     return LawResult(law.asked, special=(Finding("", UNSTEADY),)) if subject.is_nondeterministic else law
 
 
-def _led_away(subject: ModelUnderTest, inputs: dict[str, torch.Tensor]) -> str:
+def _path_change(subject: ModelUnderTest, inputs: dict[str, torch.Tensor]) -> str:
     """Why the model would take another path on these inputs; "" if it would not."""
     record = subject.record
     given: dict[Ref, torch.Tensor] = {Ref(name): value for name, value in inputs.items()}
@@ -80,13 +80,13 @@ def _inputs(subject: ModelUnderTest, flagged: bool) -> dict[str, torch.Tensor]:
     }
 
 
-def _asked(subject: ModelUnderTest, inputs: dict[str, torch.Tensor]) -> LawResult | None:
+def _gradients_on(subject: ModelUnderTest, inputs: dict[str, torch.Tensor]) -> LawResult | None:
     """The law on these inputs; None if the model refuses them or takes another path."""
     graph = subject.record.graph
     values = {node.name: subject.record.values[Ref(node.name)] for node in graph.input_nodes}
     given = thaw_shared(graph.inputs, lambda leaf: (values | inputs)[leaf.node] if type(leaf) is Ref else leaf)
-    twins = {n: value.detach().clone().requires_grad_(value.requires_grad) for n, value in inputs.items()}
-    again = {graph.positions[name]: twin for name, twin in twins.items()}
+    copies = {n: value.detach().clone().requires_grad_(value.requires_grad) for n, value in inputs.items()}
+    again = {graph.positions[name]: copy for name, copy in copies.items()}
     try:
         subject.begin()
         leaves = _leaves(subject, inputs)  # before the forward, which may create others
@@ -102,7 +102,7 @@ def _asked(subject: ModelUnderTest, inputs: dict[str, torch.Tensor]) -> LawResul
         return None
     except (NotDifferentiable, StaleValue) as error:
         return LawResult(skipped=str(error).partition("\n")[0])
-    leaves |= {name: twin for name, twin in twins.items() if name in leaves}
+    leaves |= {name: copy for name, copy in copies.items() if name in leaves}
     try:
         found = _backward([(str(ref), ran[ref]) for _, ref in pairs], leaves)
     except Exception as error:
@@ -165,7 +165,9 @@ def other_inputs(subject: ModelUnderTest) -> LawResult:
     record = subject.record
     values = {node.name: record.values[Ref(node.name)] for node in record.graph.input_nodes}
     names = subject.replaceable_inputs
-    others = {name: other for name, value in values.items() if name in names and (other := _other(value)) is not None}
+    others = {
+        name: other for name, value in values.items() if name in names and (other := _other_value(value)) is not None
+    }
     if not others:
         return LawResult(skipped="no input holds numbers that could be others")
     given = thaw_shared(record.graph.inputs, lambda leaf: (values | others)[leaf.node] if type(leaf) is Ref else leaf)
@@ -173,18 +175,18 @@ def other_inputs(subject: ModelUnderTest) -> LawResult:
     try:
         output = subject.forward(open_layers(), given=given)
     except Exception as error:
-        return _unseen(len(others), f"the model refuses them ({type(error).__name__})")
-    law = _agrees(record, others, output)
-    return law if law or not subject.is_nondeterministic else _unseen(len(others), UNSTEADY)
+        return _undecided(len(others), f"the model refuses them ({type(error).__name__})")
+    law = _replay_agrees(record, others, output)
+    return law if law or not subject.is_nondeterministic else _undecided(len(others), UNSTEADY)
 
 
-def _agrees(record: Record, others: dict[str, torch.Tensor], output: Any) -> LawResult:
+def _replay_agrees(record: Record, others: dict[str, torch.Tensor], output: Any) -> LawResult:
     graph = record.graph
     given = {graph.positions[name]: value for name, value in others.items()}
     try:
         ran = execute(record, Request(given=given, on_divergence="raise"))
     except DivergedReplay:
-        return _unseen(len(others), "the model takes another path on them, and a replay says so")
+        return _undecided(len(others), "the model takes another path on them, and a replay says so")
     fact, apart = unlike(output, graph.output, lambda ref: ran[ref])
     words = (
         f"on other inputs the model's own output is {fact}: something that depends on the inputs was recorded as a "
@@ -194,11 +196,11 @@ def _agrees(record: Record, others: dict[str, torch.Tensor], output: Any) -> Law
     return LawResult(len(others), failures, unit="inputs", holds="the model and a replay agree on others")
 
 
-def _unseen(count: int, reason: str) -> LawResult:
+def _undecided(count: int, reason: str) -> LawResult:
     return LawResult(count, special=(Finding("", reason),), unit="inputs", holds="nothing seen")
 
 
-def _other(tensor: torch.Tensor) -> torch.Tensor | None:
+def _other_value(tensor: torch.Tensor) -> torch.Tensor | None:
     """Another value of the same dtype, shape and range; None if none is certain to be valid."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     if not plain or tensor.is_quantized or tensor.is_meta or tensor.is_nested or tensor.dtype is torch.bool:

@@ -73,12 +73,12 @@ class LayerIndex:
         found: dict[str, Location] = {}
         calls: dict[str, list[Location]] = {}
         for scope, tree in self.graph.module_outputs:
-            if place := self._handed_on(scope, tree):
+            if place := self._module_output(scope, tree):
                 found[str(scope)] = place
                 calls.setdefault(scope.address, []).append(place)
         found.update({address: places[0] for address, places in calls.items() if len(places) == 1})
         for address, place in list(found.items()):
-            found.update(self._each_of(address, place))
+            found.update(self._output_names(address, place))
         return self._under_each_address(found)
 
     def _under_each_address(self, found: dict[str, Any]) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class LayerIndex:
             found[first] = (*found.get(first, ()), other)
         return found
 
-    def _handed_on(self, scope: Scope, tree: Any) -> Location | None:
+    def _module_output(self, scope: Scope, tree: Any) -> Location | None:
         """The location of the output of a module call."""
         refs = list(dict.fromkeys(refs_in(tree)))
         if not refs:
@@ -104,12 +104,12 @@ class LayerIndex:
         place = evolve(self.by_label[refs[0].node], scope=scope)
         if len(refs) > 1:
             ways = {leaf: way for way, leaf in reversed(list(walk(tree, keyed))) if type(leaf) is Ref}
-            return evolve(place, part=tree, names=tuple([_way(ways[ref]) for ref in refs]))
+            return evolve(place, part=tree, names=tuple([_path_text(ways[ref]) for ref in refs]))
         if type(tree) is Ref and tree.path and tree != getattr(self.graph[tree.node], "result", None):
             return evolve(place, part=tree)
         return place
 
-    def _each_of(self, address: str, place: Location) -> dict[str, Location]:
+    def _output_names(self, address: str, place: Location) -> dict[str, Location]:
         """The names of the tensors that a module returned, if there are several."""
         pairs = zip(place.names, place.refs, strict=True) if place.names else ()
         return {f"{address}{way}": evolve(self.by_label[ref.node], part=ref, scope=place.scope) for way, ref in pairs}
@@ -157,11 +157,11 @@ class LayerIndex:
                 f"the module {name!r} hands on no tensor of the program, by itself or in a container or object. "
                 f"`prog.find(module={name!r})` lists what it computes."
             )
-        if why := self._why_several(name):
+        if why := self._ambiguity(name):
             raise NoSuchLayer(why)
         raise NoSuchLayer(f"no layer is called {name!r}.{self.nearest(name)}")
 
-    def _why_several(self, name: str) -> str:
+    def _ambiguity(self, name: str) -> str:
         """Why a name that is not the name of a layer is one of several: a type or a glob. "" if it is neither."""
         found = [place for place in self.places if self._type_of(place) == name]
         if not found:
@@ -248,6 +248,6 @@ class LayerIndex:
         return (*ordinals, place.label, *sorted(self._names.get((place.node, place.output), [])))
 
 
-def _way(path: tuple[Any, ...]) -> str:
+def _path_text(path: tuple[Any, ...]) -> str:
     """The path to one of several tensors: `[0]`, `[hidden][1]`."""
     return "".join([f"[{step}]" for step in path])

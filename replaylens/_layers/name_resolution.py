@@ -37,8 +37,8 @@ class NameResolver:
         """The nodes that a key means. A module is accepted only if it has a single operation, not for its last one."""
         found: list[str] = []
         for site in self.sites(key):
-            every = [call for call in self.index.graph.calls if self._lies_in(call, site)]
-            inside = [call.name for call in every if not _is_handing(call)]
+            every = [call for call in self.index.graph.calls if self._runs_in(call, site)]
+            inside = [call.name for call in every if not _is_output_alias(call)]
             if len(inside) > 1:
                 some = ", ".join(inside[:4]) + (", ..." if len(inside) > 4 else "")
                 raise BadEdit(
@@ -48,7 +48,7 @@ class NameResolver:
             found.extend(inside if len(every) > 1 else [one.node for one in site.each])
         return list(dict.fromkeys(found))
 
-    def _lies_in(self, call: Call, site: Location) -> bool:
+    def _runs_in(self, call: Call, site: Location) -> bool:
         """True if the location is named by a module, and the call runs in it."""
         if site.name in self.index.by_label or site.name not in self.index.module_places or call.scope is None:
             return False
@@ -92,7 +92,7 @@ class NameResolver:
         return tree
 
 
-def _is_handing(call: Call) -> bool:
+def _is_output_alias(call: Call) -> bool:
     """True for an alias node, which only names the output of a module."""
     return call.target.function is alias and len(call.args) == 2
 

@@ -194,19 +194,19 @@ class _LoopBody:
     def _corresponds(self, number: int, length: int) -> bool:
         """True if the call `length` further on is equivalent, and reads what the next iteration would."""
         dataflow, one, other = self.dataflow, self.calls[number], self.calls[number + length]
-        if dataflow.key(one) != dataflow.key(other) or not self._is_at_home(one, other, length):
+        if dataflow.key(one) != dataflow.key(other) or not self._same_module(one, other, length):
             return False  # two successive modules are no loop, however similar
         is_same_line = dataflow.nodes[one].site is not None and dataflow.nodes[one].site == dataflow.nodes[other].site
         reads = zip(dataflow.parents[one], dataflow.parents[other], strict=True)
         return all(
             old == new
             or self._is_carried(old[0], new[0], number, length)
-            or (is_same_line and self._is_fed_anew(old[0], new[0]))
+            or (is_same_line and self._is_fed_alike(old[0], new[0]))
             or (old[1] == new[1] and self._is_alike(old[0], new[0], number, length))
             for old, new in reads
         )
 
-    def _is_at_home(self, one: int, other: int, length: int) -> bool:
+    def _same_module(self, one: int, other: int, length: int) -> bool:
         """True if two calls run in the same module. In iterations of several calls one may be wrapped in a module of
         its own, as if a loop uses `self.relu` in one iteration and `F.relu` in the next.
         """
@@ -220,7 +220,7 @@ class _LoopBody:
         to, at = self.place.get(new, -1), self.place.get(old)
         return to >= number and (at is None or to - at == length)
 
-    def _is_fed_anew(self, old: int, new: int) -> bool:
+    def _is_fed_alike(self, old: int, new: int) -> bool:
         """True if two iterations read two results of one function, two parts of one tensor, two constants or two
         inputs. That is a loop only if one line runs repeatedly: `a + f(b) + f(c)` is none.
         """

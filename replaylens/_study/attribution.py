@@ -134,7 +134,11 @@ def attribution(
         try:
             if wanted is not None:
                 _require_fit(wanted, label, gradient)
-            slopes = _leaves(gradient) if method == "patching" else _mean(after, metric, label, change, steps)
+            slopes = (
+                _float_tensors(gradient)
+                if method == "patching"
+                else _mean_gradient(after, metric, label, change, steps)
+            )
         except (BadPart, DivergedReplay) as error:
             if at is not None:
                 raise
@@ -147,7 +151,7 @@ def attribution(
     return Attribution(method, wanted, float(grads.metric), number, scores, found, without, corrupt)
 
 
-def _leaves(value: Any) -> list[torch.Tensor | None]:
+def _float_tensors(value: Any) -> list[torch.Tensor | None]:
     """The tensors in a value; None in the place of those without floating-point numbers."""
     values = [value] if isinstance(value, torch.Tensor) else list(value)
     return [one if one is not None and (one.is_floating_point() or one.is_complex()) else None for one in values]
@@ -160,7 +164,7 @@ def _value(run: Program | Run, label: str) -> Any:
 
 def _change(clean: Program | Run, corrupt: Program, label: str) -> list[torch.Tensor | None]:
     """The clean value of a layer minus the corrupt one."""
-    pairs = zip(_leaves(_value(clean, label)), _leaves(corrupt[label].value), strict=True)
+    pairs = zip(_float_tensors(_value(clean, label)), _float_tensors(corrupt[label].value), strict=True)
     changes: list[torch.Tensor | None] = []
     for new, old in pairs:
         if new is not None and old is not None and new.shape != old.shape:
@@ -172,7 +176,7 @@ def _change(clean: Program | Run, corrupt: Program, label: str) -> list[torch.Te
     return changes
 
 
-def _mean(
+def _mean_gradient(
     corrupt: Program, metric: Callable[[Any], torch.Tensor], label: str, change: list[torch.Tensor | None], steps: int
 ) -> list[torch.Tensor | None]:
     """The mean gradient on the line from corrupt to clean, by the midpoint rule with `steps` intervals."""
@@ -184,7 +188,7 @@ def _mean(
         values = list(base) if several else [base]
         points = [value if c is None else value + share * c for value, c in zip(values, change, strict=True)]
         patch = tuple(points) if several else points[0]
-        slopes = _leaves(corrupt.grads(of=metric, from_=label, patch={label: patch}, at=[label])[label])
+        slopes = _float_tensors(corrupt.grads(of=metric, from_=label, patch={label: patch}, at=[label])[label])
         pairs = zip(means, slopes, strict=True)
         means = [slope if mean is None or slope is None else mean + slope for mean, slope in pairs]
     return [None if mean is None else mean / steps for mean in means]

@@ -240,14 +240,14 @@ class _SceneBuilder:
             specs=first.specs,
             parameters=tuple(parameters.values()),
             times=len(group.turns),
-            roles=_together([mark.roles for _, mark in group.marks])
-            | _altered([mark.roles for _, mark in group.marks]),
-            note=_short([mark.note for _, mark in group.marks]),
+            roles=_group_roles([mark.roles for _, mark in group.marks])
+            | _changed_role([mark.roles for _, mark in group.marks]),
+            note=_group_note([mark.note for _, mark in group.marks]),
             source=first.source,
         )
         if group.scope is not None:
             done = [mark.note for _, mark in group.marks if "edited" in mark.roles]
-            return self._collapsed(glyph, group.scope, _short(done))
+            return self._collapsed(glyph, group.scope, _group_note(done))
         here = "operation" in first.roles and "patch" not in first.roles and bool(first.scopes)
         if here and str(first.scopes[-1]) in self.drawn.single:
             return evolve(glyph, module=self.grouping.scope_name(first.scopes[-1]), roles=glyph.roles | {"module"})
@@ -304,12 +304,12 @@ class _SceneBuilder:
         return Arrow(
             tail=tail,
             head=head,
-            places=() if collapsed else _each(link.place for link in links),
-            parts=() if self.groups[tail].scope is not None else _each(link.part for link in links),
+            places=() if collapsed else _unique(link.place for link in links),
+            parts=() if self.groups[tail].scope is not None else _unique(link.part for link in links),
             leaves=self._turns(tail, [link.tail for link in links]),
             enters=self._turns(head, [link.head for link in links]),
-            roles=_together([link.roles for link in links]),
-            note=_short([link.note for link in links]),
+            roles=_group_roles([link.roles for link in links]),
+            note=_group_note([link.note for link in links]),
         )
 
     def _turns(self, key: str, labels: list[str]) -> tuple[int, ...]:
@@ -352,22 +352,22 @@ class _SceneBuilder:
         )
 
 
-def _short(notes: list[str]) -> str:
+def _group_note(notes: list[str]) -> str:
     """The note of a group: the first two notes of its members."""
-    each = _each(notes)
+    each = _unique(notes)
     return "; ".join(each if len(each) <= 2 else (each[0], "..."))
 
 
-def _each(words: Iterable[str]) -> tuple[str, ...]:
+def _unique(words: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys([word for word in words if word]))
 
 
-def _together(roles: list[Roles]) -> Roles:
+def _group_roles(roles: list[Roles]) -> Roles:
     """The roles of a group: those of any member, but roles in OF_ALL only if all members have them."""
     return frozenset().union(*roles) - (OF_ALL - frozenset.intersection(*roles))
 
 
-def _altered(roles: list[Roles]) -> Roles:
+def _changed_role(roles: list[Roles]) -> Roles:
     """The role `changed`, if only some members of a group were added or removed."""
     some = any(one & {"added", "removed"} for one in roles)
-    return frozenset({"changed"}) if some and not _together(roles) & {"added", "removed"} else NO_ROLES
+    return frozenset({"changed"}) if some and not _group_roles(roles) & {"added", "removed"} else NO_ROLES

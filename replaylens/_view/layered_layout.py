@@ -98,7 +98,7 @@ def _in_rows(level: _Level) -> Rows:
         rows[rank[item]].append(item)
     links: list[dict[tuple[int, int], None]] = [{} for _ in range(last)]
 
-    def lead(way: Track, top: int, bottom: int) -> None:
+    def add_track(way: Track, top: int, bottom: int) -> None:
         """Add a track through the rows from `top` to `bottom`, linked to its start."""
         for row in range(top, bottom + 1):
             if (row, way) not in where:
@@ -110,14 +110,14 @@ def _in_rows(level: _Level) -> Rows:
                         links[row - 1][before, where[row, way]] = None
 
     for tail, head in lines:
-        lead(Track(tail), rank[tail] + 1, rank[head] - 1)
+        add_track(Track(tail), rank[tail] + 1, rank[head] - 1)
         start = where[rank[head] - 1, tail if rank[tail] == rank[head] - 1 else Track(tail)]
         links[rank[head] - 1][start, where[rank[head], head]] = None
     for tail in level.leaves:
-        lead(Track(tail), rank[tail] + 1, last)
+        add_track(Track(tail), rank[tail] + 1, last)
     for source, head in level.enters:
         if rank[head]:
-            lead(Track(source, is_outside=True), 0, rank[head] - 1)
+            add_track(Track(source, is_outside=True), 0, rank[head] - 1)
             links[rank[head] - 1][where[rank[head] - 1, Track(source, is_outside=True)], where[rank[head], head]] = None
     return Rows(tuple(map(tuple, rows)), tuple(map(tuple, links)))
 

@@ -54,7 +54,7 @@ def compose(record: Record, index: LayerIndex, layers: Layers, view: ViewOptions
         patched = patched_in(graph, index, over.run)
         drawn = with_replay(drawn, executed_in(index, over.run), patched)
     if over.gradients:
-        view = evolve(view, gradients=_flowing(record, over.begins), begins=over.begins)
+        view = evolve(view, gradients=_values_with_flow(record, over.begins), begins=over.begins)
     made = _with_unread(scene(graph, index, view, drawn), record.account.unread)
     if over.against is not None:
         made = evolve(made, legend="green: only here; red: only in the other; orange: another operation or shape")
@@ -78,7 +78,7 @@ def _with_unread(made: Scene, unread: tuple[Parameter, ...]) -> Scene:
     return evolve(made, totals=totals)
 
 
-def _flowing(record: Record, begins: frozenset[str] | None) -> frozenset[Ref]:
+def _values_with_flow(record: Record, begins: frozenset[str] | None) -> frozenset[Ref]:
     """The values through which gradients flow back from the outputs, or from where a backward pass began."""
     graph, flowing = record.graph, values_with_grad(record)
     used = graph.ancestors([ref.node for ref in graph.output_refs if ref in flowing] if begins is None else begins)
