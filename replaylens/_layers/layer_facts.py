@@ -54,8 +54,12 @@ class LayerFacts(TorchLensNames):
         topology, ordinals = self._facts.topology, self._facts.index.ordinals
         return [label for label in labels if topology.is_born[ordinals[label]]]
 
-    def _labels(self, numbers: Iterable[int]) -> tuple[str, ...]:
-        return tuple([self._facts.index.order[number] for number in numbers])
+    def _related(self, find: Callable[[int], Iterable[int]]) -> tuple[str, ...]:
+        return (
+            tuple([self._facts.index.order[number] for number in find(self.ordinal)])
+            if self.ordinal is not None
+            else ()
+        )
 
     # -- label, type, numbers, passes --
 
@@ -287,22 +291,22 @@ class LayerFacts(TorchLensNames):
     @property
     def siblings(self) -> tuple[str, ...]:
         """The labels of the layers that share a parent with it."""
-        return self._labels(self._facts.topology.siblings(self.ordinal)) if self.ordinal is not None else ()
+        return self._related(self._facts.topology.siblings)
 
     @property
     def spouses(self) -> tuple[str, ...]:
         """The labels of the layers that share a child with it."""
-        return self._labels(self._facts.topology.spouses(self.ordinal)) if self.ordinal is not None else ()
+        return self._related(self._facts.topology.spouses)
 
     @property
     def origins(self) -> tuple[str, ...]:
         """The layers without parents from which it derives: inputs, buffers, layers created inside; or itself."""
-        return self._labels(self._facts.topology.roots_of(self.ordinal)) if self.ordinal is not None else ()
+        return self._related(self._facts.topology.roots_of)
 
     @property
     def ends(self) -> tuple[str, ...]:
         """The output layers that it leads to; itself, if it is one."""
-        return self._labels(self._facts.topology.ends_of(self.ordinal)) if self.ordinal is not None else ()
+        return self._related(self._facts.topology.ends_of)
 
     @property
     def steps_from_input(self) -> Span:

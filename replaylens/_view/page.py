@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve, fields, frozen
 
 from .._layers.fields import on_page
 from .._layers.index import LayerIndex
@@ -65,17 +65,8 @@ def _of_value(layer: Layer, side: int, most: int) -> Card:
 
 
 def _statistics(found: Statistics) -> Card:
-    return {
-        "count": found.count,
-        "mean": rounded(found.mean),
-        "std": rounded(found.std),
-        "least": rounded(found.least),
-        "greatest": rounded(found.greatest),
-        "zeros": rounded(found.zeros),
-        "nans": found.nans,
-        "infinities": found.infinities,
-        "histogram": found.histogram,
-    }
+    values = {field.name: getattr(found, field.name) for field in fields(Statistics)}
+    return {name: rounded(one) if isinstance(one, float) else one for name, one in values.items()}
 
 
 def _pictures(found: Pictures) -> Card:
